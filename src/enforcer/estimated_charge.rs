@@ -1,6 +1,6 @@
 //! Settles charges that were made by an estimate of the cost.
 
-use crate::limiter::Amendment;
+use crate::limiter::{Algorithm, Amendment, Limit};
 use crate::policy::{ActualCostSource, EstimateCost};
 use crate::store::{LimitAndKey, SettlementQueue};
 use http::StatusCode;
@@ -70,6 +70,11 @@ impl EstimatedCharge {
         }
         // A response that costs less than its reservation does not count.
         self.counted.clear();
+        // The request has left its queue, so the next one keeps its distance.
+        let is_changed = |limit: &Limit| {
+            let is_queue = matches!(limit.algorithm, Algorithm::LeakyBucket { .. });
+            actual_units > estimate || !is_queue
+        };
         let amendment = |at_us| match actual_units.checked_sub(estimate) {
             Some(units) => Amendment::Charge(units),
             None => Amendment::Credit {
@@ -80,6 +85,7 @@ impl EstimatedCharge {
         self.settlements.apply_or_enqueue(
             std::mem::take(&mut self.counters)
                 .into_iter()
+                .filter(|((limit, _), _)| is_changed(limit))
                 .map(|(place, at_us)| (place, amendment(at_us))),
         );
     }

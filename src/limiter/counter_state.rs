@@ -121,9 +121,7 @@ impl CounterState {
             AlgorithmState::TokenBucket(bucket) => {
                 bucket.charge_rejected(limit, cost, now_us, is_estimate)
             }
-            AlgorithmState::LeakyBucket(queue) => {
-                queue.charge_rejected(limit, cost, now_us, is_estimate)
-            }
+            AlgorithmState::LeakyBucket(queue) => queue.charge_rejected(limit, cost, now_us),
             // Slots are only held by requests in flight, and a block counts nothing.
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
@@ -169,7 +167,7 @@ impl CounterState {
             AlgorithmState::SlidingLog(log) => log.charge(limit, cost, now_us),
             AlgorithmState::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
             AlgorithmState::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, is_estimate),
-            AlgorithmState::LeakyBucket(queue) => queue.charge(limit, cost, now_us, is_estimate),
+            AlgorithmState::LeakyBucket(queue) => queue.charge(limit, cost, now_us),
             AlgorithmState::FixedWindow(window) => window.charge(limit, cost, now_us),
             AlgorithmState::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
             // Slots are taken by their ids.
@@ -197,8 +195,9 @@ impl CounterState {
             AlgorithmState::SlidingWindow(buckets) => buckets.heap_bytes(),
             AlgorithmState::Concurrency(slots) => slots.heap_bytes(),
             AlgorithmState::TokenBucket(bucket) => bucket.heap_bytes(),
-            AlgorithmState::LeakyBucket(queue) => queue.heap_bytes(),
-            AlgorithmState::FixedWindow(_) | AlgorithmState::Block(_) => 0,
+            AlgorithmState::LeakyBucket(_)
+            | AlgorithmState::FixedWindow(_)
+            | AlgorithmState::Block(_) => 0,
         }
     }
 
@@ -287,11 +286,12 @@ impl CounterView<'_> {
     }
 
     /// The time under which a charge made at the time of the view is recorded: later than the view
-    /// if the newest entry is a lease.
+    /// if the newest entry is a lease; in a queue, the end of its position.
     pub fn charged_at_us(&self) -> u64 {
         let newest_entry_us = match &self.state.0 {
             AlgorithmState::SlidingLog(log) => log.newest_entry_us(),
             AlgorithmState::SlidingWindow(buckets) => buckets.newest_sub_window_start_us(),
+            AlgorithmState::LeakyBucket(queue) => queue.end_us(self.limit, self.now_us),
             _ => 0,
         };
         newest_entry_us.max(self.now_us)

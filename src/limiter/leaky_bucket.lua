@@ -28,6 +28,7 @@ local function queue_charge(queue, cost)
   local err = bucket_charge(queue, cost)
   if err then return err end
   queue_update_used_units(queue)
+  if queue.settles then queue.charged_at = bucket_debt_drop_time(queue, 0) end
   -- The request may leave when the debt is at most one unit.
   queue.delay = bucket_debt_drop_time(queue, queue.per) - queue.now
 end
@@ -46,11 +47,14 @@ rules.d.charge_rejected = queue_charge_rejected
 -- end section
 
 -- section: settlements
--- Returns those of the `units` charged at `charged_at` that still count. Errors as bucket_set_debt.
+-- Returns `units` of a request that does not leave, if its last position, which ends at
+-- `charged_at`, is the last of the queue: all others are promised. Errors as bucket_set_debt.
 local function queue_credit(queue, units, charged_at)
-  local err = bucket_credit(queue, units, charged_at)
+  if bucket_debt_drop_time(queue, 0) ~= charged_at then return end
+  local returned = min(queue.debt, units * queue.per)
+  queue.stored_debt, queue.debt = queue.stored_debt - returned, queue.debt - returned
   queue_update_used_units(queue)
-  return err
+  return bucket_write(queue)
 end
 
 rules.d.credit = queue_credit

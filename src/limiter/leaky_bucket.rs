@@ -12,7 +12,9 @@
 //! position taken: too strict, never lax. After a rate increase, queued requests leave at their old
 //! times, beside new ones.
 //! Retry: when the queue is short enough for this cost, rounded up to the microsecond.
-//! Memory: three numbers; with costs that are settled later as `token_bucket`.
+//! Returns: a position can be returned only while it is the last one, by a request that does not
+//! leave. All earlier ones are promised, and a request that has left keeps its distance to the next.
+//! Memory: three numbers.
 
 use super::Limit;
 use super::token_bucket::TokenBucketState;
@@ -29,30 +31,27 @@ impl LeakyBucketQueue {
             .div_ceil(limit.per_us)
     }
 
-    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
-        self.0.charge(limit, cost, now_us, is_estimate);
+    pub(super) fn charge(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.0.charge(limit, cost, now_us, false);
     }
 
     /// Takes the available units, up to `cost`. The rejected request does not wait, but its units
     /// delay later requests.
-    pub(super) fn charge_rejected(
-        &mut self,
-        limit: &Limit,
-        cost: u64,
-        now_us: u64,
-        is_estimate: bool,
-    ) {
-        self.0.charge_rejected(limit, cost, now_us, is_estimate);
+    pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
+        self.0.charge_rejected(limit, cost, now_us, false);
     }
 
-    /// Returns units, as [`TokenBucketState::credit`] does. Queued requests keep their times; later
-    /// requests may leave at the same times.
-    pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        self.0.credit(limit, units, at_us, now_us);
+    /// Returns the units of a request that does not leave, if the queue still ends with its last
+    /// position, at `end_us`.
+    pub(super) fn credit(&mut self, limit: &Limit, units: u64, end_us: u64, now_us: u64) {
+        if self.end_us(limit, now_us) == end_us {
+            self.0.forgive_debt(limit, units, now_us);
+        }
     }
 
-    pub(super) fn heap_bytes(&self) -> usize {
-        self.0.heap_bytes()
+    /// The end of the last position.
+    pub(super) fn end_us(&self, limit: &Limit, now_us: u64) -> u64 {
+        self.0.debt_drop_time_us(limit, now_us, 0)
     }
 
     /// How long the request that was charged last must wait.

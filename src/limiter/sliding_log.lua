@@ -28,7 +28,8 @@ local LOG_WRAP = 9007199254740992
 local LOG_TRIM = 64
 local LOG_SMALL = 128
 local LOG_BUNDLE = 64
-local LOG_CREDIT_REACH = 250
+-- Elements per ZADD or ZREM: the stack of Lua has room for some thousands of arguments.
+local LOG_WRITE = 1000
 
 -- Parses a member that is not one unit: a charge of more units, or a bundle.
 local function log_parse_member(member, time)
@@ -281,76 +282,83 @@ rules.l.charge_rejected = log_charge_rejected
 -- end section
 
 -- section: settlements
--- Returns up to `units` units of the charge made at `charged_at`, if it counts and at most
--- LOG_CREDIT_REACH charges came after it: their sums change. The state can't be used afterwards.
--- Errors as log_add_units.
-local function log_credit(log, units, charged_at)
-  local element, rank, later, later_count, counted = log.newest, -1, {}, 0, log.used_units
-  if counted == 0 or charged_at <= log.window_start or charged_at > element.time then return end
-  while true do
-    local previous = log_element_at(log.key, rank - 1)
-    if not previous or previous.time < charged_at then break end
-    later[#later + 1] = element
-    later_count, counted = later_count + (element.count or 1), counted - element.units
-    if later_count > LOG_CREDIT_REACH or counted <= 0 then return end
-    element, rank = previous, rank - 1
-  end
-  local times, totals, found = { element.time }, { element.units }, nil
-  local count = element.count or 1
-  for n = 1, count do
-    if element.format then
-      local age, total = struct.unpack(element.format, element.member, 20 + (n - 1) * element.width)
-      times[n], totals[n] = element.time - age, total
+-- Lowers charges of an element by `returns`, pairs of units and time in order of time, from the
+-- n-th on. `less` units of earlier charges are returned already. Returns the element's charges, how
+-- many units are returned with it, and the next n.
+local function log_lower_charges(log, element, returns, n, less)
+  local times, totals, units_up_to = { element.time }, { element.units }, log_units_up_to(log, element)
+  if element.format then
+    for m = 1, element.count do
+      local age, total = struct.unpack(element.format, element.member, 20 + (m - 1) * element.width)
+      times[m], totals[m] = element.time - age, total
     end
-    if times[n] == charged_at then found = n end
   end
-  if not found or later_count + count - found > LOG_CREDIT_REACH then return end
-  local before = totals[found - 1] or 0
-  units = min(units, totals[found] - before, counted - (element.units - totals[found]))
-  if units <= 0 then return end
-  local is_emptied = totals[found] - before == units and rank < -1
-  for n = found, #totals do totals[n] = totals[n] - units end
-  if is_emptied then
-    table.remove(times, found)
-    table.remove(totals, found)
+  local is_newest, kept_times, kept_totals, before, removed = element.member == log.newest.member, {}, {}, 0, less
+  for m = 1, #times do
+    local units, wanted = totals[m] - before, 0
+    while returns[n] and returns[n][2] <= times[m] do
+      if returns[n][2] == times[m] then wanted = wanted + returns[n][1] end
+      n = n + 1
+    end
+    -- Units that do not count any more are not returned.
+    local counted = units_up_to - (element.units - totals[m]) - less
+    local returned = max(0, min(wanted, units, counted))
+    before, less = totals[m], less + returned
+    if returned < units or is_newest then
+      kept_times[#kept_times + 1], kept_totals[#kept_totals + 1] = times[m], totals[m] - (less - removed)
+    end
   end
-  local removed, added = { element.member }, {}
-  local function add_element(time, member)
-    added[#added + 1] = integer(time)
-    added[#added + 1] = member
-  end
-  local kept = log.is_cut and log.used_units - units or nil
-  local sum = (element.sum - units) % LOG_WRAP
-  if #times > 0 then
-    local is_newest = rank == -1
-    local single = not element.format
-      and log_format_member(sum, totals[1], is_newest and kept or nil, is_newest and element.lead or 0)
-    add_element(times[#times], single or log_format_bundle(sum, times, totals))
-  end
-  for n, later_element in ipairs(later) do
-    sum = (later_element.sum - units) % LOG_WRAP
-    removed[#removed + 1] = later_element.member
-    if later_element.format then
-      add_element(later_element.time,
-        later_element.format .. struct.pack('>I7I7', sum, later_element.units) .. string.sub(later_element.member, 20))
-    else
-      add_element(later_element.time,
-        log_format_member(sum, later_element.units, n == 1 and kept or nil, n == 1 and later_element.lead or 0))
+  return kept_times, kept_totals, less, n
+end
+
+-- Returns up to `units` units of the charge made at each `time`, if it counts. `returns` are these
+-- pairs, all of one log: the sums of all later elements change, once for all of them. The state
+-- can't be used afterwards. Errors as log_add_units.
+local function log_credit(log, returns)
+  table.sort(returns, function(one, other) return one[2] < other[2] end)
+  local n, less = 1, 0
+  while returns[n] and returns[n][2] <= log.window_start do n = n + 1 end
+  if not returns[n] or log.used_units == 0 then return end
+  local reply = call('ZRANGEBYSCORE', log.key, integer(returns[n][2]), '+inf', 'WITHSCORES')
+  local removed, added, is_added, obsolete = {}, {}, {}, {}
+  for at = 1, #reply, 2 do
+    local element = log_parse_element(reply, at)
+    if not element then return end
+    local before, times, totals = less, { element.time }, { element.units }
+    if returns[n] and returns[n][2] <= element.time then
+      times, totals, less, n = log_lower_charges(log, element, returns, n, less)
+    end
+    if less > 0 then
+      local sum, last, member = (element.sum - less) % LOG_WRAP, #times, nil
+      if element.format and less == before then
+        member = element.format .. struct.pack('>I7I7', sum, element.units) .. string.sub(element.member, 20)
+      elseif element.format and last > 0 then
+        member = log_format_bundle(sum, times, totals)
+      elseif last > 0 then
+        local is_newest = at == #reply - 1
+        member = log_format_member(sum, totals[1], is_newest and log.is_cut and log.used_units - less or nil,
+          is_newest and element.lead or 0)
+      end
+      removed[#removed + 1] = element.member
+      if member then
+        added[#added + 1], added[#added + 2], is_added[member] = integer(times[last]), member, true
+      end
     end
   end
   -- Adds before it removes: Redis deletes an empty key, and a migrating slot accepts no new key.
-  local reply = try('ZADD', log.key, unpack(added))
-  if type(reply) == 'table' then return reply end
-  local is_added, obsolete = {}, {}
-  for n = 2, #added, 2 do is_added[added[n]] = true end
+  for from = 1, #added, 2 * LOG_WRITE do
+    local reply = try('ZADD', log.key, unpack(added, from, min(#added, from + 2 * LOG_WRITE - 1)))
+    if type(reply) == 'table' then return reply end
+  end
   for _, member in ipairs(removed) do
     if not is_added[member] then obsolete[#obsolete + 1] = member end
   end
-  if #obsolete > 0 then call('ZREM', log.key, unpack(obsolete)) end
-  call('PEXPIREAT', log.key, integer(math.ceil((log.newest.time + log.per) / 1000)))
+  for from = 1, #obsolete, LOG_WRITE do
+    call('ZREM', log.key, unpack(obsolete, from, min(#obsolete, from + LOG_WRITE - 1)))
+  end
 end
 
-rules.l.credit = log_credit
+rules.l.credits_together, rules.l.credit = true, log_credit
 -- end section
 
 -- section: leases

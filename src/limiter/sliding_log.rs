@@ -7,18 +7,14 @@
 //! Retry: when enough of the oldest entries have expired for this cost to fit.
 //! Memory: 16 bytes per charge that still counts (charges in the same microsecond share one entry).
 //! Time: a read is a binary search. A charge adds one entry and removes at most
-//! [`MAX_TRIMMED_ENTRIES`] expired ones. A credit changes at most [`MAX_ENTRIES_AFTER_CREDIT`]
-//! later entries.
+//! [`MAX_TRIMMED_ENTRIES`] expired ones. A credit finds its charge by the time and lowers the totals
+//! of all later entries, in memory a subtraction each.
 
 use super::{Limit, MAX_UNITS};
 use std::collections::VecDeque;
 
 /// Maximum entries that one charge removes, so that a long idle log does not block the store.
 const MAX_TRIMMED_ENTRIES: usize = 64;
-
-/// Maximum entries after a charge that can be credited: a credit changes the totals of all of them.
-/// The Lua script has the same bound.
-const MAX_ENTRIES_AFTER_CREDIT: usize = 250;
 
 /// The charges in order of time. Times and totals increase from entry to entry. Only the newest
 /// entry may have 0 units, after a credit.
@@ -72,25 +68,20 @@ impl ChargeLog {
         self.charge_rejected_at(limit, cost, now_us, now_us);
     }
 
-    /// Removes up to `units` from the charge made at `at_us`, if it still counts and at most
-    /// [`MAX_ENTRIES_AFTER_CREDIT`] entries came after it.
+    /// Removes up to `units` from the charge made at `at_us`, if it still counts.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
         let nth = self.entries.partition_point(|entry| entry.at_us < at_us);
         let Some(entry) = self.entries.get(nth).copied() else {
             return;
         };
-        let entries_after = self.entries.len() - nth - 1;
-        if entry.at_us != at_us
-            || at_us.saturating_add(limit.per_us) <= now_us
-            || entries_after > MAX_ENTRIES_AFTER_CREDIT
-        {
+        if entry.at_us != at_us || at_us.saturating_add(limit.per_us) <= now_us {
             return;
         }
         let entry_units = entry.running_total.wrapping_sub(self.total_before(nth));
         for entry in self.entries.range_mut(nth..) {
             entry.running_total = entry.running_total.wrapping_sub(units.min(entry_units));
         }
-        if units >= entry_units && entries_after > 0 {
+        if units >= entry_units && nth + 1 < self.entries.len() {
             self.entries.remove(nth);
         }
     }
@@ -333,22 +324,27 @@ mod tests {
     }
 
     #[test]
-    fn ignores_a_credit_after_too_many_later_entries() {
+    fn a_credit_reaches_its_charge_after_any_number_of_later_ones() {
+        const CHARGE_COUNT: u64 = 5_000;
         let limit = Limit {
             requests: MAX_UNITS,
             per_us: 1_000_000,
             algorithm: Algorithm::SlidingLog,
         };
         let mut log = ChargeLog::default();
-        log.charge(&limit, 9, 1);
-        for now_us in 2..=251 {
-            log.charge(&limit, 1, now_us);
+        for now_us in 1..=CHARGE_COUNT {
+            log.charge(&limit, 3, now_us);
         }
-        log.credit(&limit, 4, 1, 251);
-        assert_eq!(log.used_units(&limit, 251), 255);
-        log.charge(&limit, 1, 252);
-        log.credit(&limit, 4, 1, 252);
-        assert_eq!(log.used_units(&limit, 252), 256);
+        let (mut used, now_us) = (3 * CHARGE_COUNT, CHARGE_COUNT);
+        let mut times: Vec<u64> = (1..=CHARGE_COUNT).collect();
+        fastrand::Rng::with_seed(7).shuffle(&mut times);
+        for at_us in times {
+            let units = at_us % 5;
+            log.credit(&limit, units, at_us, now_us);
+            used -= units.min(3);
+            assert_eq!(log.used_units(&limit, now_us), used, "{at_us}");
+        }
+        assert_eq!(log.used_units(&limit, limit.per_us + now_us), 0);
     }
 
     #[test]

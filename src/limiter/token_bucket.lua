@@ -118,7 +118,9 @@ local function bucket_update_debt(bucket, debt, units)
   if bucket.warm_up then
     if bucket.now >= bucket.cold_at then bucket.start, bucket.worth = bucket.now, 0 end
     bucket.cold_at, bucket.rest = bucket.now + bucket.warm_up, format(':%.0f', bucket.start)
-  elseif bucket.settles then
+  elseif not bucket.slack
+    and (bucket.settles or bucket.rest ~= '' and bucket.owed > 0 and bucket_read_history(bucket)) then
+    -- While units may be returned, the history has every charge.
     bucket_record_charge(bucket, units)
   else
     bucket.rest = ''

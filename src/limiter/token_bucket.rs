@@ -140,6 +140,12 @@ impl TokenBucketState {
         }
     }
 
+    /// Reduces the debt by units, whenever they were charged.
+    pub(super) fn forgive_debt(&mut self, limit: &Limit, units: u64, now_us: u64) {
+        let debt = self.usage_debt_at(limit, now_us);
+        self.debt -= debt.min(units.saturating_mul(limit.per_us));
+    }
+
     /// Reduces the debt by units charged at `at_us`. Returns `false` if there is no debt.
     fn reduce_debt(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) -> bool {
         let debt = self.usage_debt_at(limit, now_us);
@@ -340,11 +346,13 @@ impl TokenBucketState {
             Some(_) => now_us,
             None => 0,
         };
-        let history = (is_estimate && WarmUpRamp::from_limit(limit).is_none()).then(|| {
-            let known = self
-                .history
-                .take()
-                .filter(|_| before > 0 && self.rate == limit.requests);
+        let known = self
+            .history
+            .take()
+            .filter(|_| before > 0 && self.rate == limit.requests);
+        // While units may be credited, the history has every charge.
+        let is_recorded = is_estimate || known.is_some();
+        let history = (is_recorded && WarmUpRamp::from_limit(limit).is_none()).then(|| {
             let mut history = known.unwrap_or_else(|| Box::new(ChargeHistory::new(before, now_us)));
             history.record_charge(limit, units, now_us);
             history

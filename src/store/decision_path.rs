@@ -31,7 +31,7 @@
 use super::decision_source::DecisionSource;
 use super::deny_cache::{DenyCache, DenyMatchScope};
 use super::fallback::find_positions;
-use super::instance_counters::InstanceReservation;
+use super::instance_counters::{InstanceReservation, list_returns, mark_returnable};
 use super::leases::LeasePool;
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
@@ -47,6 +47,8 @@ struct RedisDecisionPath<'s> {
     leases: &'s Arc<LeasePool>,
     deny_cache: &'s DenyCache,
     redis: &'s RedisStore,
+    /// Whether the charges may be returned after the decision.
+    is_returnable: bool,
 }
 
 /// The charges that one part of the store decides, each with its index in the request.
@@ -105,6 +107,7 @@ impl Store {
                 leases,
                 deny_cache,
                 redis,
+                is_returnable: false,
             },
         };
         let has_own_step =
@@ -169,8 +172,8 @@ fn strip_indices<'c>(charges: &IndexedCharges<'c>) -> SmallVec<[Charge<'c>; 4]> 
 }
 
 impl RedisDecisionPath<'_> {
-    /// Step 0: decides charges of `scope = "instance"` in this process, then all others. Charges of
-    /// both are made, or none.
+    /// Step 0: decides charges of `scope = "instance"` in this process, and all others in Redis: in
+    /// this order if Redis probably admits the request. Charges of both are made, or none.
     async fn decide_by_scope(
         self,
         charges: &[Charge<'_>],
@@ -190,15 +193,42 @@ impl RedisDecisionPath<'_> {
         let expand = |decision: Decision, part: &IndexedCharges<'_>| {
             decision.expand_to_request(part.iter().map(|(index, _)| *index), charges.len())
         };
-        let (own_decision, reservation) =
-            InstanceReservation::decide(memory, &own_charges, requested_at.into_std());
+        let reserve =
+            |at: Instant| InstanceReservation::decide(memory, &own_charges, at.into_std());
+        let shared_charges = strip_indices(&shared);
+        let hints = self.redis.admission_hints();
         // Reads of counters, which charge nothing, need the statuses of all.
         let is_read = charges.iter().all(|charge| charge.cost == 0);
+        // A decision about leased units or shards does not name the counters that it charged.
+        let is_plain = |charge: &Charge<'_>| charge.lease.is_none() && charge.shard_count == 1;
+        let preview = (shared_charges.iter().all(is_plain)
+            && !hints.expects_admission(&shared_charges))
+        .then(|| InstanceReservation::preview(memory, &own_charges))
+        .flatten();
+        let is_returnable = preview.is_some();
+        let (mut own_decision, mut reservation) = preview.unwrap_or_else(|| reserve(requested_at));
         if !own_decision.admitted && !is_read {
             return Ok((expand(own_decision, &own), DecisionSource::Memory));
         }
-        let shared_charges = strip_indices(&shared);
-        match self.decide_shared(&shared_charges, requested_at).await {
+        hints.deduct_charges(&shared_charges);
+        let path = Self {
+            is_returnable,
+            ..self
+        };
+        let result = path.decide_shared(&shared_charges, requested_at).await;
+        let decided = result.as_ref().ok().map(|(decision, _)| decision);
+        if let Some(decision) = decided {
+            hints.record_remaining(&shared_charges, &decision.statuses);
+        }
+        if is_returnable && decided.is_none_or(|decision| decision.admitted) {
+            (own_decision, reservation) = reserve(Instant::now());
+            if !own_decision.admitted {
+                let returns = decided.map(|decision| list_returns(&shared_charges, decision));
+                self.redis.return_charges(returns.unwrap_or_default());
+                return Ok((expand(own_decision, &own), DecisionSource::Memory));
+            }
+        }
+        match result {
             Ok((decision, source)) => {
                 let own_decision = match decision.admitted {
                     true => {
@@ -318,9 +348,11 @@ impl RedisDecisionPath<'_> {
         held_back: &[usize],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
+        let marked = self.is_returnable.then(|| mark_returnable(charges));
+        let requested = marked.as_deref().unwrap_or(charges);
         let result = self
             .redis
-            .decide_with_held_back(charges, held_back, requested_at)
+            .decide_with_held_back(requested, held_back, requested_at)
             .await;
         let cache_statuses = |decision: &Decision| {
             let fallback = self.redis.fallback();

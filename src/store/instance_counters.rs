@@ -1,11 +1,12 @@
 //! Charges of `scope = "instance"` beside charges that Redis decides.
 //!
-//! The instance charges first, in its own memory. If it refuses, Redis is not called. If Redis
-//! refuses, or the request ends before the decision, the charges are returned
-//! ([decision 77](../../docs/decisions/0077-instance-scope.md)).
+//! If Redis will probably admit the request, the instance charges first, in its own memory.
+//! Otherwise Redis decides first, so that its refusals take nothing from other requests. If one
+//! side refuses, or the request ends before the decision, the charges of the other are returned
+//! ([decision 94](../../docs/decisions/0094-order-of-instance-and-redis.md)).
 
 use super::memory::MemoryStore;
-use super::{LimitAndKey, Settlement};
+use super::{PendingSettlement, Settlement};
 use crate::clock::monotonic_now;
 use crate::limiter::{Algorithm, Amendment, Charge, Decision};
 use smallvec::SmallVec;
@@ -18,7 +19,7 @@ use std::time::Instant;
 pub(super) struct InstanceReservation {
     memory: Arc<MemoryStore>,
     /// The amendment that returns each charge.
-    returns: SmallVec<[(LimitAndKey, Amendment); 1]>,
+    returns: Vec<PendingSettlement>,
 }
 
 impl InstanceReservation {
@@ -28,27 +29,30 @@ impl InstanceReservation {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> (Decision, Self) {
-        // A bucket can return only charges that are marked as estimates.
-        let returnable: SmallVec<[Charge<'_>; 4]> = charges
-            .iter()
-            .map(|charge| Charge {
-                is_estimate: !charge.is_block() && !charge.is_counted,
-                ..*charge
-            })
-            .collect();
-        let decision = memory.decide_at(&returnable, requested_at);
-        let made = charges.iter().zip(&decision.charged_at_us);
-        let returns = made
-            .filter(|_| decision.admitted)
-            .filter_map(|(charge, at_us)| {
-                let counter = (*charge.limit, charge.key.clone());
-                at_us.map(|at_us| (counter, build_return(charge, at_us)))
-            });
+        let decision = memory.decide_at(&mark_returnable(charges), requested_at);
         let reservation = Self {
             memory: Arc::clone(memory),
-            returns: returns.collect(),
+            returns: list_returns(charges, &decision),
         };
         (decision, reservation)
+    }
+
+    /// Reads the counters of this process. Returns the admission if they have room for the charges
+    /// now, without any charge made.
+    pub(super) fn preview(
+        memory: &Arc<MemoryStore>,
+        charges: &[Charge<'_>],
+    ) -> Option<(Decision, Self)> {
+        let decision = read_counters(memory, charges);
+        let mut statuses = charges.iter().zip(&decision.statuses);
+        let has_room = statuses.all(|(charge, status)| {
+            !charge.is_enforced() || status.is_some_and(|status| status.refusal.is_none())
+        });
+        let reservation = Self {
+            memory: Arc::clone(memory),
+            returns: Vec::new(),
+        };
+        has_room.then_some((decision, reservation))
     }
 
     /// Keeps the charges, because the request is admitted.
@@ -61,11 +65,7 @@ impl InstanceReservation {
     pub(super) fn return_charges(self, charges: &[Charge<'_>], decision: Decision) -> Decision {
         let memory = Arc::clone(&self.memory);
         drop(self);
-        let reads: SmallVec<[Charge<'_>; 4]> = charges
-            .iter()
-            .map(|charge| Charge { cost: 0, ..*charge })
-            .collect();
-        let mut read = memory.decide_at(&reads, monotonic_now());
+        let mut read = read_counters(&memory, charges);
         for (status, decided) in read.statuses.iter_mut().zip(decision.statuses) {
             if let Some(status) = status {
                 status.refusal = decided.and_then(|decided| decided.refusal);
@@ -85,14 +85,49 @@ impl Drop for InstanceReservation {
     }
 }
 
-fn build_return(charge: &Charge<'_>, at_us: u64) -> Amendment {
-    match charge.limit.algorithm {
-        Algorithm::Concurrency { .. } => Amendment::Release {
-            slot: charge.slot_id,
-        },
-        _ => Amendment::Credit {
-            units: charge.cost,
-            at_us,
-        },
-    }
+/// The charges, such that they can be returned: a decision reports the time only of charges that
+/// are marked as estimates.
+pub(super) fn mark_returnable<'c>(charges: &[Charge<'c>]) -> SmallVec<[Charge<'c>; 4]> {
+    charges
+        .iter()
+        .map(|charge| Charge {
+            is_estimate: !charge.is_block() && !charge.is_counted,
+            ..*charge
+        })
+        .collect()
+}
+
+/// The amendments that return the charges of an admitted request, which were marked by
+/// [`mark_returnable`].
+pub(super) fn list_returns(charges: &[Charge<'_>], decision: &Decision) -> Vec<PendingSettlement> {
+    let made = charges.iter().zip(&decision.charged_at_us);
+    let made = made.zip(&decision.statuses).filter(|_| decision.admitted);
+    made.filter_map(|((charge, at_us), status)| {
+        let (at_us, limit) = ((*at_us)?, status.as_ref()?.limit_in_effect(charge.limit));
+        let amendment = match limit.algorithm {
+            Algorithm::Block => return None,
+            Algorithm::Concurrency { .. } => Amendment::Release {
+                slot: charge.slot_id,
+            },
+            _ => Amendment::Credit {
+                units: charge.cost,
+                at_us,
+            },
+        };
+        Some(((limit, charge.key.clone()), amendment))
+    })
+    .collect()
+}
+
+/// Reads the counters, and which of them refuse, without a change: of the counters of responses, a
+/// decision changes none.
+fn read_counters(memory: &MemoryStore, charges: &[Charge<'_>]) -> Decision {
+    let reads: SmallVec<[Charge<'_>; 4]> = charges
+        .iter()
+        .map(|charge| Charge {
+            is_counted: true,
+            ..*charge
+        })
+        .collect();
+    memory.decide_at(&reads, monotonic_now())
 }

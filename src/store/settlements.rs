@@ -93,9 +93,11 @@ async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
             *queue = batch.is_some().then(Vec::new);
             batch
         };
-        let Some(batch) = batch else {
+        let Some(mut batch) = batch else {
             return queue.drained.notify_waiters();
         };
+        // Credits of one counter, side by side, take Redis as long as one of them.
+        batch.sort_by_key(|((limit, key), _)| (key.id(), limit.per_us));
         let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
         if let Err(error) = queue.store.apply_settlements(&settlements).await {
             tracing::debug!(why = %error, "failed to send settlements to the store");

@@ -274,11 +274,15 @@ async fn compare_decisions(
             })
             .collect();
         let expected = model.decide(&charges, time_us);
+        let expected_names_us: Vec<u64> =
+            expected.charged_at_us.iter().copied().flatten().collect();
         lent_us.extend(expected.grants.iter().map(|grant| grant.until_us));
         let answer = decide_in_redis(connection, &charges, time_us).await;
         prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
 
         times_us.push(time_us);
+        // In a queue, a charge is named by the end of its position.
+        times_us.extend(expected_names_us);
         let limits: Vec<Limit> = step
             .settlements
             .iter()

@@ -113,6 +113,7 @@ mod request_validation_corpus;
 mod resource_limits;
 mod response_costs;
 mod retry_after;
+mod returned_units;
 mod rolling_upgrade;
 mod self_service;
 mod settlements;

@@ -69,11 +69,11 @@ impl NaiveModel {
                         })
                 }
             };
-            if charge.is_estimate && charged && charge.cost > 0 {
-                charged_at_us[n] = Some(self.now_us(clock_us, charge));
-            }
             if charged {
                 self.charge(clock_us, charge);
+                if charge.is_estimate && charge.cost > 0 {
+                    charged_at_us[n] = Some(self.charge_name_us(clock_us, charge));
+                }
                 if !charge.shadow && charge.cost > 0 {
                     delay_us = delay_us.max(self.delay_us(clock_us, charge));
                 }
@@ -229,6 +229,21 @@ impl NaiveModel {
         );
         debt.saturating_sub(u128::from(per_us))
             .div_ceil(u128::from(requests)) as u64
+    }
+
+    /// The time that a credit of the last charge names: in a queue, the end of its position.
+    fn charge_name_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+        let Limit {
+            requests,
+            per_us,
+            algorithm,
+        } = *charge.limit;
+        let now_us = self.now_us(clock_us, charge);
+        let Algorithm::LeakyBucket { .. } = algorithm else {
+            return now_us;
+        };
+        let debt = debt_at(self.spent_units(charge), now_us, requests, per_us);
+        now_us + debt.div_ceil(u128::from(requests)) as u64
     }
 
     fn remaining_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {

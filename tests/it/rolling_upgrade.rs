@@ -396,7 +396,9 @@ fn draw_amendment(rng: &mut Rng, limit: &Limit, charged_at_us: &[u64]) -> Amendm
         };
     }
     let units = rng.u64(1..=limit.capacity().min(50));
-    match rng.u8(..3) {
+    // The versions return positions of a queue by different rules.
+    let is_queue = matches!(limit.algorithm, Algorithm::LeakyBucket { .. });
+    match rng.u8(..if is_queue { 2 } else { 3 }) {
         0 => Amendment::Charge(units),
         1 => Amendment::BackdatedCharge {
             units,
@@ -417,6 +419,7 @@ fn draw_charges<'a>(
     key: &'a Key,
 ) -> Vec<Charge<'a>> {
     let is_slot = matches!(limit.algorithm, Algorithm::Concurrency { .. });
+    let is_queue = matches!(limit.algorithm, Algorithm::LeakyBucket { .. });
     let can_lease = match limit.algorithm {
         Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us == 0,
         Algorithm::LeakyBucket { .. } | Algorithm::Concurrency { .. } => false,
@@ -428,7 +431,7 @@ fn draw_charges<'a>(
     });
     let charge = Charge {
         counts_rejected: !is_slot && rng.u8(..4) == 0,
-        is_estimate: !is_slot && rng.bool(),
+        is_estimate: !is_slot && !is_queue && rng.bool(),
         slot_id: u128::from(rng.u8(1..=4)),
         lease,
         requested_lease_units: lease.map_or(0, |_| rng.u64(1..=20)),

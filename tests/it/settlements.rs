@@ -118,6 +118,49 @@ fn counted_rejections_and_settlements_match_the_reference_model() {
     });
 }
 
+/// Many requests in flight, whose units return in any order, many at once.
+#[test]
+fn returns_after_hundreds_of_charges_match_the_reference_model() {
+    const CHARGE_COUNT: usize = 600;
+    run_random_sequences([3, 3], |store, rng| {
+        let limit = Limit {
+            requests: [400, 4_000][rng.usize(..2)],
+            per_us: 1_000_000,
+            algorithm: Algorithm::SlidingLog,
+        };
+        let (mut model, key, mut now_us) = (NaiveModel::default(), test_key(), START_US);
+        let mut in_flight = Vec::new();
+        for _ in 0..CHARGE_COUNT {
+            now_us += rng.u64(..1_500);
+            let charge = Charge {
+                counts_rejected: true,
+                is_estimate: true,
+                ..Charge::new(&limit, &key, rng.u64(1..4))
+            };
+            let decision = store.decide(&[charge], now_us);
+            assert_eq!(decision, model.decide(now_us, &[charge]));
+            in_flight.extend(decision.charged_at_us[0].map(|at_us| (charge.cost, at_us)));
+        }
+        rng.shuffle(&mut in_flight);
+        for responses in in_flight.chunks(rng.usize(1..64)) {
+            now_us += rng.u64(..2_000);
+            let credits = responses.iter().map(|(cost, at_us)| Amendment::Credit {
+                units: cost - u64::from(rng.u8(..4) == 0),
+                at_us: *at_us,
+            });
+            let credits: Vec<_> = credits.collect();
+            store.apply_amendments(&limit, &key, &credits, now_us);
+            for credit in credits {
+                model.apply_amendment(now_us, &Charge::new(&limit, &key, 0), credit);
+            }
+            let cost = rng.u64(..3);
+            let charge = Charge::new(&limit, &key, cost);
+            let decided = store.decide(&[charge], now_us);
+            assert_eq!(decided, model.decide(now_us, &[charge]), "{charge:?}");
+        }
+    });
+}
+
 /// The admitted charges with their currently known costs.
 struct AdmittedCharges {
     limit: Limit,
@@ -143,11 +186,12 @@ impl AdmittedCharges {
     fn allowed_shortfall(&self) -> u64 {
         match self.limit.algorithm {
             // The refill of a part of a 64th of the period, and rounding.
-            Algorithm::TokenBucket { warm_up_us: 0, .. } | Algorithm::LeakyBucket { .. } => {
+            Algorithm::TokenBucket { warm_up_us: 0, .. } => {
                 (self.limit.requests * self.limit.per_us.div_ceil(64)).div_ceil(self.limit.per_us)
                     + 1
             }
-            Algorithm::TokenBucket { .. } => u64::MAX,
+            // A queue returns only the position of a request that does not leave.
+            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => u64::MAX,
             _ => 0,
         }
     }

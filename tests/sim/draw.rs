@@ -1,6 +1,7 @@
 //! Draws a scenario from a seed.
 
 mod policies;
+mod returns;
 
 use crate::sim::scenario::{
     Fault, FaultKind, OnFailure, OperatorAction, OperatorSpec, PolicySpec, RequestSpec, Rule,
@@ -25,6 +26,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
         policies: Vec::new(),
         has_shadow_policies: false,
         requests: Vec::new(),
+        crowded_route: None,
         is_rate_limit_service: false,
         operations: Vec::new(),
         faults: Vec::new(),
@@ -42,6 +44,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
     set_faults(&mut scenario, &mut rng);
     set_operations(&mut scenario, &mut rng);
     add_login_rotation(&mut scenario, &mut rng);
+    returns::add_returns(&mut scenario);
     scenario.faults.sort_by_key(|fault| fault.at_us);
     scenario.requests.sort_by_key(|request| request.at_us);
     scenario

@@ -226,7 +226,7 @@ impl Instance {
             decision.statuses[0].map(|status| limit.requests - status.remaining)
         };
         let slots = used(HOUR, Algorithm::Concurrency { max_duration_us: 0 })?;
-        let units = used(300 * 24 * HOUR, Algorithm::FixedWindow { offset_us: 0 })?;
+        let units = used(300 * 24 * HOUR, Algorithm::SlidingLog)?;
         Some((slots, units))
     }
 

@@ -330,6 +330,8 @@ pub(crate) struct Scenario {
     /// Whether policies without effect come first: they are in mode "shadow", or match no request.
     pub(crate) has_shadow_policies: bool,
     pub(crate) requests: Vec<RequestSpec>,
+    /// The instances have few slots for the requests of this route.
+    pub(crate) crowded_route: Option<usize>,
     /// Requests come as calls of the rate-limit service, each with one descriptor.
     pub(crate) is_rate_limit_service: bool,
     pub(crate) operations: Vec<OperatorSpec>,
@@ -343,9 +345,9 @@ pub(crate) struct Scenario {
 }
 
 /// Slots outlive all pauses of a run, and units return only by hand.
-const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\"] }\nlimits = [\n\
+const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\", \"/r3\"] }\nlimits = [\n\
     { requests = 1000000, algorithm = \"concurrency\", lease_ttl = \"1h\" },\n\
-    { requests = 1000000, algorithm = \"fixed_window\", per = \"300d\" },\n]\n";
+    { requests = 1000000, algorithm = \"sliding_log\", per = \"300d\" },\n]\n";
 
 impl Scenario {
     /// Whether the servers need a login.
@@ -416,6 +418,14 @@ impl Scenario {
         }
         if self.has_pod_policy() {
             text.push_str(POD_POLICY);
+        }
+        if let Some(route) = self.crowded_route {
+            writeln!(
+                text,
+                "[[policy]]\nname = \"crowd\"\nscope = \"instance\"\nmatch = {{ path = \"/r{route}\" }}\n\
+                 limit = {{ requests = 30, algorithm = \"concurrency\", lease_ttl = \"1h\" }}"
+            )
+            .unwrap();
         }
         for (number, policy) in self.policies.iter().enumerate() {
             let name = format!("p{number}");

@@ -61,7 +61,8 @@ pub use settings::{
 use super::fallback::SINGLE_PARTITION;
 use super::fallback::usage_directory::UsageDirectory;
 use super::{
-    DecisionFailure, FallbackStore, MemoryStore, Settlement, SettlementError, StoreUnavailable,
+    DecisionFailure, FallbackStore, MemoryStore, PendingSettlement, Settlement, SettlementError,
+    StoreUnavailable,
 };
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
@@ -75,7 +76,7 @@ use futures_util::future::join_all;
 use hash_slot::hash_slot_for_key;
 use node::RedisNode;
 use parking_lot::Mutex;
-use routing::{ClusterSlotMap, RedisRouter};
+use routing::{AdmissionHints, ClusterSlotMap, RedisRouter};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -442,6 +443,16 @@ impl RedisStore {
             unavailable: self.unavailable_error(failure.as_str()),
             partial,
         })
+    }
+
+    /// What Redis last reported about counters, on this worker.
+    pub(super) fn admission_hints(&self) -> &AdmissionHints {
+        &self.router.hints
+    }
+
+    /// Returns charges of a request that is not forwarded, in the background.
+    pub(super) fn return_charges(&self, returns: Vec<PendingSettlement>) {
+        self.router.return_charges(returns);
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have

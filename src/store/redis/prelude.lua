@@ -9,6 +9,7 @@
 --   charge(state, cost)                    takes units, at least 1
 --   charge_rejected(state, cost, capacity) takes units of a rejected request, up to the capacity
 --   credit(state, units, charged_at)       returns some of the units charged at `charged_at`
+--   credits_together                       true if `credit` instead takes a list of these pairs
 --   grantable_until(state, last)           the last moment at which leased units may be used,
 --                                          `last` or earlier; nil or false: no lease is possible
 --   grant(state, units, last)              takes units, at least 1, for a lease that ends at `last`

@@ -29,8 +29,7 @@ use super::hash_slot::hash_slot_for_key;
 use super::node::RedisNode;
 use super::watched_value::WatchedValue;
 use crate::limiter::Charge;
-use crate::store::wait_until_drained;
-use admission_hints::AdmissionHints;
+use crate::store::{PendingSettlement, Settlement, wait_until_drained};
 use slot_charges::HashSlotCharges;
 use slot_map_refresh::run_slot_map_refresh;
 use split_decision::SplitResult;
@@ -40,6 +39,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+pub(in crate::store) use admission_hints::AdmissionHints;
 pub(super) use router::RedisRouter;
 pub(super) use slot_map::{ClusterSlotMap, HashSlotRange, find_probe_key, query_slot_ranges};
 
@@ -143,17 +143,33 @@ impl RedisRouter {
         };
         let (result_sender, result_receiver) = oneshot::channel();
         // A separate task, so that a client that disconnects does not leave reservations.
-        let router = Arc::clone(self);
-        self.split_task_count.fetch_add(1, Ordering::Relaxed);
-        let task = tokio::spawn(async move {
-            let decided = Arc::clone(&router).decide_parts(parts, deadline, result_sender);
-            decided.await;
-            if router.split_task_count.fetch_sub(1, Ordering::Relaxed) == 1 {
-                router.split_tasks_ended.notify_waiters();
-            }
-        });
+        let decided = Arc::clone(self).decide_parts(parts, deadline, result_sender);
+        let task = self.spawn_split_task(decided);
         // The sender is dropped only when the runtime shuts down.
         let connection_lost = Err((RedisErrorKind::Connection, None));
         (result_receiver.await.unwrap_or(connection_lost), Some(task))
+    }
+
+    /// Sends the settlements that return the charges of a request that is not forwarded.
+    pub(super) fn return_charges(self: &Arc<Self>, returns: Vec<PendingSettlement>) {
+        let router = Arc::clone(self);
+        self.spawn_split_task(async move {
+            let returns: Vec<_> = returns.iter().map(Settlement::from_pending).collect();
+            drop(router.apply_settlements(&returns).await);
+        });
+    }
+
+    fn spawn_split_task(
+        self: &Arc<Self>,
+        work: impl Future<Output = ()> + Send + 'static,
+    ) -> JoinHandle<()> {
+        let router = Arc::clone(self);
+        self.split_task_count.fetch_add(1, Ordering::Relaxed);
+        tokio::spawn(async move {
+            work.await;
+            if router.split_task_count.fetch_sub(1, Ordering::Relaxed) == 1 {
+                router.split_tasks_ended.notify_waiters();
+            }
+        })
     }
 }

@@ -12,16 +12,25 @@
 --          is left unchanged.
 
 local failed
-for n = 1, #KEYS do
-  local arg = n * 6 - 4
+local n = 1
+while n <= #KEYS do
+  local key, arg = KEYS[n], n * 6 - 4
   local rule, parameters, operation = rules[ARGV[arg]], ARGV[arg + 2], ARGV[arg + 3]
   local effective_time = operation == 'charge' and math.max(0, time - tonumber(ARGV[arg + 5])) or time
-  local state, err = rule.read(KEYS[n], effective_time, tonumber(ARGV[arg + 1]), tonumber(parameters) or parameters)
+  local state, err = rule.read(key, effective_time, tonumber(ARGV[arg + 1]), tonumber(parameters) or parameters)
   if err and find(err.err, 'WRONGTYPE', 1, true) then err = nil end
+  local subject, moment = tonumber(ARGV[arg + 4]) or ARGV[arg + 4], tonumber(ARGV[arg + 5])
+  if operation == 'credit' and rule.credits_together then
+    subject = { { subject, moment } }
+    while KEYS[n + 1] == key and ARGV[n * 6 + 5] == operation do
+      n = n + 1
+      subject[#subject + 1] = { tonumber(ARGV[n * 6]), tonumber(ARGV[n * 6 + 1]) }
+    end
+  end
   if state and rule[operation] then
     state.settles = true
-    err = rule[operation](state, tonumber(ARGV[arg + 4]) or ARGV[arg + 4], tonumber(ARGV[arg + 5]))
+    err = rule[operation](state, subject, moment)
   end
-  failed = err or failed
+  failed, n = err or failed, n + 1
 end
 return failed or 1

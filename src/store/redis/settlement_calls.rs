@@ -16,12 +16,16 @@ pub(super) const MAX_PIPELINED_CALLS: usize = 16;
 pub(super) fn split_into_calls<'l, 'a>(
     settlements: &'l [Settlement<'a>],
 ) -> Vec<&'l [Settlement<'a>]> {
-    let runs = settlements.chunk_by(|one, next| !is_expensive(one) && !is_expensive(next));
+    let runs = settlements.chunk_by(|one, next| match is_expensive(one) {
+        true => is_expensive(next) && one.limit == next.limit && one.key.id() == next.key.id(),
+        false => !is_expensive(next),
+    });
     runs.flat_map(|run| run.chunks(MAX_SETTLEMENTS_PER_CALL))
         .collect()
 }
 
 /// Whether a settlement takes Redis as long as a dozen others: it changes many entries of a log.
+/// Several of one counter change them once.
 fn is_expensive(settlement: &Settlement<'_>) -> bool {
     settlement.limit.algorithm == Algorithm::SlidingLog
         && matches!(settlement.amendment, Amendment::Credit { .. })

@@ -111,11 +111,23 @@ impl StoreUnderTest {
 
     /// Applies an amendment to one counter at the given time.
     pub fn apply_amendment(&mut self, limit: &Limit, key: &Key, amendment: Amendment, at_us: u64) {
-        let late = [Settlement {
+        self.apply_amendments(limit, key, &[amendment], at_us);
+    }
+
+    /// Applies amendments to one counter at the given time, in one call.
+    pub fn apply_amendments(
+        &mut self,
+        limit: &Limit,
+        key: &Key,
+        amendments: &[Amendment],
+        at_us: u64,
+    ) {
+        let late = amendments.iter().map(|amendment| Settlement {
             limit,
             key,
-            amendment,
-        }];
+            amendment: *amendment,
+        });
+        let late: Vec<_> = late.collect();
         match self {
             Self::Memory { store, hands } => {
                 hands.set_us(at_us);

@@ -247,7 +247,7 @@ fn build_leases_beside_slots() -> Vec<PolicySpec> {
 }
 
 /// A sliding log of 20 units per client and hour, with changes.
-fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
+pub(super) fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
     let mut policy = PolicySpec {
         route: 0,
         rule: Rule::SlidingLog,

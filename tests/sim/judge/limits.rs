@@ -39,6 +39,7 @@ pub(super) fn check_limits(
             let released = u64::from(had_outage) * run.scenario.instances as u64;
             let capacity = max_delay_us * limit / policy.per_us + 1 + released;
             check_bucket(run, history, &forwarded, capacity)
+                .or_else(|| check_distances(run, history))
         }
         Rule::Concurrency { ttl_us } => check_slots(run, history, ttl_us),
     }
@@ -162,6 +163,31 @@ fn check_bucket(
         }
     }
     None
+}
+
+/// Requests leave a queue at a distance, whatever was returned.
+fn check_distances(run: &FinishedRun<'_>, history: &CounterHistory<'_>) -> Option<Violation> {
+    if !run.excuses.is_empty() || history.policy.is_dynamic {
+        return None;
+    }
+    let forwarded = history.uses.iter().filter(|one| one.is_forwarded);
+    let mut times: Vec<u64> = forwarded
+        .filter_map(|one| run.records[one.request].forwarded_us)
+        .collect();
+    times.sort_unstable();
+    let distance_us = history.policy.per_us / history.policy.requests;
+    // The delay of a reply varies.
+    let least_us = distance_us.saturating_sub(4 * run.scenario.delay_us);
+    let too_close = times.windows(2).find(|pair| pair[1] - pair[0] < least_us)?;
+    Some(Violation {
+        rule: "requests leave a queue together",
+        at_us: too_close[1],
+        text: format!(
+            "{}: {} us apart, expected {distance_us}",
+            history.name(),
+            too_close[1] - too_close[0]
+        ),
+    })
 }
 
 /// A lease ends when it says: an instance that ran nothing for longer than a lease lasts has no

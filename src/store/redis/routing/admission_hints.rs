@@ -1,6 +1,6 @@
-//! The units that Redis last reported as left: which charges of a split request it probably admits.
+//! The units that Redis last reported as left: which charges it probably admits.
 
-use crate::limiter::Charge;
+use crate::limiter::{Charge, LimitStatus};
 use crate::store::memory::{CounterId, counter_id};
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -11,13 +11,16 @@ const MAX_ENTRIES: usize = 4096;
 
 /// Remaining units by counter. Each worker has its own table.
 #[derive(Debug, Default)]
-pub(super) struct AdmissionHints(Mutex<HashMap<CounterId, u64, foldhash::fast::RandomState>>);
+pub(in crate::store) struct AdmissionHints(
+    Mutex<HashMap<CounterId, u64, foldhash::fast::RandomState>>,
+);
 
 impl AdmissionHints {
-    /// Whether all charges are within the units that Redis last reported as left.
-    pub(super) fn expects_admission(&self, charges: &[Charge<'_>]) -> bool {
+    /// Whether all enforced charges are within the units that Redis last reported as left.
+    pub(in crate::store) fn expects_admission(&self, charges: &[Charge<'_>]) -> bool {
         let entries = self.0.lock();
-        charges.iter().all(|charge| {
+        let mut enforced = charges.iter().filter(|charge| charge.is_enforced());
+        enforced.all(|charge| {
             let remaining = entries.get(&counter_id(charge.limit, charge.key));
             charge.cost == 0 || remaining.is_some_and(|units| *units >= charge.cost)
         })
@@ -25,7 +28,7 @@ impl AdmissionHints {
 
     /// Deducts charges that are about to be requested, so that concurrent requests do not all
     /// expect the same units.
-    pub(super) fn deduct_charges(&self, charges: &[Charge<'_>]) {
+    pub(in crate::store) fn deduct_charges(&self, charges: &[Charge<'_>]) {
         let mut entries = self.0.lock();
         // A block has no units that a request would use up.
         for charge in charges.iter().filter(|charge| !charge.is_block()) {
@@ -35,11 +38,19 @@ impl AdmissionHints {
         }
     }
 
-    pub(super) fn record_remaining(&self, charge: &Charge<'_>, remaining: u64) {
+    pub(in crate::store) fn record_remaining(
+        &self,
+        charges: &[Charge<'_>],
+        statuses: &[Option<LimitStatus>],
+    ) {
         let mut entries = self.0.lock();
-        if entries.len() >= MAX_ENTRIES {
-            entries.clear();
+        for (charge, status) in charges.iter().zip(statuses) {
+            if entries.len() >= MAX_ENTRIES {
+                entries.clear();
+            }
+            if let Some(status) = status {
+                entries.insert(counter_id(charge.limit, charge.key), status.remaining);
+            }
         }
-        entries.insert(counter_id(charge.limit, charge.key), remaining);
     }
 }

@@ -40,7 +40,7 @@ pub(in crate::store::redis) struct RedisRouter {
     pub(super) batcher: Option<Arc<DecisionBatcher>>,
     /// Requests a refresh of the slot map after a call contradicted it.
     pub(super) refresh_requested: Notify,
-    pub(super) hints: AdmissionHints,
+    pub(in crate::store::redis) hints: AdmissionHints,
     /// Tasks of split decisions that may still return reservations.
     pub(super) split_task_count: AtomicUsize,
     /// Notified when the last of these tasks ends.

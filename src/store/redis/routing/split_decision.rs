@@ -207,10 +207,7 @@ impl RedisRouter {
             }
             (answer, _) => answer?,
         };
-        for (charge, status) in charges.iter().zip(&decision.statuses) {
-            let remaining = status.map_or(0, |status| status.remaining);
-            self.hints.record_remaining(charge, remaining);
-        }
+        self.hints.record_remaining(&charges, &decision.statuses);
         Ok(decision)
     }
 }

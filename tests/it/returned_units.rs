@@ -1,0 +1,267 @@
+//! Units that are taken for a request and returned later: however many requests came in between, and
+//! whatever the other store decides.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{RawClient, RawResponse};
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::upstream::{Upstream, UpstreamResponse, full_body};
+use futures_util::future::join_all;
+use hyper::Response;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+
+const REJECTED: &str = "tidegate_requests_total{policy=\"customer\",decision=\"rejected\"}";
+
+/// An upstream that answers when the test opens the gate, and counts arrivals.
+struct GatedUpstream {
+    upstream: Upstream,
+    arrivals: watch::Receiver<usize>,
+    gate: watch::Sender<bool>,
+}
+
+impl GatedUpstream {
+    async fn start() -> Self {
+        let (arrival_sender, arrivals) = watch::channel(0);
+        let gate = watch::Sender::new(false);
+        let opened = gate.subscribe();
+        let upstream = Upstream::with_handler(move |_| {
+            arrival_sender.send_modify(|count| *count += 1);
+            let mut opened = opened.clone();
+            async move {
+                opened.wait_for(|is_open| *is_open).await.unwrap();
+                UpstreamResponse::from(Response::new(full_body("")))
+            }
+        });
+        Self {
+            upstream: upstream.await,
+            arrivals,
+            gate,
+        }
+    }
+
+    async fn wait_for_arrivals(&mut self, count: usize) {
+        let arrived = self.arrivals.wait_for(|arrived| *arrived >= count);
+        timeout(TEST_TIMEOUT, arrived).await.unwrap().unwrap();
+    }
+}
+
+fn store_config(redis: Option<&RedisServer>) -> String {
+    redis.map(RedisServer::store_config).unwrap_or_default()
+}
+
+fn remaining(response: &RawResponse, limit: &str) -> Option<u64> {
+    response.list_parameter("ratelimit", limit, "r")
+}
+
+async fn send_as(proxy: &Proxy, customer: &str) -> RawResponse {
+    let request = proxy.request("GET", "/").header("X-Customer", customer);
+    request.send().await
+}
+
+/// Clients of one customer that repeat their request until they are stopped.
+struct ClientFlood {
+    is_stopped: Arc<AtomicBool>,
+    clients: JoinSet<usize>,
+}
+
+impl ClientFlood {
+    async fn start(proxy: &Proxy, customer: &str, connections: usize) -> Self {
+        let (is_stopped, mut clients) = (Arc::new(AtomicBool::new(false)), JoinSet::new());
+        let connecting = (0..connections).map(|_| RawClient::connect(proxy.address));
+        for mut client in join_all(connecting).await {
+            let request = format!("GET / HTTP/1.1\r\nHost: a\r\nX-Customer: {customer}\r\n\r\n");
+            let is_stopped = Arc::clone(&is_stopped);
+            clients.spawn(async move {
+                let mut admitted = 0;
+                while !is_stopped.load(Ordering::Relaxed) {
+                    client.send(&request).await;
+                    admitted += usize::from(client.read_response().await.status != 429);
+                }
+                admitted
+            });
+        }
+        Self {
+            is_stopped,
+            clients,
+        }
+    }
+
+    /// Returns how many requests were forwarded.
+    async fn stop(self) -> usize {
+        self.is_stopped.store(true, Ordering::Relaxed);
+        self.clients.join_all().await.into_iter().sum()
+    }
+}
+
+#[tokio::test]
+async fn responses_that_do_not_count_return_their_units_whatever_came_after() {
+    for (algorithm, in_flight, in_redis) in [
+        ("sliding_log", 600, false),
+        ("sliding_log", 600, true),
+        ("sliding_window", 100, true),
+        ("fixed_window", 100, false),
+        ("token_bucket", 400, false),
+        ("token_bucket", 400, true),
+    ] {
+        let redis = in_redis.then(RedisServer::start);
+        let config = format!(
+            "{}\n[[policy]]\nname = 'errors'\ncount_when = {{ status = ['5xx'] }}\n\
+             limit = {{ requests = 700, per = '100d', algorithm = '{algorithm}' }}\n",
+            store_config(redis.as_ref())
+        );
+        let mut app = GatedUpstream::start().await;
+        let proxy = Proxy::start(&config, app.upstream.address).await;
+        proxy.wait_for_store().await;
+        let mut clients = Vec::new();
+        // One after the other: each has a time of its own.
+        for number in 1..=in_flight {
+            let mut client = RawClient::connect(proxy.address).await;
+            client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            app.wait_for_arrivals(number).await;
+            clients.push(client);
+        }
+        app.gate.send_replace(true);
+        for client in &mut clients {
+            assert_eq!(client.read_response().await.status, 200);
+        }
+        let mut left = None;
+        let returned = async {
+            while left != Some(699) {
+                left = remaining(&proxy.get("/").await, "errors");
+            }
+        };
+        let is_returned = timeout(TEST_TIMEOUT, returned).await.is_ok();
+        assert!(is_returned, "{algorithm}, Redis {in_redis}: {left:?} left");
+    }
+}
+
+#[tokio::test]
+async fn requests_that_redis_refuses_use_no_units_of_the_instance() {
+    let app = Upstream::echo().await;
+    for counting in ["count_rejected = true", "count_when = { status = ['2xx'] }"] {
+        for algorithm in ["sliding_log", "token_bucket"] {
+            let redis = RedisServer::start();
+            let config = format!(
+                "{}\n[[policy]]\nname = 'pod'\nscope = 'instance'\n\
+                 limit = {{ requests = 5000, per = '10d', algorithm = '{algorithm}' }}\n\
+                 [[policy]]\nname = 'customer'\nkey = ['header:x-customer']\n{counting}\n\
+                 limit = {{ requests = 5, per = '100d' }}\n",
+                redis.store_config()
+            );
+            let proxy = Proxy::start(&config, app.address).await;
+            proxy.wait_for_store().await;
+            let flood = ClientFlood::start(&proxy, "greedy", 600).await;
+            while proxy.read_metric(REJECTED).await < 4_000.0 {
+                sleep(Duration::from_millis(5)).await;
+            }
+            assert_eq!(flood.stop().await, 5);
+            let response = send_as(&proxy, "other").await;
+            let what = format!("{counting}, {algorithm}");
+            assert_eq!(remaining(&response, "pod"), Some(4_994), "{what}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn requests_that_redis_refuses_starve_nobody_of_the_slots_of_the_instance() {
+    let (redis, app) = (RedisServer::start(), Upstream::echo().await);
+    let config = format!(
+        "{}\n[[policy]]\nname = 'pod'\nscope = 'instance'\n\
+         limit = {{ requests = 50, algorithm = 'concurrency' }}\n\
+         [[policy]]\nname = 'customer'\nkey = ['header:x-customer']\ncount_rejected = true\n\
+         limit = {{ requests = 5, per = '100d' }}\n",
+        redis.store_config()
+    );
+    let proxy = Proxy::start(&config, app.address).await;
+    proxy.wait_for_store().await;
+    let flood = ClientFlood::start(&proxy, "greedy", 300).await;
+    let mut statuses = Vec::new();
+    // Also known customers: each comes three times.
+    for number in 0..60 {
+        statuses.push(send_as(&proxy, &format!("c{}", number / 3)).await.status);
+    }
+    assert_eq!(flood.stop().await, 5);
+    let refused = statuses.iter().filter(|status| **status != 200).count();
+    assert_eq!(refused, 0, "of {}", statuses.len());
+}
+
+/// Ten requests leave per second. Neither a response that does not count nor a cost of 0 brings the
+/// next requests forward.
+#[tokio::test]
+async fn requests_leave_a_queue_at_a_distance_also_after_returns() {
+    const INTERVAL: Duration = Duration::from_millis(100);
+    for cost in [
+        "count_when = { status = [401] }",
+        "cost = { estimate = 1, actual = 'response_header:x-cost' }",
+    ] {
+        for in_redis in [false, true] {
+            let redis = in_redis.then(RedisServer::start);
+            let config = format!(
+                "{}\n[[policy]]\nname = 'line'\n{cost}\n\
+                 limit = {{ requests = 10, per = '1s', algorithm = 'leaky_bucket', max_delay = '2s' }}\n",
+                store_config(redis.as_ref())
+            );
+            let (arrival_sender, mut arrivals) = tokio::sync::mpsc::unbounded_channel();
+            let app = Upstream::with_handler(move |_| {
+                arrival_sender.send(Instant::now()).unwrap();
+                let response = Response::builder().header("x-cost", "0");
+                std::future::ready(response.body(full_body("")).unwrap())
+            })
+            .await;
+            let proxy = Proxy::start(&config, app.address).await;
+            proxy.wait_for_store().await;
+            let start = Instant::now();
+            assert_eq!(proxy.get("/").await.status, 200);
+            // Longer than a settlement takes.
+            sleep(INTERVAL / 4).await;
+            let others = join_all((0..3).map(|_| proxy.get("/"))).await;
+            assert!(others.iter().all(|response| response.status == 200));
+            for place in 0..4 {
+                let at = arrivals.recv().await.unwrap() - start;
+                let what = format!("{cost}, Redis {in_redis}, request {place}");
+                assert!(at >= INTERVAL * place, "{what}: {at:?}");
+            }
+        }
+    }
+}
+
+/// A customer that Redis refuses takes no places in the queue of the instance, and brings nobody
+/// forward.
+#[tokio::test]
+async fn requests_that_redis_refuses_keep_the_distance_in_a_queue_of_the_instance() {
+    const INTERVAL: Duration = Duration::from_millis(100);
+    let redis = RedisServer::start();
+    let config = format!(
+        "{}\n[[policy]]\nname = 'pod'\nscope = 'instance'\n\
+         limit = {{ requests = 10, per = '1s', algorithm = 'leaky_bucket', max_delay = '10s' }}\n\
+         [[policy]]\nname = 'customer'\nkey = ['header:x-customer']\ncount_rejected = true\n\
+         limit = {{ requests = 1, per = '100d' }}\n",
+        redis.store_config()
+    );
+    let (arrival_sender, mut arrivals) = tokio::sync::mpsc::unbounded_channel();
+    let app = Upstream::with_handler(move |_| {
+        arrival_sender.send(Instant::now()).unwrap();
+        std::future::ready(UpstreamResponse::from(Response::new(full_body(""))))
+    })
+    .await;
+    let proxy = Proxy::start(&config, app.address).await;
+    proxy.wait_for_store().await;
+    let start = Instant::now();
+    let flood = ClientFlood::start(&proxy, "greedy", 50).await;
+    let names: Vec<_> = (0..9).map(|number| format!("c{number}")).collect();
+    let others = join_all(names.iter().map(|name| send_as(&proxy, name))).await;
+    assert!(others.iter().all(|response| response.status == 200));
+    assert_eq!(flood.stop().await, 1);
+    for place in 0..10 {
+        let at = arrivals.recv().await.unwrap() - start;
+        assert!(at >= INTERVAL * place, "request {place}: {at:?}");
+    }
+    // No place is taken but those of the last tenth of a second and of this request.
+    let response = send_as(&proxy, "last").await;
+    assert!(remaining(&response, "pod") >= Some(99), "{response:?}");
+}
