@@ -97,6 +97,17 @@ impl<'a> Charge<'a> {
         }
     }
 
+    /// The amendment that returns this charge, which was made under the time `at_us`.
+    pub fn return_amendment(&self, at_us: u64) -> Amendment {
+        match self.limit.algorithm {
+            Algorithm::Concurrency { .. } => Amendment::Release { slot: self.slot_id },
+            _ => Amendment::Credit {
+                units: self.cost,
+                at_us,
+            },
+        }
+    }
+
     /// The lease terms, if this charge requests units in advance.
     pub fn requested_lease(&self) -> Option<LeaseTerms> {
         self.lease.filter(|_| self.requested_lease_units > 0)

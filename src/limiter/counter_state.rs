@@ -3,9 +3,7 @@
 use super::block::BlockState;
 use super::concurrency::ConcurrencyState;
 use super::fixed_window::FixedWindowState;
-use super::leaky_bucket::LeakyBucketQueue;
 use super::sliding_log::ChargeLog;
-use super::sliding_window::SubWindowLog;
 use super::token_bucket::TokenBucketState;
 use super::{Algorithm, Amendment, Charge, Limit, LimitStatus, Refusal};
 
@@ -15,11 +13,9 @@ pub struct CounterState(AlgorithmState);
 
 #[derive(Clone, Debug)]
 enum AlgorithmState {
-    SlidingLog(ChargeLog),
-    SlidingWindow(SubWindowLog),
+    Log(ChargeLog),
     FixedWindow(FixedWindowState),
-    TokenBucket(TokenBucketState),
-    LeakyBucket(LeakyBucketQueue),
+    Bucket(TokenBucketState),
     Concurrency(ConcurrencyState),
     Block(BlockState),
 }
@@ -28,18 +24,15 @@ impl Limit {
     /// The state of a key without charges.
     pub fn initial_state(&self) -> CounterState {
         CounterState(match self.algorithm {
-            Algorithm::SlidingLog => AlgorithmState::SlidingLog(ChargeLog::default()),
+            Algorithm::SlidingLog => AlgorithmState::Log(ChargeLog::new(1)),
             Algorithm::SlidingWindow { .. } => {
-                AlgorithmState::SlidingWindow(SubWindowLog::new(self.sub_window_width_us()))
+                AlgorithmState::Log(ChargeLog::new(self.sub_window_width_us()))
             }
             Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
                 AlgorithmState::FixedWindow(FixedWindowState::default())
             }
-            Algorithm::TokenBucket { .. } => {
-                AlgorithmState::TokenBucket(TokenBucketState::default())
-            }
-            Algorithm::LeakyBucket { .. } => {
-                AlgorithmState::LeakyBucket(LeakyBucketQueue::default())
+            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => {
+                AlgorithmState::Bucket(TokenBucketState::default())
             }
             Algorithm::Concurrency { .. } => {
                 AlgorithmState::Concurrency(ConcurrencyState::default())
@@ -56,10 +49,8 @@ impl CounterState {
     pub fn view_at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> CounterView<'a> {
         let now_us = now_us.max(self.now_lower_bound_us());
         let used = match &self.0 {
-            AlgorithmState::SlidingLog(log) => log.used_units(limit, now_us),
-            AlgorithmState::SlidingWindow(buckets) => buckets.used_units(limit, now_us),
-            AlgorithmState::TokenBucket(bucket) => bucket.used_units(limit, now_us),
-            AlgorithmState::LeakyBucket(queue) => queue.used_units(limit, now_us),
+            AlgorithmState::Log(log) => log.used_units(limit, now_us),
+            AlgorithmState::Bucket(bucket) => bucket.used_units(limit, now_us),
             AlgorithmState::FixedWindow(window) => window.used_units(now_us),
             AlgorithmState::Concurrency(slots) => slots.used_slots(now_us),
             AlgorithmState::Block(block) => block.used_units(now_us),
@@ -88,20 +79,11 @@ impl CounterState {
     /// determined.
     pub fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         match &mut self.0 {
-            AlgorithmState::SlidingLog(log) => {
-                log.grant_lease(limit, units, now_us, now_us, until_us)
-            }
-            AlgorithmState::SlidingWindow(buckets) => {
-                buckets.grant_lease(limit, units, now_us, until_us)
-            }
+            AlgorithmState::Log(log) => log.grant_lease(limit, units, now_us, until_us),
             AlgorithmState::FixedWindow(window) => window.charge(limit, units, now_us),
-            AlgorithmState::TokenBucket(bucket) => {
-                bucket.grant_lease(limit, units, now_us, until_us)
-            }
+            AlgorithmState::Bucket(bucket) => bucket.grant_lease(limit, units, now_us, until_us),
             // These algorithms grant no leases.
-            AlgorithmState::LeakyBucket(_)
-            | AlgorithmState::Concurrency(_)
-            | AlgorithmState::Block(_) => {}
+            AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
     }
 
@@ -116,12 +98,10 @@ impl CounterState {
         } = *charge;
         match &mut self.0 {
             AlgorithmState::FixedWindow(window) => window.charge_rejected(limit, cost, now_us),
-            AlgorithmState::SlidingLog(log) => log.charge_rejected(limit, cost, now_us),
-            AlgorithmState::SlidingWindow(buckets) => buckets.charge_rejected(limit, cost, now_us),
-            AlgorithmState::TokenBucket(bucket) => {
+            AlgorithmState::Log(log) => log.charge_rejected(limit, cost, now_us),
+            AlgorithmState::Bucket(bucket) => {
                 bucket.charge_rejected(limit, cost, now_us, is_estimate)
             }
-            AlgorithmState::LeakyBucket(queue) => queue.charge_rejected(limit, cost, now_us),
             // Slots are only held by requests in flight, and a block counts nothing.
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
@@ -152,10 +132,8 @@ impl CounterState {
         let now_us = now_us.max(self.now_lower_bound_us());
         match &mut self.0 {
             AlgorithmState::FixedWindow(window) => window.credit(units, at_us, now_us),
-            AlgorithmState::SlidingLog(log) => log.credit(limit, units, at_us, now_us),
-            AlgorithmState::SlidingWindow(buckets) => buckets.credit(limit, units, at_us, now_us),
-            AlgorithmState::TokenBucket(bucket) => bucket.credit(limit, units, at_us, now_us),
-            AlgorithmState::LeakyBucket(queue) => queue.credit(limit, units, at_us, now_us),
+            AlgorithmState::Log(log) => log.credit(limit, units, at_us, now_us),
+            AlgorithmState::Bucket(bucket) => bucket.credit(limit, units, at_us, now_us),
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => {}
         }
     }
@@ -164,10 +142,8 @@ impl CounterState {
     fn take_units(&mut self, limit: &Limit, cost: u64, now_us: u64, is_estimate: bool) {
         let now_us = now_us.max(self.now_lower_bound_us());
         match &mut self.0 {
-            AlgorithmState::SlidingLog(log) => log.charge(limit, cost, now_us),
-            AlgorithmState::SlidingWindow(buckets) => buckets.charge(limit, cost, now_us),
-            AlgorithmState::TokenBucket(bucket) => bucket.charge(limit, cost, now_us, is_estimate),
-            AlgorithmState::LeakyBucket(queue) => queue.charge(limit, cost, now_us),
+            AlgorithmState::Log(log) => log.charge(limit, cost, now_us),
+            AlgorithmState::Bucket(bucket) => bucket.charge(limit, cost, now_us, is_estimate),
             AlgorithmState::FixedWindow(window) => window.charge(limit, cost, now_us),
             AlgorithmState::Block(block) => block.until_us = now_us.saturating_add(limit.per_us),
             // Slots are taken by their ids.
@@ -178,10 +154,8 @@ impl CounterState {
     /// The time at which the state becomes indistinguishable from an initial one.
     pub fn expires_at_us(&self, limit: &Limit) -> u64 {
         match &self.0 {
-            AlgorithmState::SlidingLog(log) => log.newest_entry_us().saturating_add(limit.per_us),
-            AlgorithmState::SlidingWindow(buckets) => buckets.expires_at_us(limit),
-            AlgorithmState::TokenBucket(bucket) => bucket.expires_at_us(limit),
-            AlgorithmState::LeakyBucket(queue) => queue.expires_at_us(limit),
+            AlgorithmState::Log(log) => log.expires_at_us(limit),
+            AlgorithmState::Bucket(bucket) => bucket.expires_at_us(limit),
             AlgorithmState::FixedWindow(window) => window.expires_at_us(),
             AlgorithmState::Concurrency(slots) => slots.expires_at_us(),
             AlgorithmState::Block(block) => block.until_us,
@@ -191,23 +165,18 @@ impl CounterState {
     /// Heap bytes of the state.
     pub fn heap_bytes(&self) -> usize {
         match &self.0 {
-            AlgorithmState::SlidingLog(log) => log.heap_bytes(),
-            AlgorithmState::SlidingWindow(buckets) => buckets.heap_bytes(),
+            AlgorithmState::Log(log) => log.heap_bytes(),
             AlgorithmState::Concurrency(slots) => slots.heap_bytes(),
-            AlgorithmState::TokenBucket(bucket) => bucket.heap_bytes(),
-            AlgorithmState::LeakyBucket(_)
-            | AlgorithmState::FixedWindow(_)
-            | AlgorithmState::Block(_) => 0,
+            AlgorithmState::Bucket(bucket) => bucket.heap_bytes(),
+            AlgorithmState::FixedWindow(_) | AlgorithmState::Block(_) => 0,
         }
     }
 
     /// The latest time that the state proves to have passed: the present is not earlier.
     pub fn now_lower_bound_us(&self) -> u64 {
         match &self.0 {
-            AlgorithmState::SlidingLog(log) => log.now_lower_bound_us(),
-            AlgorithmState::SlidingWindow(buckets) => buckets.now_lower_bound_us(),
-            AlgorithmState::TokenBucket(bucket) => bucket.newest_charge_us(),
-            AlgorithmState::LeakyBucket(queue) => queue.now_lower_bound_us(),
+            AlgorithmState::Log(log) => log.now_lower_bound_us(),
+            AlgorithmState::Bucket(bucket) => bucket.newest_charge_us(),
             AlgorithmState::FixedWindow(window) => window.now_lower_bound_us(),
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
         }
@@ -251,13 +220,8 @@ impl CounterView<'_> {
                 let window = window.window_at(self.limit, now_us);
                 until_us.min(window.end_us.saturating_sub(1))
             }
-            AlgorithmState::SlidingLog(log) if log.newest_entry_us() <= until_us => until_us,
-            AlgorithmState::SlidingWindow(buckets)
-                if buckets.has_newest_sub_window_begun_by(until_us) =>
-            {
-                until_us
-            }
-            AlgorithmState::TokenBucket(bucket)
+            AlgorithmState::Log(log) if log.has_newest_sub_window_begun_by(until_us) => until_us,
+            AlgorithmState::Bucket(bucket)
                 if bucket.can_grant_lease(self.limit, now_us, until_us) =>
             {
                 until_us
@@ -288,21 +252,24 @@ impl CounterView<'_> {
     /// The time under which a charge made at the time of the view is recorded: later than the view
     /// if the newest entry is a lease; in a queue, the end of its position.
     pub fn charged_at_us(&self) -> u64 {
-        let newest_entry_us = match &self.state.0 {
-            AlgorithmState::SlidingLog(log) => log.newest_entry_us(),
-            AlgorithmState::SlidingWindow(buckets) => buckets.newest_sub_window_start_us(),
-            AlgorithmState::LeakyBucket(queue) => queue.end_us(self.limit, self.now_us),
+        let recorded_at_us = match (&self.state.0, self.limit.algorithm) {
+            (AlgorithmState::Log(log), _) => log.newest_sub_window_start_us(),
+            (AlgorithmState::Bucket(queue), Algorithm::LeakyBucket { .. }) => {
+                queue.queue_end_us(self.limit, self.now_us)
+            }
             _ => 0,
         };
-        newest_entry_us.max(self.now_us)
+        recorded_at_us.max(self.now_us)
     }
 
     /// How long the request that was charged last must be delayed. The delay is counted from the
     /// time of the view, so a clock that stepped back never delays a request longer than the limit
     /// allows.
     pub fn delay_us(&self) -> u64 {
-        match &self.state.0 {
-            AlgorithmState::LeakyBucket(queue) => queue.delay_us(self.limit, self.now_us),
+        match (&self.state.0, self.limit.algorithm) {
+            (AlgorithmState::Bucket(queue), Algorithm::LeakyBucket { .. }) => {
+                queue.delay_us(self.limit, self.now_us)
+            }
             _ => 0,
         }
     }
@@ -310,17 +277,9 @@ impl CounterView<'_> {
     /// The time at which at most `units` are in use if nothing more is charged; `None` if unknown.
     fn usage_drop_time_us(&self, units: u64) -> Option<u64> {
         Some(match &self.state.0 {
-            AlgorithmState::SlidingLog(log) => {
-                log.usage_drop_time_us(self.limit, self.now_us, units)
-            }
-            AlgorithmState::SlidingWindow(buckets) => {
-                buckets.usage_drop_time_us(self.limit, self.now_us, units)
-            }
-            AlgorithmState::TokenBucket(bucket) => {
+            AlgorithmState::Log(log) => log.usage_drop_time_us(self.limit, self.now_us, units),
+            AlgorithmState::Bucket(bucket) => {
                 return bucket.usage_drop_time_us(self.limit, self.now_us, units);
-            }
-            AlgorithmState::LeakyBucket(queue) => {
-                queue.usage_drop_time_us(self.limit, self.now_us, units)
             }
             AlgorithmState::FixedWindow(window) => window.window_at(self.limit, self.now_us).end_us,
             AlgorithmState::Block(block) => block.until_us,

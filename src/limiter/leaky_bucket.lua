@@ -3,47 +3,29 @@
 -- `slack` is the part of the longest delay beyond whole units, in units of 1 / per. A debt of up to
 -- `slack` leaves the whole capacity free.
 
-local function queue_update_used_units(queue)
-  queue.used_units = bucket_ceil(max(0, queue.debt - queue.slack), queue.per)
-end
-
 -- Returns the state of a key, as bucket_read; `parameters` is `rate+slack`.
 local function queue_read(key, time, per, parameters)
   local rate, slack = match(parameters, '^(%d+)%+(%d+)$')
   local queue, err = bucket_read(key, time, per, tonumber(rate))
   if not queue then return nil, err end
   queue.slack = tonumber(slack)
-  queue_update_used_units(queue)
+  bucket_update_used_units(queue)
   return queue
-end
-
--- When `need` more units of the capacity are free, need <= used_units.
-local function queue_release_time(queue, need)
-  if need == 0 then return bucket_release_time(queue, 0) end
-  return bucket_debt_drop_time(queue, (queue.used_units - need) * queue.per + queue.slack)
 end
 
 -- Takes `cost` units, at least 1. Errors as bucket_set_debt.
 local function queue_charge(queue, cost)
   local err = bucket_charge(queue, cost)
   if err then return err end
-  queue_update_used_units(queue)
   if queue.settles then queue.charged_at = bucket_debt_drop_time(queue, 0) end
   -- The request may leave when the debt is at most one unit.
   queue.delay = bucket_debt_drop_time(queue, queue.per) - queue.now
 end
 
-rules.d = { read = queue_read, release_time = queue_release_time, charge = queue_charge }
+rules.d = { read = queue_read, release_time = bucket_release_time, charge = queue_charge }
 
 -- section: rejected charges
--- Takes the available units, up to `cost`. Errors as bucket_set_debt.
-local function queue_charge_rejected(queue, cost, capacity)
-  local err = bucket_charge_rejected(queue, cost, capacity)
-  queue_update_used_units(queue)
-  return err
-end
-
-rules.d.charge_rejected = queue_charge_rejected
+rules.d.charge_rejected = bucket_charge_rejected
 -- end section
 
 -- section: settlements
@@ -53,7 +35,7 @@ local function queue_credit(queue, units, charged_at)
   if bucket_debt_drop_time(queue, 0) ~= charged_at then return end
   local returned = min(queue.debt, units * queue.per)
   queue.stored_debt, queue.debt = queue.stored_debt - returned, queue.debt - returned
-  queue_update_used_units(queue)
+  bucket_update_used_units(queue)
   return bucket_write(queue)
 end
 

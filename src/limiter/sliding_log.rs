@@ -16,10 +16,12 @@ use std::collections::VecDeque;
 /// Maximum entries that one charge removes, so that a long idle log does not block the store.
 const MAX_TRIMMED_ENTRIES: usize = 64;
 
-/// The charges in order of time. Times and totals increase from entry to entry. Only the newest
-/// entry may have 0 units, after a credit.
-#[derive(Clone, Debug, Default)]
+/// The state of `sliding_log`, and of `sliding_window`: the charges in order of time. Times and
+/// totals increase from entry to entry. Only the newest entry may have 0 units, after a credit.
+#[derive(Clone, Debug)]
 pub(super) struct ChargeLog {
+    /// A charge is recorded at the last instant of its sub-window; 1: at its own time.
+    pub(super) width_us: u64,
     entries: VecDeque<ChargeLogEntry>,
     /// The running total before the first counted unit. It includes all removed entries, and those
     /// units of the first entry that do not count.
@@ -38,6 +40,15 @@ struct ChargeLogEntry {
 }
 
 impl ChargeLog {
+    pub(super) fn new(width_us: u64) -> Self {
+        Self {
+            width_us,
+            entries: VecDeque::new(),
+            dropped_total: 0,
+            lead_us: 0,
+        }
+    }
+
     /// Used units in the window that ends at `now_us`.
     pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
         let expired_count = self.expired_entry_count(limit, now_us);
@@ -49,27 +60,31 @@ impl ChargeLog {
         self.add_entry(limit, cost, now_us, now_us);
     }
 
-    /// Records leased units at `until_us`. `at_us` is the time at which a charge would be recorded.
-    pub(super) fn grant_lease(
-        &mut self,
-        limit: &Limit,
-        units: u64,
-        now_us: u64,
-        at_us: u64,
-        until_us: u64,
-    ) {
+    /// Records leased units at `until_us`.
+    pub(super) fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         self.add_entry(limit, units, now_us, until_us);
+        let at_us = self.sub_window_end_us(now_us);
         self.lead_us = self.newest_entry_us().saturating_sub(at_us);
     }
 
     /// Takes `cost` units of a rejected request. They replace the oldest units if they exceed the
     /// capacity.
     pub(super) fn charge_rejected(&mut self, limit: &Limit, cost: u64, now_us: u64) {
-        self.charge_rejected_at(limit, cost, now_us, now_us);
+        let (used, capacity) = (self.used_units(limit, now_us), limit.capacity());
+        let cost = cost.min(capacity);
+        if cost > 0 {
+            self.add_entry(limit, cost, now_us, now_us);
+            self.keep_newest_units(
+                limit,
+                now_us,
+                used.max(capacity.min(used.saturating_add(cost))),
+            );
+        }
     }
 
-    /// Removes up to `units` from the charge made at `at_us`, if it still counts.
+    /// Removes up to `units` from the entry of a charge made at `at_us`, if it still counts.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        let at_us = self.sub_window_end_us(at_us);
         let nth = self.entries.partition_point(|entry| entry.at_us < at_us);
         let Some(entry) = self.entries.get(nth).copied() else {
             return;
@@ -86,9 +101,10 @@ impl ChargeLog {
         }
     }
 
-    /// Adds an entry at `at_us`, or at the newest entry if that is later, and removes some expired
+    /// Adds an entry for `at_us`, or to the newest entry if that is later, and removes some expired
     /// ones. So entries stay in order of time.
-    pub(super) fn add_entry(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
+    fn add_entry(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
+        let at_us = self.sub_window_end_us(at_us);
         self.lead_us = self.newest_entry_us().saturating_sub(at_us);
         let at_us = at_us.max(self.newest_entry_us());
         let sum = self.running_total().wrapping_add(cost);
@@ -123,20 +139,6 @@ impl ChargeLog {
         self.keep_newest_units(limit, now_us, MAX_UNITS);
     }
 
-    /// [`Self::charge_rejected`] with an entry at `at_us`.
-    pub(super) fn charge_rejected_at(&mut self, limit: &Limit, cost: u64, now_us: u64, at_us: u64) {
-        let (used, capacity) = (self.used_units(limit, now_us), limit.capacity());
-        let cost = cost.min(capacity);
-        if cost > 0 {
-            self.add_entry(limit, cost, now_us, at_us);
-            self.keep_newest_units(
-                limit,
-                now_us,
-                used.max(capacity.min(used.saturating_add(cost))),
-            );
-        }
-    }
-
     /// Drops the oldest units, so that at most `max_units` (at least 1) count.
     fn keep_newest_units(&mut self, limit: &Limit, now_us: u64, max_units: u64) {
         if self.used_units(limit, now_us) > max_units {
@@ -149,9 +151,14 @@ impl ChargeLog {
         }
     }
 
-    /// The latest time that the entries prove to have passed.
+    /// The latest time that the entries prove to have passed: the start of a sub-window.
     pub(super) fn now_lower_bound_us(&self) -> u64 {
-        self.newest_entry_us().saturating_sub(self.lead_us)
+        let end_us = self.newest_entry_us().saturating_sub(self.lead_us);
+        (end_us + 1).saturating_sub(self.width_us)
+    }
+
+    pub(super) fn expires_at_us(&self, limit: &Limit) -> u64 {
+        self.newest_entry_us().saturating_add(limit.per_us)
     }
 
     /// The time of the newest entry.
@@ -213,7 +220,7 @@ mod tests {
             per_us: 1_000_000,
             algorithm: Algorithm::SlidingLog,
         };
-        let mut log = ChargeLog::default();
+        let mut log = ChargeLog::new(1);
         for now_us in 1..=CHARGE_COUNT {
             log.charge(&limit, 2, now_us);
         }
@@ -293,7 +300,7 @@ mod tests {
             ops in proptest::collection::vec((0..4u8, 0..40u64, 1..12u64, 0..8usize), 1..120),
         ) {
             let limit = Limit { requests, per_us: 200, algorithm: Algorithm::SlidingLog };
-            let (mut log, mut naive, mut now_us, mut times) = (ChargeLog::default(), ReferenceLog::default(), 1_000, vec![0]);
+            let (mut log, mut naive, mut now_us, mut times) = (ChargeLog::new(1), ReferenceLog::default(), 1_000, vec![0]);
             for (what, after_us, units, back) in ops {
                 now_us += after_us;
                 match what {
@@ -331,7 +338,7 @@ mod tests {
             per_us: 1_000_000,
             algorithm: Algorithm::SlidingLog,
         };
-        let mut log = ChargeLog::default();
+        let mut log = ChargeLog::new(1);
         for now_us in 1..=CHARGE_COUNT {
             log.charge(&limit, 3, now_us);
         }
@@ -354,7 +361,7 @@ mod tests {
             per_us: 1_000,
             algorithm: Algorithm::SlidingLog,
         };
-        let mut log = ChargeLog::default();
+        let mut log = ChargeLog::new(1);
         log.charge(&limit, MAX_UNITS, 1);
         log.charge(&limit, 7, 2);
         assert_eq!(log.used_units(&limit, 2), MAX_UNITS);

@@ -37,10 +37,11 @@ local function bucket_warm_up_time(worth, width)
   return width * steps + math.ceil((worth - width * steps * (99 + steps)) / (100 + 2 * steps))
 end
 
--- Units that a cold bucket is missing and leased units can't be taken.
+-- Units that a cold bucket is missing and leased units can't be taken. A queue has a `slack`.
 local function bucket_update_used_units(bucket)
   bucket.owed = max(bucket.debt, bucket.min_owed or 0)
-  bucket.used_units = bucket_ceil(bucket.owed, bucket.per) + bucket.absent
+  local owed = bucket.slack and max(0, bucket.owed - bucket.slack) or bucket.owed
+  bucket.used_units = bucket_ceil(owed, bucket.per) + bucket.absent
 end
 
 -- bucket_at for a bucket with a warm-up.
@@ -185,7 +186,7 @@ end
 -- Returns the time at which at most `units` are owed. Returns 0 if that needs further charges,
 -- because without them the bucket becomes cold first.
 local function bucket_owed_drop_time(bucket, units)
-  local drop_time = bucket_debt_drop_time(bucket, units * bucket.per)
+  local drop_time = bucket_debt_drop_time(bucket, units * bucket.per + (bucket.slack or 0))
   if not bucket.warm_up or units >= bucket.missing then return drop_time end
   local missing = bucket.missing
   drop_time = max(drop_time, bucket.start + math.ceil((missing - units) * 100 / missing) * bucket.width)

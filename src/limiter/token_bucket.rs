@@ -21,18 +21,19 @@
 mod history;
 mod warm_up;
 
-use super::{Limit, MAX_TIME_US, MAX_UNITS};
+use super::{Algorithm, Limit, MAX_TIME_US, MAX_UNITS};
 use history::ChargeHistory;
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use warm_up::WarmUpRamp;
 
+/// The state of `token_bucket`, and of `leaky_bucket`.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TokenBucketState {
     /// Time of the last charge. 0: never charged.
     charged_at_us: u64,
     /// The debt at the last charge, in units of 1 / per_us.
-    debt: u64,
+    pub(super) debt: u64,
     /// Debt that a microsecond paid back at the last charge.
     rate: u64,
     /// Start of the last warm-up. 0: long ago.
@@ -52,11 +53,12 @@ struct OutstandingLeases(VecDeque<(u64, u64)>);
 const MAX_OUTSTANDING_LEASES: usize = 64;
 
 impl TokenBucketState {
-    /// Used units at `now_us`, rounded up: a part of a unit can't be taken.
+    /// Used units of the capacity at `now_us`, rounded up: a part of a unit can't be taken.
     pub(super) fn used_units(&self, limit: &Limit, now_us: u64) -> u64 {
         let bucket = self.with_expired_leases_as_debt(limit, now_us);
         bucket
             .total_owed(limit, now_us)
+            .saturating_sub(limit.max_delay_remainder())
             .div_ceil(limit.per_us)
             .saturating_add(bucket.leased_units())
     }
@@ -113,7 +115,10 @@ impl TokenBucketState {
                     .back()
                     .is_none_or(|(last_us, _)| *last_us <= until_us)
         };
-        WarmUpRamp::from_limit(limit).is_none() && bucket.leases.as_deref().is_none_or(is_in_order)
+        matches!(
+            limit.algorithm,
+            Algorithm::TokenBucket { warm_up_us: 0, .. }
+        ) && bucket.leases.as_deref().is_none_or(is_in_order)
     }
 
     /// Takes units that are absent until `until_us`.
@@ -132,18 +137,15 @@ impl TokenBucketState {
     /// Returns those of the `units` charged at `at_us` that still count. The debt drops at most to
     /// its value without that charge. A credit is not a charge: it does not end the cold state.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
+        if matches!(limit.algorithm, Algorithm::LeakyBucket { .. }) {
+            return self.return_last_position(limit, units, at_us, now_us);
+        }
         let mut bucket = self.with_expired_leases_as_debt(limit, now_us).into_owned();
         if bucket.return_leased_units(units, at_us)
             || bucket.reduce_debt(limit, units, at_us, now_us)
         {
             *self = bucket;
         }
-    }
-
-    /// Reduces the debt by units, whenever they were charged.
-    pub(super) fn forgive_debt(&mut self, limit: &Limit, units: u64, now_us: u64) {
-        let debt = self.usage_debt_at(limit, now_us);
-        self.debt -= debt.min(units.saturating_mul(limit.per_us));
     }
 
     /// Reduces the debt by units charged at `at_us`. Returns `false` if there is no debt.
@@ -206,8 +208,9 @@ impl TokenBucketState {
     /// The time at which at most `units` are in use, apart from leases; `None` if only further
     /// charges can warm up the bucket so far.
     fn owed_units_drop_time_us(&self, limit: &Limit, now_us: u64, units: u64) -> Option<u64> {
-        let paid_back_at_us =
-            self.debt_drop_time_us(limit, now_us, units.saturating_mul(limit.per_us));
+        let debt = units.saturating_mul(limit.per_us);
+        let debt = debt.saturating_add(limit.max_delay_remainder());
+        let paid_back_at_us = self.debt_drop_time_us(limit, now_us, debt);
         match WarmUpRamp::from_limit(limit) {
             Some(ramp) if ramp.missing_units > units => {
                 let at_us = paid_back_at_us.max(
@@ -351,8 +354,9 @@ impl TokenBucketState {
             .take()
             .filter(|_| before > 0 && self.rate == limit.requests);
         // While units may be credited, the history has every charge.
-        let is_recorded = is_estimate || known.is_some();
-        let history = (is_recorded && WarmUpRamp::from_limit(limit).is_none()).then(|| {
+        let has_history = WarmUpRamp::from_limit(limit).is_none()
+            && !matches!(limit.algorithm, Algorithm::LeakyBucket { .. });
+        let history = (has_history && (is_estimate || known.is_some())).then(|| {
             let mut history = known.unwrap_or_else(|| Box::new(ChargeHistory::new(before, now_us)));
             history.record_charge(limit, units, now_us);
             history

@@ -47,8 +47,8 @@ struct RedisDecisionPath<'s> {
     leases: &'s Arc<LeasePool>,
     deny_cache: &'s DenyCache,
     redis: &'s RedisStore,
-    /// Whether the charges may be returned after the decision.
-    is_returnable: bool,
+    /// The charges in a form that can be returned, if they may be returned after the decision.
+    returnable: Option<&'s [Charge<'s>]>,
 }
 
 /// The charges that one part of the store decides, each with its index in the request.
@@ -107,7 +107,7 @@ impl Store {
                 leases,
                 deny_cache,
                 redis,
-                is_returnable: false,
+                returnable: None,
             },
         };
         let has_own_step =
@@ -196,7 +196,7 @@ impl RedisDecisionPath<'_> {
         let reserve =
             |at: Instant| InstanceReservation::decide(memory, &own_charges, at.into_std());
         let shared_charges = strip_indices(&shared);
-        let hints = self.redis.admission_hints();
+        let hints = &self.redis.router.hints;
         // Reads of counters, which charge nothing, need the statuses of all.
         let is_read = charges.iter().all(|charge| charge.cost == 0);
         // A decision about leased units or shards does not name the counters that it charged.
@@ -205,14 +205,14 @@ impl RedisDecisionPath<'_> {
             && !hints.expects_admission(&shared_charges))
         .then(|| InstanceReservation::preview(memory, &own_charges))
         .flatten();
-        let is_returnable = preview.is_some();
+        let returnable = preview.is_some().then(|| mark_returnable(&shared_charges));
         let (mut own_decision, mut reservation) = preview.unwrap_or_else(|| reserve(requested_at));
         if !own_decision.admitted && !is_read {
             return Ok((expand(own_decision, &own), DecisionSource::Memory));
         }
         hints.deduct_charges(&shared_charges);
-        let path = Self {
-            is_returnable,
+        let path = RedisDecisionPath {
+            returnable: returnable.as_deref(),
             ..self
         };
         let result = path.decide_shared(&shared_charges, requested_at).await;
@@ -220,11 +220,12 @@ impl RedisDecisionPath<'_> {
         if let Some(decision) = decided {
             hints.record_remaining(&shared_charges, &decision.statuses);
         }
-        if is_returnable && decided.is_none_or(|decision| decision.admitted) {
+        if returnable.is_some() && decided.is_none_or(|decision| decision.admitted) {
             (own_decision, reservation) = reserve(Instant::now());
             if !own_decision.admitted {
                 let returns = decided.map(|decision| list_returns(&shared_charges, decision));
-                self.redis.return_charges(returns.unwrap_or_default());
+                let router = &self.redis.router;
+                router.return_charges(returns.unwrap_or_default());
                 return Ok((expand(own_decision, &own), DecisionSource::Memory));
             }
         }
@@ -240,21 +241,9 @@ impl RedisDecisionPath<'_> {
                 let decision = expand(decision, &shared).merge(expand(own_decision, &own));
                 Ok((decision, source))
             }
-            Err(failure) => {
-                let DecisionFailure {
-                    unavailable,
-                    partial,
-                } = failure.expand_to_request(&shared, charges.len());
-                let partial = PartialDecision::with_instance_charges(
-                    partial.map(|partial| *partial),
-                    expand(own_decision, &own),
-                    reservation,
-                );
-                Err(DecisionFailure {
-                    unavailable,
-                    partial: Some(Box::new(partial)),
-                })
-            }
+            Err(failure) => Err(failure
+                .expand_to_request(&shared, charges.len())
+                .with_instance_charges(expand(own_decision, &own), reservation)),
         }
     }
 
@@ -348,8 +337,7 @@ impl RedisDecisionPath<'_> {
         held_back: &[usize],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let marked = self.is_returnable.then(|| mark_returnable(charges));
-        let requested = marked.as_deref().unwrap_or(charges);
+        let requested = self.returnable.unwrap_or(charges);
         let result = self
             .redis
             .decide_with_held_back(requested, held_back, requested_at)

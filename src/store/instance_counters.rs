@@ -8,7 +8,7 @@
 use super::memory::MemoryStore;
 use super::{PendingSettlement, Settlement};
 use crate::clock::monotonic_now;
-use crate::limiter::{Algorithm, Amendment, Charge, Decision};
+use crate::limiter::{Charge, Decision};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Instant;
@@ -103,17 +103,8 @@ pub(super) fn list_returns(charges: &[Charge<'_>], decision: &Decision) -> Vec<P
     let made = charges.iter().zip(&decision.charged_at_us);
     let made = made.zip(&decision.statuses).filter(|_| decision.admitted);
     made.filter_map(|((charge, at_us), status)| {
-        let (at_us, limit) = ((*at_us)?, status.as_ref()?.limit_in_effect(charge.limit));
-        let amendment = match limit.algorithm {
-            Algorithm::Block => return None,
-            Algorithm::Concurrency { .. } => Amendment::Release {
-                slot: charge.slot_id,
-            },
-            _ => Amendment::Credit {
-                units: charge.cost,
-                at_us,
-            },
-        };
+        let limit = status.as_ref()?.limit_in_effect(charge.limit);
+        let amendment = charge.return_amendment((*at_us)?);
         Some(((limit, charge.key.clone()), amendment))
     })
     .collect()

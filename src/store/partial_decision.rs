@@ -37,23 +37,6 @@ impl PartialDecision {
         (partial, confirmed)
     }
 
-    /// Adds the decision of this process. `other` is what a part of Redis decided, if any.
-    pub(super) fn with_instance_charges(
-        other: Option<Self>,
-        decision: Decision,
-        instance_charges: InstanceReservation,
-    ) -> Self {
-        let (decision, confirmation) = match other {
-            Some(other) => (other.decision.merge(decision), other.confirmation),
-            None => (decision, None),
-        };
-        Self {
-            decision,
-            confirmation,
-            instance_charges: Some(instance_charges),
-        }
-    }
-
     /// The indexes of the charges whose counter gave no answer.
     pub(super) fn undecided_positions(&self) -> SmallVec<[usize; 4]> {
         let statuses = self.decision.statuses.iter().enumerate();
@@ -110,6 +93,27 @@ impl DecisionFailure {
             partial.decision = decision.expand_to_request(indices, charge_count);
         }
         self
+    }
+
+    /// Adds the decision of this process.
+    pub(super) fn with_instance_charges(
+        self,
+        decision: Decision,
+        instance_charges: InstanceReservation,
+    ) -> Self {
+        let (decision, confirmation) = match self.partial {
+            Some(partial) => (partial.decision.merge(decision), partial.confirmation),
+            None => (decision, None),
+        };
+        let partial = PartialDecision {
+            decision,
+            confirmation,
+            instance_charges: Some(instance_charges),
+        };
+        Self {
+            unavailable: self.unavailable,
+            partial: Some(Box::new(partial)),
+        }
     }
 }
 

@@ -206,9 +206,9 @@ async fn requests_leave_a_queue_at_a_distance_also_after_returns() {
                  limit = {{ requests = 10, per = '1s', algorithm = 'leaky_bucket', max_delay = '2s' }}\n",
                 store_config(redis.as_ref())
             );
-            let (arrival_sender, mut arrivals) = tokio::sync::mpsc::unbounded_channel();
+            let (arrival_sender, mut arrivals) = tokio::sync::mpsc::channel(64);
             let app = Upstream::with_handler(move |_| {
-                arrival_sender.send(Instant::now()).unwrap();
+                arrival_sender.try_send(Instant::now()).unwrap();
                 let response = Response::builder().header("x-cost", "0");
                 std::future::ready(response.body(full_body("")).unwrap())
             })
@@ -243,9 +243,9 @@ async fn requests_that_redis_refuses_keep_the_distance_in_a_queue_of_the_instanc
          limit = {{ requests = 1, per = '100d' }}\n",
         redis.store_config()
     );
-    let (arrival_sender, mut arrivals) = tokio::sync::mpsc::unbounded_channel();
+    let (arrival_sender, mut arrivals) = tokio::sync::mpsc::channel(64);
     let app = Upstream::with_handler(move |_| {
-        arrival_sender.send(Instant::now()).unwrap();
+        arrival_sender.try_send(Instant::now()).unwrap();
         std::future::ready(UpstreamResponse::from(Response::new(full_body(""))))
     })
     .await;

@@ -277,3 +277,57 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
         }
     });
 }
+/// Requests that do not leave return their positions. All others leave at a distance, and a return
+/// at once leaves nothing behind.
+#[test]
+fn a_queue_keeps_its_distance_whatever_is_returned() {
+    run_random_sequences([200, 50], |store, rng| {
+        let limit = Limit {
+            requests: rng.u64(1..20),
+            per_us: rng.u64(100..10_000),
+            algorithm: Algorithm::LeakyBucket {
+                max_delay_us: 50_000,
+            },
+        };
+        let (key, mut now_us) = (test_key(), START_US);
+        // The departure, the cost and the name of each charge.
+        let mut queued = Vec::<(u64, u64, u64)>::new();
+        for step in 0..STEPS_PER_SEQUENCE {
+            now_us += rng.u64(..limit.per_us);
+            let cost = rng.u64(1..3);
+            let charge = Charge {
+                is_estimate: true,
+                ..Charge::new(&limit, &key, cost)
+            };
+            let look = Charge::new(&limit, &key, 0);
+            let before = store.decide(&[look], now_us).statuses;
+            let decision = store.decide(&[charge], now_us);
+            if !decision.admitted {
+                continue;
+            }
+            let name_us = decision.charged_at_us[0].unwrap();
+            let amendment = charge.return_amendment(name_us);
+            if rng.u8(..4) == 0 {
+                store.apply_amendment(&limit, &key, amendment, now_us);
+                let after = store.decide(&[look], now_us).statuses;
+                assert_eq!(after, before, "step {step} of {limit:?}");
+                continue;
+            }
+            queued.push((now_us + decision.delay_us, cost, name_us));
+            // Not the last one: others are promised behind it, so its position stays empty.
+            if rng.u8(..4) == 0 && queued.len() > 1 {
+                let (_, units, at_us) = queued.remove(rng.usize(..queued.len() - 1));
+                let credit = Amendment::Credit { units, at_us };
+                store.apply_amendment(&limit, &key, credit, now_us);
+            }
+        }
+        for pair in queued.windows(2) {
+            let ((earlier_us, ..), (later_us, cost, _)) = (pair[0], pair[1]);
+            let distance_us = cost * limit.per_us / limit.requests;
+            assert!(
+                later_us - earlier_us >= distance_us,
+                "{pair:?} of {limit:?}"
+            );
+        }
+    });
+}

@@ -61,8 +61,7 @@ pub use settings::{
 use super::fallback::SINGLE_PARTITION;
 use super::fallback::usage_directory::UsageDirectory;
 use super::{
-    DecisionFailure, FallbackStore, MemoryStore, PendingSettlement, Settlement, SettlementError,
-    StoreUnavailable,
+    DecisionFailure, FallbackStore, MemoryStore, Settlement, SettlementError, StoreUnavailable,
 };
 use crate::clock::Clock;
 use crate::limiter::{Charge, Decision, Key};
@@ -76,7 +75,7 @@ use futures_util::future::join_all;
 use hash_slot::hash_slot_for_key;
 use node::RedisNode;
 use parking_lot::Mutex;
-use routing::{AdmissionHints, ClusterSlotMap, RedisRouter};
+use routing::{ClusterSlotMap, RedisRouter};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -92,7 +91,7 @@ pub struct SharedRedisState(Arc<RedisContext>);
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     context: Arc<RedisContext>,
-    router: Arc<RedisRouter>,
+    pub(super) router: Arc<RedisRouter>,
     /// The task that refreshes the slot map of a cluster.
     _refresh_task: Option<Arc<AbortOnDropTask>>,
     /// The number of the worker in its process, from 0.
@@ -443,16 +442,6 @@ impl RedisStore {
             unavailable: self.unavailable_error(failure.as_str()),
             partial,
         })
-    }
-
-    /// What Redis last reported about counters, on this worker.
-    pub(super) fn admission_hints(&self) -> &AdmissionHints {
-        &self.router.hints
-    }
-
-    /// Returns charges of a request that is not forwarded, in the background.
-    pub(super) fn return_charges(&self, returns: Vec<PendingSettlement>) {
-        self.router.return_charges(returns);
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have

@@ -30,6 +30,7 @@ use super::node::RedisNode;
 use super::watched_value::WatchedValue;
 use crate::limiter::Charge;
 use crate::store::{PendingSettlement, Settlement, wait_until_drained};
+use admission_hints::AdmissionHints;
 use slot_charges::HashSlotCharges;
 use slot_map_refresh::run_slot_map_refresh;
 use split_decision::SplitResult;
@@ -39,8 +40,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-pub(in crate::store) use admission_hints::AdmissionHints;
-pub(super) use router::RedisRouter;
+pub(in crate::store) use router::RedisRouter;
 pub(super) use slot_map::{ClusterSlotMap, HashSlotRange, find_probe_key, query_slot_ranges};
 
 /// Whether charges are in several slots.
@@ -151,7 +151,7 @@ impl RedisRouter {
     }
 
     /// Sends the settlements that return the charges of a request that is not forwarded.
-    pub(super) fn return_charges(self: &Arc<Self>, returns: Vec<PendingSettlement>) {
+    pub(in crate::store) fn return_charges(self: &Arc<Self>, returns: Vec<PendingSettlement>) {
         let router = Arc::clone(self);
         self.spawn_split_task(async move {
             let returns: Vec<_> = returns.iter().map(Settlement::from_pending).collect();

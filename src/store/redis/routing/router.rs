@@ -32,7 +32,7 @@ const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 
 /// Finds the node of a slot and sends calls to it.
 #[derive(Debug)]
-pub(in crate::store::redis) struct RedisRouter {
+pub(in crate::store) struct RedisRouter {
     pub(super) context: Arc<RedisContext>,
     pub(in crate::store::redis) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     /// Sends the decisions of a single server. A cluster decides each request by calls of its own,
@@ -40,7 +40,7 @@ pub(in crate::store::redis) struct RedisRouter {
     pub(super) batcher: Option<Arc<DecisionBatcher>>,
     /// Requests a refresh of the slot map after a call contradicted it.
     pub(super) refresh_requested: Notify,
-    pub(in crate::store::redis) hints: AdmissionHints,
+    pub(in crate::store) hints: AdmissionHints,
     /// Tasks of split decisions that may still return reservations.
     pub(super) split_task_count: AtomicUsize,
     /// Notified when the last of these tasks ends.

@@ -8,7 +8,7 @@
 use super::router::RedisRouter;
 use super::slot_charges::HashSlotCharges;
 use crate::limiter::{
-    Algorithm, Amendment, Charge, ChargeEffect, Decision, Limit, LimitStatus, determine_effect,
+    Amendment, Charge, ChargeEffect, Decision, Limit, LimitStatus, determine_effect,
 };
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::{PartialDecision, Settlement};
@@ -83,15 +83,7 @@ impl SplitChargeOutcome<'_> {
     fn correction(&self, is_dropped: bool) -> Option<Settlement<'_>> {
         let is_kept = self.effect != ChargeEffect::NoChange && !is_dropped;
         let amendment = match self.charged_at_us {
-            Some(at_us) if self.is_reserved() && !is_kept => match self.charge.limit.algorithm {
-                Algorithm::Concurrency { .. } => Amendment::Release {
-                    slot: self.charge.slot_id,
-                },
-                _ => Amendment::Credit {
-                    units: self.charge.cost,
-                    at_us,
-                },
-            },
+            Some(at_us) if self.is_reserved() && !is_kept => self.charge.return_amendment(at_us),
             _ if self.starts_block() => Amendment::Charge(1),
             _ => return None,
         };
@@ -312,7 +304,7 @@ fn merge_decisions(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Key, KeyBuilder, Refusal};
+    use crate::limiter::{Algorithm, Key, KeyBuilder, Refusal};
 
     const SLIDING_LOG_LIMIT: Limit = Limit {
         requests: 9,
