@@ -8,6 +8,9 @@ use fastrand::Rng;
 /// The greedy client sends so many requests at once, a microsecond apart.
 const CROWD: u64 = 400;
 
+/// In a cluster, each of them is a call, also while the script is not loaded yet.
+const CROWD_OF_CLUSTER: u64 = 60;
+
 /// Draws of its own, so that all other draws of a seed stay.
 pub(super) fn add_returns(scenario: &mut Scenario) {
     use ScenarioClass as Class;
@@ -29,7 +32,11 @@ pub(super) fn add_returns(scenario: &mut Scenario) {
         1 => draw_queue(policy, &mut rng),
         _ => {
             scenario.crowded_route = Some(route);
-            draw_crowd(policy, &mut rng)
+            let crowd = match scenario.class {
+                Class::Cluster => CROWD_OF_CLUSTER,
+                _ => CROWD,
+            };
+            draw_crowd(policy, crowd, &mut rng)
         }
     };
     let requests = requests.into_iter().map(|request| RequestSpec {
@@ -107,15 +114,15 @@ fn draw_queue(policy: PolicySpec, rng: &mut Rng) -> (PolicySpec, Vec<RequestSpec
 }
 
 /// A client that Redis refuses beside clients within their limits, and few slots of the instance.
-fn draw_crowd(policy: PolicySpec, rng: &mut Rng) -> (PolicySpec, Vec<RequestSpec>) {
+fn draw_crowd(policy: PolicySpec, crowd: u64, rng: &mut Rng) -> (PolicySpec, Vec<RequestSpec>) {
     let mut requests = Vec::new();
     for moment in 0..4 {
         let at_us = (2 + moment) * SECOND;
-        for number in 0..CROWD {
+        for number in 0..crowd {
             requests.push(request_at(at_us + number, 1_000, 1));
         }
         for client in 1..5 {
-            let at_us = at_us + rng.u64(0..CROWD);
+            let at_us = at_us + rng.u64(0..crowd);
             let request = request_at(at_us, 1_000, 1);
             requests.push(RequestSpec { client, ..request });
         }
