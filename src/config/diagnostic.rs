@@ -73,10 +73,10 @@ impl SourceSpan {
         rank: usize,
         line: usize,
         column: usize,
-        source: Option<&str>,
+        source: Option<&QuotedLine>,
         width: usize,
     ) -> Self {
-        let excerpt = source.map(|line| SourceExcerpt::from_line(line, column, width));
+        let excerpt = source.map(|line| line.underline(column, width));
         let position = SourcePosition {
             line: line + 1,
             column: column + 1,
@@ -107,26 +107,44 @@ impl SourceSpan {
     }
 }
 
-impl SourceExcerpt {
-    fn from_line(source: &str, column: usize, width: usize) -> Self {
+/// A source line as messages quote it.
+#[derive(Debug)]
+pub(super) struct QuotedLine {
+    /// At most [`MAX_EXCERPT_CHARS`] and `…`.
+    text: String,
+    /// Leading characters that are those of the source.
+    unmasked_chars: usize,
+}
+
+impl QuotedLine {
+    pub(super) fn new(source: &str) -> Self {
         let masked = mask_secrets(source);
-        let unmasked_prefix_chars = source
-            .chars()
-            .zip(masked.chars())
-            .take_while(|(a, b)| a == b)
-            .count();
-        let is_column_unmasked = masked == source || column <= unmasked_prefix_chars;
-        let mut text: String = masked
-            .chars()
-            .map(|c| if c.is_control() { ' ' } else { c })
-            .collect();
-        if text.chars().count() > MAX_EXCERPT_CHARS {
-            text = text.chars().take(MAX_EXCERPT_CHARS).chain(['…']).collect();
+        let unmasked_chars = match masked == source {
+            true => usize::MAX,
+            false => {
+                let pairs = source.chars().zip(masked.chars());
+                pairs.take_while(|(a, b)| a == b).count()
+            }
+        };
+        let mut chars = masked.chars().map(|c| if c.is_control() { ' ' } else { c });
+        let mut text: String = chars.by_ref().take(MAX_EXCERPT_CHARS).collect();
+        if chars.next().is_some() {
+            text.push('…');
         }
-        let shown_chars = text.chars().count();
-        let underlined = (is_column_unmasked && column <= shown_chars)
+        Self {
+            text,
+            unmasked_chars,
+        }
+    }
+
+    fn underline(&self, column: usize, width: usize) -> SourceExcerpt {
+        let shown_chars = self.text.chars().count();
+        let underlined = (column <= self.unmasked_chars && column <= shown_chars)
             .then(|| (column, width.min(shown_chars.saturating_sub(column)).max(1)));
-        Self { text, underlined }
+        SourceExcerpt {
+            text: self.text.clone(),
+            underlined,
+        }
     }
 }
 
@@ -277,7 +295,7 @@ mod tests {
         ] {
             let shown = mask_secrets(line);
             assert!(!shown.contains("hunter2"), "{shown}");
-            assert!(!format!("{:?}", SourceExcerpt::from_line(line, 30, 100)).contains("hunter2"));
+            assert!(!format!("{:?}", QuotedLine::new(line).underline(30, 100)).contains("hunter2"));
         }
         for line in [
             r#"password_file = "/run/secrets/redis""#,

@@ -1,15 +1,18 @@
 //! One TOML document: its values for merging, and the position of each value.
 
 use super::brackets::find_unclosed_bracket;
-use super::diagnostic::SourceSpan;
+use super::diagnostic::{QuotedLine, SourceSpan};
 use super::sources::FileSource;
 use figment::value::{Dict, Empty, Tag, Value};
-use std::collections::BTreeMap;
+use std::cell::RefCell;
 use std::ops::Range;
 use std::path::Path;
 use std::{fmt, fs, iter};
 use toml::Spanned;
 use toml::de::{DeInteger, DeTable, DeValue};
+
+/// Bytes per entry of [`TomlDocument::chars_before`].
+const BLOCK_BYTES: usize = 256;
 
 /// A parsed TOML document.
 #[derive(Debug)]
@@ -18,6 +21,10 @@ pub(super) struct TomlDocument {
     text: String,
     /// Byte offset of each line's start.
     line_starts: Vec<usize>,
+    /// Number of characters that start before each block of [`BLOCK_BYTES`].
+    chars_before: Vec<usize>,
+    /// The last line that a diagnostic quoted, for further ones in a long line.
+    last_line: RefCell<Option<(usize, QuotedLine)>>,
     rank: usize,
     /// Whether errors quote lines: not those of a file that may hold something else, such as a
     /// secret.
@@ -41,7 +48,8 @@ enum KeyPathStep {
 struct DocumentSpans {
     key: Range<usize>,
     value: Range<usize>,
-    children: BTreeMap<String, DocumentSpans>,
+    /// By key, in order.
+    children: Box<[(String, DocumentSpans)]>,
     items: Vec<DocumentSpans>,
 }
 
@@ -62,11 +70,19 @@ impl TomlDocument {
         let (table, errors) = DeTable::parse_recoverable(&text);
         let mut spans = DocumentSpans::default();
         let values = convert_table(table.get_ref(), &mut spans);
+        let blocks = text.as_bytes().chunks(BLOCK_BYTES);
+        let chars_before = blocks.scan(0, |total, block| {
+            let before = *total;
+            *total += count_chars(block);
+            Some(before)
+        });
         let after_newlines = text.match_indices('\n').map(|(at, _)| at + 1);
         let document = Self {
             shows_source: name == FileSource::STDIN_NAME || is_toml_file(&name),
             name,
             line_starts: iter::once(0).chain(after_newlines).collect(),
+            chars_before: chars_before.collect(),
+            last_line: RefCell::default(),
             rank,
             values,
             spans,
@@ -97,6 +113,10 @@ impl TomlDocument {
         &self.values
     }
 
+    pub(super) fn take_values(&mut self) -> Dict {
+        std::mem::take(&mut self.values)
+    }
+
     /// Span of the value at `path`, or of the innermost enclosing table in the document.
     pub(super) fn value_span(&self, path: &KeyPath) -> SourceSpan {
         match self.find_deepest_existing_spans(path).0 {
@@ -123,7 +143,7 @@ impl TomlDocument {
         let mut at = &self.spans;
         for step in &path.0 {
             let next = match step {
-                KeyPathStep::Key(key) => at.children.get(key),
+                KeyPathStep::Key(key) => at.find_child(key),
                 KeyPathStep::Index(index) => at.items.get(*index),
             };
             match next {
@@ -140,27 +160,46 @@ impl TomlDocument {
         lines_up_to.saturating_sub(1)
     }
 
+    /// Number of characters that start before this byte.
+    fn chars_before(&self, offset: usize) -> usize {
+        let block = offset / BLOCK_BYTES;
+        let rest = self.text.as_bytes().get(block * BLOCK_BYTES..offset);
+        self.chars_before.get(block).copied().unwrap_or_default()
+            + count_chars(rest.unwrap_or_default())
+    }
+
     fn source_span(&self, span: Range<usize>) -> SourceSpan {
         let line = self.line_index(span.start);
         let start = self.line_starts.get(line).copied().unwrap_or_default();
-        let column = self.text.get(start..span.start).unwrap_or_default();
-        let rest = self.text.get(start..).unwrap_or_default();
-        let source = rest.split('\n').next().unwrap_or_default();
-        let source = self.shows_source.then_some(source);
+        let column = self.chars_before(span.start) - self.chars_before(start);
         let width = self
             .text
             .get(span)
             .and_then(|text| text.lines().next())
             .unwrap_or_default();
+        let mut last_line = self.last_line.borrow_mut();
+        if last_line.as_ref().is_none_or(|(last, _)| *last != line) {
+            let end = self.line_starts.get(line + 1).copied();
+            let source = self.text.get(start..end.unwrap_or(self.text.len()));
+            let source = source.unwrap_or_default().trim_end_matches(['\n', '\r']);
+            *last_line = Some((line, QuotedLine::new(source)));
+        }
+        let quoted = last_line.as_ref().map(|(_, quoted)| quoted);
         SourceSpan::from_position(
             &self.name,
             self.rank,
             line,
-            column.chars().count(),
-            source.map(|line| line.trim_end_matches('\r')),
+            column,
+            quoted.filter(|_| self.shows_source),
             width.chars().count(),
         )
     }
+}
+
+/// Number of characters that start in these bytes of UTF-8.
+fn count_chars(bytes: &[u8]) -> usize {
+    let starts = bytes.iter().filter(|byte| **byte & 0xc0 != 0x80);
+    starts.count()
 }
 
 impl KeyPath {
@@ -196,10 +235,22 @@ fn convert_table(table: &DeTable<'_>, spans: &mut DocumentSpans) -> Dict {
     let entries = table.iter().map(|(key, value)| {
         let (converted, mut inner) = convert_value(value);
         inner.key = key.span();
-        spans.children.insert(key.get_ref().to_string(), inner);
-        (key.get_ref().to_string(), converted)
+        let name = key.get_ref().to_string();
+        ((name.clone(), converted), (name, inner))
     });
-    entries.collect()
+    let (values, mut children): (Dict, Vec<_>) = entries.unzip();
+    children.sort_by(|(one, _), (other, _)| one.cmp(other));
+    spans.children = children.into();
+    values
+}
+
+impl DocumentSpans {
+    fn find_child(&self, key: &str) -> Option<&Self> {
+        let found = self
+            .children
+            .binary_search_by(|(name, _)| (**name).cmp(key));
+        found.ok().and_then(|at| Some(&self.children.get(at)?.1))
+    }
 }
 
 fn convert_value(value: &Spanned<DeValue<'_>>) -> (Value, DocumentSpans) {

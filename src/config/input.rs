@@ -79,12 +79,10 @@ impl ConfigInput {
         self.layers = layers;
     }
 
-    /// The values of a document, without overrides.
-    pub(super) fn document_values(&self, document: usize) -> Dict {
-        self.documents
-            .get(document)
-            .map(|document| document.values().clone())
-            .unwrap_or_default()
+    /// Takes the values of a document, without overrides. They are large with many policies.
+    pub(super) fn take_document_values(&mut self, document: usize) -> Dict {
+        let document = self.documents.get_mut(document);
+        document.map(TomlDocument::take_values).unwrap_or_default()
     }
 
     pub(super) fn documents(&self) -> &[TomlDocument] {

@@ -7,6 +7,7 @@ use super::file_set::FileSet;
 use super::raw_config::RawConfig;
 use super::schema;
 use crate::admin::AdminSettings;
+use crate::policy::jwt::{ClaimName, TokenReader};
 use crate::policy::{KeyHasher, PolicyAction, PolicyTable};
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
@@ -65,6 +66,18 @@ impl Config {
                 StoreSettings::Memory(_) => String::new(),
             };
             notes.push(format!("[rls]: Envoy waits 20 ms for an answer unless its filter sets timeout, then lets the request pass; expected for example timeout: 0.1s{store}. Envoy counts these requests in cluster.NAME.ratelimit.failure_mode_allowed; given_up in tidegate_rls_calls_total is less"));
+        }
+        let has_several = |reader: &Arc<TokenReader>| reader.has_several_issuers();
+        if self.policy_table.token_reader().is_some_and(has_several) {
+            let policies = self.policy_table.policies().iter();
+            let policies = policies.filter(|policy| {
+                let claims = policy.matcher.claim_names();
+                !claims.is_empty() && !claims.iter().any(ClaimName::is_issuer)
+            });
+            let names: Vec<&str> = policies.map(|policy| &*policy.name).collect();
+            if !names.is_empty() {
+                notes.push(format!("match.jwt ({}): each of the issuers can state these claims; expected iss beside them if only one may", names.join(", ")));
+            }
         }
         let policies = self.policy_table.policies().iter();
         let dynamic: Vec<&str> = policies
@@ -153,7 +166,7 @@ impl Config {
     /// The settings that this process keeps until it ends.
     pub fn restart_only_settings(&self) -> RestartOnlySettings {
         RestartOnlySettings {
-            raw: self.raw.clone(),
+            raw: self.raw.clone_settings(),
             trace: self.trace.clone(),
             metric_export: self.metric_export.clone(),
         }

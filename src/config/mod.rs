@@ -67,9 +67,12 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
         // Diagnostics of the readable part of a broken file would mislead.
         return input.into_load_result(None, |config: Config, _, _| config);
     };
-    let main_values = input.document_values(main);
+    let mut main_values = input.take_document_values(main);
+    // Variables and flags set no policies, and copies of thousands cost memory.
+    let policies = main_values.remove_entry("policy");
     let mut merged = merge_layers(&mut input, &main_values, &sources.env, &sources.flags);
     store_kind::resolve_store_kind(&input, main, &main_values, &mut merged);
+    merged.extend(policies);
     let included = files::read_included_files(&mut input, main, &merged, &sources.file);
     let built = {
         let top = TableReader::from_document(&input, main, &schema::ROOT, &merged);
@@ -83,8 +86,8 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
         settings::build_config(&input, &top, &included)
     };
     let mut raw = RawConfig(merged);
-    for document in included.iter().filter_map(|at| input.documents().get(*at)) {
-        raw.add_policies(document.values());
+    for document in included {
+        raw.add_policies(input.take_document_values(document));
     }
     input.into_load_result(built, |config, warnings, files| Config {
         warnings,
@@ -105,7 +108,7 @@ pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, Con
         return input.into_load_result(None, |admin, _, _| admin);
     };
     // Errors in other tables are not reported here.
-    let mut main_values = input.document_values(main);
+    let mut main_values = input.take_document_values(main);
     main_values.retain(|name, _| name == "admin");
     let env: Vec<_> = sources
         .env

@@ -16,8 +16,8 @@ impl fmt::Debug for RawConfig {
 
 impl RawConfig {
     /// Appends the policies of an included file.
-    pub(super) fn add_policies(&mut self, included: &Dict) {
-        let Some(Value::Array(_, more)) = included.get("policy") else {
+    pub(super) fn add_policies(&mut self, mut included: Dict) {
+        let Some(Value::Array(_, more)) = included.remove("policy") else {
             return;
         };
         let all = self
@@ -25,8 +25,18 @@ impl RawConfig {
             .entry("policy".to_owned())
             .or_insert_with(|| Vec::<Value>::new().into());
         if let Value::Array(_, all) = all {
-            all.extend(more.iter().cloned());
+            all.extend(more);
         }
+    }
+
+    /// A copy without the policies.
+    pub(super) fn clone_settings(&self) -> Self {
+        let settings = self.0.iter().filter(|(key, _)| *key != "policy");
+        Self(
+            settings
+                .map(|(key, value)| (key.clone(), value.clone()))
+                .collect(),
+        )
     }
 
     /// The value of a key, or its default.

@@ -596,3 +596,73 @@ fn deep_nesting_is_rejected() {
         assert!(load(&make_text_sources(&format!("{UPSTREAM_LINE}{nested}"))).is_err());
     }
 }
+
+/// An index finds the policies to compare, so that thousands of others do not use up the comparisons.
+#[test]
+fn lints_compare_each_of_thousands_of_policies() {
+    let mut text = UPSTREAM_LINE.to_owned();
+    let mut add = |name: &str, conditions: &str, rest: &str| {
+        text += &format!("[[policy]]\nname = '{name}'\nmatch = {{ {conditions} }}\n{rest}\n");
+    };
+    let limit = "limit = { name = 'x', requests = 9, per = '1s' }";
+    for n in 0..1_500 {
+        let skip = format!("key = ['header:x-user-id']\nmissing_key = 'skip'\n{limit}");
+        let address = format!("key = ['client_ip']\n{limit}");
+        add(
+            &format!("path{n}"),
+            &format!("path = '/a{n}/{{id}}/*'"),
+            &skip,
+        );
+        add(
+            &format!("host{n}"),
+            &format!("hosts = ['*.h{n}.com']"),
+            &address,
+        );
+        add(
+            &format!("net{n}"),
+            &format!("client_ips = ['10.{}.{}.0/24']", n / 250, n % 250),
+            "action = 'deny'",
+        );
+    }
+    for (name, conditions, rest) in [
+        ("unreachable", "client_ips = ['10.5.9.7']", limit),
+        (
+            "same-name",
+            "hosts = ['a.b.h700.com'], methods = ['POST']",
+            limit,
+        ),
+        (
+            "caught",
+            "path = '/a900/**'",
+            "key = ['client_ip']\nlimit = { requests = 9, per = '1s' }",
+        ),
+        (
+            "raised",
+            "path = '/r', headers = { x-plan = 'gold' }",
+            "limit = { requests = 99, per = '1s' }",
+        ),
+        (
+            "lower",
+            "path = ['/r', '/q'], headers = { x-plan = 'free' }",
+            "limit = { requests = 1, per = '1s' }",
+        ),
+    ] {
+        add(name, conditions, rest);
+    }
+    let config = load(&make_text_sources(&text)).unwrap();
+    let with = |part: &str| {
+        let warnings = config.warnings.iter();
+        warnings.filter(|one| one.problem.contains(part)).count()
+    };
+    assert_eq!(
+        with("\"net1259\" (config.toml:"),
+        1,
+        "a network covers the address"
+    );
+    assert_eq!(with("has the name \"x\" in the rate-limit fields too"), 1);
+    assert_eq!(
+        with("requests without header x-user-id are not limited"),
+        1_499
+    );
+    assert_eq!(with("gets a higher limit than without it"), 1);
+}

@@ -61,6 +61,7 @@ pub(super) fn canonicalize_part_value(
         KeyPart::DescriptorEntry(_) => Ok(canonicalize_descriptor_value(text).into()),
         KeyPart::Method => Ok(text.to_ascii_uppercase().into()),
         KeyPart::PathCaptures(_) => Ok(path::canonicalize_segment(text, path)),
+        KeyPart::Claim(name) => name.check_listed_value(text, false).map(|()| text.into()),
         KeyPart::WholePath => path::PathInterpretations::parse(text, path)
             .map_err(|error| error.to_string())
             .and_then(|read| read.iter().next().map(Into::into).ok_or_else(String::new)),

@@ -4,9 +4,14 @@
 //! expressions, for example, count as equal only if their texts are equal.
 
 use super::{
-    DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition, PathPattern,
-    ValueCondition,
+    CoverageIndex, DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition,
+    PathPattern, ValueCondition,
 };
+use foldhash::HashSet;
+use std::hash::Hash;
+
+/// Lists up to this length are compared without a table of their values.
+const MAX_SCANNED_ALTERNATIVES: usize = 16;
 
 impl Matcher {
     /// Whether these conditions certainly match every request that `other` matches.
@@ -26,7 +31,7 @@ impl Matcher {
             any,
             not: _,
         } = self;
-        if !covers_alternatives(any, &other.any, Self::covers) {
+        if !covers_any(any, &other.any) {
             return false;
         }
         match (descriptor_conditions, &other.descriptor_conditions) {
@@ -108,12 +113,26 @@ impl Matcher {
 }
 
 /// Whether each of `others` is covered by one of `mine`. An empty `mine` covers all.
-fn covers_alternatives<T>(mine: &[T], others: &[T], covers: impl Fn(&T, &T) -> bool) -> bool {
-    mine.is_empty()
-        || (!others.is_empty()
-            && others
-                .iter()
-                .all(|other| mine.iter().any(|one| covers(one, other))))
+fn covers_alternatives<T: Eq + Hash>(
+    mine: &[T],
+    others: &[T],
+    covers: impl Fn(&T, &T) -> bool,
+) -> bool {
+    // Thousands of values are usually equal ones.
+    let long = mine.len() > MAX_SCANNED_ALTERNATIVES;
+    let equals: HashSet<&T> = long.then_some(mine).into_iter().flatten().collect();
+    let is_covered = |other| equals.contains(other) || mine.iter().any(|one| covers(one, other));
+    mine.is_empty() || (!others.is_empty() && others.iter().all(is_covered))
+}
+
+/// Whether each matcher of `others` is covered by one of `mine`, as for [`covers_alternatives`].
+fn covers_any(mine: &[Matcher], others: &[Matcher]) -> bool {
+    if mine.is_empty() || others.is_empty() {
+        return mine.is_empty();
+    }
+    let index = CoverageIndex::new(mine.iter().collect(), |one| one);
+    let is_covered = |other| index.candidates(other).any(|one| one.covers(other));
+    others.iter().all(is_covered)
 }
 
 fn covers_path_regex(mine: &Matcher, other: &Matcher) -> bool {
@@ -181,7 +200,7 @@ impl ValueCondition {
             (Self::Present(true), Self::OneOf(_) | Self::Regex(_)) => true,
             (Self::Present(mine), Self::Present(others)) => mine == others,
             (Self::OneOf(mine), Self::OneOf(others)) => {
-                others.iter().all(|value| mine.contains(value))
+                covers_alternatives(mine, others, PartialEq::eq)
             }
             (Self::Regex(mine), Self::Regex(others)) => mine.as_str() == others.as_str(),
             (Self::Regex(mine), Self::OneOf(texts)) => texts.iter().all(|text| mine.is_match(text)),

@@ -16,7 +16,7 @@ pub use keys::VerificationKeys;
 use super::json_pointer::JsonPointer;
 use foldhash::fast::RandomState;
 use http::{HeaderMap, HeaderName};
-use indexmap::IndexMap;
+use indexmap::{IndexMap, IndexSet};
 use issuers::KeyGeneration;
 use parking_lot::Mutex;
 use serde_json::Value;
@@ -49,8 +49,12 @@ pub enum SignatureVerification {
 }
 
 /// The claim that a policy reads: a name, or a JSON Pointer (RFC 6901) if it starts with a slash.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ClaimName(Box<str>);
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ClaimName {
+    name: Box<str>,
+    /// If not empty, `ISSUER VALUE` is the value of the claim, with one of these issuers.
+    issuers: Arc<[Box<str>]>,
+}
 
 /// The value of one claim.
 #[derive(Debug, PartialEq, Eq)]
@@ -70,7 +74,7 @@ pub(super) enum ClaimValue {
 pub struct TokenReader {
     settings: Settings,
     /// The claims that some policy reads, without duplicates. All other claims are dropped.
-    claim_names: Box<[ClaimName]>,
+    claim_names: IndexSet<ClaimName>,
     cache: VerifiedTokenCache,
 }
 
@@ -132,27 +136,82 @@ impl ClaimName {
         if text.starts_with('/') {
             JsonPointer::parse(text)?;
         }
-        Ok(Self(text.into()))
+        Ok(Self {
+            name: text.into(),
+            issuers: Arc::default(),
+        })
     }
 
     fn find_in<'v>(&self, claims: &'v Value) -> Option<&'v Value> {
-        if self.0.starts_with('/') {
-            claims.pointer(&self.0)
+        if self.name.starts_with('/') {
+            claims.pointer(&self.name)
         } else {
-            claims.get(&*self.0)
+            claims.get(&*self.name)
+        }
+    }
+
+    /// The same claim, with one of several issuers in its values.
+    pub(super) fn with_issuers(&self, issuers: &Arc<[Box<str>]>) -> Self {
+        Self {
+            name: self.name.clone(),
+            issuers: Arc::clone(issuers),
+        }
+    }
+
+    /// The claim as conditions read it.
+    pub fn without_issuers(&self) -> Self {
+        self.with_issuers(&Arc::default())
+    }
+
+    /// Whether the claim is the issuer itself.
+    pub fn is_issuer(&self) -> bool {
+        matches!(&*self.name, "iss" | "/iss")
+    }
+
+    /// Checks a value that an operator writes, or the text that a pattern begins with.
+    ///
+    /// # Errors
+    /// Returns a message if the value has no issuer although it needs one.
+    pub(super) fn check_listed_value(&self, text: &str, is_pattern: bool) -> Result<(), String> {
+        let has_issuer = |issuer: &str| match text.strip_prefix(issuer) {
+            Some(rest) => rest.starts_with(' ') || (is_pattern && rest.is_empty()),
+            None => is_pattern && issuer.starts_with(text),
+        };
+        match self.issuers.first() {
+            Some(first) if !self.issuers.iter().any(|issuer| has_issuer(issuer)) => Err(format!(
+                "with several issuers, the key requires the issuer before the value of a claim; expected for example \"{first} alice\""
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn read_value(&self, claims: &Value) -> ClaimValue {
+        let value = ClaimValue::from_json(self.find_in(claims));
+        if self.issuers.is_empty() {
+            return value;
+        }
+        let issuer = claims.get("iss").and_then(Value::as_str);
+        let issuer = issuer.unwrap_or_default();
+        let issued = |text: &str| format!("{issuer} {text}").into();
+        match value {
+            ClaimValue::Single(text) if !text.is_empty() => ClaimValue::Single(issued(&text)),
+            ClaimValue::List(texts) => {
+                ClaimValue::List(texts.iter().map(|text| issued(text)).collect())
+            }
+            other => other,
         }
     }
 }
 
 impl fmt::Display for ClaimName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.name)
     }
 }
 
 impl AsRef<str> for ClaimName {
     fn as_ref(&self) -> &str {
-        &self.0
+        &self.name
     }
 }
 
@@ -196,6 +255,16 @@ fn scalar_text(value: &Value) -> Option<Box<str>> {
     }
 }
 
+impl Settings {
+    /// The trusted issuers if there are several; empty otherwise.
+    pub fn several_issuers(&self) -> Arc<[Box<str>]> {
+        match &self.verification {
+            SignatureVerification::Keys(issuers) => issuers.several_names(),
+            SignatureVerification::Disabled => Arc::default(),
+        }
+    }
+}
+
 impl RequestToken {
     /// Creates an unread token. `now_s` is in seconds since the Unix epoch. Without a reader, every
     /// claim is absent.
@@ -225,7 +294,7 @@ impl RequestToken {
         let claims_result = self
             .claims_result
             .get_or_init(|| reader.read_claims(headers, self.now_s));
-        let position = reader.claim_names.iter().position(|known| known == name);
+        let position = reader.claim_names.get_index_of(name);
         let claim = claims_result
             .as_ref()
             .ok()
@@ -245,10 +314,10 @@ impl RequestToken {
 }
 
 impl TokenReader {
-    pub(super) fn new(settings: Settings, claims: Vec<ClaimName>) -> Self {
+    pub(super) fn new(settings: Settings, claim_names: IndexSet<ClaimName>) -> Self {
         Self {
             settings,
-            claim_names: claims.into(),
+            claim_names,
             cache: VerifiedTokenCache::default(),
         }
     }
@@ -265,6 +334,11 @@ impl TokenReader {
             SignatureVerification::Disabled => None,
         };
         issuers.into_iter().flat_map(TrustedIssuers::fetched_keys)
+    }
+
+    /// Whether tokens of several issuers are accepted.
+    pub fn has_several_issuers(&self) -> bool {
+        !self.settings.several_issuers().is_empty()
     }
 
     /// Whether signatures are checked.
@@ -338,14 +412,14 @@ impl TokenReader {
 }
 
 impl TokenClaims {
-    fn new(claims: &Value, claim_names: &[ClaimName]) -> Result<Self, TokenError> {
+    fn new(claims: &Value, claim_names: &IndexSet<ClaimName>) -> Result<Self, TokenError> {
         if !claims.is_object() {
             return Err(TokenError::Malformed);
         }
         Ok(Self {
             claims: claim_names
                 .iter()
-                .map(|name| ClaimValue::from_json(name.find_in(claims)))
+                .map(|name| name.read_value(claims))
                 .collect(),
             expires_at_s: parse_numeric_date(claims, "exp")?,
             not_before_s: parse_numeric_date(claims, "nbf")?,

@@ -10,6 +10,7 @@ use http::HeaderName;
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::fmt;
+use std::sync::Arc;
 
 /// Longest source of an alternative, as keys contain it.
 const MAX_LABEL_BYTES: usize = 128;
@@ -137,6 +138,18 @@ impl KeyPart {
         Ok(Self::Alternatives(alternatives.into()))
     }
 
+    /// Makes the issuer a part of the values of claims.
+    pub fn set_issuers(&mut self, issuers: &Arc<[Box<str>]>) {
+        match self {
+            Self::Claim(name) => *name = name.with_issuers(issuers),
+            Self::Alternatives(alternatives) => {
+                let parts = alternatives.iter_mut().map(|one| &mut one.part);
+                parts.for_each(|part| part.set_issuers(issuers));
+            }
+            _ => {}
+        }
+    }
+
     /// The parts of which the first present one counts: usually one.
     pub fn alternatives(&self) -> impl Iterator<Item = &Self> {
         let (own, alternatives): (_, &[KeyAlternative]) = match self {
@@ -199,7 +212,7 @@ impl KeyPart {
             Self::Header(name) => !requires_value(&matcher.headers, name),
             Self::Query(name) => !requires_value(&matcher.query, name),
             Self::Cookie(name) => !requires_value(&matcher.cookies, name),
-            Self::Claim(name) => !requires_value(&matcher.claims, name),
+            Self::Claim(name) => !requires_value(&matcher.claims, &name.without_issuers()),
             Self::DescriptorEntry(name) => {
                 let conditions = matcher.descriptor_conditions.as_ref();
                 let entries = conditions.and_then(|conditions| conditions.entries.as_ref());

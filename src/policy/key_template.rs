@@ -371,6 +371,9 @@ impl KeyTemplate {
             }
             (part, _) => part,
         };
+        if let (KeyPart::Claim(name), Some(first)) = (part, pieces.first()) {
+            name.check_listed_value(first, true)?;
+        }
         let pieces = pieces
             .iter()
             .map(|piece| canonicalize_piece(part, piece, path));

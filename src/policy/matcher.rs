@@ -45,7 +45,7 @@ pub struct Matcher {
 pub struct MethodSet(Vec<Method>);
 
 /// `example.com`, or `*.example.com` for all its subdomains.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum HostPattern {
     Exact(Box<str>),
     /// The suffix `.example.com` of `*.example.com`: the part after the star, with its dot.
@@ -281,7 +281,7 @@ impl Matcher {
     }
 
     /// The claims that these conditions read.
-    pub(super) fn claim_names(&self) -> Vec<ClaimName> {
+    pub fn claim_names(&self) -> Vec<ClaimName> {
         let mut names: Vec<_> = self.claims.iter().map(|claim| claim.name.clone()).collect();
         names.extend(self.nested_matchers().flat_map(Self::claim_names));
         names

@@ -6,14 +6,14 @@ use smallvec::SmallVec;
 
 /// A path pattern. `/a/b` is exact, `{name}` and `*` match one segment, and a final `**` matches
 /// any number of segments.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PathPattern {
     segments: Vec<PatternSegment>,
     /// Whether the pattern ends in `**`.
     matches_any_suffix: bool,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum PatternSegment {
     /// A segment in the spelling of [`path::PathInterpretations`]. The segment after a significant
     /// final slash is empty.
@@ -89,9 +89,17 @@ impl PathPattern {
 
     /// Whether a literal segment contains ASCII letters.
     pub(super) fn has_letters(&self) -> bool {
-        self.segments.iter().any(|segment| match segment {
-            PatternSegment::Literal(word) => word.bytes().any(|byte| byte.is_ascii_alphabetic()),
-            PatternSegment::Wildcard { .. } => false,
+        let is_letter = |byte: u8| byte.is_ascii_alphabetic();
+        self.literal_segments()
+            .any(|(_, word)| word.bytes().any(is_letter))
+    }
+
+    /// The segments that are no wildcards, with their positions.
+    pub(super) fn literal_segments(&self) -> impl Iterator<Item = (usize, &str)> {
+        let segments = self.segments.iter().enumerate();
+        segments.filter_map(|(position, segment)| match segment {
+            PatternSegment::Literal(word) => Some((position, &**word)),
+            PatternSegment::Wildcard { .. } => None,
         })
     }
 

@@ -497,7 +497,8 @@ pub fn assert_token_verification(bytes: &[u8]) {
             };
             Arc::new(TokenReader::new(
                 settings,
-                vec![ClaimName::parse("sub").expect("\"sub\" is a claim name")],
+                std::iter::once(ClaimName::parse("sub").expect("\"sub\" is a claim name"))
+                    .collect(),
             ))
         })
     });

@@ -1,12 +1,14 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
+use super::coverage_index::{RequiredValue, ValueSource, find_rarest_conditions, required_values};
 use super::{
-    AmountField, CorsOrigins, CostSource, Descriptor, Facts, HeaderValueError, HostPattern,
-    KeyContext, KeyPart, Matcher, Policy, PolicyAction, PolicyMode, Quota, SelfServiceSettings,
-    ValueCondition, client, jwt, path, path_pattern::PathIndex,
+    AmountField, CorsOrigins, CostSource, Descriptor, Facts, HeaderValueError, KeyContext, KeyPart,
+    Matcher, Policy, PolicyAction, PolicyMode, Quota, SelfServiceSettings, client, jwt, path,
+    path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::{HeaderMap, HeaderName};
+use indexmap::IndexSet;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
@@ -89,12 +91,8 @@ impl PolicyTable {
     /// Returns the table with a token reader. Without token settings, every claim is absent.
     #[must_use]
     pub fn with_token_settings(mut self, settings: jwt::Settings) -> Self {
-        let mut claims: Vec<jwt::ClaimName> = Vec::new();
-        for claim in self.policies.iter().flat_map(claims_referenced_by) {
-            if !claims.contains(&claim) {
-                claims.push(claim);
-            }
-        }
+        let claims = self.policies.iter().flat_map(claims_referenced_by);
+        let claims: IndexSet<jwt::ClaimName> = claims.collect();
         if !claims.is_empty() {
             self.referenced_headers.insert(settings.header.clone());
             self.token_reader = Some(Arc::new(jwt::TokenReader::new(settings, claims)));
@@ -319,43 +317,23 @@ struct CandidatePolicies {
     any_path: Vec<u32>,
 }
 
-/// A condition that requires one exact value.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum ExactCondition<'p> {
-    Host(&'p str),
-    Header(&'p HeaderName, &'p str),
-    Domain(&'p str),
-    Entry(&'p str, &'p str),
-}
-
 impl PolicyIndex {
     /// Indexes each policy by the exact condition that it shares with the fewest policies.
     /// Thousands of policies may share a host and differ in a header, or share a header and differ
     /// in the host.
     fn from_policies(policies: &[Policy]) -> Self {
-        let mut policies_per_condition: HashMap<ExactCondition<'_>, usize> = HashMap::default();
-        for exact in policies
-            .iter()
-            .flat_map(|policy| exact_conditions(&policy.matcher))
-            .flatten()
-        {
-            *policies_per_condition.entry(exact).or_default() += 1;
-        }
-        let max_policies = |alternatives: &Vec<ExactCondition<'_>>| {
-            alternatives
-                .iter()
-                .map(|exact| policies_per_condition.get(exact).copied())
-                .max()
-        };
+        let conditions = policies.iter().map(|policy| {
+            let mut conditions = required_values(&policy.matcher);
+            conditions.retain(|values| values.iter().all(is_found_in_facts));
+            conditions
+        });
+        let rarest = find_rarest_conditions(conditions.collect());
         let mut index = Self::default();
-        for (id, policy) in (0..).zip(policies) {
-            let conditions = exact_conditions(&policy.matcher);
-            match conditions.into_iter().min_by_key(max_policies) {
-                Some(alternatives) => {
-                    for exact in alternatives {
-                        index.insert(exact, &policy.matcher, id);
-                    }
-                }
+        for (id, (policy, values)) in (0..).zip(policies.iter().zip(rarest)) {
+            match values {
+                Some(values) => values
+                    .into_iter()
+                    .for_each(|value| index.insert(value, &policy.matcher, id)),
                 None if policy.matcher.descriptor_conditions.is_some() => {
                     index.by_descriptor.unindexed.push(id)
                 }
@@ -365,30 +343,29 @@ impl PolicyIndex {
         index
     }
 
-    fn insert(&mut self, exact: ExactCondition<'_>, matcher: &Matcher, id: u32) {
-        match exact {
-            ExactCondition::Host(name) => self
-                .by_host
-                .entry(name.into())
-                .or_default()
-                .insert(matcher, id),
-            ExactCondition::Header(name, value) => {
-                let by_value = self.by_header.entry(name.clone()).or_default();
-                by_value
-                    .entry(value.as_bytes().into())
-                    .or_default()
-                    .insert(matcher, id);
+    fn insert(&mut self, value: RequiredValue<'_>, matcher: &Matcher, id: u32) {
+        let descriptors = &mut self.by_descriptor;
+        match value {
+            RequiredValue::Host(name) => {
+                let candidates = self.by_host.entry(name.into()).or_default();
+                candidates.insert(matcher, id);
             }
-            ExactCondition::Domain(name) => self
-                .by_descriptor
-                .by_domain
-                .entry(name.into())
-                .or_default()
-                .push(id),
-            ExactCondition::Entry(name, value) => {
-                let by_value = self.by_descriptor.by_entry.entry(name.into()).or_default();
+            RequiredValue::Named(ValueSource::Header, name, value) => {
+                let name = HeaderName::from_bytes(name.as_bytes());
+                let name = name.expect("the name of a header condition");
+                let by_value = self.by_header.entry(name).or_default();
+                let candidates = by_value.entry(value.as_bytes().into()).or_default();
+                candidates.insert(matcher, id);
+            }
+            RequiredValue::Named(_, name, value) => {
+                let by_value = descriptors.by_entry.entry(name.into()).or_default();
                 by_value.entry(value.into()).or_default().push(id);
             }
+            RequiredValue::Domain(name) => {
+                let ids = descriptors.by_domain.entry(name.into()).or_default();
+                ids.push(id);
+            }
+            _ => {}
         }
     }
 
@@ -441,48 +418,14 @@ impl DescriptorPolicyIndex {
     }
 }
 
-/// Returns the accepted values of each exact condition. A request without any of a condition's
-/// values cannot match the policy.
-fn exact_conditions(matcher: &Matcher) -> Vec<Vec<ExactCondition<'_>>> {
-    if let Some(conditions) = &matcher.descriptor_conditions {
-        let entries =
-            conditions
-                .entries
-                .iter()
-                .flatten()
-                .filter_map(|entry| match &entry.condition {
-                    ValueCondition::OneOf(values) => {
-                        let exact = |value| ExactCondition::Entry(&entry.name, value);
-                        Some(values.iter().map(|value| exact(&**value)).collect())
-                    }
-                    ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
-                });
-        let domain = conditions
-            .domain
-            .iter()
-            .map(|domain| vec![ExactCondition::Domain(domain)]);
-        return domain.chain(entries).collect();
-    }
-    let hosts = matcher.hosts.iter().map(|host| match host {
-        HostPattern::Exact(name) => Some(ExactCondition::Host(name)),
-        HostPattern::Subdomains(_) => None,
-    });
-    let hosts: Option<Vec<_>> = hosts.collect();
-    let headers = matcher
-        .headers
-        .iter()
-        .filter_map(|header| match &header.condition {
-            ValueCondition::OneOf(values) => {
-                let exact = |value| ExactCondition::Header(&header.name, value);
-                Some(values.iter().map(|value| exact(&**value)).collect())
-            }
-            ValueCondition::Regex(_) | ValueCondition::Present(_) => None,
-        });
-    hosts
-        .filter(|hosts| !hosts.is_empty())
-        .into_iter()
-        .chain(headers)
-        .collect()
+/// Whether [`PolicyIndex`] looks up the value in a request or descriptor.
+fn is_found_in_facts(value: &RequiredValue<'_>) -> bool {
+    matches!(
+        value,
+        RequiredValue::Host(_)
+            | RequiredValue::Domain(_)
+            | RequiredValue::Named(ValueSource::Header | ValueSource::Entry, ..)
+    )
 }
 
 impl CandidatePolicies {
@@ -499,7 +442,10 @@ impl CandidatePolicies {
 #[cfg(test)]
 mod tests {
     use super::super::path::PathInterpretations;
-    use super::super::{MethodSet, NamedCondition, OnStoreFailure, PathPattern, PolicyMode};
+    use super::super::{
+        HostPattern, MethodSet, NamedCondition, OnStoreFailure, PathPattern, PolicyMode,
+        ValueCondition,
+    };
     use super::*;
     use http::{HeaderMap, Method};
 

@@ -65,6 +65,53 @@ async fn large_and_malformed_files_are_checked_in_linear_time() {
             repeat(5_000, &|n| format!("headers = {{ x-a = 'v{n}' }}")),
             true,
         ),
+        (
+            "keys that may be missing",
+            repeat(10_000, &|n| format!("path = '/a{n}'")).replace(
+                "key = ['client_ip']",
+                "missing_key = 'skip'\nkey = ['header:x-user-id']",
+            ),
+            true,
+        ),
+        (
+            "headers with limits",
+            repeat(5_000, &|n| format!("path = '/a{n}', headers = {{ x-a = 'v{n}' }}"))
+                .replace("requests = 5, per", "name = 'same', requests = 5, per"),
+            true,
+        ),
+        (
+            "excluded headers",
+            repeat(5_000, &|n| {
+                format!("path = '/a{n}', not = {{ headers = {{ x-a = 'v{n}' }} }}")
+            }),
+            true,
+        ),
+        (
+            "one counter",
+            repeat(5_000, &|n| format!("path = '/a{n}'"))
+                .replace("limit =", "counter = 'c'\nlimit ="),
+            true,
+        ),
+        (
+            "counters of one policy",
+            format!(
+                "upstream.url = 'http://a'\n{}",
+                (0..5_000)
+                    .map(|n| format!("[[policy]]\nname = 'p{n}'\ncounter = 'c{n}'\nlimit = {{ requests = 5, per = '1s' }}\n"))
+                    .collect::<String>()
+            ),
+            true,
+        ),
+        (
+            "one line",
+            format!(
+                "upstream.url = 'http://a'\npolicy = [{}]\n",
+                (0..5_000)
+                    .map(|n| format!("{{ name = 'p{n}', match = {{ path = '/a{n}' }}, key = ['header:x-user-id'], limit = {{ requests = 5, per = '1s' }} }}, "))
+                    .collect::<String>()
+            ),
+            true,
+        ),
         ("bad lines", "= \n".repeat(78 * 1024 / 3), false),
         ("a bad line", "= ".repeat(78 * 1024 / 2), false),
         (

@@ -1,6 +1,7 @@
 //! JWT claims as keys and match conditions, end to end.
 
 use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::process::{run_command, tidegate_command};
 use crate::support::proxy::{LogLine, Proxy};
 use crate::support::upstream::Upstream;
 use crate::support::{TEST_TIMEOUT, unix_s};
@@ -101,6 +102,112 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
         page.contains("\ntidegate_tokens_refused_total 6\n"),
         "{page}"
     );
+}
+
+/// Two issuers may give two users the same `sub`.
+#[tokio::test]
+async fn users_of_several_issuers_share_no_quota_and_no_override() {
+    let dir = TempDir::new().unwrap();
+    let issuers = ["https://main", "https://partner"].map(|name| {
+        let secret = format!("{name}-0123456789abcdef0123456789abcdef");
+        let file = dir.path().join(name.trim_start_matches("https://"));
+        fs::write(&file, &secret).unwrap();
+        let table = format!("{{ issuer = \"{name}\", secret_file = {file:?} }}");
+        (name, TokenIssuer::with_secret(&secret), table)
+    });
+    let tables = [issuers[0].2.as_str(), &issuers[1].2].join(", ");
+    let policies = r#"
+[self_service]
+path = "/limits"
+[[policy]]
+name = "user"
+match = { path = "/user" }
+key = ["jwt:sub"]
+limit = { requests = 2, per = "1h" }
+override = [{ key = ["https://main vip"], limit = { requests = 3, per = "1h" } }]
+[[policy]]
+name = "hashed"
+match = { path = "/hashed" }
+key = ["jwt:sub;hash | client_ip"]
+limit = { requests = 1, per = "1h" }
+[[policy]]
+name = "listed"
+match = { path = "/listed" }
+key = ["jwt:iss", "jwt:sub"]
+limit = { requests = 1, per = "1h" }
+override = [{ key = ["https://partner", "vip"], limit = { requests = 2, per = "1h" } }]
+"#;
+    let upstream = Upstream::echo().await;
+    let config = format!("[client.jwt]\nissuers = [{tables}]\n{policies}");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let bearer = |at: usize, sub: &str| {
+        let (name, issuer, _) = &issuers[at];
+        issuer.bearer(&json!({ "iss": name, "sub": sub, "exp": unix_s() + 3600 }))
+    };
+    for (path, issuer, user, limit) in [
+        ("/user", 0, "alice", 2),
+        ("/user", 1, "alice", 2),
+        ("/user", 0, "vip", 3),
+        ("/user", 1, "vip", 2),
+        ("/hashed", 0, "alice", 1),
+        ("/hashed", 1, "alice", 1),
+        ("/listed", 0, "vip", 1),
+        ("/listed", 1, "vip", 2),
+    ] {
+        for count in 1..=limit + 1 {
+            let request = proxy.request("GET", path);
+            let request = request.header("authorization", bearer(issuer, user));
+            let expected = if count > limit { 429 } else { 200 };
+            let status = request.send_for_status().await;
+            assert_eq!(status, expected, "{path} {issuer} {user} {count}");
+        }
+    }
+    let limits = async |issuer: usize, user: &str| {
+        let request = proxy.request("GET", "/limits");
+        let request = request.header("authorization", bearer(issuer, user));
+        request.send().await.text()
+    };
+    let (used, unused) = (limits(1, "alice").await, limits(1, "bob").await);
+    assert!(used.contains("\"remaining\":0"), "{used}");
+    assert_eq!(limits(0, "bob").await, unused, "nobody has used these");
+    assert!(!unused.contains("\"remaining\":0"), "{unused}");
+}
+
+#[tokio::test]
+async fn an_override_names_the_issuer_where_there_are_several() {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("secret");
+    fs::write(&file, "0123456789abcdef0123456789abcdef").unwrap();
+    let issuer = |name: &str| format!("{{ issuer = \"{name}\", secret_file = {file:?} }}");
+    let check = async |issuers: &str, value: &str| {
+        let text = format!(
+            "upstream.url = \"http://a\"\n[client.jwt]\nissuers = [{issuers}]\n{PER_USER_POLICY}override = [{{ key = [\"{value}\"], action = \"deny\" }}]\n"
+        );
+        let path = dir.path().join("config.toml");
+        fs::write(&path, text).unwrap();
+        run_command(tidegate_command().arg("check").arg(&path)).await
+    };
+    let both = format!("{}, {}", issuer("https://a"), issuer("https://b"));
+    for (issuers, value, is_valid) in [
+        (&both, "alice", false),
+        (&both, "alice*", false),
+        (&both, "https://c alice", false),
+        (&both, "https://aa alice", false),
+        (&both, "https://a alice", true),
+        (&both, "https://b *", true),
+        (&both, "https://*", true),
+        (&both, "*", true),
+        (&issuer("https://a"), "alice", true),
+    ] {
+        let output = check(issuers, value).await;
+        assert_eq!(
+            output.status.success(),
+            is_valid,
+            "{value}: {}",
+            output.stderr
+        );
+        assert_eq!(output.stderr.contains("requires the issuer"), !is_valid);
+    }
 }
 
 #[tokio::test]

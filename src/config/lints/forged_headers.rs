@@ -8,10 +8,12 @@ use super::policy_interactions::ComparisonBudget;
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::limiter::Algorithm;
 use crate::policy::{
-    KeyPart, LimitOverride, Matcher, NamedCondition, NamedLimit, OverrideRule, PolicyAction, Quota,
-    ValueCondition, is_credential_name,
+    CoverageIndex, KeyPart, LimitOverride, Matcher, NamedCondition, NamedLimit, OverrideRule,
+    PolicyAction, Quota, ValueCondition, is_credential_name,
 };
 use http::HeaderName;
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
 
 pub(super) fn check_forged_headers(
     policies: &[PolicyWithReader<'_>],
@@ -19,18 +21,51 @@ pub(super) fn check_forged_headers(
     budget: &mut ComparisonBudget,
 ) {
     let context = context.policy_context;
-    let enforced: Vec<_> = policies
-        .iter()
-        .filter(|one| one.policy.is_enforced())
-        .collect();
-    for (index, spanned) in enforced.iter().enumerate() {
+    let enforced = policies.iter().filter(|one| one.policy.is_enforced());
+    let mut enforced: Vec<_> = enforced.collect();
+    let mut questions = Vec::new();
+    for spanned in &enforced {
         warn_raising_overrides(spanned, context);
-        let others = || {
-            let others = enforced.iter().enumerate();
-            others.filter_map(move |(other, one)| (other != index).then_some(*one))
-        };
-        warn_raising_match(spanned, others, context, budget);
-        warn_avoidable_match(spanned, others, context, budget);
+        questions.extend(ask_about_headers(spanned, context));
+    }
+    drop_certain_questions(&mut questions, &enforced);
+    // The strictest policies answer most questions.
+    enforced.sort_by(|one, other| strictness(one).0.total_cmp(&strictness(other).0));
+    let names: HashSet<&HeaderName> = questions.iter().map(|question| question.name).collect();
+    let without_names = |spanned: &PolicyWithReader<'_>| {
+        let mut rest = spanned.policy.matcher.clone();
+        rest.headers.retain(|one| !names.contains(&one.name));
+        rest
+    };
+    let rests: Vec<_> = enforced
+        .iter()
+        .map(|one| (without_names(one), *one))
+        .collect();
+    let wider = CoverageIndex::new(rests.iter().collect(), |(rest, _)| rest);
+    let asked: Vec<_> = questions
+        .iter()
+        .map(|one| (without_names(one.spanned), one))
+        .collect();
+    for (rest, question) in &asked {
+        let mut others = wider.candidates(rest).map(|(_, other)| *other);
+        let is_answered = others.any(|other| question.is_answered_by(other, budget));
+        question.is_answered.set(is_answered);
+    }
+    let open = asked
+        .iter()
+        .filter(|(_, question)| !question.is_answered.get());
+    let open = CoverageIndex::new(open.collect(), |(rest, _)| rest);
+    for (rest, other) in &rests {
+        for (_, question) in open.candidates(rest) {
+            if !question.is_answered.get() {
+                question
+                    .is_answered
+                    .set(question.is_answered_by(other, budget));
+            }
+        }
+    }
+    for question in &questions {
+        question.report_warning(budget);
     }
 }
 
@@ -90,85 +125,118 @@ fn find_forgeable_value<'q>(
     forgeable
 }
 
-/// Warns of an exemption or a limit that a client gets by sending a header, while another policy
-/// limits requests without it more.
-fn warn_raising_match<'p, 'r: 'p, I: Iterator<Item = &'p PolicyWithReader<'r>>>(
-    spanned: &PolicyWithReader<'_>,
-    others: impl Fn() -> I,
+/// Whether a header lets a client choose the policy that limits it, which depends on others.
+struct HeaderQuestion<'p, 'r> {
+    spanned: &'p PolicyWithReader<'r>,
+    name: &'p HeaderName,
+    /// The condition that the client meets by sending the header. `None` if sending it avoids the
+    /// policy.
+    met: Option<&'p NamedCondition<HeaderName>>,
+    /// Whether a policy limits the requests without the header more, or those with it as much.
+    is_answered: Cell<bool>,
+}
+
+fn ask_about_headers<'p, 'r>(
+    spanned: &'p PolicyWithReader<'r>,
     context: &PolicyContext,
-    budget: &mut ComparisonBudget,
+) -> impl Iterator<Item = HeaderQuestion<'p, 'r>> {
+    let (matcher, action) = (&spanned.policy.matcher, &spanned.policy.action);
+    let met = match action {
+        PolicyAction::Deny => Vec::new(),
+        _ => forgeable_headers(matcher, context),
+    };
+    let excluding = match action {
+        PolicyAction::Allow => Vec::new(),
+        _ => excluding_headers(matcher, context),
+    };
+    let question = |name, met| HeaderQuestion {
+        spanned,
+        name,
+        met,
+        is_answered: Cell::new(false),
+    };
+    let raising = met
+        .into_iter()
+        .map(move |met| question(&met.name, Some(met)));
+    raising.chain(excluding.into_iter().map(move |name| question(name, None)))
+}
+
+/// Drops the questions about a higher limit if no policy about the header has a lower one.
+fn drop_certain_questions(
+    questions: &mut Vec<HeaderQuestion<'_, '_>>,
+    enforced: &[&PolicyWithReader<'_>],
 ) {
-    let matcher = &spanned.policy.matcher;
-    for named in forgeable_headers(matcher, context) {
-        let name = &named.name;
-        let problem = match &spanned.policy.action {
-            PolicyAction::Deny => continue,
-            PolicyAction::Allow => "is exempt from all later policies",
-            PolicyAction::Limit(quota) => {
-                let is_raised = others().take_while(|_| budget.take()).any(|other| {
-                    let stricter = other
-                        .quota()
-                        .is_some_and(|other_quota| is_higher(&quota.limits, &other_quota.limits));
-                    stricter
-                        && misses_header(&other.policy.matcher, named)
-                        && are_for_same_requests(matcher, &other.policy.matcher, name)
-                });
-                if !is_raised {
-                    continue;
-                }
-                "gets a higher limit than without it"
+    let mut lowest: HashMap<&HeaderName, (f64, u64)> = HashMap::new();
+    for spanned in enforced.iter().filter(|one| one.quota().is_some()) {
+        let matcher = &spanned.policy.matcher;
+        let excluded = matcher.not.iter().flat_map(|not| &not.headers);
+        let (rate, slots) = strictness(spanned);
+        for one in matcher.headers.iter().chain(excluded) {
+            let lowest = lowest.entry(&one.name).or_insert((rate, slots));
+            *lowest = (lowest.0.min(rate), lowest.1.min(slots));
+        }
+    }
+    questions.retain(|question| {
+        let (rate, slots) = strictness(question.spanned);
+        let is_exempt = question.spanned.quota().is_none();
+        let is_higher = |lowest: &(f64, u64)| rate > lowest.0 || slots > lowest.1;
+        let lowest = lowest.get(question.name);
+        question.met.is_none() || is_exempt || lowest.is_some_and(is_higher)
+    });
+}
+
+/// The rate and the slots of the strictest limits of a policy.
+fn strictness(spanned: &PolicyWithReader<'_>) -> (f64, u64) {
+    let quota = spanned.quota();
+    quota.map_or((0.0, 0), |quota| {
+        (strictest_rate(&quota.limits), fewest_slots(&quota.limits))
+    })
+}
+
+impl HeaderQuestion<'_, '_> {
+    fn is_answered_by(&self, other: &PolicyWithReader<'_>, budget: &mut ComparisonBudget) -> bool {
+        let matcher = &other.policy.matcher;
+        let (quota, other_quota) = (self.spanned.quota(), other.quota());
+        let decides = match self.met {
+            Some(met) => {
+                let limits = quota.zip(other_quota);
+                limits.is_some_and(|(own, other)| is_higher(&own.limits, &other.limits))
+                    && misses_header(matcher, met)
             }
+            None => {
+                let is_as_strict = match (&other.policy.action, quota) {
+                    (PolicyAction::Deny, _) => true,
+                    (PolicyAction::Limit(other), Some(own)) => {
+                        !is_higher(&other.limits, &own.limits)
+                    }
+                    _ => false,
+                };
+                // A policy that requires the header has been reported where it is too lax.
+                is_as_strict || matcher.headers.iter().any(|one| one.name == *self.name)
+            }
+        };
+        decides
+            && !std::ptr::eq(other, self.spanned)
+            && budget.take()
+            && are_for_same_requests(&self.spanned.policy.matcher, matcher, self.name)
+    }
+
+    fn report_warning(&self, budget: &ComparisonBudget) {
+        let Self { spanned, name, .. } = self;
+        let is_exempt = matches!(spanned.policy.action, PolicyAction::Allow);
+        let effect = match self.met {
+            Some(_) if is_exempt => "is exempt from all later policies",
+            Some(_) if self.is_answered.get() => "gets a higher limit than without it",
+            None if !self.is_answered.get() && !budget.is_exhausted() => "avoids this policy",
+            _ => return,
         };
         spanned.reader.report_warning(
             "match",
             &format!(
-                "a client that sends the header {name} {problem}; {}",
+                "a client that sends the header {name} {effect}; {}",
                 advise(name)
             ),
         );
-    }
-}
-
-/// Warns of a policy that a client avoids by sending a header, if no other policy limits it as
-/// much.
-fn warn_avoidable_match<'p, 'r: 'p, I: Iterator<Item = &'p PolicyWithReader<'r>>>(
-    spanned: &PolicyWithReader<'_>,
-    others: impl Fn() -> I,
-    context: &PolicyContext,
-    budget: &mut ComparisonBudget,
-) {
-    let matcher = &spanned.policy.matcher;
-    let limits = match &spanned.policy.action {
-        PolicyAction::Limit(quota) => Some(&quota.limits),
-        PolicyAction::Deny => None,
-        PolicyAction::Allow => return,
-    };
-    for name in excluding_headers(matcher, context) {
-        let is_caught = others().take_while(|_| budget.take()).any(|other| {
-            let is_as_strict = match (&other.policy.action, limits) {
-                (PolicyAction::Deny, _) => true,
-                (PolicyAction::Limit(other), Some(limits)) => !is_higher(&other.limits, limits),
-                _ => false,
-            };
-            // A policy that requires the header has been reported where it is too lax.
-            let requires = other
-                .policy
-                .matcher
-                .headers
-                .iter()
-                .any(|one| one.name == *name);
-            (is_as_strict || requires)
-                && are_for_same_requests(matcher, &other.policy.matcher, name)
-        });
-        if !is_caught && !budget.is_exhausted() {
-            spanned.reader.report_warning(
-                "match",
-                &format!(
-                    "a client that sends the header {name} avoids this policy; {}",
-                    advise(name)
-                ),
-            );
-        }
     }
 }
 

@@ -2,13 +2,17 @@
 
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::policy::{
-    KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, PolicyMode, ValueCondition,
+    CoverageIndex, KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, PolicyMode,
+    ValueCondition,
 };
+use indexmap::IndexMap;
 use std::cmp::Reverse;
 use std::collections::HashMap;
+use std::rc::Rc;
 
-/// Largest number of comparisons of two policies in one load. With thousands of policies some pairs
-/// are skipped: a missed warning does less harm than a reload that takes seconds.
+/// Largest number of comparisons of two policies in one load. An index leaves few to compare, except
+/// of policies that differ only in what it does not have, such as `not`. Then some pairs are
+/// skipped: a missed warning does less harm than a reload that takes seconds.
 const MAX_COMPARISONS: usize = 200_000;
 
 /// The comparisons of two policies that are left in a load.
@@ -50,32 +54,30 @@ impl ComparisonBudget {
 fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
     let mut in_order: Vec<&PolicyWithReader<'_>> = policies.iter().collect();
     in_order.sort_by_key(|one| Reverse(one.policy.priority));
-    let mut terminal_policies: Vec<&PolicyWithReader<'_>> = Vec::new();
-    for spanned in in_order {
+    let is_terminal =
+        |one: &PolicyWithReader<'_>| one.quota().is_none() && one.policy.is_enforced();
+    let ends = in_order.iter().copied().enumerate();
+    let ends = ends.filter(|(_, one)| is_terminal(one)).collect();
+    let ends = CoverageIndex::new(ends, |(_, end)| &end.policy.matcher);
+    for (rank, spanned) in in_order.iter().enumerate() {
         let matcher = &spanned.policy.matcher;
-        match terminal_policies
-            .iter()
-            .find(|end| budget.take() && end.policy.matcher.covers(matcher))
-        {
-            Some(end) => {
-                let does = if matches!(end.policy.action, PolicyAction::Allow) {
-                    "exempts"
-                } else {
-                    "denies"
-                };
-                spanned.reader.report_warning(
-                    "name",
-                    &format!(
-                        "never reached: {} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority",
-                        end.quote_name_and_position()
-                    ),
-                );
-            }
-            None if spanned.quota().is_none() && spanned.policy.is_enforced() => {
-                terminal_policies.push(spanned)
-            }
-            None => {}
-        }
+        let mut earlier = ends.candidates(matcher).take_while(|(end, _)| *end < rank);
+        let Some((_, end)) =
+            earlier.find(|(_, end)| budget.take() && end.policy.matcher.covers(matcher))
+        else {
+            continue;
+        };
+        let does = match end.policy.action {
+            PolicyAction::Allow => "exempts",
+            _ => "denies",
+        };
+        spanned.reader.report_warning(
+            "name",
+            &format!(
+                "never reached: {} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority",
+                end.quote_name_and_position()
+            ),
+        );
     }
 }
 
@@ -121,63 +123,82 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
 
 /// Clients cannot use a rate-limit field that has the same name twice.
 fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
-    let mut known: HashMap<&str, Vec<&PolicyWithReader<'_>>> = HashMap::new();
-    let is_reported = |one: &&PolicyWithReader<'_>| {
-        one.policy.is_reported && one.policy.mode != PolicyMode::Shadow
-    };
-    for spanned in policies.iter().filter(is_reported) {
-        for named in spanned.quota().iter().flat_map(|quota| &quota.limits) {
-            let others = known.entry(&named.name).or_default();
-            let counter_of =
-                |one: &PolicyWithReader<'_>| Some(one.quota()?.key.counter_name()?.to_owned());
-            let counter = counter_of(spanned);
-            let overlaps = |other: &&&PolicyWithReader<'_>| {
-                // A request is charged, and reported, by one policy of a shared counter.
-                if counter.is_some() && counter_of(other) == counter {
-                    return false;
-                }
-                let (mine, others) = (&spanned.policy.matcher, &other.policy.matcher);
-                budget.take() && (mine.covers(others) || others.covers(mine))
-            };
-            if let Some(other) = others.iter().find(overlaps) {
-                spanned.reader.report_warning(
-                    "name",
-                    &format!(
-                        "a limit of {} has the name \"{}\" in the rate-limit fields too; expected another name, or a name in that limit",
-                        other.quote_name_and_position(),
-                        named.name
-                    ),
-                );
-            }
-            others.push(spanned);
+    let mut by_name: IndexMap<&str, Vec<&PolicyWithReader<'_>>> = IndexMap::new();
+    for spanned in policies {
+        let is_reported = spanned.policy.is_reported && spanned.policy.mode != PolicyMode::Shadow;
+        let quota = spanned.quota().filter(|_| is_reported);
+        for named in quota.iter().flat_map(|quota| &quota.limits) {
+            by_name.entry(&named.name).or_default().push(spanned);
+        }
+    }
+    for (name, sharing) in by_name.iter().filter(|(_, sharing)| sharing.len() > 1) {
+        for (spanned, other) in find_overlapping_pairs(sharing, budget) {
+            spanned.reader.report_warning(
+                "name",
+                &format!(
+                    "a limit of {} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit",
+                    other.quote_name_and_position(),
+                ),
+            );
         }
     }
 }
 
-fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
-    for (index, spanned) in policies
-        .iter()
-        .enumerate()
-        .filter(|(_, one)| one.policy.is_enforced())
-    {
-        let Some(part) = find_skippable_part(spanned) else {
-            continue;
-        };
-        let Some(without) = narrow_to_missing_part(&spanned.policy.matcher, part) else {
-            continue;
-        };
-        let is_caught = policies.iter().enumerate().any(|(other_index, other)| {
-            let limits = match other.policy.action {
-                PolicyAction::Limit(_) => find_skippable_part(other).is_none(),
-                PolicyAction::Deny => true,
-                PolicyAction::Allow => false,
+/// The policies of which one covers an earlier one, or the reverse, each with the first such.
+fn find_overlapping_pairs<'p, 'r>(
+    policies: &[&'p PolicyWithReader<'r>],
+    budget: &mut ComparisonBudget,
+) -> Vec<(&'p PolicyWithReader<'r>, &'p PolicyWithReader<'r>)> {
+    let counter = |one: &PolicyWithReader<'_>| Some(one.quota()?.key.counter_name()?.to_owned());
+    // A request is charged, and reported, by one policy of a shared counter.
+    let shares_counter =
+        |one: &_, other: &_| counter(one).is_some_and(|name| counter(other) == Some(name));
+    let index = policies.iter().copied().enumerate().collect();
+    let index = CoverageIndex::new(index, |(_, one): &(usize, &PolicyWithReader<'_>)| {
+        &one.policy.matcher
+    });
+    let mut firsts: Vec<_> = policies.iter().copied().enumerate().collect();
+    for (at, one) in policies.iter().copied().enumerate() {
+        for &(other_at, other) in index.candidates(&one.policy.matcher) {
+            let (earlier, later) = match at < other_at {
+                true => ((at, one), other_at),
+                false => ((other_at, other), at),
             };
-            other_index != index
-                && other.policy.is_enforced()
-                && limits
+            let first = firsts
+                .get_mut(later)
+                .filter(|(first, _)| earlier.0 < *first);
+            if let Some(first) = first
+                && !shares_counter(one, other)
                 && budget.take()
-                && other.policy.matcher.covers(&without)
-        });
+                && other.policy.matcher.covers(&one.policy.matcher)
+            {
+                *first = earlier;
+            }
+        }
+    }
+    let pairs = policies.iter().copied().zip(firsts).enumerate();
+    pairs
+        .filter_map(|(at, (one, (first, other)))| (first < at).then_some((one, other)))
+        .collect()
+}
+
+fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
+    let enforced = policies.iter().filter(|one| one.policy.is_enforced());
+    let (skippable, others): (Vec<_>, Vec<_>) = enforced
+        .map(|one| (one, find_skippable_part(one)))
+        .partition(|(_, part)| part.is_some());
+    let limiting = others.into_iter().map(|(one, _)| one);
+    let limiting = limiting.filter(|one| !matches!(one.policy.action, PolicyAction::Allow));
+    let limiting = CoverageIndex::new(limiting.collect(), |one: &&PolicyWithReader<'_>| {
+        &one.policy.matcher
+    });
+    for (spanned, part) in skippable {
+        let Some((part, without)) = part else {
+            continue;
+        };
+        let mut candidates = limiting.candidates(&without);
+        let is_caught =
+            candidates.any(|other| budget.take() && other.policy.matcher.covers(&without));
         if !is_caught && !budget.is_exhausted() {
             let key = if spanned.reader.contains_key("missing_key") {
                 "missing_key"
@@ -194,8 +215,8 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut Compariso
     }
 }
 
-/// The first key part that a client can leave out to avoid the policy.
-fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<&'a KeyPart> {
+/// The first key part that a client can leave out to avoid the policy, and the requests without it.
+fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<(&'a KeyPart, Matcher)> {
     let quota = spanned
         .quota()
         .filter(|quota| quota.missing_key == MissingKeyAction::Skip)?;
@@ -203,7 +224,7 @@ fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<&'a KeyP
         .key
         .parts()
         .iter()
-        .find(|part| narrow_to_missing_part(&spanned.policy.matcher, part).is_some())
+        .find_map(|part| Some((part, narrow_to_missing_part(&spanned.policy.matcher, part)?)))
 }
 
 /// Narrows a match to requests without the key part. Returns `None` if every request has the
@@ -219,7 +240,7 @@ fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> 
         KeyPart::Header(name) => require_absent(&mut narrower.headers, name)?,
         KeyPart::Query(name) => require_absent(&mut narrower.query, name)?,
         KeyPart::Cookie(name) => require_absent(&mut narrower.cookies, name)?,
-        KeyPart::Claim(name) => require_absent(&mut narrower.claims, name)?,
+        KeyPart::Claim(name) => require_absent(&mut narrower.claims, &name.without_issuers())?,
         _ => return None,
     }
     Some(narrower)
@@ -245,13 +266,13 @@ fn require_absent<N: PartialEq + Clone>(
 
 /// Envoy's own rate limit service charges one entry per descriptor, the most specific one.
 fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
-    let mut known: Vec<&PolicyWithReader<'_>> = Vec::new();
+    let mut known = DescriptorIndex::default();
     let limits = |one: &&PolicyWithReader<'_>| {
         let is_for_descriptors = one.policy.matcher.descriptor_conditions.is_some();
         is_for_descriptors && one.policy.is_enforced() && one.quota().is_some()
     };
     for spanned in policies.iter().filter(limits) {
-        let overlap = known.iter().find_map(|other| {
+        let overlap = known.insert(spanned).into_iter().find_map(|other| {
             let is_allowed = budget.take();
             let matcher = &spanned.policy.matcher;
             let common =
@@ -269,7 +290,75 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
                 ),
             );
         }
-        known.push(spanned);
+    }
+}
+
+/// Finds the policies with the same entries that share a value of one.
+#[derive(Default)]
+struct DescriptorIndex<'p, 'r> {
+    policies: Vec<&'p PolicyWithReader<'r>>,
+    /// By the names of all entries, one of them (none for the domain), and its value (none for a
+    /// condition without exact values).
+    by_value: HashMap<DescriptorValue<'p>, Vec<usize>>,
+}
+
+type DescriptorValue<'p> = (Rc<[&'p str]>, Option<&'p str>, Option<&'p str>);
+
+impl<'p, 'r> DescriptorIndex<'p, 'r> {
+    /// Inserts a policy. Returns the earlier ones to compare it with, in their order.
+    fn insert(&mut self, spanned: &'p PolicyWithReader<'r>) -> Vec<&'p PolicyWithReader<'r>> {
+        let conditions = spanned.policy.matcher.descriptor_conditions.as_ref();
+        let Some((conditions, entries)) =
+            conditions.and_then(|all| Some((all, all.entries.as_ref()?)))
+        else {
+            return Vec::new();
+        };
+        let mut names: Vec<&str> = entries.iter().map(|entry| &*entry.name).collect();
+        names.sort_unstable();
+        let names: Rc<[&str]> = names.into();
+        let domain = (None, conditions.domain.as_deref().into_iter().collect());
+        let entries = entries.iter().map(|entry| match &entry.condition {
+            ValueCondition::OneOf(values) => (
+                Some(&*entry.name),
+                values.iter().map(|value| &**value).collect(),
+            ),
+            _ => (Some(&*entry.name), Vec::new()),
+        });
+        let fields: Vec<(_, Vec<&str>)> = std::iter::once(domain).chain(entries).collect();
+        let key = |field, value| (Rc::clone(&names), field, value);
+        let lists = |(field, values): &(_, Vec<&'p str>)| {
+            let any = values.iter().copied().map(Some).chain([None]);
+            let lists = any.filter_map(|value| self.by_value.get(&key(*field, value)));
+            lists.collect::<Vec<_>>()
+        };
+        let exact = fields
+            .iter()
+            .filter(|(_, values)| !values.is_empty())
+            .map(lists);
+        let rarest = exact.min_by_key(|lists| lists.iter().map(|list| list.len()).sum::<usize>());
+        let found: Vec<usize> = match rarest {
+            Some(lists) => {
+                let mut found = lists.into_iter().flatten().copied().collect::<Vec<_>>();
+                found.sort_unstable();
+                found
+            }
+            None => (0..self.policies.len()).collect(),
+        };
+        let earlier = found
+            .into_iter()
+            .filter_map(|at| self.policies.get(at).copied())
+            .collect();
+        for (field, values) in &fields {
+            let is_inexact = values.is_empty().then_some(None);
+            for value in values.iter().copied().map(Some).chain(is_inexact) {
+                self.by_value
+                    .entry(key(*field, value))
+                    .or_default()
+                    .push(self.policies.len());
+            }
+        }
+        self.policies.push(spanned);
+        earlier
     }
 }
 

@@ -7,6 +7,7 @@ use crate::policy::{
 };
 use crate::proxy::is_stripped_before_policies;
 use http::HeaderName;
+use std::sync::Arc;
 
 /// Settings that apply to all policies.
 pub(in crate::config) struct PolicyContext {
@@ -25,6 +26,8 @@ pub(in crate::config) struct PolicyContext {
     pub(in crate::config) uses_memory_store: bool,
     /// How token claims are trusted. `None` if they are not.
     pub(in crate::config) claim_trust: Option<ClaimTrust>,
+    /// The issuers of tokens if there are several; empty otherwise.
+    pub(in crate::config) issuers: Arc<[Box<str>]>,
     /// Request header that is removed before policies see it ([`PolicyTable::mark_header`]).
     ///
     /// [`PolicyTable::mark_header`]: crate::policy::PolicyTable::mark_header

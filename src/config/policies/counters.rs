@@ -7,6 +7,11 @@ use crate::policy::{AmountSource, KeyPart, NamedLimit, OnStoreFailure, Quota};
 use std::collections::BTreeMap;
 use std::mem::discriminant;
 
+/// More counters of a single policy than this are no misspelled ones.
+const MAX_SUGGESTED_COUNTERS: usize = 16;
+
+const CROSSED_LIMITS: &str = "each policy has a limit below that of the other; expected all lower limits in one of the two policies";
+
 /// Reports policies of one counter that cannot share it, and counters of one policy only.
 pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
     let mut by_counter: BTreeMap<&str, Vec<(&PolicyWithReader<'_>, &Quota)>> = BTreeMap::new();
@@ -19,10 +24,12 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
                 .push((spanned, quota));
         }
     }
+    let single = by_counter.values().filter(|sharing| sharing.len() == 1);
+    let has_few_single = single.count() <= MAX_SUGGESTED_COUNTERS;
     for (counter, sharing) in &by_counter {
         if let [(single, _)] = sharing.as_slice() {
             let others = by_counter.keys().copied().filter(|other| other != counter);
-            let others: Vec<&str> = others.collect();
+            let others: Vec<&str> = others.take_while(|_| has_few_single).collect();
             let meant = suggestions::find_similar_word(&others, counter).map_or_else(
                 || "expected another policy with this counter, or no such key".to_owned(),
                 |meant| format!("did you mean \"{meant}\"?"),
@@ -30,22 +37,60 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
             let problem = format!("no other policy has this counter, so it is not shared; {meant}");
             single.reader.report_warning("counter", &problem);
         }
-        for (index, (spanned, quota)) in sharing.iter().enumerate() {
-            // The first difference suffices: each of the policies has to be like the first.
-            let before = sharing.iter().take(index);
-            let difference = before.into_iter().find_map(|(other, other_quota)| {
-                let problem = find_difference((spanned, quota), (other, other_quota))?;
-                Some((other, problem))
+        let Some((&first, others)) = sharing.split_first() else {
+            continue;
+        };
+        let mut chains = vec![Vec::new(); limit_groups(first.1).count()];
+        insert_into_chains(first, &mut chains);
+        // The first difference suffices: each of the policies has to be like the first.
+        for &sharing in others {
+            let difference = find_difference(sharing, first).map(|problem| (first.0, problem));
+            let difference = difference.or_else(|| {
+                let crossed = insert_into_chains(sharing, &mut chains)?;
+                Some((crossed, CROSSED_LIMITS.to_owned()))
             });
             if let Some((other, problem)) = difference {
                 let other = other.quote_name_and_position();
-                spanned.reader.report_error(
+                sharing.0.reader.report_error(
                     "counter",
                     &format!("{other} has this counter too: {problem}"),
                 );
             }
         }
     }
+}
+
+/// Limits of the policies of one counter, each as tight as the next one or tighter.
+type LimitChain<'p, 'r> = Vec<(&'p PolicyWithReader<'r>, &'p [NamedLimit])>;
+
+/// Inserts the limits of a policy and of its overrides, each into its chain. Returns a policy that
+/// is neither tighter nor wider.
+fn insert_into_chains<'p, 'r>(
+    (spanned, quota): (&'p PolicyWithReader<'r>, &'p Quota),
+    chains: &mut [LimitChain<'p, 'r>],
+) -> Option<&'p PolicyWithReader<'r>> {
+    let mut crossed = None;
+    for (chain, limits) in chains.iter_mut().zip(limit_groups(quota)) {
+        let at = chain.partition_point(|(_, others)| has_tighter(others, limits));
+        let tighter = at.checked_sub(1).and_then(|at| chain.get(at));
+        match tighter.filter(|(_, others)| has_tighter(limits, others)) {
+            Some((other, _)) => crossed = Some(*other),
+            None => chain.insert(at, (spanned, limits)),
+        }
+    }
+    crossed
+}
+
+/// The limits of a policy, and those of each of its overrides.
+fn limit_groups(quota: &Quota) -> impl Iterator<Item = &[NamedLimit]> {
+    let overrides = quota.overrides.as_slice().iter();
+    std::iter::once(&*quota.limits).chain(overrides.map(|one| &*one.limits))
+}
+
+/// Whether one of `limits` is tighter than its counterpart.
+fn has_tighter(limits: &[NamedLimit], others: &[NamedLimit]) -> bool {
+    let mut pairs = limits.iter().zip(others);
+    pairs.any(|(one, other)| one.limit.is_tighter_than(&other.limit))
 }
 
 /// Why two policies cannot have one counter.
@@ -97,10 +142,8 @@ fn find_difference(
     if !has_same_overrides {
         return expected_same("[[policy.override]] keys, actions and modes, in the same order");
     }
-    let overrides = keys.iter().zip(other_keys);
-    let overrides = overrides.map(|(one, other)| (&*one.limits, &*other.limits));
-    std::iter::once((&*quota.limits, &*other_quota.limits))
-        .chain(overrides)
+    limit_groups(quota)
+        .zip(limit_groups(other_quota))
         .find_map(|(limits, others)| find_limit_difference(limits, others, needs_same_amounts))
 }
 
@@ -157,11 +200,8 @@ fn find_limit_difference(
                 .to_owned(),
         );
     }
-    let is_crossed = pairs().any(|(one, other)| one.limit.is_tighter_than(&other.limit))
-        && pairs().any(|(one, other)| other.limit.is_tighter_than(&one.limit));
-    is_crossed.then(|| {
-        "each policy has a limit below that of the other; expected all lower limits in one of the two policies".to_owned()
-    })
+    let is_crossed = has_tighter(limits, others) && has_tighter(others, limits);
+    is_crossed.then(|| CROSSED_LIMITS.to_owned())
 }
 
 /// Where a request states the amount of a limit, with the default; `None` if it does not.

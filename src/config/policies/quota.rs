@@ -24,7 +24,13 @@ pub(super) fn build_quota(
     name: &str,
     mode: PolicyMode,
 ) -> Option<Quota> {
-    let parts = reader.get_list("key", |text| parse_key_component(text, context));
+    let mut parts = reader.get_list("key", |text| parse_key_component(text, context));
+    let is_issuer =
+        |one: &KeyComponent| matches!(&one.part, KeyPart::Claim(name) if name.is_issuer());
+    if !context.issuers.is_empty() && !parts.iter().any(is_issuer) {
+        let parts = parts.iter_mut().map(|one| &mut one.part);
+        parts.for_each(|part| part.set_issuers(&context.issuers));
+    }
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::from_components(parts, context.key_hasher.clone())

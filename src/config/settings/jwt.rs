@@ -81,8 +81,9 @@ fn read_issuers(input: &ConfigInput, reader: &TableReader<'_>) -> Option<Vec<Tok
     let mut names = Vec::new();
     let issuers = tables.iter().map(|table| {
         let name = table.get_string("issuer").filter(|name| !name.is_empty());
-        if name.is_none() && table.contains_key("issuer") {
-            table.report_error("issuer", "expected the iss of the tokens");
+        let is_invalid = name.as_ref().is_none_or(|name| name.contains(' '));
+        if is_invalid && table.contains_key("issuer") {
+            table.report_error("issuer", "expected the iss of the tokens, without spaces");
         } else if name.is_some() && names.contains(&name) {
             table.report_error("issuer", "another entry has the same issuer");
         }

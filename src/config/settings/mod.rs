@@ -72,7 +72,7 @@ pub(super) fn build_config(
         key_hasher.clone().unwrap_or_default(),
         store.as_ref(),
         tls_reader.as_ref(),
-        claim_trust,
+        (claim_trust, tokens.as_ref()),
         check.is_some(),
     )?;
     let tables = std::iter::once(root).chain(included);
@@ -165,7 +165,7 @@ fn build_policy_context(
     key_hasher: KeyHasher,
     store: Option<&StoreSettings>,
     tls_reader: Option<&TableReader<'_>>,
-    claim_trust: Option<ClaimTrust>,
+    (claim_trust, tokens): (Option<ClaimTrust>, Option<&policy::jwt::Settings>),
     has_ext_authz: bool,
 ) -> Option<PolicyContext> {
     let defaults = root.get_table("defaults");
@@ -190,6 +190,7 @@ fn build_policy_context(
             .is_some_and(listen_tls::requests_client_certificates),
         uses_memory_store: !matches!(store, Some(StoreSettings::Redis(_))),
         claim_trust,
+        issuers: tokens.map_or_else(Arc::default, policy::jwt::Settings::several_issuers),
         has_ext_authz,
     })
 }

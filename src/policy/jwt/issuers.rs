@@ -4,6 +4,7 @@ use super::TokenError;
 use super::fetched_keys::FetchedKeys;
 use super::keys::{self, VerificationKeys};
 use serde_json::Value;
+use std::sync::Arc;
 
 /// The trusted issuers; never empty.
 #[derive(Debug)]
@@ -48,6 +49,14 @@ impl TrustedIssuers {
 
     pub fn new(issuers: Vec<TokenIssuer>) -> Self {
         Self(issuers.into())
+    }
+
+    pub(super) fn several_names(&self) -> Arc<[Box<str>]> {
+        let names = self.0.iter().filter_map(|issuer| issuer.name.clone());
+        match self.0.len() {
+            0 | 1 => Arc::default(),
+            _ => names.collect(),
+        }
     }
 
     /// The keys from URLs.

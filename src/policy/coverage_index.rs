@@ -1,0 +1,228 @@
+//! Finds the few matchers that may cover another one, so that thousands need no comparison in
+//! pairs.
+
+use super::{HostPattern, Matcher, NamedCondition, PathPattern, ValueCondition};
+use foldhash::HashMap;
+use http::Method;
+use ipnet::IpNet;
+use std::iter;
+
+/// Items with matchers, each found by the condition that it shares with the fewest others.
+#[derive(Debug)]
+pub struct CoverageIndex<'m, T> {
+    items: Vec<T>,
+    by_value: HashMap<RequiredValue<'m>, Vec<usize>>,
+    unindexed: Vec<usize>,
+}
+
+/// A value of a condition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum RequiredValue<'m> {
+    Method(&'m Method),
+    Host(&'m str),
+    /// The suffix of a [`HostPattern::Subdomains`].
+    HostSuffix(&'m str),
+    /// A literal segment of a path pattern, with its position.
+    Segment(usize, &'m str),
+    PathRegex(&'m str),
+    Network(IpNet),
+    /// Source, name and value.
+    Named(ValueSource, &'m str, &'m str),
+    Regex(ValueSource, &'m str, &'m str),
+    AnyRegex(ValueSource, &'m str),
+    Domain(&'m str),
+}
+
+/// Where a named value comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum ValueSource {
+    Header,
+    Query,
+    Cookie,
+    Claim,
+    Entry,
+}
+
+impl<'m, T> CoverageIndex<'m, T> {
+    pub fn new(items: Vec<T>, matcher: impl Fn(&T) -> &'m Matcher) -> Self {
+        let conditions: Vec<_> = items
+            .iter()
+            .map(|one| required_values(matcher(one)))
+            .collect();
+        let rarest = find_rarest_conditions(conditions);
+        let mut by_value: HashMap<_, Vec<usize>> = HashMap::default();
+        let mut unindexed = Vec::new();
+        for (index, alternatives) in rarest.into_iter().enumerate() {
+            match alternatives {
+                Some(values) => values
+                    .into_iter()
+                    .for_each(|value| by_value.entry(value).or_default().push(index)),
+                None => unindexed.push(index),
+            }
+        }
+        Self {
+            items,
+            by_value,
+            unindexed,
+        }
+    }
+
+    /// All items whose matcher covers `other`, and usually few further ones, in their order.
+    pub fn candidates(&self, other: &Matcher) -> impl Iterator<Item = &T> {
+        let mut found = self.unindexed.clone();
+        let values = offered_values(other).into_iter();
+        let lists = values.filter_map(|value| self.by_value.get(&value));
+        lists.for_each(|list| found.extend_from_slice(list));
+        found.sort_unstable();
+        found.dedup();
+        let items = found.into_iter();
+        items.filter_map(|index| self.items.get(index))
+    }
+}
+
+/// The condition of each matcher that it shares with the fewest others: the accepted values.
+/// `None` for a matcher without conditions.
+pub(super) fn find_rarest_conditions(
+    matchers: Vec<Vec<Vec<RequiredValue<'_>>>>,
+) -> Vec<Option<Vec<RequiredValue<'_>>>> {
+    let mut counts: HashMap<RequiredValue<'_>, usize> = HashMap::default();
+    for value in matchers.iter().flatten().flatten() {
+        *counts.entry(*value).or_default() += 1;
+    }
+    let most = |values: &Vec<_>| values.iter().map(|value| counts.get(value).copied()).max();
+    let rarest = |conditions: Vec<_>| conditions.into_iter().min_by_key(most);
+    matchers.into_iter().map(rarest).collect()
+}
+
+/// The accepted values of each condition that has such. What a matcher matches, and each matcher
+/// that it covers, has one of the values of every condition.
+pub(super) fn required_values(matcher: &Matcher) -> Vec<Vec<RequiredValue<'_>>> {
+    let descriptor = matcher.descriptor_conditions.as_ref();
+    let domain = descriptor.and_then(|conditions| conditions.domain.as_deref());
+    let regex = matcher.path_regex.as_ref();
+    let lists = [
+        matcher
+            .methods
+            .as_slice()
+            .iter()
+            .map(RequiredValue::Method)
+            .collect(),
+        matcher.hosts.iter().map(required_host).collect(),
+        matcher
+            .client_ips
+            .iter()
+            .map(|net| RequiredValue::Network(net.trunc()))
+            .collect(),
+        regex
+            .map(|regex| RequiredValue::PathRegex(regex.as_str()))
+            .into_iter()
+            .collect(),
+        domain.map(RequiredValue::Domain).into_iter().collect(),
+        required_alternatives(&matcher.any).unwrap_or_default(),
+    ];
+    let named = named_conditions(matcher).filter_map(|(source, name, condition)| match condition {
+        ValueCondition::OneOf(values) => {
+            let named = |value| RequiredValue::Named(source, name, value);
+            Some(values.iter().map(|value| named(&**value)).collect())
+        }
+        ValueCondition::Regex(regex) => Some(vec![
+            RequiredValue::Regex(source, name, regex.as_str()),
+            RequiredValue::AnyRegex(source, name),
+        ]),
+        ValueCondition::Present(_) => None,
+    });
+    let lists = lists.into_iter().chain(named);
+    let lists = lists.chain(required_segments(&matcher.paths));
+    lists.filter(|values| !values.is_empty()).collect()
+}
+
+fn required_host(pattern: &HostPattern) -> RequiredValue<'_> {
+    match pattern {
+        HostPattern::Exact(name) => RequiredValue::Host(name),
+        HostPattern::Subdomains(suffix) => RequiredValue::HostSuffix(suffix),
+    }
+}
+
+/// A value of each alternative; `None` if one has no condition with values.
+fn required_alternatives(any: &[Matcher]) -> Option<Vec<RequiredValue<'_>>> {
+    let first = |one| required_values(one).into_iter().next();
+    let firsts: Option<Vec<Vec<_>>> = any.iter().map(first).collect();
+    Some(firsts?.concat())
+}
+
+fn required_segments(patterns: &[PathPattern]) -> Vec<Vec<RequiredValue<'_>>> {
+    let segment = |(position, word)| RequiredValue::Segment(position, word);
+    match patterns {
+        [only] => only
+            .literal_segments()
+            .map(|one| vec![segment(one)])
+            .collect(),
+        several => {
+            let lasts = several
+                .iter()
+                .map(|one| one.literal_segments().last().map(segment));
+            lasts.collect::<Option<_>>().into_iter().collect()
+        }
+    }
+}
+
+/// The conditions on values with names.
+fn named_conditions(
+    matcher: &Matcher,
+) -> impl Iterator<Item = (ValueSource, &str, &ValueCondition)> {
+    fn with_source<N: AsRef<str>>(
+        source: ValueSource,
+        conditions: &[NamedCondition<N>],
+    ) -> impl Iterator<Item = (ValueSource, &str, &ValueCondition)> {
+        conditions
+            .iter()
+            .map(move |one| (source, one.name.as_ref(), &one.condition))
+    }
+    let descriptor = matcher.descriptor_conditions.as_ref();
+    let entries = descriptor.and_then(|conditions| conditions.entries.as_deref());
+    with_source(ValueSource::Header, &matcher.headers)
+        .chain(with_source(ValueSource::Query, &matcher.query))
+        .chain(with_source(ValueSource::Cookie, &matcher.cookies))
+        .chain(with_source(ValueSource::Claim, &matcher.claims))
+        .chain(with_source(ValueSource::Entry, entries.unwrap_or_default()))
+}
+
+/// Values of which each condition of a covering matcher requires one.
+fn offered_values(matcher: &Matcher) -> Vec<RequiredValue<'_>> {
+    let mut offered: Vec<_> = required_values(matcher)
+        .into_iter()
+        .flat_map(first_value)
+        .collect();
+    if let Some(one) = matcher.any.first() {
+        offered.extend(offered_values(one));
+    }
+    let path = matcher.paths.first();
+    let segments = path.into_iter().flat_map(PathPattern::literal_segments);
+    offered.extend(segments.map(|(position, word)| RequiredValue::Segment(position, word)));
+    offered
+}
+
+/// The first of a condition's values, and wider ones that include it.
+fn first_value(values: Vec<RequiredValue<'_>>) -> Vec<RequiredValue<'_>> {
+    let Some(&first) = values.first() else {
+        return Vec::new();
+    };
+    match first {
+        RequiredValue::Method(&Method::HEAD) => vec![first, RequiredValue::Method(&Method::GET)],
+        RequiredValue::Host(name) | RequiredValue::HostSuffix(name) => {
+            let dots = name.match_indices('.');
+            let suffixes = dots.filter_map(|(at, _)| name.get(at..));
+            suffixes
+                .map(RequiredValue::HostSuffix)
+                .chain([first])
+                .collect()
+        }
+        RequiredValue::Network(net) => iter::successors(Some(net), IpNet::supernet)
+            .map(RequiredValue::Network)
+            .collect(),
+        RequiredValue::Named(source, name, _) => {
+            vec![first, RequiredValue::AnyRegex(source, name)]
+        }
+        _ => vec![first],
+    }
+}
