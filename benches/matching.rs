@@ -96,6 +96,7 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         trusted_proxies: Vec::new(),
         ip_header: HeaderName::from_static("x-forwarded-for"),
         ipv4_prefix: 32,
+        nat64_prefixes: Vec::new(),
         ipv6_prefix: 64,
         rejects_ambiguous_query: true,
         rejects_ambiguous_cookie: true,

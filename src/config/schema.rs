@@ -141,7 +141,7 @@ static RESPONSE_CORS: [SchemaKey; 1] = [key(
     "allow_origins",
     TextList("origins such as \"https://app.example.com\", or \"*\""),
     Default(""),
-    "Origins with scripts that may read tidegate's own responses, such as a 429. Responses of your app are unchanged.",
+    "Origins with scripts that may read tidegate's own responses, such as a 429, and the rate-limit fields of your app's. A first label \"*\" covers subdomains.",
 )];
 
 static RESPONSE: [SchemaKey; 3] = [

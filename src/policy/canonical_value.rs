@@ -48,7 +48,7 @@ pub(super) fn canonicalize_part_value(
             let ip: IpAddr = address.parse().map_err(|error| {
                 format!("the key requires a client address here, but {text:?} is none: {error}")
             })?;
-            let canonical = format_client_network(ip.to_canonical(), client);
+            let canonical = format_client_network(client.client_ip(ip), client);
             if text.contains('/') && text != canonical {
                 return Err(format!(
                     "clients are keyed as {canonical} (client.ipv4_prefix, client.ipv6_prefix)"

@@ -3,9 +3,9 @@
 use super::ValueChecks;
 use http::header::FORWARDED;
 use http::{HeaderMap, HeaderName};
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv6Net};
 use std::borrow::Cow;
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// The trusted proxies, and the address prefixes that identify a client.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,6 +14,8 @@ pub struct Settings {
     pub trusted_proxies: Vec<IpNet>,
     /// `x-forwarded-for`, `forwarded`, or a header with one address.
     pub ip_header: HeaderName,
+    /// Prefixes of translators besides the well-known one; lengths as RFC 6052 lists them.
+    pub nat64_prefixes: Vec<Ipv6Net>,
     /// Length of the prefix that identifies an IPv4 client, 0 to 32 bits.
     pub ipv4_prefix: u8,
     /// Length of the prefix that identifies an IPv6 client, 0 to 128 bits. A client usually
@@ -40,8 +42,41 @@ impl Settings {
         self.trusted_proxies.iter().any(|net| net.contains(&ip))
     }
 
+    /// The address of a client: the IPv4 address that an IPv6 address embeds, if any. 6to4, Teredo
+    /// and ISATAP addresses stay what they are, because a client chooses parts of them.
+    pub fn client_ip(&self, ip: IpAddr) -> IpAddr {
+        let ip = match ip.to_canonical() {
+            IpAddr::V6(ip) => ip,
+            ip @ IpAddr::V4(_) => return ip,
+        };
+        let embedded = match ip.segments() {
+            // The well-known prefix of NAT64, and SIIT (RFC 2765).
+            [0x64, 0xff9b, 0, 0, 0, 0, ..] | [0, 0, 0, 0, 0xffff, 0, ..] => embedded_ipv4(ip, 96),
+            _ => {
+                let prefix = self.nat64_prefixes.iter().find(|net| net.contains(&ip));
+                prefix.and_then(|net| embedded_ipv4(ip, net.prefix_len()))
+            }
+        };
+        embedded.map_or(IpAddr::V6(ip), IpAddr::V4)
+    }
+
+    /// Checks a network of clients in a condition.
+    ///
+    /// # Errors
+    /// Returns a message if no client has an address in it, because all embed an IPv4 address.
+    pub fn check_client_network(&self, net: IpNet) -> Result<IpNet, String> {
+        let ends = [net.network(), net.broadcast()].map(|ip| self.client_ip(ip));
+        match (net, ends) {
+            (IpNet::V6(_), [IpAddr::V4(first), IpAddr::V4(last)]) => Err(format!(
+                "clients with these addresses are known by the IPv4 address in them; expected an IPv4 network, for {first} to {last}"
+            )),
+            _ => Ok(net),
+        }
+    }
+
     /// First address of the network that identifies a client.
     pub fn client_prefix(&self, ip: IpAddr) -> IpAddr {
+        let ip = self.client_ip(ip);
         let prefix = match ip {
             IpAddr::V4(_) => self.ipv4_prefix,
             IpAddr::V6(_) => self.ipv6_prefix,
@@ -63,7 +98,7 @@ impl ClientAddress {
         let peer = peer.to_canonical();
         if !settings.trusts_proxy(peer) {
             return Self {
-                ip: peer,
+                ip: settings.client_ip(peer),
                 is_peer_trusted: false,
             };
         }
@@ -91,11 +126,24 @@ impl ClientAddress {
                 break;
             }
         }
+        // Proxies are trusted by the address as it is: an embedded one is the client's.
         Self {
-            ip,
+            ip: settings.client_ip(ip),
             is_peer_trusted: true,
         }
     }
+}
+
+/// The IPv4 address behind a prefix of this length (RFC 6052, section 2.2). Its bits skip byte 8,
+/// which is zero.
+fn embedded_ipv4(ip: Ipv6Addr, prefix_len: u8) -> Option<Ipv4Addr> {
+    let bytes = ip.octets();
+    let mut rest = bytes.iter().enumerate().skip(usize::from(prefix_len / 8));
+    let mut octets = [0; 4];
+    for octet in &mut octets {
+        *octet = *rest.find(|(at, _)| *at != 8)?.1;
+    }
+    (prefix_len == 96 || bytes.get(8) == Some(&0)).then(|| octets.into())
 }
 
 /// Parses an element of `X-Forwarded-For`, which has no standard grammar. It is an address,
@@ -226,8 +274,50 @@ fn is_escaped(text: &[u8], position: usize) -> bool {
 mod tests {
     use super::*;
 
+    /// The examples of RFC 6052, section 2.4, and what no translator makes.
+    #[test]
+    fn embedded_addresses_are_those_of_the_standard() {
+        let settings = Settings {
+            nat64_prefixes: [
+                "2001:db8::/32",
+                "2001:db9:100::/40",
+                "2001:dba:122::/48",
+                "2001:dbb:122:300::/56",
+                "2001:dbc:122:344::/64",
+                "2001:dbd:122:344::/96",
+            ]
+            .map(|text| text.parse().unwrap())
+            .into(),
+            ..make_settings("x-forwarded-for")
+        };
+        for (text, expected) in [
+            ("2001:db8:c000:221::", "192.0.2.33"),
+            ("2001:db9:1c0:2:21::", "192.0.2.33"),
+            ("2001:dba:122:c000:2:2100::", "192.0.2.33"),
+            ("2001:dbb:122:3c0:0:221::", "192.0.2.33"),
+            ("2001:dbc:122:344:c0:2:2100::", "192.0.2.33"),
+            ("2001:dbd:122:344::192.0.2.33", "192.0.2.33"),
+            ("64:ff9b::192.0.2.33", "192.0.2.33"),
+            ("::ffff:192.0.2.33", "192.0.2.33"),
+            ("::ffff:0:192.0.2.33", "192.0.2.33"),
+            ("192.0.2.33", "192.0.2.33"),
+            (
+                "2001:dbc:122:344:1c0:2:2100::",
+                "2001:dbc:122:344:1c0:2:2100:0",
+            ),
+            ("64:ff9b:1::192.0.2.33", "64:ff9b:1::c000:221"),
+            ("2002:c000:221::1", "2002:c000:221::1"),
+            ("2001:0:c000:221::1", "2001:0:c000:221::1"),
+            ("fe80::5efe:192.0.2.33", "fe80::5efe:c000:221"),
+        ] {
+            let ip = settings.client_ip(text.parse().unwrap());
+            assert_eq!(ip, expected.parse::<IpAddr>().unwrap(), "{text}");
+        }
+    }
+
     fn make_settings(header: &str) -> Settings {
         Settings {
+            nat64_prefixes: Vec::new(),
             trusted_proxies: vec!["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()],
             ip_header: header.parse().unwrap(),
             ipv4_prefix: 32,

@@ -1,6 +1,6 @@
 //! Settings for cross-origin access to local replies (Fetch standard, "CORS protocol").
 
-use http::HeaderValue;
+use http::{HeaderMap, HeaderValue, header};
 
 /// Origins with access to the proxy's local replies. Upstreams set their own CORS headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -13,6 +13,7 @@ impl CorsOrigins {
     }
 
     /// Parses `*`, or an origin as browsers serialize it: scheme, host and a non-default port.
+    /// `*.` before the host stands for one or more labels.
     ///
     /// # Errors
     /// A description of the problem that can follow `found …;`.
@@ -25,10 +26,17 @@ impl CorsOrigins {
                     .bytes()
                     .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || more.contains(&b))
         };
-        let why = match text.split_once("://") {
+        let parts = text.split_once("://").map(|(scheme, authority)| {
+            let parent = authority.strip_prefix("*.");
+            let parent = parent.filter(|parent| parent.contains('.') && !parent.starts_with('.'));
+            (scheme, parent.unwrap_or(authority))
+        });
+        let why = match parts {
             _ if text == "*" => None,
             None => Some("the scheme is missing"),
-            Some(_) if text.contains('*') => Some("a wildcard cannot be part of an origin"),
+            Some((_, name)) if name.contains('*') => {
+                Some("a wildcard is the whole first label, as in \"https://*.example.com\"")
+            }
             Some(_) if text.ends_with('/') => Some("remove the slash at the end"),
             Some(_) if text.bytes().any(|byte| byte.is_ascii_uppercase()) => Some("use lower case"),
             Some((scheme, authority)) => {
@@ -69,17 +77,78 @@ impl CorsOrigins {
         self.0.is_empty()
     }
 
-    /// Returns the configured entry that covers `origin`: the same origin, or `*`.
-    pub fn match_origin(&self, origin: &HeaderValue) -> Option<&HeaderValue> {
-        self.0
-            .iter()
-            .find(|entry| *entry == origin || *entry == "*")
+    /// A copy of a request's `Origin`, if any origins are configured.
+    pub fn copy_origin(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+        let is_configured = !self.is_empty();
+        is_configured.then(|| headers.get(header::ORIGIN).cloned())?
     }
+
+    /// Returns the value of `Access-Control-Allow-Origin` for `origin`: itself if it is configured,
+    /// or `*`.
+    pub fn match_origin<'o>(&'o self, origin: &'o HeaderValue) -> Option<&'o HeaderValue> {
+        self.0.iter().find_map(|entry| match entry {
+            entry if entry == "*" => Some(entry),
+            entry => {
+                let is_same = entry == origin && !origin.as_bytes().contains(&b'*');
+                (is_same || is_below(entry, origin)).then_some(origin)
+            }
+        })
+    }
+}
+
+/// Whether `entry` is a pattern such as `https://*.example.com` that covers an origin.
+fn is_below(entry: &HeaderValue, origin: &HeaderValue) -> bool {
+    let labels = || {
+        let (scheme, parent) = entry.to_str().ok()?.split_once('*')?;
+        origin
+            .to_str()
+            .ok()?
+            .strip_prefix(scheme)?
+            .strip_suffix(parent)
+    };
+    let is_label = |label: &str| {
+        let is_valid =
+            |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_".contains(&byte);
+        !label.is_empty() && label.bytes().all(is_valid)
+    };
+    labels().is_some_and(|labels| labels.split('.').all(is_label))
 }
 
 #[cfg(test)]
 mod tests {
     use super::CorsOrigins;
+
+    #[test]
+    fn a_pattern_covers_whole_labels_of_its_scheme_and_port() {
+        let patterns = ["https://*.example.com", "http://*.local.test:8080"];
+        let patterns = patterns.map(|text| CorsOrigins::parse_origin(text).unwrap());
+        let origins = CorsOrigins::new(patterns.into());
+        for (origin, is_allowed) in [
+            ("https://a.example.com", true),
+            ("https://a.b-1.example.com", true),
+            ("http://x.local.test:8080", true),
+            ("https://example.com", false),
+            ("https://.example.com", false),
+            ("https://evil-example.com", false),
+            ("https://evilexample.com", false),
+            ("https://a.example.com.evil.test", false),
+            ("https://a.example.com:8443", false),
+            ("http://a.example.com", false),
+            ("https://a..example.com", false),
+            ("https://evil.test/.example.com", false),
+            ("https://evil.test#.example.com", false),
+            ("https://u@a.example.com", false),
+            ("https://evil.test:1.example.com", false),
+            ("https://*.example.com", false),
+            ("http://x.local.test", false),
+            ("null", false),
+            ("", false),
+        ] {
+            let origin = http::HeaderValue::from_static(origin);
+            let allowed = origins.match_origin(&origin);
+            assert_eq!(allowed, is_allowed.then_some(&origin), "{origin:?}");
+        }
+    }
 
     #[test]
     fn accepts_origins_only_as_browsers_send_them() {
@@ -92,6 +161,8 @@ mod tests {
             "http://[::1]:3000",
             "capacitor://localhost",
             "chrome-extension://abcdef",
+            "https://*.example.com",
+            "http://*.example.com:8080",
             "http://a_b.example",
         ] {
             assert_eq!(CorsOrigins::parse_origin(right).unwrap(), right);
@@ -100,7 +171,15 @@ mod tests {
             ("", "scheme"),
             ("null", "scheme"),
             ("app.example.com", "scheme"),
-            ("https://*.example.com", "wildcard"),
+            ("https://*.com", "wildcard"),
+            ("https://*", "wildcard"),
+            ("https://a*.example.com", "wildcard"),
+            ("https://*example.com", "wildcard"),
+            ("https://*.*.example.com", "wildcard"),
+            ("https://*..example.com", "wildcard"),
+            ("*://a.example.com", "nothing else"),
+            ("https://*.example.com/", "slash"),
+            ("https://*.example.com:443", "default port"),
             ("https://a.example/", "slash"),
             ("https://a.example/x", "nothing else"),
             ("https://A.example", "lower"),

@@ -85,7 +85,9 @@ impl ProxyService {
         body.discard();
         let snapshot = self.enforcer.policy_snapshot();
         let table = &*snapshot.table;
-        let style = ReplyStyle::from_request(&parts, &table.cors).replace_grpc_with_json();
+        let origin = table.cors.copy_origin(&parts.headers);
+        let style =
+            ReplyStyle::from_request(&parts, origin.as_ref(), &table.cors).replace_grpc_with_json();
         let proxy_kind = match AuthProxyKind::from_path(parts.uri.path()) {
             Ok(kind) => kind,
             Err(error) => return reject_invalid_auth_request(error, peer),

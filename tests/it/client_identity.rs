@@ -160,6 +160,67 @@ async fn trap_22_an_ipv6_client_is_identified_by_its_prefix() {
 }
 
 #[tokio::test]
+async fn a_client_behind_a_translator_is_identified_by_its_ipv4_address() {
+    let settings = "trusted_proxies = ['127.0.0.0/8', '64:ff9b::198.51.100.250']\nnat64_prefixes = ['2001:db8:64::/48']";
+    let fixture = OneRequestProxy::start(settings).await;
+    for new in [
+        "64:ff9b::203.0.113.1",
+        "64:ff9b::198.51.100.7",
+        "::ffff:0:203.0.113.9",
+        "2001:db8:64:cb00:71:200::",
+    ] {
+        assert!(fixture.is_new_client(&[(XFF, new)]).await, "{new}");
+    }
+    let known = [
+        "203.0.113.1",
+        "198.51.100.7:1234",
+        "\"[64:ff9b::cb00:7101]:99\"",
+        "203.0.113.9",
+        "203.0.113.2",
+        "64:ff9b::203.0.113.2, 64:ff9b::198.51.100.250",
+    ];
+    fixture.assert_known_client(XFF, &known).await;
+    // 6to4 and an address beside the prefix share the /64 of their own.
+    assert!(fixture.is_new_client(&[(XFF, "2002:cb00:7101::1")]).await);
+    assert!(
+        fixture
+            .is_new_client(&[(XFF, "64:ff9b:1::203.0.113.1")])
+            .await
+    );
+}
+
+#[tokio::test]
+async fn conditions_and_overrides_use_the_embedded_address() {
+    let policy = r#"
+[[policy]]
+name = "blocked"
+match = { client_ips = ["203.0.113.0/24"] }
+action = "deny"
+[[policy]]
+name = "client"
+key = ["client_ip"]
+limit = { requests = 1, per = "1h" }
+override = [{ key = ["64:ff9b::198.51.100.7"], limit = { requests = 2, per = "1h" } }]
+"#;
+    let upstream = Upstream::echo().await;
+    let config =
+        format!("[client]\ntrusted_proxies = ['127.0.0.0/8']\nip_header = 'forwarded'\n{policy}");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    for (client, status) in [
+        ("64:ff9b::203.0.113.5", 403),
+        ("64:ff9b::198.51.100.7", 200),
+        ("::ffff:0:198.51.100.7", 200),
+        ("64:ff9b::198.51.100.7", 429),
+        ("64:ff9b::198.51.100.8", 200),
+    ] {
+        let request = proxy.request("GET", "/");
+        let forwarded = format!("for=\"[{client}]:4711\";proto=https");
+        let request = request.header("Forwarded", &forwarded);
+        assert_eq!(request.send_for_status().await, status, "{client}");
+    }
+}
+
+#[tokio::test]
 async fn prefix_lengths_are_configurable() {
     let fixture = OneRequestProxy::start(
         "trusted_proxies = ['127.0.0.0/8']\nipv6_prefix = 48\nipv4_prefix = 24",

@@ -105,6 +105,42 @@ async fn only_listed_origins_may_read_generated_responses() {
 }
 
 #[tokio::test]
+async fn scripts_of_allowed_origins_read_the_rate_limit_fields_of_admitted_responses() {
+    let upstream = Upstream::with_handler(|request| async move {
+        let mut answer = Response::new(full_body("ok"));
+        let headers = answer.headers_mut();
+        headers.insert("access-control-allow-origin", "*".parse().unwrap());
+        if request.uri().path() == "/own" {
+            let own = ["X-Total", "ratelimit"].map(|name| name.parse().unwrap());
+            for value in own {
+                headers.append("access-control-expose-headers", value);
+            }
+        }
+        answer
+    })
+    .await;
+    let config = "[response.cors]\nallow_origins = ['https://*.example.com']\n[response]\nheaders = 'both'\n\
+        [[policy]]\nname = 'p'\nmatch = { path = ['/own', '/plain'] }\nlimit = { requests = 99, per = '1h' }\n";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let legacy = "X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset";
+    let all = format!("RateLimit, RateLimit-Policy, {legacy}");
+    let merged = format!("X-Total, ratelimit, RateLimit-Policy, {legacy}");
+    for (target, origin, exposed) in [
+        ("/plain", "https://a.b.example.com", Some(all.as_str())),
+        ("/own", "https://a.example.com", Some(&merged)),
+        ("/plain", "https://evil-example.com", None),
+        ("/own", "https://example.com", Some("X-Total")),
+        ("/unlimited", "https://a.example.com", None),
+    ] {
+        let reply = request_from_origin(&proxy, target, origin).send().await;
+        let [allowed, credentials, _] = cors_headers(&reply);
+        assert_eq!((reply.status, allowed, credentials), (200, Some("*"), None));
+        let name = "access-control-expose-headers";
+        assert_eq!(reply.header(name), exposed, "{target} {origin}");
+    }
+}
+
+#[tokio::test]
 async fn a_wildcard_origin_allows_reads_without_credentials() {
     let any = format!("[response.cors]\nallow_origins = ['*']\n{POLICIES}");
     // No process listens on the upstream's port.

@@ -156,7 +156,7 @@ override = [{ key = ["https://partner", "vip"], limit = { requests = 2, per = "1
     ] {
         for count in 1..=limit + 1 {
             let request = proxy.request("GET", path);
-            let request = request.header("authorization", bearer(issuer, user));
+            let request = request.header("authorization", &bearer(issuer, user));
             let expected = if count > limit { 429 } else { 200 };
             let status = request.send_for_status().await;
             assert_eq!(status, expected, "{path} {issuer} {user} {count}");
@@ -164,7 +164,7 @@ override = [{ key = ["https://partner", "vip"], limit = { requests = 2, per = "1
     }
     let limits = async |issuer: usize, user: &str| {
         let request = proxy.request("GET", "/limits");
-        let request = request.header("authorization", bearer(issuer, user));
+        let request = request.header("authorization", &bearer(issuer, user));
         request.send().await.text()
     };
     let (used, unused) = (limits(1, "alice").await, limits(1, "bob").await);

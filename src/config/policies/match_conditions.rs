@@ -1,9 +1,9 @@
 //! The table `match` of a policy.
 
+use super::context::PolicyContext;
 use crate::config::table_reader::{ConfigValue, TableReader};
 use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
-use crate::policy::path;
 use crate::policy::{
     DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition, PathPattern,
     ValueCondition, canonicalize_descriptor_value, canonicalize_header_value,
@@ -14,12 +14,8 @@ use http::{HeaderName, Method};
 /// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 3] = ["domain", "descriptors", "descriptors_match"];
 
-/// Builds the conditions of a policy. `accepts_tokens`: `[client.jwt]` is configured.
-pub(super) fn build_matcher(
-    reader: &TableReader<'_>,
-    path: &path::Settings,
-    accepts_tokens: bool,
-) -> Matcher {
+/// Builds the conditions of a policy.
+pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -> Matcher {
     let matches_descriptors = DESCRIPTOR_KEYS.iter().any(|key| reader.contains_key(key));
     if matches_descriptors {
         let is_request_key =
@@ -53,13 +49,13 @@ pub(super) fn build_matcher(
     if reader.contains_key("any") && any.is_empty() {
         reader.report_error("any", "nothing matches; expected at least one table");
     }
-    if reader.contains_key("jwt") && !accepts_tokens {
+    if reader.contains_key("jwt") && context.claim_trust.is_none() {
         reader.report_error("jwt", NO_TRUSTED_TOKENS_ERROR);
     }
     Matcher {
         methods: MethodSet::new(reader.get_list("methods", parse_method)),
         hosts: reader.get_list("hosts", HostPattern::parse),
-        paths: reader.get_list("path", |text| PathPattern::parse(text, path)),
+        paths: reader.get_list("path", |text| PathPattern::parse(text, &context.path)),
         path_regex: reader.get_parsed("path_regex", values::parse_regex),
         headers: parse_conditions(
             reader,
@@ -73,16 +69,16 @@ pub(super) fn build_matcher(
         cookies: parse_conditions(reader, "cookies", parse_nonempty_name, |_, item| {
             parse_value_condition(item)
         }),
-        client_ips: reader.get_list("client_ips", values::parse_network),
+        client_ips: reader.get_list("client_ips", |text| {
+            let net = values::parse_network(text)?;
+            context.client.check_client_network(net)
+        }),
         claims: parse_conditions(reader, "jwt", ClaimName::parse, |_, item| {
             parse_claim_condition(item)
         }),
         descriptor_conditions: matches_descriptors.then(|| parse_descriptor_conditions(reader)),
-        any: any
-            .iter()
-            .map(|one| build_matcher(one, path, accepts_tokens))
-            .collect(),
-        not: not.map(|not| Box::new(build_matcher(&not, path, accepts_tokens))),
+        any: any.iter().map(|one| build_matcher(one, context)).collect(),
+        not: not.map(|not| Box::new(build_matcher(&not, context))),
     }
 }
 

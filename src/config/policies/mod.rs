@@ -97,9 +97,9 @@ fn build_policy(
             ("deny", PolicyActionKind::Deny),
         ],
     )?;
-    let conditions = reader.get_optional_table("match").map(|table| {
-        match_conditions::build_matcher(&table, &context.path, context.claim_trust.is_some())
-    });
+    let conditions = reader
+        .get_optional_table("match")
+        .map(|table| match_conditions::build_matcher(&table, context));
     let matches_descriptors = conditions
         .as_ref()
         .is_some_and(|matcher| matcher.descriptor_conditions.is_some());

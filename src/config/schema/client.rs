@@ -33,7 +33,7 @@ pub(super) static SELF_SERVICE_LIMIT: [SchemaKey; 2] = [
     ),
 ];
 
-pub(super) static CLIENT: [SchemaKey; 13] = [
+pub(super) static CLIENT: [SchemaKey; 14] = [
     key(
         "trusted_proxies",
         TextList("networks such as \"10.0.0.0/8\""),
@@ -51,6 +51,12 @@ pub(super) static CLIENT: [SchemaKey; 13] = [
         integer(0, 128),
         Default("64"),
         "Bits of an IPv6 address that identify a client.",
+    ),
+    key(
+        "nat64_prefixes",
+        TextList("IPv6 networks such as \"2001:db8:64::/96\""),
+        Default(""),
+        "Prefixes of your NAT64 or SIIT translators (RFC 6052). The IPv4 address in such an address is the client, as in 64:ff9b::/96 and ::ffff:0:0:0/96.",
     ),
     key(
         "ipv4_prefix",

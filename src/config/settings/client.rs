@@ -9,6 +9,7 @@ use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
 use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, ValueChecks, client, path};
 use http::HeaderName;
 use http::uri::PathAndQuery;
+use ipnet::Ipv6Net;
 
 /// Builds the settings of self-service. The inner `None` means that it is off.
 pub(super) fn build_self_service_settings(
@@ -81,6 +82,7 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
                 .ok_or_else(|| "expected the name of a header".to_owned())
         })?,
         ipv4_prefix: reader.get_integer("ipv4_prefix")?,
+        nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),
         ipv6_prefix: reader.get_integer("ipv6_prefix")?,
         rejects_ambiguous_query: reader.get_keyword("ambiguous_query", &REJECT_OR_ALLOW)?,
         rejects_ambiguous_cookie: reader.get_keyword("ambiguous_cookie", &REJECT_OR_ALLOW)?,
@@ -91,6 +93,15 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
             rejects_cookie_octets: reader.get_keyword("cookie_octets", &REJECT_OR_ALLOW)?,
         },
     })
+}
+
+fn parse_nat64_prefix(text: &str) -> Result<Ipv6Net, String> {
+    let net = text.parse::<Ipv6Net>().ok().map(|net| net.trunc());
+    net.filter(|net| [32, 40, 48, 56, 64, 96].contains(&net.prefix_len()))
+        .ok_or_else(|| {
+            "expected an IPv6 network of 32, 40, 48, 56, 64 or 96 bits, such as \"2001:db8:64::/96\""
+                .to_owned()
+        })
 }
 
 pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Settings> {

@@ -40,7 +40,8 @@ impl ProxyService {
         let version = parts.version;
         let policies = self.enforcer.policy_snapshot();
         let table = &*policies.table;
-        let style = ReplyStyle::from_request(&parts, &table.cors);
+        let origin = table.cors.copy_origin(&parts.headers);
+        let style = ReplyStyle::from_request(&parts, origin.as_ref(), &table.cors);
 
         // 1. Read and validate: only requests with one possible reading are accepted.
         let inbound =
@@ -91,7 +92,7 @@ impl ProxyService {
             Ok(ready_at) => ready_at,
             Err(error) => {
                 let response = self.respond_to_unsent_request(body, &error, estimates, style);
-                return self.complete_response(response, &mut summary, &verdict, table);
+                return self.complete_response(response, &mut summary, &verdict, table, style);
             }
         };
 
@@ -106,7 +107,7 @@ impl ProxyService {
         // 5. Finish.
         release_request_body(body_handle, result.as_ref().err());
         let response = self.respond_to_result(result, estimates, &mut summary, style);
-        let response = self.complete_response(response, &mut summary, &verdict, table);
+        let response = self.complete_response(response, &mut summary, &verdict, table, style);
         attach_slot_and_recording(response, slot_guard, summary.recording.take())
     }
 
@@ -293,6 +294,7 @@ impl ProxyService {
         summary: &mut RequestSummary,
         verdict: &Verdict<'_>,
         table: &PolicyTable,
+        style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
         if let ResponseBody::Tunnel(tunnel) = response.body_mut() {
             tunnel.attach_client_count(summary.tunnel_count.take());
@@ -302,6 +304,7 @@ impl ProxyService {
             table.rate_limit_headers,
             response.headers_mut(),
         );
+        style.expose_rate_limit_fields(response.headers_mut());
         let responded_at = Instant::now();
         self.log_and_trace_request(summary, verdict, response.status(), responded_at);
         self.metrics.record_response(

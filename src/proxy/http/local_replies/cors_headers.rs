@@ -3,6 +3,15 @@
 use crate::policy::CorsOrigins;
 use http::{HeaderMap, HeaderValue, header};
 
+/// The fields with the client's quota.
+const RATE_LIMIT_FIELDS: [&str; 5] = [
+    "RateLimit",
+    "RateLimit-Policy",
+    "X-RateLimit-Limit",
+    "X-RateLimit-Remaining",
+    "X-RateLimit-Reset",
+];
+
 /// Whether a browser script of the request's origin may read a local reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CorsDecision<'t> {
@@ -17,14 +26,36 @@ pub(super) enum CorsDecision<'t> {
 
 impl<'t> CorsDecision<'t> {
     /// Looks up the request's `Origin` in the configured origins.
-    pub(super) fn from_request(headers: &HeaderMap, origins: &'t CorsOrigins) -> Self {
+    pub(super) fn from_origin(origin: Option<&'t HeaderValue>, origins: &'t CorsOrigins) -> Self {
         if origins.is_empty() {
             return Self::NotConfigured;
         }
-        headers
-            .get(header::ORIGIN)
+        origin
             .and_then(|origin| origins.match_origin(origin))
             .map_or(Self::NotAllowed, Self::Allowed)
+    }
+
+    /// Lets scripts of an allowed origin read the rate-limit fields of the upstream's response.
+    /// Keeps what the upstream exposes; whether the response may be read at all is its decision.
+    pub(super) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
+        let Self::Allowed(_) = self else { return };
+        let own = headers.get_all(header::ACCESS_CONTROL_EXPOSE_HEADERS);
+        let mut exposed: Vec<&str> = own.iter().filter_map(|line| line.to_str().ok()).collect();
+        let is_exposed = |name: &str| {
+            let mut names = exposed.iter().flat_map(|line| line.split(','));
+            names.any(|exposed| exposed.trim().eq_ignore_ascii_case(name))
+        };
+        let added = RATE_LIMIT_FIELDS.into_iter();
+        let added: Vec<_> = added
+            .filter(|name| headers.contains_key(*name) && !is_exposed(name))
+            .collect();
+        if added.is_empty() {
+            return;
+        }
+        exposed.extend(added);
+        if let Ok(exposed) = HeaderValue::try_from(exposed.join(", ")) {
+            headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
+        }
     }
 
     /// Adds the CORS headers of the decision, unless the reply already has

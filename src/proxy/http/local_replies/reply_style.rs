@@ -2,7 +2,7 @@
 
 use super::cors_headers::CorsDecision;
 use crate::policy::CorsOrigins;
-use http::{HeaderMap, Method, Version, header, request};
+use http::{HeaderMap, HeaderValue, Method, Version, header, request};
 
 /// Prefix of all media types of gRPC.
 const GRPC_MEDIA_TYPE_PREFIX: &[u8] = b"application/grpc";
@@ -25,8 +25,13 @@ pub(super) enum ReplyFormat {
 }
 
 impl<'t> ReplyStyle<'t> {
-    /// Reads the style from a request head, which validation must not have changed yet.
-    pub(in crate::proxy) fn from_request(parts: &request::Parts, cors: &'t CorsOrigins) -> Self {
+    /// Reads the style from a request head, which validation must not have changed yet. `origin` is
+    /// a copy of its `Origin`, which a reply may repeat.
+    pub(in crate::proxy) fn from_request(
+        parts: &request::Parts,
+        origin: Option<&'t HeaderValue>,
+        cors: &'t CorsOrigins,
+    ) -> Self {
         let is_grpc = parts
             .headers
             .get(header::CONTENT_TYPE)
@@ -41,8 +46,13 @@ impl<'t> ReplyStyle<'t> {
             format,
             is_head_request: parts.method == Method::HEAD,
             version: parts.version,
-            cors: CorsDecision::from_request(&parts.headers, cors),
+            cors: CorsDecision::from_origin(origin, cors),
         }
+    }
+
+    /// As [`CorsDecision::expose_rate_limit_fields`].
+    pub(in crate::proxy) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
+        self.cors.expose_rate_limit_fields(headers);
     }
 
     /// Replaces the gRPC format with JSON, for clients that read the HTTP status: gRPC errors have
@@ -130,7 +140,6 @@ fn parse_qvalue(text: &str) -> Option<u16> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use http::HeaderValue;
     use proptest::prelude::*;
 
     fn style_for_headers(fields: &[(&str, &str)]) -> ReplyStyle<'static> {
@@ -140,7 +149,7 @@ mod tests {
         for (name, value) in fields {
             builder = builder.header(*name, *value);
         }
-        ReplyStyle::from_request(&builder.body(()).unwrap().into_parts().0, &NO_CORS)
+        ReplyStyle::from_request(&builder.body(()).unwrap().into_parts().0, None, &NO_CORS)
     }
 
     #[test]
