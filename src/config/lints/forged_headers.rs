@@ -42,10 +42,10 @@ pub(super) fn check_forged_headers(
         .map(|one| (without_names(one), *one))
         .collect();
     let wider = CoverageIndex::new(rests.iter().collect(), |(rest, _)| rest);
-    let asked: Vec<_> = questions
+    let asked = questions
         .iter()
-        .map(|one| (without_names(one.spanned), one))
-        .collect();
+        .filter(|question| question.depends_on_others());
+    let asked: Vec<_> = asked.map(|one| (without_names(one.spanned), one)).collect();
     for (rest, question) in &asked {
         let mut others = wider.candidates(rest).map(|(_, other)| *other);
         let is_answered = others.any(|other| question.is_answered_by(other, budget));
@@ -178,10 +178,9 @@ fn drop_certain_questions(
     }
     questions.retain(|question| {
         let (rate, slots) = strictness(question.spanned);
-        let is_exempt = question.spanned.quota().is_none();
         let is_higher = |lowest: &(f64, u64)| rate > lowest.0 || slots > lowest.1;
         let lowest = lowest.get(question.name);
-        question.met.is_none() || is_exempt || lowest.is_some_and(is_higher)
+        question.met.is_none() || !question.depends_on_others() || lowest.is_some_and(is_higher)
     });
 }
 
@@ -194,6 +193,11 @@ fn strictness(spanned: &PolicyWithReader<'_>) -> (f64, u64) {
 }
 
 impl HeaderQuestion<'_, '_> {
+    /// Whether other policies decide. An exemption is always one.
+    fn depends_on_others(&self) -> bool {
+        self.met.is_none() || self.spanned.quota().is_some()
+    }
+
     fn is_answered_by(&self, other: &PolicyWithReader<'_>, budget: &mut ComparisonBudget) -> bool {
         let matcher = &other.policy.matcher;
         let (quota, other_quota) = (self.spanned.quota(), other.quota());
