@@ -1,5 +1,6 @@
 //! The files and globs of a configuration.
 
+use indexmap::IndexSet;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -11,27 +12,23 @@ const MAX_FILE_BYTES: u64 = 16 * 1024 * 1024;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileSet {
     /// Files that were read or that failed to be read.
-    files: Vec<PathBuf>,
+    files: IndexSet<PathBuf>,
     /// Globs of `include`. A new file that matches belongs to the configuration.
     globs: Vec<String>,
 }
 
 impl FileSet {
     pub(super) fn insert_file(&mut self, file: PathBuf) {
-        if !self.files.contains(&file) {
-            self.files.push(file);
-        }
+        self.files.insert(file);
     }
 
     pub(super) fn contains(&self, file: &Path) -> bool {
-        self.files.iter().any(|known| known == file)
+        self.files.contains(file)
     }
 
     /// Adds the files of another set.
     pub fn extend(&mut self, other: &Self) {
-        for file in &other.files {
-            self.insert_file(file.clone());
-        }
+        self.files.extend(other.files.iter().cloned());
     }
 
     pub(super) fn insert_glob(&mut self, glob: String) {
@@ -40,7 +37,7 @@ impl FileSet {
 
     /// All paths of the configuration. Evaluates the globs again.
     pub fn expand_paths(&self) -> Vec<PathBuf> {
-        let mut paths = self.files.clone();
+        let mut paths: Vec<PathBuf> = self.files.iter().cloned().collect();
         for glob in &self.globs {
             paths.extend(expand_glob(glob).unwrap_or_default());
         }
