@@ -4,16 +4,17 @@
 //! an absent, invalid or expired token counts as a request without claims. Authentication stays
 //! with the upstream: a token never grants access here.
 
+mod claim_name;
 mod fetched_keys;
 mod issuers;
 mod keys;
 mod token_header;
 
+pub use claim_name::ClaimName;
 pub use fetched_keys::{FetchedKeys, KeyCell, KeySource, KeyUrl};
 pub use issuers::{IssuerKeys, TokenIssuer, TrustedIssuers};
 pub use keys::VerificationKeys;
 
-use super::json_pointer::JsonPointer;
 use foldhash::fast::RandomState;
 use http::{HeaderMap, HeaderName};
 use indexmap::{IndexMap, IndexSet};
@@ -21,7 +22,6 @@ use issuers::KeyGeneration;
 use parking_lot::Mutex;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use token_header::{TokenField, is_plain_token_field, read_token_field};
@@ -46,14 +46,6 @@ pub enum SignatureVerification {
     Keys(TrustedIssuers),
     /// Signatures are not checked: every token is accepted.
     Disabled,
-}
-
-/// The claim that a policy reads: a name, or a JSON Pointer (RFC 6901) if it starts with a slash.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct ClaimName {
-    name: Box<str>,
-    /// If not empty, `ISSUER VALUE` is the value of the claim, with one of these issuers.
-    issuers: Arc<[Box<str>]>,
 }
 
 /// The value of one claim.
@@ -122,97 +114,6 @@ struct TokenClaims {
     /// Seconds since the Unix epoch; a token without this date does not expire.
     expires_at_s: Option<u64>,
     not_before_s: Option<u64>,
-}
-
-impl ClaimName {
-    /// Parses a claim name or a JSON Pointer.
-    ///
-    /// # Errors
-    /// Returns a message that states what is wrong.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        if text.is_empty() {
-            return Err("a claim has a name, such as \"sub\"".to_owned());
-        }
-        if text.starts_with('/') {
-            JsonPointer::parse(text)?;
-        }
-        Ok(Self {
-            name: text.into(),
-            issuers: Arc::default(),
-        })
-    }
-
-    fn find_in<'v>(&self, claims: &'v Value) -> Option<&'v Value> {
-        if self.name.starts_with('/') {
-            claims.pointer(&self.name)
-        } else {
-            claims.get(&*self.name)
-        }
-    }
-
-    /// The same claim, with one of several issuers in its values.
-    pub(super) fn with_issuers(&self, issuers: &Arc<[Box<str>]>) -> Self {
-        Self {
-            name: self.name.clone(),
-            issuers: Arc::clone(issuers),
-        }
-    }
-
-    /// The claim as conditions read it.
-    pub fn without_issuers(&self) -> Self {
-        self.with_issuers(&Arc::default())
-    }
-
-    /// Whether the claim is the issuer itself.
-    pub fn is_issuer(&self) -> bool {
-        matches!(&*self.name, "iss" | "/iss")
-    }
-
-    /// Checks a value that an operator writes, or the text that a pattern begins with.
-    ///
-    /// # Errors
-    /// Returns a message if the value has no issuer although it needs one.
-    pub(super) fn check_listed_value(&self, text: &str, is_pattern: bool) -> Result<(), String> {
-        let has_issuer = |issuer: &str| match text.strip_prefix(issuer) {
-            Some(rest) => rest.starts_with(' ') || (is_pattern && rest.is_empty()),
-            None => is_pattern && issuer.starts_with(text),
-        };
-        match self.issuers.first() {
-            Some(first) if !self.issuers.iter().any(|issuer| has_issuer(issuer)) => Err(format!(
-                "with several issuers, the key requires the issuer before the value of a claim; expected for example \"{first} alice\""
-            )),
-            _ => Ok(()),
-        }
-    }
-
-    fn read_value(&self, claims: &Value) -> ClaimValue {
-        let value = ClaimValue::from_json(self.find_in(claims));
-        if self.issuers.is_empty() {
-            return value;
-        }
-        let issuer = claims.get("iss").and_then(Value::as_str);
-        let issuer = issuer.unwrap_or_default();
-        let issued = |text: &str| format!("{issuer} {text}").into();
-        match value {
-            ClaimValue::Single(text) if !text.is_empty() => ClaimValue::Single(issued(&text)),
-            ClaimValue::List(texts) => {
-                ClaimValue::List(texts.iter().map(|text| issued(text)).collect())
-            }
-            other => other,
-        }
-    }
-}
-
-impl fmt::Display for ClaimName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)
-    }
-}
-
-impl AsRef<str> for ClaimName {
-    fn as_ref(&self) -> &str {
-        &self.name
-    }
 }
 
 impl ClaimValue {

@@ -24,13 +24,7 @@ pub(super) fn build_quota(
     name: &str,
     mode: PolicyMode,
 ) -> Option<Quota> {
-    let mut parts = reader.get_list("key", |text| parse_key_component(text, context));
-    let is_issuer =
-        |one: &KeyComponent| matches!(&one.part, KeyPart::Claim(name) if name.is_issuer());
-    if !context.issuers.is_empty() && !parts.iter().any(is_issuer) {
-        let parts = parts.iter_mut().map(|one| &mut one.part);
-        parts.for_each(|part| part.set_issuers(&context.issuers));
-    }
+    let parts = read_key_components(reader, context);
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
@@ -112,6 +106,19 @@ fn read_counter(reader: &TableReader<'_>) -> Option<String> {
         );
     }
     Some(counter)
+}
+
+/// Reads the parts of the key. With several issuers, claims have theirs in the value, unless the
+/// issuer is a part itself.
+fn read_key_components(reader: &TableReader<'_>, context: &PolicyContext) -> Vec<KeyComponent> {
+    let mut parts = reader.get_list("key", |text| parse_key_component(text, context));
+    let is_issuer =
+        |one: &KeyComponent| matches!(&one.part, KeyPart::Claim(name) if name.is_issuer());
+    if !context.issuers.is_empty() && !parts.iter().any(is_issuer) {
+        let parts = parts.iter_mut().map(|one| &mut one.part);
+        parts.for_each(|part| part.set_issuers(&context.issuers));
+    }
+    parts
 }
 
 fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyComponent, String> {
