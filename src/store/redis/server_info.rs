@@ -1,8 +1,8 @@
 //! Polls memory, eviction policy and clock of Redis. For operators only: no decision depends on it.
 
 use super::RedisStore;
-use super::connection::LiveConnection;
 use super::diagnostics::InfoFields;
+use super::live_connection::LiveConnection;
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
 use redis::{Cmd, Value, cmd, from_redis_value};
@@ -33,7 +33,12 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
     let mut warned_policy = None;
     loop {
         let mut server_infos = Vec::new();
-        for master in redis.master_connections() {
+        // A proxy has no memory and no clock of its own, and may close the connection.
+        let masters = match redis.context.is_behind_proxy() {
+            true => Vec::new(),
+            false => redis.master_connections(),
+        };
+        for master in masters {
             server_infos.push(match master {
                 Ok(live) => {
                     let clock = redis.context.clock.reread_system_clock();

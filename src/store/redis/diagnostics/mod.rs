@@ -17,6 +17,7 @@ use super::connector;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::hash_slot::HASH_SLOT_COUNT;
 use super::routing::{self, HashSlotRange};
+use super::script_transfer::is_proxy_refusal;
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelGroup;
 use super::{RedisAddress, RedisSettings, RedisTopology};
@@ -192,6 +193,26 @@ async fn diagnose_server(
         connector::open_connection(address, settings, &settings.credentials, settings.database);
     let (mut connection, _driver) = timeout(connect_time(settings), opened).await??;
     let is_cluster = settings.topology == RedisTopology::Cluster;
+    let empty_call = scripts.decide_command(&[], None);
+    let empty_reply = timeout_at(deadline, empty_call.exec_async(&mut connection)).await;
+    if let Err(error) = empty_reply.map_err(|_elapsed| deadline_error())?
+        && !is_cluster
+        && is_proxy_refusal(&error)
+    {
+        let opened =
+            connector::open_connection(address, settings, &settings.credentials, settings.database);
+        let (mut connection, _driver) = timeout(connect_time(settings), opened).await??;
+        let latency = server_facts::measure_latency(
+            &mut connection,
+            scripts,
+            probe_key,
+            algorithms,
+            deadline,
+        );
+        if let Ok(latency) = latency.await {
+            return Ok(Box::new(ServerFacts::from_proxy(latency)));
+        }
+    }
     let info = server_facts::read_info(&mut connection);
     let info = match finish_check(deadline, info).await {
         // Without a reply to the first command, there are no facts.
@@ -213,6 +234,7 @@ async fn diagnose_server(
             .await;
     let keys = key_sample::sample_keys(&mut connection, scripts, deadline).await;
     Ok(Box::new(ServerFacts {
+        is_proxy: false,
         info,
         clock,
         denied_commands,

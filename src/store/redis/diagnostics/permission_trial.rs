@@ -109,7 +109,8 @@ const DIRECT_COMMANDS: [CommandTrial; 8] = [
         before: &[UNKNOWN_SCRIPT, "1"],
         ..required("EVALSHA", TrialKey::SortedSet, &[])
     },
-    required("SCRIPT", TrialKey::None, &["LOAD", "return 0"]),
+    // Without it, EVAL sends the texts of scripts.
+    optional("SCRIPT", TrialKey::None, &["LOAD", "return 0"]),
     optional("INFO", TrialKey::None, &["memory"]),
     optional("SCAN", TrialKey::None, &["0", "COUNT", "1"]),
     optional("MEMORY", TrialKey::SortedSet, &["USAGE"]),

@@ -1,17 +1,18 @@
 //! Facts about one server: INFO, its clock, and the latency of decisions.
 
-use super::finish_check;
 use super::key_sample::KeySample;
 use super::permission_trial::DeniedCommand;
+use super::{deadline_error, finish_check};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Charge, Key, Limit, MAX_UNITS};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use crate::store::redis::script_transfer::{ScriptTextReason, find_text_reason};
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
 use redis::{RedisResult, Value, cmd};
 use std::collections::HashMap;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 /// Number of decisions whose latency is measured, and the maximum time for all.
 const LATENCY_SAMPLES: usize = 200;
@@ -29,11 +30,27 @@ const PROBE_PERIOD_US: u64 = 10_000_000;
 /// What one server reported. An error is the reason why a fact is missing.
 #[derive(Debug)]
 pub struct ServerFacts {
+    /// Whether the address is that of a proxy that needs keys: only the latency is known.
+    pub is_proxy: bool,
     pub info: Result<InfoFields, RedisConnectionError>,
     pub clock: Result<ClockReading, RedisConnectionError>,
     pub denied_commands: Result<Vec<DeniedCommand>, RedisConnectionError>,
     pub latency: Result<ScriptLatency, RedisConnectionError>,
     pub keys: Result<KeySample, RedisConnectionError>,
+}
+
+impl ServerFacts {
+    pub(super) fn from_proxy(latency: ScriptLatency) -> Self {
+        let unknown = || RedisConnectionError::new(RedisErrorKind::Other, "a proxy answers");
+        Self {
+            is_proxy: true,
+            info: Err(unknown()),
+            clock: Err(unknown()),
+            denied_commands: Err(unknown()),
+            latency: Ok(latency),
+            keys: Err(unknown()),
+        }
+    }
 }
 
 /// The fields of INFO.
@@ -205,12 +222,20 @@ async fn run_decisions(
     charges: &[Charge<'_>],
     deadline: Instant,
 ) -> Result<ScriptLatency, RedisConnectionError> {
-    let load = cmd("SCRIPT")
-        .arg("LOAD")
-        .arg(scripts.script_text(charges))
-        .to_owned();
-    finish_check(deadline, load.exec_async(connection)).await?;
-    let decide = scripts.decide_command(charges, None);
+    let mut decide = scripts.decide_command(charges, None);
+    let first_reply = timeout_at(deadline, decide.exec_async(connection)).await;
+    if let Err(error) = first_reply.map_err(|_elapsed| deadline_error())? {
+        let (Some(reason), Some(text_command)) = (
+            find_text_reason(&error),
+            scripts.replace_digest_by_text(&decide),
+        ) else {
+            return Err(error.into());
+        };
+        finish_check(deadline, text_command.exec_async(connection)).await?;
+        if reason == ScriptTextReason::NoEvalsha {
+            decide = text_command;
+        }
+    }
     let started_at = Instant::now();
     let mut durations_us = Vec::with_capacity(LATENCY_SAMPLES);
     while durations_us.len() < LATENCY_SAMPLES && started_at.elapsed() < MAX_MEASURING_TIME {

@@ -1,0 +1,180 @@
+//! A probed connection to a server: sends commands, loads missing scripts, and asks for its own
+//! replacement.
+
+use super::connector;
+use super::context::RedisContext;
+use super::error::{RedisConnectionError, RedisErrorKind};
+use super::script_transfer::{self, ScriptTextReason};
+use super::settings::RedisCredentials;
+use arc_swap::ArcSwap;
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, RedisResult, Value};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use tokio::sync::{OnceCell, mpsc};
+
+/// Consecutive timeouts after which a connection is replaced: the server may hang, or the address
+/// may lead to another server. Each caller of a call that times out counts.
+const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
+
+/// A connection to a server that ran a script and accepted its writes.
+#[derive(Debug)]
+pub(super) struct LiveConnection {
+    context: Arc<RedisContext>,
+    connection: MultiplexedConnection,
+    /// Timeouts since the last reply.
+    consecutive_timeouts: AtomicU32,
+    /// Takes the reason of the first request to replace the connection.
+    replacement_sender: mpsc::Sender<RedisErrorKind>,
+    /// The next load of the scripts, which all callers that find a script missing wait for. `false`
+    /// if the server refuses it.
+    script_load: ArcSwap<OnceCell<bool>>,
+    /// Whether the server does not know EVALSHA.
+    lacks_evalsha: AtomicBool,
+}
+
+impl LiveConnection {
+    /// A new connection, and the receiver of requests to replace it.
+    pub(super) fn new(
+        context: &Arc<RedisContext>,
+        connection: MultiplexedConnection,
+    ) -> (Self, mpsc::Receiver<RedisErrorKind>) {
+        let (replacement_sender, replacement_receiver) = mpsc::channel(1);
+        let live = Self {
+            context: Arc::clone(context),
+            connection,
+            consecutive_timeouts: AtomicU32::new(0),
+            replacement_sender,
+            script_load: ArcSwap::default(),
+            lacks_evalsha: AtomicBool::new(false),
+        };
+        (live, replacement_receiver)
+    }
+
+    /// Sends scripts as texts, because a proxy may close the connection at SCRIPT.
+    pub(super) fn disable_script_load(&self) {
+        let is_allowed = OnceCell::new_with(Some(false));
+        self.script_load.store(Arc::new(is_allowed));
+    }
+
+    /// Runs a command, as [`Self::send_command`] does. The caller sets the deadline.
+    pub(super) async fn run_command(&self, command: &Cmd) -> Result<Value, RedisErrorKind> {
+        self.send_command(command, false)
+            .await
+            .map_err(|error| RedisErrorKind::from(&error))
+    }
+
+    /// Runs a command, and returns the full error. If Redis has not cached its script, the scripts
+    /// are loaded first, once for all callers; if that is refused or does not help, the command is
+    /// sent with the text of its script. `is_asking`: the command goes to a node that is importing
+    /// the key's slot.
+    pub(super) async fn send_command(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
+        let scripts = &self.context.scripts;
+        let mut text_command = match self.lacks_evalsha.load(Ordering::Relaxed) {
+            true => scripts.replace_digest_by_text(command),
+            false => None,
+        };
+        let (mut text_reason, mut may_load) = (None, true);
+        loop {
+            let script_load = self.script_load.load_full();
+            let sent = text_command.as_ref().unwrap_or(command);
+            let answer = self.send_once(sent, is_asking).await;
+            if let Err(error) = &answer
+                && text_command.is_none()
+                && let Some(reason) = script_transfer::find_text_reason(error)
+            {
+                if reason == ScriptTextReason::NotLoadable
+                    && may_load
+                    && *script_load.get_or_try_init(|| self.load_scripts()).await?
+                {
+                    may_load = false;
+                    continue;
+                }
+                text_command = scripts.replace_digest_by_text(command);
+                text_reason = Some(reason);
+                if text_command.is_some() {
+                    continue;
+                }
+            }
+            match &answer {
+                Err(error) => self.context.breaker.record_error_message(error),
+                Ok(_) => {
+                    if let Some(reason) = text_reason {
+                        let lacks_evalsha = reason == ScriptTextReason::NoEvalsha;
+                        self.lacks_evalsha
+                            .fetch_or(lacks_evalsha, Ordering::Relaxed);
+                        let sent = text_command.as_ref().unwrap_or(command);
+                        self.context.note_script_text(reason, sent);
+                    }
+                }
+            }
+            if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
+                self.consecutive_timeouts.store(0, Ordering::Relaxed);
+            }
+            return answer;
+        }
+    }
+
+    async fn send_once(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
+        self.context.call_count.fetch_add(1, Ordering::Relaxed);
+        let mut connection = self.connection.clone();
+        let answer = match is_asking {
+            false => connection.send_packed_command(command).await,
+            true => {
+                let mut pipeline = redis::pipe();
+                pipeline.cmd("ASKING").add_command(command.clone());
+                let replies = connection.send_packed_commands(&pipeline, 1, 1).await;
+                replies.map(|mut replies| replies.pop().unwrap_or(Value::Nil))
+            }
+        };
+        answer.and_then(check_reply)
+    }
+
+    /// Logs in with other credentials. If Redis rejects them, the connection keeps its user.
+    pub(super) async fn log_in(
+        &self,
+        login: &RedisCredentials,
+    ) -> Result<(), RedisConnectionError> {
+        connector::log_in(&mut self.connection.clone(), login).await
+    }
+
+    /// Loads all scripts that were used. Later callers that find a script missing load them again,
+    /// unless the server refuses that.
+    async fn load_scripts(&self) -> RedisResult<bool> {
+        let pipeline = self.context.scripts.load_commands_for_used_programs();
+        let mut connection = self.connection.clone();
+        let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
+        for reply in replies.await? {
+            match check_reply(reply) {
+                Err(error) if script_transfer::is_load_refusal(&error) => return Ok(false),
+                reply => reply?,
+            };
+        }
+        self.script_load.store(Arc::default());
+        Ok(true)
+    }
+
+    /// Records a failed call. The connection is replaced if that may help.
+    pub(super) fn record_failure(&self, kind: RedisErrorKind) {
+        let is_hanging = kind == RedisErrorKind::Timeout
+            && self.consecutive_timeouts.fetch_add(1, Ordering::Relaxed)
+                >= MAX_CONSECUTIVE_TIMEOUTS - 1;
+        if is_hanging || kind.requires_reconnect() {
+            self.request_replacement(kind);
+        }
+    }
+
+    /// Asks the supervisor to replace the connection.
+    pub(super) fn request_replacement(&self, kind: RedisErrorKind) {
+        // A full channel has an earlier request.
+        self.replacement_sender.try_send(kind).ok();
+    }
+}
+
+/// Returns the error that a reply consists of. An error inside an array is an invalid reply.
+fn check_reply(reply: Value) -> RedisResult<Value> {
+    match reply {
+        Value::ServerError(error) => Err(error.into()),
+        reply => Ok(reply),
+    }
+}
