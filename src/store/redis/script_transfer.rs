@@ -44,10 +44,11 @@ impl RedisContext {
 }
 
 /// Whether a server refused a script call without keys as proxies do, which need a key to choose a
-/// server: by closing the connection, or by an error without a known code.
+/// server: by closing the connection, or by an error without a known code. A server without EVALSHA
+/// is another case.
 pub(super) fn is_proxy_refusal(error: &RedisError) -> bool {
     match RedisErrorKind::from(error) {
-        RedisErrorKind::Other => true,
+        RedisErrorKind::Other => find_text_reason(error).is_none(),
         // An error reply of this kind is that of a server with too many clients.
         RedisErrorKind::Connection => error.code().is_none(),
         _ => false,
