@@ -1,14 +1,13 @@
 //! Parser of the certificate fields that the proxy uses.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
-use std::time::Duration;
 use tokio_rustls::rustls::client::verify_server_name;
 use tokio_rustls::rustls::pki_types::{
     CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime,
 };
 use tokio_rustls::rustls::{self, CertificateError};
 use x509_parser::certificate::X509Certificate;
-use x509_parser::extensions::{ExtendedKeyUsage, GeneralName};
+use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer;
 use x509_parser::revocation_list::CertificateRevocationList;
 use x509_parser::time::ASN1Time;
@@ -70,83 +69,45 @@ impl ParsedCertificate {
     }
 }
 
-/// Verifies the certificate of a server that is itself trusted: validity, purpose and name.
+/// Verifies a certificate that is itself trusted: validity, purpose, and the name of a server;
+/// `None` for a client.
 ///
 /// Without alternative names, the common name counts, as in OpenSSL: the certificate is the
 /// configured one, so the name only tells apart several configured servers.
-pub(super) fn verify_trusted_server(
-    der: &CertificateDer<'_>,
-    name: &ServerName<'_>,
-    now: UnixTime,
-) -> Result<(), rustls::Error> {
-    let certificate = verify_trusted_certificate(der, now, |usage| usage.server_auth)?;
-    if !matches!(certificate.subject_alternative_name(), Ok(None)) {
-        return verify_server_name(&der.try_into()?, name);
-    }
-    let common_names = certificate.subject().iter_common_name();
-    let presented: Vec<String> = common_names
-        .filter_map(|name| name.as_str().ok().map(str::to_owned))
-        .collect();
-    match presented
-        .iter()
-        .any(|own| is_common_name_for(own, &name.to_str()))
-    {
-        true => Ok(()),
-        false => Err(CertificateError::NotValidForNameContext {
-            expected: name.to_owned(),
-            presented,
-        }
-        .into()),
-    }
-}
-
-/// Verifies the certificate of a client that is itself trusted: validity and purpose.
-pub(super) fn verify_trusted_client(
+pub(super) fn verify_trusted_certificate(
     der: &CertificateDer<'_>,
     now: UnixTime,
+    name: Option<&ServerName<'_>>,
 ) -> Result<(), rustls::Error> {
-    verify_trusted_certificate(der, now, |usage| usage.client_auth)?;
-    Ok(())
-}
-
-fn verify_trusted_certificate<'a>(
-    der: &'a CertificateDer<'_>,
-    now: UnixTime,
-    is_allowed: fn(&ExtendedKeyUsage<'_>) -> bool,
-) -> Result<X509Certificate<'a>, CertificateError> {
     let (_, certificate) =
         X509Certificate::from_der(der).map_err(|_error| CertificateError::BadEncoding)?;
     let valid = certificate.validity();
-    let [not_before, not_after] = [valid.not_before, valid.not_after]
-        .map(|time| UnixTime::since_unix_epoch(Duration::from_secs(to_unix_seconds(time))));
-    if now < not_before {
-        return Err(CertificateError::NotValidYetContext {
-            time: now,
-            not_before,
-        });
+    if now.as_secs() < to_unix_seconds(valid.not_before) {
+        return Err(CertificateError::NotValidYet.into());
     }
-    if now > not_after {
-        return Err(CertificateError::ExpiredContext {
-            time: now,
-            not_after,
-        });
+    if now.as_secs() > to_unix_seconds(valid.not_after) {
+        return Err(CertificateError::Expired.into());
     }
-    match certificate.extended_key_usage() {
-        Ok(None) => Ok(certificate),
-        Ok(Some(usage)) if usage.value.any || is_allowed(usage.value) => Ok(certificate),
-        Ok(Some(_)) => Err(CertificateError::InvalidPurpose),
-        Err(_) => Err(CertificateError::BadEncoding),
+    let usage = certificate
+        .extended_key_usage()
+        .map_err(|_error| CertificateError::BadEncoding)?;
+    let is_allowed = usage.is_none_or(|usage| match name {
+        Some(_) => usage.value.any || usage.value.server_auth,
+        None => usage.value.any || usage.value.client_auth,
+    });
+    if !is_allowed {
+        return Err(CertificateError::InvalidPurpose.into());
     }
-}
-
-/// Whether a common name, possibly with a wildcard for the first label, is that of a server.
-fn is_common_name_for(common_name: &str, name: &str) -> bool {
-    let parent = name.split_once('.').map(|(_, parent)| parent);
-    let wildcard_parent = common_name.strip_prefix("*.");
-    common_name.eq_ignore_ascii_case(name)
-        || wildcard_parent
-            .zip(parent)
-            .is_some_and(|(own, parent)| own.eq_ignore_ascii_case(parent))
+    let Some(name) = name else { return Ok(()) };
+    if !matches!(certificate.subject_alternative_name(), Ok(None)) {
+        return verify_server_name(&der.try_into()?, name);
+    }
+    let mut common_names = certificate.subject().iter_common_name();
+    let is_named = |own: &str| own.eq_ignore_ascii_case(&name.to_str());
+    match common_names.any(|own| own.as_str().is_ok_and(is_named)) {
+        true => Ok(()),
+        false => Err(CertificateError::NotValidForName.into()),
+    }
 }
 
 /// The public key of a certificate of version 1. Returns `None` for later versions.

@@ -4,9 +4,7 @@ use std::fmt;
 use std::io;
 use std::sync::Arc;
 use tokio_rustls::rustls::pki_types::{InvalidDnsNameError, ServerName};
-use tokio_rustls::rustls::{
-    AlertDescription, CertificateError, ClientConfig, Error, InvalidMessage,
-};
+use tokio_rustls::rustls::{ClientConfig, Error};
 
 /// TLS client settings for one server.
 #[derive(Clone)]
@@ -58,44 +56,46 @@ pub fn describe_tls_error(error: &io::Error) -> String {
     }
 }
 
+const NAME_IT_IN_CA: &str =
+    "ca must be a file with the certificate of its issuer, or with this certificate itself";
+const SET_CERT: &str = "the server may require a client certificate: set cert and key";
+const RENEW: &str = "renew the certificate, in ca too if that names it, or check the clocks";
+
+/// Names in the debug text of rustls' errors, and what to do about them.
+const REMEDIES: [(&str, &str); 13] = [
+    ("UnknownIssuer", NAME_IT_IN_CA),
+    ("CaUsedAsEndEntity", NAME_IT_IN_CA),
+    ("BadSignature", NAME_IT_IN_CA),
+    (
+        "UnsupportedCertVersion",
+        "name it in ca itself and use TLS 1.3, or issue it in version 3",
+    ),
+    (
+        "NotValidForName",
+        "set server_name to a name of the certificate, or issue it with this name or address (openssl: -addext subjectAltName=DNS:… or IP:…)",
+    ),
+    ("Expired", RENEW),
+    ("NotValidYet", RENEW),
+    (
+        "InvalidPurpose",
+        "issue the certificate for servers (extendedKeyUsage=serverAuth)",
+    ),
+    (
+        "InvalidContentType",
+        "the server may speak no TLS on this port",
+    ),
+    ("CertificateRequired", SET_CERT),
+    ("HandshakeFailure", SET_CERT),
+    ("CertificateUnknown", SET_CERT),
+    ("UnknownCA", SET_CERT),
+];
+
 /// What to do about an error of the connection to a TLS server, if the error shows it.
 pub fn suggest_remedy(error: &Error) -> Option<&'static str> {
-    use CertificateError as Certificate;
-    Some(match error {
-        Error::InvalidCertificate(reason) => match reason {
-            Certificate::Other(other) if other.to_string().contains("CertVersion") => {
-                "a certificate of version 1 must itself be in the file of ca, and needs TLS 1.3; else issue it in version 3"
-            }
-            // Among the others: a certificate authority as the server's certificate.
-            Certificate::UnknownIssuer | Certificate::BadSignature | Certificate::Other(_) => {
-                "ca must be a file with the certificate of its issuer, or with this certificate itself"
-            }
-            Certificate::NotValidForName | Certificate::NotValidForNameContext { .. } => {
-                "set server_name to a name of the certificate, or issue it with this name or address (openssl: -addext subjectAltName=DNS:… or IP:…)"
-            }
-            Certificate::Expired | Certificate::ExpiredContext { .. } => {
-                "renew the certificate; if ca names it, there too"
-            }
-            Certificate::NotValidYet | Certificate::NotValidYetContext { .. } => {
-                "check the clocks of both machines"
-            }
-            Certificate::InvalidPurpose | Certificate::InvalidPurposeContext { .. } => {
-                "issue the certificate for servers (extendedKeyUsage=serverAuth)"
-            }
-            _ => return None,
-        },
-        Error::InvalidMessage(InvalidMessage::InvalidContentType) => {
-            "the server may speak no TLS on this port"
-        }
-        Error::AlertReceived(
-            AlertDescription::CertificateRequired
-            | AlertDescription::HandshakeFailure
-            | AlertDescription::BadCertificate
-            | AlertDescription::CertificateUnknown
-            | AlertDescription::UnknownCA,
-        ) => "the server may require a client certificate that it trusts: set cert and key",
-        _ => return None,
-    })
+    let text = format!("{error:?}");
+    let mut remedies = REMEDIES.iter();
+    let found = remedies.find(|(name, _)| text.contains(name))?;
+    Some(found.1)
 }
 
 impl PartialEq for ClientTls {

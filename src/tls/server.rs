@@ -268,6 +268,7 @@ fn build_server_config(
             match &clients.crl {
                 None => Arc::new(TrustedClientVerifier {
                     trusted,
+                    algorithms: provider.signature_verification_algorithms,
                     issuer_verifier,
                 }),
                 // Revocation needs an issuer with a revocation list.

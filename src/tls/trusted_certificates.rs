@@ -13,7 +13,6 @@ use tokio_rustls::rustls::crypto::{
     verify_tls13_signature_with_raw_key,
 };
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use tokio_rustls::rustls::server::ParsedCertificate;
 use tokio_rustls::rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use tokio_rustls::rustls::{
     DigitallySignedStruct, DistinguishedName, Error, RootCertStore, SignatureScheme,
@@ -46,6 +45,39 @@ impl TrustedCertificates {
     }
 }
 
+/// The methods that verifiers of servers and of clients share: the signature of the handshake.
+macro_rules! verify_handshake_signatures {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            verify_tls12_signature(message, certificate, signature, &self.algorithms)
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            // rustls parses certificates of version 3 only.
+            match certificate::read_version1_public_key(certificate) {
+                Some(key) => {
+                    verify_tls13_signature_with_raw_key(message, &key, signature, &self.algorithms)
+                }
+                None => verify_tls13_signature(message, certificate, signature, &self.algorithms),
+            }
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            self.algorithms.supported_schemes()
+        }
+    };
+}
+
 /// Verifies servers as rustls does, except for a certificate that is trusted itself: it needs no
 /// issuer, and may be one.
 #[derive(Debug)]
@@ -59,52 +91,28 @@ impl ServerCertVerifier for TrustedServerVerifier {
         &self,
         end_entity: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        server_name: &ServerName<'_>,
+        name: &ServerName<'_>,
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
         if self.trusted.contains(end_entity) {
-            certificate::verify_trusted_server(end_entity, server_name, now)?;
+            certificate::verify_trusted_certificate(end_entity, now, Some(name))?;
         } else {
-            let certificate = ParsedCertificate::try_from(end_entity)?;
+            let (roots, algorithms) = (&self.trusted.roots, self.algorithms.all);
+            let parsed = end_entity.try_into()?;
             verify_server_cert_signed_by_trust_anchor(
-                &certificate,
-                &self.trusted.roots,
+                &parsed,
+                roots,
                 intermediates,
                 now,
-                self.algorithms.all,
+                algorithms,
             )?;
-            verify_server_name(&certificate, server_name)?;
+            verify_server_name(&parsed, name)?;
         }
         Ok(ServerCertVerified::assertion())
     }
 
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        verify_tls12_signature(message, certificate, signature, &self.algorithms)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        let algorithms = &self.algorithms;
-        // rustls parses certificates of version 3 only.
-        match certificate::read_version1_public_key(certificate) {
-            Some(key) => verify_tls13_signature_with_raw_key(message, &key, signature, algorithms),
-            None => verify_tls13_signature(message, certificate, signature, algorithms),
-        }
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.algorithms.supported_schemes()
-    }
+    verify_handshake_signatures!();
 }
 
 /// Verifies clients as the verifier of rustls does, and accepts a certificate that is trusted
@@ -112,6 +120,7 @@ impl ServerCertVerifier for TrustedServerVerifier {
 #[derive(Debug)]
 pub(super) struct TrustedClientVerifier {
     pub(super) trusted: TrustedCertificates,
+    pub(super) algorithms: WebPkiSupportedAlgorithms,
     pub(super) issuer_verifier: Arc<dyn ClientCertVerifier>,
 }
 
@@ -131,34 +140,12 @@ impl ClientCertVerifier for TrustedClientVerifier {
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
         if self.trusted.contains(end_entity) {
-            certificate::verify_trusted_client(end_entity, now)?;
+            certificate::verify_trusted_certificate(end_entity, now, None)?;
             return Ok(ClientCertVerified::assertion());
         }
-        self.issuer_verifier
-            .verify_client_cert(end_entity, intermediates, now)
+        let verifier = &self.issuer_verifier;
+        verifier.verify_client_cert(end_entity, intermediates, now)
     }
 
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.issuer_verifier
-            .verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.issuer_verifier
-            .verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.issuer_verifier.supported_verify_schemes()
-    }
+    verify_handshake_signatures!();
 }

@@ -10,11 +10,9 @@ use hyper::Response;
 use jsonwebtoken::Algorithm;
 use serde_json::json;
 use std::fs;
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 /// Requests without a verified user get 400.

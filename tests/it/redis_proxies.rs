@@ -37,20 +37,17 @@ async fn run_doctor(proxy: &Proxy) -> String {
 
 #[tokio::test]
 async fn a_redis_proxy_is_recognized_and_decides() {
-    for (refusal, notice, finding) in [
+    for (refusal, finding) in [
         (
             ProxyRefusal::CloseWithoutKey,
-            "this looks like a Redis proxy: it refuses calls without keys",
             "this looks like a Redis proxy",
         ),
         (
             ProxyRefusal::ErrorWithoutKey,
-            "this looks like a Redis proxy: it refuses calls without keys",
             "this looks like a Redis proxy",
         ),
         (
             ProxyRefusal::OnlyEval,
-            "this looks like a Redis proxy without EVALSHA",
             "with each call without EVALSHA, for lack of: EVALSHA, SCRIPT",
         ),
     ] {
@@ -69,7 +66,11 @@ async fn a_redis_proxy_is_recognized_and_decides() {
             "{refusal:?}"
         );
         let log = proxy.log_text();
-        assert_eq!(log.matches(notice).count(), 1, "{refusal:?}: {log}");
+        assert_eq!(
+            log.matches("this looks like a Redis proxy").count(),
+            1,
+            "{refusal:?}: {log}"
+        );
         let report = run_doctor(&proxy).await;
         assert!(report.contains(finding), "{refusal:?}: {report}");
         assert!(!report.contains(" fault "), "{refusal:?}: {report}");
@@ -102,7 +103,7 @@ async fn a_user_without_script_load_decides_by_texts() {
     assert_eq!(
         proxy
             .log_text()
-            .matches("redis allows no SCRIPT LOAD")
+            .matches("SCRIPT LOAD is not allowed")
             .count(),
         1
     );

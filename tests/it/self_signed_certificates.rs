@@ -6,7 +6,7 @@ use crate::support::proxy::{LogLine, Proxy};
 use crate::support::redis::RedisServer;
 use crate::support::tls::{CertificateAuthority, TlsClient, certificate_params};
 use crate::support::upstream::Upstream;
-use rcgen::{BasicConstraints, ExtendedKeyUsagePurpose, IsCa, date_time_ymd};
+use rcgen::{BasicConstraints, IsCa, date_time_ymd};
 use std::fs;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::timeout;
@@ -40,16 +40,11 @@ async fn an_upstream_certificate_in_the_ca_file_is_accepted() {
     authority.self_sign("ca_true", &LOOPBACK_SAN);
     authority.self_sign("ca_false", &[&LOOPBACK_SAN[..], &not_ca].concat());
     authority.self_sign("name_only", &["-subj", "/CN=127.0.0.1"]);
-    authority.self_sign(
-        "wildcard",
-        &[&["-subj", "/O=a/CN=*.Example.com"][..], &not_ca].concat(),
-    );
     authority.sign("leaf", "127.0.0.1");
     for (file, more) in [
         ("ca_true", ""),
         ("ca_false", ""),
         ("name_only", ""),
-        ("wildcard", "server_name = 'redis.example.com'"),
         ("leaf", ""),
     ] {
         let (status, proxy) = request_with(&authority, file, &format!("{file}.pem"), more).await;
@@ -132,7 +127,7 @@ async fn a_redis_certificate_in_the_ca_file_is_accepted() {
         assert!(
             report.contains("(tls)")
                 && (report.contains("certificate itself")
-                    || report.contains("must itself be in the file of ca")),
+                    || report.contains("name it in ca itself")),
             "{report}"
         );
     }

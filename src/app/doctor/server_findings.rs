@@ -30,7 +30,7 @@ pub(super) fn judge_server(
     if facts.is_proxy {
         findings.add_warning(
             "proxy",
-            "this looks like a Redis proxy: it refuses calls without keys, so scripts are sent with EVAL, and the servers behind it cannot be examined".to_owned(),
+            "this looks like a Redis proxy: the servers behind it cannot be examined, and EVAL sends scripts that it does not load".to_owned(),
             "examine each server by a url of its own; a decision goes to the server of its first counter (docs/operations/redis.md, \"Redis proxies\")",
         );
         return judge_decision(findings, settings, facts);

@@ -10,16 +10,18 @@ use super::connector::{self, AbortOnDropTask};
 use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::live_connection::LiveConnection;
-use super::script_transfer;
+use super::script_transfer::is_proxy_refusal;
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelGroup;
 use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
 use super::watched_value::WatchedValue;
 use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
+use arc_swap::ArcSwap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::{OnceCell, mpsc};
 use tokio::time::{Instant, sleep, timeout};
 
 /// Bounds of the pause between connection attempts. The pause doubles up to the maximum, with
@@ -323,35 +325,26 @@ async fn open_and_probe(
     address: &RedisAddress,
     login: &RedisCredentials,
 ) -> Result<OpenedConnection, RedisConnectionError> {
-    let mut opened = open(context, settings, address, login).await?;
-    let mut proxy_refusal = None;
-    if !context.is_behind_proxy() {
+    let is_proxy = context.is_behind_proxy();
+    let opened = open(context, settings, address, login, is_proxy).await?;
+    if !is_proxy {
         // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
         // client without login, and reports more as a protocol error: the missing password would
         // not be reported.
         let empty_command = context.scripts.decide_command(&[], None);
         match opened.live.send_command(&empty_command, false).await {
-            Err(error) if !context.is_cluster() && script_transfer::is_proxy_refusal(&error) => {
-                opened = open(context, settings, address, login).await?;
-                proxy_refusal = Some(error);
+            Err(error) if !context.is_cluster() && is_proxy_refusal(&error) => {
+                let opened = open(context, settings, address, login, true).await?;
+                let probed = probe_writes(context, &opened.live, target).await;
+                probed.map_err(|_further| error)?;
+                context.is_behind_proxy.store(true, Ordering::Relaxed);
+                return Ok(opened);
             }
-            reply => drop(reply?),
-        }
+            reply => reply?,
+        };
     }
-    if proxy_refusal.is_some() || context.is_behind_proxy() {
-        opened.live.disable_script_load();
-    }
-    let probed = probe_writes(context, &opened.live, target).await;
-    match (probed, proxy_refusal) {
-        (Ok(()), refusal) => {
-            if refusal.is_some() {
-                context.record_proxy();
-            }
-            Ok(opened)
-        }
-        (Err(_), Some(refusal)) => Err(refusal.into()),
-        (Err(error), None) => Err(error),
-    }
+    probe_writes(context, &opened.live, target).await?;
+    Ok(opened)
 }
 
 async fn open(
@@ -359,10 +352,20 @@ async fn open(
     settings: &RedisSettings,
     address: &RedisAddress,
     login: &RedisCredentials,
+    is_proxy: bool,
 ) -> Result<OpenedConnection, RedisConnectionError> {
     let (connection, driver) =
         connector::open_connection(address, settings, login, settings.database).await?;
-    let (live, replacement_receiver) = LiveConnection::new(context, connection);
+    let (replacement_sender, replacement_receiver) = mpsc::channel(1);
+    let live = LiveConnection {
+        context: Arc::clone(context),
+        connection,
+        consecutive_timeouts: AtomicU32::new(0),
+        replacement_sender,
+        // A proxy may close the connection at SCRIPT.
+        script_load: ArcSwap::from_pointee(OnceCell::new_with(is_proxy.then_some(false))),
+        lacks_evalsha: AtomicBool::new(false),
+    };
     Ok(OpenedConnection {
         live,
         driver,

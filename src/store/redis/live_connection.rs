@@ -4,7 +4,7 @@
 use super::connector;
 use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::script_transfer::{self, ScriptTextReason};
+use super::script_transfer::{is_load_refusal, is_missing_script, is_unknown_command};
 use super::settings::RedisCredentials;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
@@ -20,43 +20,20 @@ const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 /// A connection to a server that ran a script and accepted its writes.
 #[derive(Debug)]
 pub(super) struct LiveConnection {
-    context: Arc<RedisContext>,
-    connection: MultiplexedConnection,
+    pub(super) context: Arc<RedisContext>,
+    pub(super) connection: MultiplexedConnection,
     /// Timeouts since the last reply.
-    consecutive_timeouts: AtomicU32,
+    pub(super) consecutive_timeouts: AtomicU32,
     /// Takes the reason of the first request to replace the connection.
-    replacement_sender: mpsc::Sender<RedisErrorKind>,
+    pub(super) replacement_sender: mpsc::Sender<RedisErrorKind>,
     /// The next load of the scripts, which all callers that find a script missing wait for. `false`
     /// if the server refuses it.
-    script_load: ArcSwap<OnceCell<bool>>,
+    pub(super) script_load: ArcSwap<OnceCell<bool>>,
     /// Whether the server does not know EVALSHA.
-    lacks_evalsha: AtomicBool,
+    pub(super) lacks_evalsha: AtomicBool,
 }
 
 impl LiveConnection {
-    /// A new connection, and the receiver of requests to replace it.
-    pub(super) fn new(
-        context: &Arc<RedisContext>,
-        connection: MultiplexedConnection,
-    ) -> (Self, mpsc::Receiver<RedisErrorKind>) {
-        let (replacement_sender, replacement_receiver) = mpsc::channel(1);
-        let live = Self {
-            context: Arc::clone(context),
-            connection,
-            consecutive_timeouts: AtomicU32::new(0),
-            replacement_sender,
-            script_load: ArcSwap::default(),
-            lacks_evalsha: AtomicBool::new(false),
-        };
-        (live, replacement_receiver)
-    }
-
-    /// Sends scripts as texts, because a proxy may close the connection at SCRIPT.
-    pub(super) fn disable_script_load(&self) {
-        let is_allowed = OnceCell::new_with(Some(false));
-        self.script_load.store(Arc::new(is_allowed));
-    }
-
     /// Runs a command, as [`Self::send_command`] does. The caller sets the deadline.
     pub(super) async fn run_command(&self, command: &Cmd) -> Result<Value, RedisErrorKind> {
         self.send_command(command, false)
@@ -70,49 +47,36 @@ impl LiveConnection {
     /// the key's slot.
     pub(super) async fn send_command(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
         let scripts = &self.context.scripts;
-        let mut text_command = match self.lacks_evalsha.load(Ordering::Relaxed) {
+        let with_text = match self.lacks_evalsha.load(Ordering::Relaxed) {
             true => scripts.replace_digest_by_text(command),
             false => None,
         };
-        let (mut text_reason, mut may_load) = (None, true);
-        loop {
-            let script_load = self.script_load.load_full();
-            let sent = text_command.as_ref().unwrap_or(command);
-            let answer = self.send_once(sent, is_asking).await;
-            if let Err(error) = &answer
-                && text_command.is_none()
-                && let Some(reason) = script_transfer::find_text_reason(error)
-            {
-                if reason == ScriptTextReason::NotLoadable
-                    && may_load
-                    && *script_load.get_or_try_init(|| self.load_scripts()).await?
-                {
-                    may_load = false;
-                    continue;
-                }
-                text_command = scripts.replace_digest_by_text(command);
-                text_reason = Some(reason);
-                if text_command.is_some() {
-                    continue;
-                }
-            }
-            match &answer {
-                Err(error) => self.context.breaker.record_error_message(error),
-                Ok(_) => {
-                    if let Some(reason) = text_reason {
-                        let lacks_evalsha = reason == ScriptTextReason::NoEvalsha;
-                        self.lacks_evalsha
-                            .fetch_or(lacks_evalsha, Ordering::Relaxed);
-                        let sent = text_command.as_ref().unwrap_or(command);
-                        self.context.note_script_text(reason, sent);
-                    }
-                }
-            }
-            if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
-                self.consecutive_timeouts.store(0, Ordering::Relaxed);
-            }
-            return answer;
+        let command = with_text.as_ref().unwrap_or(command);
+        let script_load = self.script_load.load_full();
+        let mut answer = self.send_once(command, is_asking).await;
+        if answer.as_ref().is_err_and(is_missing_script)
+            && *script_load.get_or_try_init(|| self.load_scripts()).await?
+        {
+            answer = self.send_once(command, is_asking).await;
         }
+        if let Err(error) = &answer
+            && (is_missing_script(error) || is_unknown_command(error))
+            && let Some(with_text) = scripts.replace_digest_by_text(command)
+        {
+            let lacks_evalsha = is_unknown_command(error);
+            answer = self.send_once(&with_text, is_asking).await;
+            if answer.is_ok() {
+                self.lacks_evalsha.store(lacks_evalsha, Ordering::Relaxed);
+                self.context.note_script_text(&with_text, lacks_evalsha);
+            }
+        }
+        if let Err(error) = &answer {
+            self.context.breaker.record_error_message(error);
+        }
+        if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
+            self.consecutive_timeouts.store(0, Ordering::Relaxed);
+        }
+        answer
     }
 
     async fn send_once(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
@@ -146,7 +110,7 @@ impl LiveConnection {
         let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
         for reply in replies.await? {
             match check_reply(reply) {
-                Err(error) if script_transfer::is_load_refusal(&error) => return Ok(false),
+                Err(error) if is_load_refusal(&error) => return Ok(false),
                 reply => reply?,
             };
         }

@@ -1,7 +1,7 @@
 //! Polls memory, eviction policy and clock of Redis. For operators only: no decision depends on it.
 
 use super::RedisStore;
-use super::diagnostics::InfoFields;
+use super::diagnostics::{InfoFields, parse_time_reply};
 use super::live_connection::LiveConnection;
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
@@ -85,12 +85,6 @@ fn parse_memory_info(info: Value) -> Option<ServerMemoryInfo> {
         max_bytes: info.number("maxmemory")?,
         eviction_policy: info.text("maxmemory_policy")?.to_owned(),
     })
-}
-
-/// Parses the reply to TIME: seconds and microseconds.
-fn parse_time_reply(reply: Value) -> Option<u64> {
-    let (seconds, micros): (u64, u64) = from_redis_value(reply).ok()?;
-    seconds.checked_mul(1_000_000)?.checked_add(micros)
 }
 
 /// Aggregates several masters: memory is the sum, and known if all report it; the clock skew is the
@@ -187,6 +181,8 @@ mod tests {
             .to_vec();
         assert_eq!(parse_time_reply(Value::Array(reply)), Some(7_000_250));
         assert_eq!(parse_time_reply(Value::Nil), None);
+        let reply = [7, 7_000_250].map(Value::Int).to_vec();
+        assert_eq!(parse_time_reply(Value::Array(reply)), None, "Envoy's reply");
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod server_facts;
 
 pub use key_sample::{KeySample, PolicyKeySample};
 pub use permission_trial::{DenialReason, DeniedCommand};
+pub(super) use server_facts::parse_time_reply;
 pub use server_facts::{ClockReading, InfoFields, ScriptLatency, ServerFacts};
 
 use super::access::RedisAccess;
@@ -189,32 +190,22 @@ async fn diagnose_server(
     algorithms: &[Algorithm],
 ) -> Result<Box<ServerFacts>, RedisConnectionError> {
     let deadline = Instant::now() + MAX_CHECK_TIME;
-    let opened =
-        connector::open_connection(address, settings, &settings.credentials, settings.database);
-    let (mut connection, _driver) = timeout(connect_time(settings), opened).await??;
+    let open =
+        || connector::open_connection(address, settings, &settings.credentials, settings.database);
+    let (mut connection, mut _driver) = timeout(connect_time(settings), open()).await??;
     let is_cluster = settings.topology == RedisTopology::Cluster;
     let empty_call = scripts.decide_command(&[], None);
     let empty_reply = timeout_at(deadline, empty_call.exec_async(&mut connection)).await;
-    if let Err(error) = empty_reply.map_err(|_elapsed| deadline_error())?
-        && !is_cluster
-        && is_proxy_refusal(&error)
-    {
-        let opened =
-            connector::open_connection(address, settings, &settings.credentials, settings.database);
-        let (mut connection, _driver) = timeout(connect_time(settings), opened).await??;
-        let latency = server_facts::measure_latency(
-            &mut connection,
-            scripts,
-            probe_key,
-            algorithms,
-            deadline,
-        );
-        if let Ok(latency) = latency.await {
-            return Ok(Box::new(ServerFacts::from_proxy(latency)));
-        }
+    let empty_reply = empty_reply.map_err(|_elapsed| deadline_error())?;
+    let is_refused = !is_cluster && empty_reply.is_err_and(|error| is_proxy_refusal(&error));
+    if is_refused {
+        (connection, _driver) = timeout(connect_time(settings), open()).await??;
     }
-    let info = server_facts::read_info(&mut connection);
-    let info = match finish_check(deadline, info).await {
+    let info = match is_refused {
+        true => Ok(InfoFields::default()),
+        false => finish_check(deadline, server_facts::read_info(&mut connection)).await,
+    };
+    let info = match info {
         // Without a reply to the first command, there are no facts.
         Err(error)
             if matches!(
@@ -223,6 +214,16 @@ async fn diagnose_server(
             ) =>
         {
             return Err(error);
+        }
+        Ok(info) if is_refused || info.is_from_proxy() => {
+            let latency = server_facts::measure_latency(
+                &mut connection,
+                scripts,
+                probe_key,
+                algorithms,
+                deadline,
+            );
+            return Ok(Box::new(ServerFacts::from_proxy(latency.await?)));
         }
         info => info,
     };
