@@ -4,69 +4,81 @@
 mod certificate;
 mod client;
 mod server;
+mod trusted_certificates;
 
 pub use certificate::{CertificateSubject, ParsedCertificate};
-pub use client::ClientTls;
+pub use client::{ClientTls, describe_tls_error, suggest_remedy};
 pub use server::{
     ClientAuth, ClientAuthSettings, IdentityError, ReloadableServerTls, RevocationLists,
     ServerIdentity, ServerTls,
 };
+pub use trusted_certificates::TrustedCertificates;
 
 use std::sync::Arc;
 use tokio_rustls::rustls::crypto::aws_lc_rs;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::{ClientConfig, Error, RootCertStore};
+use trusted_certificates::TrustedServerVerifier;
 
 /// Certificate chain, own certificate first, and its private key.
 pub type ClientTlsIdentity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
-/// Builds a client configuration that trusts `roots` and presents `identity` on request.
+/// Builds a client configuration that trusts the certificates and presents `identity` on request.
 ///
 /// # Errors
 /// Fails if certificate and key do not match or cannot be used.
 pub fn build_client_config(
-    roots: RootCertStore,
+    trusted: TrustedCertificates,
     identity: Option<ClientTlsIdentity>,
 ) -> Result<ClientConfig, Error> {
-    let builder = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+    let provider = aws_lc_rs::default_provider();
+    let verifier = TrustedServerVerifier {
+        trusted,
+        algorithms: provider.signature_verification_algorithms,
+    };
+    let builder = ClientConfig::builder_with_provider(Arc::new(provider))
         .with_safe_default_protocol_versions()?
-        .with_root_certificates(roots);
+        .dangerous()
+        .with_custom_certificate_verifier(Arc::new(verifier));
     match identity {
         Some((chain, key)) => builder.with_client_auth_cert(chain, key),
         None => Ok(builder.with_no_client_auth()),
     }
 }
 
-/// Parses the certificates in a PEM text as trust roots.
+/// Parses the certificates in a PEM text as trusted ones.
 ///
 /// # Errors
 /// Returns a message that describes the problem.
-pub fn parse_root_certificates(pem: &[u8]) -> Result<RootCertStore, String> {
+pub fn parse_trusted_certificates(pem: &[u8]) -> Result<TrustedCertificates, String> {
+    let certificates = parse_certificates(pem)?;
     let mut roots = RootCertStore::empty();
-    for certificate in parse_certificates(pem)? {
-        roots.add(certificate).map_err(|error| error.to_string())?;
+    for certificate in &certificates {
+        roots
+            .add(certificate.clone())
+            .map_err(|error| error.to_string())?;
     }
-    Ok(roots)
+    Ok(TrustedCertificates::new(roots, &certificates))
 }
 
-/// Loads the trust roots of the system.
+/// Loads the certificates that the system trusts.
 ///
 /// # Errors
 /// Returns a message that says why no certificate is usable.
-pub fn load_system_roots() -> Result<RootCertStore, String> {
+pub fn load_system_certificates() -> Result<TrustedCertificates, String> {
     let found = rustls_native_certs::load_native_certs();
     let mut roots = RootCertStore::empty();
     // The system's bundle may contain certificates that rustls rejects; these certificates are
     // skipped.
-    roots.add_parsable_certificates(found.certs);
+    roots.add_parsable_certificates(found.certs.iter().cloned());
     if roots.is_empty() {
         return Err(found
             .errors
             .first()
             .map_or_else(|| "none found".to_owned(), ToString::to_string));
     }
-    Ok(roots)
+    Ok(TrustedCertificates::new(roots, &found.certs))
 }
 
 /// Parses all certificates in a PEM text, at least one.

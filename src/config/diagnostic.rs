@@ -243,7 +243,7 @@ fn mask_secrets(line: &str) -> Cow<'_, str> {
         Regex::new(names).expect("a constant that the tests use")
     });
     static LOGIN_URL_PATTERN: LazyLock<Regex> = LazyLock::new(|| {
-        Regex::new(r"(?i)(rediss?:).*|([a-z0-9+.-]*:)//.*(@)")
+        Regex::new(r"(?i)((?:redis|valkey)s?:).*|([a-z0-9+.-]*:)//.*(@)")
             .expect("a constant that the tests use")
     });
     // A key with `_file` in its name holds a path, not a secret.
@@ -289,6 +289,7 @@ mod tests {
             r#"url = "redis://:hunter2@host"#,
             r#"url = "rediss://user:hunter2@host:port/""#,
             r#"url = "redis:hunter2""#,
+            r#"url = "valkeys:hunter2""#,
             r#"url = "http://user:hunter2@h@host/""#,
             r#"url = "user:hunter2@host:6379""#,
             r#"'user:hunter2@host'"#,

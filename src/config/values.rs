@@ -187,15 +187,15 @@ pub(super) struct RedisUrl {
     pub login: RedisCredentials,
 }
 
-/// Parses `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, or
-/// `unix:///path?db=0&user=..&pass=..`. Errors do not quote the text, which may hold a password.
+/// Parses `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, the same with
+/// `valkey`, or `unix:///path?db=0&user=..&pass=..`. Errors do not quote the text, which may hold a password.
 pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\"";
     let (tls, rest) = match text.split_once(':') {
-        Some(("redis", rest)) => (false, rest.strip_prefix("//").ok_or(EXPECTED)?),
-        Some(("rediss", rest)) => (true, rest.strip_prefix("//").ok_or(EXPECTED)?),
-        Some(("unix" | "redis+unix", rest)) => {
+        Some(("redis" | "valkey", rest)) => (false, rest.strip_prefix("//").ok_or(EXPECTED)?),
+        Some(("rediss" | "valkeys", rest)) => (true, rest.strip_prefix("//").ok_or(EXPECTED)?),
+        Some(("unix" | "redis+unix" | "valkey+unix", rest)) => {
             return parse_redis_unix_url(rest.strip_prefix("//").ok_or(EXPECTED)?);
         }
         _ => return Err(EXPECTED.to_owned()),
@@ -521,6 +521,13 @@ mod tests {
             (url.address, url.login.username, url.is_tls),
             (tcp("::1", 6379), None, true)
         );
+        for (valkey, redis) in [
+            ("valkey://ann:pw@host:1/3", "redis://ann:pw@host:1/3"),
+            ("valkeys://host", "rediss://host"),
+            ("valkey+unix:///a", "unix:///a"),
+        ] {
+            assert_eq!(parse_redis_url(valkey), parse_redis_url(redis), "{valkey}");
+        }
         let url = parse_redis_url("unix:///run/redis.sock?db=2&user=ann&pass=p%26w").unwrap();
         assert_eq!(
             (url.address, url.database),
@@ -534,6 +541,8 @@ mod tests {
         for (wrong, reason) in [
             ("http://host", "expected"),
             ("redis:host", "expected"),
+            ("valkey:hunter2", "expected"),
+            ("valkeyss://host", "expected"),
             ("redis://host/x", "database"),
             ("redis://host?protocol=3", "parameters"),
             ("rediss://host/#insecure", "parameters"),

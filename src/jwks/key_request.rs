@@ -1,6 +1,7 @@
 //! The HTTP request for a JWK set.
 
 use crate::policy::jwt::KeySource;
+use crate::tls::describe_tls_error;
 use bytes::Bytes;
 use http::header::{ACCEPT, AGE, CACHE_CONTROL, CONNECTION, HOST, USER_AGENT};
 use http::{HeaderMap, Request, StatusCode};
@@ -53,7 +54,7 @@ async fn connect_and_fetch(source: &KeySource) -> Result<FetchedKeySet, String> 
         .await;
     send_request(
         source,
-        stream.map_err(|error| format!("TLS failed: {error}"))?,
+        stream.map_err(|error| format!("TLS failed: {}", describe_tls_error(&error)))?,
     )
     .await
 }

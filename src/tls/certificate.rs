@@ -1,11 +1,17 @@
 //! Parser of the certificate fields that the proxy uses.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
+use tokio_rustls::rustls::client::verify_server_name;
+use tokio_rustls::rustls::pki_types::{
+    CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime,
+};
+use tokio_rustls::rustls::{self, CertificateError};
 use x509_parser::certificate::X509Certificate;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::FromDer;
 use x509_parser::revocation_list::CertificateRevocationList;
 use x509_parser::time::ASN1Time;
+use x509_parser::x509::X509Version;
 
 /// Names and validity of a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -61,6 +67,54 @@ impl ParsedCertificate {
             ),
         })
     }
+}
+
+/// Verifies a certificate that is itself trusted: validity, purpose, and the name of a server;
+/// `None` for a client.
+///
+/// Without alternative names, the common name counts, as in OpenSSL: the certificate is the
+/// configured one, so the name only tells apart several configured servers.
+pub(super) fn verify_trusted_certificate(
+    der: &CertificateDer<'_>,
+    now: UnixTime,
+    name: Option<&ServerName<'_>>,
+) -> Result<(), rustls::Error> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|_error| CertificateError::BadEncoding)?;
+    let valid = certificate.validity();
+    if now.as_secs() < to_unix_seconds(valid.not_before) {
+        return Err(CertificateError::NotValidYet.into());
+    }
+    if now.as_secs() > to_unix_seconds(valid.not_after) {
+        return Err(CertificateError::Expired.into());
+    }
+    let usage = certificate
+        .extended_key_usage()
+        .map_err(|_error| CertificateError::BadEncoding)?;
+    let is_allowed = usage.is_none_or(|usage| match name {
+        Some(_) => usage.value.any || usage.value.server_auth,
+        None => usage.value.any || usage.value.client_auth,
+    });
+    if !is_allowed {
+        return Err(CertificateError::InvalidPurpose.into());
+    }
+    let Some(name) = name else { return Ok(()) };
+    if !matches!(certificate.subject_alternative_name(), Ok(None)) {
+        return verify_server_name(&der.try_into()?, name);
+    }
+    let mut common_names = certificate.subject().iter_common_name();
+    let is_named = |own: &str| own.eq_ignore_ascii_case(&name.to_str());
+    match common_names.any(|own| own.as_str().is_ok_and(is_named)) {
+        true => Ok(()),
+        false => Err(CertificateError::NotValidForName.into()),
+    }
+}
+
+/// The public key of a certificate of version 1. Returns `None` for later versions.
+pub(super) fn read_version1_public_key(der: &[u8]) -> Option<SubjectPublicKeyInfoDer<'_>> {
+    let (_, certificate) = X509Certificate::from_der(der).ok()?;
+    let is_version1 = certificate.version() == X509Version::V1;
+    is_version1.then(|| certificate.tbs_certificate.subject_pki.raw.into())
 }
 
 /// Parses a certificate revocation list. Returns its next update in seconds since the Unix epoch,

@@ -1,6 +1,7 @@
 //! TLS towards clients: server certificates and client authentication.
 
 use super::certificate::{self, ParsedCertificate};
+use super::trusted_certificates::TrustedClientVerifier;
 use super::{parse_certificates, parse_private_key};
 use arc_swap::ArcSwapOption;
 use sha2::{Digest, Sha256};
@@ -9,6 +10,7 @@ use std::sync::Arc;
 use tokio_rustls::rustls::crypto::aws_lc_rs::{self, Ticketer};
 use tokio_rustls::rustls::pki_types::CertificateRevocationListDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::server::{
     ClientHello, NoClientAuth, ResolvesServerCert, WebPkiClientVerifier,
 };
@@ -242,12 +244,13 @@ fn build_server_config(
     clients: &ClientAuthSettings,
 ) -> Result<ServerConfig, String> {
     let provider = Arc::new(aws_lc_rs::default_provider());
-    let verifier = match (clients.auth, &clients.ca) {
+    let verifier: Arc<dyn ClientCertVerifier> = match (clients.auth, &clients.ca) {
         (ClientAuth::None, _) => Arc::new(NoClientAuth),
         (_, None) => return Err("there is no CA to verify client certificates".to_owned()),
         (auth, Some(pem)) => {
+            let trusted = super::parse_trusted_certificates(pem)?;
             let builder = WebPkiClientVerifier::builder_with_provider(
-                super::parse_root_certificates(pem)?.into(),
+                Arc::clone(&trusted.roots),
                 Arc::clone(&provider),
             );
             let builder = if auth == ClientAuth::Optional {
@@ -261,7 +264,16 @@ fn build_server_config(
                     .enforce_revocation_expiration(),
                 None => builder,
             };
-            builder.build().map_err(|error| error.to_string())?
+            let issuer_verifier = builder.build().map_err(|error| error.to_string())?;
+            match &clients.crl {
+                None => Arc::new(TrustedClientVerifier {
+                    trusted,
+                    algorithms: provider.signature_verification_algorithms,
+                    issuer_verifier,
+                }),
+                // Revocation needs an issuer with a revocation list.
+                Some(_) => issuer_verifier,
+            }
         }
     };
     let builder = ServerConfig::builder_with_provider(provider)

@@ -613,7 +613,7 @@ async fn certificates_that_do_not_fit_are_reported() {
         &report,
         "connection",
         "fault: no connection (tls)",
-        "certificate",
+        "ca must be a file with the certificate of its issuer, or with this certificate itself",
     );
 }
 

@@ -10,11 +10,9 @@ use hyper::Response;
 use jsonwebtoken::Algorithm;
 use serde_json::json;
 use std::fs;
-use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
-use tokio::net::{TcpListener, TcpStream};
 use tokio::time::sleep;
 
 /// Requests without a verified user get 400.
@@ -379,28 +377,6 @@ async fn issuers_have_their_own_keys_and_audiences() {
     }
 }
 
-/// Accepts TLS and forwards to a server.
-async fn start_tls_front(authority: &CertificateAuthority, server: SocketAddr) -> SocketAddr {
-    let acceptor = authority.tls_acceptor("issuer", &["http/1.1"], None);
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    tokio::spawn(async move {
-        while let Ok((socket, _)) = listener.accept().await {
-            let acceptor = acceptor.clone();
-            tokio::spawn(async move {
-                let Ok(mut client) = acceptor.accept(socket).await else {
-                    return;
-                };
-                let mut server = TcpStream::connect(server).await.unwrap();
-                tokio::io::copy_bidirectional(&mut client, &mut server)
-                    .await
-                    .ok();
-            });
-        }
-    });
-    address
-}
-
 #[tokio::test]
 async fn the_certificate_of_an_https_issuer_is_verified() {
     let issuer = new_issuer("k1");
@@ -408,7 +384,9 @@ async fn the_certificate_of_an_https_issuer_is_verified() {
     let server = KeyServer::with_keys(&[&issuer]).await;
     let authority = CertificateAuthority::new();
     authority.sign("issuer", "localhost");
-    let address = start_tls_front(&authority, server.upstream.address).await;
+    let address = authority
+        .start_tls_front("issuer", server.upstream.address)
+        .await;
     let settings = |ca: &CertificateAuthority| {
         format!(
             "keys_url = 'https://localhost:{}/keys'\ntls = {{ ca = {:?} }}",

@@ -720,7 +720,7 @@ async fn malformed_replies_are_errors_of_the_right_kind() {
         (b"-BUSY a script runs\r\n", "busy"),
         (b"-NOAUTH Authentication required.\r\n", "noauth"),
         (b"-ERR something\r\n", "other"),
-        (b"-NOSCRIPT No matching script.\r\n", "timeout"),
+        (b"-NOSCRIPT No matching script.\r\n", "noscript"),
         (b"", "connection"),
     ];
     for &(answer, kind) in cases {

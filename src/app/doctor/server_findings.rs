@@ -27,6 +27,14 @@ pub(super) fn judge_server(
     settings: &RedisSettings,
     facts: &ServerFacts,
 ) {
+    if facts.is_proxy {
+        findings.add_warning(
+            "proxy",
+            "this looks like a Redis proxy: the servers behind it cannot be examined, and EVAL sends scripts that it does not load".to_owned(),
+            "examine each server by a url of its own; a decision goes to the server of its first counter (docs/operations/redis.md, \"Redis proxies\")",
+        );
+        return judge_decision(findings, settings, facts);
+    }
     match &facts.info {
         Ok(info) => {
             judge_version(findings, info);
@@ -47,6 +55,15 @@ pub(super) fn judge_server(
         Ok(denied) => judge_permissions(findings, settings, denied),
         Err(error) => findings.add_unknown("permissions", "they are not known", error),
     }
+    judge_decision(findings, settings, facts);
+    match &facts.clock {
+        Ok(clock) => judge_clock(findings, *clock),
+        Err(error) => findings.add_unknown("clock", "the server's clock is not known", error),
+    }
+    judge_counters(findings, facts);
+}
+
+fn judge_decision(findings: &mut FindingList, settings: &RedisSettings, facts: &ServerFacts) {
     match &facts.latency {
         Ok(latency) => judge_latency(findings, settings, *latency),
         Err(error) if is_missing_reply(error) => {
@@ -54,11 +71,6 @@ pub(super) fn judge_server(
         }
         Err(error) => findings.add_error("decision", "a decision fails", error),
     }
-    match &facts.clock {
-        Ok(clock) => judge_clock(findings, *clock),
-        Err(error) => findings.add_unknown("clock", "the server's clock is not known", error),
-    }
-    judge_counters(findings, facts);
 }
 
 /// Whether a fact is missing because the server sent no reply.
@@ -283,8 +295,12 @@ fn judge_permissions(
     settings: &RedisSettings,
     denied: &[DeniedCommand],
 ) {
+    // Without these, scripts are sent as texts.
+    let (scripts, others): (Vec<_>, Vec<_>) = denied.iter().partition(|one| {
+        one.command == "SCRIPT" || one.command == "EVALSHA" && one.reason == DenialReason::Unknown
+    });
     let (required, optional): (Vec<_>, Vec<_>) =
-        denied.iter().partition(|command| command.is_required);
+        others.into_iter().partition(|command| command.is_required);
     if denied.is_empty() {
         findings.add_ok(
             "permissions",
@@ -315,13 +331,20 @@ fn judge_permissions(
         let found = format!("{what}{} ({})", names(&required), first.message);
         findings.add_fault("permissions", found, &advice);
     }
-    if let Some(first) = optional.first() {
-        let found = format!(
-            "without these commands, metrics, `tidegate keys` or parts of this report are missing: {} ({})",
-            names(&optional),
-            first.message
-        );
-        findings.add_warning("permissions", found, &advice);
+    for (commands, effect) in [
+        (
+            scripts,
+            "EVAL sends some KiB of script, once to each server, or with each call without EVALSHA, for lack of: ",
+        ),
+        (
+            optional,
+            "without these commands, metrics, `tidegate keys` or parts of this report are missing: ",
+        ),
+    ] {
+        if let Some(first) = commands.first() {
+            let found = format!("{effect}{} ({})", names(&commands), first.message);
+            findings.add_warning("permissions", found, &advice);
+        }
     }
 }
 

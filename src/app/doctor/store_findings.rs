@@ -191,7 +191,7 @@ pub(super) fn advice_for_error(kind: &str) -> &'static str {
             "check the network and the server's log; a server with maxclients connections closes further ones"
         }
         "tls" => {
-            "check store.redis.ca, the certificate's names, and that the port is the server's TLS port (rediss://)"
+            "check store.redis.ca (the certificate of the issuer, or the server's own), the certificate's names, and that the port is the server's TLS port (rediss://)"
         }
         "timeout" => {
             "check that the server runs and that no firewall drops packets; SLOWLOG shows slow commands"

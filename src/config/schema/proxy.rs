@@ -71,7 +71,7 @@ pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
         "client_ca",
         PEM_PATH,
         Optional,
-        "CAs that verify client certificates. Required unless client_auth is \"none\".",
+        "CAs that verify client certificates, or clients' own certificates. Required unless client_auth is \"none\".",
     ),
     key(
         "client_crl",
@@ -302,7 +302,7 @@ pub(super) static UPSTREAM_TLS: [SchemaKey; 4] = [
         "ca",
         PEM_PATH,
         Optional,
-        "Trusted CAs. Absent: the system's.",
+        "Trusted CAs, or the server's own certificate. Absent: the system's.",
     ),
     key(
         "cert",

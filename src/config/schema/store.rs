@@ -55,7 +55,7 @@ pub(super) static STORE_REDIS: [SchemaKey; 19] = [
         "url",
         Secret("\"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\""),
         Default(DEFAULT_REDIS_URL),
-        "Address of a standalone server. May contain user and password, but prefer password_file.",
+        "Address of a standalone server; valkey:// and valkeys:// mean the same. May contain user and password, but prefer password_file.",
     ),
     key(
         "urls",
@@ -109,7 +109,7 @@ pub(super) static STORE_REDIS: [SchemaKey; 19] = [
         "ca",
         Text("the path of a PEM file"),
         Default(""),
-        "With rediss://: trusted CAs. Empty: the system's.",
+        "With rediss://: trusted CAs, or the server's own certificate. Empty: the system's.",
     ),
     key(
         "cert",

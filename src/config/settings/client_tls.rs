@@ -3,9 +3,8 @@
 use crate::config::input::ConfigInput;
 use crate::config::key_files::read_text_file;
 use crate::config::table_reader::TableReader;
-use crate::tls::{self, ClientTls};
+use crate::tls::{self, ClientTls, TrustedCertificates};
 use sha2::{Digest, Sha256};
-use tokio_rustls::rustls::RootCertStore;
 use tokio_rustls::rustls::pki_types::ServerName;
 
 /// Whether and why the TLS keys of a table apply.
@@ -65,9 +64,9 @@ pub(super) fn build_client_tls(
     };
     let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
     digest.update(text("server_name").unwrap_or_default());
-    let roots = match input.reads_key_files() {
-        true => select_root_certificates(reader, ca.as_deref()),
-        false => Some(RootCertStore::empty()),
+    let trusted = match input.reads_key_files() {
+        true => select_trusted_certificates(reader, ca.as_deref()),
+        false => Some(TrustedCertificates::empty()),
     };
     let wrong = |key: &'static str| {
         move |reason: String| reader.report_error(key, &format!("in the file: {reason}"))
@@ -82,7 +81,7 @@ pub(super) fn build_client_tls(
             .map_err(wrong("key"))
             .ok()
     });
-    let client = tls::build_client_config(roots?, chain.zip(key)).map_err(|error| {
+    let client = tls::build_client_config(trusted?, chain.zip(key)).map_err(|error| {
         reader.report_error(
             "cert",
             &format!("certificate and key can't be used: {error}"),
@@ -95,22 +94,25 @@ pub(super) fn build_client_tls(
     ))
 }
 
-fn select_root_certificates(reader: &TableReader<'_>, ca: Option<&str>) -> Option<RootCertStore> {
-    let roots = match (
+fn select_trusted_certificates(
+    reader: &TableReader<'_>,
+    ca: Option<&str>,
+) -> Option<TrustedCertificates> {
+    let trusted = match (
         ca,
         reader.get_string("ca").is_some_and(|path| !path.is_empty()),
     ) {
-        (Some(pem), _) => tls::parse_root_certificates(pem.as_bytes())
+        (Some(pem), _) => tls::parse_trusted_certificates(pem.as_bytes())
             .map_err(|reason| format!("in the file: {reason}")),
         // The error of reading the file has already been reported.
         (None, true) => return None,
-        (None, false) => tls::load_system_roots().map_err(|reason| {
+        (None, false) => tls::load_system_certificates().map_err(|reason| {
             format!(
                 "no trusted certificates on this system ({reason}); expected the path of a PEM file"
             )
         }),
     };
-    roots
+    trusted
         .map_err(|problem| reader.report_error("ca", &problem))
         .ok()
 }

@@ -667,7 +667,7 @@ pub(super) fn tls_upstream_settings(
     addr: std::net::SocketAddr,
     name: Option<&str>,
 ) -> UpstreamSettings {
-    let roots = tls::parse_root_certificates(include_bytes!("tls/ca.pem")).unwrap();
+    let trusted = tls::parse_trusted_certificates(include_bytes!("tls/ca.pem")).unwrap();
     let name = name.map(|name| name.to_owned().try_into().unwrap());
     UpstreamSettings {
         url: UpstreamUrl::Net {
@@ -676,7 +676,7 @@ pub(super) fn tls_upstream_settings(
             port: addr.port(),
         },
         tls: Some(ClientTls::new(
-            tls::build_client_config(roots, None).unwrap(),
+            tls::build_client_config(trusted, None).unwrap(),
             name,
             [0; 32],
         )),

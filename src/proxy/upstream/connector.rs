@@ -22,7 +22,7 @@ use tokio_rustls::rustls::ClientConfig;
 use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use super::read_limit::ReadLimit;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use crate::tls::ClientTls;
+use crate::tls::{ClientTls, describe_tls_error};
 
 /// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).
 const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
@@ -162,7 +162,7 @@ async fn perform_tls_handshake(
     let stream = connector
         .connect(name, socket)
         .await
-        .map_err(|error| failed(format_error_chain(&error)))?;
+        .map_err(|error| failed(describe_tls_error(&error)))?;
     let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
     Ok(UpstreamSocket::new(
         SocketTransport::Tls(Box::new(stream)),

@@ -6,9 +6,9 @@
 //! call counts as in flight only for [`IN_FLIGHT_TIMEOUT`], so on a slow network no request waits
 //! for the whole time of an earlier call.
 
-use super::connection::LiveConnection;
 use super::context::RedisContext;
 use super::error::RedisErrorKind;
+use super::live_connection::LiveConnection;
 use super::node::RedisNode;
 use super::script_batch::{CallerReply, DecisionBatch};
 use crate::limiter::{Charge, Decision};

@@ -9,6 +9,8 @@ use super::connection_target::RedisConnectionTarget;
 use super::connector::{self, AbortOnDropTask};
 use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
+use super::live_connection::LiveConnection;
+use super::script_transfer::is_proxy_refusal;
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelGroup;
 use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
@@ -16,10 +18,8 @@ use super::watched_value::WatchedValue;
 use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
-use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ErrorKind, RedisResult, ServerErrorKind, Value};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::sync::{OnceCell, mpsc};
 use tokio::time::{Instant, sleep, timeout};
@@ -35,10 +35,6 @@ const INITIAL_BACKOFF_PER_INSTANCE: Duration = Duration::from_millis(1);
 
 /// A connection that lasted less than this does not reset the backoff.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
-
-/// Consecutive timeouts after which a connection is replaced: the server may hang, or the address
-/// may lead to another server. Each caller of a call that times out counts.
-const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
 /// Pause between two trials of credentials that Redis rejects.
 const RELOGIN_INTERVAL: Duration = Duration::from_secs(1);
@@ -81,19 +77,6 @@ impl ConnectionState {
     fn is_lost(&self) -> bool {
         matches!(self, Self::NeverConnected(_) | Self::Lost(_))
     }
-}
-
-/// A connection to a server that ran a script and accepted its writes.
-#[derive(Debug)]
-pub(super) struct LiveConnection {
-    context: Arc<RedisContext>,
-    connection: MultiplexedConnection,
-    /// Timeouts since the last reply.
-    consecutive_timeouts: AtomicU32,
-    /// Takes the reason of the first request to replace the connection.
-    replacement_sender: mpsc::Sender<RedisErrorKind>,
-    /// The next load of the scripts, which all callers that find a script missing wait for.
-    script_load: ArcSwap<OnceCell<()>>,
 }
 
 /// What the supervisor needs of a connection that it has opened.
@@ -176,90 +159,6 @@ impl SupervisedConnection {
     }
 }
 
-impl LiveConnection {
-    /// Runs a command, as [`Self::send_command`] does. The caller sets the deadline.
-    pub(super) async fn run_command(&self, command: &Cmd) -> Result<Value, RedisErrorKind> {
-        self.send_command(command, false)
-            .await
-            .map_err(|error| RedisErrorKind::from(&error))
-    }
-
-    /// Runs a command, and returns the full error. If Redis has not cached its script, the scripts
-    /// are loaded first, once for all callers. `is_asking`: the command goes to a node that is
-    /// importing the key's slot.
-    pub(super) async fn send_command(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
-        loop {
-            let script_load = self.script_load.load_full();
-            self.context.call_count.fetch_add(1, Ordering::Relaxed);
-            let mut connection = self.connection.clone();
-            let answer = match is_asking {
-                false => connection.send_packed_command(command).await,
-                true => {
-                    let mut pipeline = redis::pipe();
-                    pipeline.cmd("ASKING").add_command(command.clone());
-                    let replies = connection.send_packed_commands(&pipeline, 1, 1).await;
-                    replies.map(|mut replies| replies.pop().unwrap_or(Value::Nil))
-                }
-            };
-            match answer.and_then(check_reply) {
-                Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
-                    script_load.get_or_try_init(|| self.load_scripts()).await?;
-                }
-                answer => {
-                    if let Err(error) = &answer {
-                        self.context.breaker.record_error_message(error);
-                    }
-                    if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
-                        self.consecutive_timeouts.store(0, Ordering::Relaxed);
-                    }
-                    return answer;
-                }
-            }
-        }
-    }
-
-    /// Logs in with other credentials. If Redis rejects them, the connection keeps its user.
-    async fn log_in(&self, login: &RedisCredentials) -> Result<(), RedisConnectionError> {
-        connector::log_in(&mut self.connection.clone(), login).await
-    }
-
-    /// Loads all scripts that were used. Later callers that find a script missing load them again.
-    async fn load_scripts(&self) -> RedisResult<()> {
-        let pipeline = self.context.scripts.load_commands_for_used_programs();
-        let mut connection = self.connection.clone();
-        let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
-        for reply in replies.await? {
-            check_reply(reply)?;
-        }
-        self.script_load.store(Arc::default());
-        Ok(())
-    }
-
-    /// Records a failed call. The connection is replaced if that may help.
-    pub(super) fn record_failure(&self, kind: RedisErrorKind) {
-        let is_hanging = kind == RedisErrorKind::Timeout
-            && self.consecutive_timeouts.fetch_add(1, Ordering::Relaxed)
-                >= MAX_CONSECUTIVE_TIMEOUTS - 1;
-        if is_hanging || kind.requires_reconnect() {
-            self.request_replacement(kind);
-        }
-    }
-
-    /// Asks the supervisor to replace the connection.
-    pub(super) fn request_replacement(&self, kind: RedisErrorKind) {
-        // A full channel has an earlier request.
-        self.replacement_sender.try_send(kind).ok();
-    }
-}
-
-/// Returns the error that a reply consists of. An error inside an array is an invalid reply.
-fn check_reply(reply: Value) -> RedisResult<Value> {
-    match reply {
-        Value::ServerError(error) => Err(error.into()),
-        reply => Ok(reply),
-    }
-}
-
 impl ConnectionSupervision {
     async fn supervise(self: Arc<Self>) {
         let context = &self.context;
@@ -339,7 +238,7 @@ impl ConnectionSupervision {
             if !context.breaker.is_open() {
                 continue;
             }
-            match probe_writes(live, &self.target).await {
+            match probe_writes(context, live, &self.target).await {
                 Ok(()) => context.breaker.record_probe_success(),
                 Err(error) => {
                     context.breaker.count_failure(error.kind);
@@ -426,6 +325,35 @@ async fn open_and_probe(
     address: &RedisAddress,
     login: &RedisCredentials,
 ) -> Result<OpenedConnection, RedisConnectionError> {
+    let is_proxy = context.is_behind_proxy();
+    let opened = open(context, settings, address, login, is_proxy).await?;
+    if !is_proxy {
+        // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
+        // client without login, and reports more as a protocol error: the missing password would
+        // not be reported.
+        let empty_command = context.scripts.decide_command(&[], None);
+        match opened.live.send_command(&empty_command, false).await {
+            Err(error) if !context.is_cluster() && is_proxy_refusal(&error) => {
+                let opened = open(context, settings, address, login, true).await?;
+                let probed = probe_writes(context, &opened.live, target).await;
+                probed.map_err(|_further| error)?;
+                context.is_behind_proxy.store(true, Ordering::Relaxed);
+                return Ok(opened);
+            }
+            reply => reply?,
+        };
+    }
+    probe_writes(context, &opened.live, target).await?;
+    Ok(opened)
+}
+
+async fn open(
+    context: &Arc<RedisContext>,
+    settings: &RedisSettings,
+    address: &RedisAddress,
+    login: &RedisCredentials,
+    is_proxy: bool,
+) -> Result<OpenedConnection, RedisConnectionError> {
     let (connection, driver) =
         connector::open_connection(address, settings, login, settings.database).await?;
     let (replacement_sender, replacement_receiver) = mpsc::channel(1);
@@ -434,14 +362,10 @@ async fn open_and_probe(
         connection,
         consecutive_timeouts: AtomicU32::new(0),
         replacement_sender,
-        script_load: ArcSwap::default(),
+        // A proxy may close the connection at SCRIPT.
+        script_load: ArcSwap::from_pointee(OnceCell::new_with(is_proxy.then_some(false))),
+        lacks_evalsha: AtomicBool::new(false),
     };
-    // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
-    // client without login, and reports more as a protocol error: the missing password would not be
-    // reported.
-    let empty_command = context.scripts.decide_command(&[], None);
-    live.send_command(&empty_command, false).await?;
-    probe_writes(&live, target).await?;
     Ok(OpenedConnection {
         live,
         driver,
@@ -454,12 +378,13 @@ async fn open_and_probe(
 /// Decides a charge of the probe counter, which expires after a millisecond, within the deadline of
 /// a request. A server that answers has the script, a clock and memory, and accepts writes.
 async fn probe_writes(
+    context: &RedisContext,
     live: &LiveConnection,
     target: &RedisConnectionTarget,
 ) -> Result<(), RedisConnectionError> {
     let RedisContext {
         settings, scripts, ..
-    } = &*live.context;
+    } = context;
     let limit = Limit {
         requests: MAX_UNITS,
         per_us: 1000,
@@ -469,7 +394,7 @@ async fn probe_writes(
     let command = scripts.decide_command(&charges, None);
     let reply = match timeout(settings.timeout, live.send_command(&command, false)).await? {
         // The slot has moved: this node works, and the slot map is being refreshed.
-        Err(error) if live.context.is_cluster() && error.redirect_node().is_some() => {
+        Err(error) if context.is_cluster() && error.redirect_node().is_some() => {
             return Ok(());
         }
         reply => reply?,

@@ -14,8 +14,8 @@ use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::store::{FallbackStore, MemoryStore};
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
-use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, Once, OnceLock};
 
 /// State that all connections of the process share.
 #[derive(Debug)]
@@ -43,6 +43,9 @@ pub(super) struct RedisContext {
     pub(super) member_description: OnceLock<MemberDescription>,
     /// Workers started so far.
     pub(super) worker_count: AtomicU64,
+    /// Whether the servers are behind a proxy that accepts only commands with keys.
+    pub(super) is_behind_proxy: AtomicBool,
+    pub(super) script_text_notice: Once,
 }
 
 impl RedisContext {

@@ -1,5 +1,6 @@
 //! Errors of Redis, by kind. The names of the kinds are stable.
 
+use crate::tls;
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 use std::error::Error;
 use std::io;
@@ -94,7 +95,11 @@ impl From<io::Error> for RedisConnectionError {
 
 impl From<&RedisError> for RedisConnectionError {
     fn from(error: &RedisError) -> Self {
-        Self::new(RedisErrorKind::from(error), error.to_string())
+        let message = match find_tls_error(error).and_then(tls::suggest_remedy) {
+            Some(remedy) => format!("{error}; {remedy}"),
+            None => error.to_string(),
+        };
+        Self::new(RedisErrorKind::from(error), message)
     }
 }
 
@@ -219,7 +224,7 @@ impl From<&RedisError> for RedisErrorKind {
         match error.kind() {
             ErrorKind::AuthenticationFailed => return Self::NoAuth,
             ErrorKind::Parse | ErrorKind::UnexpectedReturnType => return Self::InvalidReply,
-            ErrorKind::Io if is_tls_error(error) => return Self::Tls,
+            ErrorKind::Io if find_tls_error(error).is_some() => return Self::Tls,
             ErrorKind::Io if error.is_timeout() => return Self::Timeout,
             ErrorKind::Io => return Self::Connection,
             ErrorKind::Server(ServerErrorKind::NoScript) => return Self::NoScript,
@@ -233,8 +238,8 @@ impl From<&RedisError> for RedisErrorKind {
     }
 }
 
-/// Whether rustls caused an error. An error of rustls is wrapped in an I/O error.
-fn is_tls_error(error: &RedisError) -> bool {
+/// Finds the error of rustls that caused an error: it is wrapped in an I/O error.
+fn find_tls_error(error: &RedisError) -> Option<&rustls::Error> {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
         let io_error: Option<&io::Error> = error.downcast_ref().or_else(|| {
@@ -242,12 +247,12 @@ fn is_tls_error(error: &RedisError) -> bool {
             shared.downcast_ref()
         });
         let inner = io_error.and_then(io::Error::get_ref);
-        if inner.is_some_and(|inner| inner.is::<rustls::Error>()) {
-            return true;
+        if let Some(tls_error) = inner.and_then(|inner| inner.downcast_ref()) {
+            return Some(tls_error);
         }
         cause = error.source();
     }
-    false
+    None
 }
 
 #[cfg(test)]

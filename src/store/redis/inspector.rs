@@ -1,8 +1,8 @@
 //! Reads and resets counters for operators, outside of the request path.
 
-use super::connection::LiveConnection;
 use super::connection_target::PROBE_POLICY_NAME;
 use super::error::{RedisConnectionError, RedisErrorKind};
+use super::live_connection::LiveConnection;
 use super::member_list::{MAX_LISTED_MEMBERS, MEMBER_LIST_SCRIPT, MemberList};
 use super::membership::MEMBER_TTL;
 use super::scripts::ScriptLibrary;

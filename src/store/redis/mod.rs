@@ -29,12 +29,14 @@ mod diagnostics;
 mod error;
 mod hash_slot;
 mod inspector;
+mod live_connection;
 mod member_list;
 mod membership;
 mod node;
 mod override_access;
 mod routing;
 mod script_batch;
+mod script_transfer;
 mod scripts;
 mod sentinel;
 mod server_info;
@@ -68,17 +70,17 @@ use crate::limiter::{Charge, Decision, Key};
 use crate::telemetry::metrics::RedisServerMetrics;
 use access::RedisAccess;
 use circuit_breaker::RedisCircuitBreaker;
-use connection::LiveConnection;
 use connector::AbortOnDropTask;
 use context::RedisContext;
 use futures_util::future::join_all;
 use hash_slot::hash_slot_for_key;
+use live_connection::LiveConnection;
 use node::RedisNode;
 use parking_lot::Mutex;
 use routing::{ClusterSlotMap, RedisRouter};
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 use watched_value::WatchedValue;
@@ -134,6 +136,8 @@ impl SharedRedisState {
             instance_id: instance_id.into(),
             member_description: OnceLock::new(),
             worker_count: AtomicU64::new(0),
+            is_behind_proxy: AtomicBool::new(false),
+            script_text_notice: Once::new(),
             access: WatchedValue::new(Arc::new(RedisAccess::new(settings.clone()))),
             settings,
         }))
@@ -166,6 +170,11 @@ impl SharedRedisState {
             Arc::clone(&self.0.instance_counters),
         );
         shared.0.access.set(access);
+        let is_behind_proxy = self.0.is_behind_proxy();
+        shared
+            .0
+            .is_behind_proxy
+            .store(is_behind_proxy, Ordering::Relaxed);
         shared
     }
 

@@ -13,7 +13,7 @@ use program::{
     LuaProgram, OVERRIDE_FLAG, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm,
     program_flags_for_charges,
 };
-use redis::{Cmd, RedisWrite};
+use redis::{Arg, Cmd, RedisWrite};
 use std::sync::OnceLock;
 
 pub(super) use arguments::{push_charge_argument, push_time_argument};
@@ -71,6 +71,25 @@ impl ScriptLibrary {
             pipeline.cmd("SCRIPT").arg("LOAD").arg(&program.text);
         }
         pipeline
+    }
+
+    /// Builds the EVAL command for an EVALSHA command of a used program. Returns `None` for other
+    /// commands.
+    pub(super) fn replace_digest_by_text(&self, command: &Cmd) -> Option<Cmd> {
+        let mut args = command.args_iter().map(|arg| match arg {
+            Arg::Simple(bytes) => bytes,
+            _ => b"",
+        });
+        let digest = args
+            .next()
+            .filter(|name| *name == b"EVALSHA")
+            .and(args.next())?;
+        let mut programs = self.programs.iter().filter_map(OnceLock::get);
+        let program = programs.find(|program| program.sha.as_bytes() == digest)?;
+        let mut text_command = redis::cmd("EVAL");
+        text_command.arg(&program.text);
+        args.for_each(|arg| text_command.write_arg(arg));
+        Some(text_command)
     }
 
     /// Builds the command that decides charges. `time_us` replaces the server's clock in tests.

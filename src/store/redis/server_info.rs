@@ -1,8 +1,8 @@
 //! Polls memory, eviction policy and clock of Redis. For operators only: no decision depends on it.
 
 use super::RedisStore;
-use super::connection::LiveConnection;
-use super::diagnostics::InfoFields;
+use super::diagnostics::{InfoFields, parse_time_reply};
+use super::live_connection::LiveConnection;
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
 use redis::{Cmd, Value, cmd, from_redis_value};
@@ -33,7 +33,12 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
     let mut warned_policy = None;
     loop {
         let mut server_infos = Vec::new();
-        for master in redis.master_connections() {
+        // A proxy has no memory and no clock of its own, and may close the connection.
+        let masters = match redis.context.is_behind_proxy() {
+            true => Vec::new(),
+            false => redis.master_connections(),
+        };
+        for master in masters {
             server_infos.push(match master {
                 Ok(live) => {
                     let clock = redis.context.clock.reread_system_clock();
@@ -80,12 +85,6 @@ fn parse_memory_info(info: Value) -> Option<ServerMemoryInfo> {
         max_bytes: info.number("maxmemory")?,
         eviction_policy: info.text("maxmemory_policy")?.to_owned(),
     })
-}
-
-/// Parses the reply to TIME: seconds and microseconds.
-fn parse_time_reply(reply: Value) -> Option<u64> {
-    let (seconds, micros): (u64, u64) = from_redis_value(reply).ok()?;
-    seconds.checked_mul(1_000_000)?.checked_add(micros)
 }
 
 /// Aggregates several masters: memory is the sum, and known if all report it; the clock skew is the
@@ -182,6 +181,8 @@ mod tests {
             .to_vec();
         assert_eq!(parse_time_reply(Value::Array(reply)), Some(7_000_250));
         assert_eq!(parse_time_reply(Value::Nil), None);
+        let reply = [7, 7_000_250].map(Value::Int).to_vec();
+        assert_eq!(parse_time_reply(Value::Array(reply)), None, "Envoy's reply");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! and two trailers to HTTP/2 (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>),
 //! so no gRPC library is needed.
 
-use crate::tls::ClientTls;
+use crate::tls::{ClientTls, describe_tls_error};
 use bytes::{BufMut, Bytes, BytesMut};
 use http::header::{CONTENT_TYPE, HOST, TE, USER_AGENT};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri};
@@ -229,7 +229,7 @@ impl CollectorClient {
             TlsConnector::from(Arc::new(config))
                 .connect(name, socket)
                 .await
-                .map_err(to_export_error)?,
+                .map_err(|error| describe_tls_error(&error))?,
         )
         .await
     }

@@ -165,6 +165,8 @@ async fn serve_scripted_redis(client: TcpStream, port: u16, fault: Arc<Mutex<Opt
         let fault = fault.lock().unwrap().clone();
         let (reply, then) = match (words[0].as_str(), fault) {
             ("EVALSHA", Some(RedisFault { reply, then })) => (reply, then),
+            // The membership script has two keys.
+            ("EVAL", Some(RedisFault { reply, then })) if words[2] != "2" => (reply, then),
             ("EVALSHA", None) => (admitting_reply(&words).into_bytes(), AfterReply::Serve),
             // One node holds all slots.
             ("CLUSTER", _) => {
@@ -217,6 +219,63 @@ pub(crate) async fn start_fixed_reply_server(answer: &'static [u8]) -> u16 {
     port
 }
 
+/// What a Redis proxy refuses.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum ProxyRefusal {
+    /// Closes the connection at a command that needs no key, as twemproxy.
+    CloseWithoutKey,
+    /// Answers a script call without keys by an error, as Envoy.
+    ErrorWithoutKey,
+    /// Knows no script commands but EVAL.
+    OnlyEval,
+}
+
+/// Starts a Redis proxy in front of a server. Returns its port.
+pub(crate) async fn start_redis_proxy(server_port: u16, refusal: ProxyRefusal) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.unwrap();
+            let server = TcpStream::connect(("127.0.0.1", server_port))
+                .await
+                .unwrap();
+            tokio::spawn(serve_redis_proxy(client, server, refusal));
+        }
+    });
+    port
+}
+
+async fn serve_redis_proxy(client: TcpStream, server: TcpStream, refusal: ProxyRefusal) {
+    let ((from_client, to_client), (from_server, mut to_server)) =
+        (client.into_split(), server.into_split());
+    let replies = tokio::spawn(relay_bytes(from_server, to_client, Arc::default()));
+    let mut from_client = BufReader::new(from_client);
+    while let Some(mut words) = read_command_words(&mut from_client).await {
+        let name = words[0].to_ascii_uppercase();
+        let is_script = name == "EVAL" || name == "EVALSHA";
+        let lacks_key = is_script && words[2] == "0";
+        let is_keyed = is_script || matches!(&*name, "DEL" | "GET" | "SET" | "PING" | "AUTH");
+        match refusal {
+            ProxyRefusal::CloseWithoutKey if lacks_key || !is_keyed => break,
+            // The server's own error keeps the order of the replies.
+            ProxyRefusal::ErrorWithoutKey if lacks_key => words = vec!["GET".to_owned()],
+            ProxyRefusal::OnlyEval if matches!(&*name, "SCRIPT" | "EVALSHA") => {
+                words = vec![format!("no{name}")];
+            }
+            _ => {}
+        }
+        let mut bytes = format!("*{}\r\n", words.len());
+        for word in &words {
+            bytes.push_str(&format!("${}\r\n{word}\r\n", word.len()));
+        }
+        if to_server.write_all(bytes.as_bytes()).await.is_err() {
+            break;
+        }
+    }
+    replies.abort();
+}
+
 async fn serve_faulty_redis(client: TcpStream, answer: &'static [u8]) {
     const VALID_REPLY: &[u8] = b"$52\r\n1700000000000000 0 9007199254740991 1700000000001000\r\n";
     let (from, mut to) = client.into_split();
@@ -229,6 +288,7 @@ async fn serve_faulty_redis(client: TcpStream, answer: &'static [u8]) {
                 // The empty call and the startup check.
                 if decisions <= 2 { VALID_REPLY } else { answer }
             }
+            "EVAL" => answer,
             _ => b"+OK\r\n",
         };
         if reply.is_empty() || to.write_all(reply).await.is_err() {

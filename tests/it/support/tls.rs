@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tempfile::TempDir;
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::crypto::aws_lc_rs;
@@ -127,6 +127,55 @@ impl CertificateAuthority {
         TlsAcceptor::from(Arc::new(config))
     }
 
+    /// Starts a server with the certificate of `file` that forwards bytes to another server.
+    pub async fn start_tls_front(&self, file: &str, server: SocketAddr) -> SocketAddr {
+        let acceptor = self.tls_acceptor(file, &["http/1.1"], None);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        tokio::spawn(async move {
+            while let Ok((socket, _)) = listener.accept().await {
+                let acceptor = acceptor.clone();
+                tokio::spawn(async move {
+                    let Ok(mut client) = acceptor.accept(socket).await else {
+                        return;
+                    };
+                    let mut server = TcpStream::connect(server).await.unwrap();
+                    tokio::io::copy_bidirectional(&mut client, &mut server)
+                        .await
+                        .ok();
+                });
+            }
+        });
+        address
+    }
+
+    /// Writes `<file>.pem` and `<file>.key`: a self-signed certificate by `openssl req -x509`, which
+    /// makes it a certificate authority unless the arguments say otherwise.
+    pub fn self_sign(&self, file: &str, args: &[&str]) {
+        let [cert, key] = ["pem", "key"].map(|end| self.path_string(&format!("{file}.{end}")));
+        let fixed = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2";
+        run_openssl(
+            &[
+                &fixed.split(' ').collect::<Vec<_>>(),
+                &["-keyout", &key, "-out", &cert][..],
+                args,
+            ]
+            .concat(),
+        );
+    }
+
+    /// As [`Self::self_sign`], for a certificate of version 1, which has no extensions.
+    pub fn self_sign_version1(&self, file: &str, subject: &str) {
+        let [cert, key, request] =
+            ["pem", "key", "csr"].map(|end| self.path_string(&format!("{file}.{end}")));
+        let fixed = "req -new -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj";
+        let fixed: Vec<_> = fixed.split(' ').collect();
+        run_openssl(&[&fixed, &[subject, "-keyout", &key, "-out", &request][..]].concat());
+        run_openssl(&[
+            "x509", "-req", "-in", &request, "-signkey", &key, "-days", "2", "-out", &cert,
+        ]);
+    }
+
     /// The path of one of the authority's files. `ca.pem` exists from the start.
     pub fn path(&self, file: &str) -> PathBuf {
         self.folder.path().join(file)
@@ -136,6 +185,13 @@ impl CertificateAuthority {
     pub fn path_string(&self, file: &str) -> String {
         self.path(file).to_str().unwrap().to_owned()
     }
+}
+
+fn run_openssl(args: &[&str]) {
+    let output = std::process::Command::new("openssl").args(args).output();
+    let output = output.expect("openssl is needed");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {error}");
 }
 
 /// A client that trusts an authority.

@@ -9,6 +9,7 @@ mod server_facts;
 
 pub use key_sample::{KeySample, PolicyKeySample};
 pub use permission_trial::{DenialReason, DeniedCommand};
+pub(super) use server_facts::parse_time_reply;
 pub use server_facts::{ClockReading, InfoFields, ScriptLatency, ServerFacts};
 
 use super::access::RedisAccess;
@@ -17,6 +18,7 @@ use super::connector;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::hash_slot::HASH_SLOT_COUNT;
 use super::routing::{self, HashSlotRange};
+use super::script_transfer::is_proxy_refusal;
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelGroup;
 use super::{RedisAddress, RedisSettings, RedisTopology};
@@ -188,12 +190,22 @@ async fn diagnose_server(
     algorithms: &[Algorithm],
 ) -> Result<Box<ServerFacts>, RedisConnectionError> {
     let deadline = Instant::now() + MAX_CHECK_TIME;
-    let opened =
-        connector::open_connection(address, settings, &settings.credentials, settings.database);
-    let (mut connection, _driver) = timeout(connect_time(settings), opened).await??;
+    let open =
+        || connector::open_connection(address, settings, &settings.credentials, settings.database);
+    let (mut connection, mut _driver) = timeout(connect_time(settings), open()).await??;
     let is_cluster = settings.topology == RedisTopology::Cluster;
-    let info = server_facts::read_info(&mut connection);
-    let info = match finish_check(deadline, info).await {
+    let empty_call = scripts.decide_command(&[], None);
+    let empty_reply = timeout_at(deadline, empty_call.exec_async(&mut connection)).await;
+    let empty_reply = empty_reply.map_err(|_elapsed| deadline_error())?;
+    let is_refused = !is_cluster && empty_reply.is_err_and(|error| is_proxy_refusal(&error));
+    if is_refused {
+        (connection, _driver) = timeout(connect_time(settings), open()).await??;
+    }
+    let info = match is_refused {
+        true => Ok(InfoFields::default()),
+        false => finish_check(deadline, server_facts::read_info(&mut connection)).await,
+    };
+    let info = match info {
         // Without a reply to the first command, there are no facts.
         Err(error)
             if matches!(
@@ -202,6 +214,16 @@ async fn diagnose_server(
             ) =>
         {
             return Err(error);
+        }
+        Ok(info) if is_refused || info.is_from_proxy() => {
+            let latency = server_facts::measure_latency(
+                &mut connection,
+                scripts,
+                probe_key,
+                algorithms,
+                deadline,
+            );
+            return Ok(Box::new(ServerFacts::from_proxy(latency.await?)));
         }
         info => info,
     };
@@ -213,6 +235,7 @@ async fn diagnose_server(
             .await;
     let keys = key_sample::sample_keys(&mut connection, scripts, deadline).await;
     Ok(Box::new(ServerFacts {
+        is_proxy: false,
         info,
         clock,
         denied_commands,

@@ -4,6 +4,7 @@
 
 use crate::limiter::{Algorithm, Charge, Key, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use crate::store::redis::script_transfer::is_unknown_command;
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
 use redis::{RedisError, RedisResult, Value};
@@ -109,7 +110,8 @@ const DIRECT_COMMANDS: [CommandTrial; 8] = [
         before: &[UNKNOWN_SCRIPT, "1"],
         ..required("EVALSHA", TrialKey::SortedSet, &[])
     },
-    required("SCRIPT", TrialKey::None, &["LOAD", "return 0"]),
+    // Without it, EVAL sends the texts of scripts.
+    optional("SCRIPT", TrialKey::None, &["LOAD", "return 0"]),
     optional("INFO", TrialKey::None, &["memory"]),
     optional("SCAN", TrialKey::None, &["0", "COUNT", "1"]),
     optional("MEMORY", TrialKey::SortedSet, &["USAGE"]),
@@ -169,7 +171,7 @@ pub(super) async fn try_commands(
             continue;
         };
         let error = RedisError::from(error);
-        let is_unknown = error.to_string().contains("unknown command");
+        let is_unknown = is_unknown_command(&error);
         let error = RedisConnectionError::from(error);
         let reason = match error.kind {
             _ if is_unknown => DenialReason::Unknown,

@@ -1,17 +1,18 @@
 //! Facts about one server: INFO, its clock, and the latency of decisions.
 
-use super::finish_check;
 use super::key_sample::KeySample;
 use super::permission_trial::DeniedCommand;
+use super::{deadline_error, finish_check};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Charge, Key, Limit, MAX_UNITS};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use crate::store::redis::script_transfer::{is_missing_script, is_unknown_command};
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
-use redis::{RedisResult, Value, cmd};
+use redis::{RedisResult, Value, cmd, from_redis_value};
 use std::collections::HashMap;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 /// Number of decisions whose latency is measured, and the maximum time for all.
 const LATENCY_SAMPLES: usize = 200;
@@ -29,11 +30,27 @@ const PROBE_PERIOD_US: u64 = 10_000_000;
 /// What one server reported. An error is the reason why a fact is missing.
 #[derive(Debug)]
 pub struct ServerFacts {
+    /// Whether the address is that of a proxy that needs keys: only the latency is known.
+    pub is_proxy: bool,
     pub info: Result<InfoFields, RedisConnectionError>,
     pub clock: Result<ClockReading, RedisConnectionError>,
     pub denied_commands: Result<Vec<DeniedCommand>, RedisConnectionError>,
     pub latency: Result<ScriptLatency, RedisConnectionError>,
     pub keys: Result<KeySample, RedisConnectionError>,
+}
+
+impl ServerFacts {
+    pub(super) fn from_proxy(latency: ScriptLatency) -> Self {
+        let unknown = RedisConnectionError::new(RedisErrorKind::Other, "a proxy answers");
+        Self {
+            is_proxy: true,
+            info: Err(unknown.clone()),
+            clock: Err(unknown.clone()),
+            denied_commands: Err(unknown.clone()),
+            latency: Ok(latency),
+            keys: Err(unknown),
+        }
+    }
 }
 
 /// The fields of INFO.
@@ -69,6 +86,11 @@ impl InfoFields {
 
     pub fn text(&self, name: &str) -> Option<&str> {
         self.0.get(name).map(String::as_str)
+    }
+
+    /// Whether Envoy answered, which names itself a cluster, and no role.
+    pub(super) fn is_from_proxy(&self) -> bool {
+        self.text("redis_mode") == Some("cluster") && self.text("role").is_none()
     }
 
     pub fn number(&self, name: &str) -> Option<u64> {
@@ -145,19 +167,25 @@ async fn read_clock_once(
 ) -> Result<ClockReading, RedisConnectionError> {
     let sent_at_us = clock.now_us();
     let time = cmd("TIME");
-    let (seconds, micros): (u64, u64) =
-        finish_check(deadline, time.query_async(connection)).await?;
+    let time: Value = finish_check(deadline, time.query_async(connection)).await?;
     let received_at_us = clock.now_us();
     // Redis read its clock at an unknown moment between: the midpoint assumes equal delays.
     let local_us = sent_at_us.midpoint(received_at_us);
-    let server_us = seconds
-        .checked_mul(1_000_000)
-        .and_then(|us| us.checked_add(micros));
-    let ahead_us = server_us.and_then(|server_us| server_us.checked_signed_diff(local_us));
+    let ahead_us =
+        parse_time_reply(time).and_then(|server_us| server_us.checked_signed_diff(local_us));
     Ok(ClockReading {
         ahead_us: ahead_us.ok_or(RedisErrorKind::InvalidReply)?,
         error_us: received_at_us.saturating_sub(sent_at_us).div_ceil(2),
     })
+}
+
+/// Parses the reply to TIME: seconds and microseconds. Envoy's reply is no time.
+pub(in crate::store::redis) fn parse_time_reply(reply: Value) -> Option<u64> {
+    let (seconds, micros): (u64, u64) = from_redis_value(reply).ok()?;
+    let seconds_us = seconds
+        .checked_mul(1_000_000)
+        .filter(|_| micros < 1_000_000)?;
+    seconds_us.checked_add(micros)
 }
 
 /// Runs decisions about the probe key, and deletes its counters.
@@ -205,12 +233,20 @@ async fn run_decisions(
     charges: &[Charge<'_>],
     deadline: Instant,
 ) -> Result<ScriptLatency, RedisConnectionError> {
-    let load = cmd("SCRIPT")
-        .arg("LOAD")
-        .arg(scripts.script_text(charges))
-        .to_owned();
-    finish_check(deadline, load.exec_async(connection)).await?;
-    let decide = scripts.decide_command(charges, None);
+    let mut decide = scripts.decide_command(charges, None);
+    let first_reply = timeout_at(deadline, decide.exec_async(connection)).await;
+    if let Err(error) = first_reply.map_err(|_elapsed| deadline_error())? {
+        let lacks_evalsha = is_unknown_command(&error);
+        let with_text = scripts.replace_digest_by_text(&decide);
+        let Some(with_text) = with_text.filter(|_| lacks_evalsha || is_missing_script(&error))
+        else {
+            return Err(error.into());
+        };
+        finish_check(deadline, with_text.exec_async(connection)).await?;
+        if lacks_evalsha {
+            decide = with_text;
+        }
+    }
     let started_at = Instant::now();
     let mut durations_us = Vec::with_capacity(LATENCY_SAMPLES);
     while durations_us.len() < LATENCY_SAMPLES && started_at.elapsed() < MAX_MEASURING_TIME {
@@ -281,6 +317,9 @@ mod tests {
              master_repl_offset:1000\r\n",
         );
         assert_eq!(info.text("role"), Some("master"));
+        assert!(!info.is_from_proxy());
+        let info_of_envoy = "redis_version:7.0.15\r\nredis_mode:cluster\r\ncluster_enabled:1\r\n";
+        assert!(InfoFields::parse(info_of_envoy).is_from_proxy());
         let replicas: Vec<_> = info.replicas().collect();
         assert_eq!(
             replicas,

@@ -1,0 +1,144 @@
+//! A probed connection to a server: sends commands, loads missing scripts, and asks for its own
+//! replacement.
+
+use super::connector;
+use super::context::RedisContext;
+use super::error::{RedisConnectionError, RedisErrorKind};
+use super::script_transfer::{is_load_refusal, is_missing_script, is_unknown_command};
+use super::settings::RedisCredentials;
+use arc_swap::ArcSwap;
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, RedisResult, Value};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use tokio::sync::{OnceCell, mpsc};
+
+/// Consecutive timeouts after which a connection is replaced: the server may hang, or the address
+/// may lead to another server. Each caller of a call that times out counts.
+const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
+
+/// A connection to a server that ran a script and accepted its writes.
+#[derive(Debug)]
+pub(super) struct LiveConnection {
+    pub(super) context: Arc<RedisContext>,
+    pub(super) connection: MultiplexedConnection,
+    /// Timeouts since the last reply.
+    pub(super) consecutive_timeouts: AtomicU32,
+    /// Takes the reason of the first request to replace the connection.
+    pub(super) replacement_sender: mpsc::Sender<RedisErrorKind>,
+    /// The next load of the scripts, which all callers that find a script missing wait for. `false`
+    /// if the server refuses it.
+    pub(super) script_load: ArcSwap<OnceCell<bool>>,
+    /// Whether the server does not know EVALSHA.
+    pub(super) lacks_evalsha: AtomicBool,
+}
+
+impl LiveConnection {
+    /// Runs a command, as [`Self::send_command`] does. The caller sets the deadline.
+    pub(super) async fn run_command(&self, command: &Cmd) -> Result<Value, RedisErrorKind> {
+        self.send_command(command, false)
+            .await
+            .map_err(|error| RedisErrorKind::from(&error))
+    }
+
+    /// Runs a command, and returns the full error. If Redis has not cached its script, the scripts
+    /// are loaded first, once for all callers; if that is refused or does not help, the command is
+    /// sent with the text of its script. `is_asking`: the command goes to a node that is importing
+    /// the key's slot.
+    pub(super) async fn send_command(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
+        let scripts = &self.context.scripts;
+        let with_text = match self.lacks_evalsha.load(Ordering::Relaxed) {
+            true => scripts.replace_digest_by_text(command),
+            false => None,
+        };
+        let command = with_text.as_ref().unwrap_or(command);
+        let script_load = self.script_load.load_full();
+        let mut answer = self.send_once(command, is_asking).await;
+        if answer.as_ref().is_err_and(is_missing_script)
+            && *script_load.get_or_try_init(|| self.load_scripts()).await?
+        {
+            answer = self.send_once(command, is_asking).await;
+        }
+        if let Err(error) = &answer
+            && (is_missing_script(error) || is_unknown_command(error))
+            && let Some(with_text) = scripts.replace_digest_by_text(command)
+        {
+            let lacks_evalsha = is_unknown_command(error);
+            answer = self.send_once(&with_text, is_asking).await;
+            if answer.is_ok() {
+                self.lacks_evalsha.store(lacks_evalsha, Ordering::Relaxed);
+                self.context.note_script_text(&with_text, lacks_evalsha);
+            }
+        }
+        if let Err(error) = &answer {
+            self.context.breaker.record_error_message(error);
+        }
+        if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
+            self.consecutive_timeouts.store(0, Ordering::Relaxed);
+        }
+        answer
+    }
+
+    async fn send_once(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
+        self.context.call_count.fetch_add(1, Ordering::Relaxed);
+        let mut connection = self.connection.clone();
+        let answer = match is_asking {
+            false => connection.send_packed_command(command).await,
+            true => {
+                let mut pipeline = redis::pipe();
+                pipeline.cmd("ASKING").add_command(command.clone());
+                let replies = connection.send_packed_commands(&pipeline, 1, 1).await;
+                replies.map(|mut replies| replies.pop().unwrap_or(Value::Nil))
+            }
+        };
+        answer.and_then(check_reply)
+    }
+
+    /// Logs in with other credentials. If Redis rejects them, the connection keeps its user.
+    pub(super) async fn log_in(
+        &self,
+        login: &RedisCredentials,
+    ) -> Result<(), RedisConnectionError> {
+        connector::log_in(&mut self.connection.clone(), login).await
+    }
+
+    /// Loads all scripts that were used. Later callers that find a script missing load them again,
+    /// unless the server refuses that.
+    async fn load_scripts(&self) -> RedisResult<bool> {
+        let pipeline = self.context.scripts.load_commands_for_used_programs();
+        let mut connection = self.connection.clone();
+        let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
+        for reply in replies.await? {
+            match check_reply(reply) {
+                Err(error) if is_load_refusal(&error) => return Ok(false),
+                reply => reply?,
+            };
+        }
+        self.script_load.store(Arc::default());
+        Ok(true)
+    }
+
+    /// Records a failed call. The connection is replaced if that may help.
+    pub(super) fn record_failure(&self, kind: RedisErrorKind) {
+        let is_hanging = kind == RedisErrorKind::Timeout
+            && self.consecutive_timeouts.fetch_add(1, Ordering::Relaxed)
+                >= MAX_CONSECUTIVE_TIMEOUTS - 1;
+        if is_hanging || kind.requires_reconnect() {
+            self.request_replacement(kind);
+        }
+    }
+
+    /// Asks the supervisor to replace the connection.
+    pub(super) fn request_replacement(&self, kind: RedisErrorKind) {
+        // A full channel has an earlier request.
+        self.replacement_sender.try_send(kind).ok();
+    }
+}
+
+/// Returns the error that a reply consists of. An error inside an array is an invalid reply.
+fn check_reply(reply: Value) -> RedisResult<Value> {
+    match reply {
+        Value::ServerError(error) => Err(error.into()),
+        reply => Ok(reply),
+    }
+}

@@ -1,0 +1,126 @@
+//! Redis behind proxies, and servers that allow no SCRIPT.
+
+use crate::support::fake_redis::{ProxyRefusal, start_redis_proxy};
+use crate::support::process::{run_command, tidegate_command};
+use crate::support::proxy::Proxy;
+use crate::support::redis::RedisServer;
+use crate::support::upstream::Upstream;
+
+/// Starts a proxy whose policy allows one request per user.
+async fn start_proxy(url: &str) -> (Proxy, Upstream) {
+    let config = format!(
+        "[store]\nkind = 'redis'\n[store.redis]\nurl = '{url}'\ntimeout = '5s'\nkey_prefix = 'test'\n\
+         [[policy]]\nname = 'p'\nkey = ['header:x-user']\nlimit = {{ requests = 1, per = '1h' }}\non_store_failure = 'closed'\n"
+    );
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config, upstream.address).await;
+    proxy.wait_for_store().await;
+    (proxy, upstream)
+}
+
+async fn request_twice(proxy: &Proxy, user: &str) -> [u16; 2] {
+    let request = || proxy.request("GET", "/").header("x-user", user);
+    [
+        request().send_for_status().await,
+        request().send_for_status().await,
+    ]
+}
+
+async fn run_doctor(proxy: &Proxy) -> String {
+    let mut command = tidegate_command();
+    let command = command
+        .args(["doctor", "--config"])
+        .arg(proxy.config_path());
+    let report = run_command(command).await.stdout;
+    report.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[tokio::test]
+async fn a_redis_proxy_is_recognized_and_decides() {
+    for (refusal, finding) in [
+        (
+            ProxyRefusal::CloseWithoutKey,
+            "this looks like a Redis proxy",
+        ),
+        (
+            ProxyRefusal::ErrorWithoutKey,
+            "this looks like a Redis proxy",
+        ),
+        (
+            ProxyRefusal::OnlyEval,
+            "with each call without EVALSHA, for lack of: EVALSHA, SCRIPT",
+        ),
+    ] {
+        let server = RedisServer::start();
+        let port = start_redis_proxy(server.port(), refusal).await;
+        let (proxy, _upstream) = start_proxy(&format!("valkey://127.0.0.1:{port}")).await;
+        assert_eq!(
+            request_twice(&proxy, "ann").await,
+            [200, 429],
+            "{refusal:?}"
+        );
+        let _: () = server.command("SCRIPT FLUSH").await;
+        assert_eq!(
+            request_twice(&proxy, "bob").await,
+            [200, 429],
+            "{refusal:?}"
+        );
+        let log = proxy.log_text();
+        assert_eq!(
+            log.matches("this looks like a Redis proxy").count(),
+            1,
+            "{refusal:?}: {log}"
+        );
+        let report = run_doctor(&proxy).await;
+        assert!(report.contains(finding), "{refusal:?}: {report}");
+        assert!(!report.contains(" fault "), "{refusal:?}: {report}");
+        assert_eq!(
+            request_twice(&proxy, "eve").await,
+            [200, 429],
+            "{refusal:?}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_user_without_script_load_decides_by_texts() {
+    let server = RedisServer::start_with(&["--appendonly", "yes"]);
+    let _: () = server
+        .command("ACL SETUSER ann on >s3cret ~* &* +@all -script")
+        .await;
+    let (proxy, _upstream) =
+        start_proxy(&format!("redis://ann:s3cret@127.0.0.1:{}", server.port())).await;
+    assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
+    let _: () = server.command("SCRIPT FLUSH").await;
+    assert_eq!(request_twice(&proxy, "bob").await, [200, 429]);
+    let calls: String = server.command("INFO commandstats").await;
+    let count = |command: &str| {
+        let name = format!("cmdstat_{command}:calls=");
+        let rest = calls.split(&name).nth(1).unwrap_or("0");
+        rest.split(',').next().unwrap().parse::<u64>().unwrap()
+    };
+    assert!(count("evalsha") > 0, "{calls}");
+    assert_eq!(
+        proxy
+            .log_text()
+            .matches("SCRIPT LOAD is not allowed")
+            .count(),
+        1
+    );
+    let report = run_doctor(&proxy).await;
+    assert!(report.contains("EVAL sends some KiB of script"), "{report}");
+    assert!(
+        report.contains("+script|load") && !report.contains(" fault "),
+        "{report}"
+    );
+}
+
+#[tokio::test]
+async fn an_ordinary_server_receives_no_script_text() {
+    let server = RedisServer::start();
+    let (proxy, _upstream) = start_proxy(&format!("valkey://127.0.0.1:{}", server.port())).await;
+    assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
+    assert!(!proxy.log_text().contains("EVAL"));
+    let calls: String = server.command("INFO commandstats").await;
+    assert!(calls.contains("cmdstat_script|load:calls="), "{calls}");
+}
