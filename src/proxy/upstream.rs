@@ -17,6 +17,8 @@ mod shared_state;
 pub(in crate::proxy) mod tunnel_io;
 
 use http::{HeaderValue, Request, Response, Version, header};
+use std::cell::Cell;
+use std::future::poll_fn;
 use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -123,6 +125,7 @@ impl UpstreamClient {
     ///
     /// The request must have its URI in origin form and its final headers, `Host` included. `now`
     /// is the caller's latest clock reading. `interim` receives informational (1xx) responses.
+    /// `was_sent` is set while the upstream may have received a part of the request.
     /// Dropping the future, or the response body before its end, closes the HTTP/1.1 connection or
     /// cancels the HTTP/2 stream.
     ///
@@ -133,6 +136,7 @@ impl UpstreamClient {
         mut request: Request<RequestBody>,
         now: Instant,
         interim: &mut InformationalForwarder,
+        was_sent: &Cell<bool>,
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         *request.version_mut() = Version::HTTP_11;
         let mut budget = RetryBudget::new(self.settings(), &request);
@@ -160,17 +164,21 @@ impl UpstreamClient {
                 false => request.body().disable_replay(),
             }
             let yield_first = is_reused && !budget.may_retry_idempotent;
+            let was_sent_before = was_sent.replace(true);
             match self
                 .exchange_request(connection, request, sent_at, interim, yield_first)
                 .await
             {
                 Ok(response) => {
                     retry.inspect(|copy| copy.body.disable_replay());
-                    return Ok(response);
+                    return check_body_start(response).await;
                 }
                 // The retry is boxed because failures are rare: unboxed it would enlarge every
                 // request's future.
                 Err(failed) => {
+                    if let ExchangeFailure::NotSent(_) = failed.0 {
+                        was_sent.set(was_sent_before);
+                    }
                     (request, connection) =
                         Box::pin(self.prepare_retry(failed, retry, is_reused, &mut budget)).await?;
                 }
@@ -261,6 +269,22 @@ impl UpstreamClient {
         }
         Ok(connection)
     }
+}
+
+/// Reads the first frame of the response body, if the head need not go first.
+///
+/// # Errors
+/// Fails if the body has failed: nothing of the response was sent to the client.
+async fn check_body_start(
+    mut response: Response<ResponseBody>,
+) -> Result<Response<ResponseBody>, UpstreamError> {
+    let has_length = response.headers().contains_key(header::CONTENT_LENGTH);
+    if let ResponseBody::Upstream(body) = response.body_mut()
+        && !poll_fn(|cx| body.poll_first_frame(has_length, cx)).await?
+    {
+        *response.body_mut() = ResponseBody::Empty;
+    }
+    Ok(response)
 }
 
 /// The retries that remain for one request.

@@ -2,6 +2,7 @@
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawClient;
+use crate::support::h2_frames::{FrameClient, HEADERS, request_head_frame};
 use crate::support::login_app::{self, check_password};
 use crate::support::process::run_check;
 use crate::support::proxy::Proxy;
@@ -98,6 +99,94 @@ async fn a_client_that_leaves_before_the_response_is_counted() {
         sleep(Duration::from_millis(5)).await;
     }
     drop(client);
+    assert_eq!(proxy.get("/").await.status, 429);
+}
+
+/// After a request was sent, only the app's own status returns a unit.
+#[tokio::test]
+async fn replies_of_the_proxy_to_a_sent_request_return_no_unit() {
+    let switches = "Connection: upgrade\r\nUpgrade: websocket\r\n";
+    let wrong_switch = format!("HTTP/1.1 101 Switching Protocols\r\n{switches}\r\n");
+    let long_field = "x".repeat(400_000);
+    let long_head = format!("HTTP/1.1 200 OK\r\nX-Long: {long_field}\r\n\r\n");
+    for (response, expected) in [
+        ("", 502),
+        ("HTTP/1.1 200 OK\r\nContent-Le", 502),
+        ("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", 502),
+        ("SSH-2.0-OpenSSH_9.2\r\n", 502),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+            502,
+        ),
+        (&wrong_switch, 502),
+        (&long_head, 502),
+        ("wait", 504),
+        (
+            "HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n",
+            500,
+        ),
+    ] {
+        let bytes = response.to_owned();
+        let app = RawUpstream::with_script(move |_, mut socket| {
+            let bytes = bytes.clone();
+            async move {
+                socket.read_request().await;
+                match bytes.as_str() {
+                    "wait" => socket.read_to_close().await,
+                    bytes => socket.send(bytes.as_bytes()).await,
+                }
+            }
+        })
+        .await;
+        for counted in ["'2xx'", "401", "'2xx', 404"] {
+            let config = LOGIN_POLICY
+                .replace("requests = 5", "requests = 1")
+                .replace("401, 403", counted);
+            let config = format!("upstream.response_timeout = '200ms'\n{config}");
+            let proxy = Proxy::start(&config, app.address).await;
+            let case = format!("{counted} {:?}", response.get(..40).unwrap_or(response));
+            let own = [expected, if expected == 500 { 500 } else { 429 }];
+            assert_eq!(proxy.get_statuses("/", 2).await, own, "{case}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_outlasts_its_max_duration_is_counted_once_it_was_sent() {
+    let silent = RawUpstream::with_script(|_, mut socket| async move {
+        socket.read_request().await;
+        socket.read_to_close().await;
+    })
+    .await;
+    let slots = "[[policy]]\nname = 'slots'\nkey = ['header:x-user']\n\
+        limit = { algorithm = 'concurrency', requests = 9, max_duration = '300ms' }\n";
+    let config = LOGIN_POLICY
+        .replace("requests = 5", "requests = 1")
+        .replace("401, 403", "'2xx'");
+    let proxy = Proxy::start(&format!("{config}{slots}"), silent.address).await;
+    assert_eq!(proxy.get_statuses("/", 2).await, [504, 429]);
+}
+
+#[tokio::test]
+async fn an_extended_connect_that_opens_no_websocket_is_counted() {
+    let app = RawUpstream::with_response("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").await;
+    let config = LOGIN_POLICY
+        .replace("requests = 5", "requests = 1")
+        .replace("401, 403", "'2xx'");
+    let proxy = Proxy::start(&config, app.address).await;
+    let fields = [
+        (":method", "CONNECT"),
+        (":protocol", "websocket"),
+        (":scheme", "http"),
+        (":authority", "a"),
+        (":path", "/"),
+        ("sec-websocket-version", "13"),
+    ];
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client.send(request_head_frame(1, &fields)).await;
+    client
+        .wait_for_frame("response", |frame| frame.kind == HEADERS)
+        .await;
     assert_eq!(proxy.get("/").await.status, 429);
 }
 

@@ -112,6 +112,7 @@ mod request_costs;
 mod request_validation;
 mod request_validation_corpus;
 mod resource_limits;
+mod response_cleanup;
 mod response_costs;
 mod retry_after;
 mod returned_units;

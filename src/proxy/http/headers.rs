@@ -46,6 +46,8 @@ pub(in crate::proxy) struct AddressText {
 pub(in crate::proxy) enum ResponseValidationError {
     #[error("the upstream used a transfer coding other than \"chunked\"")]
     TransferEncoding,
+    #[error("the upstream sent several Content-Length values that differ")]
+    ContentLength,
     #[error("the upstream switched protocols, but the request asked for no upgrade")]
     UnrequestedSwitch,
     #[error("the upstream opened a WebSocket without a valid Sec-WebSocket-Accept header")]
@@ -150,7 +152,11 @@ pub(in crate::proxy) fn rewrite_response_head(
     let mut headers_to_remove: SmallVec<[HeaderName; 4]> = SmallVec::new();
     let mut lengths = 0_usize;
     let mut codings = 0_usize;
+    let mut has_outer_whitespace = false;
     for (name, value) in &*headers {
+        // An HTTP/1.1 parser has removed it; HTTP/2 clients reject the response (RFC 9113, 8.2.1).
+        has_outer_whitespace |=
+            parts.version == Version::HTTP_2 && value.as_bytes().trim_ascii().len() < value.len();
         match *name {
             header::CONNECTION => headers_to_remove.extend(
                 hop_by_hop::headers_named_in_connection(value)
@@ -175,21 +181,32 @@ pub(in crate::proxy) fn rewrite_response_head(
     for name in &headers_to_remove {
         headers.remove(name);
     }
+    if has_outer_whitespace {
+        for value in headers.values_mut() {
+            *value = HeaderValue::from_bytes(value.as_bytes().trim_ascii())
+                .expect("a part of a valid value is valid");
+        }
+    }
     if lengths > 0 && codings == 0 {
-        collapse_content_length(headers, lengths);
+        collapse_content_length(headers, lengths)?;
+    }
+    if matches!(
+        parts.status,
+        StatusCode::SWITCHING_PROTOCOLS | StatusCode::NO_CONTENT
+    ) {
+        // RFC 9110, 8.6. The bytes after the head of a 101 belong to the new protocol.
+        headers.remove(header::CONTENT_LENGTH);
     }
     append_to_list_header(headers, &header::VIA, via_value(parts.version));
     for line in upgrade {
         headers.append(header::UPGRADE, line);
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     }
-    if parts.status == StatusCode::SWITCHING_PROTOCOLS {
-        // A 101 has no body; the bytes after the head belong to the new protocol.
-        headers.remove(header::CONTENT_LENGTH);
-        if let Some(RequestedProtocolSwitch::Http2WebSocket(_)) = upgrade_request {
-            headers.remove(header::SEC_WEBSOCKET_ACCEPT);
-            parts.status = StatusCode::OK;
-        }
+    if parts.status == StatusCode::SWITCHING_PROTOCOLS
+        && let Some(RequestedProtocolSwitch::Http2WebSocket(_)) = upgrade_request
+    {
+        headers.remove(header::SEC_WEBSOCKET_ACCEPT);
+        parts.status = StatusCode::OK;
     }
     parts.version = if version_in == Version::HTTP_2 {
         Version::HTTP_2
@@ -451,21 +468,28 @@ fn is_kept_if_named_in_connection(name: &HeaderName) -> bool {
     )
 }
 
-/// Reduces repeated or listed `Content-Length` values to one. hyper has checked that the values
-/// agree, but cannot write several.
-fn collapse_content_length(headers: &mut HeaderMap, lines: usize) {
-    let Some(first) = headers.get(header::CONTENT_LENGTH) else {
-        return;
-    };
-    if lines == 1 && !first.as_bytes().contains(&b',') {
-        return;
+/// Reduces repeated or listed `Content-Length` values to one, because hyper cannot write several.
+///
+/// # Errors
+/// Fails if the values differ: h2, unlike hyper, checks only the first.
+fn collapse_content_length(
+    headers: &mut HeaderMap,
+    lines: usize,
+) -> Result<(), ResponseValidationError> {
+    let values = headers.get_all(header::CONTENT_LENGTH);
+    if lines == 1 && values.iter().all(|value| !value.as_bytes().contains(&b',')) {
+        return Ok(());
     }
-    let number = hop_by_hop::list_elements(first)
-        .next()
-        .and_then(|digits| HeaderValue::from_bytes(digits).ok());
-    if let Some(number) = number {
-        headers.insert(header::CONTENT_LENGTH, number);
+    let mut numbers = values.iter().flat_map(hop_by_hop::list_elements);
+    let first = numbers.next().unwrap_or_default();
+    if numbers.any(|other| other != first) {
+        return Err(ResponseValidationError::ContentLength);
     }
+    let number = HeaderValue::from_bytes(first);
+    drop(numbers);
+    let number = number.map_err(|_invalid| ResponseValidationError::ContentLength)?;
+    headers.insert(header::CONTENT_LENGTH, number);
+    Ok(())
 }
 
 #[cfg(test)]

@@ -18,6 +18,7 @@ use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
 use crate::telemetry::trace::{RequestRecording, TraceParent};
 use bytes::Bytes;
 use http::{Request, Response, request};
+use std::cell::Cell;
 use std::pin::{Pin, pin};
 use tokio::time::{Instant, timeout_at};
 
@@ -80,15 +81,11 @@ impl ProxyService {
         // The concurrency slot is released when the response ends or this future is dropped.
         let slot_guard = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
-        let deadline = slot_guard
-            .as_ref()
-            .and_then(ConcurrencySlotGuard::request_ends_at);
+        let deadline = request_ends_at(slot_guard.as_ref());
 
         // 3. Wait.
-        let ready_at = match self
-            .wait_for_turn(&verdict, &mut summary, tunnel_count, deadline)
-            .await
-        {
+        let turn = self.wait_for_turn(&verdict, &mut summary, tunnel_count, deadline);
+        let ready_at = match turn.await {
             Ok(ready_at) => ready_at,
             Err(error) => {
                 let response = self.respond_to_unsent_request(body, &error, estimates, style);
@@ -101,12 +98,16 @@ impl ProxyService {
         add_mark_header(&mut parts.headers, table, &verdict);
         let body_handle = body.clone_handle();
         let upstream_request = Request::from_parts(parts, body);
-        let send = pin!(self.upstream.send(upstream_request, ready_at, interim));
+        let was_sent = Cell::new(false);
+        let send = pin!(
+            self.upstream
+                .send(upstream_request, ready_at, interim, &was_sent)
+        );
         let result = await_until_deadline(deadline, send).await;
 
         // 5. Finish.
-        release_request_body(body_handle, result.as_ref().err());
-        let response = self.respond_to_result(result, estimates, &mut summary, style);
+        let sent = (body_handle, was_sent.get());
+        let response = self.respond_to_result(result, sent, estimates, &mut summary, style);
         let response = self.complete_response(response, &mut summary, &verdict, table, style);
         attach_slot_and_recording(response, slot_guard, summary.recording.take())
     }
@@ -191,18 +192,26 @@ impl ProxyService {
     fn respond_to_result(
         &self,
         result: Result<Response<ResponseBody>, ForwardError>,
+        (body, was_sent): (RequestBody, bool),
         estimates: Vec<EstimatedCharge>,
         summary: &mut RequestSummary,
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
+        match was_sent {
+            // The upstream may have read a part of the body. The rest stays unread.
+            true => body.mark_rest_unread(),
+            false => body.discard(),
+        }
         finish_upstream_span(summary, &result);
         match result {
             Ok(response) => self.prepare_client_response(response, estimates, summary, style),
+            Err(error) if was_sent => self.respond_to_forward_error(&error, Vec::new(), style),
             Err(error) => self.respond_to_forward_error(&error, estimates, style),
         }
     }
 
-    /// Rewrites the response head for the client, and attaches the meter of the response cost.
+    /// Rewrites the response head for the client, and attaches the meter of the response cost. If
+    /// the response is invalid, the charges stand.
     fn prepare_client_response(
         &self,
         response: Response<ResponseBody>,
@@ -224,7 +233,6 @@ impl ProxyService {
                 self.metrics
                     .record_upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
-                settle_estimates_by_status(estimates, ProxyErrorType::ProtocolError);
                 local_replies::build_proxy_error_reply(ProxyErrorType::ProtocolError, style)
                     .map(ResponseBody::Full)
             }
@@ -240,50 +248,37 @@ impl ProxyService {
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
         body.discard();
-        return_estimates(estimates);
+        for estimate in estimates {
+            estimate.settle(0);
+        }
         self.respond_to_forward_error(error, Vec::new(), style)
     }
 
+    /// Responds to a request without a response. `unsent` are the estimates of a request of which
+    /// nothing was sent. Of any other request they stand: only the app's status can return them.
     fn respond_to_forward_error(
         &self,
         error: &ForwardError,
-        estimates: Vec<EstimatedCharge>,
+        unsent: Vec<EstimatedCharge>,
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
-        match error {
+        let (reply, is_caused_by_client) = match error {
             ForwardError::Upstream(error) => {
-                self.respond_to_upstream_error(error, estimates, style)
+                self.metrics.record_upstream_error(error.kind as usize);
+                self.upstream.log_error(error);
+                let reply = select_error_type(error.kind);
+                (reply, error.kind.is_caused_by_client())
             }
-            ForwardError::MaxDurationExceeded => {
-                settle_estimates_by_status(estimates, ProxyErrorType::MaxDurationExceeded);
-                local_replies::build_proxy_error_reply(ProxyErrorType::MaxDurationExceeded, style)
-                    .map(ResponseBody::Full)
-            }
-        }
-    }
-
-    /// Responds to a request that failed at the upstream. Nothing is charged for a request that was
-    /// not sent.
-    fn respond_to_upstream_error(
-        &self,
-        error: &UpstreamError,
-        estimates: Vec<EstimatedCharge>,
-        style: ReplyStyle<'_>,
-    ) -> Response<ResponseBody> {
-        let (by_status, by_cost): (Vec<_>, Vec<_>) = estimates
-            .into_iter()
-            .partition(EstimatedCharge::is_settled_by_status);
-        if error.kind.is_unsent() {
-            return_estimates(by_cost);
-        }
+            ForwardError::MaxDurationExceeded => (ProxyErrorType::MaxDurationExceeded, false),
+        };
         // If the client ended the request, the charge stays. Otherwise clients could leave early to
         // avoid it.
-        if !error.kind.is_caused_by_client() {
-            settle_estimates_by_status(by_status, select_error_type(error.kind));
+        for estimate in unsent.into_iter().filter(|_| !is_caused_by_client) {
+            match estimate.is_settled_by_status() {
+                true => estimate.settle_by_status(reply.status()),
+                false => estimate.settle(0),
+            }
         }
-        self.metrics.record_upstream_error(error.kind as usize);
-        self.upstream.log_error(error);
-        let reply = select_error_type(error.kind);
         local_replies::build_proxy_error_reply(reply, style).map(ResponseBody::Full)
     }
 
@@ -315,11 +310,8 @@ impl ProxyService {
     }
 }
 
-/// Returns the estimated charges of a request that was not sent.
-fn return_estimates(estimates: Vec<EstimatedCharge>) {
-    for estimate in estimates {
-        estimate.settle(0);
-    }
+fn request_ends_at(slot_guard: Option<&ConcurrencySlotGuard>) -> Option<Instant> {
+    slot_guard.and_then(ConcurrencySlotGuard::request_ends_at)
 }
 
 /// Attaches what ends with the response body.
@@ -363,22 +355,6 @@ fn finish_upstream_span(
             Err(ForwardError::Upstream(error)) => Err(error.kind.name()),
             Err(ForwardError::MaxDurationExceeded) => Err("overlong"),
         });
-    }
-}
-
-/// Discards the body of a request that was not sent. Of a body that the upstream may have read in
-/// part, the rest stays unread.
-fn release_request_body(body: RequestBody, error: Option<&ForwardError>) {
-    match error {
-        Some(ForwardError::Upstream(error)) if error.kind.is_unsent() => body.discard(),
-        _ => body.mark_rest_unread(),
-    }
-}
-
-/// Settles the charges for which the status decides by that of tidegate's own response.
-fn settle_estimates_by_status(estimates: Vec<EstimatedCharge>, response: ProxyErrorType) {
-    for estimate in estimates {
-        estimate.settle_by_status(response.status());
     }
 }
 

@@ -4,6 +4,7 @@ use crate::listen::ListenAddress;
 use crate::proxy::*;
 use ::http::{Request, Response, StatusCode};
 use bytes::Bytes;
+use std::cell::Cell;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -196,7 +197,11 @@ impl RequestHandler for ForwardingHandler {
         _peer: Arc<ConnectionPeer>,
         mut interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
-        match self.0.send(request, Instant::now(), &mut interim).await {
+        let was_sent = Cell::default();
+        let sent = self
+            .0
+            .send(request, Instant::now(), &mut interim, &was_sent);
+        match sent.await {
             Ok(response) => response,
             Err(error) => text_response(StatusCode::BAD_GATEWAY, error.kind.name()),
         }

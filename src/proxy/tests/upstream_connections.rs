@@ -55,7 +55,12 @@ impl RequestHandler for StallingHandler {
         }
         match self
             .0
-            .send(request, tokio::time::Instant::now(), &mut interim)
+            .send(
+                request,
+                tokio::time::Instant::now(),
+                &mut interim,
+                &Default::default(),
+            )
             .await
         {
             Ok(response) => response,

@@ -70,27 +70,6 @@ impl UpstreamErrorKind {
         }
     }
 
-    /// Whether the upstream received no part of the request, because no suitable connection was
-    /// available.
-    pub fn is_unsent(self) -> bool {
-        match self {
-            Self::ConnectRefused
-            | Self::ConnectFailed
-            | Self::ConnectTimeout
-            | Self::Dns
-            | Self::Tls => true,
-            Self::QueueFull | Self::QueueTimeout | Self::TunnelLimit => true,
-            Self::UpgradeUnsupported => true,
-            Self::ResponseTimeout
-            | Self::ConnectionTerminated
-            | Self::Protocol
-            | Self::StreamReset => false,
-            Self::RequestBodyTimeout | Self::RequestBodyTooLarge | Self::ClientDisconnected => {
-                false
-            }
-        }
-    }
-
     /// Whether the client ended or spoiled the request while it was sent.
     pub fn is_caused_by_client(self) -> bool {
         matches!(

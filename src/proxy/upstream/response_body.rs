@@ -1,14 +1,16 @@
 //! Response bodies that are streamed from the upstream.
 
 use bytes::Bytes;
+use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::Instant;
 
-use super::error::format_error_chain;
+use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use super::http2::response_body::Http2ResponseBody;
 use super::pool::PooledConnection;
 use super::read_limit::ResponseRate;
@@ -18,6 +20,10 @@ use crate::proxy::http::response_cost::CostMeter;
 use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
 
+/// Maximum time that a response head with a `Content-Length` waits for the start of its body. A
+/// body that fails by then is answered with a 502.
+const FIRST_FRAME_WAIT: Duration = Duration::from_millis(250);
+
 /// HTTP-version-specific part of a streamed response body.
 #[derive(Debug)]
 pub(super) enum UpstreamBodySource {
@@ -26,14 +32,23 @@ pub(super) enum UpstreamBodySource {
 }
 
 impl UpstreamBodySource {
-    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, String>>> {
+    fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, UpstreamError>>> {
         match self {
-            Self::Http1(incoming) => Pin::new(incoming)
-                .poll_frame(cx)
-                .map_err(|error| format_error_chain(&error)),
-            Self::Http2(body) => body
-                .poll_frame(cx)
-                .map_err(|error| format_error_chain(&error)),
+            Self::Http1(incoming) => {
+                Pin::new(incoming)
+                    .poll_frame(cx)
+                    .map_err(|error| UpstreamError {
+                        kind: classify_http1_body_error(&error),
+                        detail: format_error_chain(&error),
+                    })
+            }
+            Self::Http2(body) => body.poll_frame(cx).map_err(|error| UpstreamError {
+                kind: UpstreamErrorKind::from_h2(&error),
+                detail: format_error_chain(&error),
+            }),
         }
     }
 
@@ -52,11 +67,33 @@ impl UpstreamBodySource {
     }
 }
 
+fn classify_http1_body_error(error: &hyper::Error) -> UpstreamErrorKind {
+    let cause =
+        std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
+    match cause.map(io::Error::kind) {
+        Some(io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData) => {
+            UpstreamErrorKind::Protocol
+        }
+        _ => UpstreamErrorKind::ConnectionTerminated,
+    }
+}
+
+/// The first frame of a body, read before the response head is forwarded.
+#[derive(Debug, Default)]
+enum FirstFrame {
+    /// Not read yet, or handed over.
+    #[default]
+    None,
+    Data(Bytes),
+    Trailers(Box<HeaderMap>),
+}
+
 /// A response body, streamed from the upstream. When the body ends, the connection returns to the
 /// pool. Dropping the body earlier closes the HTTP/1.1 connection or cancels the HTTP/2 stream.
 #[derive(Debug)]
 pub struct UpstreamBody {
     source: UpstreamBodySource,
+    first_frame: FirstFrame,
     lease: Option<PooledConnection>,
     idle_timeout: Option<Duration>,
     pending_since: Option<Instant>,
@@ -69,11 +106,19 @@ pub struct UpstreamBody {
 
 impl UpstreamBody {
     pub(in crate::proxy) fn is_end_stream(&self) -> bool {
-        self.source.is_end_stream()
+        matches!(self.first_frame, FirstFrame::None) && self.source.is_end_stream()
     }
 
     pub(in crate::proxy) fn size_hint(&self) -> SizeHint {
-        self.source.size_hint()
+        let mut hint = self.source.size_hint();
+        if let FirstFrame::Data(data) = &self.first_frame {
+            let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
+            if let Some(upper) = hint.upper() {
+                hint.set_upper(upper.saturating_add(bytes));
+            }
+            hint.set_lower(hint.lower().saturating_add(bytes));
+        }
+        hint
     }
 
     pub(super) fn new(
@@ -84,6 +129,7 @@ impl UpstreamBody {
         let pending_since = None;
         Self {
             source,
+            first_frame: FirstFrame::None,
             lease: Some(lease),
             idle_timeout,
             pending_since,
@@ -92,6 +138,39 @@ impl UpstreamBody {
             active_request: None,
             cost_meter: None,
             rate: ResponseRate::default(),
+        }
+    }
+
+    /// Reads the first frame, so that a body that fails at once is noticed before its response head
+    /// is forwarded. Without `has_length`, the response may be a stream: only a frame that has
+    /// arrived is read. Returns whether the body goes on.
+    ///
+    /// # Errors
+    /// Fails if the body is invalid or ends too early.
+    pub(super) fn poll_first_frame(
+        &mut self,
+        has_length: bool,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<bool, UpstreamError>> {
+        match self.source.poll_frame(cx)? {
+            Poll::Ready(Some(frame)) => {
+                self.first_frame = match frame.into_data() {
+                    Ok(data) => FirstFrame::Data(data),
+                    Err(trailers) => {
+                        FirstFrame::Trailers(Box::new(trailers.into_trailers().unwrap_or_default()))
+                    }
+                };
+                Poll::Ready(Ok(true))
+            }
+            Poll::Ready(None) => {
+                self.finish();
+                Poll::Ready(Ok(false))
+            }
+            Poll::Pending if has_length && let Some(lease) = &mut self.lease => {
+                let due = *self.pending_since.get_or_insert_with(Instant::now) + FIRST_FRAME_WAIT;
+                lease.timer().poll(due, cx).map(|()| Ok(true))
+            }
+            Poll::Pending => Poll::Ready(Ok(true)),
         }
     }
 
@@ -115,7 +194,7 @@ impl UpstreamBody {
     /// Whether all data has arrived, so that hyper may not poll again. An HTTP/2 stream may still
     /// signal its end later.
     fn is_fully_received(&self) -> bool {
-        self.source.is_end_stream() || self.source.size_hint().exact() == Some(0)
+        self.is_end_stream() || self.size_hint().exact() == Some(0)
     }
 
     /// Attaches the meter that reads the response cost from the body and settles it at the end. If
@@ -135,7 +214,12 @@ impl UpstreamBody {
         if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
-        let Poll::Ready(frame) = self.source.poll_frame(cx) else {
+        let polled = match std::mem::take(&mut self.first_frame) {
+            FirstFrame::None => self.source.poll_frame(cx),
+            FirstFrame::Data(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
+            FirstFrame::Trailers(trailers) => Poll::Ready(Some(Ok(Frame::trailers(*trailers)))),
+        };
+        let Poll::Ready(frame) = polled else {
             return self
                 .poll_deadlines(ends_at, cx)
                 .map(|error| Some(Err(self.fail(error))));
@@ -159,7 +243,7 @@ impl UpstreamBody {
                 }
                 Some(Ok(frame))
             }
-            Some(Err(error)) => Some(Err(self.fail(BodyError::UpstreamAborted(error)))),
+            Some(Err(error)) => Some(Err(self.fail(BodyError::UpstreamAborted(error.detail)))),
             None => {
                 self.finish();
                 None

@@ -1,7 +1,7 @@
 //! A request of a client connection, from its arrival to the end of its response.
 
 use bytes::{Buf, Bytes};
-use http::{HeaderValue, Request, Response, StatusCode, Version, header};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
@@ -17,6 +17,7 @@ use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
 use crate::proxy::http::body::{
     BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
 };
+use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::server::connection_timeouts::{
     ActiveRequestGuard, ConnectionMonitor, StreamProgress,
@@ -52,7 +53,7 @@ pub(super) fn handle_request<H: RequestHandler>(
     if head.version == Version::HTTP_10 {
         monitor.set_close_delimited();
     }
-    let is_http2 = head.version == Version::HTTP_2;
+    let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
     let body = RequestBody::new(&head, incoming, limits, &active);
     let head_bytes = monitor.memory().begin_head(is_http2);
     let charges_early_reset = is_http2 && peer.listener_kind.is_public();
@@ -89,9 +90,8 @@ pub(super) fn handle_request<H: RequestHandler>(
             // A request that the client sends after the last response is lost unless that response
             // has `connection: close`. hyper would add the header too late: it is asked to close
             // only when no more input is expected, and notices an unread body later.
-            response
-                .headers_mut()
-                .insert(header::CONNECTION, HeaderValue::from_static("close"));
+            let close = HeaderValue::from_static("close");
+            response.headers_mut().insert(header::CONNECTION, close);
         }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
             handover.put(UpgradedRequest::new(tunnel, client, guard.request.clone()));
@@ -99,6 +99,9 @@ pub(super) fn handle_request<H: RequestHandler>(
         let hides_end = !is_http2
             && response.status() == StatusCode::NOT_MODIFIED
             && response.headers().contains_key(header::CONTENT_LENGTH);
+        if is_http2 {
+            drop_unallowed_body(&mut response, is_head);
+        }
         Ok(response.map(|body| {
             guard.is_complete = body.is_end_stream();
             TrackedResponseBody {
@@ -110,6 +113,14 @@ pub(super) fn handle_request<H: RequestHandler>(
                 remainder: Bytes::new(),
             }
         }))
+    }
+}
+
+/// Drops the body of a response that has none. hyper omits it over HTTP/1 only.
+fn drop_unallowed_body(response: &mut Response<ResponseBody>, is_head: bool) {
+    let status = response.status();
+    if is_head || matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED) {
+        *response.body_mut() = ResponseBody::Empty;
     }
 }
 
@@ -200,8 +211,11 @@ impl Body for TrackedResponseBody {
                     Ok(data) => self.remainder = data,
                     Err(trailers) => {
                         self.guard.is_complete = true;
-                        let trailers = trailers.into_trailers();
-                        return Poll::Ready(trailers.ok().map(|all| Ok(Frame::trailers(all))));
+                        let mut trailers = trailers.into_trailers().unwrap_or_default();
+                        if self.is_http2 {
+                            hop_by_hop::remove_invalid_trailers(&mut trailers);
+                        }
+                        return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
                     }
                 },
                 end => {

@@ -1,0 +1,325 @@
+//! Responses that the upstream ends or frames wrongly, from HTTP/1.1 and h2c upstreams to HTTP/1.1
+//! and HTTP/2 clients.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientBody, RawClient, open_http2_connection};
+use crate::support::h2_frames::*;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawSocket, RawUpstream};
+use http_body_util::BodyExt;
+use hyper::{HeaderMap, Method, Request};
+use tokio::io::AsyncReadExt;
+use tokio::time::{Duration, timeout};
+
+/// Fields and frames (kind, flags, payload) of a response of an h2c upstream.
+type H2cCase = (
+    &'static [(&'static str, &'static str)],
+    &'static [(u8, u8, &'static [u8])],
+);
+
+/// A response as an HTTP/2 client sees it: head and body, or the error of either.
+struct Http2Response {
+    status: u16,
+    headers: HeaderMap,
+    body: Result<(Vec<u8>, HeaderMap), String>,
+}
+
+async fn request_over_http2(proxy: &Proxy, method: Method) -> Http2Response {
+    let response = try_request_over_http2(proxy, method).await;
+    response.expect("a response head")
+}
+
+/// Fails if the stream is reset, possibly together with the response head.
+async fn try_request_over_http2(
+    proxy: &Proxy,
+    method: Method,
+) -> Result<Http2Response, hyper::Error> {
+    let mut sender = open_http2_connection(proxy.address).await;
+    let request = Request::builder()
+        .method(method)
+        .uri("http://a/")
+        .body(ClientBody::default())
+        .unwrap();
+    let response = timeout(TEST_TIMEOUT, sender.send_request(request)).await;
+    let (head, body) = response.unwrap()?.into_parts();
+    let body = timeout(TEST_TIMEOUT, body.collect()).await.unwrap();
+    Ok(Http2Response {
+        status: head.status.as_u16(),
+        headers: head.headers,
+        body: body.map_err(|error| error.to_string()).map(|body| {
+            let trailers = body.trailers().cloned().unwrap_or_default();
+            (body.to_bytes().to_vec(), trailers)
+        }),
+    })
+}
+
+async fn start_http1(response: &'static str, closes: bool) -> (RawUpstream, Proxy) {
+    let upstream = RawUpstream::with_script(move |_, mut socket| async move {
+        while socket.read_request().await.is_some() {
+            socket.send(response.as_bytes()).await;
+            if closes {
+                return;
+            }
+        }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    (upstream, proxy)
+}
+
+/// Reads frames up to the next request head, and returns its stream.
+async fn read_request_stream(socket: &mut RawSocket) -> Option<[u8; 4]> {
+    loop {
+        let mut head = [0; 9];
+        socket.stream().read_exact(&mut head).await.ok()?;
+        let length = usize::from(head[1]) << 8 | usize::from(head[2]);
+        let mut payload = vec![0; length];
+        socket.stream().read_exact(&mut payload).await.ok()?;
+        if head[3] == HEADERS {
+            return head[5..].try_into().ok();
+        }
+    }
+}
+
+/// Answers each request with these fields and frames: kind, flags and payload.
+async fn start_h2c(
+    fields: &'static [(&'static str, &'static str)],
+    frames: &'static [(u8, u8, &'static [u8])],
+) -> (RawUpstream, Proxy) {
+    let upstream = RawUpstream::with_script(move |_, mut socket| async move {
+        socket.send(&encode_frame(SETTINGS, 0, 0, "")).await;
+        let mut preface = [0; 24];
+        if socket.stream().read_exact(&mut preface).await.is_err() {
+            return;
+        }
+        while let Some(stream) = read_request_stream(&mut socket).await {
+            let stream = u32::from_be_bytes(stream);
+            let ends = if frames.is_empty() { END_STREAM } else { 0 };
+            let block = encode_header_block(fields);
+            let mut bytes = encode_frame(HEADERS, END_HEADERS | ends, stream, block);
+            for (kind, flags, payload) in frames {
+                bytes.extend(encode_frame(*kind, *flags, stream, payload));
+            }
+            socket.send(&bytes).await;
+        }
+    })
+    .await;
+    let url = format!("h2c://{}", upstream.address);
+    let proxy = Proxy::builder().upstream_url(&url).start().await;
+    (upstream, proxy)
+}
+
+async fn assert_is_bad_gateway(proxy: &Proxy, case: &str) {
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let reply = client.read_response_or_close().await;
+    let reply = reply.unwrap_or_else(|| panic!("{case}: closed without a byte"));
+    assert_eq!(reply.status, 502, "{case}");
+    assert_eq!(
+        reply.header("content-type"),
+        Some("application/problem+json")
+    );
+    assert!(reply.complete, "{case}");
+    let reply = request_over_http2(proxy, Method::GET).await;
+    assert_eq!(reply.status, 502, "{case} over HTTP/2");
+    assert!(reply.body.is_ok(), "{case} over HTTP/2");
+}
+
+const RESET: &[u8] = &[0, 0, 0, 2];
+const LENGTH_5: &[(&str, &str)] = &[(":status", "200"), ("content-length", "5")];
+
+#[tokio::test]
+async fn a_body_that_fails_at_once_is_answered_with_502() {
+    for (response, case) in [
+        ("HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", "no body"),
+        (
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+            "invalid chunk",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+            "two lengths",
+        ),
+    ] {
+        let (_upstream, proxy) = start_http1(response, true).await;
+        assert_is_bad_gateway(&proxy, case).await;
+    }
+    let cases: [H2cCase; 7] = [
+        (LENGTH_5, &[(DATA, END_STREAM, b"ok")]),
+        (LENGTH_5, &[(DATA, END_STREAM, b"too long")]),
+        (LENGTH_5, &[(DATA, END_STREAM, b"")]),
+        (LENGTH_5, &[(RST_STREAM, 0, RESET)]),
+        (LENGTH_5, &[(RST_STREAM, 0, &[0; 4])]),
+        (&[(":status", "200")], &[(RST_STREAM, 0, RESET)]),
+        (
+            &[
+                (":status", "200"),
+                ("content-length", "5"),
+                ("content-length", "6"),
+            ],
+            &[(DATA, END_STREAM, b"hello")],
+        ),
+    ];
+    for (fields, frames) in cases {
+        let (_upstream, proxy) = start_h2c(fields, frames).await;
+        assert_is_bad_gateway(&proxy, &format!("{fields:?} {frames:?}")).await;
+    }
+}
+
+/// The start of the body may come late; a stream without a length may not start for long.
+#[tokio::test]
+async fn a_head_does_not_wait_long_for_its_body() {
+    for (head, case) in [
+        ("Content-Length: 5", "a length"),
+        ("Content-Type: text/event-stream", "no length"),
+    ] {
+        let upstream = RawUpstream::with_script(move |_, mut socket| async move {
+            socket.read_request().await;
+            let head = format!("HTTP/1.1 200 OK\r\n{head}\r\n\r\n");
+            socket.send(head.as_bytes()).await;
+            socket.read_to_close().await;
+        })
+        .await;
+        let proxy = Proxy::start("", upstream.address).await;
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let head = timeout(Duration::from_secs(5), client.read_past(b"\r\n\r\n")).await;
+        assert!(
+            head.is_ok_and(|head| head.starts_with(b"HTTP/1.1 200")),
+            "{case}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_body_that_breaks_later_never_looks_complete() {
+    let (_upstream, proxy) =
+        start_h2c(LENGTH_5, &[(DATA, 0, b"hel"), (RST_STREAM, 0, RESET)]).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let reply = client.read_response_or_close().await;
+    assert!(reply.is_none_or(|reply| reply.status == 502 || !reply.complete));
+    let reply = try_request_over_http2(&proxy, Method::GET).await;
+    let looks_complete = |reply: Http2Response| reply.status == 200 && reply.body.is_ok();
+    assert!(!reply.is_ok_and(looks_complete));
+}
+
+#[tokio::test]
+async fn http2_clients_get_only_what_http2_allows() {
+    const STATUS_204: &str = "HTTP/1.1 204 No Content\r\nContent-Length: 4\r\n\r\n";
+    const FIELDS: &str = "HTTP/1.1 200 OK\r\nConnection: x-hop, keep-alive\r\nX-Hop: 1\r\n\
+        Keep-Alive: timeout=5\r\nProxy-Connection: close\r\nUpgrade: h2c\r\nTE: gzip\r\n\
+        X-End: 1\r\nContent-Length: 5, 5\r\n\r\nhello";
+    const TRAILERS: &str = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\
+        Trailer: x-sum, connection\r\n\r\n5\r\nhello\r\n0\r\nConnection: close\r\n\
+        Keep-Alive: 5\r\nContent-Length: 9\r\nTransfer-Encoding: chunked\r\nX-Sum: 1\r\n\r\n";
+    for (response, method, status, body) in [
+        (STATUS_204, Method::GET, 204, ""),
+        (
+            "HTTP/1.1 205 Reset Content\r\nContent-Length: 4\r\n\r\nabcd",
+            Method::GET,
+            205,
+            "abcd",
+        ),
+        (
+            "HTTP/1.1 304 Not Modified\r\nContent-Length: 4\r\n\r\n",
+            Method::GET,
+            304,
+            "",
+        ),
+        (
+            "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\n",
+            Method::HEAD,
+            200,
+            "",
+        ),
+        (FIELDS, Method::GET, 200, "hello"),
+        (TRAILERS, Method::GET, 200, "hello"),
+    ] {
+        let (_upstream, proxy) = start_http1(response, false).await;
+        let reply = request_over_http2(&proxy, method).await;
+        assert_eq!(reply.status, status, "{response}");
+        let (received, trailers) = reply.body.unwrap_or_else(|e| panic!("{response}: {e}"));
+        assert_eq!(received, body.as_bytes(), "{response}");
+        for name in [
+            "connection",
+            "keep-alive",
+            "content-length",
+            "transfer-encoding",
+        ] {
+            assert!(!trailers.contains_key(name), "{name} in {trailers:?}");
+        }
+        assert_eq!(trailers.contains_key("x-sum"), response == TRAILERS);
+        for name in [
+            "connection",
+            "x-hop",
+            "keep-alive",
+            "proxy-connection",
+            "upgrade",
+            "te",
+        ] {
+            assert!(
+                !reply.headers.contains_key(name),
+                "{name} in {:?}",
+                reply.headers
+            );
+        }
+        let length = reply.headers.get("content-length");
+        assert_eq!(
+            length.is_none(),
+            status == 204 || response == TRAILERS,
+            "{response}"
+        );
+    }
+    let cases: [H2cCase; 5] = [
+        (
+            &[(":status", "204"), ("x-a", " b ")],
+            &[(DATA, END_STREAM, b"abcd")],
+        ),
+        (&[(":status", "204"), ("content-length", "4")], &[]),
+        (&[(":status", "304"), ("content-length", "4")], &[]),
+        (&[(":status", "304")], &[(DATA, END_STREAM, b"abcd")]),
+        (&[(":status", "205"), ("x-a", "b\t")], &[]),
+    ];
+    for (fields, frames) in cases {
+        let (_upstream, proxy) = start_h2c(fields, frames).await;
+        let case = format!("{fields:?} {frames:?}");
+        let reply = request_over_http2(&proxy, Method::GET).await;
+        assert_eq!(reply.status.to_string(), fields[0].1, "{case}");
+        assert_eq!(reply.body.expect(&case).0, b"", "{case}");
+        if reply.status == 204 {
+            assert!(!reply.headers.contains_key("content-length"), "{case}");
+        }
+        if let Some(value) = reply.headers.get("x-a") {
+            assert_eq!(value, "b", "{case}");
+        }
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let reply = client.read_response().await;
+        assert_eq!(reply.status.to_string(), fields[0].1, "{case}");
+        assert!(reply.complete && !client.has_buffered_bytes(), "{case}");
+    }
+}
+
+/// A HEAD is answered without a body also by the proxy itself.
+#[tokio::test]
+async fn own_replies_to_head_have_no_body() {
+    let deny = "[[policy]]\nname = 'deny'\naction = 'deny'";
+    let proxy = Proxy::start(deny, "127.0.0.1:9".parse().unwrap()).await;
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    let mut fields = GET_FIELDS;
+    for (name, value) in &mut fields {
+        if *name == ":method" {
+            *value = "HEAD";
+        }
+    }
+    client.send(request_frame(1, &fields)).await;
+    let head = client
+        .wait_for_frame("response", |frame| frame.kind == HEADERS)
+        .await;
+    assert_ne!(
+        head.flags & END_STREAM,
+        0,
+        "the response to a HEAD has a body"
+    );
+}
