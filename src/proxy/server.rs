@@ -27,7 +27,7 @@ mod parse_error_reply;
 pub(in crate::proxy) mod peer;
 pub(in crate::proxy) mod query_escaper;
 pub(in crate::proxy) mod shutdown;
-mod transport;
+pub(super) mod transport;
 mod unsent_responses;
 mod worker;
 

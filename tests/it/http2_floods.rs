@@ -291,6 +291,38 @@ async fn alternating_window_sizes_while_streams_wait() {
     .await;
 }
 
+/// SETTINGS and GOAWAY cost more, the more streams are open.
+#[tokio::test]
+async fn frames_for_which_h2_visits_every_stream() {
+    let upstream = start_upstream().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let goaway = encode_frame(GOAWAY, 0, 0, [0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 0]);
+    for frame in [
+        encode_frame(SETTINGS, 0, 0, encode_setting(4, 0)),
+        encode_frame(SETTINGS, 0, 0, encode_setting(4, 1)),
+        goaway,
+    ] {
+        let mut attacker = FrameClient::connect(proxy.address, &encode_setting(4, 0)).await;
+        let opening: Vec<u8> = (0..200)
+            .flat_map(|n| get_frame(stream_id(n), "/big"))
+            .collect();
+        attacker.send(opening).await;
+        for _ in 0..200 {
+            attacker
+                .wait_for_frame("a response", |frame| frame.kind == HEADERS)
+                .await;
+        }
+        assert!(!attacker.is_closed());
+        let mut sent = 0;
+        while sent < 1_000 && attacker.send(&frame).await && !attacker.is_closed() {
+            sent += 1;
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        assert!((40..200).contains(&sent), "{sent} frames");
+        assert_eq!(proxy.get("/").await.status, 200);
+    }
+}
+
 #[tokio::test]
 async fn window_updates_of_one_byte() {
     let opening = [

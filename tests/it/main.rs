@@ -41,6 +41,7 @@ mod cluster_split_decisions;
 mod concurrency;
 mod configuration_limits;
 mod configuration_sources;
+mod connection_guards;
 mod cors;
 mod counted_lockouts;
 mod counted_responses;

@@ -264,3 +264,57 @@ async fn connections_of_the_operators_proxies_stay_open() {
     wait_for_closes(&proxy, 10.0).await;
     assert!(!operator.closes_within(Duration::from_millis(200)).await);
 }
+
+/// A head of indexed cookie crumbs takes one byte per line on the wire, and 100 decoded.
+fn push_crumbs_head(into: &mut Vec<u8>, stream: u32, flags: u8) {
+    let block = [
+        encode_header_block(&GET_FIELDS),
+        encode_indexed_literal("cookie", "a"),
+        vec![0xbe; 1_500],
+    ];
+    into.extend(encode_frame(HEADERS, flags, stream, block.concat()));
+}
+
+/// Without counting decoded heads, they take 383 MiB.
+#[tokio::test]
+async fn decoded_heads_of_cookie_crumbs_stay_below_the_memory_limit() {
+    let upstream = Upstream::with_handler(|_| std::future::pending()).await;
+    let config = "[listen]\nmax_memory = '153MiB'\n\
+        [[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    assert_eq!(proxy.get("/deny").await.status, 403);
+    let mut clients = Vec::new();
+    for _ in 0..16 {
+        let mut client = FrameClient::connect(proxy.address, &[]).await;
+        let mut frames = Vec::new();
+        for n in 0..200 {
+            push_crumbs_head(&mut frames, 2 * n + 1, END_STREAM | END_HEADERS);
+        }
+        client.send(frames).await;
+        assert_eq!(proxy.get("/deny").await.status, 403);
+        clients.push(client);
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let kib = proxy.anonymous_kib();
+    println!("{kib} KiB");
+    assert!(kib < 200 << 10, "{kib} KiB");
+    assert_eq!(proxy.get("/deny").await.status, 403);
+}
+
+/// Heads without END_HEADERS are decoded as far as they have arrived.
+#[tokio::test]
+async fn incomplete_decoded_heads_count() {
+    let upstream = Upstream::echo().await;
+    let config = "[listen]\nmax_memory = '20MiB'\n[listen.http]\nheader_timeout = '60s'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut clients = Vec::new();
+    for _ in 0..200 {
+        let mut client = FrameClient::connect(proxy.address, &[]).await;
+        let mut frames = Vec::new();
+        push_crumbs_head(&mut frames, 1, END_STREAM);
+        client.send(frames).await;
+        clients.push(client);
+    }
+    wait_for_closes(&proxy, 50.0).await;
+    assert_eq!(proxy.get("/").await.status, 200);
+}

@@ -348,6 +348,23 @@ fn join_header_lines<'v>(
         .expect("valid values joined by visible ASCII are valid")
 }
 
+/// Memory of a field line in a header map: an entry, without name and value.
+const FIELD_LINE_BYTES: usize = 104;
+
+/// Joins the lines of `Cookie`, and releases the memory of the lines. Returns the memory of the map.
+///
+/// HPACK needs one byte for a line that takes [`FIELD_LINE_BYTES`].
+pub(in crate::proxy) fn compact_header_map(headers: &mut HeaderMap) -> usize {
+    join_cookie_lines(headers);
+    let mut compact = HeaderMap::with_capacity(headers.keys_len());
+    compact.extend(std::mem::take(headers));
+    *headers = compact;
+    let lines = headers.iter();
+    lines
+        .map(|(name, value)| FIELD_LINE_BYTES + name.as_str().len() + value.len())
+        .sum()
+}
+
 /// Joins the lines of `Cookie` into one: HTTP/2 allows several, HTTP/1.1 only one (RFC 9113,
 /// 8.2.3).
 fn join_cookie_lines(headers: &mut HeaderMap) {

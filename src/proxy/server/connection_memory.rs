@@ -18,6 +18,13 @@ const BLOCKED_WRITE_BYTES: usize = 64 * 1024;
 /// Maximum input that TLS keeps: a partial message of the handshake. A partial record is smaller.
 const MAX_TLS_INPUT_BYTES: usize = 64 * 1024;
 
+/// Maximum memory of a decoded field line of one byte, with the spare capacity of its map.
+const DECODED_BYTES_PER_BYTE: usize = 144;
+
+/// Memory of the decoded lines of the largest head, by the default of `max_header_bytes`: each line
+/// counts 32 bytes or more towards that (RFC 9113, 6.5.2).
+const MAX_DECODED_BYTES: usize = 64 * 1024 / 32 * DECODED_BYTES_PER_BYTE;
+
 /// Unit in which the heads of active requests are counted.
 const HEAD_STEP_BYTES: usize = 4 * 1024;
 
@@ -103,15 +110,16 @@ impl ConnectionMemory {
         self.complete_head_bytes.set(complete);
     }
 
-    /// Records that the request of a complete head begins. Returns the size of the head, which is
-    /// to be passed to [`ConnectionMemory::end_head`]. An HTTP/2 head that arrived in one read
-    /// counts as part of its stream.
-    pub(in crate::proxy) fn begin_head(&self, is_http2: bool) -> usize {
+    /// Records that the request of a complete head begins, with the memory of its decoded fields.
+    /// Returns the size of the head, which is to be passed to [`ConnectionMemory::end_head`]. A
+    /// small HTTP/2 head that arrived in one read counts as part of its stream.
+    pub(in crate::proxy) fn begin_head(&self, is_http2: bool, decoded_bytes: usize) -> usize {
         self.begin_stream();
         let bytes = match is_http2 {
             true => self.complete_head_bytes.take(),
             false => self.head_bytes.take(),
         };
+        let bytes = bytes.max(decoded_bytes);
         self.active_head_bytes
             .set(self.active_head_bytes.get() + bytes);
         bytes
@@ -201,6 +209,11 @@ impl ConnectionMemory {
         self.activity.set_from_trusted_proxy();
     }
 
+    /// Whether the peer is a trusted proxy, which carries many clients.
+    pub(super) fn is_from_trusted_proxy(&self) -> bool {
+        self.activity.is_from_trusted_proxy()
+    }
+
     /// Whether the budget is exceeded while connections are being closed for it, and the connection
     /// has to wait.
     pub(super) fn is_budget_being_freed(&self) -> bool {
@@ -226,9 +239,10 @@ impl ConnectionMemory {
         }
     }
 
-    /// An HTTP/2 field block is held twice: as received and decoded.
+    /// An incomplete HTTP/2 field block is held twice: as received and decoded.
     fn held_bytes(&self, buffers: &ConnectionBuffers) -> usize {
         let head_bytes = self.head_bytes.get();
+        let decoded_bytes = (head_bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES);
         // Small heads and TLS records are part of the buffers: ordinary requests report nothing.
         let active_head_bytes = self.active_head_bytes.get() & !(HEAD_STEP_BYTES - 1);
         let tls_input_bytes = self.tls_input_bytes.get() & !(HEAD_STEP_BYTES - 1);
@@ -240,7 +254,8 @@ impl ConnectionMemory {
             Some(streams) => {
                 CONNECTION_BUFFER_BYTES
                     + streams * HTTP2_STREAM_BYTES
-                    + 2 * head_bytes
+                    + head_bytes
+                    + head_bytes.max(decoded_bytes)
                     + active_head_bytes
                     + self.unread_body_bytes()
             }

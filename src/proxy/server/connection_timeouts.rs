@@ -531,11 +531,8 @@ mod tests {
     /// Frames that end within a field block, of which these bytes have arrived.
     fn scan_of(field_block_bytes: usize) -> FrameScan {
         FrameScan {
-            costly_frames: 0,
-            data_bytes: 0,
             field_block_bytes,
-            ends_field_block: false,
-            is_rewritten: false,
+            ..FrameScan::default()
         }
     }
 
@@ -705,21 +702,21 @@ mod tests {
         monitor.record_read(60 * 1024);
         assert_eq!(kib(), 80);
         let request = monitor.begin_request();
-        let head = monitor.memory().begin_head(false);
+        let head = monitor.memory().begin_head(false, 0);
         assert_eq!(kib(), 80, "the request holds its head");
         monitor.memory().end_head(head);
         drop(request);
         assert_eq!(kib(), 20);
         monitor.set_http2();
         monitor.record_field_block(true, &scan_of(40 * 1024));
-        assert_eq!(kib(), 100);
+        assert_eq!(kib(), 60 + 288, "decoded fields count");
         monitor.record_field_block(false, &scan_of(0));
         let request = monitor.begin_request();
         let _body = request.clone();
-        let head = monitor.memory().begin_head(true);
+        let head = monitor.memory().begin_head(true, 0);
         assert_eq!(kib(), 68, "a request with a body is one stream");
         monitor.memory().end_head(head);
-        let _stream = monitor.memory().begin_head(true);
+        let _stream = monitor.memory().begin_head(true, 0);
         monitor.memory().begin_http2_body();
         for _ in 0..100 {
             monitor.memory().add_unread_body_bytes(100 * 1024);

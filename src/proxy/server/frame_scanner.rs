@@ -1,7 +1,7 @@
 //! Scans a client's HTTP/2 byte stream by its frame headers, below hyper and h2.
 //!
-//! Counts the costly frames, and rejects two errors that h2 accepts: a first frame other than
-//! SETTINGS (RFC 9113, 3.4), and pseudo-header fields in trailers (8.1). See
+//! Counts the costly frames, drops empty DATA frames, and rejects two errors that h2 accepts: a
+//! first frame other than SETTINGS (RFC 9113, 3.4), and pseudo-header fields in trailers (8.1). See
 //! `docs/decisions/0047-http2-corrections.md`.
 
 use std::collections::VecDeque;
@@ -18,8 +18,10 @@ const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
+const GOAWAY: u8 = 7;
 const CONTINUATION: u8 = 9;
 
+const ACK: u8 = 1;
 const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const PADDED: u8 = 8;
@@ -67,11 +69,21 @@ struct FrameSplitter {
     remaining_padding: usize,
 }
 
+/// Drops empty DATA frames that do not end a stream. h2 closes a connection with 100 of them, over
+/// its whole life.
+#[derive(Debug, Default)]
+pub(in crate::proxy) struct EmptyFrameFilter(FrameSplitter);
+
 /// Result of scanning the bytes of one read.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::proxy) struct FrameScan {
     /// Number of costly frames whose header ends in these bytes.
     pub(in crate::proxy) costly_frames: u32,
+    /// Number of costly frames for which h2 visits every open stream.
+    pub(in crate::proxy) connection_wide_frames: u32,
+    /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
+    pub(in crate::proxy) heads: u32,
+    pub(in crate::proxy) head_bytes: usize,
     /// Bytes of DATA payloads among these bytes.
     pub(in crate::proxy) data_bytes: usize,
     /// Bytes of the last field block among these bytes, if they end within it.
@@ -113,28 +125,38 @@ impl FrameScanner {
         replacement: &mut Vec<u8>,
     ) -> io::Result<FrameScan> {
         let mut splitter = self.splitter;
-        let (mut costly_frames, mut data_bytes, mut is_valid) = (0, 0, true);
-        let (mut field_block_bytes, mut ends_field_block) = (0, false);
-        // Positions of the trailers among the frame headers of these bytes.
-        let (mut position, mut trailers) = (0, VecDeque::new());
+        let (mut scan, mut is_valid) = (FrameScan::default(), true);
+        // Positions of trailers and dropped frames among the frame headers of these bytes.
+        let (mut position, mut trailers, mut dropped) = (0, VecDeque::new(), VecDeque::new());
         splitter.split(bytes, |part| match part {
-            FramePart::Payload(payload) if self.frame_type == DATA => data_bytes += payload.len(),
+            FramePart::Payload(payload) if self.frame_type == DATA => {
+                scan.data_bytes += payload.len()
+            }
             FramePart::Payload(bytes) | FramePart::Padding(bytes) => {
-                field_block_bytes += bytes.len();
+                scan.field_block_bytes += bytes.len();
+                if matches!(self.frame_type, HEADERS | CONTINUATION) {
+                    scan.head_bytes += bytes.len();
+                }
             }
             FramePart::Header(header) => {
                 let [_, _, _, kind, flags, ..] = *header.fixed;
+                scan.heads += u32::from(kind == HEADERS);
                 if kind != CONTINUATION {
-                    ends_field_block = true;
-                    field_block_bytes = 0;
+                    scan.ends_field_block = true;
+                    scan.field_block_bytes = 0;
                 }
-                field_block_bytes += FRAME_HEADER_BYTES;
+                scan.field_block_bytes += FRAME_HEADER_BYTES;
                 is_valid &= self.has_started || kind == SETTINGS;
                 self.has_started = true;
                 self.frame_type = kind;
                 self.is_block_open =
                     matches!(kind, HEADERS | CONTINUATION) && flags & END_HEADERS == 0;
-                costly_frames += u32::from(is_costly_frame_type(kind));
+                let is_dropped = self.is_empty_upload_data(header);
+                if is_dropped {
+                    dropped.push_back(position);
+                }
+                scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_dropped);
+                scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
                 if self.is_trailers(header.fixed) && !header.is_too_short {
                     trailers.push_back(position);
                 }
@@ -145,11 +167,12 @@ impl FrameScanner {
             return Err(INVALID_FIRST_FRAME.into());
         }
         let mut start = std::mem::replace(&mut self.splitter, splitter);
-        let is_rewritten = !trailers.is_empty()
+        scan.is_rewritten = !trailers.is_empty()
             || start.header_len > 0
             || self.splitter.header_len > 0
-            || self.drops_padding;
-        if is_rewritten {
+            || self.drops_padding
+            || !dropped.is_empty();
+        if scan.is_rewritten {
             let mut position = 0;
             start.split(bytes, |part| match part {
                 FramePart::Payload(payload) => replacement.extend_from_slice(payload),
@@ -159,24 +182,17 @@ impl FrameScanner {
                     self.drops_padding = trailers.pop_front_if(|next| *next == position).is_some();
                     if self.drops_padding {
                         push_marked_trailers_header(header, replacement);
-                    } else {
-                        replacement.extend_from_slice(header.fixed);
-                        replacement.extend_from_slice(header.prefix);
+                    } else if dropped.pop_front_if(|next| *next == position).is_none() {
+                        header.push(replacement);
                     }
                     position += 1;
                 }
             });
         }
-        Ok(FrameScan {
-            costly_frames,
-            data_bytes,
-            field_block_bytes: match self.is_within_field_block() {
-                true => field_block_bytes,
-                false => 0,
-            },
-            ends_field_block,
-            is_rewritten,
-        })
+        if !self.is_within_field_block() {
+            scan.field_block_bytes = 0;
+        }
+        Ok(scan)
     }
 
     /// Whether the bytes so far end within a field block: the head or the trailers of a request.
@@ -184,6 +200,12 @@ impl FrameScanner {
         let is_block_payload = matches!(self.frame_type, HEADERS | CONTINUATION);
         let rest = self.splitter.remaining_payload + self.splitter.remaining_padding;
         self.is_block_open || is_block_payload && rest > 0
+    }
+
+    /// Whether this is an empty DATA frame within the upload of an open stream.
+    fn is_empty_upload_data(&self, header: FrameHeader<'_>) -> bool {
+        let [_, _, _, _, _, stream @ ..] = *header.fixed;
+        header.is_empty_data() && self.open_uploads.contains(&u32::from_be_bytes(stream))
     }
 
     /// Whether this is a HEADERS frame with trailers. Follows the streams with an open request
@@ -218,6 +240,41 @@ impl FrameScanner {
     fn end_upload(&mut self, stream: u32) -> bool {
         let found = self.open_uploads.iter().position(|open| *open == stream);
         found.is_some_and(|at| self.open_uploads.remove(at).is_some())
+    }
+}
+
+impl EmptyFrameFilter {
+    /// Returns whether other bytes, which are appended to `replacement`, replace the next bytes. A
+    /// frame header that is incomplete so far is withheld.
+    pub(in crate::proxy) fn filter(&mut self, bytes: &[u8], replacement: &mut Vec<u8>) -> bool {
+        let (mut splitter, mut has_empty_frames) = (self.0, false);
+        splitter.split(bytes, |part| {
+            has_empty_frames |= matches!(part, FramePart::Header(header) if header.is_empty_data());
+        });
+        let mut start = std::mem::replace(&mut self.0, splitter);
+        let is_rewritten = has_empty_frames || start.header_len > 0 || self.0.header_len > 0;
+        if is_rewritten {
+            start.split(bytes, |part| match part {
+                FramePart::Payload(bytes) | FramePart::Padding(bytes) => {
+                    replacement.extend_from_slice(bytes);
+                }
+                FramePart::Header(header) if header.is_empty_data() => {}
+                FramePart::Header(header) => header.push(replacement),
+            });
+        }
+        is_rewritten
+    }
+}
+
+impl FrameHeader<'_> {
+    /// Whether this is an empty DATA frame that does not end its stream.
+    fn is_empty_data(&self) -> bool {
+        matches!(*self.fixed, [0, 0, 0, DATA, flags, ..] if flags & END_STREAM == 0)
+    }
+
+    fn push(&self, into: &mut Vec<u8>) {
+        into.extend_from_slice(self.fixed);
+        into.extend_from_slice(self.prefix);
     }
 }
 
@@ -304,10 +361,16 @@ fn payload_len([a, b, c]: [u8; 3]) -> usize {
     usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c)
 }
 
-/// Whether frames of this type spend credit. DATA, HEADERS and CONTINUATION do not: they belong to
+/// Whether frames of this type spend credit. Nonempty DATA, HEADERS and CONTINUATION do not: they belong to
 /// requests, which are limited as requests or by h2.
 fn is_costly_frame_type(kind: u8) -> bool {
     !matches!(kind, DATA | HEADERS | CONTINUATION)
+}
+
+/// Whether h2 visits every open stream for the frame: SETTINGS may change all windows, and GOAWAY
+/// may end streams.
+fn is_connection_wide(kind: u8, flags: u8) -> bool {
+    kind == SETTINGS && flags & ACK == 0 || kind == GOAWAY
 }
 
 /// Replaces the header of a frame with trailers by a HEADERS frame with the marker and the header
@@ -377,10 +440,20 @@ mod tests {
             .into_iter()
             .flat_map(|(kind, len)| build_frame(kind, 0, 1, len))
             .collect();
+        let empty = build_frame(DATA, 0, 1, 0);
+        let at = frames.windows(9).position(|part| part == empty).unwrap();
+        let expected = [&frames[..at], &frames[at + 9..]].concat();
         for step in [1, 2, 3, 8, 9, 10, 1000, usize::MAX] {
             let (costly_frames, passed) = scan_in_steps(&frames, step);
-            assert_eq!(costly_frames, 5, "in steps of {step}: 4, 6, 8, 3 and 200");
-            assert!(passed == frames, "in steps of {step}");
+            assert_eq!(costly_frames, 6, "{step}: 4, 6, 8, 3, 200 and empty DATA");
+            assert!(passed == expected, "in steps of {step}");
+            let (mut filter, mut filtered) = (EmptyFrameFilter::default(), vec![]);
+            for part in frames.chunks(step.min(frames.len())) {
+                if !filter.filter(part, &mut filtered) {
+                    filtered.extend_from_slice(part);
+                }
+            }
+            assert!(filtered == expected, "in steps of {step}");
         }
     }
 

@@ -10,7 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
 use super::connection_timeouts::ConnectionMonitor;
-use super::frame_scanner::FrameScanner;
+use super::frame_scanner::{FrameScan, FrameScanner};
 use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
 use super::query_escaper::QueryEscaper;
@@ -42,6 +42,10 @@ const MAX_RESET_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 const MEMORY_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 const MAX_MEMORY_CHECKS: u8 = 10;
 
+/// Bytes of HTTP/2 field blocks in one read after which h2 accepts the requests before it reads on.
+/// h2 otherwise decodes all heads that the client sends, up to 144 bytes for each byte.
+const MIN_PAUSED_HEAD_BYTES: usize = 4 * 1024;
+
 /// Output without effect on an HTTP/1.1 client. The machine of a disconnected client answers with a
 /// reset.
 const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
@@ -55,6 +59,8 @@ pub(in crate::proxy) struct MonitoredSocket {
     read_ahead: Vec<u8>,
     frame_scanner: FrameScanner,
     query_escaper: QueryEscaper,
+    /// Number of reads to be delayed: see [`MIN_PAUSED_HEAD_BYTES`].
+    remaining_pauses: u32,
     /// Whether shutdown ends only the write direction.
     is_half_close: bool,
     /// Whether both directions have ended. Further input is discarded: it must not be parsed as
@@ -104,6 +110,7 @@ impl MonitoredSocket {
             read_ahead: Vec::new(),
             frame_scanner: FrameScanner::default(),
             query_escaper: QueryEscaper::default(),
+            remaining_pauses: 0,
             is_half_close: false,
             is_closed: false,
             linger: None,
@@ -224,6 +231,19 @@ impl MonitoredSocket {
         }
     }
 
+    /// Spends credit for received frames. A frame for which h2 visits every stream costs as much as
+    /// one frame per stream.
+    fn charge_frames(&self, scan: &FrameScan) {
+        let mut frames = scan.costly_frames;
+        if scan.connection_wide_frames > 0 {
+            let streams =
+                self.monitor.memory().stream_count() + self.monitor.unsent_responses().len();
+            let streams = u32::try_from(streams).unwrap_or(u32::MAX);
+            frames = frames.saturating_add(scan.connection_wide_frames.saturating_mul(streams));
+        }
+        self.monitor.frame_budget().charge_frames(frames);
+    }
+
     fn record_output(&mut self) {
         if let Some(half_close) = &mut self.half_close {
             half_close.last_output_at = Instant::now();
@@ -284,6 +304,11 @@ impl AsyncRead for MonitoredSocket {
             return Poll::Ready(Ok(()));
         }
         ready!(this.poll_memory(cx));
+        if this.remaining_pauses > 0 {
+            this.remaining_pauses -= 1;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         loop {
             let before = into.filled().len();
             ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
@@ -310,15 +335,16 @@ impl AsyncRead for MonitoredSocket {
                 return Poll::Ready(Ok(()));
             }
             let scan = this.frame_scanner.scan(received, &mut this.read_ahead)?;
-            this.monitor
-                .frame_budget()
-                .charge_frames(scan.costly_frames);
+            this.charge_frames(&scan);
             if this.monitor.frame_budget().is_exhausted() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
             this.monitor
                 .record_field_block(this.frame_scanner.is_within_field_block(), &scan);
             this.monitor.memory().add_unread_body_bytes(scan.data_bytes);
+            if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
+                this.remaining_pauses = scan.heads;
+            }
             if !scan.is_rewritten {
                 return Poll::Ready(Ok(()));
             }

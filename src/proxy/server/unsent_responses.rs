@@ -64,9 +64,14 @@ impl UnsentResponses {
         }
     }
 
+    /// Number of complete responses that are not sent.
+    pub(super) fn len(&self) -> usize {
+        self.newer.get() + self.older.get()
+    }
+
     /// Whether all complete responses were sent.
     pub(super) fn is_empty(&self) -> bool {
-        self.newer.get() + self.older.get() == 0
+        self.len() == 0
     }
 
     /// Time at which the last response was sent, if it was ever unsent.

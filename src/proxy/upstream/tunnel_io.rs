@@ -1,7 +1,7 @@
 //! The upstream side of a tunnel as a byte stream.
 
 use bytes::{Buf, Bytes};
-use h2::{RecvStream, SendStream};
+use h2::SendStream;
 use hyper::upgrade::Upgraded;
 use hyper_util::rt::TokioIo;
 use std::fmt::Debug;
@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::http2::body_upload::poll_send_capacity;
+use super::http2::received_stream::ReceivedStream;
 use super::pool::UpstreamConnection;
 
 /// Maximum size of one write to the HTTP/2 stream of a tunnel.
@@ -30,7 +31,7 @@ impl TunnelUpstream for Http2TunnelIo {}
 #[derive(Debug)]
 pub(in crate::proxy) struct Http2TunnelIo {
     send_stream: SendStream<Bytes>,
-    recv_stream: RecvStream,
+    recv_stream: ReceivedStream,
     read_buffer: Bytes,
     write_closed: bool,
     _connection: Box<UpstreamConnection>,
@@ -39,7 +40,7 @@ pub(in crate::proxy) struct Http2TunnelIo {
 impl Http2TunnelIo {
     pub(super) fn new(
         send_stream: SendStream<Bytes>,
-        recv_stream: RecvStream,
+        recv_stream: ReceivedStream,
         connection: Box<UpstreamConnection>,
     ) -> Self {
         Self {
@@ -71,7 +72,6 @@ impl AsyncRead for Http2TunnelIo {
         into.put_slice(&chunk);
         // The receive window reopens only for data that the reader has taken.
         this.recv_stream
-            .flow_control()
             .release_capacity(chunk.len())
             .map_err(io::Error::other)?;
         Poll::Ready(Ok(()))

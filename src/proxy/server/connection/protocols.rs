@@ -99,13 +99,17 @@ impl HttpServerSettings {
         }
     }
 
-    /// Maximum streams that a client has reset before the server accepted them. The operator's own
-    /// proxies may reset every stream: they have timeouts of milliseconds and reset all their
-    /// streams when a reply is late.
-    fn max_pending_resets(&self) -> usize {
-        match self.listener_kind.is_public() {
-            true => H2_MAX_PENDING_RESETS,
-            false => usize::try_from(self.settings.max_concurrent_streams).unwrap_or(usize::MAX),
+    /// Maximum streams that a client has reset before the server accepted them, and that the server
+    /// resets for client errors. The operator's own proxies may reset every stream: they have
+    /// timeouts of milliseconds, and carry many clients, of which one must not end the requests of
+    /// others.
+    fn reset_limits(&self, monitor: &ConnectionMonitor) -> (usize, Option<usize>) {
+        match self.listener_kind.is_public() && !monitor.memory().is_from_trusted_proxy() {
+            true => (H2_MAX_PENDING_RESETS, Some(H2_MAX_LOCAL_RESETS)),
+            false => {
+                let streams = usize::try_from(self.settings.max_concurrent_streams);
+                (streams.unwrap_or(usize::MAX), None)
+            }
         }
     }
 
@@ -117,6 +121,7 @@ impl HttpServerSettings {
         let tasks =
             StreamTaskExecutor::new(Rc::clone(monitor), Rc::clone(handover), self.load.clone());
         let mut http2 = http2::Builder::new(tasks);
+        let (max_pending_resets, max_local_resets) = self.reset_limits(monitor);
         http2
             .timer(TokioTimer::new())
             .enable_connect_protocol()
@@ -125,8 +130,8 @@ impl HttpServerSettings {
             .initial_stream_window_size(H2_STREAM_WINDOW_BYTES)
             .initial_connection_window_size(H2_CONNECTION_WINDOW_BYTES)
             .max_send_buf_size(H2_STREAM_SEND_BUFFER_BYTES)
-            .max_pending_accept_reset_streams(self.max_pending_resets())
-            .max_local_error_reset_streams(H2_MAX_LOCAL_RESETS)
+            .max_pending_accept_reset_streams(max_pending_resets)
+            .max_local_error_reset_streams(max_local_resets)
             .keep_alive_interval(H2_PING_INTERVAL)
             .keep_alive_timeout(H2_PING_TIMEOUT);
         http2

@@ -17,6 +17,7 @@ use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
 use crate::proxy::http::body::{
     BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
 };
+use crate::proxy::http::headers;
 use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::server::connection_timeouts::{
@@ -29,6 +30,9 @@ use crate::proxy::server::unsent_responses::{StreamOutput, UnsentChunkGuard};
 /// Maximum size of a response chunk passed to HTTP/2. Once h2 has taken a chunk, the client reads,
 /// even if slowly.
 const H2_MAX_CHUNK_BYTES: usize = 16 * 1024;
+
+/// Number of field lines up to which a decoded HTTP/2 head counts as part of its stream.
+const MAX_UNCOUNTED_LINES: usize = 64;
 
 /// Passes one request to the handler. The request stays active until the bodies of request and
 /// response are dropped.
@@ -55,7 +59,11 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
     let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
     let body = RequestBody::new(&head, incoming, limits, &active);
-    let head_bytes = monitor.memory().begin_head(is_http2);
+    let decoded_bytes = match is_http2 && head.headers.len() > MAX_UNCOUNTED_LINES {
+        true => headers::compact_header_map(&mut head.headers),
+        false => 0,
+    };
+    let head_bytes = monitor.memory().begin_head(is_http2, decoded_bytes);
     let charges_early_reset = is_http2 && peer.listener_kind.is_public();
     let mut guard = RequestGuard {
         request: active,

@@ -18,6 +18,7 @@ use crate::proxy::upstream::UpstreamClient;
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use crate::proxy::upstream::http2::body_upload::BodyUpload;
 use crate::proxy::upstream::http2::head_conversion;
+use crate::proxy::upstream::http2::received_stream::ReceivedStream;
 use crate::proxy::upstream::http2::response_body::Http2ResponseBody;
 use crate::proxy::upstream::http2::{Http2ResponseFuture, StreamOpenError};
 use crate::proxy::upstream::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
@@ -125,7 +126,7 @@ impl UpstreamClient {
     /// a WebSocket request; a success status turns its stream into a tunnel with status 101.
     fn convert_response(
         &self,
-        response: Response<h2::RecvStream>,
+        response: Response<ReceivedStream>,
         websocket: Option<(HeaderValue, SendStream<Bytes>)>,
         connection: Box<UpstreamConnection>,
     ) -> Response<ResponseBody> {

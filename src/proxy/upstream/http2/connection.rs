@@ -1,8 +1,8 @@
 //! State of one HTTP/2 connection: its streams and the cancellation of requests.
 
 use bytes::Bytes;
+use h2::SendStream;
 use h2::client::{ResponseFuture, SendRequest};
-use h2::{RecvStream, SendStream};
 use http::{Request, Response};
 use std::cell::{Cell, RefCell};
 use std::future::Future;
@@ -14,6 +14,7 @@ use std::time::Duration;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::received_stream::{ReceivedStream, ReceivedStreams};
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Maximum streams per connection, even if the upstream allows more.
@@ -45,6 +46,7 @@ pub(in crate::proxy::upstream) struct Http2Connection {
     /// Remaining cancellations; see [`CANCELLATION_BUDGET`].
     cancellation_budget: Cell<u32>,
     deferred_cancels: RefCell<DeferredCancels>,
+    received_streams: ReceivedStreams,
     idle_since: Cell<Instant>,
     driver_waker: RefCell<Option<Waker>>,
     task: Cell<Option<AbortHandle>>,
@@ -82,6 +84,7 @@ impl Http2Connection {
             was_used: Cell::new(false),
             cancellation_budget: Cell::new(CANCELLATION_BUDGET),
             deferred_cancels: RefCell::default(),
+            received_streams: ReceivedStreams::default(),
             idle_since: Cell::new(Instant::now()),
             driver_waker: RefCell::default(),
             task: Cell::default(),
@@ -220,6 +223,17 @@ impl Http2Connection {
         }
     }
 
+    /// Takes the unread frames of all streams out of h2, and cancels the abandoned requests that the
+    /// upstream has answered: their responses have no reader.
+    pub(super) fn collect_unread_frames(&self) {
+        self.received_streams.collect();
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut deferred = self.deferred_cancels.borrow_mut();
+        deferred
+            .requests
+            .retain_mut(|request| Pin::new(request).poll(&mut cx).is_pending());
+    }
+
     /// Stores the waker of the task that runs the connection.
     pub(super) fn set_driver_waker(&self, waker: &Waker) {
         self.driver_waker.replace(Some(waker.clone()));
@@ -256,7 +270,7 @@ impl Http2ResponseFuture {
 }
 
 impl Future for Http2ResponseFuture {
-    type Output = Result<Response<RecvStream>, h2::Error>;
+    type Output = Result<Response<ReceivedStream>, h2::Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(response) = &mut self.response else {
@@ -266,7 +280,8 @@ impl Future for Http2ResponseFuture {
         self.response = None;
         let budget = &self.connection.cancellation_budget;
         budget.set((budget.get() + 1).min(CANCELLATION_BUDGET));
-        Poll::Ready(answer)
+        let streams = &self.connection.received_streams;
+        Poll::Ready(answer.map(|response| response.map(|stream| streams.add(stream))))
     }
 }
 

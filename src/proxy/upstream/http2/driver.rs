@@ -8,27 +8,31 @@ use std::task::Poll;
 
 use super::connection::Http2Connection;
 use super::ping_monitor::PingMonitor;
+use super::received_stream::ReadAllowance;
+use super::socket::Http2Socket;
 use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::proxy::upstream::connector::UpstreamSocket;
 use crate::proxy::upstream::error::format_error_chain;
 
 /// The task that reads and writes for all requests of a connection.
 pub(in crate::proxy::upstream) struct Http2Driver {
-    connection: h2::client::Connection<UpstreamSocket, Bytes>,
+    connection: h2::client::Connection<Http2Socket, Bytes>,
     ping_monitor: Option<PingMonitor>,
+    read_allowance: ReadAllowance,
     http2_connection: Weak<Http2Connection>,
     deferred_cancel_timer: LazyTimer,
 }
 
 impl Http2Driver {
     pub(super) fn new(
-        connection: h2::client::Connection<UpstreamSocket, Bytes>,
+        connection: h2::client::Connection<Http2Socket, Bytes>,
         ping_monitor: Option<PingMonitor>,
+        read_allowance: ReadAllowance,
         http2_connection: Weak<Http2Connection>,
     ) -> Self {
         Self {
             connection,
             ping_monitor,
+            read_allowance,
             http2_connection,
             deferred_cancel_timer: LazyTimer::default(),
         }
@@ -41,8 +45,13 @@ impl Http2Driver {
                 return Poll::Ready(end.map_err(|error| format_error_chain(&error)));
             }
             let Some(http2_connection) = self.http2_connection.upgrade() else {
+                self.read_allowance.renew();
                 return Poll::Pending;
             };
+            if self.read_allowance.is_spent() {
+                http2_connection.collect_unread_frames();
+                self.read_allowance.renew();
+            }
             http2_connection.set_driver_waker(cx.waker());
             http2_connection.cancel_deferred_if_due(&mut self.deferred_cancel_timer, cx);
             let Some(ping_monitor) = &mut self.ping_monitor else {

@@ -10,6 +10,8 @@ use std::time::Duration;
 use super::connection::Http2Connection;
 use super::driver::Http2Driver;
 use super::ping_monitor::PingMonitor;
+use super::received_stream::{DATA_FRAME_BUDGET_BYTES, ReadAllowance};
+use super::socket::Http2Socket;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::UpstreamSocket;
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
@@ -35,6 +37,8 @@ pub(in crate::proxy::upstream) async fn perform_http2_handshake(
     limit: Duration,
 ) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {
     let (read_activity, peer) = (stream.read_activity_flag(), stream.peer_ip());
+    let allowance = ReadAllowance::default();
+    let stream = Http2Socket::new(stream, allowance.clone());
     let mut builder = Builder::new();
     builder
         .enable_push(false)
@@ -45,6 +49,7 @@ pub(in crate::proxy::upstream) async fn perform_http2_handshake(
         .max_header_list_size(MAX_RESPONSE_HEAD_BYTES)
         .max_send_buffer_size(SEND_BUFFER_BYTES)
         .max_concurrent_reset_streams(MAX_REMEMBERED_RESETS)
+        .data_frame_budget(DATA_FRAME_BUDGET_BYTES)
         // No limit of resets for protocol errors, which h2 counts over the connection's whole life.
         .max_local_error_reset_streams(None);
     let failed = |error: h2::Error| UpstreamError {
@@ -60,7 +65,10 @@ pub(in crate::proxy::upstream) async fn perform_http2_handshake(
                 detail: "the upstream closed the connection before its HTTP/2 SETTINGS".to_owned(),
             })),
             Poll::Pending if sender.current_max_send_streams() > 0 => Poll::Ready(Ok(())),
-            Poll::Pending => Poll::Pending,
+            Poll::Pending => {
+                allowance.renew();
+                Poll::Pending
+            }
         })
         .await?;
         Ok((sender, connection))
@@ -78,6 +86,7 @@ pub(in crate::proxy::upstream) async fn perform_http2_handshake(
     let ping_monitor = connection
         .ping_pong()
         .map(|pings| PingMonitor::new(pings, read_activity));
-    let driver = Http2Driver::new(connection, ping_monitor, Rc::downgrade(&http2_connection));
+    let weak_connection = Rc::downgrade(&http2_connection);
+    let driver = Http2Driver::new(connection, ping_monitor, allowance, weak_connection);
     Ok((http2_connection, driver))
 }

@@ -1,22 +1,23 @@
 //! The response body of an HTTP/2 stream.
 
 use bytes::Bytes;
-use h2::RecvStream;
 use http::{HeaderMap, header};
 use http_body::{Frame, SizeHint};
 use std::task::{Context, Poll, ready};
 
+use super::received_stream::ReceivedStream;
+
 /// A response body, received from an HTTP/2 stream.
 #[derive(Debug)]
 pub(in crate::proxy::upstream) struct Http2ResponseBody {
-    stream: RecvStream,
+    stream: ReceivedStream,
     /// Unreceived bytes of the declared `Content-Length`; `None` without a length.
     remaining_bytes: Option<u64>,
     data_ended: bool,
 }
 
 impl Http2ResponseBody {
-    pub(in crate::proxy::upstream) fn new(stream: RecvStream, headers: &HeaderMap) -> Self {
+    pub(in crate::proxy::upstream) fn new(stream: ReceivedStream, headers: &HeaderMap) -> Self {
         let length = headers
             .get(header::CONTENT_LENGTH)
             .and_then(|length| length.to_str().ok()?.parse().ok());
@@ -36,7 +37,7 @@ impl Http2ResponseBody {
         if !self.data_ended {
             match ready!(self.stream.poll_data(cx)) {
                 Some(Ok(data)) => {
-                    self.stream.flow_control().release_capacity(data.len())?;
+                    self.stream.release_capacity(data.len())?;
                     if let Some(remaining) = &mut self.remaining_bytes {
                         *remaining =
                             remaining.saturating_sub(u64::try_from(data.len()).unwrap_or(u64::MAX));
