@@ -313,3 +313,63 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
         Some(0)
     );
 }
+
+/// Posts after pauses of 0 to 20 ms. The client does not look for a close before it sends.
+async fn run_posting_client(address: SocketAddr, seed: u64, seen: ClientResults) {
+    let mut pauses = (0..).map(|n: u64| Duration::from_millis((seed * 13 + n * 7) % 21));
+    while let Ok(socket) = TcpStream::connect(address).await {
+        let mut client = RawClient::from_stream(socket);
+        loop {
+            tokio::time::sleep(pauses.next().unwrap()).await;
+            let sent = Instant::now();
+            client
+                .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi")
+                .await;
+            let reply = client.read_response_or_close().await;
+            let is_whole = reply
+                .as_ref()
+                .is_some_and(|reply| reply.status == 200 && reply.complete);
+            seen.record("post", sent, is_whole);
+            if reply.is_none_or(|reply| reply.header("connection") == Some("close")) {
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn clients_that_keep_posting_lose_no_request() {
+    let upstream = start_upstream().await;
+    let config = "[shutdown]\ndelay = '500ms'\ngrace = '20s'";
+    let mut proxy = Proxy::start(config, upstream.address).await;
+    let mut open = RawClient::connect(proxy.address).await;
+    let get = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+    let before = open.send(get).await.read_response().await;
+    assert_eq!((before.status, before.header("connection")), (200, None));
+    let seen = ClientResults::default();
+    let mut clients = JoinSet::new();
+    for seed in 0..40 {
+        clients.spawn(run_posting_client(proxy.address, seed, seen.clone()));
+    }
+    eventually("all clients to be active", TEST_TIMEOUT, || {
+        (seen.answered.load(Ordering::Relaxed) > 400).then_some(())
+    })
+    .await;
+    let mark = proxy.log_mark();
+    proxy.send_sigterm();
+    proxy
+        .wait_for_log("the drain", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("stopping")
+        })
+        .await;
+    let answer = open.send(get).await.read_response().await;
+    assert_eq!(
+        (answer.status, answer.header("connection")),
+        (200, Some("close")),
+        "a request on an open connection is answered, as the last one"
+    );
+    clients.join_all().await;
+    let lost = seen.lost.lock().unwrap().len();
+    assert_eq!(lost, 0, "of {}", seen.answered.load(Ordering::Relaxed));
+    proxy.wait_for_exit(TEST_TIMEOUT).await;
+}

@@ -35,6 +35,17 @@ pub(in crate::proxy) struct ConnectionTimeouts {
     pub(in crate::proxy) write_stall: Duration,
 }
 
+/// How a draining connection ends. Its next response is the last one; HTTP/2 clients are told by
+/// GOAWAY.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::proxy) struct ConnectionDrain {
+    /// Time before which a connection without requests stays open.
+    pub(in crate::proxy) closes_from: Instant,
+    /// Time for one more request from the start of the connection's drain. Closing an idle
+    /// connection earlier would lose a request that is on its way.
+    pub(in crate::proxy) request_delay: Duration,
+}
+
 /// Kind of a connection timeout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::proxy) enum TimeoutKind {
@@ -89,7 +100,7 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Last progress of a stream since [`ConnectionMonitor::take_stream_progress`].
     stream_progress: Cell<Option<StreamProgress>>,
     unsent_responses: Rc<UnsentResponses>,
-    drain_requested: Cell<bool>,
+    drain_requested: Cell<Option<ConnectionDrain>>,
     /// Whether the connection was asked to drain.
     is_draining: Cell<bool>,
     frame_budget: FrameBudget,
@@ -141,7 +152,7 @@ impl ConnectionMonitor {
             is_close_delimited: Cell::new(false),
             stream_progress: Cell::new(None),
             unsent_responses: Rc::default(),
-            drain_requested: Cell::new(false),
+            drain_requested: Cell::new(None),
             is_draining: Cell::new(false),
             frame_budget: FrameBudget::new(now),
             metrics,
@@ -283,8 +294,8 @@ impl ConnectionMonitor {
     }
 
     /// Asks the connection to close gracefully once its current work is finished.
-    pub(in crate::proxy) fn request_drain(&self) {
-        self.drain_requested.set(true);
+    pub(in crate::proxy) fn request_drain(&self, drain: ConnectionDrain) {
+        self.drain_requested.set(Some(drain));
         self.is_draining.set(true);
         self.wake_driver();
     }
@@ -296,11 +307,11 @@ impl ConnectionMonitor {
 
     /// Whether a drain request is waiting for the driving task.
     pub(in crate::proxy) fn is_drain_pending(&self) -> bool {
-        self.drain_requested.get()
+        self.drain_requested.get().is_some()
     }
 
-    /// Takes the drain request: returns `true` once after [`ConnectionMonitor::request_drain`].
-    pub(in crate::proxy) fn take_drain_request(&self) -> bool {
+    /// Takes the request of [`ConnectionMonitor::request_drain`].
+    pub(in crate::proxy) fn take_drain_request(&self) -> Option<ConnectionDrain> {
         self.drain_requested.take()
     }
 
