@@ -373,3 +373,40 @@ async fn clients_that_keep_posting_lose_no_request() {
     assert_eq!(lost, 0, "of {}", seen.answered.load(Ordering::Relaxed));
     proxy.wait_for_exit(TEST_TIMEOUT).await;
 }
+
+#[tokio::test]
+async fn connections_end_gracefully_at_their_maximum_age() {
+    let upstream = start_upstream().await;
+    let config = "listen.max_connection_age = '500ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let began = Instant::now();
+    let mut client = RawClient::connect(proxy.address).await;
+    let mut http2 = FrameClient::connect(proxy.address, &[]).await;
+    loop {
+        let request = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+        let reply = client.send(request).await.read_response().await;
+        assert_eq!(reply.status, 200);
+        if reply.header("connection") == Some("close") {
+            break;
+        }
+        assert!(began.elapsed() < TEST_TIMEOUT);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(
+        began.elapsed() >= Duration::from_millis(450),
+        "{:?}",
+        began.elapsed()
+    );
+    assert!(client.closes_within(TEST_TIMEOUT).await);
+    let goaway = http2
+        .wait_for_frame("GOAWAY", |frame| frame.kind == GOAWAY)
+        .await;
+    assert_eq!(goaway.error_code(), Some(0));
+    assert_eq!(goaway.payload[..4], [0x7f, 0xff, 0xff, 0xff]);
+    http2.send(get_frame(1, "/")).await;
+    http2
+        .wait_for_frame("a response", |frame| {
+            frame.kind == DATA && frame.flags & END_STREAM != 0
+        })
+        .await;
+}

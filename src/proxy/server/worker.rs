@@ -224,6 +224,7 @@ async fn run_worker<H: RequestHandler>(
                 );
                 let registration = MonitorRegistration::new(&monitors, &monitor, &next.open, load);
                 monitor.set_memory_budget(memory.clone());
+                monitor.set_age_limit(listener.protocols.connection_age_limit(next.open.id));
                 if let Some(drain) = drain {
                     monitor.request_drain(drain);
                 }

@@ -44,15 +44,7 @@ impl ConnectionDriver {
         }
         poll_fn(|cx| {
             self.monitor.set_driver_waker(cx.waker());
-            if let Some(drain) = self.monitor.take_drain_request()
-                && !self.is_closing
-            {
-                let now = Instant::now();
-                self.close_at = Some(match self.monitor.is_http2() && !self.is_new_in_drain {
-                    true => now,
-                    false => drain.closes_from.max(now + drain.request_delay),
-                });
-            }
+            self.begin_requested_drain();
             // The close is requested before `work` is polled, so that a response in progress
             // announces it.
             if let Poll::Ready(end) = self.request_close_if_active(cx, &mut work) {
@@ -83,6 +75,11 @@ impl ConnectionDriver {
                             self.monitor.record_close(ConnectionCloseReason::Idle);
                         }
                     }
+                    TimeoutKind::Age => {
+                        self.monitor.drain_for_age();
+                        self.begin_requested_drain();
+                        continue;
+                    }
                     // Counted if the client does not read then either.
                     TimeoutKind::UnsentResponse => self.monitor.restart_unsent_timeout(),
                     _ => return Poll::Ready(Err(overdue)),
@@ -96,10 +93,27 @@ impl ConnectionDriver {
         .await
     }
 
+    /// Sets the time of the close if the connection was asked to drain.
+    fn begin_requested_drain(&mut self) {
+        if let Some(drain) = self.monitor.take_drain_request()
+            && !self.is_closing
+        {
+            let now = Instant::now();
+            self.close_at = Some(match self.monitor.is_http2() && !self.is_new_in_drain {
+                true => now,
+                false => drain.closes_from.max(now + drain.request_delay),
+            });
+        }
+    }
+
     fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
         let close = self.close_at.map(|at| (at, TimeoutKind::Idle));
-        let deadlines = close.into_iter().chain(self.monitor.next_deadline());
-        deadlines.min_by_key(|(at, _)| *at)
+        let age = self.monitor.age_ends_at();
+        let age = age.map(|at| (at, TimeoutKind::Age));
+        [close, age, self.monitor.next_deadline()]
+            .into_iter()
+            .flatten()
+            .min_by_key(|(at, _)| *at)
     }
 
     fn request_close_if_active<T>(
