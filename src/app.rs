@@ -3,6 +3,7 @@
 
 mod admin_overrides;
 mod admin_view;
+mod descriptor_limit;
 pub(crate) mod doctor;
 pub(crate) mod explanation;
 mod instance_name;
@@ -102,7 +103,7 @@ pub fn main(
 }
 
 async fn run_proxy(
-    config: Config,
+    mut config: Config,
     sources: ConfigSources,
     on_listening: impl FnOnce(ListeningAddresses),
 ) -> Result<(), AppError> {
@@ -111,6 +112,7 @@ async fn run_proxy(
     for warning in config.warning_lines() {
         tracing::warn!("{warning}");
     }
+    descriptor_limit::fit_connections_to_descriptors(&mut config);
     let mut server = ProxyServer::with_worker_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
     let address = server.first_listener_address()?;

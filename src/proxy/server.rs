@@ -35,18 +35,24 @@ use futures_util::future::select_all;
 use std::future::Future;
 use std::io;
 use std::rc::Rc;
+use std::time::Duration;
 use tokio::sync::watch;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::listen::ListenAddress;
 use crate::proxy::server::connection_load::ServerLoad;
+use crate::proxy::server::connection_timeouts::ConnectionDrain;
 use crate::proxy::server::dispatch::{ListenerAcceptor, PendingConnections};
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::listener::ServerListener;
 use crate::proxy::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
-use crate::proxy::server::worker::{WorkerThread, wait_until_workers_ready};
+use crate::proxy::server::worker::{WorkerPhase, WorkerThread, wait_until_workers_ready};
 use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::tls::ReloadableServerTls;
+
+/// Time from which a draining connection without a request closes: the next request may be a round
+/// trip and a pause of the client away. At most half of the grace period.
+const DRAIN_REQUEST_DELAY: Duration = Duration::from_secs(1);
 
 /// Bound listeners. Clients cannot connect before [`ProxyServer::run`].
 #[derive(Debug)]
@@ -146,7 +152,7 @@ impl ProxyServer {
         M: Fn(usize) -> F + Clone + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
-        let (cut, cut_rx) = watch::channel(false);
+        let (phase, worker_phase) = watch::channel(WorkerPhase::Serve);
         let mut workers = Vec::new();
         for index in 0..self.threads {
             workers.push(WorkerThread::spawn(
@@ -154,7 +160,7 @@ impl ProxyServer {
                 &self.listeners,
                 &self.load,
                 make_handler.clone(),
-                cut_rx.clone(),
+                worker_phase.clone(),
             )?);
         }
         let mut drain_signal = shutdown_signal.clone();
@@ -171,6 +177,7 @@ impl ProxyServer {
         let mut acceptors = acceptors.collect::<io::Result<Vec<_>>>()?;
         let drain_delay_over = async {
             wait_for_signal(&mut drain_signal, ShutdownSignal::Drain).await;
+            begin_drain(&phase, shutdown.delay, shutdown.grace);
             sleep(shutdown.delay).await;
         };
         let running = acceptors
@@ -183,6 +190,8 @@ impl ProxyServer {
             () = drain_delay_over => None,
             (error, ..) = first_failure => Some(error),
         };
+        // A failed acceptor drains without a delay.
+        begin_drain(&phase, Duration::ZERO, shutdown.grace);
         let pending: Vec<PendingConnections> = acceptors
             .into_iter()
             .map(ListenerAcceptor::drain_backlog_and_close)
@@ -193,7 +202,7 @@ impl ProxyServer {
             &self.load,
             shutdown.grace,
             shutdown_signal,
-            &cut,
+            &phase,
         )
         .await;
         match accept_error {
@@ -201,4 +210,19 @@ impl ProxyServer {
             None => drained,
         }
     }
+}
+
+/// Lets the workers drain their connections, unless they do already. Connections without requests
+/// stay open for `delay`.
+fn begin_drain(phase: &watch::Sender<WorkerPhase>, delay: Duration, grace: Duration) {
+    phase.send_if_modified(|phase| {
+        let is_serving = matches!(phase, WorkerPhase::Serve);
+        if is_serving {
+            *phase = WorkerPhase::Drain(ConnectionDrain {
+                closes_from: Instant::now() + delay,
+                request_delay: DRAIN_REQUEST_DELAY.min(grace / 2),
+            });
+        }
+        is_serving
+    });
 }

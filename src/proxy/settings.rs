@@ -22,6 +22,8 @@ pub struct ListenSettings {
     pub max_connections: usize,
     /// Maximum concurrent connections of one client, except trusted proxies. 0 for no limit.
     pub max_connections_per_client: usize,
+    /// Age at which a connection ends gracefully, 10 % less or more. `None` for no limit.
+    pub max_connection_age: Option<Duration>,
     /// Maximum estimated memory of all client connections, taken from the first listener. `None`
     /// for no limit.
     pub max_memory: Option<usize>,

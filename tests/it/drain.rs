@@ -313,3 +313,100 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
         Some(0)
     );
 }
+
+/// Posts after pauses of 0 to 20 ms. The client does not look for a close before it sends.
+async fn run_posting_client(address: SocketAddr, seed: u64, seen: ClientResults) {
+    let mut pauses = (0..).map(|n: u64| Duration::from_millis((seed * 13 + n * 7) % 21));
+    while let Ok(socket) = TcpStream::connect(address).await {
+        let mut client = RawClient::from_stream(socket);
+        loop {
+            tokio::time::sleep(pauses.next().unwrap()).await;
+            let sent = Instant::now();
+            client
+                .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi")
+                .await;
+            let reply = client.read_response_or_close().await;
+            let is_whole = reply
+                .as_ref()
+                .is_some_and(|reply| reply.status == 200 && reply.complete);
+            seen.record("post", sent, is_whole);
+            if reply.is_none_or(|reply| reply.header("connection") == Some("close")) {
+                break;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn clients_that_keep_posting_lose_no_request() {
+    let upstream = start_upstream().await;
+    let config = "[shutdown]\ndelay = '500ms'\ngrace = '20s'";
+    let mut proxy = Proxy::start(config, upstream.address).await;
+    let mut open = RawClient::connect(proxy.address).await;
+    let get = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+    let before = open.send(get).await.read_response().await;
+    assert_eq!((before.status, before.header("connection")), (200, None));
+    let seen = ClientResults::default();
+    let mut clients = JoinSet::new();
+    for seed in 0..40 {
+        clients.spawn(run_posting_client(proxy.address, seed, seen.clone()));
+    }
+    eventually("all clients to be active", TEST_TIMEOUT, || {
+        (seen.answered.load(Ordering::Relaxed) > 400).then_some(())
+    })
+    .await;
+    let mark = proxy.log_mark();
+    proxy.send_sigterm();
+    proxy
+        .wait_for_log("the drain", mark, TEST_TIMEOUT, |line| {
+            line.message_starts_with("stopping")
+        })
+        .await;
+    let answer = open.send(get).await.read_response().await;
+    assert_eq!(
+        (answer.status, answer.header("connection")),
+        (200, Some("close")),
+        "a request on an open connection is answered, as the last one"
+    );
+    clients.join_all().await;
+    let lost = seen.lost.lock().unwrap().len();
+    assert_eq!(lost, 0, "of {}", seen.answered.load(Ordering::Relaxed));
+    proxy.wait_for_exit(TEST_TIMEOUT).await;
+}
+
+#[tokio::test]
+async fn connections_end_gracefully_at_their_maximum_age() {
+    let upstream = start_upstream().await;
+    let config = "listen.max_connection_age = '500ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let began = Instant::now();
+    let mut client = RawClient::connect(proxy.address).await;
+    let mut http2 = FrameClient::connect(proxy.address, &[]).await;
+    loop {
+        let request = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
+        let reply = client.send(request).await.read_response().await;
+        assert_eq!(reply.status, 200);
+        if reply.header("connection") == Some("close") {
+            break;
+        }
+        assert!(began.elapsed() < TEST_TIMEOUT);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(
+        began.elapsed() >= Duration::from_millis(450),
+        "{:?}",
+        began.elapsed()
+    );
+    assert!(client.closes_within(TEST_TIMEOUT).await);
+    let goaway = http2
+        .wait_for_frame("GOAWAY", |frame| frame.kind == GOAWAY)
+        .await;
+    assert_eq!(goaway.error_code(), Some(0));
+    assert_eq!(goaway.payload[..4], [0x7f, 0xff, 0xff, 0xff]);
+    http2.send(get_frame(1, "/")).await;
+    http2
+        .wait_for_frame("a response", |frame| {
+            frame.kind == DATA && frame.flags & END_STREAM != 0
+        })
+        .await;
+}

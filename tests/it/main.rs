@@ -46,6 +46,7 @@ mod cors;
 mod counted_lockouts;
 mod counted_responses;
 mod credential_rotation;
+mod descriptor_limits;
 mod doctor;
 mod documentation;
 mod drain;

@@ -2,7 +2,7 @@
 
 use super::key::*;
 
-pub(super) static LISTEN: [SchemaKey; 9] = [
+pub(super) static LISTEN: [SchemaKey; 10] = [
     key(
         "address",
         Text("an IP address and port such as \"[::]:8080\", or \"unix:/path\""),
@@ -32,6 +32,12 @@ pub(super) static LISTEN: [SchemaKey; 9] = [
         integer(0, 1_000_000),
         Default("0"),
         "Most connections of one client (by client.ipv6_prefix); further ones are closed. Peers in client.trusted_proxies are not counted. 0: no limit.",
+    ),
+    key(
+        "max_connection_age",
+        DURATION,
+        Default("0s"),
+        "Age at which a connection ends: Connection: close in its next response, or GOAWAY; requests in flight finish. Up to 10 % less or more, so that clients do not reconnect at once. 0: no limit.",
     ),
     key(
         "max_memory",

@@ -20,6 +20,8 @@ pub(super) fn build_listen_settings(
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
         max_connections: reader.get_integer("max_connections")?,
         max_connections_per_client: reader.get_integer("max_connections_per_client")?,
+        max_connection_age: Some(reader.get_duration("max_connection_age")?)
+            .filter(|age| !age.is_zero()),
         max_memory: match reader.get_byte_size("max_memory") {
             None => container_memory::default_connection_memory(),
             Some(bytes) => Some(bytes).filter(|bytes| *bytes > 0),

@@ -6,6 +6,9 @@
 //! touches a timer.
 
 mod deadlines;
+mod drain;
+
+pub(in crate::proxy) use drain::ConnectionDrain;
 
 use std::cell::{Cell, RefCell, RefMut};
 use std::future::poll_fn;
@@ -50,6 +53,8 @@ pub(in crate::proxy) enum TimeoutKind {
     /// The client grants no window for the rest of a complete HTTP/2 response: the connection
     /// closes gracefully, and after the same time by force.
     UnsentResponse,
+    /// The connection is older than `max_connection_age`: its next response is the last one.
+    Age,
     /// The connection was asked to close early and does not end by itself.
     CloseRequested,
 }
@@ -89,7 +94,9 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Last progress of a stream since [`ConnectionMonitor::take_stream_progress`].
     stream_progress: Cell<Option<StreamProgress>>,
     unsent_responses: Rc<UnsentResponses>,
-    drain_requested: Cell<bool>,
+    drain_requested: Cell<Option<ConnectionDrain>>,
+    /// End of `max_connection_age`, until the drain that it causes.
+    age_ends_at: Cell<Option<Instant>>,
     /// Whether the connection was asked to drain.
     is_draining: Cell<bool>,
     frame_budget: FrameBudget,
@@ -141,7 +148,8 @@ impl ConnectionMonitor {
             is_close_delimited: Cell::new(false),
             stream_progress: Cell::new(None),
             unsent_responses: Rc::default(),
-            drain_requested: Cell::new(false),
+            drain_requested: Cell::new(None),
+            age_ends_at: Cell::new(None),
             is_draining: Cell::new(false),
             frame_budget: FrameBudget::new(now),
             metrics,
@@ -280,28 +288,6 @@ impl ConnectionMonitor {
         if let Some(counts) = &self.metrics {
             counts.record_connection_closed(reason as usize);
         }
-    }
-
-    /// Asks the connection to close gracefully once its current work is finished.
-    pub(in crate::proxy) fn request_drain(&self) {
-        self.drain_requested.set(true);
-        self.is_draining.set(true);
-        self.wake_driver();
-    }
-
-    /// Whether [`ConnectionMonitor::request_drain`] was called: the next response is the last one.
-    pub(in crate::proxy) fn is_draining(&self) -> bool {
-        self.is_draining.get()
-    }
-
-    /// Whether a drain request is waiting for the driving task.
-    pub(in crate::proxy) fn is_drain_pending(&self) -> bool {
-        self.drain_requested.get()
-    }
-
-    /// Takes the drain request: returns `true` once after [`ConnectionMonitor::request_drain`].
-    pub(in crate::proxy) fn take_drain_request(&self) -> bool {
-        self.drain_requested.take()
     }
 
     /// Asks the connection to close at once. See [`ConnectionMonitor::take_close_request`].

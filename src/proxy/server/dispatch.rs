@@ -1,5 +1,6 @@
 //! Accepts the connections of one listener and dispatches them to the workers.
 
+use rustix::io::Errno;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -16,6 +17,9 @@ use crate::telemetry::LogThrottle;
 
 /// Delay before accepting again after an error such as running out of file descriptors.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
+/// Idle connections closed for each failed accept when file descriptors are exhausted, so that the
+/// admin endpoint and upstream connections get some too.
+const CLOSES_PER_SHORTAGE: usize = 16;
 /// Interval after which another connection is closed if the last one did not free its slot.
 const SLOT_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Minimum interval between warnings about the connection limit.
@@ -140,17 +144,23 @@ impl ListenerAcceptor {
             );
         }
         loop {
-            if let Some(idle) = self.idle_connections.take_longest_idle()
-                && let Some(queue) = self.worker_queues.get(idle.worker)
-            {
-                queue.send(WorkerMessage::CloseIdle(idle.id)).await.ok()?;
-            }
+            self.close_longest_idle().await?;
             // The connection may get a request before it reads the message.
             let slot = Arc::clone(&self.connection_slots).acquire_owned();
             if let Ok(permit) = timeout(SLOT_RETRY_INTERVAL, slot).await {
                 return permit.ok();
             }
         }
+    }
+
+    /// Closes the connection that is idle longest, if any. Returns `None` if its worker died.
+    async fn close_longest_idle(&mut self) -> Option<()> {
+        if let Some(idle) = self.idle_connections.take_longest_idle()
+            && let Some(queue) = self.worker_queues.get(idle.worker)
+        {
+            queue.send(WorkerMessage::CloseIdle(idle.id)).await.ok()?;
+        }
+        Some(())
     }
 
     /// Accepts the next connection. Errors are never fatal: either resources are exhausted or the
@@ -168,6 +178,11 @@ impl ListenerAcceptor {
                 Err(error) => {
                     if !std::mem::replace(&mut self.is_failing, true) {
                         tracing::error!(%error, "failed to accept connections; retrying");
+                    }
+                    if is_descriptor_shortage(&error) {
+                        for _ in 0..CLOSES_PER_SHORTAGE {
+                            _ = self.close_longest_idle().await;
+                        }
                     }
                     sleep(ACCEPT_RETRY_DELAY).await;
                 }
@@ -214,6 +229,14 @@ async fn dispatch_connection(
         count_guard: ConnectionCountGuard::new(load, worker, permit),
     }));
     Some(open)
+}
+
+/// Whether the process or the machine has no file descriptor left.
+fn is_descriptor_shortage(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        Some(Errno::MFILE | Errno::NFILE)
+    )
 }
 
 /// Finds the worker with the fewest connections.

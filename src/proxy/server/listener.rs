@@ -1,10 +1,13 @@
 //! Listening sockets and the sockets that they accept.
 
 use socket2::TcpKeepalive;
+#[cfg(target_os = "linux")]
+use socket2::{SockFilter, SockRef};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
+use tokio::time::Instant;
 
 use super::transport::ClientSocket;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
@@ -23,6 +26,9 @@ const MAX_UNSENT_BYTES: u32 = 64 * 1024;
 /// File mode of a Unix socket: any local user may connect, as with a port. The permissions of the
 /// socket's directory restrict access.
 const UNIX_SOCKET_FILE_MODE: u32 = 0o666;
+/// Time for handshakes that have begun, before a listener closes. The acceptor blocks meanwhile, at
+/// shutdown only.
+const HANDSHAKE_TIME: Duration = Duration::from_millis(5);
 /// Address attributed to clients of a Unix socket.
 const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
@@ -89,12 +95,26 @@ impl SocketListener {
                 let Ok(listener) = listener.into_std() else {
                     return;
                 };
-                while let Ok((socket, addr)) = listener.accept()
-                    && socket.set_nonblocking(true).is_ok()
-                    && on_connection(AcceptedSocket::Tcp(socket), addr)
-                {}
+                refuse_new_handshakes(&listener);
+                let ends_at = Instant::now() + HANDSHAKE_TIME;
+                loop {
+                    match listener.accept() {
+                        Ok((socket, addr))
+                            if socket.set_nonblocking(true).is_ok()
+                                && on_connection(AcceptedSocket::Tcp(socket), addr) => {}
+                        Err(error)
+                            if error.kind() == io::ErrorKind::WouldBlock
+                                && Instant::now() < ends_at =>
+                        {
+                            std::thread::sleep(HANDSHAKE_TIME / 5);
+                        }
+                        _ => return,
+                    }
+                }
             }
             Self::Unix { listener, _file } => {
+                // Without its file, no client reaches the socket after the last accept.
+                drop(_file);
                 let Ok(listener) = listener.into_std() else {
                     return;
                 };
@@ -104,6 +124,24 @@ impl SocketListener {
                 {
                 }
             }
+        }
+    }
+}
+
+/// Makes the kernel drop the first packet of new connections (SYN). A connection that completes
+/// between the last accept and the close of the listener would be reset with its request.
+fn refuse_new_handshakes(listener: &std::net::TcpListener) {
+    #[cfg(target_os = "linux")]
+    {
+        // Loads the byte of TCP flags; drops the packet if SYN is set.
+        let filter = [
+            SockFilter::new(0x30, 0, 0, 13),
+            SockFilter::new(0x45, 0, 1, 0x02),
+            SockFilter::new(0x06, 0, 0, 0),
+            SockFilter::new(0x06, 0, 0, u32::MAX),
+        ];
+        if let Err(error) = SockRef::from(listener).attach_filter(&filter) {
+            tracing::debug!(%error, "failed to refuse new connections before the listener closes");
         }
     }
 }

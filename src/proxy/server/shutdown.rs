@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::connection_load::ServerLoad;
 use super::dispatch::PendingConnections;
-use super::worker::{WorkerThread, worker_died_error};
+use super::worker::{WorkerPhase, WorkerThread, worker_died_error};
 
 /// Requested run state of the server. The state only moves forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,15 +40,15 @@ pub(super) async fn wait_for_signal(
 }
 
 /// Dispatches the pending connections and waits until all workers have ended. After `grace`, or at
-/// [`ShutdownSignal::Immediate`], sends `true` on `cut`, which makes the workers cut their
-/// connections. Returns the number of cut connections.
+/// [`ShutdownSignal::Immediate`], makes the workers cut their connections by [`WorkerPhase::Cut`].
+/// Returns the number of cut connections.
 pub(super) async fn drain_workers(
     pending: Vec<PendingConnections>,
     workers: Vec<WorkerThread>,
     load: &ServerLoad,
     grace: Duration,
     mut shutdown_signal: watch::Receiver<ShutdownSignal>,
-    cut: &watch::Sender<bool>,
+    phase: &watch::Sender<WorkerPhase>,
 ) -> io::Result<usize> {
     // The listeners are closed. Waiting for a busy worker counts against the grace period.
     let drain_started = Instant::now();
@@ -87,7 +87,7 @@ pub(super) async fn drain_workers(
     let counts = match joined_in_time {
         Some(counts) => counts,
         None => {
-            cut.send_replace(true);
+            phase.send_replace(WorkerPhase::Cut);
             joined_workers.await
         }
     };

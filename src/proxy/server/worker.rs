@@ -20,7 +20,7 @@ use super::connection::protocols::HttpServerSettings;
 use super::connection::serve_connection;
 use super::connection_activity::OpenConnection;
 use super::connection_load::{ConnectionCountGuard, ServerLoad};
-use super::connection_timeouts::ConnectionMonitor;
+use super::connection_timeouts::{ConnectionDrain, ConnectionMonitor};
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
 use super::memory_budget::WorkerMemory;
@@ -50,6 +50,16 @@ pub(super) enum WorkerMessage {
     CloseIdle(u64),
 }
 
+/// What the workers do with their connections. The phase only moves forward.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum WorkerPhase {
+    Serve,
+    /// New connections are accepted, and each response is the last one of its connection.
+    Drain(ConnectionDrain),
+    /// End all connections.
+    Cut,
+}
+
 /// Handle of a worker thread.
 pub(super) struct WorkerThread {
     thread: JoinHandle<usize>,
@@ -65,7 +75,7 @@ impl WorkerThread {
         listeners: &[ServerListener],
         load: &ServerLoad,
         make_handler: M,
-        cut: watch::Receiver<bool>,
+        phase: watch::Receiver<WorkerPhase>,
     ) -> io::Result<Self>
     where
         H: RequestHandler,
@@ -104,7 +114,8 @@ impl WorkerThread {
                     drop(ready_tx.send(Ok(())));
                     let listeners = build_worker_listener_settings(listener_configs, &load);
                     let cut =
-                        run_worker(index, Rc::clone(&handler), listeners, queued, cut, &load).await;
+                        run_worker(index, Rc::clone(&handler), listeners, queued, phase, &load)
+                            .await;
                     // Lets the runtime drop the aborted connection tasks, which releases their
                     // requests.
                     tokio::task::yield_now().await;
@@ -182,10 +193,11 @@ async fn run_worker<H: RequestHandler>(
     handler: Rc<H>,
     listeners: Vec<Rc<WorkerListenerSettings>>,
     mut queued: mpsc::Receiver<WorkerMessage>,
-    mut cut: watch::Receiver<bool>,
+    mut phase: watch::Receiver<WorkerPhase>,
     load: &ServerLoad,
 ) -> usize {
     let mut connections = JoinSet::new();
+    let (mut drain_phase, mut drain) = (phase.clone(), None);
     let monitors = ConnectionMonitors::default();
     let max_memory = listeners
         .first()
@@ -212,6 +224,10 @@ async fn run_worker<H: RequestHandler>(
                 );
                 let registration = MonitorRegistration::new(&monitors, &monitor, &next.open, load);
                 monitor.set_memory_budget(memory.clone());
+                monitor.set_age_limit(listener.protocols.connection_age_limit(next.open.id));
+                if let Some(drain) = drain {
+                    monitor.request_drain(drain);
+                }
                 if !listener.kind.is_public() {
                     monitor.memory().set_unclosable();
                 }
@@ -223,11 +239,16 @@ async fn run_worker<H: RequestHandler>(
             }
             Some(ended) = connections.join_next() => record_connection_panic(ended, load),
             ids = load.connection_registry().next_memory_closes(index) => close_for_memory(&monitors, &ids),
-            _ = cut.wait_for(|cut| *cut) => return cut_and_count_connections(connections),
+            begun = wait_for_drain(&mut drain_phase), if drain.is_none() => {
+                drain = Some(begun);
+                drain_connections(&monitors, begun);
+            }
+            () = wait_for_cut(&mut phase) => return cut_and_count_connections(connections),
         }
     }
-    for monitor in monitors.borrow().values() {
-        monitor.request_drain();
+    let current = *phase.borrow();
+    if let (None, WorkerPhase::Drain(begun)) = (drain, current) {
+        drain_connections(&monitors, begun);
     }
     loop {
         tokio::select! {
@@ -237,8 +258,29 @@ async fn run_worker<H: RequestHandler>(
                 None => return 0,
             },
             ids = load.connection_registry().next_memory_closes(index) => close_for_memory(&monitors, &ids),
-            _ = cut.wait_for(|cut| *cut) => return cut_and_count_connections(connections),
+            () = wait_for_cut(&mut phase) => return cut_and_count_connections(connections),
         }
+    }
+}
+
+async fn wait_for_drain(phase: &mut watch::Receiver<WorkerPhase>) -> ConnectionDrain {
+    let begun = phase.wait_for(|phase| matches!(phase, WorkerPhase::Drain(_)));
+    match begun.await.as_deref() {
+        Ok(WorkerPhase::Drain(drain)) => *drain,
+        _ => std::future::pending().await,
+    }
+}
+
+/// Waits for the end of all connections, or of the server.
+async fn wait_for_cut(phase: &mut watch::Receiver<WorkerPhase>) {
+    _ = phase
+        .wait_for(|phase| matches!(phase, WorkerPhase::Cut))
+        .await;
+}
+
+fn drain_connections(monitors: &ConnectionMonitors, drain: ConnectionDrain) {
+    for monitor in monitors.borrow().values() {
+        monitor.request_drain(drain);
     }
 }
 

@@ -44,6 +44,7 @@ pub(super) fn listen_settings() -> ListenSettings {
         proxy_protocol_from: None,
         max_connections: 100,
         max_connections_per_client: 0,
+        max_connection_age: None,
         max_memory: None,
         threads: 1,
         header_timeout: Duration::from_secs(5),

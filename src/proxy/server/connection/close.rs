@@ -32,6 +32,7 @@ pub(super) async fn close_timed_out_connection(
         // Idle connections do not end here: they are closed gracefully or only release their
         // buffers.
         TimeoutKind::Idle
+        | TimeoutKind::Age
         | TimeoutKind::IdleBuffers
         | TimeoutKind::UnsentResponse
         | TimeoutKind::CloseRequested => {

@@ -3,20 +3,11 @@
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::lazy_timer::LazyTimer;
-
-/// Delay before a drain closes an idle connection: a request may have arrived that the runtime has
-/// not read yet.
-const DRAIN_IDLE_DELAY: Duration = Duration::from_millis(5);
-
-/// Delay before a drain closes a connection that was in its handshake when the drain began. The
-/// client's first request may be a round trip away.
-const DRAIN_HANDSHAKE_DELAY: Duration = Duration::from_secs(1);
 
 /// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
 pub(super) struct ConnectionDriver {
@@ -25,22 +16,19 @@ pub(super) struct ConnectionDriver {
     /// Time at which the work is asked to close.
     close_at: Option<Instant>,
     is_closing: bool,
-    drain_delay: Duration,
+    /// Whether the drain began before the client could send a request. An HTTP/2 client that is told
+    /// at once would send none on any connection.
+    is_new_in_drain: bool,
 }
 
 impl ConnectionDriver {
     pub(super) fn new(monitor: Rc<ConnectionMonitor>) -> Self {
-        let drain_delay = if monitor.is_drain_pending() {
-            DRAIN_HANDSHAKE_DELAY
-        } else {
-            DRAIN_IDLE_DELAY
-        };
         Self {
+            is_new_in_drain: monitor.is_drain_pending(),
             monitor,
             timer: LazyTimer::default(),
             close_at: None,
             is_closing: false,
-            drain_delay,
         }
     }
 
@@ -56,9 +44,7 @@ impl ConnectionDriver {
         }
         poll_fn(|cx| {
             self.monitor.set_driver_waker(cx.waker());
-            if self.monitor.take_drain_request() && !self.is_closing {
-                self.close_at = Some(Instant::now() + self.drain_delay);
-            }
+            self.begin_requested_drain();
             // The close is requested before `work` is polled, so that a response in progress
             // announces it.
             if let Poll::Ready(end) = self.request_close_if_active(cx, &mut work) {
@@ -89,6 +75,11 @@ impl ConnectionDriver {
                             self.monitor.record_close(ConnectionCloseReason::Idle);
                         }
                     }
+                    TimeoutKind::Age => {
+                        self.monitor.drain_for_age();
+                        self.begin_requested_drain();
+                        continue;
+                    }
                     // Counted if the client does not read then either.
                     TimeoutKind::UnsentResponse => self.monitor.restart_unsent_timeout(),
                     _ => return Poll::Ready(Err(overdue)),
@@ -102,10 +93,27 @@ impl ConnectionDriver {
         .await
     }
 
+    /// Sets the time of the close if the connection was asked to drain.
+    fn begin_requested_drain(&mut self) {
+        if let Some(drain) = self.monitor.take_drain_request()
+            && !self.is_closing
+        {
+            let now = Instant::now();
+            self.close_at = Some(match self.monitor.is_http2() && !self.is_new_in_drain {
+                true => now,
+                false => drain.closes_from.max(now + drain.request_delay),
+            });
+        }
+    }
+
     fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
-        self.close_at
-            .map(|at| (at, TimeoutKind::Idle))
-            .or_else(|| self.monitor.next_deadline())
+        let close = self.close_at.map(|at| (at, TimeoutKind::Idle));
+        let age = self.monitor.age_ends_at();
+        let age = age.map(|at| (at, TimeoutKind::Age));
+        [close, age, self.monitor.next_deadline()]
+            .into_iter()
+            .flatten()
+            .min_by_key(|(at, _)| *at)
     }
 
     fn request_close_if_active<T>(

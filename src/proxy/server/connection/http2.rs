@@ -61,6 +61,7 @@ pub(super) async fn serve_http2<S, F>(
                 TimeoutKind::CloseRequested => {}
                 TimeoutKind::Stalled
                 | TimeoutKind::Idle
+                | TimeoutKind::Age
                 | TimeoutKind::IdleBuffers
                 | TimeoutKind::UnsentResponse => {
                     driver.monitor.record_close(ConnectionCloseReason::SlowRead)

@@ -30,6 +30,9 @@ const H2_MAX_PENDING_RESETS: usize = 20;
 /// Maximum streams that the server resets for client errors before it closes the connection.
 const H2_MAX_LOCAL_RESETS: usize = 256;
 
+/// Factor that spreads the ages of successive connections: 13 is coprime to the 21 percentages.
+const AGE_SPREAD_FACTOR: u64 = 13;
+
 /// Interval of PINGs, which detect a peer that disappeared without closing the connection.
 const H2_PING_INTERVAL: Duration = Duration::from_secs(20);
 const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -77,6 +80,13 @@ impl HttpServerSettings {
     /// Maximum connections of one client. 0 for no limit.
     pub(in crate::proxy) fn max_connections_per_client(&self) -> usize {
         self.settings.max_connections_per_client
+    }
+
+    /// Time until the connection with this id ends gracefully, from 90 % to 110 % of the setting.
+    /// Successive ids are spread evenly, so that connections of one moment do not end together.
+    pub(in crate::proxy) fn connection_age_limit(&self, id: u64) -> Option<Duration> {
+        let percent = 90 + u32::try_from(id.wrapping_mul(AGE_SPREAD_FACTOR) % 21).unwrap_or(0);
+        Some(self.settings.max_connection_age? / 100 * percent)
     }
 
     /// Maximum memory of all client connections. `None` for no limit.
