@@ -16,6 +16,9 @@ const LIMITS: &str = include_str!("../spellings/limits.toml");
 
 const EXEMPTIONS: &str = include_str!("../spellings/exemptions.toml");
 
+/// Denies the values whose quota `LIMITS` restricts.
+const CONDITIONS: &str = include_str!("../spellings/conditions.toml");
+
 /// The names of frameworks by what they read. A character of a spelling stands for one byte.
 type Readings = BTreeMap<String, BTreeMap<String, Vec<String>>>;
 
@@ -24,9 +27,91 @@ struct RecordedReadings {
     /// Frameworks that ignore case. In front of them, `path.case_sensitive` is `false`.
     ignore_case: Vec<String>,
     target: Readings,
-    cookie: Readings,
     query: Readings,
-    authorization: Readings,
+    /// Values of header fields and of the host, and complete header lines, by kind.
+    fields: BTreeMap<&'static str, Readings>,
+}
+
+const FIELD_KINDS: [&str; 5] = ["authorization", "cookie", "fields", "header", "host"];
+
+/// A request whose characters stand for one byte each.
+struct SpelledRequest {
+    target: String,
+    host: String,
+    /// Header lines without the last line end.
+    lines: String,
+}
+
+impl SpelledRequest {
+    fn with_target(target: &str) -> Self {
+        Self {
+            target: target.into(),
+            host: "app.test".into(),
+            lines: String::new(),
+        }
+    }
+
+    /// A request of `/search` with the spelling of a field.
+    fn with_field(kind: &str, spelling: &str) -> Self {
+        let request = Self::with_target("/search");
+        let lines = match kind {
+            "host" => {
+                let host = spelling.into();
+                return Self { host, ..request };
+            }
+            "fields" => spelling.into(),
+            "header" => format!("X-User: {spelling}"),
+            name => format!("{name}: {spelling}"),
+        };
+        Self { lines, ..request }
+    }
+
+    fn http1_head(&self) -> Vec<u8> {
+        let Self {
+            target,
+            host,
+            lines,
+        } = self;
+        let end = if lines.is_empty() { "" } else { "\r\n" };
+        to_latin1(&format!(
+            "GET {target} HTTP/1.1\r\nHost: {host}\r\n{lines}{end}Connection: close\r\n\r\n"
+        ))
+    }
+
+    /// Names and values. One space after the colon is not part of the value; the line ends of
+    /// continuation lines are.
+    fn http2_fields(&self) -> Vec<(String, Vec<u8>)> {
+        let mut fields = vec![
+            (":method".into(), b"GET".to_vec()),
+            (":scheme".into(), b"http".to_vec()),
+            (":authority".into(), to_latin1(&self.host)),
+            (":path".into(), to_latin1(&self.target)),
+        ];
+        let unfolded = self
+            .lines
+            .replace("\r\n ", "\r\u{b} ")
+            .replace("\r\n\t", "\r\u{b}\t");
+        for line in unfolded.split("\r\n").filter(|line| !line.is_empty()) {
+            let (name, value) = line.split_once(':').unwrap_or((line, ""));
+            let value = value.strip_prefix(' ').unwrap_or(value);
+            let value = value.replace("\r\u{b}", "\r\n");
+            fields.push((name.to_ascii_lowercase(), to_latin1(&value)));
+        }
+        fields
+    }
+
+    /// Whether a head that reached the app still has one of the lines. The proxy does not forward
+    /// fields that `Connection` lists.
+    fn is_forwarded_in(&self, head: &str) -> bool {
+        let head = head.to_ascii_lowercase();
+        let mut lines = self.lines.split("\r\n").filter_map(|line| {
+            let (name, value) = line.split_once(':')?;
+            let name = name.trim().to_ascii_lowercase();
+            let value = value.trim_matches([' ', '\t']).to_ascii_lowercase();
+            (name != "connection").then(|| format!("{name}: {value}\r\n"))
+        });
+        self.lines.is_empty() || lines.any(|line| head.contains(&line))
+    }
 }
 
 /// How requests reach the proxy and the app.
@@ -60,9 +145,10 @@ impl RecordedReadings {
             framework_count: fixture["frameworks"].as_object().unwrap().len(),
             ignore_case: names.map(|name| name.as_str().unwrap().into()).collect(),
             target: parse_readings(&fixture["target"]),
-            cookie: parse_readings(&fixture["cookie"]),
             query: parse_readings(&fixture["query"]),
-            authorization: parse_readings(&fixture["authorization"]),
+            fields: FIELD_KINDS
+                .map(|kind| (kind, parse_readings(&fixture[kind])))
+                .into(),
         }
     }
 }
@@ -116,41 +202,34 @@ impl RecordingProxy {
     }
 
     /// Returns the request head that reaches the app, if the request is not refused.
-    async fn forward(&self, target: &str, field: Option<(&str, &str)>) -> Option<String> {
-        let body = match self.mode.is_http2 {
-            true => self.forward_by_http2(target, field).await?,
-            false => {
-                let field =
-                    field.map_or_else(String::new, |(name, value)| format!("{name}: {value}\r\n"));
-                let head = format!(
-                    "GET {target} HTTP/1.1\r\nHost: app.test\r\n{field}Connection: close\r\n\r\n"
-                );
-                let mut client = RawClient::connect(self.proxy.address).await;
-                client.send(to_latin1(&head)).await;
-                let response = client.read_response_or_close().await?;
-                response.header("x-reached")?;
-                response.body
-            }
+    async fn forward(&self, request: &SpelledRequest) -> Option<String> {
+        let body = if self.mode.is_http2 {
+            let mut client = FrameClient::connect(self.proxy.address, &[]).await;
+            let fields = request.http2_fields();
+            let fields: Vec<_> = fields
+                .iter()
+                .map(|(name, value)| (name.as_str(), value))
+                .collect();
+            client.send(request_frame(1, &fields)).await;
+            client.read_body().await?
+        } else {
+            let mut client = RawClient::connect(self.proxy.address).await;
+            client.send(request.http1_head()).await;
+            let response = client.read_response_or_close().await?;
+            response.header("x-reached")?;
+            response.body
         };
         Some(body.iter().map(|byte| char::from(*byte)).collect())
     }
 
-    async fn forward_by_http2(&self, target: &str, field: Option<(&str, &str)>) -> Option<Vec<u8>> {
-        let mut fields = vec![
-            (":method", b"GET".to_vec()),
-            (":scheme", b"http".to_vec()),
-            (":authority", b"app.test".to_vec()),
-            (":path", to_latin1(target)),
-        ];
-        fields.extend(field.map(|(name, value)| (name, to_latin1(value))));
-        let mut client = FrameClient::connect(self.proxy.address, &[]).await;
-        client.send(request_frame(1, &fields)).await;
-        client.read_body().await
+    async fn forward_field(&self, kind: &str, spelling: &str) -> Option<String> {
+        self.forward(&SpelledRequest::with_field(kind, spelling))
+            .await
     }
 
     /// Returns the target that reaches the app, if the request is not refused.
     async fn forward_target(&self, target: &str) -> Option<String> {
-        let head = self.forward(target, None).await?;
+        let head = self.forward(&SpelledRequest::with_target(target)).await?;
         let line = head.lines().next().unwrap();
         let (line, _version) = line.rsplit_once(' ').unwrap();
         Some(line.split_once(' ').unwrap().1.to_owned())
@@ -220,7 +299,7 @@ async fn list_escaped_targets(
     for case_sensitive in [true, false] {
         let proxy = RecordingProxy::start(policies, case_sensitive, mode).await;
         for target in ["/login", "/login/alice", "/other"] {
-            proxy.forward(target, None).await;
+            proxy.forward_target(target).await;
         }
         for spelling in recorded.target.keys() {
             let Some(forwarded) = proxy.forward_target(spelling).await else {
@@ -307,24 +386,21 @@ async fn no_spelling_of_a_path_escapes_the_ext_authz_listener() {
     assert_none_escapes(&escaped);
 }
 
-/// Sends every spelling of a field and lists those that pass although a framework reads them as
-/// the value whose quota is used up.
-async fn list_passing_fields(
-    mode: ForwardingMode,
-    name: &str,
-    readings: &Readings,
-    used_up: &[&str],
-) -> Vec<String> {
-    let proxy = RecordingProxy::start(LIMITS, true, mode).await;
-    for value in used_up {
-        let first = proxy.forward("/search", Some((name, value))).await;
-        assert!(first.is_some(), "{value}");
-    }
+/// Sends every spelling of fields and lists those that pass although a framework reads them as
+/// the value of `alice`.
+async fn list_passing_fields(proxy: &RecordingProxy, recorded: &RecordedReadings) -> Vec<String> {
     let mut passing = Vec::new();
-    for (spelling, readings) in readings {
-        let forwarded = proxy.forward("/search", Some((name, spelling))).await;
-        if let (Some(_), Some(names)) = (forwarded, readings.get("alice")) {
-            passing.push(format!("{name} {spelling:?} for {names:?}"));
+    for (kind, readings) in &recorded.fields {
+        for (spelling, readings) in readings {
+            let Some(names) = readings.get("alice") else {
+                continue;
+            };
+            let request = SpelledRequest::with_field(kind, spelling);
+            if let Some(head) = proxy.forward(&request).await
+                && request.is_forwarded_in(&head)
+            {
+                passing.push(format!("{kind} {spelling:?} for {names:?}"));
+            }
         }
     }
     passing
@@ -333,11 +409,11 @@ async fn list_passing_fields(
 /// Sends every query and lists those that pass although a framework reads them so.
 async fn list_passing_queries(mode: ForwardingMode, used_up: &str, reading: &str) -> Vec<String> {
     let proxy = RecordingProxy::start(LIMITS, true, mode).await;
-    proxy.forward(&format!("/search?{used_up}"), None).await;
+    proxy.forward_target(&format!("/search?{used_up}")).await;
     let mut passing = Vec::new();
     for (spelling, readings) in RecordedReadings::load().query {
         let target = format!("/search?{}", expand(&spelling));
-        let forwarded = proxy.forward(&target, None).await;
+        let forwarded = proxy.forward(&SpelledRequest::with_target(&target)).await;
         let Some(forwarded) = forwarded else {
             continue;
         };
@@ -355,16 +431,20 @@ async fn list_passing_queries(mode: ForwardingMode, used_up: &str, reading: &str
 #[tokio::test]
 async fn no_spelling_of_a_key_has_a_quota_of_its_own() {
     let recorded = RecordedReadings::load();
-    let credentials = ["Bearer alice", "Basic YWxpY2U6c2VjcmV0"];
     for mode in [PLAIN, BY_HTTP2, NORMALIZED] {
-        assert_none_escapes(
-            &list_passing_fields(mode, "cookie", &recorded.cookie, &["session=alice"]).await,
-        );
+        let proxy = RecordingProxy::start(LIMITS, true, mode).await;
+        for (kind, value) in [
+            ("cookie", "session=alice"),
+            ("header", "alice"),
+            ("authorization", "Bearer alice"),
+            ("authorization", "Basic YWxpY2U6c2VjcmV0"),
+            ("host", "alice.test"),
+        ] {
+            let first = proxy.forward_field(kind, value).await;
+            assert!(first.is_some(), "{kind} {value}");
+        }
+        assert_none_escapes(&list_passing_fields(&proxy, &recorded).await);
         assert_none_escapes(&list_passing_queries(mode, "api_key=alice", "alice").await);
-        let readings = &recorded.authorization;
-        assert_none_escapes(
-            &list_passing_fields(mode, "authorization", readings, &credentials).await,
-        );
     }
 }
 
@@ -374,29 +454,43 @@ async fn more_parameters_than_an_app_reads_are_refused() {
     assert_none_escapes(&list_passing_queries(PLAIN, "other=x", "none").await);
 }
 
-/// Denies a cookie and a query parameter, by their presence or by their values.
-const CONDITIONS: [&str; 2] = [
-    "[[policy]]\nname = 'query'\nmatch = { query = { api_key = 'alice' } }\naction = 'deny'\n\
-     [[policy]]\nname = 'cookie'\nmatch = { cookies = { session = 'alice' } }\naction = 'deny'\n",
-    "[[policy]]\nname = 'query'\nmatch = { query = { api_key = { present = true } } }\naction = 'deny'\n\
-     [[policy]]\nname = 'cookie'\nmatch = { cookies = { session = { present = true } } }\naction = 'deny'\n",
-];
+/// Denies a cookie and a query parameter if present.
+const PRESENCE_CONDITIONS: &str = "\
+     [[policy]]\nname = 'query'\nmatch = { query = { api_key = { present = true } } }\naction = 'deny'\n\
+     [[policy]]\nname = 'cookie'\nmatch = { cookies = { session = { present = true } } }\naction = 'deny'\n";
+
+/// Denies the same as `CONDITIONS`, by regular expressions.
+fn pattern_conditions() -> String {
+    CONDITIONS
+        .replace(" = \"alice\" }", " = { regex = \"^alice$\" } }")
+        .replace(
+            " = \"Bearer alice\" }",
+            " = { regex = \"^Bearer alice$\" } }",
+        )
+        .replace(
+            " = \"Basic YWxpY2U6c2VjcmV0\" }",
+            " = { regex = \"^Basic YWxpY2U6c2VjcmV0$\" } }",
+        )
+}
 
 #[tokio::test]
 async fn no_spelling_of_a_value_escapes_a_condition() {
     let recorded = RecordedReadings::load();
     let mut escaped = Vec::new();
-    for (policies, mode) in CONDITIONS
+    let patterns = pattern_conditions();
+    assert_eq!(patterns.matches("regex").count(), 5);
+    for (policies, mode) in [CONDITIONS, &patterns, PRESENCE_CONDITIONS]
         .into_iter()
         .flat_map(|policies| [PLAIN, BY_HTTP2].map(|mode| (policies, mode)))
     {
         let proxy = RecordingProxy::start(policies, true, mode).await;
-        for (spelling, readings) in &recorded.cookie {
-            let forwarded = proxy.forward("/search", Some(("cookie", spelling))).await;
-            if let (Some(_), Some(names)) = (forwarded, readings.get("alice")) {
-                escaped.push(format!("cookie {spelling:?} for {names:?}"));
-            }
-        }
+        let is_presence = policies == PRESENCE_CONDITIONS;
+        let passing = list_passing_fields(&proxy, &recorded).await;
+        escaped.extend(
+            passing
+                .into_iter()
+                .filter(|one| !is_presence || one.starts_with("cookie ")),
+        );
         for (spelling, readings) in &recorded.query {
             let target = format!("/search?{}", expand(spelling));
             let forwarded = proxy.forward_target(&target).await;
@@ -420,7 +514,11 @@ async fn no_spelling_of_a_value_escapes_a_condition() {
             ("/search;jsessionid=A1", "other=\"\\163\""),
             ("/search;jsessionid=A1?x=1;y=2", "a=1, b=2"),
         ] {
-            let served = proxy.forward(target, Some(("cookie", cookie))).await;
+            let request = SpelledRequest {
+                lines: format!("Cookie: {cookie}"),
+                ..SpelledRequest::with_target(target)
+            };
+            let served = proxy.forward(&request).await;
             assert!(served.is_some(), "{target} {cookie}");
         }
     }
@@ -464,7 +562,7 @@ async fn plain_spellings_are_served() {
             "/search?api_key=bob&x=1",
             "/search?filter[name]=x&filter.age=3",
         ] {
-            assert!(proxy.forward(target, None).await.is_some(), "{target}");
+            assert!(proxy.forward_target(target).await.is_some(), "{target}");
         }
         for cookie in [
             "session=bob",
@@ -472,7 +570,7 @@ async fn plain_spellings_are_served() {
             "session=b%20b",
             "other=\"\\163\"; session=bob",
         ] {
-            let forwarded = proxy.forward("/search", Some(("cookie", cookie))).await;
+            let forwarded = proxy.forward_field("cookie", cookie).await;
             assert!(forwarded.is_some(), "{cookie}");
         }
     }

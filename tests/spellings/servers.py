@@ -212,7 +212,8 @@ def start_mojolicious():
 
 def start_dancer():
     port = free_port()
-    command = ["starman", "--workers", "2", "--listen", f"127.0.0.1:{port}", APPS / "dancer.psgi"]
+    # A worker serves one connection at a time.
+    command = ["starman", "--workers", "20", "--listen", f"127.0.0.1:{port}", APPS / "dancer.psgi"]
     start("dancer", [port], *command)
     return {"dancer": (port, f"Dancer2 {perl_version('Dancer2')}, Starman {perl_version('Starman')}")}
 

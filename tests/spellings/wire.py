@@ -65,7 +65,7 @@ def has_other_password(spelling):
         return False
     for word in [basic[1], *re.split(r"[^!-~]+", basic[1])]:
         mapped = word.replace("-", "+").replace("_", "/")
-        for text in (word, mapped, word.split("=")[0], mapped.split("=")[0], *re.findall(r"[A-Za-z0-9+/]+", mapped)):
+        for text in (word, mapped, word.split("=")[0], mapped.split("=")[0]):
             letters = re.sub(r"[^A-Za-z0-9+/]", "", text)
             # A last letter without eight bits is dropped.
             if letters.startswith("YWxpY2U6c2VjcmV0") and len(letters) <= len("YWxpY2U6c2VjcmV0") + 1:
@@ -109,8 +109,8 @@ class Http1Client:
         """Status and body, or (0, b"") if there was no response."""
         was_open = self.connection is not None
         answer = self.try_once(request)
-        # The server may have closed the connection before.
-        if answer is None and was_open:
+        # The server may have closed the connection before, or be slow.
+        if answer is None and was_open or answer == (0, b""):
             answer = self.try_once(request)
         if answer is None or answer[0] != 200 or not is_one_request(request):
             self.close()
