@@ -35,6 +35,9 @@ pub(super) struct PathScan {
     pub(super) has_nested_escape: bool,
     /// Position of the first `;`.
     pub(super) semicolon: Option<usize>,
+    /// Position of the first character with a byte that is a space in Latin-1, at which Python's
+    /// `http.server` ends the target.
+    latin1_space: Option<usize>,
     /// Position of the first `%3F`.
     pub(super) escaped_question_mark: Option<usize>,
     /// Position of the first `%23`.
@@ -73,7 +76,13 @@ impl PathScan {
                 }
                 (0, _) => scan.has_nul = true,
                 (0x01..=0x1f | 0x7f, _) => scan.has_control_character = true,
-                (0x80.., _) => scan.has_non_ascii = true,
+                (0x80.., _) => {
+                    scan.has_non_ascii = true;
+                    if escaped.is_none() && matches!(byte, 0x85 | 0xa0) {
+                        let start = path.floor_char_boundary(position);
+                        scan.latin1_space.get_or_insert(start);
+                    }
+                }
                 _ => {}
             }
             digits = match (byte, digits) {
@@ -140,7 +149,10 @@ impl PathScan {
             .filter(|_| reads_delimiters);
         // Some routers start the query at a semicolon.
         let semicolon = self.semicolon.filter(|_| settings.strip_parameters);
-        delimiters.chain(semicolon).collect()
+        delimiters
+            .chain(semicolon)
+            .chain(self.latin1_space)
+            .collect()
     }
 }
 

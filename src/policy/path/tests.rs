@@ -221,6 +221,18 @@ fn rejects_control_characters_and_invalid_utf8() {
     assert_eq!(interpret("/a%0a%ff", lenient), ["/a%0A%FF"]);
 }
 
+/// Python's `http.server` splits the request line at the spaces of Latin-1.
+#[test]
+fn a_path_may_end_at_a_byte_that_is_a_space_in_latin_1() {
+    let readings = interpret("/login\u{2005}", DEFAULT_SETTINGS);
+    assert!(readings.contains(&"/login".to_owned()), "{readings:?}");
+    let readings = interpret("/login\u{a0}x", DEFAULT_SETTINGS);
+    assert!(readings.contains(&"/login".to_owned()), "{readings:?}");
+    for path in ["/login%E2%80%85", "/caf\u{e9}"] {
+        assert_eq!(interpret(path, DEFAULT_SETTINGS).len(), 1, "{path}");
+    }
+}
+
 #[test]
 fn the_work_for_a_hostile_path_is_bounded() {
     let hostile = format!("/{}", "%2f%5c;./".repeat(6600));
