@@ -212,3 +212,68 @@ async fn malformed_requests_through_a_trusted_proxy_end_no_other_request() {
     assert_eq!(answer.status(), Some(200));
     assert!(!client.wait_for_close(TEST_TIMEOUT / 50).await.0);
 }
+
+fn post_head_frame(stream: u32, path: &str) -> Vec<u8> {
+    let fields = [
+        &[(":method", "POST")],
+        &GET_FIELDS[1..3],
+        &[(":path", path)],
+    ]
+    .concat();
+    request_head_frame(stream, &fields)
+}
+
+/// The upstream grants no window for uploads.
+#[tokio::test]
+async fn an_upload_of_small_frames_ends_no_other_stream_of_its_client() {
+    let release = Arc::new(Semaphore::new(0));
+    let held = Arc::clone(&release);
+    let mut builder = Builder::new();
+    builder.initial_window_size(0);
+    let upstream = H2Upstream::with_handler(builder, move |exchange| {
+        let held = Arc::clone(&held);
+        async move {
+            match exchange.request.uri().path() {
+                "/hold" => {
+                    held.acquire().await.unwrap().forget();
+                    exchange.respond_with(200, "held");
+                }
+                "/upload" => {
+                    // Holds the stream open without reading.
+                    pending::<()>().await;
+                    drop(exchange);
+                }
+                _ => exchange.respond_with(200, "at once"),
+            }
+        }
+    })
+    .await;
+    let proxy = start_proxy(&upstream).await;
+    for size in [1, 30, 200] {
+        let mut client = FrameClient::connect(proxy.address, &[]).await;
+        let opening = [post_head_frame(1, "/upload"), get_frame(3, "/hold")].concat();
+        client.send(opening).await;
+        // Before it acknowledges the SETTINGS, a client has a window of 64 KiB.
+        client.send(encode_frame(SETTINGS, ACK, 0, [])).await;
+        let count = 240_000_usize.div_ceil(size).min(20_000);
+        for n in 0..20_u32 {
+            let frames = encode_frame(DATA, 0, 1, vec![b'x'; size]).repeat(count / 20);
+            assert!(client.send(frames).await, "{size} bytes");
+            let stream = 5 + 2 * n;
+            client.send(get_frame(stream, "/")).await;
+            let answer = client
+                .wait_for_frame("an answer", |frame| {
+                    frame.kind == GOAWAY || frame.kind == HEADERS && frame.stream == stream
+                })
+                .await;
+            assert_eq!(answer.status(), Some(200), "{size} bytes, request {n}");
+        }
+        release.add_permits(1);
+        let answer = client
+            .wait_for_frame("the held response", |frame| {
+                frame.kind == GOAWAY || frame.kind == HEADERS && frame.stream == 3
+            })
+            .await;
+        assert_eq!(answer.status(), Some(200), "{size} bytes");
+    }
+}

@@ -29,9 +29,14 @@ const MAX_DECODED_BYTES: usize = 64 * 1024 / 32 * DECODED_BYTES_PER_BYTE;
 const HEAD_STEP_BYTES: usize = 4 * 1024;
 
 /// Flow-control windows granted to an HTTP/2 client, per stream and per connection: the bytes of
-/// request bodies that it may send before a handler reads them.
+/// request bodies that it may send before a handler reads them. Half of the connection's window is
+/// also what h2 lets small frames take before it ends all streams of the connection, so it is large:
+/// `listen.max_memory` bounds what clients hold.
 pub(super) const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
-pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 1024 * 1024;
+pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
+
+/// What h2 keeps for an unread DATA frame beside its payload.
+const UNREAD_FRAME_BYTES: usize = 256;
 
 /// Adds up the memory of connections.
 pub(in crate::proxy) trait MemoryBudget: Debug {
@@ -146,18 +151,20 @@ impl ConnectionMemory {
         self.streams.get()
     }
 
-    /// Records received bytes of HTTP/2 request bodies. Bytes that no handler reads, such as those
-    /// of a stream that was reset, stay counted until no body is open.
-    pub(super) fn add_unread_body_bytes(&self, bytes: usize) {
-        let unread = self.unread_body_bytes.get() + bytes;
+    /// Records received DATA frames of HTTP/2 request bodies, and the bytes of their payloads. What
+    /// no handler reads, such as frames of a stream that was reset, stays counted until no body is
+    /// open.
+    pub(super) fn add_unread_frames(&self, frames: usize, bytes: usize) {
+        let unread = self.unread_body_bytes.get() + bytes + frames * UNREAD_FRAME_BYTES;
         self.unread_body_bytes
             .set(unread.min(H2_CONNECTION_WINDOW_BYTES as usize));
     }
 
-    /// Records that the handler read bytes of a request body.
-    pub(in crate::proxy) fn remove_unread_body_bytes(&self, bytes: usize) {
+    /// Records that the handler read a DATA frame with this payload.
+    pub(in crate::proxy) fn remove_unread_frame(&self, bytes: usize) {
+        let unread = self.unread_body_bytes.get();
         self.unread_body_bytes
-            .set(self.unread_body_bytes.get().saturating_sub(bytes));
+            .set(unread.saturating_sub(bytes + UNREAD_FRAME_BYTES));
     }
 
     /// Records a new HTTP/2 request body.
@@ -173,12 +180,13 @@ impl ConnectionMemory {
         }
     }
 
-    /// Bytes of open HTTP/2 request bodies: at most what flow control lets the client send.
+    /// Memory of open HTTP/2 request bodies: at most that of frames of one byte, as many as flow
+    /// control lets the client send.
     fn unread_body_bytes(&self) -> usize {
         let window = self
             .http2_bodies
             .get()
-            .saturating_mul(H2_STREAM_WINDOW_BYTES as usize);
+            .saturating_mul(H2_STREAM_WINDOW_BYTES as usize * (1 + UNREAD_FRAME_BYTES));
         self.unread_body_bytes.get().min(window)
     }
 
@@ -210,7 +218,7 @@ impl ConnectionMemory {
     }
 
     /// Whether the peer is a trusted proxy, which carries many clients.
-    pub(super) fn is_from_trusted_proxy(&self) -> bool {
+    pub(in crate::proxy) fn is_from_trusted_proxy(&self) -> bool {
         self.activity.is_from_trusted_proxy()
     }
 

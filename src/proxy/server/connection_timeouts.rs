@@ -705,9 +705,9 @@ mod tests {
         let _stream = monitor.memory().begin_head(true, 0);
         monitor.memory().begin_http2_body();
         for _ in 0..100 {
-            monitor.memory().add_unread_body_bytes(100 * 1024);
+            monitor.memory().add_unread_frames(100 * 1024, 100 * 1024);
         }
-        assert_eq!(kib(), 28 + 256, "one stream holds no more than its window");
+        assert_eq!(kib(), 28 + 256 * 257, "frames of one byte fill the window");
         monitor.memory().end_http2_body();
         monitor.memory().begin_http2_body();
         assert_eq!(kib(), 28);

@@ -84,7 +84,8 @@ pub(in crate::proxy) struct FrameScan {
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
     pub(in crate::proxy) heads: u32,
     pub(in crate::proxy) head_bytes: usize,
-    /// Bytes of DATA payloads among these bytes.
+    /// Number of DATA frames whose header ends in these bytes, and bytes of their payloads.
+    pub(in crate::proxy) data_frames: usize,
     pub(in crate::proxy) data_bytes: usize,
     /// Bytes of the last field block among these bytes, if they end within it.
     pub(in crate::proxy) field_block_bytes: usize,
@@ -141,6 +142,7 @@ impl FrameScanner {
             FramePart::Header(header) => {
                 let [_, _, _, kind, flags, ..] = *header.fixed;
                 scan.heads += u32::from(kind == HEADERS);
+                scan.data_frames += usize::from(kind == DATA);
                 if kind != CONTINUATION {
                     scan.ends_field_block = true;
                     scan.field_block_bytes = 0;

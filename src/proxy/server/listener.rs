@@ -99,9 +99,13 @@ impl SocketListener {
                 let ends_at = Instant::now() + HANDSHAKE_TIME;
                 loop {
                     match listener.accept() {
-                        Ok((socket, addr))
-                            if socket.set_nonblocking(true).is_ok()
-                                && on_connection(AcceptedSocket::Tcp(socket), addr) => {}
+                        Ok((socket, addr)) => {
+                            if socket.set_nonblocking(true).is_err()
+                                || !on_connection(AcceptedSocket::Tcp(socket), addr)
+                            {
+                                return;
+                            }
+                        }
                         Err(error)
                             if error.kind() == io::ErrorKind::WouldBlock
                                 && Instant::now() < ends_at =>

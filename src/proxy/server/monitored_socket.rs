@@ -341,7 +341,9 @@ impl AsyncRead for MonitoredSocket {
             }
             this.monitor
                 .record_field_block(this.frame_scanner.is_within_field_block(), &scan);
-            this.monitor.memory().add_unread_body_bytes(scan.data_bytes);
+            this.monitor
+                .memory()
+                .add_unread_frames(scan.data_frames, scan.data_bytes);
             if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
                 this.remaining_pauses = scan.heads;
             }

@@ -231,11 +231,7 @@ async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
             };
             let bytes = frame.data_ref().map_or(0, Bytes::len);
             let stream = body.borrow();
-            stream
-                .active
-                .monitor()
-                .memory()
-                .remove_unread_body_bytes(bytes);
+            stream.active.monitor().memory().remove_unread_frame(bytes);
             discarded += u64::try_from(bytes).unwrap_or(u64::MAX);
         }
         pending().await
@@ -333,10 +329,7 @@ impl RequestBodyStream {
 
     fn check_and_record_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let bytes = frame.data_ref().map_or(0, Bytes::len);
-        self.active
-            .monitor()
-            .memory()
-            .remove_unread_body_bytes(bytes);
+        self.active.monitor().memory().remove_unread_frame(bytes);
         self.received = self
             .received
             .saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));

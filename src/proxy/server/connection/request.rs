@@ -64,7 +64,8 @@ pub(super) fn handle_request<H: RequestHandler>(
         false => 0,
     };
     let head_bytes = monitor.memory().begin_head(is_http2, decoded_bytes);
-    let charges_early_reset = is_http2 && peer.listener_kind.is_public();
+    let is_shared = monitor.memory().is_from_trusted_proxy();
+    let charges_early_reset = is_http2 && peer.listener_kind.is_public() && !is_shared;
     let mut guard = RequestGuard {
         request: active,
         head_bytes,
