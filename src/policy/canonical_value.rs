@@ -3,11 +3,12 @@
 use super::authorization::read_credentials;
 use super::client_network::format_client_network;
 use super::key_part::KeyPart;
+use super::matcher::canonicalize_host;
 use super::value_checks::is_white_space;
 use super::{client, path};
 use http::HeaderName;
 use http::header::{AUTHORIZATION, HOST};
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 
 /// Converts a literal text of a pattern to the form that requests have.
 pub(super) fn canonicalize_piece(
@@ -90,16 +91,4 @@ pub fn canonicalize_header_value(name: &HeaderName, text: &str) -> Result<Box<st
 /// The value of a descriptor entry as policies read it. The caller may not trim what the app trims.
 pub fn canonicalize_descriptor_value(text: &str) -> &str {
     text.trim_matches(is_white_space)
-}
-
-/// A host as requests have it: in lower case, without port and trailing dot; an IPv6 address in its shortest form.
-pub(super) fn canonicalize_host(text: &str) -> Box<str> {
-    if let Some((address, _port)) = text.strip_prefix('[').and_then(|rest| rest.split_once(']'))
-        && let Ok(address) = address.parse::<Ipv6Addr>()
-    {
-        return format!("[{address}]").into();
-    }
-    let host = text.split_once(':').map_or(text, |(host, _port)| host);
-    let host = host.strip_suffix('.').unwrap_or(host);
-    host.to_ascii_lowercase().into()
 }

@@ -364,7 +364,7 @@ impl KeyPart {
         if is_segment
             && found
                 .iter()
-                .any(|value| client.rejects_value(&decode(value)))
+                .any(|value| client.value_checks.rejects_value(&decode(value)))
         {
             return Err(KeyError::OuterWhiteSpace(self.to_string()));
         }

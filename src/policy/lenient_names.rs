@@ -26,7 +26,7 @@ pub(super) fn find_query_ambiguity(
         return Some(KeyError::AmbiguousQuery(part()));
     }
     let mut values = query_values(facts.query, name);
-    let is_rejected = values.any(|value| client.rejects_value(&value));
+    let is_rejected = values.any(|value| client.value_checks.rejects_value(&value));
     is_rejected.then(|| KeyError::OuterWhiteSpace(part()))
 }
 
@@ -51,7 +51,7 @@ pub(super) fn find_cookie_ambiguity(
         }
     }
     let mut values = cookie_values(headers, name);
-    let is_rejected = values.any(|value| client.rejects_value(&value));
+    let is_rejected = values.any(|value| client.value_checks.rejects_value(&value));
     is_rejected.then(|| KeyError::OuterWhiteSpace(part()))
 }
 

@@ -1,6 +1,5 @@
 //! Matching of a policy's conditions against a request or descriptor.
 
-use super::canonical_value::canonicalize_host;
 use super::jwt::{ClaimName, ClaimValue};
 use super::{
     DescriptorConditions, Facts, KeyError, NamedCondition, PathPattern, UnmetCondition,
@@ -9,6 +8,7 @@ use super::{
 use http::{HeaderName, Method};
 use ipnet::IpNet;
 use regex::Regex;
+use std::net::Ipv6Addr;
 
 /// The conditions of a policy. All of them must hold. Within one condition, any alternative
 /// suffices; an empty list of alternatives always holds.
@@ -364,4 +364,17 @@ impl HostPattern {
             Self::Subdomains(suffix) => host.len() > suffix.len() && host.ends_with(&**suffix),
         }
     }
+}
+
+/// A host as requests have it: in lower case, without port and trailing dot; an IPv6 address in its
+/// shortest form.
+pub(super) fn canonicalize_host(text: &str) -> Box<str> {
+    if let Some((address, _port)) = text.strip_prefix('[').and_then(|rest| rest.split_once(']'))
+        && let Ok(address) = address.parse::<Ipv6Addr>()
+    {
+        return format!("[{address}]").into();
+    }
+    let host = text.split_once(':').map_or(text, |(host, _port)| host);
+    let host = host.strip_suffix('.').unwrap_or(host);
+    host.to_ascii_lowercase().into()
 }

@@ -1,7 +1,6 @@
 //! Values that apps read in another form than they were sent: trimmed or decoded.
 
 use super::authorization::{is_lenient_space, read_credentials};
-use super::client;
 use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName};
 use memchr::memmem;
@@ -58,6 +57,12 @@ impl ValueChecks {
         Ok(())
     }
 
+    /// Whether a decoded value of a query parameter, cookie or path is rejected because apps trim
+    /// it.
+    pub(super) fn rejects_value(&self, value: &[u8]) -> bool {
+        self.rejects_outer_white_space && is_trimmed_by_apps(value)
+    }
+
     fn check_header_value(&self, name: &HeaderName, value: &[u8]) -> Result<(), HeaderValueError> {
         let is_credential = *name == AUTHORIZATION;
         let is_plain = |byte: &u8| byte.is_ascii_graphic() && *byte != b'?';
@@ -82,14 +87,6 @@ impl ValueChecks {
             }
         }
         Ok(())
-    }
-}
-
-impl client::Settings {
-    /// Whether a decoded value of a query parameter, cookie or path is rejected because apps trim
-    /// it.
-    pub(super) fn rejects_value(&self, value: &[u8]) -> bool {
-        self.value_checks.rejects_outer_white_space && is_trimmed_by_apps(value)
     }
 }
 
