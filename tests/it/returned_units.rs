@@ -168,7 +168,7 @@ async fn requests_that_redis_refuses_use_no_units_of_the_instance() {
 }
 
 #[tokio::test]
-async fn requests_that_redis_refuses_starve_nobody_of_the_slots_of_the_instance() {
+async fn requests_that_redis_refuses_take_no_slots_from_other_requests() {
     let (redis, app) = (RedisServer::start(), Upstream::echo().await);
     let config = format!(
         "{}\n[[policy]]\nname = 'pod'\nscope = 'instance'\n\
@@ -230,7 +230,7 @@ async fn requests_leave_a_queue_at_a_distance_also_after_returns() {
     }
 }
 
-/// A customer that Redis refuses takes no places in the queue of the instance, and brings nobody
+/// A customer that Redis refuses takes no places in the queue of the instance, and brings no request
 /// forward.
 #[tokio::test]
 async fn requests_that_redis_refuses_keep_the_distance_in_a_queue_of_the_instance() {
