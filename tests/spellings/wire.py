@@ -63,7 +63,7 @@ def has_other_password(spelling):
     basic = re.search(r"(?i)basic(.*)", spelling, re.S)
     if not basic:
         return False
-    for word in [basic[1], *re.split(r"[^!-~]+", basic[1])]:
+    for word in [basic[1], *re.split(r"[\s\x85\xa0,;]+", basic[1])]:
         mapped = word.replace("-", "+").replace("_", "/")
         for text in (word, mapped, word.split("=")[0], mapped.split("=")[0]):
             letters = re.sub(r"[^A-Za-z0-9+/]", "", text)
