@@ -14,6 +14,7 @@ use crate::enforcer::Verdict;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
+use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::mark_header::add_mark_header;
 use crate::proxy::http::rate_limit_headers;
@@ -127,11 +128,7 @@ impl ProxyService {
             .decide_request(&snapshot, &facts, arrived_at)
             .await;
         let decided_at = verdict.decided_at.unwrap_or(arrived_at);
-        self.metrics
-            .record_request_decision(classify_verdict(&verdict) as usize);
-        if inbound.token_error().is_some() {
-            self.metrics.record_rejected_token();
-        }
+        self.count_decision(&verdict, &inbound);
         let denial =
             match local_replies::build_verdict_reply(&verdict, table.rate_limit_headers, style) {
                 Some(denial) => Some(denial),
@@ -155,6 +152,14 @@ impl ProxyService {
                 self.translate_denial_status(denial.map(ResponseBody::Full), proxy_kind)
             }
             None => build_allowed_reply(&verdict, table),
+        }
+    }
+
+    fn count_decision(&self, verdict: &Verdict<'_>, inbound: &InboundRequest) {
+        self.metrics
+            .record_request_decision(classify_verdict(verdict) as usize);
+        if inbound.token_error().is_some() {
+            self.metrics.record_rejected_token();
         }
     }
 

@@ -249,7 +249,7 @@ async fn an_upload_of_small_frames_ends_no_other_stream_of_its_client() {
     })
     .await;
     let proxy = start_proxy(&upstream).await;
-    for size in [1, 30, 200] {
+    for size in [5, 30, 200] {
         let mut client = FrameClient::connect(proxy.address, &[]).await;
         let opening = [post_head_frame(1, "/upload"), get_frame(3, "/hold")].concat();
         client.send(opening).await;

@@ -194,7 +194,7 @@ async fn a_head_does_not_wait_long_for_its_body() {
 #[tokio::test]
 async fn a_body_that_breaks_later_never_looks_complete() {
     let (_upstream, proxy) =
-        start_h2c(LENGTH_5, &[(DATA, 0, b"hel"), (RST_STREAM, 0, RESET)]).await;
+        start_h2c(LENGTH_5, &[(DATA, 0, b"abc"), (RST_STREAM, 0, RESET)]).await;
     let mut client = RawClient::connect(proxy.address).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let reply = client.read_response_or_close().await;

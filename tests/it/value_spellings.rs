@@ -472,7 +472,7 @@ async fn a_shadow_policy_rejects_no_value() {
 }
 
 #[tokio::test]
-async fn look_alikes_of_trusted_headers_are_bad_requests() {
+async fn similar_names_of_trusted_headers_are_bad_requests() {
     let upstream = Upstream::echo().await;
     let config = "client.trusted_headers = ['x-plan', 'x-tenant-id']\n";
     let proxy = Proxy::start(config, upstream.address).await;

@@ -3,12 +3,11 @@
 //!
 //! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
+use super::header_lines::{append_to_list_header, join_cookie_lines};
 use super::hop_by_hop;
 use super::request_validation::RequestTarget;
 use super::upgrade::{self, RequestedProtocolSwitch};
 use crate::policy::client::ClientAddress;
-use bytes::Bytes;
-use http::header::Entry;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, request, response};
 use smallvec::SmallVec;
 use std::net::IpAddr;
@@ -306,73 +305,10 @@ fn upgrade_values_for_client(
     }
 }
 
-/// Appends `item` to a comma-separated list header and joins all lines of the header into one.
-pub(in crate::proxy) fn append_to_list_header(
-    headers: &mut HeaderMap,
-    name: &HeaderName,
-    item: HeaderValue,
-) {
-    match headers.entry(name) {
-        Entry::Vacant(vacant) => {
-            vacant.insert(item);
-        }
-        Entry::Occupied(mut occupied) => {
-            let joined = join_header_lines(occupied.iter().chain([&item]), b", ");
-            occupied.insert(joined);
-        }
-    }
-}
-
 /// Formats an integer as a header value with one allocation; the `http` crate's conversion needs
 /// two.
 pub(in crate::proxy) fn integer_header_value(value: impl itoa::Integer) -> HeaderValue {
     HeaderValue::from_str(itoa::Buffer::new().format(value)).expect("digits are visible ASCII")
-}
-
-/// Joins the non-empty lines of a header into one value.
-fn join_header_lines<'v>(
-    lines: impl Iterator<Item = &'v HeaderValue>,
-    separator: &[u8],
-) -> HeaderValue {
-    let mut text = Vec::with_capacity(128);
-    for line in lines
-        .map(HeaderValue::as_bytes)
-        .filter(|line| !line.trim_ascii().is_empty())
-    {
-        if !text.is_empty() {
-            text.extend_from_slice(separator);
-        }
-        text.extend_from_slice(line);
-    }
-    HeaderValue::from_maybe_shared(Bytes::from(text))
-        .expect("valid values joined by visible ASCII are valid")
-}
-
-/// Memory of a field line in a header map: an entry, without name and value.
-const FIELD_LINE_BYTES: usize = 104;
-
-/// Joins the lines of `Cookie`, and releases the memory of the lines. Returns the memory of the map.
-///
-/// HPACK needs one byte for a line that takes [`FIELD_LINE_BYTES`].
-pub(in crate::proxy) fn compact_header_map(headers: &mut HeaderMap) -> usize {
-    join_cookie_lines(headers);
-    let mut compact = HeaderMap::with_capacity(headers.keys_len());
-    compact.extend(std::mem::take(headers));
-    *headers = compact;
-    let lines = headers.iter();
-    lines
-        .map(|(name, value)| FIELD_LINE_BYTES + name.as_str().len() + value.len())
-        .sum()
-}
-
-/// Joins the lines of `Cookie` into one: HTTP/2 allows several, HTTP/1.1 only one (RFC 9113,
-/// 8.2.3).
-fn join_cookie_lines(headers: &mut HeaderMap) {
-    let has_repeated_header = headers.len() > headers.keys_len();
-    if has_repeated_header && headers.get_all(header::COOKIE).iter().nth(1).is_some() {
-        let joined = join_header_lines(headers.get_all(header::COOKIE).iter(), b"; ");
-        headers.insert(header::COOKIE, joined);
-    }
 }
 
 /// Removes or overwrites the forwarding headers that an untrusted peer sent.

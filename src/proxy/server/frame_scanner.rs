@@ -32,6 +32,9 @@ const PRIORITY: u8 = 32;
 /// trailers are not forwarded.
 const TRAILER_MARKER_FIELD: u8 = 0x80 | 38;
 
+/// Payload below which a DATA frame spends credit. gRPC messages and WebSocket frames are larger.
+const MIN_DATA_BYTES: usize = 5;
+
 /// Kind of the error for a first frame that is not SETTINGS.
 pub(in crate::proxy) const INVALID_FIRST_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
 
@@ -157,7 +160,9 @@ impl FrameScanner {
                 if is_dropped {
                     dropped.push_back(position);
                 }
-                scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_dropped);
+                let is_tiny =
+                    kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
+                scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_tiny);
                 scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
                 if self.is_trailers(header.fixed) && !header.is_too_short {
                     trailers.push_back(position);

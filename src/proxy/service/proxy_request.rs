@@ -99,11 +99,10 @@ impl ProxyService {
         let body_handle = body.clone_handle();
         let upstream_request = Request::from_parts(parts, body);
         let was_sent = Cell::new(false);
-        let send = pin!(
-            self.upstream
-                .send(upstream_request, ready_at, interim, &was_sent)
-        );
-        let result = await_until_deadline(deadline, send).await;
+        let send = self
+            .upstream
+            .send(upstream_request, ready_at, interim, &was_sent);
+        let result = await_until_deadline(deadline, pin!(send)).await;
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());

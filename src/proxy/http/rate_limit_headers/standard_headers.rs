@@ -6,7 +6,7 @@
 use super::retry_after::SECOND_US;
 use crate::enforcer::{LimitReport, RequestOutcome, Verdict};
 use crate::limiter::Algorithm;
-use crate::proxy::http::headers::append_to_list_header;
+use crate::proxy::http::header_lines::append_to_list_header;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue};
 

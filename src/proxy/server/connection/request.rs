@@ -1,7 +1,7 @@
 //! A request of a client connection, from its arrival to the end of its response.
 
 use bytes::{Buf, Bytes};
-use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header, request};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::upgrade::OnUpgrade;
@@ -17,7 +17,7 @@ use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
 use crate::proxy::http::body::{
     BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
 };
-use crate::proxy::http::headers;
+use crate::proxy::http::header_lines;
 use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::server::connection_timeouts::{
@@ -59,11 +59,7 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
     let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
     let body = RequestBody::new(&head, incoming, limits, &active);
-    let decoded_bytes = match is_http2 && head.headers.len() > MAX_UNCOUNTED_LINES {
-        true => headers::compact_header_map(&mut head.headers),
-        false => 0,
-    };
-    let head_bytes = monitor.memory().begin_head(is_http2, decoded_bytes);
+    let head_bytes = count_head(monitor, &mut head, is_http2);
     let is_shared = monitor.memory().is_from_trusted_proxy();
     let charges_early_reset = is_http2 && peer.listener_kind.is_public() && !is_shared;
     let mut guard = RequestGuard {
@@ -123,6 +119,15 @@ pub(super) fn handle_request<H: RequestHandler>(
             }
         }))
     }
+}
+
+/// Counts the memory of a head until [`RequestGuard`] is dropped. Returns its size.
+fn count_head(monitor: &ConnectionMonitor, head: &mut request::Parts, is_http2: bool) -> usize {
+    let decoded_bytes = match is_http2 && head.headers.len() > MAX_UNCOUNTED_LINES {
+        true => header_lines::compact_header_map(&mut head.headers),
+        false => 0,
+    };
+    monitor.memory().begin_head(is_http2, decoded_bytes)
 }
 
 /// Drops the body of a response that has none. hyper omits it over HTTP/1 only.
