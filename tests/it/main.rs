@@ -123,6 +123,7 @@ mod top;
 mod tracing;
 mod traps;
 mod upgrades;
+mod upload_shares;
 mod upstream_connections;
 mod value_spellings;
 mod why;
