@@ -37,6 +37,9 @@ pub struct ListenSettings {
     /// Time limit without progress on a request body, or on writing to a client that does not read.
     /// In a tunnel that the upstream has closed, the limit applies to a client that pauses.
     pub body_idle_timeout: Duration,
+    /// Bytes per second that a client must send of a request body while the upstream waits for
+    /// them. A client that falls `body_idle_timeout` behind is cut. 0 for no minimum.
+    pub min_upload_rate: u64,
     pub max_header_bytes: usize,
     pub max_headers: usize,
     /// Maximum size of a request body. `None` for no limit.
@@ -110,6 +113,9 @@ pub struct UpstreamSettings {
     pub preserve_host: bool,
     /// Maximum concurrent connections, over all workers.
     pub max_connections: usize,
+    /// While half of `max_connections` are in use: maximum of the other half that one client uses.
+    /// 0 for no limit.
+    pub max_connections_per_client: usize,
     /// Maximum tunnels of one client. 0 for no limit.
     pub max_tunnels_per_client: usize,
     /// Time limit without traffic in a tunnel. `None` for no limit.

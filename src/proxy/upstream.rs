@@ -31,7 +31,7 @@ use crate::proxy::http::body::request::RequestBody;
 use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::http::upgrade;
-use exchange::ExchangeFailure;
+use exchange::{ExchangeFailure, client_error_kind};
 use pool::{ConnectionProtocol, UpstreamConnection, UpstreamPool};
 use retry::RetryRequest;
 
@@ -124,7 +124,7 @@ impl UpstreamClient {
     /// streams the body.
     ///
     /// The request must have its URI in origin form and its final headers, `Host` included. `now`
-    /// is the caller's latest clock reading. `interim` receives informational (1xx) responses.
+    /// is the caller's latest clock reading, `client` the address prefix that sent the request. `interim` receives informational (1xx) responses.
     /// `was_sent` is set while the upstream may have received a part of the request.
     /// Dropping the future, or the response body before its end, closes the HTTP/1.1 connection or
     /// cancels the HTTP/2 stream.
@@ -134,12 +134,25 @@ impl UpstreamClient {
     pub async fn send(
         &self,
         mut request: Request<RequestBody>,
-        now: Instant,
+        client: IpAddr,
+        mut now: Instant,
         interim: &mut InformationalForwarder,
         was_sent: &Cell<bool>,
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         *request.version_mut() = Version::HTTP_11;
         let mut budget = RetryBudget::new(self.settings(), &request);
+        if !request.body().is_empty() && self.pool.is_scarce() {
+            Box::pin(prefetch_body(request.body())).await?;
+            now = Instant::now();
+        }
+        let mut share = match self.pool.try_take_share(client) {
+            Ok(share) => share,
+            Err(_) => {
+                let share = self.pool.wait_for_share(client).await?;
+                now = Instant::now();
+                share
+            }
+        };
         let (mut connection, mut sent_at) = match self.pool.take_available_connection(now) {
             Some(connection) => (connection, now),
             None => (
@@ -153,6 +166,7 @@ impl UpstreamClient {
                     .select_connection_for_upgrade(connection, &request, &mut budget.connects)
                     .await?;
             }
+            connection.share = share.take().or(connection.share.take());
             let is_reused = connection.is_reused();
             let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
             let retry = (is_http2 || is_reused && budget.may_retry_idempotent)
@@ -269,6 +283,15 @@ impl UpstreamClient {
         }
         Ok(connection)
     }
+}
+
+/// Reads the start of the request body before the request takes a connection.
+async fn prefetch_body(body: &RequestBody) -> Result<(), UpstreamError> {
+    body.prefetch().await.map_err(|error| UpstreamError {
+        kind: client_error_kind(body.progress().as_deref())
+            .unwrap_or(UpstreamErrorKind::ClientDisconnected),
+        detail: error.to_string(),
+    })
 }
 
 /// Reads the first frame of the response body, if the head need not go first.

@@ -129,6 +129,7 @@ mod top;
 mod tracing;
 mod traps;
 mod upgrades;
+mod upload_shares;
 mod upstream_connections;
 mod value_spellings;
 mod why;

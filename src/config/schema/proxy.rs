@@ -111,7 +111,7 @@ pub(super) static LISTEN_TLS_CERTIFICATES: [SchemaKey; 2] = [
 
 const PEM_PATH: ValueKind = Text("the path of a PEM file");
 
-pub(super) static LISTEN_HTTP: [SchemaKey; 8] = [
+pub(super) static LISTEN_HTTP: [SchemaKey; 9] = [
     key(
         "header_timeout",
         POSITIVE_DURATION,
@@ -129,6 +129,12 @@ pub(super) static LISTEN_HTTP: [SchemaKey; 8] = [
         POSITIVE_DURATION,
         Default("30s"),
         "Timeout without progress on a request body, or on writing a response or tunnel data to the client.",
+    ),
+    key(
+        "min_upload_rate",
+        byte_size(0, 1 << 30),
+        Default("64B"),
+        "Bytes per second that a client must send of a request body while the upstream waits for them; a client that falls body_idle_timeout behind gets 408. Not for gRPC. \"0\": no minimum.",
     ),
     // hyper needs a buffer of at least 8 KiB.
     key(
@@ -216,7 +222,7 @@ pub(super) static CHECK: [SchemaKey; 5] = [
 const SERVICE_ADDRESS: ValueKind =
     Text("an IP address and port such as \"127.0.0.1:8081\", or \"unix:/path\"");
 
-pub(super) static UPSTREAM: [SchemaKey; 14] = [
+pub(super) static UPSTREAM: [SchemaKey; 15] = [
     key(
         "url",
         Text("\"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\""),
@@ -270,6 +276,12 @@ pub(super) static UPSTREAM: [SchemaKey; 14] = [
         integer(1, 1_000_000),
         Default("1024"),
         "Most upstream connections, over all workers, including WebSockets. An HTTP/2 connection carries up to 100 requests.",
+    ),
+    key(
+        "max_connections_per_client",
+        integer(0, 1_000_000),
+        Default("256"),
+        "While half of max_connections are in use, most HTTP/1.1 connections of the other half that one client (by client.ipv6_prefix) takes, and no more than half of it; its further requests wait. 0: no limit.",
     ),
     key(
         "max_tunnels_per_client",

@@ -34,6 +34,7 @@ pub(super) fn build_listen_settings(
         header_timeout: http.get_duration("header_timeout")?,
         idle_timeout: http.get_duration("idle_timeout")?,
         body_idle_timeout: http.get_duration("body_idle_timeout")?,
+        min_upload_rate: http.get_byte_size("min_upload_rate")?,
         max_header_bytes: http.get_byte_size("max_header_bytes")?,
         max_headers: http.get_integer("max_headers")?,
         max_body_bytes: http

@@ -34,6 +34,7 @@ pub(super) fn build_upstream_settings(
         pool_max_idle: reader.get_integer("pool_max_idle")?,
         preserve_host: reader.get_bool("preserve_host")?,
         max_connections: reader.get_integer("max_connections")?,
+        max_connections_per_client: reader.get_integer("max_connections_per_client")?,
         max_tunnels_per_client: reader.get_integer("max_tunnels_per_client")?,
         tunnel_idle_timeout: reader
             .get_duration("tunnel_idle_timeout")

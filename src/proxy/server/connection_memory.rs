@@ -36,7 +36,7 @@ pub(super) const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
 
 /// What h2 keeps for an unread DATA frame beside its payload.
-const UNREAD_FRAME_BYTES: usize = 256;
+pub(in crate::proxy) const UNREAD_FRAME_BYTES: usize = 256;
 
 /// Adds up the memory of connections.
 pub(in crate::proxy) trait MemoryBudget: Debug {
@@ -160,11 +160,10 @@ impl ConnectionMemory {
             .set(unread.min(H2_CONNECTION_WINDOW_BYTES as usize));
     }
 
-    /// Records that the handler read a DATA frame with this payload.
-    pub(in crate::proxy) fn remove_unread_frame(&self, bytes: usize) {
-        let unread = self.unread_body_bytes.get();
+    /// Records that the handler read DATA frames: their payloads, and [`UNREAD_FRAME_BYTES`] each.
+    pub(in crate::proxy) fn remove_unread_bytes(&self, bytes: usize) {
         self.unread_body_bytes
-            .set(unread.saturating_sub(bytes + UNREAD_FRAME_BYTES));
+            .set(self.unread_body_bytes.get().saturating_sub(bytes));
     }
 
     /// Records a new HTTP/2 request body.

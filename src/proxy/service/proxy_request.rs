@@ -99,9 +99,10 @@ impl ProxyService {
         let body_handle = body.clone_handle();
         let upstream_request = Request::from_parts(parts, body);
         let was_sent = Cell::new(false);
+        let client = table.client.client_prefix(summary.client.ip);
         let send = self
             .upstream
-            .send(upstream_request, ready_at, interim, &was_sent);
+            .send(upstream_request, client, ready_at, interim, &was_sent);
         let result = await_until_deadline(deadline, pin!(send)).await;
 
         // 5. Finish.

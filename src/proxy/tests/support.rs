@@ -50,6 +50,7 @@ pub(super) fn listen_settings() -> ListenSettings {
         header_timeout: Duration::from_secs(5),
         idle_timeout: Duration::from_secs(5),
         body_idle_timeout: Duration::from_secs(5),
+        min_upload_rate: 0,
         max_header_bytes: 64 * 1024,
         max_headers: 100,
         max_body_bytes: None,
@@ -71,6 +72,7 @@ pub(super) fn upstream_settings(addr: SocketAddr) -> UpstreamSettings {
         pool_max_idle: 256,
         preserve_host: true,
         max_connections: 100,
+        max_connections_per_client: 0,
         max_tunnels_per_client: 0,
         tunnel_idle_timeout: None,
         max_requests_waiting: 100,
@@ -199,9 +201,13 @@ impl RequestHandler for ForwardingHandler {
         mut interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
         let was_sent = Cell::default();
-        let sent = self
-            .0
-            .send(request, Instant::now(), &mut interim, &was_sent);
+        let sent = self.0.send(
+            request,
+            [127, 0, 0, 1].into(),
+            Instant::now(),
+            &mut interim,
+            &was_sent,
+        );
         match sent.await {
             Ok(response) => response,
             Err(error) => text_response(StatusCode::BAD_GATEWAY, error.kind.name()),

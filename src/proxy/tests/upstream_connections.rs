@@ -57,6 +57,7 @@ impl RequestHandler for StallingHandler {
             .0
             .send(
                 request,
+                [127, 0, 0, 1].into(),
                 tokio::time::Instant::now(),
                 &mut interim,
                 &Default::default(),

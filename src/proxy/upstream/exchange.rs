@@ -81,7 +81,9 @@ impl UpstreamClient {
 }
 
 /// Returns the error kind if the request failed because of the client's body; otherwise `None`.
-fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
+pub(super) fn client_error_kind(
+    progress: Option<&RequestBodyProgress>,
+) -> Option<UpstreamErrorKind> {
     match progress?.state() {
         RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
         RequestBodyState::TooLarge => Some(UpstreamErrorKind::RequestBodyTooLarge),

@@ -11,6 +11,7 @@
 mod connection;
 mod idle;
 mod opening;
+mod share;
 mod stream_slot;
 mod waiting;
 

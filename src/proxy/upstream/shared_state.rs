@@ -4,7 +4,7 @@ use http::HeaderValue;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 
 use super::connector::{UpstreamConnector, UpstreamUrlError};
 use super::error::UpstreamError;
@@ -32,6 +32,12 @@ pub struct UpstreamSharedState {
     pub(super) delayed_requests: AtomicUsize,
     /// Tunnels of each client.
     pub(super) client_tunnels: ClientCounts,
+    /// Requests on the first half of the HTTP/1.1 connections, and those of each client on the
+    /// second half.
+    pub(super) first_half_in_use: AtomicUsize,
+    pub(super) client_connections: ClientCounts,
+    /// Notifies requests that wait for one of these when one ends.
+    pub(super) share_freed: Notify,
     /// Notifies all workers when a request starts to wait for a connection.
     pub(super) queue_signal: watch::Sender<()>,
     /// Throttles the warnings about failed requests.
@@ -58,6 +64,9 @@ impl UpstreamSharedState {
             queued_requests: AtomicUsize::new(0),
             delayed_requests: AtomicUsize::new(0),
             client_tunnels: ClientCounts::default(),
+            first_half_in_use: AtomicUsize::new(0),
+            client_connections: ClientCounts::default(),
+            share_freed: Notify::new(),
             queue_signal: watch::Sender::new(()),
             error_log_throttle: LogThrottle::new(ERROR_LOG_INTERVAL),
             settings,

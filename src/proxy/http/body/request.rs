@@ -1,5 +1,7 @@
 //! Request bodies, received from the client.
 
+mod prefetch;
+
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
@@ -13,10 +15,12 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
+use self::prefetch::is_grpc;
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
 use crate::proxy::http::request_validation::has_outer_white_space;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
+use crate::proxy::server::connection_memory::UNREAD_FRAME_BYTES;
 use crate::proxy::server::connection_timeouts::ActiveRequestGuard;
 use crate::proxy::server::lazy_timer::LazyTimer;
 
@@ -39,6 +43,9 @@ const HTTP2_RESET_DELAY: Duration = Duration::from_secs(1);
 pub(in crate::proxy) struct RequestBodyLimits {
     /// Maximum time without data from the client.
     pub(in crate::proxy) idle_timeout: Duration,
+    /// Minimum bytes per second while the client is awaited; 0 for none. The client may fall
+    /// `idle_timeout` behind.
+    pub(in crate::proxy) min_rate: u64,
     /// Maximum size of the body; `None` for no limit.
     pub(in crate::proxy) max_bytes: Option<u64>,
 }
@@ -59,10 +66,16 @@ struct RequestBodyStream {
     /// Whether the client waits for `100 Continue`, which hyper sends when the body is first read.
     expects_continue: bool,
     multiplexed: bool,
+    is_grpc: bool,
+    /// Bytes that were read ahead, and still count as unread.
+    prefetched_bytes: usize,
+    is_prefetching: bool,
     replay_buffer: ReplayBuffer,
     /// Whether the whole body was read from the client.
     is_complete: bool,
     pending_since: Option<Instant>,
+    /// Time by which the client is behind the minimum rate.
+    lag: Duration,
     idle_timer: LazyTimer,
     progress: Rc<RequestBodyProgress>,
     active: ActiveRequestGuard,
@@ -93,11 +106,16 @@ impl RequestBody {
     pub(in crate::proxy) fn new(
         request: &http::request::Parts,
         incoming: Incoming,
-        limits: RequestBodyLimits,
+        mut limits: RequestBodyLimits,
         active: &ActiveRequestGuard,
     ) -> Self {
         if incoming.is_end_stream() {
             return Self(None);
+        }
+        let is_grpc = is_grpc(&request.headers);
+        if is_grpc {
+            // Messages of a call may be small and rare.
+            limits.min_rate = 0;
         }
         let multiplexed = request.version == http::Version::HTTP_2;
         active.monitor().set_awaits_body(!multiplexed);
@@ -115,9 +133,13 @@ impl RequestBody {
             received: 0,
             expects_continue: request.headers.contains_key(http::header::EXPECT),
             multiplexed,
+            is_grpc,
+            prefetched_bytes: 0,
+            is_prefetching: false,
             replay_buffer: ReplayBuffer::default(),
             is_complete: false,
             pending_since: None,
+            lag: Duration::ZERO,
             idle_timer: LazyTimer::default(),
             progress: Rc::new(progress),
             active: active.clone(),
@@ -231,7 +253,11 @@ async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
             };
             let bytes = frame.data_ref().map_or(0, Bytes::len);
             let stream = body.borrow();
-            stream.active.monitor().memory().remove_unread_frame(bytes);
+            stream
+                .active
+                .monitor()
+                .memory()
+                .remove_unread_bytes(bytes + UNREAD_FRAME_BYTES);
             discarded += u64::try_from(bytes).unwrap_or(u64::MAX);
         }
         pending().await
@@ -252,6 +278,7 @@ impl RequestBodyStream {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         if let Some(part) = self.replay_buffer.next_replay_frame() {
+            self.release_prefetched_bytes();
             self.progress.last_progress_at.set(Instant::now());
             if self.is_end_stream() {
                 self.progress.state.set(RequestBodyState::Finished);
@@ -263,8 +290,8 @@ impl RequestBodyStream {
         }
         let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
             self.progress.state.set(RequestBodyState::AwaitingClient);
-            let deadline =
-                *self.pending_since.get_or_insert_with(Instant::now) + self.limits.idle_timeout;
+            let allowed = self.limits.idle_timeout.saturating_sub(self.lag);
+            let deadline = *self.pending_since.get_or_insert_with(Instant::now) + allowed;
             return self.idle_timer.poll(deadline, cx).map(|()| {
                 self.progress.state.set(RequestBodyState::ClientTimeout);
                 self.active
@@ -273,8 +300,13 @@ impl RequestBodyStream {
                 Some(Err(BodyError::ClientTimeout))
             });
         };
-        self.pending_since = None;
-        self.progress.last_progress_at.set(Instant::now());
+        let now = Instant::now();
+        if let Some(since) = self.pending_since.take()
+            && self.limits.min_rate > 0
+        {
+            self.lag += now - since;
+        }
+        self.progress.last_progress_at.set(now);
         self.progress.state.set(RequestBodyState::Transferring);
         Poll::Ready(match frame {
             Some(Ok(frame)) => Some(self.check_and_record_frame(frame)),
@@ -329,10 +361,21 @@ impl RequestBodyStream {
 
     fn check_and_record_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let bytes = frame.data_ref().map_or(0, Bytes::len);
-        self.active.monitor().memory().remove_unread_frame(bytes);
-        self.received = self
-            .received
-            .saturating_add(u64::try_from(bytes).unwrap_or(u64::MAX));
+        let held_bytes = bytes + UNREAD_FRAME_BYTES;
+        match self.is_prefetching {
+            true => self.prefetched_bytes += held_bytes,
+            false => self
+                .active
+                .monitor()
+                .memory()
+                .remove_unread_bytes(held_bytes),
+        }
+        let received = u64::try_from(bytes).unwrap_or(u64::MAX);
+        self.received = self.received.saturating_add(received);
+        if !self.lag.is_zero() {
+            let paid_ms = received.saturating_mul(1000) / self.limits.min_rate.max(1);
+            self.lag = self.lag.saturating_sub(Duration::from_millis(paid_ms));
+        }
         if self.limits.max_bytes.is_some_and(|max| self.received > max) {
             self.progress.state.set(RequestBodyState::TooLarge);
             return Err(BodyError::TooLarge);
@@ -357,7 +400,8 @@ impl RequestBodyStream {
 
     fn mark_rest_unread(&self) {
         // HTTP/2 is exempt: the unread rest of a stream blocks no other request.
-        if !self.multiplexed && self.progress.state() != RequestBodyState::Finished {
+        let is_read = self.is_complete || self.incoming.is_end_stream();
+        if !self.multiplexed && !is_read && self.progress.state() != RequestBodyState::Finished {
             self.active.monitor().set_unread_input();
         }
     }
@@ -385,6 +429,7 @@ impl Drop for RequestBody {
 impl Drop for RequestBodyStream {
     fn drop(&mut self) {
         self.record_drop();
+        self.release_prefetched_bytes();
         if self.multiplexed {
             self.active.monitor().memory().end_http2_body();
         }

@@ -105,6 +105,7 @@ impl HttpServerSettings {
     pub(super) fn body_limits(&self) -> RequestBodyLimits {
         RequestBodyLimits {
             idle_timeout: self.settings.body_idle_timeout,
+            min_rate: self.settings.min_upload_rate,
             max_bytes: self.settings.max_body_bytes,
         }
     }

@@ -9,6 +9,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::UpstreamPool;
+use super::share::ConnectionShare;
 use super::stream_slot::StreamSlot;
 use crate::proxy::http::body::request::RequestBody;
 use crate::proxy::server::lazy_timer::LazyTimer;
@@ -22,6 +23,8 @@ pub(in crate::proxy::upstream) struct UpstreamConnection {
     pub(in crate::proxy::upstream) protocol: ConnectionProtocol,
     /// Response and idle timeouts of the current request.
     pub(in crate::proxy::upstream) timer: LazyTimer,
+    /// The client's share that the current request uses.
+    pub(in crate::proxy::upstream) share: Option<ConnectionShare>,
     /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
     pub(super) idle_since: Option<Instant>,
 }
@@ -54,6 +57,7 @@ impl UpstreamConnection {
         Self {
             protocol,
             timer: LazyTimer::default(),
+            share: None,
             idle_since: None,
         }
     }

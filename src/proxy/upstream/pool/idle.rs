@@ -61,6 +61,7 @@ impl UpstreamPool {
     }
 
     pub(super) fn return_connection(&self, mut connection: Box<UpstreamConnection>) {
+        let _freed_last = connection.share.take();
         let ConnectionProtocol::Http1(http1) = &connection.protocol else {
             return;
         };

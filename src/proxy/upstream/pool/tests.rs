@@ -21,6 +21,7 @@ fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
         pool_max_idle: 10,
         preserve_host: true,
         max_connections: 10,
+        max_connections_per_client: 0,
         max_tunnels_per_client: 0,
         tunnel_idle_timeout: None,
         max_requests_waiting: 10,

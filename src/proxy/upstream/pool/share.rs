@@ -1,0 +1,106 @@
+//! Shares of the HTTP/1.1 connections: one client leaves some for the others.
+//!
+//! Half of `max_connections` are for any request. Of the other half each client takes at most
+//! `max_connections_per_client`; its further requests wait. See
+//! `docs/decisions/0085-uploads-and-shares.md`.
+
+use futures_util::future::LocalBoxFuture;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use tokio::time::timeout;
+
+use super::UpstreamPool;
+use crate::proxy::client_counts::ClientCountGuard;
+use crate::proxy::upstream::error::UpstreamError;
+use crate::proxy::upstream::shared_state::{DelaySlotGuard, UpstreamSharedState};
+
+/// The right of one request to use an HTTP/1.1 connection.
+#[derive(Debug)]
+pub(in crate::proxy::upstream) struct ConnectionShare {
+    shared: Arc<UpstreamSharedState>,
+    /// Counts a connection of the second half for its client.
+    client: Option<ClientCountGuard>,
+}
+
+impl UpstreamPool {
+    /// Whether half of the connections are open: others may need the rest.
+    pub(in crate::proxy::upstream) fn is_scarce(&self) -> bool {
+        let open = self.settings().max_connections / 2;
+        self.shared.connection_permits.available_permits() <= open.max(1)
+    }
+
+    /// Takes a share for a request of the client. `None` if connections are not shared out.
+    pub(in crate::proxy::upstream) fn try_take_share(
+        &self,
+        client: IpAddr,
+    ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
+        let settings = self.settings();
+        let limit = settings
+            .max_connections_per_client
+            .min(settings.max_connections / 4);
+        if limit == 0 || self.negotiated_http2.get() != Some(false) {
+            return Ok(None);
+        }
+        let shared = &self.shared;
+        let share = |client| {
+            Ok(Some(ConnectionShare {
+                shared: Arc::clone(shared),
+                client,
+            }))
+        };
+        let first_half = settings.max_connections.div_ceil(2);
+        if shared.first_half_in_use.fetch_add(1, Ordering::Relaxed) < first_half {
+            return share(None);
+        }
+        shared.first_half_in_use.fetch_sub(1, Ordering::Relaxed);
+        match shared.client_connections.try_acquire(client, limit) {
+            Some(counted) => share(Some(counted)),
+            None => Err(ShareUnavailable),
+        }
+    }
+
+    /// Waits for a share, in the queue of `max_requests_waiting` and for at most `queue_timeout`.
+    pub(in crate::proxy::upstream) fn wait_for_share(
+        &self,
+        client: IpAddr,
+    ) -> LocalBoxFuture<'_, Result<Option<ConnectionShare>, UpstreamError>> {
+        Box::pin(async move {
+            let limit = self.settings().queue_timeout;
+            let _slot = DelaySlotGuard::acquire(&self.shared)?;
+            let share = async {
+                loop {
+                    let freed = self.shared.share_freed.notified();
+                    if let Ok(share) = self.try_take_share(client) {
+                        return share;
+                    }
+                    freed.await;
+                }
+            };
+            let share = timeout(limit, share).await;
+            share.map_err(|_elapsed| UpstreamError::queue_timeout(limit))
+        })
+    }
+}
+
+/// The client uses its share, and the first half is in use.
+#[derive(Debug)]
+pub(in crate::proxy::upstream) struct ShareUnavailable;
+
+impl Drop for ConnectionShare {
+    fn drop(&mut self) {
+        match self.client.take() {
+            // Any waiting request may be one of the client's.
+            Some(counted) => {
+                drop(counted);
+                self.shared.share_freed.notify_waiters();
+            }
+            None => {
+                self.shared.first_half_in_use.fetch_sub(1, Ordering::SeqCst);
+                if self.shared.delayed_requests.load(Ordering::SeqCst) > 0 {
+                    self.shared.share_freed.notify_one();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Upstream connections: what one client can hold of them, and how slowly it may upload.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::{ClientRequest, RawClient};
+use crate::support::h2_frames::*;
+use crate::support::proxy::Proxy;
+use crate::support::upstream::{RawUpstream, Upstream, UpstreamResponse, echo, full_body};
+use hyper::body::Incoming;
+use hyper::{Request, Response};
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::{sleep, timeout};
+
+const FEW_CONNECTIONS: &str =
+    "upstream.max_connections = 4\nclient.trusted_proxies = ['127.0.0.1']\n";
+
+/// Answers `/hold` never, and other requests with a description of them.
+async fn hold_or_echo(request: Request<Incoming>) -> UpstreamResponse {
+    match request.uri().path() {
+        "/hold" => std::future::pending().await,
+        "/late" => {
+            sleep(Duration::from_millis(50)).await;
+            Response::new(full_body("late"))
+        }
+        _ => echo(request).await,
+    }
+}
+
+/// Uploads of which only the first bytes arrive take no connections from other requests, even of
+/// the same client.
+#[tokio::test]
+async fn uploads_that_trickle_leave_connections_to_others() {
+    let upstream = Upstream::with_handler(hold_or_echo).await;
+    let proxy = Proxy::start(FEW_CONNECTIONS, upstream.address).await;
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    let mut lengths = [None, Some("100"), Some("100000000")].into_iter().cycle();
+    for stream in (1..60).step_by(2) {
+        let mut fields = GET_FIELDS.to_vec();
+        fields.iter_mut().for_each(|(name, value)| {
+            if *name == ":method" {
+                *value = "POST";
+            }
+        });
+        fields.extend(
+            lengths
+                .next()
+                .unwrap()
+                .map(|length| ("content-length", length)),
+        );
+        client.send(upload_head_frame(stream, &fields)).await;
+        client.send(encode_frame(DATA, 0, stream, "x")).await;
+    }
+    let mut http1_clients = Vec::new();
+    for _ in 0..10 {
+        let mut http1 = RawClient::connect(proxy.address).await;
+        http1
+            .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nx")
+            .await;
+        http1_clients.push(http1);
+    }
+    for _ in 0..20 {
+        assert_eq!(proxy.get("/").await.status, 200);
+    }
+    // An upload that goes on is complete at the upstream.
+    let mut http1 = http1_clients.pop().unwrap();
+    http1.send("y".repeat(99)).await;
+    let reply = http1.read_response().await;
+    assert_eq!(
+        (reply.status, reply.json()["body_len"].as_u64()),
+        (200, Some(100))
+    );
+}
+
+/// As [`request_frame`], but the body follows.
+fn upload_head_frame(stream: u32, fields: &[(&str, &str)]) -> Vec<u8> {
+    encode_frame(HEADERS, END_HEADERS, stream, encode_header_block(fields))
+}
+
+/// Long polls and slow downloads of one client leave connections to other clients.
+#[tokio::test]
+async fn one_client_leaves_connections_to_others() {
+    let upstream = Upstream::with_handler(hold_or_echo).await;
+    let config = FEW_CONNECTIONS.replace("= 4", "= 8");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let request = |client: &str, target: &str| {
+        ClientRequest::new(proxy.address, "GET", target).header("X-Forwarded-For", client)
+    };
+    let held: Vec<_> = (0..30)
+        .map(|_| tokio::spawn(request("192.0.2.1", "/hold").send_for_status()))
+        .collect();
+    let mut refused = 0;
+    for held in held {
+        // Those above the share wait for `queue_timeout`.
+        if let Ok(status) = timeout(Duration::from_secs(3), held).await {
+            assert_eq!(status.unwrap(), 503);
+            refused += 1;
+        }
+        if refused == 1 {
+            break;
+        }
+    }
+    assert_eq!(refused, 1, "one client may hold all connections");
+    assert_eq!(upstream.requests().len(), 6);
+    for client in ["192.0.2.2", "192.0.2.3"] {
+        for _ in 0..5 {
+            assert_eq!(request(client, "/").send_for_status().await, 200);
+        }
+    }
+}
+
+/// A client above its share waits for its own requests.
+#[tokio::test]
+async fn a_client_above_its_share_is_served_in_turn() {
+    let upstream = Upstream::with_handler(hold_or_echo).await;
+    let config = FEW_CONNECTIONS.replace("= 4", "= 8");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let requests: Vec<_> = (0..40)
+        .map(|_| {
+            let request = ClientRequest::new(proxy.address, "GET", "/late");
+            tokio::spawn(request.send_for_status())
+        })
+        .collect();
+    for request in requests {
+        assert_eq!(request.await.unwrap(), 200);
+    }
+    assert!(upstream.connection_count() <= 6);
+}
+
+#[tokio::test]
+async fn an_upload_below_the_minimum_rate_ends_with_408() {
+    let upstream = Upstream::echo().await;
+    for rate in ["1KiB", "0"] {
+        let config =
+            format!("[listen.http]\nbody_idle_timeout = '300ms'\nmin_upload_rate = '{rate}'");
+        let proxy = Proxy::start(&config, upstream.address).await;
+        let stream = TcpStream::connect(proxy.address).await.unwrap();
+        let (mut from, mut to) = stream.into_split();
+        let head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n";
+        to.write_all(head).await.unwrap();
+        let sender = tokio::spawn(async move {
+            for _ in 0..20 {
+                sleep(Duration::from_millis(50)).await;
+                if to.write_all(b"x").await.is_err() {
+                    break;
+                }
+            }
+            to
+        });
+        let mut reply = [0; 12];
+        let read = timeout(TEST_TIMEOUT, from.read_exact(&mut reply)).await;
+        read.unwrap().unwrap();
+        let expected = if rate == "0" {
+            b"HTTP/1.1 200"
+        } else {
+            b"HTTP/1.1 408"
+        };
+        assert_eq!(&reply, expected, "{rate}");
+        drop(sender.await);
+    }
+}
+
+#[tokio::test]
+async fn an_upstream_that_reads_slowly_is_not_the_fault_of_the_client() {
+    let upstream = RawUpstream::with_script(|_, mut socket| async move {
+        sleep(Duration::from_secs(1)).await;
+        socket.read_request().await;
+        socket
+            .send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            .await;
+        socket.read_to_close().await;
+    })
+    .await;
+    let config = "[listen.http]\nbody_idle_timeout = '300ms'\nmin_upload_rate = '1GiB'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let upload = proxy.request("POST", "/").body(vec![b'x'; 8_000_000]);
+    assert_eq!(upload.send().await.status, 200);
+}
