@@ -8,6 +8,7 @@ use super::hop_by_hop;
 use super::request_validation::RequestTarget;
 use super::upgrade::{self, RequestedProtocolSwitch};
 use crate::policy::client::ClientAddress;
+use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, request, response};
 use smallvec::SmallVec;
 use std::net::IpAddr;
