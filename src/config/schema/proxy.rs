@@ -133,7 +133,7 @@ pub(super) static LISTEN_HTTP: [SchemaKey; 9] = [
     key(
         "min_upload_rate",
         byte_size(0, 1 << 30),
-        Default("64B"),
+        Default("4B"),
         "Bytes per second that a client must send of a request body while the upstream waits for them; a client that falls body_idle_timeout behind gets 408. Not for gRPC. \"0\": no minimum.",
     ),
     // hyper needs a buffer of at least 8 KiB.

@@ -15,6 +15,9 @@ use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::shared_state::{DelaySlotGuard, UpstreamSharedState};
 
+/// Connections from which on they are shared out: fewer can't be halved and shared.
+const MIN_SHARED_CONNECTIONS: usize = 4;
+
 /// The right of one request to use an HTTP/1.1 connection.
 #[derive(Debug)]
 pub(in crate::proxy::upstream) struct ConnectionShare {
@@ -26,8 +29,9 @@ pub(in crate::proxy::upstream) struct ConnectionShare {
 impl UpstreamPool {
     /// Whether half of the connections are open: others may need the rest.
     pub(in crate::proxy::upstream) fn is_scarce(&self) -> bool {
-        let open = self.settings().max_connections / 2;
-        self.shared.connection_permits.available_permits() <= open.max(1)
+        let max = self.settings().max_connections;
+        max >= MIN_SHARED_CONNECTIONS
+            && self.shared.connection_permits.available_permits() <= max / 2
     }
 
     /// Takes a share for a request of the client. `None` if connections are not shared out.
