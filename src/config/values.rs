@@ -188,7 +188,8 @@ pub(super) struct RedisUrl {
 }
 
 /// Parses `redis://[user]:[password]@host:port/database`, `rediss://` for TLS, the same with
-/// `valkey`, or `unix:///path?db=0&user=..&pass=..`. Errors do not quote the text, which may hold a password.
+/// `valkey`, or `unix:///path?db=0&user=..&pass=..`. Errors do not quote the text, which may hold a
+/// password.
 pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\"";

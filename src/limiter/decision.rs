@@ -20,7 +20,8 @@ pub struct Decision {
     pub grants: SmallVec<[LeaseGrant; 1]>,
     /// The times (µs) under which charges that will be settled are recorded, on the clock of their
     /// server. A later [`super::Amendment::Credit`] names them. Usually `now_us`; if the newest
-    /// charge is a lease, the lease's end; in a queue, the end of the position. One per charge, `None` where it was not made; empty if
+    /// charge is a lease, the lease's end; in a queue, the end of the position. One per charge,
+    /// `None` where it was not made; empty if
     /// none will be settled.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
     /// When overrides in effect end by themselves (ms, store's clock), with the indices of their

@@ -124,7 +124,8 @@ impl UpstreamClient {
     /// streams the body.
     ///
     /// The request must have its URI in origin form and its final headers, `Host` included. `now`
-    /// is the caller's latest clock reading, `client` the address prefix that sent the request. `interim` receives informational (1xx) responses.
+    /// is the caller's latest clock reading, `client` the address prefix that sent the request.
+    /// `interim` receives informational (1xx) responses.
     /// `was_sent` is set while the upstream may have received a part of the request.
     /// Dropping the future, or the response body before its end, closes the HTTP/1.1 connection or
     /// cancels the HTTP/2 stream.

@@ -281,7 +281,7 @@ pub(super) static UPSTREAM: [SchemaKey; 15] = [
         "max_connections_per_client",
         integer(0, 1_000_000),
         Default("256"),
-        "While half of max_connections are in use, most HTTP/1.1 connections of the other half that one client (by client.ipv6_prefix) takes, and no more than half of it; its further requests wait. 0: no limit.",
+        "Once half of max_connections are in use: most HTTP/1.1 connections of the other half that one client (by client.ipv6_prefix) may take, and at most half of them. Its further requests wait. 0: no limit.",
     ),
     key(
         "max_tunnels_per_client",

@@ -145,7 +145,6 @@ impl FrameScanner {
             FramePart::Header(header) => {
                 let [_, _, _, kind, flags, ..] = *header.fixed;
                 scan.heads += u32::from(kind == HEADERS);
-                scan.data_frames += usize::from(kind == DATA);
                 if kind != CONTINUATION {
                     scan.ends_field_block = true;
                     scan.field_block_bytes = 0;
@@ -160,6 +159,7 @@ impl FrameScanner {
                 if is_dropped {
                     dropped.push_back(position);
                 }
+                scan.data_frames += usize::from(kind == DATA && !is_dropped);
                 let is_tiny =
                     kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
                 scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_tiny);
@@ -212,7 +212,10 @@ impl FrameScanner {
     /// Whether this is an empty DATA frame within the upload of an open stream.
     fn is_empty_upload_data(&self, header: FrameHeader<'_>) -> bool {
         let [_, _, _, _, _, stream @ ..] = *header.fixed;
-        header.is_empty_data() && self.open_uploads.contains(&u32::from_be_bytes(stream))
+        header.is_empty_data()
+            && self
+                .open_uploads
+                .contains(&(u32::from_be_bytes(stream) & (u32::MAX >> 1)))
     }
 
     /// Whether this is a HEADERS frame with trailers. Follows the streams with an open request
@@ -368,8 +371,8 @@ fn payload_len([a, b, c]: [u8; 3]) -> usize {
     usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c)
 }
 
-/// Whether frames of this type spend credit. Nonempty DATA, HEADERS and CONTINUATION do not: they belong to
-/// requests, which are limited as requests or by h2.
+/// Whether frames of this type spend credit. Larger DATA, HEADERS and CONTINUATION do not: they
+/// belong to requests, which are limited as requests or by h2.
 fn is_costly_frame_type(kind: u8) -> bool {
     !matches!(kind, DATA | HEADERS | CONTINUATION)
 }

@@ -96,9 +96,8 @@ impl ProxyService {
         // 4. Forward.
         self.prepare_upstream_request(&mut parts, &mut summary, peer, table, &estimates, &body);
         add_mark_header(&mut parts.headers, table, &verdict);
-        let body_handle = body.clone_handle();
+        let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
         let upstream_request = Request::from_parts(parts, body);
-        let was_sent = Cell::new(false);
         let client = table.client.client_prefix(summary.client.ip);
         let send = self
             .upstream

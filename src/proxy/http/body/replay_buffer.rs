@@ -54,14 +54,14 @@ impl ReplayBuffer {
     }
 
     /// Records a frame that was read from the client, if recording. A frame that exceeds the
-    /// maximum stops the recording.
-    pub(super) fn record_frame(&mut self, frame: &Frame<Bytes>) {
+    /// maximum stops the recording, unless it was read ahead and exists nowhere else.
+    pub(super) fn record_frame(&mut self, frame: &Frame<Bytes>, is_read_ahead: bool) {
         let length = frame.data_ref().map_or(0, Bytes::len);
         if self.state != BodyRecordingState::Complete {
             self.state = BodyRecordingState::Incomplete;
             return;
         }
-        if self.bytes + length > MAX_REPLAY_BYTES {
+        if !is_read_ahead && self.bytes + length > MAX_REPLAY_BYTES {
             return self.stop_recording();
         }
         if self.parts.len() >= MAX_REPLAY_PARTS {
@@ -159,7 +159,7 @@ mod tests {
     fn record_frames(buffer: &mut ReplayBuffer, frames: impl IntoIterator<Item = Frame<Bytes>>) {
         frames
             .into_iter()
-            .for_each(|frame| buffer.record_frame(&frame));
+            .for_each(|frame| buffer.record_frame(&frame, false));
     }
 
     /// Replays all remaining frames and returns their lengths; 0 for trailers.
@@ -216,5 +216,20 @@ mod tests {
         buffer.start_recording();
         record_frames(&mut buffer, [data_frame(3)]);
         assert!(!buffer.rewind() && buffer.parts.is_empty());
+    }
+
+    #[test]
+    fn a_large_frame_that_was_read_ahead_is_replayed() {
+        let mut buffer = ReplayBuffer::default();
+        buffer.start_recording();
+        buffer.record_frame(&data_frame(5_000), true);
+        buffer.record_frame(&data_frame(MAX_REPLAY_BYTES), true);
+        assert!(buffer.rewind());
+        buffer.stop_recording();
+        let mut replayed = 0;
+        while let Some(frame) = buffer.next_replay_frame() {
+            replayed += frame.data_ref().unwrap().len();
+        }
+        assert_eq!(replayed, 5_000 + MAX_REPLAY_BYTES);
     }
 }

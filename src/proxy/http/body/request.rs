@@ -373,8 +373,8 @@ impl RequestBodyStream {
         let received = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.received = self.received.saturating_add(received);
         if !self.lag.is_zero() {
-            let paid_ms = received.saturating_mul(1000) / self.limits.min_rate.max(1);
-            self.lag = self.lag.saturating_sub(Duration::from_millis(paid_ms));
+            let paid_ns = received.saturating_mul(1_000_000_000) / self.limits.min_rate.max(1);
+            self.lag = self.lag.saturating_sub(Duration::from_nanos(paid_ns));
         }
         if self.limits.max_bytes.is_some_and(|max| self.received > max) {
             self.progress.state.set(RequestBodyState::TooLarge);
@@ -388,7 +388,7 @@ impl RequestBodyStream {
         if self.is_complete || self.incoming.is_end_stream() {
             self.record_end();
         }
-        self.replay_buffer.record_frame(&frame);
+        self.replay_buffer.record_frame(&frame, self.is_prefetching);
         Ok(frame)
     }
 

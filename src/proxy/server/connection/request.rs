@@ -53,7 +53,6 @@ pub(super) fn handle_request<H: RequestHandler>(
     if upgrade.is_some() {
         handover.set_upgrade_requested();
     }
-    let handover = Rc::clone(handover);
     if head.version == Version::HTTP_10 {
         monitor.set_close_delimited();
     }
@@ -69,7 +68,7 @@ pub(super) fn handle_request<H: RequestHandler>(
         arrived_at: charges_early_reset.then(Instant::now),
         is_complete: false,
     };
-    let handler = Rc::clone(handler);
+    let (handler, handover) = (Rc::clone(handler), Rc::clone(handover));
     let interim = InformationalForwarder::new(head.version, monitor);
     async move {
         // The handler's future is constructed here, in place: it reserves space for everything that

@@ -19,6 +19,7 @@ pub(in crate::proxy) struct ConnectionDrain {
 impl ConnectionMonitor {
     /// Asks the connection to close gracefully once its current work is finished.
     pub(in crate::proxy) fn request_drain(&self, drain: ConnectionDrain) {
+        self.age_ends_at.set(None);
         self.drain_requested.set(Some(drain));
         self.is_draining.set(true);
         self.wake_driver();
@@ -42,7 +43,6 @@ impl ConnectionMonitor {
     /// Starts the drain of a connection that is too old. Without a request it stays open until its
     /// idle timeout.
     pub(in crate::proxy) fn drain_for_age(&self) {
-        self.age_ends_at.set(None);
         self.request_drain(ConnectionDrain {
             closes_from: Instant::now() + self.timeouts.idle,
             request_delay: Duration::ZERO,

@@ -15,7 +15,7 @@ use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::shared_state::{DelaySlotGuard, UpstreamSharedState};
 
-/// Connections from which on they are shared out: fewer can't be halved and shared.
+/// Smallest `max_connections` that is divided into shares.
 const MIN_SHARED_CONNECTIONS: usize = 4;
 
 /// The right of one request to use an HTTP/1.1 connection.
@@ -31,6 +31,7 @@ impl UpstreamPool {
     pub(in crate::proxy::upstream) fn is_scarce(&self) -> bool {
         let max = self.settings().max_connections;
         max >= MIN_SHARED_CONNECTIONS
+            && self.negotiated_http2.get() != Some(true)
             && self.shared.connection_permits.available_permits() <= max / 2
     }
 
@@ -54,10 +55,14 @@ impl UpstreamPool {
             }))
         };
         let first_half = settings.max_connections.div_ceil(2);
-        if shared.first_half_in_use.fetch_add(1, Ordering::Relaxed) < first_half {
+        let in_use = &shared.first_half_in_use;
+        let take = |count| (count < first_half).then_some(count + 1);
+        if in_use
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, take)
+            .is_ok()
+        {
             return share(None);
         }
-        shared.first_half_in_use.fetch_sub(1, Ordering::Relaxed);
         match shared.client_connections.try_acquire(client, limit) {
             Some(counted) => share(Some(counted)),
             None => Err(ShareUnavailable),

@@ -7,8 +7,8 @@ use std::task::{Poll, ready};
 use super::{RequestBody, RequestBodyStream};
 use crate::proxy::http::body::error::BodyError;
 
-/// Start of a body that is read before the request takes a connection that others may need. A body
-/// that stays below it, and its end, can't trickle into a connection.
+/// Start of a body that is read before the request takes a connection that others may need. A
+/// shorter body is read completely, so it cannot occupy a connection by arriving slowly.
 const MAX_PREFETCH_BYTES: u64 = 16 * 1024;
 
 impl RequestBody {
@@ -39,8 +39,11 @@ impl RequestBody {
         })
         .await;
         body.borrow_mut().is_prefetching = false;
-        self.rewind();
-        prefetched
+        prefetched?;
+        match self.rewind() {
+            true => Ok(()),
+            false => Err(BodyError::ClientTimeout),
+        }
     }
 }
 
@@ -52,8 +55,11 @@ impl RequestBodyStream {
     }
 }
 
-/// Whether a request is a gRPC call, whose body is a stream of messages.
+/// Whether a request is a gRPC or Connect call, whose body is a stream of messages.
 pub(super) fn is_grpc(headers: &HeaderMap) -> bool {
     let content_type = headers.get(header::CONTENT_TYPE);
-    content_type.is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"))
+    content_type.is_some_and(|value| {
+        let value = value.as_bytes();
+        value.starts_with(b"application/grpc") || value.starts_with(b"application/connect+")
+    })
 }
