@@ -32,7 +32,7 @@ pub(super) fn fit_connections_to_descriptors(config: &mut Config) {
         descriptors,
         max_connections = config.listen.max_connections,
         upstream_max_connections = config.upstream.max_connections,
-        "too few file descriptors for max_connections, which is lowered; raise the limit (ulimit -n)"
+        "too few file descriptors for max_connections, which is lowered; raise the hard limit (ulimit -Hn)"
     );
 }
 
