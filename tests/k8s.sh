@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests the output of kustomize and Helm for k8s/: the objects against Kubernetes schemas and rules and against each
-# other, the alerts against series, and the demo pod as local processes from start to shutdown.
+# other, the alerts against series and real incidents, and the demo pod as local processes from start to shutdown.
 #
 #   tests/k8s.sh [PATH OF tidegate]
 #
@@ -54,7 +54,7 @@ fi
 export PATH="$binaries:$PATH"
 
 # Both run in parallel: the manifest tests use the CPU, the pod test mostly waits.
-"$tools/bin/python" -m unittest discover -s tests/k8s -p 'test_[mh]*.py' &
+"$tools/bin/python" -m unittest discover -s tests/k8s -p 'test_[him]*.py' &
 manifests=$!
 pod=0
 if unshare --net --mount --pid --fork true 2>/dev/null || sudo -n true 2>/dev/null; then
