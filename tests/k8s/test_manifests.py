@@ -132,28 +132,18 @@ class Objects(unittest.TestCase):
         pod = fronted(list(yaml.safe_load_all(made)))
         self.assertEqual(container(pod, "tidegate")["image"], "registry.example/tidegate:0.1.0")
 
-    def test_the_component_changes_only_labelled_deployments(self):
-        theirs = {
-            "apiVersion": "apps/v1", "kind": "Deployment",
-            "metadata": {"name": "theirs", "labels": {"tidegate": "sidecar"}},
-            "spec": {"selector": {"matchLabels": {"app": "theirs"}}, "template": {
-                "metadata": {"labels": {"app": "theirs"}},
-                "spec": {
-                    "initContainers": [{"name": "migrate", "image": "theirs:1"}],
-                    "containers": [{"name": "web", "image": "theirs:1", "volumeMounts": [{"name": "data", "mountPath": "/data"}]},
-                                   {"name": "log", "image": "log:1"}],
-                    "volumes": [{"name": "data", "emptyDir": {}}]}}}}
-        beside = json.loads(json.dumps(theirs))
-        beside["metadata"] = {"name": "beside", "labels": {}}
-        with tempfile.TemporaryDirectory(dir=REPO / "k8s") as folder:
-            folder = pathlib.Path(folder)
-            (folder / "deployments.yaml").write_text(yaml.dump_all([theirs, beside]))
-            (folder / "config.toml").write_text("[upstream]\nurl = 'http://127.0.0.1:3000'\n")
-            (folder / "kustomization.yaml").write_text(yaml.dump({
-                "resources": ["deployments.yaml"], "components": ["../components/sidecar"],
-                "configMapGenerator": [{"name": "tidegate", "files": ["config.toml"],
-                                        "options": {"disableNameSuffixHash": True}}]}))
-            made = kustomize(folder)
+    def test_the_component_changes_only_labelled_workloads(self):
+        theirs = workload("Deployment", "theirs", {"tidegate": "sidecar"})
+        theirs["spec"]["template"]["spec"] |= {
+            "initContainers": [{"name": "migrate", "image": "theirs:1"}],
+            "containers": [{"name": "web", "image": "theirs:1", "volumeMounts": [{"name": "data", "mountPath": "/data"}]},
+                           {"name": "log", "image": "log:1"}],
+            "volumes": [{"name": "data", "emptyDir": {}}]}
+        beside = workload("Deployment", "beside", {})
+        scaler = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": {"name": "theirs"},
+                  "spec": {"maxReplicas": 9, "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "theirs"}}}
+        made = with_sidecars([theirs, beside, workload("StatefulSet", "third", {"tidegate": "sidecar"}),
+                              workload("Deployment", "fourth", {"tidegate": "sidecar"}), scaler])
         self.assertEqual(named(made, "Deployment", "beside"), beside)
         pod = named(made, "Deployment", "theirs")["spec"]["template"]["spec"]
         self.assertEqual([one["name"] for one in pod["initContainers"]], ["tidegate", "migrate"])
@@ -162,8 +152,60 @@ class Objects(unittest.TestCase):
         self.assertNotIn("lifecycle", pod["containers"][1])
         self.assertEqual({volume["name"] for volume in pod["volumes"]}, {"data", "tidegate", "tidegate-redis"})
         self.assertEqual(named(made, "ConfigMap", "tidegate")["metadata"]["name"], "tidegate")
-        for version in KUBERNETES:
-            kubernetes_validate.validate(named(made, "Deployment", "theirs"), version, strict=True)
+        self.assertEqual(named(made, "HorizontalPodAutoscaler", "theirs"), scaler)
+        for kind, name in (("Deployment", "theirs"), ("Deployment", "fourth"), ("StatefulSet", "third")):
+            changed = named(made, kind, name)
+            self.assertEqual((changed["metadata"], changed["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]),
+                             ({"name": name, "labels": {"tidegate": "sidecar"}}, 60))
+            for version in KUBERNETES:
+                kubernetes_validate.validate(changed, version, strict=True)
+
+    def test_references_follow_a_suffix_around_the_component(self):
+        scaler = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": {"name": "theirs"},
+                  "spec": {"maxReplicas": 9, "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "theirs"}}}
+        made = with_sidecars([workload("Deployment", "theirs", {"tidegate": "sidecar"}), scaler], nameSuffix="-2")
+        self.assertEqual(named(made, "HorizontalPodAutoscaler", "theirs-2")["spec"]["scaleTargetRef"]["name"], "theirs-2")
+        pod = named(made, "Deployment", "theirs-2")["spec"]["template"]["spec"]
+        self.assertEqual(pod["volumes"][0]["configMap"]["name"], "tidegate-2")
+
+    def test_the_component_fails_without_a_labelled_workload(self):
+        without = [[], [workload("Deployment", "theirs", {})], [workload("Deployment", "theirs", {"tidegate": "side-car"})],
+                   [workload("DaemonSet", "theirs", {"tidegate": "sidecar"}), workload("StatefulSet", "beside", {})]]
+        for workloads in without:
+            with self.subTest(workloads=workloads), self.assertRaisesRegex(
+                    AssertionError, r'add the label \\"tidegate: sidecar\\" to your Deployment or StatefulSet'):
+                with_sidecars(workloads)
+
+    def test_a_lifecycle_of_the_app_is_never_lost(self):
+        for own in ({"preStop": {"exec": {"command": ["/leave"]}}}, {"postStart": {"exec": {"command": ["/warm"]}}}):
+            theirs = workload("Deployment", "theirs", {"tidegate": "sidecar"})
+            theirs["spec"]["template"]["spec"]["containers"][0]["lifecycle"] = own
+            with self.assertRaisesRegex(AssertionError, "sidecar/pre-stop.*lifecycle failed"):
+                with_sidecars([theirs])
+            theirs["metadata"]["annotations"] = {"tidegate/lifecycle": "own"}
+            pod = named(with_sidecars([theirs]), "Deployment", "theirs")["spec"]["template"]["spec"]
+            self.assertEqual(pod["containers"][0]["lifecycle"], own)
+            self.assertEqual(pod["initContainers"][0]["name"], "tidegate")
+
+
+def workload(kind, name, labels):
+    """A workload of a user."""
+    pod = {"metadata": {"labels": {"app": name}}, "spec": {"containers": [{"name": "web", "image": "theirs:1"}]}}
+    spec = {"selector": {"matchLabels": {"app": name}}, "template": pod} | ({"serviceName": name} if kind == "StatefulSet" else {})
+    return {"apiVersion": "apps/v1", "kind": kind, "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+def with_sidecars(objects, **fields):
+    """The objects of a user's kustomization with the component `sidecar`."""
+    with tempfile.TemporaryDirectory(dir=REPO / "k8s") as folder:
+        folder = pathlib.Path(folder)
+        (folder / "objects.yaml").write_text(yaml.dump_all(objects))
+        (folder / "config.toml").write_text("[upstream]\nurl = 'http://127.0.0.1:3000'\n")
+        (folder / "kustomization.yaml").write_text(yaml.dump({
+            "resources": ["objects.yaml"] if objects else [], "components": ["../components/sidecar"],
+            "configMapGenerator": [{"name": "tidegate", "files": ["config.toml"],
+                                    "options": {"disableNameSuffixHash": True}}]} | fields))
+        return kustomize(folder)
 
 
 def forbidden(pod):

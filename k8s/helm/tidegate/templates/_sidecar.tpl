@@ -52,5 +52,5 @@ labels: {{- toYaml . | nindent 2 }}
 
 {{- /* The app's `preStop` sleep, which lets the proxy end first. */ -}}
 {{- define "tidegate.appLifecycle" -}}
-{{- (index (.Files.Get "files/app.yaml" | fromYamlArray) 0).value | toYaml -}}
+{{- (index (.Files.Get "files/app.yaml" | fromYamlArray) 1).value | toYaml -}}
 {{- end -}}
