@@ -121,6 +121,12 @@ class Objects(unittest.TestCase):
         self.assertGreaterEqual(pod["terminationGracePeriodSeconds"], sleep + 20, "the app has no time for its shutdown")
 
     @each
+    def test_counters_use_at_most_half_of_the_memory_limit(self, objects):
+        config = tomllib.loads(named(objects, "ConfigMap", "tidegate")["data"]["config.toml"])
+        [limit] = [container(pod, "tidegate")["resources"]["limits"]["memory"] for name, pod in pods(objects) if name != "redis"]
+        self.assertLessEqual(2 * mebibytes(config["store"]["memory"]["max_bytes"]), mebibytes(limit))
+
+    @each
     def test_the_config_map_name_has_no_hash(self, objects):
         # With a hash in the name every change would restart the pods.
         named(objects, "ConfigMap", "tidegate")
@@ -186,6 +192,10 @@ class Objects(unittest.TestCase):
             pod = named(with_sidecars([theirs]), "Deployment", "theirs")["spec"]["template"]["spec"]
             self.assertEqual(pod["containers"][0]["lifecycle"], own)
             self.assertEqual(pod["initContainers"][0]["name"], "tidegate")
+
+
+def mebibytes(text):
+    return int(re.fullmatch(r"(\d+)MiB?", text)[1])
 
 
 def workload(kind, name, labels):

@@ -14,6 +14,7 @@ import time
 import unittest
 
 import pod as pods
+import test_helm
 from pod import Kubelet, Pod, eventually, fetch
 from render import ALL, CRONJOB, MONITORING, WORKLOADS, fronted, named, rendered, with_claims
 from test_manifests import dashboard, of_kind
@@ -108,6 +109,13 @@ class Configurations(Machine):
         self.addCleanup(self.kill, kubelet)
         kubelet.start()
         self.assertEqual(fetch("https://127.0.0.1:8080/healthz")[0], 200)
+
+    def test_the_chart_serves_tls_with_counters_in_memory(self):
+        objects = test_helm.template({"redis": {"secret": ""}, "tls": {"secret": "orders-tls"}})
+        kubelet = Kubelet(self.pod(test_helm.pod(objects), objects), [sys.executable, "-c", APP], self.log)
+        self.addCleanup(self.kill, kubelet)
+        kubelet.start()
+        self.assertEqual([fetch("https://127.0.0.1:8080/")[0] for _ in range(101)], [200] * 100 + [429])
 
     def test_limits_apply_with_a_redis_cluster(self):
         objects = rendered("overlays/redis-cluster")
