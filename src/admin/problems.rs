@@ -3,6 +3,7 @@
 
 use super::AdminBackend;
 use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics};
+use crate::telemetry::top_rejections::RejectionDimension;
 use serde_json::{Value, json};
 use std::borrow::Cow;
 
@@ -17,6 +18,10 @@ const REFUSALS_MIN_REQUESTS: u64 = 20;
 const REFUSALS_MIN_PERCENT: u64 = 60;
 /// Percentage of `maxmemory` from which the memory of Redis is reported.
 const REDIS_MEMORY_PERCENT: u64 = 90;
+/// Maximum number of policies that a text about an outage names for each effect.
+const MAX_NAMED_POLICIES: usize = 5;
+/// Maximum number of paths that a text about the app's errors names.
+const MAX_NAMED_PATHS: usize = 3;
 /// Largest difference to the clock of Redis that is not reported.
 const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
 
@@ -37,8 +42,10 @@ struct RecentTraffic {
     refused: u64,
     /// Requests that were forwarded to the upstream, or should have been.
     forwarded: u64,
-    /// Forwarded requests without a response, or with a response 502 or 504.
+    /// Forwarded requests without a response.
     failed: u64,
+    /// Forwarded requests that the app answered with a status from 500 on.
+    app_errors: u64,
 }
 
 impl Problem {
@@ -79,8 +86,16 @@ impl Problem {
 
 /// Returns the problems of this instance, those that affect most requests first.
 pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<Problem> {
-    let mut problems = find_store_problems(status);
-    problems.extend(find_traffic_problems(RecentTraffic::read(view)));
+    let mut problems = Vec::new();
+    problems.extend(find_store_problem(&view.instance.store_address, status));
+    let rejections = view.metrics.top_rejections();
+    let app_errors = rejections.ranking(RejectionDimension::AppErrors, None, MAX_NAMED_PATHS);
+    let paths: Vec<&str> = app_errors
+        .entries
+        .iter()
+        .map(|entry| &*entry.text)
+        .collect();
+    problems.extend(find_traffic_problems(RecentTraffic::read(view), &paths));
     problems.extend(find_configuration_problems(status));
     if view.metrics.untrusted_forwarding_count() > 0 {
         problems.push(Problem::warning(
@@ -94,45 +109,76 @@ pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<
     problems
 }
 
-fn find_store_problems(status: &ProcessStatus) -> Vec<Problem> {
-    let mut problems = Vec::new();
-    if !status.store_up {
-        problems.push(Problem::error(
-            "store",
-            "the store is unavailable",
-            "policies decide by on_store_failure",
-        ));
+/// The outage of Redis, if there is one. Other stores are always up.
+fn find_store_problem(address: &str, status: &ProcessStatus) -> Option<Problem> {
+    let Some(outage) = &status.store_outage else {
+        let title =
+            format!("the store is unavailable: Redis at {address} has not been reached yet");
+        let remedy = "policies decide by on_store_failure until then";
+        return (!status.store_up).then(|| Problem::error("store", title, remedy));
+    };
+    let title = format!(
+        "the store is unavailable: Redis at {address} for {} s ({}: {})",
+        outage.lasts_s, outage.kind, outage.reason
+    );
+    let mut remedy = format!("{}; until it is back, ", outage.remedy);
+    let effects = [
+        ("requests get 503 by", &outage.closed),
+        ("this process counts alone for", &outage.local),
+        ("nothing is limited by", &outage.open),
+    ];
+    for (effect, policies) in effects.iter().filter(|(_, policies)| !policies.is_empty()) {
+        let named = policies.iter().take(MAX_NAMED_POLICIES).map(String::as_str);
+        let named = named.collect::<Vec<_>>().join(", ");
+        let more = policies.len().saturating_sub(MAX_NAMED_POLICIES);
+        let more = (more > 0).then(|| format!(" and {more} more"));
+        remedy.push_str(&format!("{effect} {named}{}; ", more.unwrap_or_default()));
     }
-    if status.breaker_open {
-        problems.push(Problem::error(
-            "breaker",
-            "the circuit breaker is open",
-            "requests skip the store until a background probe succeeds",
-        ));
-    }
-    problems
+    let remedy = remedy
+        .trim_end_matches("until it is back, ")
+        .trim_end_matches("; ")
+        .to_owned();
+    Some(Problem::error("store", title, remedy))
 }
 
-fn find_traffic_problems(recent: RecentTraffic) -> Vec<Problem> {
+/// `app_error_paths` are the paths with the most errors of the app.
+fn find_traffic_problems(recent: RecentTraffic, app_error_paths: &[&str]) -> Vec<Problem> {
     let mut problems = Vec::new();
     let RecentTraffic {
         requests,
         refused,
         forwarded,
         failed,
+        app_errors,
     } = recent;
-    if forwarded >= UPSTREAM_ERRORS_MIN_REQUESTS
-        && percent(failed, forwarded) >= UPSTREAM_ERRORS_MIN_PERCENT
-    {
+    let is_frequent = |errors| {
+        forwarded >= UPSTREAM_ERRORS_MIN_REQUESTS
+            && percent(errors, forwarded) >= UPSTREAM_ERRORS_MIN_PERCENT
+    };
+    if is_frequent(failed) {
         problems.push(Problem::error(
             "upstream_errors",
             format!(
                 "the upstream fails: {} % of the forwarded requests of the last minute ({failed} of {forwarded}) got no \
-                 response, or 502 or 504",
+                 response",
                 percent(failed, forwarded)
             ),
             "check the app and upstream.url; the log (\"requests are not forwarded\") and \
              tidegate_upstream_errors_total name the cause",
+        ));
+    }
+    if is_frequent(app_errors) {
+        problems.push(Problem::error(
+            "app_errors",
+            format!(
+                "the app at the upstream fails: {} % of the forwarded requests of the last minute ({app_errors} of {forwarded}) \
+                 got a status from 500 on from the app itself",
+                percent(app_errors, forwarded)
+            ),
+            format!(
+                "the connection works: look at the log of the app; most errors: {}",
+                app_error_paths.join(", ")
+            ),
         ));
     }
     if requests >= REFUSALS_MIN_REQUESTS && percent(refused, requests) >= REFUSALS_MIN_PERCENT {
@@ -229,15 +275,16 @@ impl RecentTraffic {
         let refused = sum(&["rejected", "blocked", "denied", "degraded_refused"]);
         let admitted = sum(&["allowed", "delayed", "degraded"]);
         let forwarded = admitted.saturating_sub(sum(&["degraded_refused"]));
-        let [faults, gateway_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {
-            let [faults, gateway_errors] = second.failures;
-            [a + u64::from(faults), b + u64::from(gateway_errors)]
+        let [failed, app_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {
+            let [failed, app_errors] = second.failures;
+            [a + u64::from(failed), b + u64::from(app_errors)]
         });
         Self {
             requests: forwarded + refused + sum(&["malformed"]),
             refused,
             forwarded,
-            failed: faults.max(gateway_errors).min(forwarded),
+            failed: failed.min(forwarded),
+            app_errors: app_errors.min(forwarded),
         }
     }
 }
@@ -256,12 +303,14 @@ mod tests {
     }
 
     fn traffic(requests: u64, refused: u64, failed: u64) -> Vec<Problem> {
-        find_traffic_problems(RecentTraffic {
+        let recent = RecentTraffic {
             requests,
             refused,
             forwarded: requests - refused,
             failed,
-        })
+            app_errors: 0,
+        };
+        find_traffic_problems(recent, &[])
     }
 
     #[test]

@@ -268,6 +268,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
                 view.metrics.status_counts().into_iter().map(|(code, count)| (code.to_string(), json!(count))).collect(),
             ),
             "upstream_errors": Value::Object(counts_to_json(view.metrics.upstream_error_counts())),
+            "app_errors": view.metrics.app_error_count(),
         },
         "latency": latency_json(window_s, &times),
         "certificates": observed.certificates.iter()
@@ -285,6 +286,9 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
         "address": view.instance.store_address,
         "up": observed.store_up,
         "breaker_open": observed.breaker_open,
+        "outage": observed.store_outage.as_ref().map(|outage| json!({
+            "kind": outage.kind, "reason": outage.reason, "remedy": outage.remedy, "lasts_s": outage.lasts_s,
+        })),
         "errors": Value::Object(counts_to_json(observed.store_errors.iter().copied())),
         "instances": observed.instance_count,
         "lease_units_lost": observed.lease_units_lost,
@@ -363,7 +367,11 @@ pub(super) async fn get_top_rejections(
         };
         JsonResponse(
             StatusCode::OK,
-            json!({ "keys": rank(RejectionDimension::Keys), "paths": rank(RejectionDimension::Paths) }),
+            json!({
+                "keys": rank(RejectionDimension::Keys),
+                "paths": rank(RejectionDimension::Paths),
+                "app_errors": rank(RejectionDimension::AppErrors),
+            }),
         )
     })
     .await
@@ -372,7 +380,7 @@ pub(super) async fn get_top_rejections(
 pub(super) fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
     let name = match dimension {
         RejectionDimension::Keys => "key",
-        RejectionDimension::Paths => "path",
+        RejectionDimension::Paths | RejectionDimension::AppErrors => "path",
     };
     let entries = ranking.entries.iter().map(|entry| {
         json!({

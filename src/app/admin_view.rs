@@ -21,10 +21,10 @@ use crate::policy::{OnStoreFailure, Policy, PolicyAction};
 use crate::proxy::{ListenerKind, ServerLoad, ShutdownSettings, ShutdownSignal};
 use crate::reload;
 use crate::store::MemoryStore;
-use crate::store::redis::{self, MemberList};
+use crate::store::redis::{self, MemberList, RedisOutage};
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{
-    MemoryStoreUsage, Metrics, PolicyCounters, ProcessPhase, ProcessStatus,
+    MemoryStoreUsage, Metrics, PolicyCounters, ProcessPhase, ProcessStatus, StoreOutage,
 };
 use crate::telemetry::trace::Tracer;
 use arc_swap::ArcSwap;
@@ -177,6 +177,7 @@ impl AdminViewState {
             panics: self.load.panic_count(),
             store_up,
             breaker_open,
+            store_outage: self.describe_outage(),
             store_errors,
             instance_count: instances,
             lease_units_lost,
@@ -194,6 +195,30 @@ impl AdminViewState {
             pending_restart: reload.pending_restart.clone(),
             certificates: self.listeners.certificate_expiries(),
         }
+    }
+
+    fn describe_outage(&self) -> Option<StoreOutage> {
+        let StoreBackend::Redis(redis, _) = &self.store_backend else {
+            return None;
+        };
+        let RedisOutage { since, cause } = redis.outage()?;
+        let snapshot = self.active_policies.load_snapshot();
+        let select = |action: OnStoreFailure| {
+            let policies = snapshot.table.policies().iter().filter(|policy| {
+                let uses_store = policy.quota().is_some() && !policy.is_instance_scoped();
+                uses_store && policy.is_enforced() && policy.on_store_failure == action
+            });
+            policies.map(|policy| policy.name.to_string()).collect()
+        };
+        Some(StoreOutage {
+            kind: cause.kind.as_str(),
+            remedy: cause.remedy(),
+            lasts_s: since.elapsed().as_secs(),
+            closed: select(OnStoreFailure::Closed),
+            local: select(OnStoreFailure::Local),
+            open: select(OnStoreFailure::Open),
+            reason: cause.message,
+        })
     }
 
     fn current_phase(&self) -> ProcessPhase {

@@ -3,9 +3,10 @@
 use super::limit_json;
 use crate::admin::ExplainRequest;
 use crate::enforcer::{self, PolicyExplanation, PolicyStep};
-use crate::policy::{Policy, PolicyMode, PolicyTable};
+use crate::policy::{OnStoreFailure, Policy, PolicyMode, PolicyTable};
 use crate::proxy::InboundRequest;
 use crate::store::Store;
+use crate::store::redis::RedisOutage;
 use crate::tls::CertificateSubject;
 use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
 use serde_json::{Value, json};
@@ -15,6 +16,8 @@ use serde_json::{Value, json};
 pub(crate) struct ExplainedRequest<'t> {
     pub(crate) explanation: PolicyExplanation<'t>,
     pub(crate) token_error: Option<String>,
+    /// Why Redis is unavailable, if it is.
+    pub(crate) outage: Option<RedisOutage>,
 }
 
 /// Why a request cannot be explained, with a message for the operator.
@@ -39,6 +42,10 @@ pub(crate) enum ExpectedOutcome<'t> {
     Admitted,
     /// Unknown: the counters cannot be read.
     Unknown,
+    /// 503 by these policies, because the store is unavailable.
+    StoreRequired(Vec<&'t str>),
+    /// Without the store, these policies count in each process by itself. None: nothing is limited.
+    CountedLocally(Vec<&'t str>),
     Rejected(Vec<&'t str>),
 }
 
@@ -74,6 +81,7 @@ pub(crate) async fn explain_request<'t>(
     Ok(ExplainedRequest {
         explanation,
         token_error: inbound.token_error().map(|error| error.to_string()),
+        outage: store.outage(),
     })
 }
 
@@ -117,6 +125,7 @@ pub(crate) fn predict_outcome<'t>(
     is_limit_status_known: bool,
 ) -> ExpectedOutcome<'t> {
     let (mut exhausted, mut has_limits, mut has_unknown_status) = (Vec::new(), false, false);
+    let (mut closed, mut local) = (Vec::new(), Vec::new());
     let is_enforced =
         |(policy, step): &&(&Policy, PolicyStep<'t>)| effective_mode(policy, step).is_enforced();
     for (policy, step) in explanation.steps.iter().filter(is_enforced) {
@@ -127,6 +136,12 @@ pub(crate) fn predict_outcome<'t>(
             PolicyStep::InvalidKey(_) => return ExpectedOutcome::CannotKey(&policy.name),
             PolicyStep::Limits(limits) => {
                 has_limits = true;
+                match policy.on_store_failure {
+                    _ if limits.key.is_instance_scoped() => local.push(&*policy.name),
+                    OnStoreFailure::Closed => closed.push(&*policy.name),
+                    OnStoreFailure::Local => local.push(&*policy.name),
+                    OnStoreFailure::Open => {}
+                }
                 has_unknown_status |= limits.statuses.is_empty();
                 let is_exhausted = limits
                     .statuses
@@ -141,6 +156,10 @@ pub(crate) fn predict_outcome<'t>(
     }
     match (has_limits, is_limit_status_known, exhausted.is_empty()) {
         (false, ..) => ExpectedOutcome::Unlimited,
+        _ if explanation.store.is_err() && closed.is_empty() => {
+            ExpectedOutcome::CountedLocally(local)
+        }
+        _ if explanation.store.is_err() => ExpectedOutcome::StoreRequired(closed),
         (true, false, _) => ExpectedOutcome::Unknown,
         (true, true, true) if has_unknown_status => ExpectedOutcome::Unknown,
         (true, true, true) => ExpectedOutcome::Admitted,
@@ -214,8 +233,24 @@ pub(crate) fn explanation_to_json(
     json!({
         "expected": outcome_to_json(&predict_outcome(explanation, now_us.is_some())),
         "policies": policies.collect::<Vec<_>>(),
-        "store_error": explanation.store.as_ref().err().map(ToString::to_string),
+        "store_error": describe_store_error(explained),
         "token_fault": explained.token_error,
+    })
+}
+
+/// Why the counters cannot be read, since when, and what to do.
+pub(crate) fn describe_store_error(explained: &ExplainedRequest<'_>) -> Option<String> {
+    let error = explained.explanation.store.as_ref().err()?;
+    Some(match &explained.outage {
+        None => error.to_string(),
+        Some(RedisOutage { since, cause }) => {
+            let (message, remedy) = (&cause.message, cause.remedy());
+            match since.elapsed().as_secs() {
+                // This process has just tried to connect.
+                0 => format!("{error}: {message}; {remedy}"),
+                lasts_s => format!("{error} for {lasts_s} s: {message}; {remedy}"),
+            }
+        }
     })
 }
 
@@ -239,6 +274,15 @@ fn outcome_to_json(expected: &ExpectedOutcome<'_>) -> Value {
         ExpectedOutcome::Admitted => json!({ "decision": "allowed" }),
         ExpectedOutcome::Unknown => {
             json!({ "decision": null, "why": "the counters cannot be read" })
+        }
+        ExpectedOutcome::StoreRequired(policies) => {
+            json!({ "status": 503, "decision": "degraded", "by": policies, "why": "on_store_failure = \"closed\"" })
+        }
+        ExpectedOutcome::CountedLocally(policies) if policies.is_empty() => {
+            json!({ "decision": "degraded", "why": "admitted: on_store_failure = \"open\"" })
+        }
+        ExpectedOutcome::CountedLocally(policies) => {
+            json!({ "decision": "degraded", "by": policies, "why": "each instance counts by itself" })
         }
     }
 }

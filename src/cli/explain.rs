@@ -57,7 +57,7 @@ pub(super) fn explain_request(
                     .map_or_else(String::new, |error| {
                         format!("The request's token is not used: {error}.\n")
                     });
-                Ok(title + &format_explanation(&config, &explained.explanation) + &token)
+                Ok(title + &format_explanation(&config, &explained) + &token)
             }
             Err(ExplainError::InvalidRequest(why)) => Err(format!("error: {why}\n")),
             Err(ExplainError::RequestRejected(why)) if as_json => Ok(format!(
@@ -111,7 +111,8 @@ fn add_request_to_json(
     explanation
 }
 
-fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> String {
+fn format_explanation(config: &Config, explained: &ExplainedRequest<'_>) -> String {
+    let explanation = &explained.explanation;
     let is_redis = matches!(config.store, StoreSettings::Redis(_));
     let now_us = explanation
         .store
@@ -169,10 +170,8 @@ fn format_explanation(config: &Config, explanation: &PolicyExplanation<'_>) -> S
         text.push_str(
             "The state of the limits is known only to the running proxy: store.kind is \"memory\".\n",
         );
-    } else if let Err(unavailable) = &explanation.store {
-        text.push_str(&format!(
-            "The state of the limits is unknown: {unavailable}.\n"
-        ));
+    } else if let Some(error) = explanation::describe_store_error(explained) {
+        text.push_str(&format!("The state of the limits is unknown: {error}.\n"));
     }
     let mut matching = explanation.steps.iter();
     let is_counted_by_instances = matching.any(
@@ -194,6 +193,17 @@ fn describe_expected_outcome(explanation: &PolicyExplanation<'_>, is_store_known
             "Admitted unless one of these limits is exhausted.\n".to_owned()
         }
         ExpectedOutcome::Admitted => "Admitted.\n".to_owned(),
+        ExpectedOutcome::StoreRequired(policies) => format!(
+            "Rejected by {} while Redis is unavailable (on_store_failure = \"closed\"): 503.\n",
+            policies.join(", ")
+        ),
+        ExpectedOutcome::CountedLocally(policies) if policies.is_empty() => {
+            "Admitted while Redis is unavailable (on_store_failure = \"open\").\n".to_owned()
+        }
+        ExpectedOutcome::CountedLocally(policies) => format!(
+            "Decided by each instance alone while Redis is unavailable: {}.\n",
+            policies.join(", ")
+        ),
         ExpectedOutcome::Rejected(policies) => {
             format!("Rejected by {}: 429.\n", policies.join(", "))
         }

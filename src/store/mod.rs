@@ -26,7 +26,7 @@ pub use stored_override::{MAX_REMARK_BYTES, StoredOverride, parse_override_rule}
 
 use crate::limiter::{Amendment, Key, Limit};
 use deny_cache::DenyCache;
-use redis::RedisStore;
+use redis::{RedisOutage, RedisStore};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Notify;
@@ -45,6 +45,16 @@ pub enum Store {
         deny_cache: Arc<DenyCache>,
         leases: Arc<LeasePool>,
     },
+}
+
+impl Store {
+    /// Why Redis is unavailable, if it is.
+    pub fn outage(&self) -> Option<RedisOutage> {
+        match self {
+            Self::Memory(_) => None,
+            Self::Redis { redis, .. } => redis.outage(),
+        }
+    }
 }
 
 /// A counter: the limit and the key that identify it.

@@ -71,8 +71,8 @@ pub struct SecondCounts {
     pub decisions: [u32; REQUEST_DECISION_COUNT],
     /// Responses by status class, from 1xx to 5xx.
     pub status_classes: [u32; STATUS_CLASS_COUNT],
-    /// Requests that failed at the upstream, and responses with status 502 or 504. A failure is in
-    /// one of them or in both: gRPC failures have status 200, and the upstream may send a 502.
+    /// Requests without a response from the upstream by no fault of the client, and responses of the
+    /// upstream with a status from 500 on.
     pub failures: [u32; 2],
 }
 
@@ -279,11 +279,8 @@ impl HistoryState {
 
     fn record_second(&mut self, before_s: u64, metrics: &Metrics) {
         let mut status_classes = [0; STATUS_CLASS_COUNT];
-        let mut failures = [metrics.upstream_fault_count(), 0];
+        let failures = [metrics.upstream_fault_count(), metrics.app_error_count()];
         for (code, count) in metrics.status_counts() {
-            if let (502 | 504, [_, gateway_errors]) = (code, &mut failures) {
-                *gateway_errors += count;
-            }
             if let Some(class) = status_classes.get_mut(usize::from(code / 100).saturating_sub(1)) {
                 *class += count;
             }

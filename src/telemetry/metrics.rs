@@ -30,7 +30,7 @@ pub use policy_counters::PolicyCounters;
 pub use registry::Metrics;
 pub use status::{
     KeyFetchCounts, MemoryStoreUsage, ProcessPhase, ProcessStatus, RedisServerMetrics,
-    SpanExportCounts,
+    SpanExportCounts, StoreOutage,
 };
 pub use worker::WorkerMetrics;
 

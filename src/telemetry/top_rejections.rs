@@ -41,6 +41,9 @@ pub enum RejectionDimension {
     Keys,
     /// Paths without their queries, by policy.
     Paths,
+    /// Paths without their queries that the upstream answered with a status from 500 on. Their
+    /// policy is empty.
+    AppErrors,
 }
 
 /// The rejections of one worker. The locks are uncontended, except while a ranking is read.
@@ -48,6 +51,7 @@ pub enum RejectionDimension {
 pub struct WorkerRejections {
     keys: Mutex<SketchGenerations>,
     paths: Mutex<SketchGenerations>,
+    app_errors: Mutex<SketchGenerations>,
 }
 
 /// The rejections of all workers.
@@ -113,6 +117,10 @@ struct SketchItem {
     text: Box<str>,
 }
 
+impl RejectionDimension {
+    const ALL: [Self; 3] = [Self::Keys, Self::Paths, Self::AppErrors];
+}
+
 impl WorkerRejections {
     /// Counts a rejection of a key. `id` identifies the policy and the key; `text` is called only
     /// if the sketch does not contain `id`.
@@ -125,11 +133,20 @@ impl WorkerRejections {
 
     /// Counts a rejection of a path.
     pub fn record_path_rejection(&self, policy: &Arc<str>, path: &str) {
+        Self::record_path(&self.paths, policy, path);
+    }
+
+    pub(super) fn record_app_error(&self, path: &str) {
+        static NO_POLICY: LazyLock<Arc<str>> = LazyLock::new(|| "".into());
+        Self::record_path(&self.app_errors, &NO_POLICY, path);
+    }
+
+    fn record_path(generations: &Mutex<SketchGenerations>, policy: &Arc<str>, path: &str) {
         // All workers share this randomly keyed hasher, so that clients cannot construct
         // collisions.
         static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
         let id = HASHER.hash_one((&**policy, path));
-        self.paths
+        generations
             .lock()
             .current
             .increment_item(id.into(), policy, || escape_and_truncate_path(path));
@@ -139,6 +156,7 @@ impl WorkerRejections {
         match dimension {
             RejectionDimension::Keys => &self.keys,
             RejectionDimension::Paths => &self.paths,
+            RejectionDimension::AppErrors => &self.app_errors,
         }
     }
 }
@@ -168,7 +186,7 @@ impl TopRejections {
             current_s: now_s,
         };
         for worker in &self.workers {
-            for dimension in [RejectionDimension::Keys, RejectionDimension::Paths] {
+            for dimension in RejectionDimension::ALL {
                 let mut generations = worker.generations(dimension).lock();
                 let current = std::mem::take(&mut generations.current);
                 let forgotten = std::mem::replace(&mut generations.previous, current);

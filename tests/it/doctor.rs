@@ -2,6 +2,7 @@
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::admin_proxy::AdminProxy;
+use crate::support::client::ClientRequest;
 use crate::support::cluster::RedisCluster;
 use crate::support::process::{ProcessOutput, run_command, tidegate_command};
 use crate::support::proxy::Proxy;
@@ -615,6 +616,162 @@ async fn certificates_that_do_not_fit_are_reported() {
         "fault: no connection (tls)",
         "ca must be a file with the certificate of its issuer, or with this certificate itself",
     );
+}
+
+/// A server that answers each connection with this line, and closes it.
+async fn start_refusing_server(line: &'static str) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            stream.write_all(line.as_bytes()).await.ok();
+        }
+    });
+    port
+}
+
+/// What a server, TLS or the network states before the first decision: the only problem is the
+/// connection, with its cause and its cure, in the report, in the log and in `/readyz`.
+#[tokio::test]
+async fn errors_before_the_first_command_name_their_cure() {
+    let authority = CertificateAuthority::new();
+    authority.sign("server", "127.0.0.1");
+    let with_password = RedisServer::start_with(&["--requirepass", "secret"]);
+    let open = RedisServer::start();
+    let with_tls = RedisServer::start_with_tls(&authority, &["--tls-auth-clients", "no"]);
+    let in_cluster = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    let protected = start_refusing_server("-DENIED Redis is running in protected mode\r\n").await;
+    let crowded = start_refusing_server("-ERR max number of clients reached\r\n").await;
+    let web = start_refusing_server("HTTP/1.1 400 Bad Request\r\n\r\n").await;
+    let password = tempfile::NamedTempFile::new().unwrap();
+    fs::write(password.path(), "wrong").unwrap();
+    let password_line = format!("password_file = {:?}", password.path());
+    let plain_url = |port: u16| format!("url = \"redis://127.0.0.1:{port}\"");
+    let cases = [
+        (
+            url_line(&with_password),
+            "noauth",
+            "set store.redis.password_file",
+        ),
+        (
+            format!("{}\n{password_line}", url_line(&with_password)),
+            "noauth",
+            "check store.redis.username and password_file",
+        ),
+        (
+            format!("{}\n{password_line}", url_line(&open)),
+            "noauth",
+            "remove store.redis.password_file, or set requirepass",
+        ),
+        (
+            plain_url(with_tls.tls_port()),
+            "connection",
+            "use rediss://",
+        ),
+        (
+            format!(
+                "url = \"rediss://127.0.0.1:{}\"\nca = {:?}",
+                open.port(),
+                authority.path_string("ca.pem")
+            ),
+            "",
+            "use redis://",
+        ),
+        (plain_url(protected), "noauth", "protected mode"),
+        (plain_url(crowded), "connection", "maxclients"),
+        (plain_url(web), "reply", "that of Redis"),
+        (
+            format!("url = \"redis://127.0.0.1:{}/99\"", open.port()),
+            "other",
+            "raise databases",
+        ),
+        (
+            format!("url = \"redis://127.0.0.1:{}/1\"", in_cluster.port()),
+            "other",
+            "has only database 0",
+        ),
+    ];
+    for (lines, kind, cure) in cases {
+        let (report, code) = examine(&lines).await;
+        assert_eq!(code, 1, "{lines}: {report:#}");
+        let findings = report["findings"].as_array().unwrap().iter();
+        let faults: Vec<_> = findings
+            .filter(|finding| finding["level"] == "fault")
+            .collect();
+        assert_eq!(faults.len(), 1, "{lines}: {report:#}");
+        let advice = faults[0]["advice"].as_str().unwrap();
+        assert!(advice.contains(cure), "{lines}: {report:#}");
+        let found = faults[0]["found"].as_str().unwrap();
+        assert!(found.contains(&format!("({kind}")), "{lines}: {found}");
+    }
+}
+
+#[tokio::test]
+async fn log_and_readiness_name_cause_and_cure() {
+    let server = RedisServer::start_with(&["--requirepass", "secret"]);
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&store_config(&url_line(&server)), upstream.address).await;
+    let line = proxy
+        .wait_for_log("the outage", 0, TEST_TIMEOUT, |line| {
+            line.message_starts_with("redis unavailable")
+        })
+        .await;
+    assert_eq!(line.field("reason"), "NOAUTH Authentication required.");
+    assert_eq!(
+        line.field("address"),
+        format!("127.0.0.1:{}", server.port())
+    );
+    assert!(line.field("remedy").contains("password_file"));
+    let request = ClientRequest::new(proxy.admin_address(), "GET", "/readyz");
+    let readiness = request.header("Host", "localhost").send().await.text();
+    for words in [
+        "NOAUTH",
+        "set store.redis.password_file",
+        "nothing is limited by api",
+    ] {
+        assert!(readiness.contains(words), "{words}: {readiness}");
+    }
+}
+
+#[tokio::test]
+async fn explain_states_what_clients_get_during_an_outage() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.toml");
+    let url = format!("url = \"redis://127.0.0.1:{}\"", free_port());
+    for (mode, expected) in [
+        (
+            "open",
+            "Admitted while Redis is unavailable (on_store_failure = \"open\").",
+        ),
+        (
+            "closed",
+            "Rejected by api while Redis is unavailable (on_store_failure = \"closed\"): 503.",
+        ),
+        (
+            "local",
+            "Decided by each instance alone while Redis is unavailable: api.",
+        ),
+    ] {
+        let config = store_config(&url).replace(
+            "name = \"api\"",
+            &format!("name = \"api\"\non_store_failure = \"{mode}\""),
+        );
+        fs::write(&path, config).unwrap();
+        let mut command = tidegate_command();
+        command.args([
+            "explain",
+            "GET",
+            "http://a/",
+            "-H",
+            "x-user-id: ann",
+            "--config",
+        ]);
+        let explained = run_command(command.arg(&path)).await.stdout;
+        assert!(
+            explained.contains(expected) && explained.contains("check host and port"),
+            "{mode}: {explained}"
+        );
+    }
 }
 
 /// Forwards bytes, and replaces the major version in the replies.

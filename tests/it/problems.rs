@@ -67,12 +67,20 @@ async fn an_upstream_that_is_down_and_many_refusals_are_stated() {
 }
 
 #[tokio::test]
-async fn gateway_errors_of_the_upstream_itself_are_stated() {
-    let answer = "HTTP/1.1 504 Gateway Timeout\r\nContent-Length: 0\r\n\r\n";
-    let upstream = RawUpstream::with_response(answer).await;
-    let proxy = Proxy::start(ONE_POLICY, upstream.address).await;
-    assert_eq!(proxy.get_statuses("/", 6).await, [504; 6]);
-    wait_for_hint(&proxy, "upstream fails").await;
+async fn errors_of_the_app_itself_are_told_apart_from_failed_connections() {
+    for (status, reason) in [(504, "Gateway Timeout"), (500, "Internal Server Error")] {
+        let answer = format!("HTTP/1.1 {status} {reason}\r\nContent-Length: 0\r\n\r\n");
+        let upstream = RawUpstream::with_response(answer.leak()).await;
+        let proxy = Proxy::start(ONE_POLICY, upstream.address).await;
+        assert_eq!(proxy.get_statuses("/broken?x=1", 6).await, [status; 6]);
+        let hint = wait_for_hint(&proxy, "the app at the upstream fails").await;
+        assert!(
+            hint.contains("(6 of 6)") && hint.ends_with("most errors: /broken"),
+            "{hint}"
+        );
+        let hints = get_readiness(&proxy, "*/*").await.json()["hints"].clone();
+        assert_eq!(hints.as_array().unwrap().len(), 1, "{hints}");
+    }
 }
 
 #[tokio::test]

@@ -5,30 +5,20 @@ const ICONS = { good: 'M4 11l4 4 8-9', warn: 'M10 3l8 14H2zM10 8v4M10 14.5v.1', 
 const LEVELS = { good: 'Good', warn: 'Warning', bad: 'Error' };
 
 /** Problems of the overview for which this page has texts of its own. */
-const OWN_TEXTS = new Set(['store', 'breaker', 'reload', 'untrusted_forwarding']);
+const OWN_TEXTS = new Set(['reload', 'untrusted_forwarding']);
 const toSentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
 
 /** Returns the current problems. `id` identifies a problem; `more` are nodes below the text. */
-function collectAlerts({ overview, policies, connectionError }) {
+function collectAlerts({ overview, connectionError }) {
   const alerts = [];
   const add = (id, level, title, text, ...more) => alerts.push({ id, level, title, text, more });
   if (connectionError) {
     add('gone', 'bad', connectionError.silent ? 'This instance does not respond.' : 'This instance answers with an error.', `${connectionError.why}. ${overview ? `The data is from ${formatTime(connectionError.since_s)}.` : 'There is no data yet.'} The page keeps retrying.`);
   }
   if (!overview) return alerts;
-  const { store, status, last_reload } = overview;
+  const { status, last_reload } = overview;
   if (status !== 'ready') {
     add('phase', 'warn', `This instance is ${status}.`, status === 'stopping' ? 'It shuts down gracefully: readiness fails and requests in flight continue.' : 'Clients can’t connect yet.');
-  }
-  if (!store.up) {
-    const countByMode = (mode) => (policies?.policies ?? []).filter((policy) => policy.on_store_failure === mode).length;
-    const modes = [['open', 'allow requests'], ['local', 'enforce the share of this instance'], ['closed', 'refuse requests']];
-    const summary = modes.filter(([mode]) => countByMode(mode)).map(([mode, text]) => `${countByMode(mode)} ${text}`).join(', ');
-    const breaker = store.breaker_open ? ' The circuit breaker is open: requests skip the store, and a background probe detects its recovery.' : '';
-    const errors = Object.entries(store.errors).filter(([, n]) => n > 0).map(([kind, n]) => `${kind}: ${formatCount(n)}`).join(', ');
-    add('store', 'bad', `The store is unavailable (${store.address || store.kind}).`, `${summary ? `Policies by failure mode: ${summary}.` : 'Policies decide by on_store_failure.'}${breaker}${errors ? ` Errors so far: ${errors}.` : ''}`);
-  } else if (store.breaker_open) {
-    add('store', 'bad', 'The circuit breaker is open.', 'The store responds. Requests use it again once its probes succeed.');
   }
   if (last_reload.errors.length) {
     add('reload', 'bad', 'The newest configuration is invalid.', `Generation ${overview.generation}, the last valid one, stays in effect. Errors:`, createElement('pre', {}, last_reload.errors.join('\n')));
@@ -96,13 +86,14 @@ function drawTiles({ overview }) {
   const { store, latency, connections, http } = overview;
   const mainSource = Object.entries(latency.decisions).sort(([, a], [, b]) => b.count - a.count)[0];
   const failed = Object.values(http.upstream_errors).reduce((n, m) => n + m, 0);
+  const failures = [failed && pluralize(failed, 'upstream error'), http.app_errors && `${pluralize(http.app_errors, 'response')} 5xx of the app`].filter(Boolean).join(', ');
   const tiles = [
     ['Requests per second', formatRate(now), '', `${pluralize(all, 'request')} in ${formatDuration(span)}`],
     ['Refused', formatPercent(refused, all), '', `${formatCount(refused)} in ${formatDuration(span)}`],
     ['Decided without the store', formatPercent(degraded, all), '', `${formatCount(degraded)} in ${formatDuration(span)}`, degraded ? 'warn' : ''],
     ['Store', store.up ? (store.breaker_open ? 'Breaker open' : 'Up') : 'Down', '', store.kind === 'memory' ? 'in memory' : store.address, store.up && !store.breaker_open ? '' : 'bad'],
     ['Median decision time', mainSource ? formatLatency(mainSource[1].p50_s) : '–', '', mainSource ? `99 % within ${formatLatency(mainSource[1].p99_s)}` : `none in ${formatDuration(span)}`],
-    ['Connections', formatCount(connections.open), ` of ${formatCount(connections.max)}`, failed ? pluralize(failed, 'upstream error') : 'no upstream error'],
+    ['Connections', formatCount(connections.open), ` of ${formatCount(connections.max)}`, failures || 'no upstream error'],
   ];
   reconcileChildren($('tiles'), tiles, ([title]) => title, ([title]) => createElement('div', { class: 'tile' }, createElement('h2', {}, title), createElement('p', { class: 'value' }), createElement('p', { class: 'more' })), (node, [, value, small, more, level]) => {
     if (node.children[1].textContent !== value + small) replaceChildren(node.children[1], value, small && createElement('small', {}, small));

@@ -202,11 +202,7 @@ impl FindingList {
     /// Adds a fault that quotes the error of the server or the system, with advice for its kind.
     fn add_error(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
         let found = format!("{what} ({}): {}", error.kind.as_str(), error.message);
-        self.add_fault(
-            check,
-            found,
-            store_findings::advice_for_error(error.kind.as_str()),
-        );
+        self.add_fault(check, found, error.remedy());
     }
 
     fn add(

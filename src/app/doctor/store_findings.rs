@@ -110,12 +110,7 @@ fn judge_sentinels(findings: &mut FindingList, diagnosis: &RedisDiagnosis) {
         } else {
             FindingLevel::Fault
         };
-        findings.add(
-            level,
-            "topology",
-            found,
-            Some(advice_for_error(error.kind.as_str()).to_owned()),
-        );
+        findings.add(level, "topology", found, Some(error.remedy().to_owned()));
     }
     match masters.as_slice() {
         [] => {}
@@ -179,39 +174,5 @@ pub(super) fn format_seconds(micros: u64) -> String {
         0..1000 => format!("{micros} µs"),
         1000..1_000_000 => format!("{:.1} ms", micros as f64 / 1e3),
         _ => format!("{:.1} s", micros as f64 / 1e6),
-    }
-}
-
-/// What to do about an error of this kind.
-pub(super) fn advice_for_error(kind: &str) -> &'static str {
-    match kind {
-        "dns" => "check the host name in store.redis.url",
-        "refused" => "check host and port in store.redis.url, and that the server runs",
-        "connection" => {
-            "check the network and the server's log; a server with maxclients connections closes further ones"
-        }
-        "tls" => {
-            "check store.redis.ca (the certificate of the issuer, or the server's own), the certificate's names, and that the port is the server's TLS port (rediss://)"
-        }
-        "timeout" => {
-            "check that the server runs and that no firewall drops packets; SLOWLOG shows slow commands"
-        }
-        "noauth" => "check username and password_file; the server's ACL LOG shows what it refused",
-        "readonly" => {
-            "the server is a replica: set url to the master, or use topology = \"sentinel\""
-        }
-        "masterdown" => "check sentinel_master, and that the replica reaches its master",
-        "loading" => "wait until the server has loaded its data",
-        "busy" => "another script runs too long: find its client, or SCRIPT KILL",
-        "oom" => "raise maxmemory: the server is full and accepts no write",
-        "misconf" => {
-            "check the server's disk, log and replicas: it rejects writes because it cannot persist or replicate"
-        }
-        "clusterdown" => {
-            "restore the missing masters of the cluster; set cluster-require-full-coverage no"
-        }
-        "moved" => "the server is in a cluster: set topology = \"cluster\"",
-        "reply" => "check that the address is that of Redis",
-        _ => "see the server's log",
     }
 }

@@ -222,6 +222,9 @@ impl ProxyService {
         let upgrade = summary.target.upgrade_request.as_ref();
         match headers::rewrite_response_head(&mut parts, summary.version, upgrade) {
             Ok(()) => {
+                if parts.status.is_server_error() {
+                    self.metrics.record_app_error(summary.target.path());
+                }
                 let cost_meter = CostMeter::settle_head_and_create(estimates, &parts);
                 if let ResponseBody::Upstream(body) = &mut body {
                     body.attach_cost_meter(cost_meter);

@@ -13,9 +13,19 @@ use tokio::time::Instant;
 /// rejected login.
 pub(super) const PROBLEM_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
+/// Why Redis is unavailable.
+#[derive(Clone, Debug)]
+pub struct RedisOutage {
+    pub since: Instant,
+    /// The newest error: what a new connection meets tells more than the loss of the last one.
+    pub cause: RedisConnectionError,
+}
+
 /// The circuit breaker of a process, shared by its workers.
 #[derive(Debug)]
 pub(super) struct RedisCircuitBreaker {
+    /// The servers, for log lines.
+    address: String,
     /// Consecutive failures that open the breaker.
     failure_threshold: u32,
     /// Failures since the last success. From the threshold on the breaker is open, and only a probe
@@ -37,20 +47,19 @@ struct RedisAvailability {
     last_command_error: Option<RedisConnectionError>,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default)]
 enum AvailabilityPhase {
     /// Neither a probe nor a connection attempt has ended.
     #[default]
     Starting,
     Up,
-    Down {
-        since: Instant,
-    },
+    Down(RedisOutage),
 }
 
 impl RedisCircuitBreaker {
-    pub(super) fn new(threshold: u32) -> Self {
+    pub(super) fn new(address: String, threshold: u32) -> Self {
         Self {
+            address,
             failure_threshold: threshold.max(1),
             consecutive_failures: AtomicU32::new(0),
             failure_counts: [const { AtomicU64::new(0) }; RedisErrorKind::NAMES.len()],
@@ -67,7 +76,14 @@ impl RedisCircuitBreaker {
     }
 
     pub(super) fn is_up(&self) -> bool {
-        self.state.lock().phase == AvailabilityPhase::Up
+        matches!(self.state.lock().phase, AvailabilityPhase::Up)
+    }
+
+    pub(super) fn outage(&self) -> Option<RedisOutage> {
+        match &self.state.lock().phase {
+            AvailabilityPhase::Down(outage) => Some(outage.clone()),
+            AvailabilityPhase::Starting | AvailabilityPhase::Up => None,
+        }
     }
 
     /// Failures since the start, by the name of their kind.
@@ -164,12 +180,17 @@ impl RedisCircuitBreaker {
     /// Records a failed attempt to replace a lost connection. A rejected login is logged, because
     /// it needs an operator, whatever the first failure was.
     pub(super) fn record_connection_still_down(&self, error: &RedisConnectionError) {
+        if let AvailabilityPhase::Down(outage) = &mut self.state.lock().phase {
+            outage.cause = error.clone();
+        }
         let log = &self.login_rejection_log;
         let is_rejected = error.kind == RedisErrorKind::NoAuth;
         if is_rejected && log.record_occurrence(monotonic_now()).is_some() {
             tracing::warn!(
                 kind = error.kind.as_str(),
+                address = self.address,
                 reason = error.message,
+                remedy = error.remedy(),
                 "redis rejects the login"
             );
         }
@@ -186,29 +207,36 @@ impl RedisCircuitBreaker {
         error: &RedisConnectionError,
     ) {
         let is_down = state.connections_down > 0 || self.is_open();
-        match (is_down, state.phase) {
+        match (is_down, &state.phase) {
             (true, AvailabilityPhase::Starting | AvailabilityPhase::Up) => {
-                let since = Instant::now();
-                state.phase = AvailabilityPhase::Down { since };
                 let kind = error.kind.as_str();
                 // An error without a message of its own is the consequence of a command's error.
-                let cause = state
+                let command_error = state
                     .last_command_error
                     .as_ref()
                     .filter(|cause| error.message == kind && cause.kind.as_str() == kind);
-                let reason = cause.map_or(&error.message, |cause| &cause.message);
-                tracing::warn!(kind, reason, "redis unavailable; applying on_store_failure");
+                let cause = command_error.unwrap_or(error).clone();
+                tracing::warn!(
+                    kind,
+                    address = self.address,
+                    reason = cause.message,
+                    remedy = cause.remedy(),
+                    "redis unavailable; applying on_store_failure"
+                );
                 if error.kind == RedisErrorKind::NoAuth {
                     self.login_rejection_log.record_occurrence(monotonic_now());
                 }
+                let since = Instant::now();
+                state.phase = AvailabilityPhase::Down(RedisOutage { since, cause });
             }
             (false, AvailabilityPhase::Starting) => state.phase = AvailabilityPhase::Up,
-            (false, AvailabilityPhase::Down { since }) => {
+            (false, AvailabilityPhase::Down(outage)) => {
+                let down_ms = outage.since.elapsed().as_millis();
+                let down_ms = u64::try_from(down_ms).unwrap_or(u64::MAX);
                 state.phase = AvailabilityPhase::Up;
-                let down_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
-                tracing::info!(down_ms, "redis available again");
+                tracing::info!(down_ms, address = self.address, "redis available again");
             }
-            (true, AvailabilityPhase::Down { .. }) | (false, AvailabilityPhase::Up) => {}
+            (true, AvailabilityPhase::Down(_)) | (false, AvailabilityPhase::Up) => {}
         }
     }
 }
@@ -219,7 +247,7 @@ mod tests {
 
     #[test]
     fn only_consecutive_failures_open_the_breaker_and_only_a_probe_closes_it() {
-        let breaker = RedisCircuitBreaker::new(2);
+        let breaker = RedisCircuitBreaker::new(String::new(), 2);
         assert!(!breaker.is_up(), "never connected");
         breaker.record_probe_success();
         breaker.record_failure(RedisErrorKind::Timeout);
@@ -241,7 +269,7 @@ mod tests {
 
     #[test]
     fn foreign_values_never_open_the_breaker() {
-        let breaker = RedisCircuitBreaker::new(1);
+        let breaker = RedisCircuitBreaker::new(String::new(), 1);
         breaker.record_probe_success();
         for _ in 0..10 {
             breaker.record_foreign_value(|| "key".to_owned());
@@ -277,7 +305,7 @@ mod tests {
             .with_writer(move || writer.clone())
             .finish();
         tracing::subscriber::with_default(subscriber, || {
-            let breaker = RedisCircuitBreaker::new(5);
+            let breaker = RedisCircuitBreaker::new(String::new(), 5);
             for _ in 0..1000 {
                 breaker.record_failure(RedisErrorKind::OutOfMemory);
                 breaker.record_foreign_value(|| "key".to_owned());
@@ -302,7 +330,7 @@ mod tests {
 
     #[test]
     fn is_up_when_every_connection_is_up() {
-        let breaker = RedisCircuitBreaker::new(9);
+        let breaker = RedisCircuitBreaker::new(String::new(), 9);
         breaker.record_probe_success();
         breaker.record_connection_down(&RedisErrorKind::Connection.into());
         breaker.record_connection_down(&RedisErrorKind::Connection.into());

@@ -67,6 +67,82 @@ impl RedisConnectionError {
         }
     }
 
+    /// The cause in the operator's terms, and what to do about it.
+    pub fn remedy(&self) -> &'static str {
+        let has = |words: &str| self.message.contains(words);
+        match self.kind {
+            RedisErrorKind::NoAuth if has("NOAUTH") || has("unauthenticated") => {
+                "Redis wants a password: set store.redis.password_file, and username unless the user is \"default\""
+            }
+            RedisErrorKind::NoAuth if has("without any password") => {
+                "the user \"default\" of the server has no password: remove store.redis.password_file, or set requirepass"
+            }
+            RedisErrorKind::NoAuth if has("WRONGPASS") || has("invalid password") => {
+                "the server knows no such user, or its password is another one: check store.redis.username and password_file"
+            }
+            RedisErrorKind::NoAuth if has("DENIED") => {
+                "the server is in protected mode: without a password it serves only its own machine; set requirepass \
+                 there, and store.redis.password_file here"
+            }
+            RedisErrorKind::NoAuth => {
+                "the user lacks a permission: `tidegate doctor` lists which, ACL LOG of the server shows what it refused"
+            }
+            RedisErrorKind::Dns => "check the host name in store.redis.url",
+            RedisErrorKind::ConnectionRefused => {
+                "check host and port in store.redis.url, and that the server runs"
+            }
+            RedisErrorKind::Connection if has("max number of clients") => {
+                "the server has maxclients connections: raise it to at least 2 × instances × workers + 100"
+            }
+            RedisErrorKind::Connection => {
+                "check that the server runs, and its log; a port for TLS also closes connections without TLS: use rediss:// there"
+            }
+            RedisErrorKind::Tls if has("corrupt message") => {
+                "the port does not speak TLS: use redis://, or the server's tls-port"
+            }
+            RedisErrorKind::Tls => {
+                "check store.redis.ca (the certificate of the issuer, or the server's own), and the names in the certificate"
+            }
+            RedisErrorKind::Timeout if has("TLS handshake") => {
+                "a port without TLS does not answer a handshake: use redis://, or the server's tls-port; otherwise check \
+                 that the server runs"
+            }
+            RedisErrorKind::Timeout => {
+                "check that the server runs and that no firewall drops packets; SLOWLOG shows slow commands"
+            }
+            RedisErrorKind::ReadOnly => {
+                "the server is a replica: set url to the master, or use topology = \"sentinel\""
+            }
+            RedisErrorKind::MasterDown => {
+                "check sentinel_master, and that the replica reaches its master"
+            }
+            RedisErrorKind::Loading => "wait until the server has loaded its data",
+            RedisErrorKind::Busy => "another script runs too long: find its client, or SCRIPT KILL",
+            RedisErrorKind::OutOfMemory => {
+                "raise maxmemory: the server is full and accepts no write"
+            }
+            RedisErrorKind::Misconfigured => {
+                "check the server's disk, log and replicas: it rejects writes because it cannot persist or replicate"
+            }
+            RedisErrorKind::ClusterDown => {
+                "restore the missing masters of the cluster; set cluster-require-full-coverage no"
+            }
+            RedisErrorKind::Moved => "the server is in a cluster: set topology = \"cluster\"",
+            RedisErrorKind::InvalidReply => "check that the address is that of Redis",
+            _ if has("cluster support disabled") => {
+                "the server is not in a cluster: set topology = \"standalone\""
+            }
+            _ if has("DB index") => {
+                "the server has no database of this number: change it in store.redis.url, or raise databases"
+            }
+            _ if has("SELECT is not allowed") => {
+                "a server in a cluster has only database 0: set topology = \"cluster\" and remove the number from \
+                 store.redis.url"
+            }
+            _ => "see the server's log",
+        }
+    }
+
     fn text_after_kind(&self) -> String {
         match self.message == self.kind.as_str() {
             true => String::new(),
@@ -95,9 +171,12 @@ impl From<io::Error> for RedisConnectionError {
 
 impl From<&RedisError> for RedisConnectionError {
     fn from(error: &RedisError) -> Self {
-        let message = match find_tls_error(error).and_then(tls::suggest_remedy) {
-            Some(remedy) => format!("{error}; {remedy}"),
-            None => error.to_string(),
+        let tls_remedy = find_tls_error(error).and_then(tls::suggest_remedy);
+        let message = match (tls_remedy, error.kind(), error.code(), error.detail()) {
+            (Some(remedy), ..) => format!("{error}; {remedy}"),
+            // As Redis wrote it.
+            (None, ErrorKind::Server(_), Some(code), Some(detail)) => format!("{code} {detail}"),
+            _ => error.to_string(),
         };
         Self::new(RedisErrorKind::from(error), message)
     }
@@ -203,6 +282,8 @@ impl RedisErrorKind {
             "WRONGTYPE" => Self::WrongType(0),
             // Redis before 7.2 has no error code for this inside scripts.
             _ if text.contains("The user executing the script can't") => Self::NoAuth,
+            // Redis reads no long argument from a client that has not logged in.
+            _ if detail.contains("unauthenticated") => Self::NoAuth,
             // The server closes the connection then, so the reply is not always read.
             _ if detail.starts_with("max number of clients") => Self::Connection,
             _ => Self::Other,

@@ -45,6 +45,7 @@ mod settlement_calls;
 mod stored_usage;
 mod watched_value;
 
+pub use circuit_breaker::RedisOutage;
 pub use diagnostics::{
     ClockReading, DenialReason, DeniedCommand, InfoFields, KeySample, PolicyKeySample,
     RedisDiagnosis, ScriptLatency, SentinelAnswer, ServerDiagnosis, ServerFacts, diagnose_redis,
@@ -123,7 +124,7 @@ impl SharedRedisState {
         Self(Arc::new(RedisContext {
             instance_counters,
             scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
-            breaker: RedisCircuitBreaker::new(settings.breaker_failures),
+            breaker: RedisCircuitBreaker::new(settings.to_string(), settings.breaker_failures),
             call_count: AtomicU64::new(0),
             server_info: Mutex::default(),
             fallback: new_fallback(&settings, clock.clone()),
@@ -207,6 +208,11 @@ impl SharedRedisState {
     /// closed.
     pub fn is_up(&self) -> bool {
         self.0.breaker.is_up()
+    }
+
+    /// Why [`Self::is_up`] is false, if a connection or a decision has failed.
+    pub fn outage(&self) -> Option<RedisOutage> {
+        self.0.breaker.outage()
     }
 
     /// Whether the circuit breaker is open: requests are not sent to Redis.
@@ -400,6 +406,10 @@ impl RedisStore {
     /// Whether the circuit breaker is open: requests are not sent to Redis.
     pub fn is_breaker_open(&self) -> bool {
         self.context.breaker.is_open()
+    }
+
+    pub(super) fn outage(&self) -> Option<RedisOutage> {
+        self.context.breaker.outage()
     }
 
     /// Maximum duration of a decision.

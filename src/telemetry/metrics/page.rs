@@ -116,6 +116,12 @@ impl Metrics {
             &[],
             &HistogramSnapshot::from_histograms(&RESPONSE_TIME_BOUNDS, histograms),
         );
+        page.begin_family(
+            MetricKind::Counter,
+            "tidegate_app_errors",
+            "Responses of the upstream with a status from 500 on.",
+        )
+        .write_sample(&[], self.app_error_count());
         let mut errors = page.begin_family(
             MetricKind::Counter,
             "tidegate_upstream_errors",

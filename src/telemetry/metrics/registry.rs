@@ -149,6 +149,11 @@ impl Metrics {
             .sum()
     }
 
+    /// Number of responses of the upstream since the start with a status from 500 on.
+    pub fn app_error_count(&self) -> u64 {
+        self.sum_counter(|worker| &worker.app_errors)
+    }
+
     /// Histograms of the time to a decision since the process started, by decision source.
     pub fn decision_durations(&self) -> Vec<(&'static str, HistogramSnapshot)> {
         let sources = self.labels.decision_sources.iter().enumerate();

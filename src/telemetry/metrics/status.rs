@@ -16,6 +16,8 @@ pub struct ProcessStatus {
     pub panics: u64,
     pub store_up: bool,
     pub breaker_open: bool,
+    /// `None` if the store is up or was not reached yet.
+    pub store_outage: Option<StoreOutage>,
     /// Number of store errors since the start, by kind.
     pub store_errors: Vec<(&'static str, u64)>,
     /// Number of instances that share the limits; `None` without Redis.
@@ -48,6 +50,21 @@ pub struct ProcessStatus {
     pub pending_restart: Vec<String>,
     /// The source of each server certificate, and its expiry in seconds since the Unix epoch.
     pub certificates: Vec<(String, u64)>,
+}
+
+/// Why the store is unavailable, and what policies do until it is back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoreOutage {
+    /// Stable name of the failure.
+    pub kind: &'static str,
+    /// The message of the server or of the operating system.
+    pub reason: String,
+    pub remedy: &'static str,
+    pub lasts_s: u64,
+    /// The policies that reject requests, count in this process, and admit requests.
+    pub closed: Vec<String>,
+    pub local: Vec<String>,
+    pub open: Vec<String>,
 }
 
 /// Lifecycle phase of the process.

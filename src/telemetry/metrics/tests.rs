@@ -38,6 +38,7 @@ fn sample_status() -> ProcessStatus {
         panics: 1,
         store_up: true,
         breaker_open: false,
+        store_outage: None,
         store_errors: vec![("timeout", 2)],
         lease_units_lost: Some(70),
         instance_count: Some(3),

@@ -30,6 +30,7 @@ pub struct WorkerMetrics {
     pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
     /// Errors by kind, in the order of [`MetricLabels::upstream_errors`].
     pub(super) upstream_errors: Box<[SingleWriterCounter]>,
+    pub(super) app_errors: SingleWriterCounter,
     pub(super) tls_errors: Box<[SingleWriterCounter]>,
     pub(super) proxy_header_errors: Box<[SingleWriterCounter]>,
     pub(super) close_reasons: Box<[SingleWriterCounter]>,
@@ -64,6 +65,7 @@ impl WorkerMetrics {
             rejections: Arc::default(),
             status_counts: std::array::from_fn(|_| SingleWriterCounter::default()),
             upstream_errors: new_counters(labels.upstream_errors),
+            app_errors: SingleWriterCounter::default(),
             tls_errors: new_counters(labels.tls_errors),
             proxy_header_errors: new_counters(labels.proxy_header_errors),
             close_reasons: new_counters(labels.close_reasons),
@@ -129,6 +131,12 @@ impl WorkerMetrics {
     pub fn record_status(&self, code: u16) {
         let index = usize::from(code.saturating_sub(FIRST_STATUS_CODE));
         increment_counter_at(&self.status_counts, index);
+    }
+
+    /// Records a response of the upstream with a status from 500 on.
+    pub fn record_app_error(&self, path: &str) {
+        self.app_errors.add(1);
+        self.rejections.record_app_error(path);
     }
 
     /// Records a failed TLS handshake of a client. `kind` is an index into

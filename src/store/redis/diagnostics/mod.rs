@@ -197,6 +197,11 @@ async fn diagnose_server(
     let empty_call = scripts.decide_command(&[], None);
     let empty_reply = timeout_at(deadline, empty_call.exec_async(&mut connection)).await;
     let empty_reply = empty_reply.map_err(|_elapsed| deadline_error())?;
+    if let Err(error) = &empty_reply
+        && error.code() == Some("NOAUTH")
+    {
+        return Err(error.into());
+    }
     let is_refused = !is_cluster && empty_reply.is_err_and(|error| is_proxy_refusal(&error));
     if is_refused {
         (connection, _driver) = timeout(connect_time(settings), open()).await??;
