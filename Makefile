@@ -168,7 +168,9 @@ image: dist ## Build the image's last stage with buildah and test it; needs root
 deb: ## Build the Debian package around the binary of `make dist`: target/debian
 	$(call need,cargo-deb,cargo install --locked cargo-deb)
 	@test -x "$${CARGO_TARGET_DIR:-target}/dist/tidegate" || $(MAKE) --no-print-directory dist
-	cargo deb --no-build --no-strip --profile dist
+	@cd "$${CARGO_TARGET_DIR:-target}/dist"; ./tidegate man >tidegate.1; ./tidegate completions bash >tidegate.bash; \
+	./tidegate completions zsh >_tidegate; ./tidegate completions fish >tidegate.fish
+	cargo deb --no-build --no-strip --profile dist $(DEB_FLAGS)
 
 .PHONY: sbom
 sbom: ## Write the software bill of materials (CycloneDX) to target/tidegate.cdx.json
