@@ -308,8 +308,9 @@ class Chart(unittest.TestCase):
         for container, own in ((sidecar(made), theirs["initContainers"][0]), (pod(made)["containers"][0], theirs["containers"][0])):
             container.get("readinessProbe", {}).get("httpGet", {}).pop("scheme", None)
             self.assertEqual(container, own)
-        self.assertEqual({key: value for key, value in pod(made).items() if "ontainers" not in key and key != "volumes"},
-                         {key: value for key, value in theirs.items() if "ontainers" not in key and key != "volumes"})
+        own_parts = {"initContainers", "containers", "volumes"}
+        self.assertEqual({key: value for key, value in pod(made).items() if key not in own_parts},
+                         {key: value for key, value in theirs.items() if key not in own_parts})
         files, own = named(made, "ConfigMap", "orders-tidegate")["data"], named(base, "ConfigMap", "tidegate")["data"]
         for file in ("config.toml", "policies.toml"):
             ours, base_file = tomllib.loads(files[file]), tomllib.loads(own[file])
@@ -356,7 +357,7 @@ class Chart(unittest.TestCase):
     def test_values_without_an_effect_are_refused(self):
         for values, message in (
                 ({"replica": 3}, "replica"),
-                ({"app": {"imge": "x"}}, "imge"),
+                ({"app": {"picture": "x"}}, "picture"),
                 ({"kind": "None", "app": {"image": "x"}}, "/app.*kind is None"),
                 ({"kind": "None", "tolerations": [{"operator": "Exists"}]}, "/tolerations.*kind is None"),
                 ({"kind": "None", "podDisruptionBudget": True}, "/podDisruptionBudget.*kind is None"),

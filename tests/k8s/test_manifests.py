@@ -174,6 +174,12 @@ class Objects(unittest.TestCase):
         pod = named(made, "Deployment", "theirs-2")["spec"]["template"]["spec"]
         self.assertEqual(pod["volumes"][0]["configMap"]["name"], "tidegate-2")
 
+    def test_patches_of_a_kustomization_prolong_the_termination(self):
+        patch = [{"op": "replace", "path": "/spec/template/spec/terminationGracePeriodSeconds", "value": 300}]
+        made = with_sidecars([workload("Deployment", "theirs", {"tidegate": "sidecar"})],
+                             patches=[{"target": {"kind": "Deployment"}, "patch": yaml.dump(patch)}])
+        self.assertEqual(named(made, "Deployment", "theirs")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"], 300)
+
     def test_the_component_fails_without_a_labelled_workload(self):
         without = [[], [workload("Deployment", "theirs", {})], [workload("Deployment", "theirs", {"tidegate": "side-car"})],
                    [workload("DaemonSet", "theirs", {"tidegate": "sidecar"}), workload("StatefulSet", "beside", {})]]
