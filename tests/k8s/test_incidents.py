@@ -116,7 +116,7 @@ class Service:
 [[policy]]
 name = "p{number}"
 key = ["header:x-user"]
-limit = {{ requests = 100, per = "1s" }}
+limit = {{ requests = 60, per = "1s" }}
 """ for number in range(POLICIES))
         config = pathlib.Path(folder, "config.toml")
         config.write_text(f"""
@@ -250,7 +250,7 @@ def redis_slow(service):
 
 
 def redis_sometimes_slow(service):
-    service.relay.delay_s, service.relay.every = 1.2 * TIMEOUT_S, 4
+    service.relay.delay_s, service.relay.every = 1.2 * TIMEOUT_S, 3
 
 
 def app_down(service):
