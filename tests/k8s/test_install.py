@@ -173,6 +173,12 @@ class Debian(unittest.TestCase):
             for one in path:
                 self.assertTrue((self.root / one.lstrip("/")).exists(), one)
 
+    def test_the_service_is_not_started_but_restarted_and_stopped(self):
+        scripts = {name: self.text(f"DEBIAN/{name}") for name in ("postinst", "prerm")}
+        self.assertNotRegex(scripts["postinst"], r"invoke (re)?start")
+        self.assertIn("try-restart tidegate.service", scripts["postinst"])
+        self.assertIn("stop tidegate.service", scripts["prerm"])
+
     def test_a_configuration_that_never_starts_is_not_tried_forever(self):
         setting = dict(re.findall(r"^(\w+)=(.*)$", self.text("lib/systemd/system/tidegate.service"), re.MULTILINE))
         # systemd gives up after `burst` starts within `interval`. An attempt takes less than a second.
