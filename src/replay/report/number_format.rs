@@ -1,6 +1,7 @@
 //! Numbers, times and shares as the text and HTML reports print them.
 
 use super::super::simulator::ReplayPolicyStats;
+use super::results::ReplayPolicySummary;
 use time::OffsetDateTime;
 use time::macros::format_description;
 
@@ -56,10 +57,19 @@ pub(super) fn format_share(part: u64, whole: u64) -> String {
     }
 }
 
-/// Formats the number of keys; `>5` if keys were evicted.
-pub(super) fn format_key_count(stats: &ReplayPolicyStats) -> String {
+/// Formats the number of keys (`>5` if keys were evicted), and of the touched ones. Both are `absent`
+/// for a policy without limits.
+pub(super) fn format_key_counts(
+    summary: &ReplayPolicySummary,
+    stats: &ReplayPolicyStats,
+    absent: &str,
+) -> [String; 2] {
+    if summary.action.is_some() {
+        return [absent, absent].map(str::to_owned);
+    }
     let (keys, exact) = stats.keys.key_count();
-    format!("{}{}", if exact { "" } else { ">" }, format_count(keys))
+    let keys = format!("{}{}", if exact { "" } else { ">" }, format_count(keys));
+    [keys, format_count(stats.keys.refused_key_count())]
 }
 
 #[cfg(test)]
