@@ -29,7 +29,7 @@ use http::{
 use tokio::time::Instant;
 
 /// Response header with the status of a denial before it is translated for the proxy in front.
-static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
+pub(super) static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
 
 const NGINX_CHECK_PATH: &str = "/check/nginx";
 const TRAEFIK_CHECK_PATH: &str = "/check/traefik";

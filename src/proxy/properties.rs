@@ -237,7 +237,7 @@ pub fn check_frame_counting(bytes: &[u8]) {
 
 /// Returns the costly frames and the bytes passed on; `None` if the first frame is invalid.
 fn scan_in_steps(bytes: &[u8], step: usize) -> Option<(u32, Vec<u8>)> {
-    let (mut scanner, mut costly_frames, mut passed) = (FrameScanner::default(), 0, Vec::new());
+    let (mut scanner, mut costly_frames, mut passed) = (FrameScanner::new(16_384), 0, Vec::new());
     for part in bytes.chunks(step) {
         let scan = scanner.scan(part, &mut passed).ok()?;
         costly_frames += scan.costly_frames;

@@ -14,11 +14,16 @@ pub(in crate::proxy) mod connection_load;
 pub(in crate::proxy) mod connection_memory;
 mod connection_registry;
 pub(in crate::proxy) mod connection_timeouts;
+pub(in crate::proxy) mod continue_responses;
 mod dispatch;
+mod field_block_filter;
 pub(in crate::proxy) mod frame_limits;
 pub(in crate::proxy) mod frame_scanner;
+pub(in crate::proxy) mod frame_splitter;
 pub(in crate::proxy) mod handler;
 pub(in crate::proxy) mod handshake_error;
+mod head_marks;
+mod hpack;
 pub(in crate::proxy) mod lazy_timer;
 mod listener;
 mod memory_budget;
@@ -53,6 +58,10 @@ use crate::tls::ReloadableServerTls;
 /// Time from which a draining connection without a request closes: the next request may be a round
 /// trip and a pause of the client away. At most half of the grace period.
 const DRAIN_REQUEST_DELAY: Duration = Duration::from_secs(1);
+
+/// Time before the end of the grace period from which WebSockets are closed. At most half of the
+/// grace period.
+const WEBSOCKET_CLOSE_TIME: Duration = Duration::from_secs(1);
 
 /// Bound listeners. Clients cannot connect before [`ProxyServer::run`].
 #[derive(Debug)]
@@ -218,9 +227,12 @@ fn begin_drain(phase: &watch::Sender<WorkerPhase>, delay: Duration, grace: Durat
     phase.send_if_modified(|phase| {
         let is_serving = matches!(phase, WorkerPhase::Serve);
         if is_serving {
+            let closes_from = Instant::now() + delay;
+            let close_time = WEBSOCKET_CLOSE_TIME.min(grace / 2);
             *phase = WorkerPhase::Drain(ConnectionDrain {
-                closes_from: Instant::now() + delay,
+                closes_from,
                 request_delay: DRAIN_REQUEST_DELAY.min(grace / 2),
+                websockets_close_at: Some(closes_from + grace - close_time),
             });
         }
         is_serving

@@ -1,9 +1,10 @@
 //! Informational (1xx) responses reach only clients that can read them.
 
 use crate::support::client::{RawClient, RawResponse};
+use crate::support::h2_frames::*;
 use crate::support::h2_upstream::H2Upstream;
 use crate::support::proxy::Proxy;
-use crate::support::upstream::RawUpstream;
+use crate::support::upstream::{RawUpstream, Upstream, echo, full_body};
 use h2::server::Builder;
 use hyper::Response;
 use std::sync::Arc;
@@ -255,4 +256,234 @@ async fn an_upstream_that_floods_informational_responses_is_a_502() {
     println!("{:?} for another request", start.elapsed());
     assert_eq!(flooded.read_response().await.status, 502);
     assert_eq!(proxy.get("/").await.status, 200);
+}
+
+/// Frame of `100 Continue`: neither indexed nor the end of the stream.
+fn continue_frame(stream: u32) -> RawFrame {
+    RawFrame {
+        kind: HEADERS,
+        flags: END_HEADERS,
+        stream,
+        payload: b"\x08\x03100".to_vec(),
+    }
+}
+
+/// Field block of a POST, followed by these bytes.
+fn post_block(rest: &[u8]) -> Vec<u8> {
+    let fields = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":authority", "a"),
+        (":path", "/"),
+    ];
+    [&encode_header_block(&fields), rest].concat()
+}
+
+async fn next_head(client: &mut FrameClient, stream: u32) -> RawFrame {
+    client
+        .wait_for_frame("a head", |frame| {
+            (frame.kind, frame.stream) == (HEADERS, stream)
+        })
+        .await
+}
+
+#[tokio::test]
+async fn http2_clients_that_expect_100_continue_get_it() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let field = |value: &str| encode_header_block(&[("expect", value)]);
+    let indexed = encode_indexed_literal("expect", "100-continue");
+    let whole = |block: &[u8]| vec![(HEADERS, END_HEADERS, post_block(block))];
+    let text = post_block(&field("100-continue"));
+    let (front, back) = text.split_at(text.len() - 4);
+    let cases = [
+        ("plain", whole(&field("100-continue"))),
+        ("upper case", whole(&field("100-Continue"))),
+        (
+            "Huffman",
+            whole(b"\x00\x85\x2f\x9a\xca\x44\xff\x88\x08\x00\xb1\x0f\x52\x4d\x55\xa5"),
+        ),
+        (
+            "a name of the static table",
+            whole(b"\x0f\x14\x0c100-continue"),
+        ),
+        ("never indexed", whole(b"\x1f\x14\x0c100-continue")),
+        (
+            "padding",
+            vec![(
+                HEADERS,
+                END_HEADERS | PADDED,
+                [b"\x03", &text[..], b"\0\0\0"].concat(),
+            )],
+        ),
+        (
+            "priority",
+            vec![(
+                HEADERS,
+                END_HEADERS | PRIORITY_FLAG,
+                [b"\0\0\0\0\x0f", &text[..]].concat(),
+            )],
+        ),
+        (
+            "several frames",
+            vec![
+                (HEADERS, 0, front.to_vec()),
+                (CONTINUATION, 0, back.to_vec()),
+                (CONTINUATION, END_HEADERS, vec![]),
+            ],
+        ),
+        ("for the dynamic table", whole(&indexed)),
+        // The other cases add no entry.
+        ("from the dynamic table", whole(&[0xbe])),
+    ];
+    for step in [1, 13, usize::MAX] {
+        let mut client = FrameClient::connect(proxy.address, &[]).await;
+        for (index, (name, frames)) in (0..).zip(&cases) {
+            let stream = 1 + 2 * index;
+            let head: Vec<u8> = frames
+                .iter()
+                .flat_map(|(kind, flags, payload)| encode_frame(*kind, *flags, stream, payload))
+                .collect();
+            for part in head.chunks(step.min(head.len())) {
+                client.send(part).await;
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(
+                next_head(&mut client, stream).await,
+                continue_frame(stream),
+                "{name}"
+            );
+            client
+                .send(encode_frame(DATA, END_STREAM, stream, "body"))
+                .await;
+            assert_eq!(
+                next_head(&mut client, stream).await.status(),
+                Some(200),
+                "{name}"
+            );
+            let request = upstream.last_request();
+            assert_eq!(
+                request.header_values("expect"),
+                [""; 0],
+                "{name}: {request:?}"
+            );
+        }
+        // A later upload that expects nothing gets nothing.
+        let head = encode_frame(HEADERS, END_HEADERS, 101, post_block(&[]));
+        client.send(head).await;
+        client
+            .send(encode_frame(DATA, END_STREAM, 101, "body"))
+            .await;
+        assert_eq!(next_head(&mut client, 101).await.status(), Some(200));
+        assert_eq!(upstream.last_request().header_values("expect"), [""; 0]);
+    }
+}
+
+#[tokio::test]
+async fn a_rejected_http2_request_gets_no_100_continue() {
+    let upstream = Upstream::echo().await;
+    let config = "[listen.http]\nmax_body_bytes = 1000\n[[policy]]\nname = 'p'\nkey = []\nlimit = { requests = 1, per = '1h' }\n";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    let field = |name, value: &str| encode_header_block(&[(name, value)]);
+    let expect = field("expect", "100-continue");
+    for (stream, fields, answers) in [
+        (1, [&expect[..], &field("content-length", "4")], 2),
+        (3, [&expect, &field("content-length", "4")], 1),
+        (5, [&expect, &field("content-length", "1001")], 1),
+        (7, [&expect, &field("expect", "more")], 1),
+        (9, [&expect, &field("x-a", " ")], 1),
+    ] {
+        client
+            .send(encode_frame(
+                HEADERS,
+                END_HEADERS,
+                stream,
+                post_block(&fields.concat()),
+            ))
+            .await;
+        if answers == 2 {
+            assert_eq!(next_head(&mut client, stream).await, continue_frame(stream));
+            client
+                .send(encode_frame(DATA, END_STREAM, stream, "body"))
+                .await;
+        }
+        let head = next_head(&mut client, stream).await;
+        assert!(head.payload.len() > 20, "{stream}: not the final response");
+    }
+    assert_eq!(upstream.requests().len(), 1);
+}
+
+/// A client that lowers the size of its HPACK table must be told of the change by the next field
+/// block (RFC 7541, 4.2).
+#[tokio::test]
+async fn http2_clients_with_small_header_tables_get_100_continue() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    for (size, update) in [
+        (0, &b"\x20"[..]),
+        (100, b"\x3f\x45"),
+        (4096, b""),
+        (65_536, b""),
+    ] {
+        let mut client = FrameClient::connect(proxy.address, &encode_setting(1, size)).await;
+        let expect = encode_header_block(&[("expect", "100-continue")]);
+        client
+            .send(encode_frame(HEADERS, END_HEADERS, 1, post_block(&expect)))
+            .await;
+        let block = next_head(&mut client, 1).await.payload;
+        assert_eq!(block, [update, b"\x08\x03100"].concat(), "{size}");
+        client.send(encode_frame(DATA, END_STREAM, 1, "")).await;
+        // h2 repeats the update.
+        let block = next_head(&mut client, 1).await.payload;
+        assert!(
+            block.starts_with(update) && block.len() > 20,
+            "{size}: {block:?}"
+        );
+    }
+}
+
+/// The response is written between two frames, also while downloads fill the socket.
+#[tokio::test]
+async fn http2_100_continue_never_divides_a_frame() {
+    let upstream = Upstream::with_handler(|request| async move {
+        match request.uri().path() {
+            "/big" => Response::new(full_body(vec![b'x'; 2 << 20])),
+            _ => echo(request).await,
+        }
+    })
+    .await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let windows = [encode_setting(4, 1 << 30), encode_setting(5, 1 << 20)].concat();
+    let mut client = FrameClient::connect(proxy.address, &windows).await;
+    client.send(window_update_frame(0, 1 << 30)).await;
+    let expect = encode_header_block(&[("expect", "100-continue")]);
+    for round in 0..20 {
+        client.send(get_frame(4 * round + 1, "/big")).await;
+        let stream = 4 * round + 3;
+        client
+            .send(encode_frame(
+                HEADERS,
+                END_HEADERS,
+                stream,
+                post_block(&expect),
+            ))
+            .await;
+        let interim = client
+            .wait_for_frame("a response", |frame| frame.stream == stream)
+            .await;
+        assert_eq!(interim, continue_frame(stream));
+        client
+            .send(encode_frame(DATA, END_STREAM, stream, "body"))
+            .await;
+    }
+    let last = 4 * 19 + 3;
+    let end = client.wait_for_frame("the end", |frame| {
+        assert!(
+            frame.stream <= last && frame.kind <= CONTINUATION,
+            "{frame:?}"
+        );
+        frame.stream == last && frame.flags & END_STREAM > 0
+    });
+    end.await;
 }

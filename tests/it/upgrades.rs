@@ -789,3 +789,123 @@ async fn an_idle_tunnel_ends_after_its_own_timeout() {
     assert_eq!(reply.status, 101);
     assert!(client.closes_within(TEST_TIMEOUT).await);
 }
+
+const TEXT_FRAME: &[u8] = b"\x81\x05hello";
+/// 1001, "going away", from a server and from a client with the masking key 0.
+const CLOSE_FRAME: &[u8] = b"\x88\x02\x03\xe9";
+const MASKED_CLOSE_FRAME: &[u8] = b"\x88\x82\0\0\0\0\x03\xe9";
+
+/// A WebSocket upstream that sends `before` at once and `after` when it has received `awaited`,
+/// which it reports.
+async fn start_closed_upstream(
+    before: &[u8],
+    awaited: &[u8],
+    after: &[u8],
+) -> (RawUpstream, mpsc::Receiver<Vec<u8>>) {
+    let (reports, received) = mpsc::channel(1);
+    let (before, after, length) = (before.to_vec(), after.to_vec(), awaited.len());
+    let upstream = RawUpstream::with_script(move |_, mut socket| {
+        let (reports, before, after) = (reports.clone(), before.clone(), after.clone());
+        async move {
+            let Some(head) = socket.read_request().await else {
+                return;
+            };
+            let switch = switching_protocols_response(&accept_key_for_head(&head));
+            socket.send(switch.as_bytes()).await;
+            socket.send(&before).await;
+            let mut bytes = vec![0; length];
+            if socket.stream().read_exact(&mut bytes).await.is_ok() {
+                reports.send(bytes).await.unwrap();
+                socket.send(&after).await;
+            }
+            // Keeps the connection open.
+            drop(socket.stream().read(&mut [0; 1]).await);
+        }
+    })
+    .await;
+    (upstream, received)
+}
+
+#[tokio::test]
+async fn a_websocket_is_closed_with_1001_between_frames_at_the_end_of_a_drain() {
+    let long = [b"\x82\x7e\x01\x2c".to_vec(), vec![b'x'; 300]].concat();
+    let with_close = |bytes: &[u8]| [bytes, CLOSE_FRAME].concat();
+    let cases = [
+        (&b""[..], &b""[..], with_close(b"")),
+        (TEXT_FRAME, b"", with_close(TEXT_FRAME)),
+        (&TEXT_FRAME[..1], &TEXT_FRAME[1..], with_close(TEXT_FRAME)),
+        (&TEXT_FRAME[..4], b"llo\x81\x02hi", with_close(TEXT_FRAME)),
+        (&long[..3], &long[3..], with_close(&long)),
+        (&long[..200], &long[200..], with_close(&long)),
+        // The frame is never completed: nothing may be inserted.
+        (&long[..200], b"", long[..200].to_vec()),
+        // The upstream has sent a Close frame of its own.
+        (b"\x88\x02\x03\xe8", b"", b"\x88\x02\x03\xe8".to_vec()),
+    ];
+    for (before, after, expected) in cases {
+        let (upstream, mut received) =
+            start_closed_upstream(before, MASKED_CLOSE_FRAME, after).await;
+        let config = "[shutdown]\ngrace = '600ms'";
+        let mut proxy = Proxy::start(config, upstream.address).await;
+        let (mut client, reply) = open_websocket(&proxy).await;
+        assert_eq!(reply.status, 101);
+        proxy.send_sigterm();
+        assert_eq!(
+            client.read_to_close().await,
+            expected,
+            "{before:?} {after:?}"
+        );
+        assert_eq!(received.recv().await.unwrap(), MASKED_CLOSE_FRAME);
+        proxy.wait_for_exit(TEST_TIMEOUT).await;
+    }
+}
+
+#[tokio::test]
+async fn a_frame_of_the_client_is_completed_before_the_upstream_receives_1001() {
+    let frame = b"\x81\x82abcd12";
+    let expected = [&frame[..], MASKED_CLOSE_FRAME].concat();
+    let (upstream, mut received) = start_closed_upstream(b"", &expected, b"").await;
+    let mut proxy = Proxy::start("[shutdown]\ngrace = '2s'", upstream.address).await;
+    let (mut client, _) = open_websocket(&proxy).await;
+    client.send(&frame[..7]).await;
+    proxy.send_sigterm();
+    assert_eq!(client.read_past(CLOSE_FRAME).await, CLOSE_FRAME);
+    client.send(&frame[7..]).await;
+    assert_eq!(received.recv().await.unwrap(), expected);
+    proxy.wait_for_exit(TEST_TIMEOUT).await;
+}
+
+#[tokio::test]
+async fn a_websocket_on_http2_is_closed_with_1001_at_the_end_of_a_drain() {
+    let (upstream, mut received) =
+        start_closed_upstream(&TEXT_FRAME[..3], MASKED_CLOSE_FRAME, &TEXT_FRAME[3..]).await;
+    let mut proxy = Proxy::start("[shutdown]\ngrace = '600ms'", upstream.address).await;
+    let mut sender = connect_http2(&proxy).await;
+    let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    proxy.send_sigterm();
+    let mut bytes = Vec::new();
+    timeout(TEST_TIMEOUT, socket.read_to_end(&mut bytes))
+        .await
+        .unwrap()
+        .unwrap();
+    assert_eq!(bytes, [TEXT_FRAME, CLOSE_FRAME].concat());
+    assert_eq!(received.recv().await.unwrap(), MASKED_CLOSE_FRAME);
+    proxy.wait_for_exit(TEST_TIMEOUT).await;
+}
+
+#[tokio::test]
+async fn other_protocols_receive_no_close_frame() {
+    let upstream = RawUpstream::with_response(
+        "HTTP/1.1 101 Switching Protocols\r\nUpgrade: chat\r\nConnection: Upgrade\r\n\r\n",
+    )
+    .await;
+    let mut proxy = Proxy::start("[shutdown]\ngrace = '300ms'", upstream.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
+    client
+        .send("GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: chat\r\n\r\n")
+        .await;
+    assert_eq!(client.read_any_response(true).await.status, 101);
+    proxy.send_sigterm();
+    assert_eq!(client.read_to_close().await, b"");
+    proxy.wait_for_exit(TEST_TIMEOUT).await;
+}

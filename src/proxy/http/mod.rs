@@ -15,3 +15,4 @@ pub(in crate::proxy) mod request_validation;
 pub(in crate::proxy) mod response_cost;
 pub(in crate::proxy) mod tunnel;
 pub(in crate::proxy) mod upgrade;
+mod websocket_frames;

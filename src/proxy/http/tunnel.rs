@@ -8,14 +8,16 @@ use bytes::{Buf, Bytes};
 use std::future::poll_fn;
 use std::io;
 use std::mem::MaybeUninit;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
+use super::websocket_frames::{CLOSE_TO_CLIENT, CLOSE_TO_UPSTREAM, WebSocketFrames};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::client_counts::ClientCountGuard;
+use crate::proxy::server::connection_timeouts::ConnectionMonitor;
 use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::tunnel_io::TunnelUpstream;
 use crate::telemetry::metrics::ActiveHttpRequest;
@@ -72,6 +74,9 @@ pub(in crate::proxy) enum TunnelEndReason {
     /// The upstream does not read, which blocks other streams of the client.
     #[error("the upstream does not read, which blocks other streams of the client")]
     UpstreamStalled,
+    /// The server shuts down. Both sides of a WebSocket received a Close frame, if possible.
+    #[error("the server shuts down")]
+    ShuttingDown,
 }
 
 impl Tunnel {
@@ -101,6 +106,12 @@ impl Tunnel {
         self.slot_guard = slot_guard;
     }
 
+    /// Follows the frames of a WebSocket, to close it properly at a shutdown.
+    pub(in crate::proxy) fn track_websocket_frames(&mut self) {
+        self.client_to_upstream.frames = Some(WebSocketFrames::default());
+        self.upstream_to_client.frames = Some(WebSocketFrames::default());
+    }
+
     /// Keeps the client's count until the tunnel ends.
     pub(in crate::proxy) fn attach_client_count(
         &mut self,
@@ -125,17 +136,24 @@ impl Tunnel {
     /// `stall_timeout` limits how long the client may leave data unread, or stay open after the
     /// upstream closed. `shares_window` means that the client's streams share one flow-control
     /// window, which unread bytes occupy; `stall_timeout` then also limits how long the upstream
-    /// may not read.
+    /// may not read. `monitor` tells when a WebSocket must close for a shutdown.
     pub(in crate::proxy) async fn run<C>(
         &mut self,
         client: &mut C,
+        monitor: &ConnectionMonitor,
         stall_timeout: Duration,
         shares_window: bool,
     ) -> TunnelEndReason
     where
         C: AsyncRead + AsyncWrite + Unpin,
     {
+        let (mut shutdown, mut is_closing) = (pin!(monitor.wait_for_websocket_close()), false);
         poll_fn(|cx| {
+            let is_websocket = self.upstream_to_client.frames.is_some();
+            is_closing = is_closing || is_websocket && shutdown.as_mut().poll(cx).is_ready();
+            if is_closing {
+                return self.poll_close_websocket(client, cx);
+            }
             // The direction to the client is copied first, so that the upstream's last data reaches
             // the client before a failed write to the upstream ends the tunnel.
             let is_down_closed =
@@ -170,6 +188,29 @@ impl Tunnel {
             self.poll_timeouts(stall_timeout, shares_window, cx)
         })
         .await
+    }
+
+    /// Sends a Close frame to both sides, each at the end of the frame that is on its way.
+    fn poll_close_websocket<C>(
+        &mut self,
+        client: &mut C,
+        cx: &mut Context<'_>,
+    ) -> Poll<TunnelEndReason>
+    where
+        C: AsyncRead + AsyncWrite + Unpin,
+    {
+        let (down, up) = (&mut self.upstream_to_client, &mut self.client_to_upstream);
+        // An error ends only its own direction.
+        let is_down_pending = down
+            .poll_send_close(&mut self.upstream, client, CLOSE_TO_CLIENT, cx)
+            .is_pending();
+        let is_up_pending = up
+            .poll_send_close(client, &mut self.upstream, CLOSE_TO_UPSTREAM, cx)
+            .is_pending();
+        match is_down_pending || is_up_pending {
+            true => Poll::Pending,
+            false => Poll::Ready(TunnelEndReason::ShuttingDown),
+        }
     }
 
     fn poll_timeouts(
@@ -232,6 +273,10 @@ struct TunnelDirection {
     is_sink_blocked: bool,
     /// Whether data moved or the state changed since the last `take_progress_flag`.
     has_progressed: bool,
+    /// Position of the sink in the frames of a WebSocket.
+    frames: Option<WebSocketFrames>,
+    /// Whether `unsent` is the rest of a Close frame of the proxy.
+    is_sending_close: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -260,7 +305,7 @@ impl TunnelDirection {
         self.is_sink_blocked = true;
         loop {
             while !self.unsent.is_empty() {
-                let written = ready!(poll_write_some(sink, &self.unsent, cx))?;
+                let written = ready!(poll_write_some(sink, &self.unsent, &mut self.frames, cx))?;
                 self.unsent.advance(written);
                 self.has_progressed = true;
             }
@@ -303,11 +348,56 @@ impl TunnelDirection {
             self.state = TunnelDirectionState::Closing;
             return Poll::Ready(Ok(()));
         }
-        let written = match poll_write_some(sink, chunk.filled(), cx)? {
+        let written = match poll_write_some(sink, chunk.filled(), &mut self.frames, cx)? {
             Poll::Ready(taken) => taken,
             Poll::Pending => 0,
         };
         self.unsent = Bytes::copy_from_slice(chunk.filled().get(written..).unwrap_or_default());
+        Poll::Ready(Ok(()))
+    }
+
+    /// Copies the rest of the frame that is on its way to the sink, then sends `close_frame`. Sends
+    /// none after an earlier Close frame or the end of the source.
+    fn poll_send_close<S, T>(
+        &mut self,
+        source: &mut S,
+        sink: &mut T,
+        close_frame: &'static [u8],
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), TunnelCopyError>>
+    where
+        S: AsyncRead + Unpin,
+        T: AsyncWrite + Unpin,
+    {
+        while let (Some(frames), TunnelDirectionState::Open) = (&self.frames, self.state) {
+            let unsent = match frames.is_at_boundary() {
+                true if self.is_sending_close || frames.has_close() => {
+                    return Pin::new(sink).poll_flush(cx).map_err(TunnelCopyError::Sink);
+                }
+                true => {
+                    self.is_sending_close = true;
+                    self.unsent = Bytes::from_static(close_frame);
+                    self.unsent.clone()
+                }
+                false => {
+                    let end = frames.clone().advance_to_boundary(&self.unsent);
+                    self.unsent.slice(..end)
+                }
+            };
+            if unsent.is_empty() {
+                let mut storage = [0; 1024];
+                let mut chunk = ReadBuf::new(&mut storage);
+                ready!(Pin::new(&mut *source).poll_read(cx, &mut chunk))
+                    .map_err(TunnelCopyError::Source)?;
+                self.unsent = Bytes::copy_from_slice(chunk.filled());
+                if self.unsent.is_empty() {
+                    self.state = TunnelDirectionState::Closing;
+                }
+                continue;
+            }
+            let written = ready!(poll_write_some(&mut *sink, &unsent, &mut self.frames, cx))?;
+            self.unsent.advance(written);
+        }
         Poll::Ready(Ok(()))
     }
 
@@ -316,14 +406,20 @@ impl TunnelDirection {
     }
 }
 
-/// Polls to write to the sink. A write of zero bytes is an error.
+/// Polls to write to the sink, and advances its position in the frames. A write of zero bytes is an
+/// error.
 fn poll_write_some<T: AsyncWrite + Unpin>(
     sink: &mut T,
     bytes: &[u8],
+    frames: &mut Option<WebSocketFrames>,
     cx: &mut Context<'_>,
 ) -> Poll<Result<usize, TunnelCopyError>> {
-    match ready!(Pin::new(sink).poll_write(cx, bytes)) {
-        Ok(0) => Poll::Ready(Err(TunnelCopyError::Sink(io::ErrorKind::WriteZero.into()))),
-        written => Poll::Ready(written.map_err(TunnelCopyError::Sink)),
+    let written = match ready!(Pin::new(sink).poll_write(cx, bytes)) {
+        Ok(0) => Err(io::ErrorKind::WriteZero.into()),
+        written => written,
+    };
+    if let (Ok(written), Some(frames)) = (&written, frames) {
+        frames.advance(bytes.get(..*written).unwrap_or_default());
     }
+    Poll::Ready(written.map_err(TunnelCopyError::Sink))
 }

@@ -271,7 +271,7 @@ impl FailedHandshake {
         };
         let monitor = socket.monitor();
         monitor.set_unread_input();
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(socket), monitor);
+        let mut socket = MonitoredSocket::new(ClientTransport::Plain(socket), monitor, 0);
         if !matches!(
             timeout(TLS_ALERT_TIMEOUT, socket.shutdown()).await,
             Ok(Ok(()))

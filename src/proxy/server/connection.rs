@@ -46,7 +46,8 @@ pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
     monitor.record_handshake_end();
     let mut driver = ConnectionDriver::new(Rc::clone(&monitor));
     let parse_error_status = handler.unreadable_request_status(&peer);
-    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor))
+    let max_head_bytes = protocols.settings.max_header_bytes;
+    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor), max_head_bytes)
         .with_parse_error_status(parse_error_status);
     let mut first_bytes = Vec::with_capacity(HTTP2_PREFACE.len());
     let detected = driver

@@ -7,21 +7,24 @@
 
 mod deadlines;
 mod drain;
+mod interim;
 
 pub(in crate::proxy) use drain::ConnectionDrain;
 
-use std::cell::{Cell, RefCell, RefMut};
+use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::close_reason::ConnectionCloseReason;
 use super::connection_activity::ConnectionActivity;
 use super::connection_memory::{ConnectionBuffers, ConnectionMemory, MemoryBudget};
+use super::continue_responses::ContinueQueue;
 use super::frame_limits::FrameBudget;
 use super::frame_scanner::FrameScan;
 use super::unsent_responses::UnsentResponses;
@@ -99,6 +102,8 @@ pub(in crate::proxy) struct ConnectionMonitor {
     age_ends_at: Cell<Option<Instant>>,
     /// Whether the connection was asked to drain.
     is_draining: Cell<bool>,
+    websockets_close_at: Cell<Option<Instant>>,
+    websocket_close_signal: Notify,
     frame_budget: FrameBudget,
     metrics: Option<Arc<WorkerMetrics>>,
     /// Waker of the task that drives the connection.
@@ -106,6 +111,10 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Informational (1xx) heads to be written before the next response. hyper does not know of
     /// these heads.
     informational_heads: RefCell<Vec<u8>>,
+    /// HTTP/2 streams whose clients wait for `100 Continue`.
+    continue_queue: ContinueQueue,
+    /// Whether an HTTP/2 request head had a mark.
+    has_head_marks: Cell<bool>,
     /// Whether hyper has written and flushed all its output.
     is_flushed: Cell<bool>,
     /// Idle time, for the acceptor.
@@ -151,10 +160,14 @@ impl ConnectionMonitor {
             drain_requested: Cell::new(None),
             age_ends_at: Cell::new(None),
             is_draining: Cell::new(false),
+            websockets_close_at: Cell::new(None),
+            websocket_close_signal: Notify::new(),
             frame_budget: FrameBudget::new(now),
             metrics,
             driver_waker: RefCell::new(None),
             informational_heads: RefCell::default(),
+            continue_queue: ContinueQueue::default(),
+            has_head_marks: Cell::new(false),
             is_flushed: Cell::new(true),
             memory: ConnectionMemory::new(Arc::clone(&activity)),
             activity,
@@ -369,24 +382,6 @@ impl ConnectionMonitor {
     /// Whether no write is blocked.
     pub(in crate::proxy) fn has_no_blocked_write(&self) -> bool {
         self.write_blocked_since.get().is_none()
-    }
-
-    /// Queues an informational head for an HTTP/1.1 client, ahead of all later output of hyper. The
-    /// head is dropped if output of earlier responses is still unwritten.
-    ///
-    /// hyper flushes the socket if and only if it has written all its output.
-    pub(in crate::proxy) fn queue_informational_head(&self, head: &[u8]) {
-        if self.is_flushed.get() {
-            self.informational_heads
-                .borrow_mut()
-                .extend_from_slice(head);
-            self.wake_driver();
-        }
-    }
-
-    /// Informational heads that are not written yet.
-    pub(super) fn pending_informational_heads(&self) -> RefMut<'_, Vec<u8>> {
-        self.informational_heads.borrow_mut()
     }
 
     /// Sets whether hyper has written and flushed all its output.

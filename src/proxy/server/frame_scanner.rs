@@ -1,48 +1,53 @@
-//! Scans a client's HTTP/2 byte stream by its frame headers, below hyper and h2.
+//! Scans a client's HTTP/2 byte stream by its frames, below hyper and h2.
 //!
-//! Counts the costly frames, drops empty DATA frames, and rejects two errors that h2 accepts: a
-//! first frame other than SETTINGS (RFC 9113, 3.4), and pseudo-header fields in trailers (8.1). See
+//! Counts the costly frames, drops empty DATA frames, rejects a first frame other than SETTINGS
+//! (RFC 9113, 3.4), which h2 accepts, and passes field blocks through a [`FieldBlockFilter`]. See
 //! `docs/decisions/0047-http2-corrections.md`.
 
+use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::io;
+use std::ops::Range;
 
-/// Length of a frame header: length, type, flags and stream (RFC 9113, 4.1).
-const FRAME_HEADER_BYTES: usize = 9;
+use super::field_block_filter::{FieldBlockFilter, FieldBlockKind};
+use super::frame_splitter::{
+    CONTINUATION, DATA, END_HEADERS, END_STREAM, FRAME_HEADER_BYTES, FrameHeader, FramePart,
+    FrameSplitter, HEADERS,
+};
+use super::hpack::InvalidFieldBlock;
 
-/// Maximum length of the fields between the header of a HEADERS frame and its field block: padding
-/// length and priority (RFC 9113, 6.2).
-const MAX_PREFIX_BYTES: usize = 6;
-
-const DATA: u8 = 0;
-const HEADERS: u8 = 1;
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const GOAWAY: u8 = 7;
-const CONTINUATION: u8 = 9;
 
 const ACK: u8 = 1;
-const END_STREAM: u8 = 1;
-const END_HEADERS: u8 = 4;
-const PADDED: u8 = 8;
-const PRIORITY: u8 = 32;
-
-/// Field that [`FrameScanner`] puts in front of trailers: `host` with an empty value, entry 38 of
-/// HPACK's static table. Requests that declare `host` as a trailer are rejected, and undeclared
-/// trailers are not forwarded.
-const TRAILER_MARKER_FIELD: u8 = 0x80 | 38;
 
 /// Payload below which a DATA frame spends credit. gRPC messages and WebSocket frames are larger.
 const MIN_DATA_BYTES: usize = 5;
 
-/// Kind of the error for a first frame that is not SETTINGS.
-pub(in crate::proxy) const INVALID_FIRST_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
+/// Credit that a malformed head or trailers spend, as a request that is cancelled early.
+const MALFORMED_BLOCK_COST: u32 = 20;
+
+/// Length of one setting: identifier and value (RFC 9113, 6.5.1).
+const SETTING_BYTES: usize = 6;
+/// Identifier of SETTINGS_HEADER_TABLE_SIZE.
+const HEADER_TABLE_SIZE: [u8; 2] = [0, 1];
+
+/// Maximum memory that is reserved for a frame before it arrives.
+const MAX_RESERVED_BYTES: usize = 16 * 1024;
+
+/// Maximum bytes that replace those of one read. A byte of a field block can stand for 4 KiB, which
+/// h2 shares between fields.
+const MAX_REPLACEMENT_BYTES: usize = 1024 * 1024;
+
+/// Kind of the error for a frame that must not be passed on.
+pub(in crate::proxy) const INVALID_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
 
 /// Maximum streams whose trailers are recognized: those with the newest request heads.
 const MAX_OPEN_UPLOADS: usize = 256;
 
 /// State of the scan between two reads.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(in crate::proxy) struct FrameScanner {
     splitter: FrameSplitter,
     /// Whether the first frame has arrived.
@@ -53,29 +58,64 @@ pub(in crate::proxy) struct FrameScanner {
     open_uploads: VecDeque<u32>,
     /// Type of the last frame.
     frame_type: u8,
-    /// Whether the last frame belongs to a field block that a later CONTINUATION ends.
-    is_block_open: bool,
-    /// Whether the last frame is marked trailers, which lose their padding.
-    drops_padding: bool,
+    /// Bytes of the last frame still to be received, with padding.
+    remaining_frame: usize,
+    /// Setting of which a part was received.
+    setting: SmallVec<[u8; SETTING_BYTES]>,
+    max_head_bytes: usize,
+    /// Set with the first field block.
+    filter: Option<Box<FieldBlockFilter>>,
+    /// Whether a field block was passed on without a check.
+    is_filter_disabled: bool,
+    /// Field block that is not complete. h2 has seen no part of it.
+    block: Option<Box<FieldBlock>>,
 }
 
-/// Splits a byte stream into frame headers, payloads and the padding of HEADERS frames.
-#[derive(Clone, Copy, Debug, Default)]
-struct FrameSplitter {
-    /// Frame header, and padding length and priority of a HEADERS frame.
-    header: [u8; FRAME_HEADER_BYTES + MAX_PREFIX_BYTES],
-    /// Received bytes of `header`. These bytes are not passed on yet.
-    header_len: usize,
-    /// Payload bytes still to be skipped.
-    remaining_payload: usize,
-    /// Padding bytes behind the payload.
-    remaining_padding: usize,
+/// Frames of a field block.
+#[derive(Debug)]
+struct FieldBlock {
+    kind: FieldBlockKind,
+    stream: u32,
+    ends_stream: bool,
+    /// Whether the last frame so far has END_HEADERS.
+    has_last_frame: bool,
+    /// The frames as received.
+    frames: Vec<u8>,
+    /// Position in `frames` of the last frame's payload, without prefix and padding.
+    last_payload: Range<usize>,
+    /// The payloads before it.
+    payload: Vec<u8>,
 }
 
-/// Drops empty DATA frames that do not end a stream. h2 closes a connection with 100 of them, over
-/// its whole life.
-#[derive(Debug, Default)]
-pub(in crate::proxy) struct EmptyFrameFilter(FrameSplitter);
+impl FieldBlock {
+    fn begin_frame(&mut self, header: FrameHeader<'_>) {
+        self.has_last_frame = header.flags() & END_HEADERS != 0;
+        if !self.frames.is_empty() {
+            self.join_payloads();
+        }
+        self.frames
+            .reserve(FRAME_HEADER_BYTES + header.remaining_len.min(MAX_RESERVED_BYTES));
+        header.push(&mut self.frames);
+        self.last_payload = self.frames.len()..self.frames.len() + header.block_len;
+    }
+
+    fn join_payloads(&mut self) {
+        let last = self.frames.get(self.last_payload.clone());
+        self.payload.extend_from_slice(last.unwrap_or_default());
+    }
+
+    /// The field block, if all frames are complete.
+    fn complete_payload(&mut self) -> &[u8] {
+        if self.payload.is_empty() {
+            return self
+                .frames
+                .get(self.last_payload.clone())
+                .unwrap_or_default();
+        }
+        self.join_payloads();
+        &self.payload
+    }
+}
 
 /// Result of scanning the bytes of one read.
 #[derive(Debug, Default)]
@@ -96,33 +136,69 @@ pub(in crate::proxy) struct FrameScan {
     pub(in crate::proxy) ends_field_block: bool,
     /// Whether other bytes replace the scanned ones.
     pub(in crate::proxy) is_rewritten: bool,
+    /// Whether a head ends with a mark.
+    pub(in crate::proxy) has_head_mark: bool,
+    /// New size of the client's HPACK table.
+    pub(in crate::proxy) table_bytes: Option<u32>,
 }
 
-/// A part of the byte stream.
-enum FramePart<'a> {
-    Header(FrameHeader<'a>),
-    Payload(&'a [u8]),
-    Padding(&'a [u8]),
+/// Bytes to be passed on: those of one read, up to the first difference.
+struct ScanOutput<'a> {
+    bytes: &'a [u8],
+    /// Number of `bytes` passed on unchanged so far.
+    unchanged: usize,
+    /// Receives all bytes once there is a difference.
+    replacement: &'a mut Vec<u8>,
+    is_rewritten: bool,
 }
 
-/// Header of one frame.
-#[derive(Clone, Copy)]
-struct FrameHeader<'a> {
-    fixed: &'a [u8; FRAME_HEADER_BYTES],
-    /// Padding length and priority of a HEADERS frame. Empty if the frame is too short for them.
-    prefix: &'a [u8],
-    /// Bytes of the payload without prefix and padding.
-    block_len: usize,
-    /// Whether the frame is HEADERS with a payload too short for its prefix and padding.
-    is_too_short: bool,
+impl ScanOutput<'_> {
+    /// Passes on these next bytes of the read, or of earlier reads if a difference was recorded.
+    fn pass(&mut self, bytes: &[u8]) {
+        match self.is_rewritten {
+            true => self.replacement.extend_from_slice(bytes),
+            false => self.unchanged += bytes.len(),
+        }
+    }
+
+    fn is_too_large(&self) -> bool {
+        self.replacement.len() > MAX_REPLACEMENT_BYTES
+    }
+
+    /// Records that the output differs from here on.
+    fn rewrite(&mut self) -> &mut Vec<u8> {
+        if !std::mem::replace(&mut self.is_rewritten, true) {
+            let unchanged = self.bytes.get(..self.unchanged).unwrap_or_default();
+            self.replacement.extend_from_slice(unchanged);
+        }
+        self.replacement
+    }
 }
 
 impl FrameScanner {
+    /// `max_head_bytes` is the limit of h2 for a list of fields.
+    pub(in crate::proxy) fn new(max_head_bytes: usize) -> Self {
+        Self {
+            splitter: FrameSplitter::default(),
+            has_started: false,
+            last_stream: 0,
+            open_uploads: VecDeque::new(),
+            frame_type: 0,
+            remaining_frame: 0,
+            setting: SmallVec::new(),
+            max_head_bytes,
+            filter: None,
+            is_filter_disabled: false,
+            block: None,
+        }
+    }
+
     /// Scans the next bytes. If other bytes must be passed on in their place, appends those to
-    /// `replacement`. A frame header that is incomplete so far is withheld.
+    /// `replacement`. An incomplete frame header or field block is withheld.
     ///
     /// # Errors
-    /// Returns [`INVALID_FIRST_FRAME`] if the first frame is not SETTINGS.
+    /// Returns [`INVALID_FRAME`] if the first frame is not SETTINGS, if a request follows a field
+    /// block for which h2 should have closed the connection, or if field blocks grow too much.
     pub(in crate::proxy) fn scan(
         &mut self,
         bytes: &[u8],
@@ -130,99 +206,174 @@ impl FrameScanner {
     ) -> io::Result<FrameScan> {
         let mut splitter = self.splitter;
         let (mut scan, mut is_valid) = (FrameScan::default(), true);
-        // Positions of trailers and dropped frames among the frame headers of these bytes.
-        let (mut position, mut trailers, mut dropped) = (0, VecDeque::new(), VecDeque::new());
+        let mut output = ScanOutput {
+            bytes,
+            unchanged: 0,
+            replacement,
+            is_rewritten: splitter.header_len > 0 || self.block.is_some(),
+        };
         splitter.split(bytes, |part| match part {
-            FramePart::Payload(payload) if self.frame_type == DATA => {
-                scan.data_bytes += payload.len()
+            FramePart::Header(header) => {
+                is_valid &= match header.kind() {
+                    HEADERS => self.has_started && !self.is_filter_disabled,
+                    kind => self.has_started || kind == SETTINGS,
+                };
+                self.inspect_header(header, &mut scan, &mut output);
             }
             FramePart::Payload(bytes) | FramePart::Padding(bytes) => {
-                scan.field_block_bytes += bytes.len();
-                if matches!(self.frame_type, HEADERS | CONTINUATION) {
-                    scan.head_bytes += bytes.len();
-                }
-            }
-            FramePart::Header(header) => {
-                let [_, _, _, kind, flags, ..] = *header.fixed;
-                scan.heads += u32::from(kind == HEADERS);
-                if kind != CONTINUATION {
-                    scan.ends_field_block = true;
-                    scan.field_block_bytes = 0;
-                }
-                scan.field_block_bytes += FRAME_HEADER_BYTES;
-                is_valid &= self.has_started || kind == SETTINGS;
-                self.has_started = true;
-                self.frame_type = kind;
-                self.is_block_open =
-                    matches!(kind, HEADERS | CONTINUATION) && flags & END_HEADERS == 0;
-                let is_dropped = self.is_empty_upload_data(header);
-                if is_dropped {
-                    dropped.push_back(position);
-                }
-                scan.data_frames += usize::from(kind == DATA && !is_dropped);
-                let is_tiny =
-                    kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
-                scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_tiny);
-                scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
-                if self.is_trailers(header.fixed) && !header.is_too_short {
-                    trailers.push_back(position);
-                }
-                position += 1;
+                self.inspect_content(bytes, &mut scan, &mut output);
             }
         });
-        if !is_valid {
-            return Err(INVALID_FIRST_FRAME.into());
+        if !is_valid || output.is_too_large() {
+            return Err(INVALID_FRAME.into());
         }
-        let mut start = std::mem::replace(&mut self.splitter, splitter);
-        scan.is_rewritten = !trailers.is_empty()
-            || start.header_len > 0
-            || self.splitter.header_len > 0
-            || self.drops_padding
-            || !dropped.is_empty();
-        if scan.is_rewritten {
-            let mut position = 0;
-            start.split(bytes, |part| match part {
-                FramePart::Payload(payload) => replacement.extend_from_slice(payload),
-                FramePart::Padding(_) if self.drops_padding => {}
-                FramePart::Padding(padding) => replacement.extend_from_slice(padding),
-                FramePart::Header(header) => {
-                    self.drops_padding = trailers.pop_front_if(|next| *next == position).is_some();
-                    if self.drops_padding {
-                        push_marked_trailers_header(header, replacement);
-                    } else if dropped.pop_front_if(|next| *next == position).is_none() {
-                        header.push(replacement);
-                    }
-                    position += 1;
-                }
-            });
+        self.splitter = splitter;
+        if self.splitter.header_len > 0 || self.block.is_some() {
+            output.rewrite();
         }
+        scan.is_rewritten = output.is_rewritten;
         if !self.is_within_field_block() {
             scan.field_block_bytes = 0;
         }
         Ok(scan)
     }
 
+    /// Counts a frame, and begins or continues a field block.
+    fn inspect_header(
+        &mut self,
+        header: FrameHeader<'_>,
+        scan: &mut FrameScan,
+        output: &mut ScanOutput<'_>,
+    ) {
+        let (kind, flags, stream) = (header.kind(), header.flags(), header.stream());
+        scan.heads += u32::from(kind == HEADERS);
+        if kind != CONTINUATION {
+            scan.ends_field_block = true;
+            scan.field_block_bytes = 0;
+        }
+        scan.field_block_bytes += FRAME_HEADER_BYTES;
+        self.has_started = true;
+        self.frame_type = kind;
+        self.remaining_frame = header.remaining_len;
+        self.setting.clear();
+        let is_dropped = header.is_empty_data() && self.open_uploads.contains(&stream);
+        scan.data_frames += usize::from(kind == DATA && !is_dropped);
+        let is_tiny = kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
+        scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_tiny);
+        scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
+        let block_kind = self.follow_stream(kind, flags, stream);
+        let continues_block = self
+            .block
+            .as_ref()
+            .is_some_and(|block| kind == CONTINUATION && stream == block.stream);
+        if !continues_block {
+            // Another frame within a field block, or a frame too short for its padding, is a
+            // connection error.
+            if self.block.is_some() || header.is_too_short {
+                self.disable_filter(output);
+            }
+            self.block = block_kind.filter(|_| !self.is_filter_disabled).map(|kind| {
+                Box::new(FieldBlock {
+                    kind,
+                    stream,
+                    ends_stream: flags & END_STREAM != 0,
+                    has_last_frame: false,
+                    frames: Vec::new(),
+                    last_payload: 0..0,
+                    payload: Vec::new(),
+                })
+            });
+        }
+        if let Some(block) = &mut self.block {
+            block.begin_frame(header);
+        } else if is_dropped {
+            output.rewrite();
+        } else {
+            output.pass(header.fixed);
+            output.pass(header.prefix);
+        }
+        self.end_complete_block(scan, output);
+    }
+
+    /// Counts a part of a payload, and passes it on unless it belongs to a field block.
+    fn inspect_content(&mut self, bytes: &[u8], scan: &mut FrameScan, output: &mut ScanOutput<'_>) {
+        match self.frame_type {
+            DATA => scan.data_bytes += bytes.len(),
+            SETTINGS => self.inspect_settings(bytes, scan),
+            HEADERS | CONTINUATION => {
+                scan.field_block_bytes += bytes.len();
+                scan.head_bytes += bytes.len();
+            }
+            _ => {}
+        }
+        self.remaining_frame = self.remaining_frame.saturating_sub(bytes.len());
+        match &mut self.block {
+            Some(block) => block.frames.extend_from_slice(bytes),
+            None => output.pass(bytes),
+        }
+        self.end_complete_block(scan, output);
+    }
+
+    /// Passes on the field block if it is complete, or what replaces it.
+    fn end_complete_block(&mut self, scan: &mut FrameScan, output: &mut ScanOutput<'_>) {
+        let Some(block) = &mut self.block else {
+            return;
+        };
+        let max_head_bytes = self.max_head_bytes;
+        let new_filter = || Box::new(FieldBlockFilter::new(max_head_bytes));
+        let filter = self.filter.get_or_insert_with(new_filter);
+        if block.frames.len() > filter.max_block_bytes() {
+            return self.disable_filter(output);
+        }
+        if !block.has_last_frame || self.remaining_frame > 0 {
+            return;
+        }
+        let stream = (block.stream, block.ends_stream);
+        match filter.filter(block.kind, stream, block.complete_payload()) {
+            Ok(None) => output.pass(&block.frames),
+            Ok(Some(replaced)) => {
+                output.rewrite().extend_from_slice(&replaced.frames);
+                self.is_filter_disabled |= output.is_too_large();
+                scan.has_head_mark |= replaced.is_marked;
+                if replaced.is_malformed {
+                    scan.costly_frames += MALFORMED_BLOCK_COST;
+                }
+            }
+            Err(InvalidFieldBlock) => return self.disable_filter(output),
+        }
+        self.block = None;
+    }
+
+    /// Passes on a field block for which h2 closes the connection. A request that follows is an
+    /// error.
+    fn disable_filter(&mut self, output: &mut ScanOutput<'_>) {
+        self.is_filter_disabled = true;
+        if let Some(block) = self.block.take() {
+            output.pass(&block.frames);
+        }
+    }
+
+    /// Finds the size of the HPACK table among the settings.
+    fn inspect_settings(&mut self, payload: &[u8], scan: &mut FrameScan) {
+        for byte in payload {
+            self.setting.push(*byte);
+            if let [id_high, id_low, a, b, c, d] = *self.setting.as_slice() {
+                if [id_high, id_low] == HEADER_TABLE_SIZE {
+                    scan.table_bytes = Some(u32::from_be_bytes([a, b, c, d]));
+                }
+                self.setting.clear();
+            }
+        }
+    }
+
     /// Whether the bytes so far end within a field block: the head or the trailers of a request.
     pub(in crate::proxy) fn is_within_field_block(&self) -> bool {
-        let is_block_payload = matches!(self.frame_type, HEADERS | CONTINUATION);
-        let rest = self.splitter.remaining_payload + self.splitter.remaining_padding;
-        self.is_block_open || is_block_payload && rest > 0
+        self.block.is_some()
     }
 
-    /// Whether this is an empty DATA frame within the upload of an open stream.
-    fn is_empty_upload_data(&self, header: FrameHeader<'_>) -> bool {
-        let [_, _, _, _, _, stream @ ..] = *header.fixed;
-        header.is_empty_data()
-            && self
-                .open_uploads
-                .contains(&(u32::from_be_bytes(stream) & (u32::MAX >> 1)))
-    }
-
-    /// Whether this is a HEADERS frame with trailers. Follows the streams with an open request
-    /// body.
-    fn is_trailers(&mut self, header: &[u8; FRAME_HEADER_BYTES]) -> bool {
-        let [_, _, _, kind, flags, stream @ ..] = *header;
-        let stream = u32::from_be_bytes(stream) & (u32::MAX >> 1);
+    /// Follows the streams with an open request body. Returns what the field block of a HEADERS
+    /// frame belongs to.
+    fn follow_stream(&mut self, kind: u8, flags: u8, stream: u32) -> Option<FieldBlockKind> {
         let ends_stream = flags & END_STREAM != 0;
         match kind {
             HEADERS if stream > self.last_stream => {
@@ -231,18 +382,21 @@ impl FrameScanner {
                     self.open_uploads.truncate(MAX_OPEN_UPLOADS - 1);
                     self.open_uploads.push_front(stream);
                 }
-                false
+                Some(FieldBlockKind::RequestHead)
             }
-            HEADERS => self.end_upload(stream),
+            HEADERS => Some(match self.end_upload(stream) {
+                true => FieldBlockKind::Trailers,
+                false => FieldBlockKind::Other,
+            }),
             DATA if ends_stream => {
                 self.end_upload(stream);
-                false
+                None
             }
             RST_STREAM => {
                 self.end_upload(stream);
-                false
+                None
             }
-            _ => false,
+            _ => None,
         }
     }
 
@@ -251,124 +405,6 @@ impl FrameScanner {
         let found = self.open_uploads.iter().position(|open| *open == stream);
         found.is_some_and(|at| self.open_uploads.remove(at).is_some())
     }
-}
-
-impl EmptyFrameFilter {
-    /// Returns whether other bytes, which are appended to `replacement`, replace the next bytes. A
-    /// frame header that is incomplete so far is withheld.
-    pub(in crate::proxy) fn filter(&mut self, bytes: &[u8], replacement: &mut Vec<u8>) -> bool {
-        let (mut splitter, mut has_empty_frames) = (self.0, false);
-        splitter.split(bytes, |part| {
-            has_empty_frames |= matches!(part, FramePart::Header(header) if header.is_empty_data());
-        });
-        let mut start = std::mem::replace(&mut self.0, splitter);
-        let is_rewritten = has_empty_frames || start.header_len > 0 || self.0.header_len > 0;
-        if is_rewritten {
-            start.split(bytes, |part| match part {
-                FramePart::Payload(bytes) | FramePart::Padding(bytes) => {
-                    replacement.extend_from_slice(bytes);
-                }
-                FramePart::Header(header) if header.is_empty_data() => {}
-                FramePart::Header(header) => header.push(replacement),
-            });
-        }
-        is_rewritten
-    }
-}
-
-impl FrameHeader<'_> {
-    /// Whether this is an empty DATA frame that does not end its stream.
-    fn is_empty_data(&self) -> bool {
-        matches!(*self.fixed, [0, 0, 0, DATA, flags, ..] if flags & END_STREAM == 0)
-    }
-
-    fn push(&self, into: &mut Vec<u8>) {
-        into.extend_from_slice(self.fixed);
-        into.extend_from_slice(self.prefix);
-    }
-}
-
-impl FrameSplitter {
-    /// Splits the next bytes into complete frame headers and parts of payloads and padding.
-    fn split(&mut self, mut bytes: &[u8], mut visit: impl FnMut(FramePart<'_>)) {
-        loop {
-            let payload = take_front(&mut bytes, &mut self.remaining_payload);
-            if !payload.is_empty() {
-                visit(FramePart::Payload(payload));
-            }
-            let padding = take_front(&mut bytes, &mut self.remaining_padding);
-            if !padding.is_empty() {
-                visit(FramePart::Padding(padding));
-            }
-            if bytes.is_empty() {
-                return;
-            }
-            let wanted = FRAME_HEADER_BYTES + self.prefix_len();
-            let mut missing = wanted.saturating_sub(self.header_len);
-            let taken = take_front(&mut bytes, &mut missing);
-            for (into, byte) in self.header.iter_mut().skip(self.header_len).zip(taken) {
-                *into = *byte;
-            }
-            self.header_len += taken.len();
-            let wanted = FRAME_HEADER_BYTES + self.prefix_len();
-            if self.header_len == wanted {
-                self.visit_header(&mut visit);
-            }
-        }
-    }
-
-    /// Length of the prefix, once the frame header is complete. 0 before, and for a frame that is
-    /// too short for it.
-    fn prefix_len(&self) -> usize {
-        let [a, b, c, kind, flags, ..] = self.header;
-        if self.header_len < FRAME_HEADER_BYTES || kind != HEADERS {
-            return 0;
-        }
-        let padding = usize::from(flags & PADDED != 0);
-        let prefix_len = padding + 5 * usize::from(flags & PRIORITY != 0);
-        if payload_len([a, b, c]) < prefix_len {
-            return 0;
-        }
-        prefix_len
-    }
-
-    fn visit_header(&mut self, visit: &mut impl FnMut(FramePart<'_>)) {
-        let prefix_len = self.prefix_len();
-        self.header_len = 0;
-        let header = self.header;
-        let Some((fixed, prefix)) = header.split_first_chunk::<FRAME_HEADER_BYTES>() else {
-            return;
-        };
-        let prefix = prefix.get(..prefix_len).unwrap_or_default();
-        let [a, b, c, kind, flags, ..] = *fixed;
-        let rest = payload_len([a, b, c]) - prefix_len;
-        let has_prefix = kind == HEADERS && flags & (PADDED | PRIORITY) != 0;
-        let padding = match prefix {
-            [padding, ..] if flags & PADDED != 0 => usize::from(*padding),
-            _ => 0,
-        };
-        let is_too_short = has_prefix && prefix.is_empty() || padding > rest;
-        self.remaining_padding = if is_too_short { 0 } else { padding };
-        self.remaining_payload = rest - self.remaining_padding;
-        visit(FramePart::Header(FrameHeader {
-            fixed,
-            prefix,
-            block_len: self.remaining_payload,
-            is_too_short,
-        }));
-    }
-}
-
-/// Takes at most `count` bytes from the front, and reduces `count` by their number.
-fn take_front<'b>(bytes: &mut &'b [u8], count: &mut usize) -> &'b [u8] {
-    let (front, rest) = bytes.split_at((*count).min(bytes.len()));
-    *count -= front.len();
-    *bytes = rest;
-    front
-}
-
-fn payload_len([a, b, c]: [u8; 3]) -> usize {
-    usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c)
 }
 
 /// Whether frames of this type spend credit. Larger DATA, HEADERS and CONTINUATION do not: they
@@ -383,26 +419,10 @@ fn is_connection_wide(kind: u8, flags: u8) -> bool {
     kind == SETTINGS && flags & ACK == 0 || kind == GOAWAY
 }
 
-/// Replaces the header of a frame with trailers by a HEADERS frame with the marker and the header
-/// of a CONTINUATION frame, which has no padding. h2 rejects pseudo-header fields after a regular
-/// field, such as the marker, as a stream error.
-fn push_marked_trailers_header(header: FrameHeader<'_>, into: &mut Vec<u8>) {
-    let [_, _, _, _, flags, stream @ ..] = *header.fixed;
-    let priority = header.prefix.get(usize::from(flags & PADDED != 0)..);
-    let priority = priority.unwrap_or_default();
-    let marker_len = if priority.is_empty() { 1 } else { 6 };
-    into.extend_from_slice(&[0, 0, marker_len, HEADERS, flags & (END_STREAM | PRIORITY)]);
-    into.extend_from_slice(&stream);
-    into.extend_from_slice(priority);
-    into.push(TRAILER_MARKER_FIELD);
-    let [.., a, b, c] = header.block_len.to_be_bytes();
-    into.extend_from_slice(&[a, b, c, CONTINUATION, flags & END_HEADERS]);
-    into.extend_from_slice(&stream);
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proxy::server::frame_splitter::{EmptyFrameFilter, PADDED, PRIORITY};
 
     fn build_frame(kind: u8, flags: u8, stream: u8, payload: usize) -> Vec<u8> {
         let [.., a, b, c] = u32::try_from(payload).unwrap().to_be_bytes();
@@ -413,9 +433,26 @@ mod tests {
         .concat()
     }
 
+    /// A valid request head of this many bytes.
+    fn request_block(bytes: u8) -> Vec<u8> {
+        let value = vec![b'v'; usize::from(bytes) - 7];
+        [b"\x82\x86\x84\0\x01x", &[bytes - 7][..], &value].concat()
+    }
+
+    /// Frames of a request head, divided at this position.
+    fn head_frames(flags: u8, stream: u8, bytes: u8, at: usize) -> [Vec<u8>; 2] {
+        let block = request_block(bytes);
+        let (front, back) = block.split_at(at);
+        [(HEADERS, flags, front), (CONTINUATION, END_HEADERS, back)].map(|(kind, flags, part)| {
+            let mut frame = build_frame(kind, flags, stream, part.len());
+            frame.splice(FRAME_HEADER_BYTES.., part.iter().copied());
+            frame
+        })
+    }
+
     /// Returns the costly frames and the bytes passed on.
     fn scan_in_steps(bytes: &[u8], step: usize) -> (u32, Vec<u8>) {
-        let (mut scanner, mut costly_frames, mut passed) = (FrameScanner::default(), 0, vec![]);
+        let (mut scanner, mut costly_frames, mut passed) = (FrameScanner::new(16_384), 0, vec![]);
         for part in bytes.chunks(step.min(bytes.len())) {
             let scan = scanner.scan(part, &mut passed).unwrap();
             costly_frames += scan.costly_frames;
@@ -424,10 +461,7 @@ mod tests {
             }
         }
         assert_eq!(
-            (
-                scanner.splitter.header_len,
-                scanner.splitter.remaining_payload
-            ),
+            (scanner.splitter.header_len, scanner.remaining_frame),
             (0, 0)
         );
         (costly_frames, passed)
@@ -469,15 +503,18 @@ mod tests {
 
     #[test]
     fn a_field_block_ends_with_the_payload_that_has_end_headers() {
+        let [head, end] = head_frames(0, 1, 35, 30);
+        let [_, next] = head_frames(0, 3, 10, 0);
+        let next = [&next[..3], &[HEADERS, END_HEADERS | END_STREAM], &next[5..]].concat();
         let steps = [
             (build_frame(SETTINGS, 0, 0, 6), false),
-            (build_frame(HEADERS, 0, 1, 30), true),
+            (head, true),
             (build_frame(CONTINUATION, 0, 1, 0), true),
-            (build_frame(CONTINUATION, END_HEADERS, 1, 5), false),
+            (end, false),
             (build_frame(DATA, 0, 1, 9), false),
-            (build_frame(HEADERS, END_HEADERS | END_STREAM, 3, 4), false),
+            (next, false),
         ];
-        let mut scanner = FrameScanner::default();
+        let mut scanner = FrameScanner::new(16_384);
         for (frame, is_within_at_end) in steps {
             let (last, rest) = frame.split_last().unwrap();
             scanner.scan(rest, &mut vec![]).unwrap();
@@ -492,73 +529,70 @@ mod tests {
 
     #[test]
     fn only_bytes_of_the_unfinished_field_block_are_counted() {
-        let mut scanner = FrameScanner::default();
+        let mut scanner = FrameScanner::new(16_384);
         let mut scan = |bytes: &[u8]| {
             let scan = scanner.scan(bytes, &mut vec![]).unwrap();
             (scan.field_block_bytes, scan.ends_field_block)
         };
         let settings = build_frame(SETTINGS, 0, 0, 0);
         let data = build_frame(DATA, 0, 1, 5_000);
-        let head = build_frame(HEADERS, 0, 3, 100);
-        let end = build_frame(CONTINUATION, END_HEADERS, 3, 50);
+        let [head, end] = head_frames(0, 3, 130, 100);
         assert_eq!(scan(&[settings, data, head].concat()), (109, true));
         assert_eq!(scan(&end[..30]), (30, false));
-        let next = build_frame(HEADERS, 0, 5, 20);
+        let [next, end_of_next] = head_frames(0, 5, 30, 20);
         assert_eq!(scan(&[&end[30..], &next].concat()), (29, true));
-        let end = build_frame(CONTINUATION, END_HEADERS, 5, 10);
-        assert_eq!(scan(&end), (0, false));
+        assert_eq!(scan(&end_of_next), (0, false));
     }
 
     #[test]
-    fn trailers_get_a_marker_in_front() {
-        let settings = build_frame(SETTINGS, 0, 0, 0);
-        let head = build_frame(HEADERS, END_HEADERS, 1, 3);
-        let trailers = build_frame(HEADERS, END_HEADERS | END_STREAM, 1, 20);
-        let next = build_frame(HEADERS, END_HEADERS | END_STREAM, 3, 5);
-        let marked = [
-            build_frame(HEADERS, END_STREAM, 1, 0),
-            build_frame(CONTINUATION, END_HEADERS, 1, 20),
-        ];
-        let [mut first, second] = marked;
-        first[2] = 1;
-        first.push(TRAILER_MARKER_FIELD);
-        let input = [&settings[..], &head, &trailers, &next].concat();
-        let expected = [&settings[..], &head, &first, &second, &next].concat();
-        for step in [1, 2, 3, 8, 9, 10, 11, 50, usize::MAX] {
-            assert_eq!(scan_in_steps(&input, step).1, expected, "steps of {step}");
-        }
-    }
-
-    #[test]
-    fn marked_trailers_lose_their_padding_and_keep_their_priority() {
+    fn complete_heads_are_passed_on_unchanged_and_trailers_are_checked() {
         let frame = |kind, flags, payload: &[u8]| {
             let mut frame = build_frame(kind, flags, 1, payload.len());
             frame.splice(FRAME_HEADER_BYTES.., payload.iter().copied());
             frame
         };
-        let ends = END_HEADERS | END_STREAM;
+        let (ends, field) = (END_HEADERS | END_STREAM, b"\0\x01x\x01y");
         let settings = build_frame(SETTINGS, 0, 0, 0);
-        let head = frame(HEADERS, END_HEADERS | PADDED, b"\x02abc\0\0");
-        let trailers = frame(
-            HEADERS,
-            ends | PADDED | PRIORITY,
-            &[3, 0, 0, 0, 0, 9, b'x', b'y', 0, 0, 0],
-        );
-        let marked = [
-            frame(
-                HEADERS,
-                END_STREAM | PRIORITY,
-                &[0, 0, 0, 0, 9, TRAILER_MARKER_FIELD],
-            ),
-            frame(CONTINUATION, END_HEADERS, b"xy"),
-        ]
-        .concat();
+        let head = [b"\x02\0\0\0\0\x09".as_slice(), &request_block(40), b"\0\0"].concat();
+        let head = frame(HEADERS, END_HEADERS | PADDED | PRIORITY, &head);
         let next = build_frame(6, 0, 0, 8);
-        // Too short for its padding: passed on for h2 to reject.
-        let short = frame(HEADERS, ends | PADDED, &[9, 0]);
+        let malformed = frame(HEADERS, ends, b"\0\x01x\x01 ");
         let empty = frame(HEADERS, ends | PADDED | PRIORITY, &[]);
-        for (trailers, expected) in [(&trailers, &marked), (&short, &short), (&empty, &empty)] {
-            let input = [&settings[..], &head, trailers, &next].concat();
+        for (trailers, expected) in [
+            (vec![frame(HEADERS, ends, field)], None),
+            (
+                vec![frame(
+                    HEADERS,
+                    ends | PADDED,
+                    &[b"\x01", &field[..], b"\0"].concat(),
+                )],
+                None,
+            ),
+            (
+                vec![
+                    frame(HEADERS, END_STREAM, &field[..2]),
+                    frame(CONTINUATION, 0, &[]),
+                    frame(CONTINUATION, END_HEADERS, &field[2..]),
+                ],
+                None,
+            ),
+            (vec![frame(HEADERS, ends, &[0x84])], Some(&malformed)),
+            (
+                vec![frame(HEADERS, ends | PADDED, &[1, 0x84, 0])],
+                Some(&malformed),
+            ),
+            // For h2 to reject: too short for its padding, and no valid HPACK.
+            (vec![frame(HEADERS, ends | PADDED, &[9, 0])], None),
+            (vec![empty], None),
+            (vec![frame(HEADERS, ends, &[0xff])], None),
+            (
+                vec![frame(HEADERS, 0, field), frame(DATA, 0, b"12345")],
+                None,
+            ),
+        ] {
+            let trailers = trailers.concat();
+            let input = [&settings[..], &head, &trailers, &next].concat();
+            let expected = expected.unwrap_or(&trailers);
             let expected = [&settings[..], &head, expected, &next].concat();
             for step in [1, 2, 3, 8, 9, 10, 11, 50, usize::MAX] {
                 assert_eq!(scan_in_steps(&input, step).1, expected, "steps of {step}");
@@ -567,9 +601,53 @@ mod tests {
     }
 
     #[test]
+    fn a_request_after_an_unchecked_field_block_is_an_error() {
+        let mut scanner = FrameScanner::new(100);
+        let settings = build_frame(SETTINGS, 0, 0, 0);
+        let head = build_frame(HEADERS, 0, 1, 300);
+        let long = build_frame(CONTINUATION, 0, 1, 70_000);
+        scanner
+            .scan(&[settings, head, long].concat(), &mut vec![])
+            .unwrap();
+        assert!(!scanner.is_within_field_block());
+        let next = build_frame(HEADERS, END_HEADERS, 3, 10);
+        scanner.scan(&next, &mut vec![]).unwrap_err();
+    }
+
+    /// A small block can refer to a large field often.
+    #[test]
+    fn field_blocks_that_grow_too_much_are_an_error() {
+        let mut scanner = FrameScanner::new(65_536);
+        let frame = |stream: u32, block: &[u8]| {
+            let stream = u8::try_from(stream).unwrap();
+            let mut frame = build_frame(HEADERS, END_HEADERS | END_STREAM, stream, block.len());
+            frame.splice(FRAME_HEADER_BYTES.., block.iter().copied());
+            frame
+        };
+        let settings = build_frame(SETTINGS, 0, 0, 0);
+        // A malformed name, and a field of 4,001 bytes for the table.
+        let value = [b"\x40\x01x\x7f\xa1\x1e".to_vec(), vec![b'v'; 4000]].concat();
+        let first = [b"\x82\x86\x84\0\x01X\x01y", &value[..]].concat();
+        let mut replacement = Vec::new();
+        scanner
+            .scan(&[settings, frame(1, &first)].concat(), &mut replacement)
+            .unwrap();
+        let block = [&b"\x82\x86\x84"[..], &[0xbe; 16]].concat();
+        let many: Vec<u8> = (1..120).flat_map(|n| frame(2 * n + 1, &block)).collect();
+        let mut replacement = Vec::new();
+        scanner.scan(&many[..16 * 28], &mut replacement).unwrap();
+        assert!(replacement.len() > 15 * 60_000, "{}", replacement.len());
+        let mut replacement = Vec::new();
+        scanner
+            .scan(&many[16 * 28..], &mut replacement)
+            .unwrap_err();
+        assert!(replacement.len() < MAX_REPLACEMENT_BYTES + 70_000);
+    }
+
+    #[test]
     fn the_first_frame_must_be_settings() {
         for (kind, is_valid) in [(SETTINGS, true), (HEADERS, false), (6, false)] {
-            let scan = FrameScanner::default().scan(&build_frame(kind, 0, 0, 8), &mut vec![]);
+            let scan = FrameScanner::new(16_384).scan(&build_frame(kind, 0, 0, 8), &mut vec![]);
             assert_eq!(scan.is_ok(), is_valid, "{kind}");
         }
     }

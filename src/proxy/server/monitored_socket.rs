@@ -100,15 +100,17 @@ struct LingerState {
 }
 
 impl MonitoredSocket {
+    /// `max_head_bytes` is the limit of h2 for a list of fields.
     pub(in crate::proxy) fn new(
         transport: ClientTransport,
         monitor: Rc<ConnectionMonitor>,
+        max_head_bytes: usize,
     ) -> Self {
         Self {
             transport,
             monitor,
             read_ahead: Vec::new(),
-            frame_scanner: FrameScanner::default(),
+            frame_scanner: FrameScanner::new(max_head_bytes),
             query_escaper: QueryEscaper::default(),
             remaining_pauses: 0,
             is_half_close: false,
@@ -336,6 +338,7 @@ impl AsyncRead for MonitoredSocket {
             }
             let scan = this.frame_scanner.scan(received, &mut this.read_ahead)?;
             this.charge_frames(&scan);
+            this.monitor.record_scan(&scan);
             if this.monitor.frame_budget().is_exhausted() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
@@ -447,7 +450,7 @@ mod tests {
             Arc::new(ConnectionActivity::new(Instant::now())),
         );
         let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor), 0);
         monitor.queue_informational_head(b"<1>");
         socket.flush().await.unwrap();
         monitor.queue_informational_head(b"<2>");
@@ -483,7 +486,7 @@ mod tests {
             Arc::new(ConnectionActivity::new(Instant::now())),
         );
         let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor), 0);
         socket.put_back(b"read too early");
         socket.record_unread_input();
         let lingers =

@@ -4,6 +4,7 @@ use super::ProxyService;
 use crate::enforcer::RequestDecision;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::http::request_validation::RequestValidationError;
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::handshake_error::HandshakeError;
 use crate::proxy::server::peer::ConnectionPeer;
@@ -18,22 +19,28 @@ use std::sync::Arc;
 impl RequestHandler for ProxyService {
     async fn handle(
         self: Rc<Self>,
-        request: Request<RequestBody>,
+        mut request: Request<RequestBody>,
         peer: Arc<ConnectionPeer>,
         mut interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
         let active = self
             .metrics
             .begin_http_request(request.method(), peer.is_tls);
-        let mut response = match peer.listener_kind {
-            ListenerKind::Proxy => {
+        let malformed = request.extensions_mut().remove::<RequestValidationError>();
+        let mut response = match (malformed, peer.listener_kind) {
+            (Some(error), _) => self.reject_malformed_head(request, &peer, error),
+            (None, ListenerKind::Proxy) => {
                 self.handle_proxy_request(request, &peer, &mut interim)
                     .await
             }
             // The futures of the other listeners are boxed: unboxed they would enlarge the future
             // of every request.
-            ListenerKind::RateLimitService => Box::pin(self.answer_grpc_call(request, &peer)).await,
-            ListenerKind::ExtAuthz => Box::pin(self.answer_auth_request(request, &peer)).await,
+            (None, ListenerKind::RateLimitService) => {
+                Box::pin(self.answer_grpc_call(request, &peer)).await
+            }
+            (None, ListenerKind::ExtAuthz) => {
+                Box::pin(self.answer_auth_request(request, &peer)).await
+            }
         };
         if let Some(mut active) = active {
             active.set_status(response.status().as_u16());

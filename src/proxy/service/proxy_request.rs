@@ -13,6 +13,7 @@ use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::mark_header::add_mark_header;
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::http::upgrade;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
 use crate::telemetry::trace::{RequestRecording, TraceParent};
@@ -219,6 +220,11 @@ impl ProxyService {
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
         let (mut parts, mut body) = response.into_parts();
+        if let ResponseBody::Tunnel(tunnel) = &mut body
+            && upgrade::upgrade_names_websocket(&parts.headers)
+        {
+            tunnel.track_websocket_frames();
+        }
         let upgrade = summary.target.upgrade_request.as_ref();
         match headers::rewrite_response_head(&mut parts, summary.version, upgrade) {
             Ok(()) => {

@@ -4,14 +4,17 @@ use super::ProxyService;
 use crate::enforcer::RequestDecision;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
+use crate::proxy::ext_authz::ORIGINAL_STATUS_HEADER;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::request_validation::RequestValidationError;
+use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody};
 use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
-use http::{HeaderMap, Response, header, request};
+use http::{HeaderMap, HeaderValue, Request, Response, header, request};
 use ipnet::IpNet;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -56,6 +59,30 @@ impl ProxyService {
         Ok(inbound)
     }
 
+    /// Responds to an HTTP/2 request whose head was malformed. `request` has a head in its place.
+    pub(super) fn reject_malformed_head(
+        &self,
+        request: Request<RequestBody>,
+        peer: &ConnectionPeer,
+        error: RequestValidationError,
+    ) -> Response<ResponseBody> {
+        let (arrived_at, (parts, body)) = (Instant::now(), request.into_parts());
+        let policies = self.enforcer.policy_snapshot();
+        let cors = &policies.table.cors;
+        let origin = cors.copy_origin(&parts.headers);
+        let style = ReplyStyle::from_request(&parts, origin.as_ref(), cors);
+        tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
+        let mut reply = local_replies::build_invalid_request_reply(error.into(), style);
+        if let Some(status) = self.unreadable_request_status(peer) {
+            let intended = HeaderValue::from(reply.status().as_u16());
+            reply
+                .headers_mut()
+                .insert(&ORIGINAL_STATUS_HEADER, intended);
+            *reply.status_mut() = status;
+        }
+        self.reject_invalid_request(&parts, body, peer, reply, arrived_at)
+    }
+
     /// Responds to a request that failed validation, before any policy applied.
     pub(in crate::proxy) fn reject_invalid_request(
         &self,
@@ -74,6 +101,7 @@ impl ProxyService {
                 .headers
                 .get(header::HOST)
                 .and_then(|host| host.to_str().ok())
+                .or_else(|| parts.uri.host())
                 .unwrap_or_default(),
             path: parts.uri.path(),
             time_to_head: elapsed,

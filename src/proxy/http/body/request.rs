@@ -22,6 +22,7 @@ use crate::proxy::http::request_validation::has_outer_white_space;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_memory::UNREAD_FRAME_BYTES;
 use crate::proxy::server::connection_timeouts::ActiveRequestGuard;
+use crate::proxy::server::continue_responses::ContinuePermit;
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Maximum bytes of an unwanted request body that are read and dropped, so that the HTTP/1
@@ -63,7 +64,8 @@ struct RequestBodyStream {
     incoming: Incoming,
     limits: RequestBodyLimits,
     received: u64,
-    /// Whether the client waits for `100 Continue`, which hyper sends when the body is first read.
+    /// Whether the client waits for `100 Continue`. Over HTTP/1, hyper sends it when the body is
+    /// first read.
     expects_continue: bool,
     multiplexed: bool,
     is_grpc: bool,
@@ -86,6 +88,8 @@ struct RequestBodyStream {
 pub(in crate::proxy) struct RequestBodyProgress {
     state: Cell<RequestBodyState>,
     last_progress_at: Cell<Instant>,
+    /// `100 Continue` over HTTP/2, which is sent when the body is awaited.
+    continue_permit: Option<ContinuePermit>,
     response_ended: Notify,
 }
 
@@ -107,6 +111,7 @@ impl RequestBody {
         request: &http::request::Parts,
         incoming: Incoming,
         mut limits: RequestBodyLimits,
+        continue_permit: Option<ContinuePermit>,
         active: &ActiveRequestGuard,
     ) -> Self {
         if incoming.is_end_stream() {
@@ -125,6 +130,7 @@ impl RequestBody {
         let progress = RequestBodyProgress {
             state: Cell::new(RequestBodyState::Transferring),
             last_progress_at: Cell::new(Instant::now()),
+            continue_permit,
             response_ended: Notify::new(),
         };
         Self(Some(Rc::new(RefCell::new(RequestBodyStream {
@@ -233,8 +239,16 @@ impl RequestBodyProgress {
         self.last_progress_at.get()
     }
 
+    /// Records that the final response begins: `100 Continue` must not follow it.
+    pub(in crate::proxy) fn record_response_start(&self) {
+        if let Some(permit) = &self.continue_permit {
+            permit.revoke();
+        }
+    }
+
     /// Records that the response is complete or dropped.
     pub(in crate::proxy) fn record_response_end(&self) {
+        self.record_response_start();
         self.response_ended.notify_one();
     }
 }
@@ -290,6 +304,9 @@ impl RequestBodyStream {
         }
         let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
             self.progress.state.set(RequestBodyState::AwaitingClient);
+            if let Some(permit) = &self.progress.continue_permit {
+                self.active.monitor().queue_continue(permit);
+            }
             let allowed = self.limits.idle_timeout.saturating_sub(self.lag);
             let deadline = *self.pending_since.get_or_insert_with(Instant::now) + allowed;
             return self.idle_timer.poll(deadline, cx).map(|()| {

@@ -37,6 +37,30 @@ pub enum RequestValidationError {
     ProtectedConnectionOption,
     #[error("a TRACE request must not have a body")]
     TraceBody,
+    #[error(
+        "a header name of HTTP/2 is empty, or has other characters than lowercase letters, digits and symbols"
+    )]
+    FieldName,
+    #[error("a header value contains control characters")]
+    FieldValue,
+    #[error(
+        "the pseudo-header fields are not one :method, :scheme and :path, and at most one :authority, before all other fields"
+    )]
+    PseudoFields,
+    #[error(
+        "Connection, Keep-Alive, Proxy-Connection, Transfer-Encoding, Upgrade, and TE other than \"trailers\", are not allowed in HTTP/2"
+    )]
+    ConnectionField,
+    #[error("the method is not a token")]
+    Method,
+    #[error(
+        "the path contains characters that are not allowed; escape spaces, < (%3C), > (%3E) and ` (%60)"
+    )]
+    Path,
+    #[error("the Content-Length differs from the length of the body")]
+    BodyLength,
+    #[error("the request head is too large")]
+    HeadTooLarge,
 }
 
 impl RequestValidationError {
@@ -45,6 +69,7 @@ impl RequestValidationError {
             Self::Connect => StatusCode::METHOD_NOT_ALLOWED,
             Self::TransferEncoding | Self::ConnectProtocol => StatusCode::NOT_IMPLEMENTED,
             Self::Expect => StatusCode::EXPECTATION_FAILED,
+            Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
             _ => StatusCode::BAD_REQUEST,
         }
     }

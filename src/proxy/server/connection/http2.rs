@@ -15,7 +15,7 @@ use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
-use crate::proxy::server::frame_scanner::INVALID_FIRST_FRAME;
+use crate::proxy::server::frame_scanner::INVALID_FRAME;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Serves HTTP/2 until the connection ends.
@@ -78,7 +78,7 @@ fn classify_connection_error(
         .downcast_ref::<h2::Error>()
         .filter(|error| error.is_library() || error.is_io())?;
     if let Some(error) = error.get_io() {
-        return (error.kind() == INVALID_FIRST_FRAME).then_some(ConnectionCloseReason::Protocol);
+        return (error.kind() == INVALID_FRAME).then_some(ConnectionCloseReason::Protocol);
     }
     match error.reason()? {
         h2::Reason::NO_ERROR => None,

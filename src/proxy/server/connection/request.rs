@@ -23,7 +23,9 @@ use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::server::connection_timeouts::{
     ActiveRequestGuard, ConnectionMonitor, StreamProgress,
 };
+use crate::proxy::server::continue_responses::ContinuePermit;
 use crate::proxy::server::handler::RequestHandler;
+use crate::proxy::server::head_marks::{HeadMark, take_head_mark};
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::server::unsent_responses::{StreamOutput, UnsentChunkGuard};
 
@@ -57,7 +59,8 @@ pub(super) fn handle_request<H: RequestHandler>(
         monitor.set_close_delimited();
     }
     let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
-    let body = RequestBody::new(&head, incoming, limits, &active);
+    let permit = take_mark(&mut head, monitor);
+    let body = RequestBody::new(&head, incoming, limits, permit, &active);
     let head_bytes = count_head(monitor, &mut head, is_http2);
     let is_shared = monitor.memory().is_from_trusted_proxy();
     let charges_early_reset = is_http2 && peer.listener_kind.is_public() && !is_shared;
@@ -84,9 +87,8 @@ pub(super) fn handle_request<H: RequestHandler>(
             polled
         });
         let mut response = response.await;
+        guard.record_response_start();
         let monitor = guard.request.monitor();
-        monitor.frame_budget().credit_response();
-        monitor.set_responding();
         if !is_http2
             && (monitor.is_draining() || monitor.has_unread_input())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
@@ -120,6 +122,21 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
 }
 
+/// Takes the mark of an HTTP/2 head. Returns the permit if the client expects `100 Continue`. The
+/// error of a malformed head becomes an extension.
+fn take_mark(head: &mut request::Parts, monitor: &ConnectionMonitor) -> Option<ContinuePermit> {
+    if !monitor.has_head_marks() {
+        return None;
+    }
+    match take_head_mark(&mut head.headers)? {
+        HeadMark::Stream(stream) => Some(ContinuePermit::new(stream)),
+        HeadMark::Malformed(error) => {
+            head.extensions.insert(error);
+            None
+        }
+    }
+}
+
 /// Counts the memory of a head until [`RequestGuard`] is dropped. Returns its size.
 fn count_head(monitor: &ConnectionMonitor, head: &mut request::Parts, is_http2: bool) -> usize {
     let decoded_bytes = match is_http2 && head.headers.len() > MAX_UNCOUNTED_LINES {
@@ -150,6 +167,16 @@ struct RequestGuard {
     /// expire.
     arrived_at: Option<Instant>,
     is_complete: bool,
+}
+
+impl RequestGuard {
+    fn record_response_start(&self) {
+        if let Some(body) = &self.body {
+            body.record_response_start();
+        }
+        self.request.monitor().frame_budget().credit_response();
+        self.request.monitor().set_responding();
+    }
 }
 
 impl Drop for RequestGuard {

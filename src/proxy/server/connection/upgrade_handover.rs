@@ -9,6 +9,7 @@ use hyper_util::rt::TokioIo;
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -75,14 +76,18 @@ impl UpgradedRequest {
         self.active.monitor().set_has_buffers(false);
         self.active.monitor().memory().set_unclosable();
         self.active.monitor().report_memory();
-        let end_reason = self.tunnel.run(&mut socket, stall_timeout, false).await;
+        let end_reason = self
+            .tunnel
+            .run(&mut socket, self.active.monitor(), stall_timeout, false)
+            .await;
         record_tunnel_end(&end_reason, self.active.monitor());
         match end_reason {
             TunnelEndReason::Completed | TunnelEndReason::ClientDisconnected(_) => {}
             TunnelEndReason::ClientStalled | TunnelEndReason::UpstreamStalled => socket.abort(),
             TunnelEndReason::UpstreamDisconnected(_)
             | TunnelEndReason::IdleTimeout
-            | TunnelEndReason::MaxDurationExceeded => {
+            | TunnelEndReason::MaxDurationExceeded
+            | TunnelEndReason::ShuttingDown => {
                 socket.set_half_close(false);
                 socket.record_unread_input();
                 close_gracefully(&mut socket).await;
@@ -109,13 +114,18 @@ impl UpgradedRequest {
             sending: Some(Box::pin(sending)),
             active: self.active,
         };
-        let end_reason = self.tunnel.run(&mut stream, stall_timeout, true).await;
+        let monitor = Rc::clone(stream.active.monitor());
+        let end_reason = self
+            .tunnel
+            .run(&mut stream, &monitor, stall_timeout, true)
+            .await;
         record_tunnel_end(&end_reason, stream.active.monitor());
         if matches!(
             end_reason,
             TunnelEndReason::UpstreamDisconnected(_)
                 | TunnelEndReason::IdleTimeout
                 | TunnelEndReason::MaxDurationExceeded
+                | TunnelEndReason::ShuttingDown
         ) {
             close_gracefully(&mut stream).await;
         }
@@ -132,7 +142,8 @@ fn record_tunnel_end(end_reason: &TunnelEndReason, monitor: &ConnectionMonitor) 
         TunnelEndReason::Completed
         | TunnelEndReason::ClientDisconnected(_)
         | TunnelEndReason::UpstreamDisconnected(_)
-        | TunnelEndReason::MaxDurationExceeded => {}
+        | TunnelEndReason::MaxDurationExceeded
+        | TunnelEndReason::ShuttingDown => {}
     }
 }
 

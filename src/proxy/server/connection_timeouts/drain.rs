@@ -1,7 +1,7 @@
 //! Drain of one connection: at shutdown, or because of its age.
 
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep_until};
 
 use super::ConnectionMonitor;
 
@@ -14,6 +14,9 @@ pub(in crate::proxy) struct ConnectionDrain {
     /// Time for one more request from the start of the connection's drain. Closing an idle
     /// connection earlier would lose a request that is on its way.
     pub(in crate::proxy) request_delay: Duration,
+    /// Time from which WebSockets are closed with 1001, "going away" (RFC 6455, 7.4.1). `None`:
+    /// they stay open.
+    pub(in crate::proxy) websockets_close_at: Option<Instant>,
 }
 
 impl ConnectionMonitor {
@@ -22,7 +25,22 @@ impl ConnectionMonitor {
         self.age_ends_at.set(None);
         self.drain_requested.set(Some(drain));
         self.is_draining.set(true);
+        if drain.websockets_close_at.is_some() {
+            self.websockets_close_at.set(drain.websockets_close_at);
+            self.websocket_close_signal.notify_waiters();
+        }
         self.wake_driver();
+    }
+
+    /// Waits for the time at which a WebSocket must close because the server shuts down.
+    pub(in crate::proxy) async fn wait_for_websocket_close(&self) {
+        let signal = self.websocket_close_signal.notified();
+        if self.websockets_close_at.get().is_none() {
+            signal.await;
+        }
+        if let Some(at) = self.websockets_close_at.get() {
+            sleep_until(at).await;
+        }
     }
 
     /// Whether [`ConnectionMonitor::request_drain`] was called: the next response is the last one.
@@ -46,6 +64,7 @@ impl ConnectionMonitor {
         self.request_drain(ConnectionDrain {
             closes_from: Instant::now() + self.timeouts.idle,
             request_delay: Duration::ZERO,
+            websockets_close_at: None,
         });
     }
 

@@ -6,7 +6,7 @@ use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::received_stream::ReadAllowance;
-use crate::proxy::server::frame_scanner::EmptyFrameFilter;
+use crate::proxy::server::frame_splitter::EmptyFrameFilter;
 use crate::proxy::server::transport::move_buffered_bytes;
 use crate::proxy::upstream::connector::UpstreamSocket;
 

@@ -1,0 +1,555 @@
+//! Checks the field blocks of HTTP/2 requests, and replaces those that h2 would reject.
+//!
+//! h2 resets the stream of a malformed head, or closes the connection, without a response. Such a
+//! head is replaced by a valid one that states the error in an `expect` field. A head that expects
+//! `100 Continue` gets its stream as one more `expect` field: see `head_marks`. See
+//! `docs/decisions/0095-decoded-field-blocks.md`.
+
+use http::Method;
+use http::uri::{Authority, PathAndQuery, Scheme};
+use smallvec::SmallVec;
+use std::borrow::Cow;
+
+use super::frame_splitter::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS};
+use super::head_marks::{encode_malformed_mark, encode_stream_mark};
+use super::hpack::{FieldList, HpackDecoder, InvalidFieldBlock};
+use super::query_escaper::escape_query;
+use crate::policy::parse_whole_number;
+use crate::proxy::http::request_validation::RequestValidationError;
+
+/// Maximum payload of a frame by default (RFC 9113, 6.5.2).
+const MAX_FRAME_BYTES: usize = 16_384;
+
+/// Lower bound for the size of a block that is kept until it is complete.
+const MIN_BLOCK_BYTES: usize = 64 * 1024;
+
+/// Maximum size of a field that the replacement of a malformed head keeps.
+const MAX_KEPT_BYTES: usize = 1024;
+
+/// Space for the `expect` field that is added to a head.
+const MARK_BYTES: usize = 64;
+
+/// Whether a field name may contain the byte (RFC 9110, 5.6.2; RFC 9113, 8.2).
+fn is_name_byte(byte: &u8) -> bool {
+    matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'!' | b'#'..=b'\'' | b'*' | b'+' | b'^' | b'`' | b'|' | b'~')
+}
+
+/// Whether every sequence of such bytes is a valid path and query. There are others.
+fn is_plain_path_byte(byte: &u8) -> bool {
+    matches!(byte, b'a'..=b'z' | b'A'..=b'Z' | b'/'..=b';' | b'%'..=b'.' | b'?' | b'=' | b'_' | b'~' | b'!' | b'$' | b'@')
+}
+
+/// What a field block belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FieldBlockKind {
+    RequestHead,
+    /// Trailers of an upload that is not complete.
+    Trailers,
+    /// A stream that has ended.
+    Other,
+}
+
+/// Frames that replace those of a field block.
+#[derive(Debug)]
+pub(super) struct ReplacedBlock {
+    pub(super) frames: Vec<u8>,
+    /// Whether the request is malformed.
+    pub(super) is_malformed: bool,
+    /// Whether the head ends with a mark.
+    pub(super) is_marked: bool,
+}
+
+/// Filter of one connection.
+#[derive(Debug)]
+pub(super) struct FieldBlockFilter {
+    decoder: HpackDecoder,
+    /// Maximum size of a field list, from which h2 rejects it.
+    max_list_bytes: usize,
+    /// Whether h2 has not seen an earlier block, which may have changed the dynamic table. All
+    /// later blocks are then encoded anew, without the table.
+    is_table_unknown: bool,
+}
+
+impl FieldBlockFilter {
+    pub(super) fn new(max_list_bytes: usize) -> Self {
+        Self {
+            decoder: HpackDecoder::default(),
+            max_list_bytes,
+            is_table_unknown: false,
+        }
+    }
+
+    /// Maximum bytes of a block that is kept until it is complete. h2 closes the connection for a
+    /// larger one.
+    pub(super) fn max_block_bytes(&self) -> usize {
+        self.max_list_bytes.saturating_mul(2).max(MIN_BLOCK_BYTES)
+    }
+
+    /// Checks a complete block. Returns `None` if h2 may see it as it is.
+    ///
+    /// # Errors
+    /// Fails if the block is not valid HPACK, for which h2 closes the connection.
+    pub(super) fn filter(
+        &mut self,
+        kind: FieldBlockKind,
+        (stream, ends_stream): (u32, bool),
+        block: &[u8],
+    ) -> Result<Option<ReplacedBlock>, InvalidFieldBlock> {
+        let mut fields = FieldList::with_max_bytes(self.max_list_bytes.saturating_sub(1));
+        self.decoder.decode(block, &mut fields)?;
+        let mut output = Vec::new();
+        let (mut is_malformed, mut is_marked) = (false, false);
+        match kind {
+            FieldBlockKind::RequestHead => {
+                let mut head = RequestHead::default();
+                match head.check(&fields, ends_stream) {
+                    Ok(()) if !head.is_rewritten() && !self.is_table_unknown => return Ok(None),
+                    Ok(()) => {
+                        is_marked = head.has_expectation;
+                        head.encode(&fields, stream, &mut output);
+                    }
+                    Err(error) => {
+                        (is_malformed, is_marked) = (true, true);
+                        head.encode_malformed(&fields, error, &mut output);
+                    }
+                }
+            }
+            FieldBlockKind::Trailers if are_malformed_trailers(&fields) => {
+                // The request's body rejects the white space.
+                is_malformed = true;
+                encode_field(b"x", b" ", &mut output);
+            }
+            _ if !self.is_table_unknown => return Ok(None),
+            _ => encode_fields(&fields, &mut output),
+        }
+        self.is_table_unknown = true;
+        Ok(Some(ReplacedBlock {
+            frames: encode_frames(stream, ends_stream, &output),
+            is_malformed,
+            is_marked,
+        }))
+    }
+}
+
+/// Parts of a request head that h2 checks (RFC 9113, 8.2 and 8.3).
+#[derive(Debug, Default)]
+struct RequestHead<'f> {
+    method: Option<&'f [u8]>,
+    scheme: Option<&'f [u8]>,
+    authority: Option<&'f [u8]>,
+    path: Option<&'f [u8]>,
+    /// The path and query, escaped as over HTTP/1.
+    path_for_h2: Cow<'f, [u8]>,
+    protocol: Option<&'f [u8]>,
+    content_length: Option<u64>,
+    has_regular_field: bool,
+    has_expectation: bool,
+}
+
+impl<'f> RequestHead<'f> {
+    /// Reads all fields.
+    ///
+    /// # Errors
+    /// Returns the first error for which h2 would reject the head.
+    fn check(
+        &mut self,
+        fields: &'f FieldList,
+        ends_stream: bool,
+    ) -> Result<(), RequestValidationError> {
+        let mut result = Ok(());
+        for (name, value) in fields.iter() {
+            let checked = match name.first() {
+                Some(b':') => self.add_pseudo_field(name, value),
+                _ => self.add_regular_field(name, value),
+            };
+            result = result.and(checked);
+        }
+        self.path_for_h2 = escape_query(self.path.unwrap_or_default());
+        if fields.is_too_large() {
+            return Err(RequestValidationError::HeadTooLarge);
+        }
+        result?;
+        self.check_pseudo_fields()?;
+        // hyper closes the connection for a CONNECT with a length.
+        let has_no_body = ends_stream || self.method == Some(b"CONNECT");
+        if has_no_body && self.content_length.is_some_and(|length| length > 0) {
+            return Err(RequestValidationError::BodyLength);
+        }
+        let added = self.path_for_h2.len() - self.path.map_or(0, <[u8]>::len);
+        let mark = if self.has_expectation { MARK_BYTES } else { 0 };
+        match added + mark > fields.remaining_bytes() {
+            true => Err(RequestValidationError::HeadTooLarge),
+            false => Ok(()),
+        }
+    }
+
+    fn add_pseudo_field(
+        &mut self,
+        name: &[u8],
+        value: &'f [u8],
+    ) -> Result<(), RequestValidationError> {
+        let place = match name {
+            b":method" => &mut self.method,
+            b":scheme" => &mut self.scheme,
+            b":authority" => &mut self.authority,
+            b":path" => &mut self.path,
+            b":protocol" => &mut self.protocol,
+            _ => return Err(RequestValidationError::PseudoFields),
+        };
+        match place.replace(value).is_some() || self.has_regular_field {
+            true => Err(RequestValidationError::PseudoFields),
+            false => Ok(()),
+        }
+    }
+
+    fn add_regular_field(
+        &mut self,
+        name: &[u8],
+        value: &[u8],
+    ) -> Result<(), RequestValidationError> {
+        self.has_regular_field = true;
+        check_regular_field(name, value)?;
+        match name {
+            b"expect" => self.has_expectation = true,
+            b"content-length" => {
+                let length = parse_whole_number(value);
+                let earlier = self.content_length.replace(length.unwrap_or_default());
+                if length.is_none() || earlier.is_some_and(|earlier| Some(earlier) != length) {
+                    return Err(RequestValidationError::ContentLength);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn check_pseudo_fields(&self) -> Result<(), RequestValidationError> {
+        let method = self.method.ok_or(RequestValidationError::PseudoFields)?;
+        if Method::from_bytes(method).is_err() {
+            return Err(RequestValidationError::Method);
+        }
+        let (is_connect, is_extended) = (method == b"CONNECT", self.protocol.is_some());
+        let has_target = match (self.scheme, self.path) {
+            (Some(scheme), Some(_)) => {
+                matches!(scheme, b"http" | b"https") || Scheme::try_from(scheme).is_ok()
+            }
+            (None, None) => false,
+            _ => return Err(RequestValidationError::PseudoFields),
+        };
+        let is_utf8 = |value: &[u8]| str::from_utf8(value).is_ok();
+        if has_target != (!is_connect || is_extended)
+            || is_extended && !is_connect
+            || !self.protocol.is_none_or(is_utf8)
+        {
+            return Err(RequestValidationError::PseudoFields);
+        }
+        if !self.has_valid_authority() {
+            return Err(RequestValidationError::HostInvalid);
+        }
+        match has_target && !self.has_valid_path() {
+            true => Err(RequestValidationError::Path),
+            false => Ok(()),
+        }
+    }
+
+    fn has_valid_authority(&self) -> bool {
+        self.authority.is_none_or(|text| {
+            let (mut colons, mut is_plain) = (0, true);
+            for byte in text {
+                colons += usize::from(*byte == b':');
+                is_plain &= matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'.' | b'-' | b':');
+            }
+            is_plain && colons <= 1 && text.len() > colons || Authority::try_from(text).is_ok()
+        })
+    }
+
+    fn has_valid_path(&self) -> bool {
+        let path = &*self.path_for_h2;
+        !path.is_empty()
+            && (path.iter().all(is_plain_path_byte)
+                || str::from_utf8(path).is_ok() && PathAndQuery::try_from(path).is_ok())
+    }
+
+    /// Whether h2 must not see the head as it is.
+    fn is_rewritten(&self) -> bool {
+        self.has_expectation || matches!(self.path_for_h2, Cow::Owned(_))
+    }
+
+    fn encode(&self, fields: &FieldList, stream: u32, output: &mut Vec<u8>) {
+        for (name, value) in fields.iter() {
+            match name {
+                b":path" => encode_field(name, &self.path_for_h2, output),
+                _ => encode_field(name, value, output),
+            }
+        }
+        if self.has_expectation {
+            encode_field(b"expect", encode_stream_mark(stream).as_bytes(), output);
+        }
+    }
+
+    /// Encodes a valid head that states the error, with the valid fields on which the response
+    /// depends.
+    fn encode_malformed(
+        &self,
+        fields: &FieldList,
+        error: RequestValidationError,
+        output: &mut Vec<u8>,
+    ) {
+        let is_short = |text: &&[u8]| text.len() <= MAX_KEPT_BYTES;
+        let method = self
+            .method
+            .filter(|method| Method::from_bytes(method).is_ok() && *method != b"CONNECT");
+        encode_field(
+            b":method",
+            method.filter(is_short).unwrap_or(b"GET"),
+            output,
+        );
+        encode_field(b":scheme", b"http", output);
+        if let Some(authority) = self.authority.filter(is_short)
+            && self.has_valid_authority()
+        {
+            encode_field(b":authority", authority, output);
+        }
+        let path = &*self.path_for_h2;
+        let is_kept = is_short(&path) && self.has_valid_path();
+        encode_field(b":path", if is_kept { path } else { b"/" }, output);
+        for (name, value) in fields.iter() {
+            let is_kept = matches!(
+                name,
+                b"accept" | b"content-type" | b"origin" | b"traceparent"
+            );
+            if is_kept && is_short(&value) && check_regular_field(name, value).is_ok() {
+                encode_field(name, value, output);
+            }
+        }
+        encode_field(b"expect", encode_malformed_mark(error).as_bytes(), output);
+    }
+}
+
+fn are_malformed_trailers(fields: &FieldList) -> bool {
+    let mut fields_iter = fields.iter();
+    fields.is_too_large()
+        || fields_iter.any(|(name, value)| check_regular_field(name, value).is_err())
+}
+
+/// Checks a field that is not a pseudo-header field.
+fn check_regular_field(name: &[u8], value: &[u8]) -> Result<(), RequestValidationError> {
+    if name.is_empty() || !name.iter().all(is_name_byte) {
+        return Err(RequestValidationError::FieldName);
+    }
+    let is_value_byte = |byte: &u8| *byte == b'\t' || *byte >= b' ' && *byte != 0x7f;
+    if !value.iter().all(is_value_byte) {
+        return Err(RequestValidationError::FieldValue);
+    }
+    match name {
+        b"connection" | b"keep-alive" | b"proxy-connection" | b"transfer-encoding" | b"upgrade" => {
+            Err(RequestValidationError::ConnectionField)
+        }
+        b"te" if value != b"trailers" => Err(RequestValidationError::ConnectionField),
+        _ => Ok(()),
+    }
+}
+
+fn encode_fields(fields: &FieldList, output: &mut Vec<u8>) {
+    for (name, value) in fields.iter() {
+        encode_field(name, value, output);
+    }
+}
+
+/// Encodes a field as a literal that enters no dynamic table (RFC 7541, 6.2.2).
+fn encode_field(name: &[u8], value: &[u8], output: &mut Vec<u8>) {
+    output.push(0);
+    for text in [name, value] {
+        encode_length(text.len(), output);
+        output.extend_from_slice(text);
+    }
+}
+
+/// Encodes the length of a string that is not compressed (RFC 7541, 5.1 and 5.2).
+fn encode_length(length: usize, output: &mut Vec<u8>) {
+    let Some(mut rest) = length.checked_sub(127) else {
+        output.extend(u8::try_from(length));
+        return;
+    };
+    output.push(127);
+    while rest >= 0x80 {
+        output.extend(u8::try_from(rest & 0x7f | 0x80));
+        rest >>= 7;
+    }
+    output.extend(u8::try_from(rest));
+}
+
+/// Divides a field block into HEADERS and CONTINUATION frames.
+fn encode_frames(stream: u32, ends_stream: bool, block: &[u8]) -> Vec<u8> {
+    let parts: SmallVec<[&[u8]; 4]> = block.chunks(MAX_FRAME_BYTES).collect();
+    let mut frames = Vec::with_capacity(block.len() + 64);
+    for (index, part) in parts.iter().enumerate() {
+        let mut flags = if index + 1 == parts.len() {
+            END_HEADERS
+        } else {
+            0
+        };
+        if index == 0 && ends_stream {
+            flags |= END_STREAM;
+        }
+        let [.., a, b, c] = part.len().to_be_bytes();
+        let kind = if index == 0 { HEADERS } else { CONTINUATION };
+        frames.extend_from_slice(&[a, b, c, kind, flags]);
+        frames.extend_from_slice(&stream.to_be_bytes());
+        frames.extend_from_slice(part);
+    }
+    frames
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GET: [(&str, &str); 4] = [
+        (":method", "GET"),
+        (":scheme", "http"),
+        (":authority", "a"),
+        (":path", "/"),
+    ];
+
+    fn encode(fields: &[(&str, &str)]) -> Vec<u8> {
+        let mut block = Vec::new();
+        for (name, value) in fields {
+            encode_field(name.as_bytes(), value.as_bytes(), &mut block);
+        }
+        block
+    }
+
+    fn filter_head(filter: &mut FieldBlockFilter, block: &[u8]) -> Option<ReplacedBlock> {
+        let kind = FieldBlockKind::RequestHead;
+        filter.filter(kind, (7, true), block).unwrap()
+    }
+
+    /// Fields of a block in one frame.
+    fn decode(replaced: Option<ReplacedBlock>) -> Vec<(String, String)> {
+        let frames = replaced.expect("the head is not replaced").frames;
+        let [a, b, c, HEADERS, flags, 0, 0, 0, 7, block @ ..] = frames.as_slice() else {
+            panic!("{frames:?}")
+        };
+        assert_eq!(*flags, END_STREAM | END_HEADERS);
+        assert_eq!(
+            usize::from(*a) << 16 | usize::from(*b) << 8 | usize::from(*c),
+            block.len()
+        );
+        let mut fields = FieldList::with_max_bytes(usize::MAX);
+        HpackDecoder::default().decode(block, &mut fields).unwrap();
+        let text = |bytes| String::from_utf8(Vec::from(bytes)).unwrap();
+        let pairs = fields.iter().map(|(name, value)| (text(name), text(value)));
+        pairs.collect()
+    }
+
+    #[test]
+    fn valid_heads_are_not_replaced() {
+        let mut filter = FieldBlockFilter::new(16_384);
+        for fields in [
+            &GET[..],
+            &[(":method", "CONNECT"), (":authority", "a:443")],
+            &[
+                (":method", "CONNECT"),
+                (":protocol", "websocket"),
+                (":scheme", "https"),
+                (":path", "/x?y=1#z"),
+                (":authority", "[::1]:80"),
+            ],
+            &[
+                (":method", "OPTIONS"),
+                (":scheme", "http"),
+                (":path", "*"),
+                ("te", "trailers"),
+            ],
+            &[
+                (":path", "/{}|^?`\u{e9}"),
+                (":scheme", "x+y"),
+                (":method", "PURGE"),
+                ("x", "\t\u{e9}"),
+            ],
+        ] {
+            let replaced = filter_head(&mut filter, &encode(fields));
+            assert!(replaced.is_none(), "{fields:?} {replaced:?}");
+        }
+    }
+
+    #[test]
+    fn the_size_of_a_list_is_that_of_the_library() {
+        // Four fields of 32 bytes and their text.
+        let bytes = 4 * 32 + 7 + 3 + 7 + 4 + 10 + 1 + 5 + 1;
+        for (max_bytes, is_too_large) in [(bytes, true), (bytes + 1, false)] {
+            let replaced = filter_head(&mut FieldBlockFilter::new(max_bytes), &encode(&GET));
+            assert_eq!(replaced.is_some(), is_too_large, "{max_bytes}");
+        }
+    }
+
+    #[test]
+    fn a_malformed_head_keeps_what_the_response_depends_on() {
+        let head = [
+            &[
+                (":path", "/a?\"b\""),
+                (":scheme", "http"),
+                (":method", "PUT"),
+            ][..],
+            &[
+                (":authority", "a"),
+                ("accept", "text/plain"),
+                ("x", "y"),
+                ("expect", "7"),
+            ],
+            &[("connection", "close"), ("origin", "\n")],
+        ];
+        let replaced = filter_head(&mut FieldBlockFilter::new(16_384), &encode(&head.concat()));
+        let mark = encode_malformed_mark(RequestValidationError::ConnectionField);
+        let expected = [
+            (":method", "PUT"),
+            (":scheme", "http"),
+            (":authority", "a"),
+            (":path", "/a?%22b%22"),
+            ("accept", "text/plain"),
+            ("expect", &mark),
+        ];
+        let expected = expected.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        assert_eq!(decode(replaced), expected);
+    }
+
+    /// h2 does not know the entries of blocks that it has not seen.
+    #[test]
+    fn later_blocks_are_encoded_without_the_table() {
+        let mut filter = FieldBlockFilter::new(16_384);
+        let indexed = [&encode(&GET)[..], b"\x40\x01x\x01y"].concat();
+        assert!(filter_head(&mut filter, &indexed).is_none());
+        let repeated = [&encode(&GET)[..], b"\xbe"].concat();
+        assert!(filter_head(&mut filter, &repeated).is_none());
+        let malformed = [&encode(&GET)[..], b"\x40\x01X\x01y"].concat();
+        assert!(filter_head(&mut filter, &malformed).is_some());
+        let repeated = [&encode(&GET)[..], b"\xbf"].concat();
+        let fields = [&GET[..], &[("x", "y")]].concat();
+        let expected: Vec<_> = fields
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect();
+        assert_eq!(decode(filter_head(&mut filter, &repeated)), expected);
+    }
+
+    #[test]
+    fn large_blocks_are_divided_into_frames() {
+        let value = "v".repeat(40_000);
+        let fields = [&GET[..], &[("expect", "x"), ("y", &value)]].concat();
+        let replaced = filter_head(&mut FieldBlockFilter::new(100_000), &encode(&fields)).unwrap();
+        let (mut rest, mut seen) = (replaced.frames.as_slice(), Vec::new());
+        while let [a, b, c, kind, flags, 0, 0, 0, 7, tail @ ..] = rest {
+            let length = usize::from(*a) << 16 | usize::from(*b) << 8 | usize::from(*c);
+            seen.push((*kind, *flags, length == MAX_FRAME_BYTES));
+            rest = &tail[length..];
+        }
+        let expected = [
+            (HEADERS, END_STREAM, true),
+            (CONTINUATION, 0, true),
+            (CONTINUATION, END_HEADERS, false),
+        ];
+        assert_eq!(seen, expected);
+        assert!(rest.is_empty() && replaced.is_marked && !replaced.is_malformed);
+    }
+}

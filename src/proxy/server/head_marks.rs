@@ -1,0 +1,94 @@
+//! Marks that the frame scanner adds to HTTP/2 request heads, for the handler of the request.
+//!
+//! A mark is one more `expect` field, the last one. Heads without an expectation get none, unless
+//! they replace a malformed head. So a client cannot send a mark of its own.
+
+use http::{HeaderMap, HeaderValue, header};
+
+use crate::proxy::http::request_validation::RequestValidationError;
+
+/// Errors for which a head is replaced. A mark contains the index.
+const MALFORMED_HEAD_ERRORS: [RequestValidationError; 10] = [
+    RequestValidationError::FieldName,
+    RequestValidationError::FieldValue,
+    RequestValidationError::PseudoFields,
+    RequestValidationError::ConnectionField,
+    RequestValidationError::Method,
+    RequestValidationError::Path,
+    RequestValidationError::HostInvalid,
+    RequestValidationError::ContentLength,
+    RequestValidationError::BodyLength,
+    RequestValidationError::HeadTooLarge,
+];
+
+/// Prefix of the index of an error.
+const ERROR_PREFIX: char = 'e';
+
+/// Mark of a request head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HeadMark {
+    /// The stream of a head with an expectation.
+    Stream(u32),
+    /// The head replaces a malformed one.
+    Malformed(RequestValidationError),
+}
+
+/// Value of the field that marks a head with its stream.
+pub(super) fn encode_stream_mark(stream: u32) -> String {
+    stream.to_string()
+}
+
+/// Value of the field that marks the replacement of a malformed head.
+pub(super) fn encode_malformed_mark(error: RequestValidationError) -> String {
+    let index = MALFORMED_HEAD_ERRORS
+        .iter()
+        .position(|known| *known == error);
+    format!("{ERROR_PREFIX}{}", index.unwrap_or_default())
+}
+
+/// Removes the mark of a head. Other `expect` fields stay. Call it only if the connection has
+/// marks.
+pub(super) fn take_head_mark(headers: &mut HeaderMap) -> Option<HeadMark> {
+    let header::Entry::Occupied(expectations) = headers.entry(header::EXPECT) else {
+        return None;
+    };
+    let mut values: Vec<HeaderValue> = expectations.remove_entry_mult().1.collect();
+    let mark = values.pop()?;
+    for value in values {
+        headers.append(header::EXPECT, value);
+    }
+    let mark = mark.to_str().ok()?;
+    match mark.strip_prefix(ERROR_PREFIX) {
+        Some(index) => {
+            let error = MALFORMED_HEAD_ERRORS.get(index.parse::<usize>().ok()?)?;
+            Some(HeadMark::Malformed(*error))
+        }
+        None => mark.parse().ok().map(HeadMark::Stream),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_last_field_is_taken() {
+        let head = |values: &[String]| -> HeaderMap {
+            let values = values.iter().map(|value| value.parse().unwrap());
+            values.map(|value| (header::EXPECT, value)).collect()
+        };
+        let client = ["100-continue".to_owned(), "7".to_owned()];
+        let mark = [encode_stream_mark(u32::MAX >> 1)];
+        let mut headers = head(&[&client[..], &mark].concat());
+        let taken = take_head_mark(&mut headers);
+        assert_eq!(taken, Some(HeadMark::Stream(u32::MAX >> 1)));
+        assert_eq!(headers, head(&client));
+        for error in MALFORMED_HEAD_ERRORS {
+            let mut headers = head(&[encode_malformed_mark(error)]);
+            let taken = take_head_mark(&mut headers);
+            assert_eq!(taken, Some(HeadMark::Malformed(error)));
+            assert!(headers.is_empty());
+        }
+        assert_eq!(take_head_mark(&mut HeaderMap::new()), None);
+    }
+}
