@@ -204,13 +204,16 @@ impl ConnectionMemory {
     }
 
     /// Memory of open HTTP/2 request bodies: at most that of frames of one byte, as many as flow
-    /// control lets the client send.
+    /// control lets the client send, and trailers.
     fn unread_body_bytes(&self) -> usize {
+        if self.http2_bodies.get() == 0 {
+            return 0;
+        }
         let window = self
             .http2_bodies
             .get()
             .saturating_mul(H2_STREAM_WINDOW_BYTES as usize * (1 + UNREAD_FRAME_BYTES));
-        self.unread_body_bytes.get().min(window)
+        self.unread_body_bytes.get().min(window) + self.trailer_bytes.get()
     }
 
     /// Records bytes that TLS received and may keep.
@@ -289,7 +292,6 @@ impl ConnectionMemory {
                     + head_bytes.max(decoded_bytes)
                     + active_head_bytes
                     + self.unread_body_bytes()
-                    + self.trailer_bytes.get()
             }
             None if buffers.has_buffers => CONNECTION_BUFFER_BYTES + head_bytes + active_head_bytes,
             None => IDLE_CONNECTION_BYTES,
