@@ -69,6 +69,8 @@ pub(in crate::proxy) struct FrameScanner {
     is_filter_disabled: bool,
     /// Field block that is not complete. h2 has seen no part of it.
     block: Option<Box<FieldBlock>>,
+    /// Whether the last field block is trailers.
+    is_trailer_block: bool,
 }
 
 /// Frames of a field block.
@@ -127,6 +129,9 @@ pub(in crate::proxy) struct FrameScan {
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
     pub(in crate::proxy) heads: u32,
     pub(in crate::proxy) head_bytes: usize,
+    /// Number of trailers that begin in these bytes, and bytes of their field blocks.
+    pub(in crate::proxy) trailers: usize,
+    pub(in crate::proxy) trailer_bytes: usize,
     /// Number of DATA frames whose header ends in these bytes, and bytes of their payloads.
     pub(in crate::proxy) data_frames: usize,
     pub(in crate::proxy) data_bytes: usize,
@@ -190,6 +195,7 @@ impl FrameScanner {
             filter: None,
             is_filter_disabled: false,
             block: None,
+            is_trailer_block: false,
         }
     }
 
@@ -262,6 +268,10 @@ impl FrameScanner {
         scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_tiny);
         scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
         let block_kind = self.follow_stream(kind, flags, stream);
+        if let Some(block_kind) = block_kind {
+            self.is_trailer_block = block_kind == FieldBlockKind::Trailers;
+            scan.trailers += usize::from(self.is_trailer_block && !header.is_too_short);
+        }
         let continues_block = self
             .block
             .as_ref()
@@ -303,6 +313,7 @@ impl FrameScanner {
             HEADERS | CONTINUATION => {
                 scan.field_block_bytes += bytes.len();
                 scan.head_bytes += bytes.len();
+                scan.trailer_bytes += bytes.len() * usize::from(self.is_trailer_block);
             }
             _ => {}
         }
@@ -378,6 +389,7 @@ impl FrameScanner {
         match kind {
             HEADERS if stream > self.last_stream => {
                 self.last_stream = stream;
+                self.is_trailer_block = false;
                 if !ends_stream {
                     self.open_uploads.truncate(MAX_OPEN_UPLOADS - 1);
                     self.open_uploads.push_front(stream);

@@ -25,7 +25,7 @@ impl RequestHandler for ProxyService {
     ) -> Response<ResponseBody> {
         let active = self
             .metrics
-            .begin_http_request(request.method(), peer.is_tls);
+            .begin_http_request(request.method(), peer.is_https);
         let malformed = request.extensions_mut().remove::<RequestValidationError>();
         let mut response = match (malformed, peer.listener_kind) {
             (Some(error), _) => self.reject_malformed_head(request, &peer, error),
