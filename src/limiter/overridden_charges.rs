@@ -119,8 +119,14 @@ impl OverriddenCharges {
         later: &Decision,
     ) {
         for ((position, _), read) in reads.iter().zip(&later.statuses) {
-            let ends_us = self.charges.get(*position).and_then(|charge| charge.ends_us);
-            let status = decision.statuses.get_mut(*position).and_then(Option::as_mut);
+            let ends_us = self
+                .charges
+                .get(*position)
+                .and_then(|charge| charge.ends_us);
+            let status = decision
+                .statuses
+                .get_mut(*position)
+                .and_then(Option::as_mut);
             if let (Some(ends_us), Some(status), Some(read)) = (ends_us, status, read) {
                 let read = read.convert_clock(later.now_us, decision.now_us);
                 status.apply_override_end(ends_us, &read);

@@ -31,6 +31,8 @@
 //!
 //! The memory store replaces all of these steps.
 
+mod unasked_limits;
+
 use super::decision_source::DecisionSource;
 use super::deny_cache::DenyCache;
 use super::fallback::find_positions;
@@ -43,6 +45,7 @@ use crate::limiter::{Charge, Decision};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::Instant;
+use unasked_limits::find_unasked_limits;
 
 /// The parts that decide when the counters are in Redis.
 #[derive(Clone, Copy, Debug)]
@@ -180,16 +183,6 @@ fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision
 
 fn strip_indices<'c>(charges: &IndexedCharges<'c>) -> SmallVec<[Charge<'c>; 4]> {
     charges.iter().map(|(_, charge)| *charge).collect()
-}
-
-/// The limits that may refuse for longer than a refusal says. Charges with a time were admitted:
-/// their units are being returned.
-fn find_unasked_limits(charges: &[Charge<'_>], refusal: &Decision) -> ChargePositions {
-    let has_status = |at: &usize| refusal.statuses.get(*at).is_some_and(Option::is_some);
-    let was_charged = |at: &usize| refusal.charged_at_us.get(*at).is_some_and(Option::is_some);
-    let mut unasked = find_positions(charges, |charge| charge.has_retry_time());
-    unasked.retain(|at| !has_status(at) && !was_charged(at));
-    unasked
 }
 
 impl RedisDecisionPath<'_> {
@@ -428,74 +421,6 @@ impl RedisDecisionPath<'_> {
                     .map(|refusal| (refusal, DecisionSource::DenyCache))
                     .ok_or(failure)
             }
-        }
-    }
-
-    /// Adds the refusals of the limits at `unknown` to a refusal, so that the client retries when
-    /// all limits admit. Reads the counters without a charge. Limits whose counters give no answer
-    /// stay unknown.
-    async fn complete_refusal(
-        self,
-        charges: &[Charge<'_>],
-        refusal: Decision,
-        unknown: &[usize],
-        requested_at: Instant,
-    ) -> Decision {
-        let unknown = unknown.iter().filter_map(|at| Some((*at, *charges.get(*at)?)));
-        let unknown: IndexedCharges<'_> = unknown
-            .filter(|(_, charge)| !self.leases.has_units_for(charge))
-            .collect();
-        if unknown.is_empty() {
-            return refusal;
-        }
-        // Boxed so that other requests need no space for this future.
-        let read = Box::pin(self.read_statuses(strip_indices(&unknown), requested_at)).await;
-        let indices = unknown.iter().map(|(index, _)| *index);
-        refusal.merge_refusals(read.expand_to_request(indices, charges.len()))
-    }
-
-    /// Reads counters in Redis without a charge, or their statuses in the deny cache.
-    async fn read_statuses(
-        self,
-        charges: SmallVec<[Charge<'_>; 4]>,
-        requested_at: Instant,
-    ) -> Decision {
-        let cached = self
-            .deny_cache
-            .find_fresh_statuses(&charges, Instant::now());
-        let (known, unknown) = match cached {
-            Some(cached) => (cached.decision, cached.unknown),
-            None => (
-                Decision {
-                    statuses: SmallVec::from_elem(None, charges.len()),
-                    ..Decision::default()
-                },
-                (0..charges.len()).collect(),
-            ),
-        };
-        if unknown.is_empty() {
-            return known;
-        }
-        let asked = unknown.iter().filter_map(|at| charges.get(*at).copied());
-        let asked: SmallVec<[Charge<'_>; 4]> = asked.collect();
-        let reads: SmallVec<[Charge<'_>; 4]> = asked.iter().copied().map(Charge::to_read).collect();
-        let read = match self.redis.decide(&reads, requested_at).await {
-            Ok(read) => Some(read),
-            Err(failure) => failure.partial.map(|partial| partial.decision),
-        };
-        let Some(mut read) = read else {
-            return known;
-        };
-        read.admitted = false;
-        self.redis
-            .fallback()
-            .cache_statuses(&asked, &read, requested_at.into_std());
-        self.deny_cache
-            .record_refusal(&asked, &read, requested_at, Instant::now());
-        let read = read.expand_to_request(unknown.iter().copied(), charges.len());
-        match known.now_us {
-            0 => read,
-            _ => known.merge_refusals(read),
         }
     }
 }

@@ -9,6 +9,7 @@
 //! Each worker has its own cache: its lock is uncontended. An entry's key includes the counter and
 //! the limit, so a reload that changes either needs no invalidation.
 
+use super::Settlement;
 use crate::limiter::{Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -159,7 +160,11 @@ impl DenyCache {
                 entry.add_status_to(&mut refusal, position, now);
             }
         }
-        refusal.statuses.iter().any(Option::is_some).then_some(refusal)
+        refusal
+            .statuses
+            .iter()
+            .any(Option::is_some)
+            .then_some(refusal)
     }
 
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
@@ -176,6 +181,14 @@ impl DenyCache {
         self.remove_entries(charges, |entry, charge| {
             now >= entry.sent_at + max_age(charge, &entry.status)
         });
+    }
+
+    /// Removes the entry of a counter whose units a settlement changes.
+    pub fn forget_settled(&self, settlement: &Settlement<'_>) {
+        let mut generations = self.0.lock();
+        if !generations.is_empty() {
+            generations.remove_entry(&Charge::new(settlement.limit, settlement.key, 0));
+        }
     }
 
     fn remove_entries(
@@ -208,8 +221,16 @@ impl DenyCache {
         }
         let mut generations = self.0.lock();
         generations.rotate_if_due(received_at);
-        for (charge, status) in charges.iter().zip(&decision.statuses) {
-            let Some(mut status) = *status else {
+        for (position, (charge, status)) in charges.iter().zip(&decision.statuses).enumerate() {
+            let charged_at_us = decision.charged_at_us.get(position).copied().flatten();
+            // A charge with a time was admitted, and is being returned.
+            let admitted = charged_at_us.map(|_| LimitStatus {
+                remaining: 0,
+                next_growth_us: None,
+                refusal: None,
+                in_effect: None,
+            });
+            let Some(mut status) = status.or(admitted) else {
                 continue;
             };
             if !is_cacheable(charge) {
@@ -440,8 +461,7 @@ mod tests {
             sent,
             sent + ms(40),
         );
-        let answer = find_refusal(&cache, &charges, sent + ms(499))
-            .unwrap();
+        let answer = find_refusal(&cache, &charges, sent + ms(499)).unwrap();
         assert!(!answer.admitted);
         assert_eq!(
             answer.now_us,
@@ -449,10 +469,7 @@ mod tests {
             "the remaining wait is counted from the receipt"
         );
         assert_eq!(answer.statuses.as_slice(), [Some(refused_status(500_000))]);
-        assert_eq!(
-            find_refusal(&cache, &charges, sent + ms(500)),
-            None
-        );
+        assert_eq!(find_refusal(&cache, &charges, sent + ms(500)), None);
     }
 
     #[test]
@@ -465,14 +482,8 @@ mod tests {
             sent,
             sent,
         );
-        assert!(
-            find_refusal(&cache, &charges, sent + ms(999))
-                .is_some()
-        );
-        assert_eq!(
-            find_refusal(&cache, &charges, sent + ms(1000)),
-            None
-        );
+        assert!(find_refusal(&cache, &charges, sent + ms(999)).is_some());
+        assert_eq!(find_refusal(&cache, &charges, sent + ms(1000)), None);
     }
 
     #[test]
@@ -497,9 +508,7 @@ mod tests {
         for (leased_status, holds_for_ms) in [(admitted, 999), (refused_status(9_000_000), 19)] {
             let statuses = [refused_status(9_000_000), leased_status];
             cache.record_refusal(&charges, &refused_decision(&statuses), sent, sent);
-            let find = |after_ms| {
-                find_refusal(&cache, &charges, sent + ms(after_ms))
-            };
+            let find = |after_ms| find_refusal(&cache, &charges, sent + ms(after_ms));
             assert!(find(holds_for_ms).is_some(), "{leased_status:?}");
             assert_eq!(find(holds_for_ms + 1), None, "{leased_status:?}");
         }
@@ -544,8 +553,7 @@ mod tests {
         );
         let answers = [999, 1000, 1001, 1249, 1250, 1251].map(|after_ms| is_refused(after_ms));
         assert_eq!(answers, [true, false, true, true, false, true]);
-        let answers =
-            [1250, 1999, 2000].map(|after_ms| is_refused_after_failure(after_ms));
+        let answers = [1250, 1999, 2000].map(|after_ms| is_refused_after_failure(after_ms));
         assert_eq!(answers, [true, true, false], "until the refusal ends");
         let asked = sent + ms(1010);
         cache.record_refusal(
@@ -556,10 +564,7 @@ mod tests {
         );
         assert!(is_refused(2009) && !is_refused(2010) && is_refused(2011));
         cache.forget_refusals(&charges);
-        assert!(
-            !is_refused(2012),
-            "the request that asked was admitted"
-        );
+        assert!(!is_refused(2012), "the request that asked was admitted");
     }
 
     #[test]
@@ -568,9 +573,7 @@ mod tests {
         let charges = [charge_of_two_units(&LIMIT, &key)];
         let refused = refused_decision(&[refused_status(9_000_000)]);
         cache.record_refusal(&charges, &refused, sent, sent);
-        let find = |charges: &[Charge<'_>]| {
-            find_refusal(&cache, charges, sent + ms(1001))
-        };
+        let find = |charges: &[Charge<'_>]| find_refusal(&cache, charges, sent + ms(1001));
         let reading = [Charge {
             cost: 0,
             ..charges[0]
@@ -686,7 +689,11 @@ mod tests {
         let refused = refused_decision(&[refused_status(9_000_000)]);
         cache.record_refusal(&charges, &refused, sent, sent);
         let later = sent + ms(1_000);
-        assert!(cache.find_fresh_statuses(&charges, sent + ms(999)).is_some());
+        assert!(
+            cache
+                .find_fresh_statuses(&charges, sent + ms(999))
+                .is_some()
+        );
         assert_eq!(cache.find_statuses(&charges, later), None);
         assert!(cache.find_statuses(&charges, later).is_some());
         assert_eq!(cache.find_fresh_statuses(&charges, later), None);
@@ -707,10 +714,7 @@ mod tests {
                 sent,
                 sent,
             );
-            (0..2000).find(|n| {
-                find_refusal(&cache, &charges, sent + ms(*n))
-                    .is_none()
-            })
+            (0..2000).find(|n| find_refusal(&cache, &charges, sent + ms(*n)).is_none())
         };
         assert_eq!(cached_ms(100_000, 9_000_000), Some(20));
         assert_eq!(cached_ms(5_000, 9_000_000), Some(5));
@@ -757,8 +761,7 @@ mod tests {
             },
         ] {
             assert!(
-                !is_refused(other)
-                    && !is_refused_after_failure(other),
+                !is_refused(other) && !is_refused_after_failure(other),
                 "{other:?}"
             );
         }
@@ -766,10 +769,7 @@ mod tests {
             cost: 3,
             ..refused_charge
         };
-        assert!(
-            !is_refused(larger),
-            "the time for a larger cost is unknown"
-        );
+        assert!(!is_refused(larger), "the time for a larger cost is unknown");
         assert!(is_refused_after_failure(larger));
     }
 
@@ -815,15 +815,13 @@ mod tests {
             sent,
             sent,
         );
-        let answer = find_refusal(&cache, &charges, sent + ms(100))
-            .unwrap();
+        let answer = find_refusal(&cache, &charges, sent + ms(100)).unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
             [Some(refused_status(500_000)), None],
             "another worker may have charged the other limit since"
         );
-        let answer = find_refusal(&cache, &charges, sent + ms(200))
-            .unwrap();
+        let answer = find_refusal(&cache, &charges, sent + ms(200)).unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
             [Some(refused_status(500_000)), None]
@@ -840,8 +838,7 @@ mod tests {
             None,
             "the unknown limit might refuse for longer"
         );
-        let answer = cache.find_any_refusal(&with_unknown, sent)
-            .unwrap();
+        let answer = cache.find_any_refusal(&with_unknown, sent).unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
             [Some(refused_status(500_000)), None]
@@ -854,8 +851,7 @@ mod tests {
             },
         ];
         assert!(
-            find_refusal(&cache, &shadow, sent)
-                .is_some(),
+            find_refusal(&cache, &shadow, sent).is_some(),
             "shadow limits need no entry"
         );
     }
@@ -877,10 +873,7 @@ mod tests {
             sent,
             sent,
         );
-        assert!(
-            find_refusal(&cache, &[small], sent)
-                .is_some()
-        );
+        assert!(find_refusal(&cache, &[small], sent).is_some());
     }
 
     /// Charges of an outage can fill a counter beyond its capacity. Then even a query without cost
@@ -891,9 +884,7 @@ mod tests {
         let request = charge_of_two_units(&LIMIT, &key);
         let query = Charge { cost: 0, ..request };
         let refused = refused_decision(&[refused_status(9_000_000)]);
-        let is_refused = |charge| {
-            find_refusal(&cache, &[charge], sent).is_some()
-        };
+        let is_refused = |charge| find_refusal(&cache, &[charge], sent).is_some();
         cache.record_refusal(&[query], &refused, sent, sent);
         assert!(is_refused(query) && !is_refused(request));
         for charge in [request, query] {
@@ -914,8 +905,7 @@ mod tests {
             };
             cache.record_refusal(&[large], &refused_decision(&[status]), sent, sent);
             cache.forget_refusals(&[small]);
-            find_refusal(&cache, &[large], sent)
-                .is_some()
+            find_refusal(&cache, &[large], sent).is_some()
         };
         assert!(is_refused_after_small_charge(0) && !is_refused_after_small_charge(1));
     }
@@ -974,9 +964,6 @@ mod tests {
             later,
             later,
         );
-        assert!(
-            find_refusal(&cache, &last, later)
-                .is_some()
-        );
+        assert!(find_refusal(&cache, &last, later).is_some());
     }
 }

@@ -107,7 +107,10 @@ impl MemoryStore {
         OverriddenCharges::resolve(charges, |charge| {
             let stored = overrides.get(&charge.key.quota_id())?;
             let rule = (!stored.is_expired(now_us)).then_some(&stored.rule)?;
-            Some((rule.for_charge(charge)?, stored.expires_at_ms.map(override_end_us)))
+            Some((
+                rule.for_charge(charge)?,
+                stored.expires_at_ms.map(override_end_us),
+            ))
         })
     }
 

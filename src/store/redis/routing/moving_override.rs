@@ -5,9 +5,9 @@
 
 use super::router::RedisRouter;
 use crate::limiter::{Charge, Decision, OverriddenCharges, OverrideInEffect};
+use crate::store::redis::error::RedisErrorKind;
 use crate::store::stored_override::split_rule_and_expiry;
 use crate::store::{override_end_us, parse_override_rule};
-use crate::store::redis::error::RedisErrorKind;
 use redis::{Value, cmd, from_redis_value};
 use tokio::time::Instant;
 
