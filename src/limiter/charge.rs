@@ -127,6 +127,30 @@ impl<'a> Charge<'a> {
         !self.shadow && !self.is_counted
     }
 
+    /// Whether this charge can refuse the request, and for a known time.
+    pub fn has_retry_time(&self) -> bool {
+        self.is_enforced() && !matches!(self.limit.algorithm, Algorithm::Concurrency { .. })
+    }
+
+    /// The charge such that its counter is only read, with the refusal of its cost.
+    #[must_use]
+    pub fn to_read(self) -> Self {
+        Self {
+            is_counted: true,
+            is_estimate: false,
+            fails_closed: false,
+            ..self
+        }
+    }
+
+    #[must_use]
+    pub fn without_override(self) -> Self {
+        Self {
+            dynamic: None,
+            ..self
+        }
+    }
+
     /// Whether both charges belong to the same policy.
     pub fn is_same_policy(&self, other: &Self) -> bool {
         (self.policy_number, self.shadow) == (other.policy_number, other.shadow)

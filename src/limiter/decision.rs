@@ -21,8 +21,8 @@ pub struct Decision {
     /// The times (µs) under which charges that will be settled are recorded, on the clock of their
     /// server. A later [`super::Amendment::Credit`] names them. Usually `now_us`; if the newest
     /// charge is a lease, the lease's end; in a queue, the end of the position. One per charge,
-    /// `None` where it was not made; empty if
-    /// none will be settled.
+    /// `None` where it was not made; empty if none will be settled. A refusal has the times of
+    /// charges that are being returned.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
     /// When overrides in effect end by themselves (ms, store's clock), with the indices of their
     /// charges. Only in the decision of one script call about the whole request.
@@ -110,10 +110,47 @@ impl Decision {
     }
 }
 
+impl Decision {
+    /// Adds the refusals of another reading of this request's counters to a refusal. Both must be
+    /// expanded to the request. Of two refusals of a limit, the longer one counts.
+    #[must_use]
+    pub fn merge_refusals(mut self, other: Self) -> Self {
+        for (status, added) in self.statuses.iter_mut().zip(other.statuses) {
+            let added = added.filter(|added| added.refusal.is_some());
+            let added = added.map(|added| added.convert_clock(other.now_us, self.now_us));
+            let refusal = |status: &Option<LimitStatus>| status.and_then(|status| status.refusal);
+            if refusal(&added) > refusal(status) {
+                *status = added;
+            }
+        }
+        self
+    }
+}
+
 impl LimitStatus {
     /// The limit that was decided: `limit`, or with the amounts of the key's override.
     pub fn limit_in_effect(&self, limit: &Limit) -> Limit {
         limit.with_override(self.in_effect)
+    }
+
+    /// Whether the status has a time after `ends_us`, or none.
+    pub(super) fn has_times_after(&self, ends_us: u64) -> bool {
+        self.refusal > Some(Refusal::Until(ends_us))
+            || self.next_growth_us.is_none_or(|at_us| at_us > ends_us)
+    }
+
+    /// Replaces the times after `ends_us`, when the override ends, by those of `later`, the status
+    /// of the counter without the override.
+    pub(super) fn apply_override_end(&mut self, ends_us: u64, later: &Self) {
+        if self.refusal > Some(Refusal::Until(ends_us)) {
+            self.refusal = later.refusal.max(Some(Refusal::Until(ends_us)));
+        }
+        if self.next_growth_us.is_none_or(|at_us| at_us > ends_us) {
+            self.next_growth_us = match later.remaining > self.remaining {
+                true => Some(ends_us),
+                false => later.next_growth_us.map(|at_us| at_us.max(ends_us)),
+            };
+        }
     }
 
     /// Converts the times to another clock, which showed `to_us` when this one showed `from_us`.

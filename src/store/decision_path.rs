@@ -3,14 +3,17 @@
 //! 0. Instance ([`InstanceReservation`]): this process decides charges of `scope = "instance"`. If
 //!    it refuses, the request is decided; otherwise the steps below decide all other charges.
 //! 1. Lease ([`LeasePool::take_permits`]): units charged in advance admit without a call.
-//! 2. Deny cache ([`DenyCache::find_refusal`]): a refusal that still holds refuses without a call.
+//! 2. Deny cache ([`DenyCache::find_statuses`]): a refusal that still holds refuses without a call.
 //! 3. Local share ([`super::FallbackStore::check_share_during_recovery`]): while an outage ends, it
 //!    may refuse.
 //! 4. Circuit breaker ([`RedisStore::is_breaker_open`]): while it is open, the call fails at once.
 //! 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round trip.
 //! 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step.
 //! 7. Deny cache again, if the call failed: one cached refusal of any limit refuses the request.
-//! 8. Fallback ([`Store::decide_by_fallback`]): the enforcer calls it if the policies allow it.
+//! 8. If a step before Redis, or one slot of a cluster, refuses: the counters that were not asked
+//!    are read without a charge, because `Retry-After` covers all limits
+//!    ([decision 97](../../docs/decisions/0097-retry-after-covers-every-limit.md)).
+//! 9. Fallback ([`Store::decide_by_fallback`]): the enforcer calls it if the policies allow it.
 //!
 //! After a timeout it is unknown whether Redis made the charges: they stay until they expire, and a
 //! `local` policy also counts the request here and writes it back, so it may count twice.
@@ -28,8 +31,10 @@
 //!
 //! The memory store replaces all of these steps.
 
+mod unasked_limits;
+
 use super::decision_source::DecisionSource;
-use super::deny_cache::{DenyCache, DenyMatchScope};
+use super::deny_cache::DenyCache;
 use super::fallback::find_positions;
 use super::instance_counters::{InstanceReservation, list_returns, mark_returnable};
 use super::leases::LeasePool;
@@ -40,6 +45,7 @@ use crate::limiter::{Charge, Decision};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::Instant;
+use unasked_limits::find_unasked_limits;
 
 /// The parts that decide when the counters are in Redis.
 #[derive(Clone, Copy, Debug)]
@@ -54,18 +60,26 @@ struct RedisDecisionPath<'s> {
 /// The charges that one part of the store decides, each with its index in the request.
 type IndexedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
 
+/// Positions of charges in their request.
+type ChargePositions = SmallVec<[usize; 4]>;
+
 /// The result of the checks before a call of Redis.
 #[expect(
     clippy::large_enum_variant,
     reason = "lives for one call; a box would cost each refusal an allocation"
 )]
 enum LocalCheck {
-    Refused((Decision, DecisionSource)),
+    /// Refused. The limits at `unknown` may refuse for longer.
+    Refused {
+        decision: Decision,
+        source: DecisionSource,
+        unknown: ChargePositions,
+    },
     Passed {
         /// The positions of charges that Redis must not decide: while the local share was checked,
         /// their server was unreachable, so the share is not charged. Redis may lack charges of
         /// these keys even if the server becomes reachable now. The fallback decides them.
-        held_back: SmallVec<[usize; 4]>,
+        held_back: ChargePositions,
     },
 }
 
@@ -208,7 +222,10 @@ impl RedisDecisionPath<'_> {
         let returnable = preview.is_some().then(|| mark_returnable(&shared_charges));
         let (mut own_decision, mut reservation) = preview.unwrap_or_else(|| reserve(requested_at));
         if !own_decision.admitted && !is_read {
-            return Ok((expand(own_decision, &own), DecisionSource::Memory));
+            let refusal = expand(own_decision, &own);
+            let unknown = find_unasked_limits(charges, &refusal);
+            let refusal = self.complete_refusal(charges, refusal, &unknown, requested_at);
+            return Ok((refusal.await, DecisionSource::Memory));
         }
         hints.deduct_charges(&shared_charges);
         let path = RedisDecisionPath {
@@ -266,7 +283,14 @@ impl RedisDecisionPath<'_> {
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         match self.check_locally(charges, requested_at) {
-            LocalCheck::Refused(refusal) => Ok(refusal),
+            LocalCheck::Refused {
+                decision,
+                source,
+                unknown,
+            } => {
+                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
+                Ok((refusal.await, source))
+            }
             LocalCheck::Passed { held_back } => {
                 self.decide_in_redis(charges, &held_back, requested_at)
                     .await
@@ -290,7 +314,15 @@ impl RedisDecisionPath<'_> {
         let unleased_charges: SmallVec<[Charge<'_>; 4]> =
             unleased.iter().map(|(_, charge)| *charge).collect();
         let (decision, source) = match self.check_locally(&unleased_charges, requested_at) {
-            LocalCheck::Refused(refusal) => refusal,
+            LocalCheck::Refused {
+                decision,
+                source,
+                unknown,
+            } => {
+                let refusal =
+                    self.complete_refusal(&unleased_charges, decision, &unknown, requested_at);
+                (refusal.await, source)
+            }
             LocalCheck::Passed { held_back } => {
                 permits.start_refills(charges);
                 let decided = self.decide_in_redis(&unleased_charges, &held_back, requested_at);
@@ -305,13 +337,20 @@ impl RedisDecisionPath<'_> {
 
     /// Steps 2 and 3: the deny cache, and the local share while an outage ends.
     fn check_locally(self, charges: &[Charge<'_>], requested_at: Instant) -> LocalCheck {
-        // In a cluster, the refusal of one key suffices: the slots of other keys were not asked.
-        let scope = match self.redis.is_cluster() {
-            true => DenyMatchScope::OneKey,
-            false => DenyMatchScope::AllLimits,
+        // If the limit of a block is unknown, Redis decides, because a refusal may start the block.
+        let can_be_read = |unknown: &ChargePositions| {
+            let mut unknown = unknown.iter().filter_map(|at| charges.get(*at));
+            !unknown.any(Charge::is_block)
         };
-        if let Some(refusal) = self.deny_cache.find_refusal(charges, requested_at, scope) {
-            return LocalCheck::Refused((refusal, DecisionSource::DenyCache));
+        let cached = self.deny_cache.find_statuses(charges, requested_at);
+        if let Some(cached) =
+            cached.filter(|cached| cached.is_certain && can_be_read(&cached.unknown))
+        {
+            return LocalCheck::Refused {
+                decision: cached.decision,
+                source: DecisionSource::DenyCache,
+                unknown: cached.unknown,
+            };
         }
         let fallback = self.redis.fallback();
         if !fallback.is_in_outage() {
@@ -325,7 +364,13 @@ impl RedisDecisionPath<'_> {
         let checked =
             fallback.check_share_during_recovery(charges, &held_back, requested_at.into_std());
         match checked.filter(|decision| !decision.admitted) {
-            Some(refusal) => LocalCheck::Refused((refusal, DecisionSource::Degraded)),
+            Some(decision) => LocalCheck::Refused {
+                decision,
+                source: DecisionSource::Degraded,
+                unknown: find_positions(charges, |charge| {
+                    charge.has_retry_time() && self.redis.is_reachable_for(charge)
+                }),
+            },
             None => LocalCheck::Passed { held_back },
         }
     }
@@ -347,19 +392,18 @@ impl RedisDecisionPath<'_> {
             fallback.cache_statuses(charges, decision, requested_at.into_std());
         };
         match result {
+            Ok(decision) if decision.admitted => {
+                cache_statuses(&decision);
+                self.deny_cache.forget_refusals(charges);
+                Ok((decision, DecisionSource::Redis))
+            }
             Ok(decision) => {
                 cache_statuses(&decision);
-                if decision.admitted {
-                    self.deny_cache.forget_refusals(charges);
-                } else {
-                    self.deny_cache.record_refusal(
-                        charges,
-                        &decision,
-                        requested_at,
-                        Instant::now(),
-                    );
-                }
-                Ok((decision, DecisionSource::Redis))
+                self.deny_cache
+                    .record_refusal(charges, &decision, requested_at, Instant::now());
+                let unknown = find_unasked_limits(charges, &decision);
+                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
+                Ok((refusal.await, DecisionSource::Redis))
             }
             // After a failed call, a cached refusal without an exact retry time is better than no
             // decision.
@@ -373,7 +417,7 @@ impl RedisDecisionPath<'_> {
                     self.deny_cache.forget_outdated(charges, now);
                 }
                 self.deny_cache
-                    .find_refusal(charges, now, DenyMatchScope::AnyLimit)
+                    .find_any_refusal(charges, now)
                     .map(|refusal| (refusal, DecisionSource::DenyCache))
                     .ok_or(failure)
             }

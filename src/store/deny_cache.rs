@@ -1,15 +1,16 @@
 //! Refusals that still hold, so that an exhausted key costs no round trip.
 //!
 //! Until a refusal ends, a full counter frees no units, unless units are returned or the counter is
-//! reset. A cached refusal therefore answers every request of the same or a larger cost, for at
-//! most as long as Redis would refuse it. The refusal of one limit is enough, because charges are
-//! all or nothing. [`MAX_AGE`] and [`LEASED_MAX_AGE`] bound the delay until a manual reset takes
-//! effect.
+//! reset. A cached refusal therefore answers every request of the same cost, for at most as long as
+//! Redis would refuse it. The refusal of one limit is enough, because charges are all or nothing;
+//! the caller reads the limits that are [unknown](CachedStatuses::unknown). [`MAX_AGE`] and
+//! [`LEASED_MAX_AGE`] bound the delay until a manual reset takes effect.
 //!
 //! Each worker has its own cache: its lock is uncontended. An entry's key includes the counter and
 //! the limit, so a reload that changes either needs no invalidation.
 
-use crate::limiter::{Algorithm, Charge, Decision, Limit, LimitStatus, Refusal};
+use super::Settlement;
+use crate::limiter::{Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -38,18 +39,17 @@ const MAX_GENERATION_ENTRIES: usize = 8192;
 #[derive(Debug, Default)]
 pub struct DenyCache(Mutex<DenyGenerations>);
 
-/// Which limits of a request need a cached entry for a refusal from the cache.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DenyMatchScope {
-    /// Every enforced limit needs a fresh entry of the same cost, so the answer equals that of
-    /// Redis. An uncached limit might refuse for longer, and the client would retry too early.
-    AllLimits,
-    /// One limit is enough, unless another limit of its key has an entry of another cost. A cluster
-    /// decides each key separately (in a moving slot, each limit), and stops after a refusal.
-    OneKey,
-    /// One refusal of the same or a smaller cost is enough, even an expired entry whose refusal has
-    /// not ended. The request is certainly refused, perhaps for longer than the answer states.
-    AnyLimit,
+/// What the cache knows about the limits of a request.
+#[derive(Debug, PartialEq, Eq)]
+pub struct CachedStatuses {
+    /// A refusal with the statuses of the limits that refuse. Other requests may have charged the
+    /// other limits since, so their cached `remaining` could exceed one that the client knows.
+    pub decision: Decision,
+    /// Whether one of these limits certainly refuses the request.
+    pub is_certain: bool,
+    /// The positions of the limits without a fresh entry of this cost, of those that refuse for a
+    /// known time. They may refuse for longer.
+    pub unknown: SmallVec<[usize; 4]>,
 }
 
 /// Two generations of entries. After [`GENERATION_DURATION`] an entry is renewed or obsolete, so
@@ -82,52 +82,89 @@ struct DenyCacheEntry {
 }
 
 impl DenyCache {
-    /// Returns the refusal of `charges` if it is cached at `now`. Only limits that refuse have a
-    /// status. Other requests may have charged the other limits since, so their cached `remaining`
-    /// could exceed one that the client already knows.
-    pub fn find_refusal(
+    /// Returns what is known about a new request at `now`. `None` if there is no fresh entry. The
+    /// first request after the expiry of an entry does not get it, so that it asks Redis; for all
+    /// other requests the entry is prolonged.
+    pub fn find_statuses(&self, charges: &[Charge<'_>], now: Instant) -> Option<CachedStatuses> {
+        self.read_statuses(charges, now, |charge, entry| {
+            let is_current = now < entry.expires_at;
+            // A charge without cost is admitted, so it does not renew the entry.
+            if !is_current && charge.cost > 0 {
+                let max_age = max_age(charge, &entry.status);
+                entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age);
+            }
+            is_current
+        })
+    }
+
+    /// Like [`DenyCache::find_statuses`], for a request that asks Redis about all other limits.
+    pub fn find_fresh_statuses(
         &self,
         charges: &[Charge<'_>],
         now: Instant,
-        scope: DenyMatchScope,
-    ) -> Option<Decision> {
+    ) -> Option<CachedStatuses> {
+        self.read_statuses(charges, now, |charge, entry| {
+            now < entry.sent_at + max_age(charge, &entry.status)
+        })
+    }
+
+    fn read_statuses(
+        &self,
+        charges: &[Charge<'_>],
+        now: Instant,
+        is_fresh: impl Fn(&Charge<'_>, &mut DenyCacheEntry) -> bool,
+    ) -> Option<CachedStatuses> {
+        let entries = self.0.lock().read_entries(charges, is_fresh)?;
+        let mut found = CachedStatuses {
+            decision: Decision {
+                statuses: SmallVec::from_elem(None, charges.len()),
+                ..Decision::default()
+            },
+            is_certain: false,
+            unknown: SmallVec::new(),
+        };
+        for (position, (charge, entry)) in charges.iter().zip(entries).enumerate() {
+            match entry.filter(|entry| entry.cost == charge.cost) {
+                Some(entry) if entry.status.refusal.is_some() && entry.holds_at(now) => {
+                    found.is_certain |= is_certain(charge);
+                    entry.add_status_to(&mut found.decision, position, now);
+                }
+                None if charge.has_retry_time() => found.unknown.push(position),
+                _ => {}
+            }
+        }
         // Redis must see each rejected request of a policy with `count_rejected`.
         let must_count = |charge: &Charge<'_>| charge.counts_rejected && !charge.shadow;
-        if scope != DenyMatchScope::AnyLimit && charges.iter().any(must_count) {
-            return None;
-        }
-        let entries = self.0.lock().read_entries(charges, now, scope)?;
-        let is_fresh = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
-            // A concurrency limit has no retry time, so its entry is not needed.
-            !charge.is_enforced()
-                || is_concurrency(charge)
-                || entry.map_or(scope == DenyMatchScope::OneKey, |entry| {
-                    entry.cost == charge.cost
-                })
-        };
-        // Whether all charges that are answered together with this one have a fresh entry.
-        let is_complete = |charge: &Charge<'_>| {
-            let mut together = charges.iter().zip(&entries);
-            scope == DenyMatchScope::AnyLimit
-                || together.all(|(other, entry)| {
-                    let is_other_key = other.key.id() != charge.key.id();
-                    is_other_key && scope == DenyMatchScope::OneKey || is_fresh((other, entry))
-                })
-        };
-        let mut refused_at_us = None;
-        let read_status = |(charge, entry): (&Charge<'_>, &Option<DenyCacheEntry>)| {
-            let is_valid = |entry: &DenyCacheEntry| entry.is_valid_for(charge, now, scope);
-            let entry = entry.filter(|entry| is_valid(entry) && is_complete(charge))?;
-            entry.status.refusal?;
-            refused_at_us.get_or_insert(entry.earliest_store_time_us(now));
-            Some(entry.status)
-        };
-        let statuses = charges.iter().zip(&entries).map(read_status).collect();
-        Some(Decision {
-            now_us: refused_at_us?,
-            statuses,
+        found.is_certain &= !charges.iter().any(must_count);
+        Some(found)
+    }
+
+    /// After a failed call, returns a refusal of the same or a smaller cost, even an expired one
+    /// that has not ended. The request is certainly refused, perhaps for longer than stated.
+    pub fn find_any_refusal(&self, charges: &[Charge<'_>], now: Instant) -> Option<Decision> {
+        let mut generations = self.0.lock();
+        let mut refusal = Decision {
+            statuses: SmallVec::from_elem(None, charges.len()),
             ..Decision::default()
-        })
+        };
+        for (position, charge) in charges.iter().enumerate() {
+            let entry = generations.get_entry(charge).filter(|entry| {
+                let is_kept = match charge.dynamic {
+                    // An override can lift any refusal.
+                    Some(_) => now.saturating_duration_since(entry.sent_at) < MAX_AGE,
+                    None => now < entry.expires_at || entry.has_definite_refusal(),
+                };
+                is_kept && is_certain(charge) && charge.cost >= entry.cost && entry.holds_at(now)
+            });
+            if let Some(entry) = entry.filter(|entry| entry.status.refusal.is_some()) {
+                entry.add_status_to(&mut refusal, position, now);
+            }
+        }
+        refusal
+            .statuses
+            .iter()
+            .any(Option::is_some)
+            .then_some(refusal)
     }
 
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
@@ -144,6 +181,14 @@ impl DenyCache {
         self.remove_entries(charges, |entry, charge| {
             now >= entry.sent_at + max_age(charge, &entry.status)
         });
+    }
+
+    /// Removes the entry of a counter whose units a settlement changes.
+    pub fn forget_settled(&self, settlement: &Settlement<'_>) {
+        let mut generations = self.0.lock();
+        if !generations.is_empty() {
+            generations.remove_entry(&Charge::new(settlement.limit, settlement.key, 0));
+        }
     }
 
     fn remove_entries(
@@ -176,8 +221,16 @@ impl DenyCache {
         }
         let mut generations = self.0.lock();
         generations.rotate_if_due(received_at);
-        for (charge, status) in charges.iter().zip(&decision.statuses) {
-            let Some(mut status) = *status else {
+        for (position, (charge, status)) in charges.iter().zip(&decision.statuses).enumerate() {
+            let charged_at_us = decision.charged_at_us.get(position).copied().flatten();
+            // A charge with a time was admitted, and is being returned.
+            let admitted = charged_at_us.map(|_| LimitStatus {
+                remaining: 0,
+                next_growth_us: None,
+                refusal: None,
+                in_effect: None,
+            });
+            let Some(mut status) = status.or(admitted) else {
                 continue;
             };
             if !is_cacheable(charge) {
@@ -215,15 +268,15 @@ fn rank_cost(cost: u64) -> u64 {
     cost.wrapping_sub(1)
 }
 
-/// Whether a refusal of this charge refuses requests until its end time. Slots and estimates may be
-/// returned early, and `count_rejected` requires that Redis sees every rejected request.
+/// Whether the status of this charge holds until its end time, if no units are returned. Slots may
+/// be released at any time, and `count_rejected` changes the counter with every request.
 fn is_cacheable(charge: &Charge<'_>) -> bool {
-    charge.is_enforced()
-        && !(is_concurrency(charge) || charge.counts_rejected || charge.is_estimate)
+    charge.has_retry_time() && !charge.counts_rejected
 }
 
-fn is_concurrency(charge: &Charge<'_>) -> bool {
-    matches!(charge.limit.algorithm, Algorithm::Concurrency { .. })
+/// Whether a cached refusal of this charge refuses requests. Estimates may be returned early.
+fn is_certain(charge: &Charge<'_>) -> bool {
+    !charge.is_estimate
 }
 
 /// Maximum age of an entry with this status.
@@ -241,37 +294,21 @@ impl DenyGenerations {
         self.current.is_empty() && self.previous.is_empty()
     }
 
-    /// The entry of each charge that may be used in this scope. `None` if the cache is empty. The
-    /// first request after the expiry of an entry does not get it, so that it asks Redis; for all
-    /// other requests the entry is prolonged.
+    /// The fresh entry of each charge. `None` if there is none.
     fn read_entries(
         &mut self,
         charges: &[Charge<'_>],
-        now: Instant,
-        scope: DenyMatchScope,
+        is_fresh: impl Fn(&Charge<'_>, &mut DenyCacheEntry) -> bool,
     ) -> Option<SmallVec<[Option<DenyCacheEntry>; 4]>> {
         if self.is_empty() {
             return None;
         }
         let read_entry = |charge: &Charge<'_>| {
             let entry = self.get_entry(charge)?;
-            let is_current = now < entry.expires_at;
-            if scope == DenyMatchScope::AnyLimit {
-                let holds = match charge.dynamic {
-                    // An override can lift any refusal.
-                    Some(_) => now.saturating_duration_since(entry.sent_at) < MAX_AGE,
-                    None => is_current || entry.has_definite_refusal(),
-                };
-                return holds.then_some(*entry);
-            }
-            // A charge without cost is admitted, so it does not renew the entry.
-            if !is_current && charge.cost > 0 {
-                let max_age = max_age(charge, &entry.status);
-                entry.expires_at = now + REVALIDATION_INTERVAL.min(max_age);
-            }
-            is_current.then_some(*entry)
+            is_fresh(charge, entry).then_some(*entry)
         };
-        Some(charges.iter().map(read_entry).collect())
+        let entries: SmallVec<_> = charges.iter().map(read_entry).collect();
+        entries.iter().any(Option::is_some).then_some(entries)
     }
 
     fn get_entry(&mut self, charge: &Charge<'_>) -> Option<&mut DenyCacheEntry> {
@@ -325,13 +362,15 @@ impl DenyCacheEntry {
         )
     }
 
-    /// Whether the entry still holds for this charge.
-    fn is_valid_for(&self, charge: &Charge<'_>, now: Instant, scope: DenyMatchScope) -> bool {
-        let matches_cost = match scope {
-            DenyMatchScope::AnyLimit if self.status.refusal.is_some() => charge.cost >= self.cost,
-            _ => charge.cost == self.cost,
-        };
-        matches_cost && self.holds_at(now)
+    /// Adds the status to a refusal, on the clock of its first status.
+    fn add_status_to(&self, refusal: &mut Decision, position: usize, now: Instant) {
+        let now_us = self.earliest_store_time_us(now);
+        if refusal.now_us == 0 {
+            refusal.now_us = now_us;
+        }
+        if let Some(target) = refusal.statuses.get_mut(position) {
+            *target = Some(self.status.convert_clock(now_us, refusal.now_us));
+        }
     }
 
     /// Whether the status of the store has certainly not changed with time.
@@ -402,6 +441,12 @@ mod tests {
         }
     }
 
+    /// A refusal that needs no call.
+    fn find_refusal(cache: &DenyCache, charges: &[Charge<'_>], now: Instant) -> Option<Decision> {
+        let found = cache.find_statuses(charges, now)?;
+        (found.is_certain && found.unknown.is_empty()).then_some(found.decision)
+    }
+
     fn ms(ms: u64) -> Duration {
         Duration::from_millis(ms)
     }
@@ -416,9 +461,7 @@ mod tests {
             sent,
             sent + ms(40),
         );
-        let answer = cache
-            .find_refusal(&charges, sent + ms(499), DenyMatchScope::AllLimits)
-            .unwrap();
+        let answer = find_refusal(&cache, &charges, sent + ms(499)).unwrap();
         assert!(!answer.admitted);
         assert_eq!(
             answer.now_us,
@@ -426,10 +469,7 @@ mod tests {
             "the remaining wait is counted from the receipt"
         );
         assert_eq!(answer.statuses.as_slice(), [Some(refused_status(500_000))]);
-        assert_eq!(
-            cache.find_refusal(&charges, sent + ms(500), DenyMatchScope::AllLimits),
-            None
-        );
+        assert_eq!(find_refusal(&cache, &charges, sent + ms(500)), None);
     }
 
     #[test]
@@ -442,15 +482,8 @@ mod tests {
             sent,
             sent,
         );
-        assert!(
-            cache
-                .find_refusal(&charges, sent + ms(999), DenyMatchScope::AllLimits)
-                .is_some()
-        );
-        assert_eq!(
-            cache.find_refusal(&charges, sent + ms(1000), DenyMatchScope::AllLimits),
-            None
-        );
+        assert!(find_refusal(&cache, &charges, sent + ms(999)).is_some());
+        assert_eq!(find_refusal(&cache, &charges, sent + ms(1000)), None);
     }
 
     #[test]
@@ -475,9 +508,7 @@ mod tests {
         for (leased_status, holds_for_ms) in [(admitted, 999), (refused_status(9_000_000), 19)] {
             let statuses = [refused_status(9_000_000), leased_status];
             cache.record_refusal(&charges, &refused_decision(&statuses), sent, sent);
-            let find = |after_ms| {
-                cache.find_refusal(&charges, sent + ms(after_ms), DenyMatchScope::AllLimits)
-            };
+            let find = |after_ms| find_refusal(&cache, &charges, sent + ms(after_ms));
             assert!(find(holds_for_ms).is_some(), "{leased_status:?}");
             assert_eq!(find(holds_for_ms + 1), None, "{leased_status:?}");
         }
@@ -496,35 +527,33 @@ mod tests {
             ..refused_status(2_000_000)
         };
         cache.record_refusal(&charges, &refused_decision(&[blocked]), sent, sent);
-        let is_refused = |after_ms, scope| {
-            let at = sent + ms(after_ms);
-            cache.find_refusal(&charges, at, scope).is_some()
+        let is_refused_after_failure = |after_ms| {
+            let refusal = cache.find_any_refusal(&charges, sent + ms(after_ms));
+            refusal.is_some()
         };
-        assert!(is_refused(999, DenyMatchScope::AnyLimit));
-        assert!(!is_refused(1000, DenyMatchScope::AllLimits));
-        assert!(!is_refused(1000, DenyMatchScope::AnyLimit));
+        assert!(is_refused_after_failure(999));
+        assert_eq!(find_refusal(&cache, &charges, sent + ms(1000)), None);
+        assert!(!is_refused_after_failure(1000));
     }
 
     #[test]
     fn one_request_asks_again_while_others_are_refused_and_an_outage_needs_no_fresh_entry() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let charges = [charge_of_two_units(&LIMIT, &key)];
-        let is_refused = |after_ms, scope| {
-            cache
-                .find_refusal(&charges, sent + ms(after_ms), scope)
-                .is_some()
+        let is_refused = |after_ms| find_refusal(&cache, &charges, sent + ms(after_ms)).is_some();
+        let is_refused_after_failure = |after_ms| {
+            let refusal = cache.find_any_refusal(&charges, sent + ms(after_ms));
+            refusal.is_some()
         };
-        let all = DenyMatchScope::AllLimits;
         cache.record_refusal(
             &charges,
             &refused_decision(&[refused_status(2_000_000)]),
             sent,
             sent,
         );
-        let answers = [999, 1000, 1001, 1249, 1250, 1251].map(|after_ms| is_refused(after_ms, all));
+        let answers = [999, 1000, 1001, 1249, 1250, 1251].map(|after_ms| is_refused(after_ms));
         assert_eq!(answers, [true, false, true, true, false, true]);
-        let answers =
-            [1250, 1999, 2000].map(|after_ms| is_refused(after_ms, DenyMatchScope::AnyLimit));
+        let answers = [1250, 1999, 2000].map(|after_ms| is_refused_after_failure(after_ms));
         assert_eq!(answers, [true, true, false], "until the refusal ends");
         let asked = sent + ms(1010);
         cache.record_refusal(
@@ -533,12 +562,9 @@ mod tests {
             asked,
             asked,
         );
-        assert!(is_refused(2009, all) && !is_refused(2010, all) && is_refused(2011, all));
+        assert!(is_refused(2009) && !is_refused(2010) && is_refused(2011));
         cache.forget_refusals(&charges);
-        assert!(
-            !is_refused(2012, all),
-            "the request that asked was admitted"
-        );
+        assert!(!is_refused(2012), "the request that asked was admitted");
     }
 
     #[test]
@@ -547,9 +573,7 @@ mod tests {
         let charges = [charge_of_two_units(&LIMIT, &key)];
         let refused = refused_decision(&[refused_status(9_000_000)]);
         cache.record_refusal(&charges, &refused, sent, sent);
-        let find = |charges: &[Charge<'_>]| {
-            cache.find_refusal(charges, sent + ms(1001), DenyMatchScope::AllLimits)
-        };
+        let find = |charges: &[Charge<'_>]| find_refusal(&cache, charges, sent + ms(1001));
         let reading = [Charge {
             cost: 0,
             ..charges[0]
@@ -559,47 +583,120 @@ mod tests {
         assert!(find(&charges).is_some(), "others wait for its answer");
     }
 
+    /// `None`: no certain refusal. Otherwise the positions that are not known.
+    fn unknown_positions(
+        cache: &DenyCache,
+        charges: &[Charge<'_>],
+        at: Instant,
+    ) -> Option<Vec<usize>> {
+        let found = cache.find_statuses(charges, at)?;
+        found.is_certain.then(|| found.unknown.into_vec())
+    }
+
     #[test]
-    fn a_split_request_is_refused_by_one_key() {
+    fn one_limit_refuses_and_the_unknown_ones_are_listed() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
         let hourly = Limit {
             per_us: 3_600_000_000,
+            ..LIMIT
+        };
+        let slots = Limit {
+            algorithm: Algorithm::Concurrency { max_duration_us: 0 },
             ..LIMIT
         };
         let charges = [
             charge_of_two_units(&LIMIT, &a),
             charge_of_two_units(&hourly, &a),
             charge_of_two_units(&LIMIT, &b),
+            charge_of_two_units(&slots, &b),
         ];
-        let is_refused = |charges: &[Charge<'_>]| {
-            cache
-                .find_refusal(charges, sent, DenyMatchScope::OneKey)
-                .is_some()
-        };
-        cache.record_refusal(
-            &charges[..1],
-            &refused_decision(&[refused_status(500_000)]),
-            sent,
-            sent,
-        );
-        assert!(
-            is_refused(&charges),
-            "a slot that moves was not asked for the other limit"
-        );
+        let refused = refused_decision(&[refused_status(500_000)]);
+        cache.record_refusal(&charges[..1], &refused, sent, sent);
+        assert_eq!(unknown_positions(&cache, &charges, sent), Some(vec![1, 2]));
         let available = LimitStatus {
             refusal: None,
             ..refused_status(500_000)
         };
         let statuses = refused_decision(&[refused_status(500_000), available]);
         cache.record_refusal(&charges[..2], &statuses, sent, sent);
-        assert!(is_refused(&charges) && !is_refused(&charges[2..]));
+        assert_eq!(unknown_positions(&cache, &charges, sent), Some(vec![2]));
+        assert_eq!(unknown_positions(&cache, &charges[2..], sent), None);
         let cheaper = charges.map(|charge| Charge { cost: 1, ..charge });
-        assert!(!is_refused(&cheaper));
+        assert_eq!(unknown_positions(&cache, &cheaper, sent), None);
         let counting = Charge {
             counts_rejected: true,
             ..charges[2]
         };
-        assert!(!is_refused(&[charges[0], charges[1], counting]));
+        let counted = [charges[0], charges[1], counting];
+        assert_eq!(unknown_positions(&cache, &counted, sent), None);
+    }
+
+    /// A block lasts, and the units of estimates in flight may be returned.
+    #[test]
+    fn an_estimate_refuses_nothing_but_its_retry_time_is_kept() {
+        const BLOCK: Limit = Limit {
+            requests: 1,
+            per_us: 5_000_000,
+            algorithm: Algorithm::Block,
+        };
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let estimate = Charge {
+            is_estimate: true,
+            ..charge_of_two_units(&LIMIT, &key)
+        };
+        let charges = [Charge::new(&BLOCK, &key, 1), estimate];
+        let statuses = [refused_status(5_000_000), refused_status(60_000_000)];
+        cache.record_refusal(&charges, &refused_decision(&statuses), sent, sent);
+        let refusal = find_refusal(&cache, &charges, sent + ms(999)).unwrap();
+        assert_eq!(refusal.statuses.as_slice(), statuses.map(Some));
+        assert!(!cache.find_statuses(&charges[1..], sent).unwrap().is_certain);
+        assert_eq!(cache.find_any_refusal(&charges[1..], sent), None);
+    }
+
+    /// The clocks of the nodes of a cluster differ.
+    #[test]
+    fn statuses_of_different_clocks_are_converted_to_one() {
+        let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
+        let charges = [&a, &b].map(|key| charge_of_two_units(&LIMIT, key));
+        cache.record_refusal(
+            &charges[..1],
+            &refused_decision(&[refused_status(2_000_000)]),
+            sent,
+            sent,
+        );
+        let other = Decision {
+            now_us: 1_000_000,
+            ..refused_decision(&[LimitStatus {
+                next_growth_us: Some(31_000_000),
+                refusal: Some(Refusal::Until(31_000_000)),
+                ..refused_status(0)
+            }])
+        };
+        cache.record_refusal(&charges[1..], &other, sent, sent);
+        let refusal = find_refusal(&cache, &charges, sent + ms(100)).unwrap();
+        let wait_us = |position: usize| match refusal.statuses[position].unwrap().refusal {
+            Some(Refusal::Until(at_us)) => at_us - refusal.now_us,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!([0, 1].map(wait_us), [1_900_000, 29_900_000]);
+    }
+
+    /// Otherwise the limit would never be read again while others refuse first.
+    #[test]
+    fn a_prolonged_entry_does_not_answer_a_request_that_asks() {
+        let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
+        let charges = [charge_of_two_units(&LIMIT, &key)];
+        let refused = refused_decision(&[refused_status(9_000_000)]);
+        cache.record_refusal(&charges, &refused, sent, sent);
+        let later = sent + ms(1_000);
+        assert!(
+            cache
+                .find_fresh_statuses(&charges, sent + ms(999))
+                .is_some()
+        );
+        assert_eq!(cache.find_statuses(&charges, later), None);
+        assert!(cache.find_statuses(&charges, later).is_some());
+        assert_eq!(cache.find_fresh_statuses(&charges, later), None);
     }
 
     #[test]
@@ -617,11 +714,7 @@ mod tests {
                 sent,
                 sent,
             );
-            (0..2000).find(|n| {
-                cache
-                    .find_refusal(&charges, sent + ms(*n), DenyMatchScope::AllLimits)
-                    .is_none()
-            })
+            (0..2000).find(|n| find_refusal(&cache, &charges, sent + ms(*n)).is_none())
         };
         assert_eq!(cached_ms(100_000, 9_000_000), Some(20));
         assert_eq!(cached_ms(5_000, 9_000_000), Some(5));
@@ -646,8 +739,9 @@ mod tests {
             requests: 6,
             ..LIMIT
         };
-        let is_refused = |charge, scope| cache.find_refusal(&[charge], sent, scope).is_some();
-        assert!(is_refused(refused_charge, DenyMatchScope::AllLimits));
+        let is_refused = |charge| find_refusal(&cache, &[charge], sent).is_some();
+        let is_refused_after_failure = |charge| cache.find_any_refusal(&[charge], sent).is_some();
+        assert!(is_refused(refused_charge));
         for other in [
             Charge {
                 cost: 1,
@@ -667,8 +761,7 @@ mod tests {
             },
         ] {
             assert!(
-                !is_refused(other, DenyMatchScope::AllLimits)
-                    && !is_refused(other, DenyMatchScope::AnyLimit),
+                !is_refused(other) && !is_refused_after_failure(other),
                 "{other:?}"
             );
         }
@@ -676,11 +769,8 @@ mod tests {
             cost: 3,
             ..refused_charge
         };
-        assert!(
-            !is_refused(larger, DenyMatchScope::AllLimits),
-            "the time for a larger cost is unknown"
-        );
-        assert!(is_refused(larger, DenyMatchScope::AnyLimit));
+        assert!(!is_refused(larger), "the time for a larger cost is unknown");
+        assert!(is_refused_after_failure(larger));
     }
 
     #[test]
@@ -699,13 +789,10 @@ mod tests {
         ];
         let refused = [refused_status(500_000), refused_status(500_000)];
         cache.record_refusal(&charges, &refused_decision(&refused), sent, sent);
-        for scope in [
-            DenyMatchScope::AllLimits,
-            DenyMatchScope::OneKey,
-            DenyMatchScope::AnyLimit,
-        ] {
-            assert_eq!(cache.find_refusal(&charges, sent, scope), None, "{scope:?}");
-        }
+        let found = cache.find_statuses(&charges, sent).unwrap();
+        assert!(!found.is_certain && found.unknown.is_empty());
+        assert_eq!(found.decision.statuses.as_slice(), [Some(refused[0]), None]);
+        assert_eq!(cache.find_any_refusal(&charges, sent), None);
     }
 
     #[test]
@@ -728,36 +815,30 @@ mod tests {
             sent,
             sent,
         );
-        let answer = cache
-            .find_refusal(&charges, sent + ms(100), DenyMatchScope::AllLimits)
-            .unwrap();
+        let answer = find_refusal(&cache, &charges, sent + ms(100)).unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
             [Some(refused_status(500_000)), None],
             "another worker may have charged the other limit since"
         );
-        let answer = cache
-            .find_refusal(&charges, sent + ms(200), DenyMatchScope::AllLimits)
-            .unwrap();
+        let answer = find_refusal(&cache, &charges, sent + ms(200)).unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
             [Some(refused_status(500_000)), None]
         );
         assert_eq!(
-            cache.find_refusal(&charges[1..], sent, DenyMatchScope::AllLimits),
+            find_refusal(&cache, &charges[1..], sent),
             None,
             "a limit with capacity refuses no request"
         );
 
         let with_unknown = [charges[0], charge_of_two_units(&LIMIT, &c)];
         assert_eq!(
-            cache.find_refusal(&with_unknown, sent, DenyMatchScope::AllLimits),
+            find_refusal(&cache, &with_unknown, sent),
             None,
             "the unknown limit might refuse for longer"
         );
-        let answer = cache
-            .find_refusal(&with_unknown, sent, DenyMatchScope::AnyLimit)
-            .unwrap();
+        let answer = cache.find_any_refusal(&with_unknown, sent).unwrap();
         assert_eq!(
             answer.statuses.as_slice(),
             [Some(refused_status(500_000)), None]
@@ -770,9 +851,7 @@ mod tests {
             },
         ];
         assert!(
-            cache
-                .find_refusal(&shadow, sent, DenyMatchScope::AllLimits)
-                .is_some(),
+            find_refusal(&cache, &shadow, sent).is_some(),
             "shadow limits need no entry"
         );
     }
@@ -794,11 +873,7 @@ mod tests {
             sent,
             sent,
         );
-        assert!(
-            cache
-                .find_refusal(&[small], sent, DenyMatchScope::AllLimits)
-                .is_some()
-        );
+        assert!(find_refusal(&cache, &[small], sent).is_some());
     }
 
     /// Charges of an outage can fill a counter beyond its capacity. Then even a query without cost
@@ -809,10 +884,7 @@ mod tests {
         let request = charge_of_two_units(&LIMIT, &key);
         let query = Charge { cost: 0, ..request };
         let refused = refused_decision(&[refused_status(9_000_000)]);
-        let is_refused = |charge| {
-            let scope = DenyMatchScope::AllLimits;
-            cache.find_refusal(&[charge], sent, scope).is_some()
-        };
+        let is_refused = |charge| find_refusal(&cache, &[charge], sent).is_some();
         cache.record_refusal(&[query], &refused, sent, sent);
         assert!(is_refused(query) && !is_refused(request));
         for charge in [request, query] {
@@ -833,9 +905,7 @@ mod tests {
             };
             cache.record_refusal(&[large], &refused_decision(&[status]), sent, sent);
             cache.forget_refusals(&[small]);
-            cache
-                .find_refusal(&[large], sent, DenyMatchScope::AllLimits)
-                .is_some()
+            find_refusal(&cache, &[large], sent).is_some()
         };
         assert!(is_refused_after_small_charge(0) && !is_refused_after_small_charge(1));
     }
@@ -860,8 +930,7 @@ mod tests {
             sent,
         );
         assert_eq!(
-            cache
-                .find_refusal(&[charge_above_limit], sent, DenyMatchScope::AllLimits)
+            find_refusal(&cache, &[charge_above_limit], sent)
                 .unwrap()
                 .statuses
                 .as_slice(),
@@ -895,10 +964,6 @@ mod tests {
             later,
             later,
         );
-        assert!(
-            cache
-                .find_refusal(&last, later, DenyMatchScope::AllLimits)
-                .is_some()
-        );
+        assert!(find_refusal(&cache, &last, later).is_some());
     }
 }

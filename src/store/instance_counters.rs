@@ -113,12 +113,6 @@ pub(super) fn list_returns(charges: &[Charge<'_>], decision: &Decision) -> Vec<P
 /// Reads the counters, and which of them refuse, without a change: of the counters of responses, a
 /// decision changes none.
 fn read_counters(memory: &MemoryStore, charges: &[Charge<'_>]) -> Decision {
-    let reads: SmallVec<[Charge<'_>; 4]> = charges
-        .iter()
-        .map(|charge| Charge {
-            is_counted: true,
-            ..*charge
-        })
-        .collect();
-    memory.decide_at(&reads, monotonic_now())
+    let reads = charges.iter().copied().map(Charge::to_read);
+    memory.decide_at(&reads.collect::<SmallVec<[_; 4]>>(), monotonic_now())
 }

@@ -15,7 +15,7 @@ mod override_table;
 pub(super) use counter_shard::{CounterId, counter_id};
 pub use override_table::MAX_MEMORY_OVERRIDES;
 
-use super::{Settlement, StoredOverride};
+use super::{Settlement, StoredOverride, override_end_us};
 use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
     Charge, ChargeEffect, CounterState, CounterView, Decision, Key, LeaseGrant, Limit,
@@ -84,7 +84,14 @@ impl MemoryStore {
             let (positions, limited): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
                 limited.into_iter().unzip();
             let decision = self.decide_by_limits(&limited, requested_at);
-            return overridden.complete_decision(&positions, decision);
+            let mut decision = overridden.complete_decision(&positions, decision);
+            let reads = overridden.charges_after_ends(&decision, charges);
+            if !reads.is_empty() {
+                let read: SmallVec<[_; 4]> = reads.iter().map(|(_, charge)| *charge).collect();
+                let later = self.decide_by_limits(&read, requested_at);
+                overridden.apply_ends(&mut decision, &reads, &later);
+            }
+            return decision;
         }
         self.decide_by_limits(charges, requested_at)
     }
@@ -99,8 +106,11 @@ impl MemoryStore {
         let overrides = self.overrides.read();
         OverriddenCharges::resolve(charges, |charge| {
             let stored = overrides.get(&charge.key.quota_id())?;
-            let is_current = !stored.is_expired(now_us);
-            is_current.then(|| stored.rule.for_charge(charge)).flatten()
+            let rule = (!stored.is_expired(now_us)).then_some(&stored.rule)?;
+            Some((
+                rule.for_charge(charge)?,
+                stored.expires_at_ms.map(override_end_us),
+            ))
         })
     }
 

@@ -22,7 +22,7 @@ pub use leases::LeasePool;
 pub use memory::{MAX_MEMORY_OVERRIDES, MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
-pub use stored_override::{MAX_REMARK_BYTES, StoredOverride, parse_override_rule};
+pub use stored_override::{MAX_REMARK_BYTES, StoredOverride, override_end_us, parse_override_rule};
 
 use crate::limiter::{Amendment, Key, Limit};
 use deny_cache::DenyCache;
@@ -172,12 +172,14 @@ impl Store {
         &self,
         settlements: &[Settlement<'_>],
     ) -> Result<(), SettlementError> {
-        let redis = match self {
+        let (redis, deny_cache) = match self {
             Self::Memory(memory) => {
                 memory.apply_settlements(settlements);
                 return Ok(());
             }
-            Self::Redis { redis, .. } => redis,
+            Self::Redis {
+                redis, deny_cache, ..
+            } => (redis, deny_cache),
         };
         let is_in_memory = |settlement: &Settlement<'_>| {
             self.find_memory_store(settlement.key)
@@ -191,6 +193,9 @@ impl Store {
             .filter(|(_, settlement)| !is_in_memory(settlement))
             .unzip();
         let result = apply_settlements_in_redis(redis, &in_redis).await;
+        for settlement in &in_redis {
+            deny_cache.forget_settled(settlement);
+        }
         result.map_err(|mut error| {
             for index in &mut error.unconfirmed_indices {
                 *index = indices.get(*index).copied().unwrap_or(*index);

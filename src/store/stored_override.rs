@@ -70,7 +70,22 @@ impl StoredOverride {
 
     pub fn is_expired(&self, now_us: u64) -> bool {
         self.expires_at_ms
-            .is_some_and(|at_ms| at_ms <= now_us / 1000)
+            .is_some_and(|at_ms| override_end_us(at_ms) <= now_us)
+    }
+}
+
+/// When an override with this expiry ends (µs). Redis keeps a key through the whole millisecond of
+/// its expiry.
+pub fn override_end_us(expires_at_ms: u64) -> u64 {
+    expires_at_ms.saturating_add(1).saturating_mul(1000)
+}
+
+/// Divides the start of an override's text, `RULE[@EXPIRES_MS] ...`.
+pub(super) fn split_rule_and_expiry(text: &str) -> (&str, Option<u64>) {
+    let word = text.split(' ').next().unwrap_or_default();
+    match word.split_once('@') {
+        Some((rule, expiry)) => (rule, expiry.parse().ok()),
+        None => (word, None),
     }
 }
 

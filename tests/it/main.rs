@@ -119,6 +119,7 @@ mod resource_shortages;
 mod response_cleanup;
 mod response_costs;
 mod retry_after;
+mod retry_after_of_all_limits;
 mod returned_units;
 mod rolling_upgrade;
 mod self_service;

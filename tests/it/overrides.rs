@@ -2,6 +2,7 @@
 
 mod admin_port;
 mod combinations;
+mod expiry;
 mod input;
 
 use crate::support::TEST_TIMEOUT;

@@ -1,7 +1,9 @@
 //! Overrides of keys: both stores decide as the naive model does with the limits in effect.
 
 use crate::reference_model::NaiveModel;
-use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
+use crate::support::store_harness::{
+    EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, test_seed,
+};
 use fastrand::Rng;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -320,5 +322,86 @@ fn both_stores_agree_for_every_algorithm() {
         |_, _, _, _, [memory, redis], context| {
             assert_eq!(memory, redis, "{context}");
         },
+    );
+}
+
+/// The override applies until its end, and then the limit of the file.
+#[test]
+fn retry_times_are_exact_when_overrides_end() {
+    let seed = test_seed();
+    let mut rng = Rng::with_seed(seed);
+    let mut stores = StoreUnderTest::both_stores();
+    let name: LimitName = Arc::from(NAMES[0]);
+    let (mut at_the_end, mut after_the_end) = (0, 0);
+    for round in 0..600 {
+        stores.iter_mut().for_each(StoreUnderTest::reset);
+        let limit = EVERY_ALGORITHM[rng.usize(..EVERY_ALGORITHM.len())].1(&mut rng);
+        let mut key = KeyBuilder::new("api");
+        key.push_key_value(Some(b"ann"));
+        let key = key.finish();
+        let charge = Charge {
+            dynamic: Some(&name),
+            ..Charge::new(&limit, &key, rng.u64(1..=3).min(limit.cold_capacity()))
+        };
+        let ends_ms = (START_US + rng.u64(..2 * limit.per_us)) / 1000;
+        let ends_us = (ends_ms + 1) * 1000;
+        let amounts = LimitAmounts {
+            limit: (*name).into(),
+            requests: rng.u64(0..30),
+            burst: None,
+        };
+        let stored = StoredOverride {
+            key: key.clone(),
+            rule: match rng.u8(..3) {
+                0 => KeyOverride::Blocked,
+                _ => KeyOverride::Limits(vec![amounts]),
+            },
+            expires_at_ms: Some(ends_ms),
+            author: None,
+            note: None,
+        };
+        let mut decide = |at_us: u64| {
+            let stored = Some(&stored).filter(|_| at_us < ends_us);
+            let decisions = stores.each_mut().map(|store| {
+                if at_us == START_US || at_us >= ends_us {
+                    store.change_override(&key, stored);
+                }
+                store.decide(&[charge], at_us)
+            });
+            let [memory, redis] = decisions;
+            let without_ends = Decision {
+                override_expiries: Box::default(),
+                ..redis
+            };
+            assert_eq!(
+                memory, without_ends,
+                "seed {seed}, round {round}, {limit:?}, {stored:?}"
+            );
+            memory
+        };
+        let (mut at_us, mut requests) = (START_US, 0);
+        let refused = loop {
+            let decision = decide(at_us);
+            requests += 1;
+            if !decision.admitted || requests == 60 {
+                break decision;
+            }
+            at_us += rng.u64(..=limit.per_us / 8);
+        };
+        let Some(until_us) = admissible_at_us(&[charge], &refused) else {
+            continue;
+        };
+        if at_us < ends_us {
+            at_the_end += usize::from(until_us == ends_us);
+            after_the_end += usize::from(until_us > ends_us);
+        }
+        for at_us in [until_us - 1, until_us] {
+            let what = format!("seed {seed}, round {round}: {refused:?}, {limit:?}, {stored:?}");
+            assert_eq!(decide(at_us).admitted, at_us == until_us, "{what}");
+        }
+    }
+    assert!(
+        at_the_end > 20 && after_the_end > 20,
+        "{at_the_end}, {after_the_end}"
     );
 }

@@ -3,6 +3,7 @@
 use super::{FallbackStore, uses_fallback};
 use crate::limiter::{Charge, Decision, OverriddenCharges};
 use crate::store::memory::counter_id;
+use crate::store::override_end_us;
 use smallvec::SmallVec;
 use std::time::Instant;
 
@@ -16,7 +17,15 @@ impl FallbackStore {
                 let (positions, limited): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
                     limited.into_iter().unzip();
                 let decision = self.decide_by_limits(&limited, requested_at);
-                overridden.complete_decision(&positions, decision)
+                let mut decision = overridden.complete_decision(&positions, decision);
+                let reads = overridden.charges_after_ends(&decision, charges);
+                if !reads.is_empty() {
+                    let read: SmallVec<[_; 4]> = reads.iter().map(|(_, charge)| *charge).collect();
+                    let all: SmallVec<[_; 4]> = (0..read.len()).collect();
+                    let later = self.decide_by_share(&read, self.share(), requested_at, &all);
+                    overridden.apply_ends(&mut decision, &reads, &later);
+                }
+                decision
             }
             None => self.decide_by_limits(charges, requested_at),
         }
@@ -36,7 +45,7 @@ impl FallbackStore {
             let id = counter_id(charge.limit, charge.key);
             let cached = self.override_cache.find(id)?;
             let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
-            is_current.then(|| cached.in_effect.clamp_to(charge.limit))
+            is_current.then(|| (cached.in_effect.clamp_to(charge.limit), cached.ends_us))
         })
     }
 
@@ -49,7 +58,7 @@ impl FallbackStore {
     ) -> Option<u64> {
         let mut expiries = decision.override_expiries.iter();
         let (_, at_ms) = expiries.find(|(at, _)| *at == index)?;
-        let left_us = at_ms.saturating_mul(1000).saturating_sub(decision.now_us);
+        let left_us = override_end_us(*at_ms).saturating_sub(decision.now_us);
         let received_us = self.clock.instant_to_unix_us(received_at);
         Some(received_us.saturating_add(left_us))
     }

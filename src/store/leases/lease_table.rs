@@ -125,6 +125,18 @@ impl LeaseTable {
         }
     }
 
+    /// Whether a lease has units for this charge.
+    pub(super) fn has_units_for(&self, charge: &Charge<'_>, now: ClockReading) -> bool {
+        let shard = self.lock_shard(charge.key.id());
+        let entry = shard.keys.get(&charge.key.id());
+        entry.is_some_and(|entry| {
+            let mut leases = entry.leases.iter();
+            leases.any(|lease| {
+                lease.remaining_units >= charge.cost && !now.has_reached(&lease.expires_at)
+            })
+        })
+    }
+
     /// Records the store's answer to a lease request for one policy, sent at `sent_at`.
     pub(super) fn record_lease_answer(
         &self,

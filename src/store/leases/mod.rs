@@ -130,6 +130,14 @@ impl LeasePool {
         }
     }
 
+    /// Whether leased units of this process would admit a charge now.
+    pub(super) fn has_units_for(&self, charge: &Charge<'_>) -> bool {
+        charge.lease.is_some()
+            && self
+                .table
+                .has_units_for(charge, ClockReading::now(&self.clock))
+    }
+
     /// Ends all leases and sends credits for their unused units, for at most [`FLUSH_TIMEOUT`]. No
     /// units are issued afterwards. The first worker that stops ends the leases of all workers.
     pub(super) async fn end_leases_and_send_credits(&self, redis: &RedisStore) {

@@ -106,7 +106,8 @@ end
 
 -- section: overrides
 -- The overrides of all charges, read at once, because each call from Lua costs more than the reading.
-local override_values = #ARGV == 2 and { call('GET', KEYS[2]) } or #ARGV > 2 and call('MGET', unpack(KEYS, #ARGV)) or {}
+-- MGET reads a value of another type as none.
+local override_values = #ARGV > 1 and call('MGET', unpack(KEYS, #ARGV)) or {}
 
 -- The charge under an override, `RULE[@EXPIRES_MS]`: `*` unlimited, `!` blocked, else
 -- `name=requests[+burst],..`. It has only what differs from the charge.
@@ -114,12 +115,15 @@ local function make_variant(charge, rule)
   local variant = setmetatable({}, charge.metatable)
   local at, expiry = find(rule, '@', 1, true), ''
   if at then
-    expiry = format('-4 %d ', tonumber(string.sub(rule, at + 1)) or 0)
+    local expires_ms = tonumber(string.sub(rule, at + 1)) or 0
+    -- Redis keeps a key through the whole millisecond of its expiry.
+    variant.ends_at, variant.after = max(time + 1, (expires_ms + 1) * 1000), charge
+    expiry = format('-4 %d ', expires_ms)
     rule = string.sub(rule, 1, at - 1)
   end
   if rule == '' then return end
   if rule == '*' then
-    variant.is_unlimited, variant.cost, variant.capacity = true, 0, 0
+    variant.is_unlimited, variant.cost, variant.capacity, variant.ends_at = true, 0, 0, nil
     variant.override_words = expiry .. '-2 0 '
     variant.requested_units = charge.requested_units and 0
     return variant
@@ -154,26 +158,42 @@ local function make_variant(charge, rule)
 end
 
 -- The n-th charge under the override of its key, if it has one. Every call reads the overrides, so
--- a change holds from the next decision.
-local function apply_override(n, first, charge)
+-- a change holds from the next decision. A value without a rule is none.
+local function apply_override(n, charge)
   local value = charge.override_words and override_values[n]
   if not value then return charge end
   local rule = match(value, '^[^ ]+')
   if not charge.variants then charge.variants, charge.metatable = {}, { __index = charge } end
   local variant = rule and charge.variants[rule]
   if not variant then
-    variant = rule and make_variant(charge, rule)
-    if not variant then raise_foreign_key(n - first + 1) end
-    charge.variants[rule] = variant
+    variant = rule and make_variant(charge, rule) or charge
+    charge.variants[rule or ''] = variant
   end
   return variant
+end
+
+-- The times of a status, if they are after the end of the override: from then on the limit without
+-- it applies.
+local function apply_override_end(key, charge, until_us, growth_us, remaining)
+  local ends_at, after = charge.ends_at, charge.after
+  local is_late, grows_late = until_us == -1 or until_us > ends_at, growth_us == 0 or growth_us > ends_at
+  local state = (is_late or grows_late) and after.rule.read(key, time, after.per, after.parameters)
+  if not state then return until_us, growth_us end
+  local later_until = refused_until(after.rule.release_time, state, charge.cost, after.capacity)
+  local later_growth = next_growth_time(after.rule.release_time, state, after.capacity)
+  if is_late and later_until then until_us = later_until == -1 and -1 or max(ends_at, later_until) end
+  if grows_late and later_growth then
+    growth_us = after.capacity - state.used_units > remaining and ends_at
+      or later_growth > 0 and max(ends_at, later_growth) or 0
+  end
+  return until_us, growth_us
 end
 -- end section
 
 -- Decides a request with one mergeable charge, for all its repetitions.
 local function decide_mergeable(n, charge)
   -- section: overrides
-  charge = apply_override(n, n, charge)
+  charge = apply_override(n, charge)
   if charge.is_unlimited then
     return charge.override_words .. '0 0 0' .. (charge.repeat_count > 1 and ' ' .. charge.repeat_count or '')
   end
@@ -194,7 +214,13 @@ local function decide_mergeable(n, charge)
       or refused_until(rule.release_time, state, cost, capacity)
   end
   if not (growth_us and until_us) then raise_foreign_key(1) end
-  local answer = format('%d %d %d', until_us, max(0, capacity - state.used_units), growth_us)
+  local remaining = max(0, capacity - state.used_units)
+  -- section: overrides
+  if charge.ends_at then
+    until_us, growth_us = apply_override_end(KEYS[n], charge, until_us, growth_us, remaining)
+  end
+  -- end section
+  local answer = format('%d %d %d', until_us, remaining, growth_us)
   -- section: overrides
   answer = (charge.override_words or '') .. answer
   -- end section
@@ -239,7 +265,7 @@ local function decide_request(n, last)
     local rule, policy = charge.rule, charge.policy
     local state, until_us, growth_us, err
     -- section: overrides
-    charge = apply_override(index, n, charge)
+    charge = apply_override(index, charge)
     if charge.is_unlimited then
       state, until_us, growth_us = { used_units = 0, now = time }, 0, 0
     end
@@ -304,7 +330,14 @@ local function decide_request(n, last)
       entry.until_us = refused_until(charge.rule.release_time, state, charge.cost, charge.capacity)
       entry.growth_us = next_growth_time(charge.rule.release_time, state, charge.capacity)
     end
-    words[index] = format('%d %d %d', entry.until_us, max(0, charge.capacity - state.used_units), entry.growth_us)
+    local remaining = max(0, charge.capacity - state.used_units)
+    -- section: overrides
+    if charge.ends_at then
+      entry.until_us, entry.growth_us =
+        apply_override_end(KEYS[n + index - 1], charge, entry.until_us, entry.growth_us, remaining)
+    end
+    -- end section
+    words[index] = format('%d %d %d', entry.until_us, remaining, entry.growth_us)
     -- section: overrides
     words[index] = (charge.override_words or '') .. words[index]
     -- end section

@@ -108,7 +108,8 @@ impl CounterInspector {
                                 return Ok(());
                             }
                         }
-                        Ok(None) | Err(RedisErrorKind::InvalidReply) => {}
+                        Ok(None)
+                        | Err(RedisErrorKind::InvalidReply | RedisErrorKind::WrongType(_)) => {}
                         Err(failure) => return Err(failure.into()),
                     }
                 }

@@ -17,7 +17,7 @@ use super::super::lease_credit::LeaseCredit;
 use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
-use crate::store::deny_cache::{DenyCache, DenyMatchScope};
+use crate::store::deny_cache::DenyCache;
 use crate::store::{FallbackStore, MemorySettings, MemoryStore, Share};
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BinaryHeap, VecDeque};
@@ -531,10 +531,8 @@ impl ScaleSimulation {
             }
             LeaseAction::WaitForRefill(_) => self.sidecars[sidecar_index].waiting_requests += 1,
             LeaseAction::QueryStore { units_to_request } => {
-                if deny_cache
-                    .find_refusal(&charges, now, DenyMatchScope::AllLimits)
-                    .is_some()
-                {
+                let cached = deny_cache.find_statuses(&charges, now);
+                if cached.is_some_and(|cached| cached.is_certain) {
                     if units_to_request > 0 {
                         table.finish_refill(self.key.id());
                     }

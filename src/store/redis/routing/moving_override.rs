@@ -5,8 +5,9 @@
 
 use super::router::RedisRouter;
 use crate::limiter::{Charge, Decision, OverriddenCharges, OverrideInEffect};
-use crate::store::parse_override_rule;
 use crate::store::redis::error::RedisErrorKind;
+use crate::store::stored_override::split_rule_and_expiry;
+use crate::store::{override_end_us, parse_override_rule};
 use redis::{Value, cmd, from_redis_value};
 use tokio::time::Instant;
 
@@ -19,6 +20,7 @@ impl RedisRouter {
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
         let in_effect = self.read_override(hash_slot, &charge, deadline).await?;
+        let charges = [charge];
         let without_override = |charge| Charge {
             dynamic: None,
             ..charge
@@ -45,7 +47,13 @@ impl RedisRouter {
         let decision = self
             .request_decision(hash_slot, &[charge], deadline)
             .await?;
-        Ok(overridden.complete_decision(&[position], decision))
+        let mut decision = overridden.complete_decision(&[position], decision);
+        let reads = overridden.charges_after_ends(&decision, &charges);
+        if let [(_, read)] = reads.as_slice() {
+            let later = self.request_decision(hash_slot, &[*read], deadline).await?;
+            overridden.apply_ends(&mut decision, &reads, &later);
+        }
+        Ok(decision)
     }
 
     /// Reads the override of a charge's key, as the script does: a value of another type is none.
@@ -54,7 +62,7 @@ impl RedisRouter {
         hash_slot: u16,
         charge: &Charge<'_>,
         deadline: Instant,
-    ) -> Result<Option<OverrideInEffect>, RedisErrorKind> {
+    ) -> Result<Option<(OverrideInEffect, Option<u64>)>, RedisErrorKind> {
         let mut command = cmd("MGET");
         command.arg(self.context.scripts.override_key(charge.key));
         let reply = self.request_reply(hash_slot, &command, deadline).await?;
@@ -64,10 +72,8 @@ impl RedisRouter {
             return Ok(None);
         };
         let text = String::from_utf8_lossy(&text);
-        let rule = text.split([' ', '@']).next().unwrap_or_default();
-        if rule.is_empty() {
-            return Err(RedisErrorKind::WrongType(1));
-        }
-        Ok(parse_override_rule(rule).and_then(|rule| rule.for_charge(charge)))
+        let (rule, expiry) = split_rule_and_expiry(&text);
+        let in_effect = parse_override_rule(rule).and_then(|rule| rule.for_charge(charge));
+        Ok(in_effect.map(|in_effect| (in_effect, expiry.map(override_end_us))))
     }
 }

@@ -55,7 +55,8 @@ impl RedisRouter {
         held_back: &[usize],
         deadline: Instant,
     ) -> SplitResult {
-        if charges.iter().all(|charge| charge.cost == 0) {
+        let is_read = |charge: &Charge<'_>| charge.cost == 0 || charge.is_counted;
+        if charges.iter().all(is_read) {
             return self.read_all_shards(charges, deadline).await;
         }
         let mut searches = start_searches(charges);

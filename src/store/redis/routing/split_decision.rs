@@ -285,13 +285,12 @@ fn merge_decisions(
         grants: SmallVec::new(),
         charged_at_us: SmallVec::from_elem(None, charge_count),
     };
-    for outcome in outcomes
-        .iter()
-        .filter(|outcome| admitted || !outcome.is_reserved())
-    {
+    for outcome in outcomes {
+        let is_returned = !admitted && outcome.is_reserved();
         if let Some(status) = merged.statuses.get_mut(outcome.position) {
             *status = outcome
                 .final_status()
+                .filter(|_| !is_returned)
                 .map(|status| status.convert_clock(outcome.now_us, now_us));
         }
         if let Some(charged_at_us) = merged.charged_at_us.get_mut(outcome.position) {
@@ -382,7 +381,7 @@ mod tests {
         assert_eq!(other.next_growth_us, Some(1_000_500));
         assert_eq!(
             (merged.statuses[0], merged.charged_at_us[0]),
-            (None, None),
+            (None, Some(1_000_000)),
             "its units are being returned"
         );
     }

@@ -115,7 +115,7 @@ impl ScriptLibrary {
         let mut next_number = || numbers.next().flatten();
         let statuses = counters.iter().map(|(_, limit)| {
             let numbers = [next_number()?, next_number()?, next_number()?];
-            parse_limit_status(limit, 0, now_us, numbers)
+            parse_limit_status(limit, (0, true), now_us, numbers)
         });
         let statuses = statuses.collect::<Option<_>>()?;
         numbers.next().is_none().then_some((now_us, statuses))
@@ -158,7 +158,9 @@ fn parse_charge_status(
     if in_effect == Some(OverrideInEffect::Unlimited) {
         return Some((LimitStatus::UNLIMITED, expires_at_ms));
     }
-    let mut status = parse_limit_status(&limit, charge.cost, now_us, numbers)?;
+    // After an override, another limit applies.
+    let is_final = expires_at_ms.is_none();
+    let mut status = parse_limit_status(&limit, (charge.cost, is_final), now_us, numbers)?;
     if let Some(admitted) = admitted {
         status = derive_caller_status(position, status, (&limit, charge.cost), admitted)?;
     }
@@ -183,10 +185,10 @@ fn parse_override([requests, burst]: [i64; 2]) -> Option<Option<OverrideInEffect
 }
 
 /// Parses the numbers of one charge. Returns `None` for impossible values, which must not take
-/// effect.
+/// effect. `is_final`: no other limit applies later.
 fn parse_limit_status(
     limit: &Limit,
-    cost: u64,
+    (cost, is_final): (u64, bool),
     now_us: u64,
     [until, remaining, next_growth]: [i64; 3],
 ) -> Option<LimitStatus> {
@@ -211,7 +213,8 @@ fn parse_limit_status(
         .ok()
         .filter(|remaining| *remaining <= limit.capacity())?;
     let is_never_admitted = cost > limit.capacity() || limit.capacity() == 0;
-    (is_never_admitted == (refusal == Some(Refusal::Never))).then_some(LimitStatus {
+    let is_valid = !is_final || is_never_admitted == (refusal == Some(Refusal::Never));
+    is_valid.then_some(LimitStatus {
         remaining,
         next_growth_us,
         refusal,

@@ -1,0 +1,293 @@
+//! `Retry-After` covers every limit that would refuse, whichever part of the store answers first: the
+//! instance, one slot of a cluster, a cached refusal, a shard, or a local share.
+
+use crate::support::TEST_TIMEOUT;
+use crate::support::client::RawResponse;
+use crate::support::cluster::{RedisCluster, initial_node};
+use crate::support::login_app::{check_password, log_in};
+use crate::support::proxy::Proxy;
+use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::upstream::Upstream;
+use std::ops::RangeInclusive;
+use tidegate::limiter::KeyBuilder;
+use tokio::time::timeout;
+
+const FROM_CACHE: &str = "tidegate_decision_seconds_count{source=\"deny_cache\"}";
+
+/// A policy for some paths, with one unit per user.
+struct PathPolicy<'p> {
+    name: &'p str,
+    paths: &'p str,
+    per: &'p str,
+    more: &'p str,
+}
+
+impl PathPolicy<'_> {
+    fn to_config(&self) -> String {
+        let Self {
+            name,
+            paths,
+            per,
+            more,
+        } = self;
+        format!(
+            "[[policy]]\nname = '{name}'\nmatch = {{ path = [{paths}] }}\n{more}\n\
+             limit = {{ requests = 1, per = '{per}' }}\n"
+        )
+    }
+}
+
+async fn send(proxy: &Proxy, path: &str, user: &str) -> RawResponse {
+    let request = proxy.request("GET", path).header("x-user", user);
+    request.send().await
+}
+
+fn retry_after(response: &RawResponse) -> u64 {
+    assert_eq!(response.status, 429, "{response:?}");
+    response.header("retry-after").unwrap().parse().unwrap()
+}
+
+/// Several requests, the first of which reads the counters, all get a time in this range.
+async fn assert_waits(proxy: &Proxy, path: &str, user: &str, expected: RangeInclusive<u64>) {
+    for nth in 0..6 {
+        let wait = retry_after(&send(proxy, path, user).await);
+        assert!(
+            expected.contains(&wait),
+            "request {nth} of {user}: {wait} s"
+        );
+    }
+}
+
+async fn start_proxy(store: &str, policies: &str, app: &Upstream) -> Proxy {
+    let config = format!("listen = {{ threads = 1 }}\n{store}\n{policies}");
+    let proxy = Proxy::start(&config, app.address).await;
+    proxy.wait_for_store().await;
+    proxy
+}
+
+fn cluster_config(cluster: &RedisCluster) -> String {
+    format!(
+        "[store]\nkind = 'redis'\n[store.redis]\n{}\nkey_prefix = 'shop'\ntimeout = '1s'\n",
+        cluster.config_lines()
+    )
+}
+
+/// A policy name whose key without values is on a node.
+fn policy_on(node: usize, name: &str) -> String {
+    let mut names = (0..).map(|number| format!("{name}{number}"));
+    let is_there = |name: &String| initial_node(&KeyBuilder::new(name).finish()) == node;
+    names.find(is_there).unwrap()
+}
+
+/// The pod admits one request per 100 s, Redis one per customer and 1,000 s. What the pod refuses uses
+/// up nothing in Redis.
+#[tokio::test]
+async fn a_refusal_of_the_instance_covers_the_limits_in_redis() {
+    let app = Upstream::echo().await;
+    for more in [
+        "",
+        "count_rejected = true",
+        "count_when = { status = ['2xx'] }",
+        "block_for = '10s'",
+        "lease = { size = 5, ttl = '100ms' }",
+        "on_store_failure = 'local'",
+        "priority = -5",
+        "dynamic = true",
+    ] {
+        let redis = RedisServer::start();
+        let pod = PathPolicy {
+            name: "pod",
+            paths: "'/all'",
+            per: "100s",
+            more: "scope = 'instance'",
+        };
+        let customer = PathPolicy {
+            name: "customer",
+            paths: "'/all', '/customer'",
+            per: "1000s",
+            more: &format!("key = ['header:x-user']\n{more}"),
+        };
+        let policies = format!("{}{}", pod.to_config(), customer.to_config());
+        let one = start_proxy(&redis.store_config(), &policies, &app).await;
+        let two = start_proxy(&redis.store_config(), &policies, &app).await;
+        assert_eq!(send(&one, "/all", "ann").await.status, 200, "{more}");
+        assert_waits(&one, "/all", "ann", 990..=1000).await;
+        // Redis has units for others: the pod alone refuses them, and charges nothing.
+        assert_waits(&one, "/all", "bob", 90..=100).await;
+        // Another instance exhausts a customer of whom this one knows nothing.
+        assert_eq!(send(&two, "/customer", "cid").await.status, 200, "{more}");
+        assert_waits(&one, "/all", "cid", 990..=1000).await;
+        assert_eq!(send(&two, "/customer", "bob").await.status, 200, "{more}");
+    }
+}
+
+/// A pod that is full costs Redis one call per customer and second, and Redis gets no counter.
+#[tokio::test]
+async fn a_full_instance_reads_each_key_once_per_second() {
+    let (redis, app) = (RedisServer::start(), Upstream::echo().await);
+    let pod = PathPolicy {
+        name: "pod",
+        paths: "'/all'",
+        per: "100s",
+        more: "scope = 'instance'",
+    };
+    let customer = PathPolicy {
+        name: "customer",
+        paths: "'/all'",
+        per: "1000s",
+        more: "key = ['header:x-user']",
+    };
+    let policies = format!("{}{}", pod.to_config(), customer.to_config());
+    let proxy = start_proxy(&redis.store_config(), &policies, &app).await;
+    assert_eq!(send(&proxy, "/all", "ann").await.status, 200);
+    let calls = async || -> u64 {
+        let info: String = redis.command("INFO commandstats").await;
+        let (_, rest) = info.split_once("cmdstat_evalsha:calls=").unwrap();
+        rest.split(',').next().unwrap().parse().unwrap()
+    };
+    let before = calls().await;
+    for _ in 0..200 {
+        assert_eq!(send(&proxy, "/all", "bob").await.status, 429);
+    }
+    let made = calls().await - before;
+    assert!((1..=20).contains(&made), "{made} calls");
+    assert_eq!(list_counter_keys(&redis).await.len(), 1, "only of ann");
+}
+
+/// Limits of one slot each on all nodes of a cluster: whichever slot refuses first, the latest counts.
+#[tokio::test]
+async fn a_refusal_of_one_slot_covers_all_slots() {
+    let (cluster, app) = (RedisCluster::start().await, Upstream::echo().await);
+    for (round, periods) in [["200s", "6000s", "3000s"], ["6000s", "3000s", "200s"]]
+        .into_iter()
+        .enumerate()
+    {
+        for more in ["", "count_when = { status = ['2xx'] }"] {
+            let mut policies = String::new();
+            for (node, per) in periods.into_iter().enumerate() {
+                let policy = PathPolicy {
+                    name: &policy_on(node, &format!("p{round}{}x", more.len())),
+                    paths: &format!("'/all', '/{node}', '/first{node}'"),
+                    per,
+                    more,
+                };
+                policies += &policy.to_config();
+            }
+            let proxy = start_proxy(&cluster_config(&cluster), &policies, &app).await;
+            for node in 0..3 {
+                let status = send(&proxy, &format!("/{node}"), "ann").await.status;
+                assert_eq!(status, 200, "{more}");
+            }
+            assert_waits(&proxy, "/all", "ann", 5_900..=6_000).await;
+            let violated = send(&proxy, "/all", "ann").await;
+            let violated = violated.json()["violated-policies"]
+                .as_array()
+                .unwrap()
+                .len();
+            assert_eq!(violated, 3, "{more}");
+        }
+    }
+}
+
+/// A customer without units, and a global limit that is exhausted for longer: the cached refusal of the
+/// global limit does not hide the customer's, nor the other way round.
+#[tokio::test]
+async fn a_cached_refusal_of_one_slot_does_not_hide_another() {
+    let (cluster, app) = (RedisCluster::start().await, Upstream::echo().await);
+    let short = PathPolicy {
+        name: "global",
+        paths: "'/all', '/global'",
+        per: "200s",
+        more: "key = []",
+    };
+    let long = PathPolicy {
+        name: "customer",
+        paths: "'/all', '/customer'",
+        per: "6000s",
+        more: "key = ['header:x-user']",
+    };
+    let policies = format!("{}{}", short.to_config(), long.to_config());
+    let proxy = start_proxy(&cluster_config(&cluster), &policies, &app).await;
+    let users: Vec<_> = (0..8).map(|number| format!("u{number}")).collect();
+    for user in &users {
+        assert_eq!(send(&proxy, "/customer", user).await.status, 200);
+    }
+    assert_eq!(send(&proxy, "/global", "any").await.status, 200);
+    for user in &users {
+        assert_waits(&proxy, "/all", user, 5_900..=6_000).await;
+        assert_waits(&proxy, "/all", &format!("other {user}"), 190..=200).await;
+    }
+    // The refusals reserved nothing.
+    for user in &users {
+        let status = send(&proxy, "/customer", &format!("other {user}"))
+            .await
+            .status;
+        assert_eq!(status, 200);
+    }
+}
+
+/// A block that ends before its limit has units again.
+#[tokio::test]
+async fn a_cached_block_keeps_the_retry_time_of_its_limit() {
+    let app = Upstream::with_handler(check_password).await;
+    let cluster = RedisCluster::start().await;
+    let redis = RedisServer::start();
+    for store in [redis.store_config(), cluster_config(&cluster)] {
+        let policies = "[[policy]]\nname = 'login'\nkey = ['header:x-user']\nblock_for = '100s'\n\
+             count_when = { status = [401] }\nlimit = { requests = 3, per = '1000s' }\n";
+        let proxy = start_proxy(&store, policies, &app).await;
+        for _ in 0..3 {
+            assert_eq!(log_in(&proxy, "/", "ann", "wrong").await.status, 401);
+        }
+        // The response counters are charged a moment after the response, then the block starts.
+        let blocked = async {
+            while proxy.read_metric(FROM_CACHE).await == 0.0 {
+                let wait = retry_after(&log_in(&proxy, "/", "ann", "wrong").await);
+                assert!((990..=1000).contains(&wait), "{wait}");
+            }
+        };
+        timeout(TEST_TIMEOUT, blocked).await.unwrap();
+        for _ in 0..20 {
+            let wait = retry_after(&log_in(&proxy, "/", "ann", "right").await);
+            assert!((990..=1000).contains(&wait), "{wait}");
+        }
+    }
+}
+
+/// One of the policies has shards: all of them are read.
+#[tokio::test]
+async fn a_refusal_covers_all_shards() {
+    let (cluster, app) = (RedisCluster::start().await, Upstream::echo().await);
+    for (sharded_per, other_per, expected) in [
+        ("6000s", "200s", 5_900..=6_000),
+        ("200s", "6000s", 5_900..=6_000),
+    ] {
+        let name = format!("sharded{other_per}");
+        let policies = format!(
+            "[[policy]]\nname = '{name}'\nmatch = {{ path = ['/all', '/sharded'] }}\nshards = 4\n\
+             limit = {{ requests = 4, per = '{sharded_per}' }}\n{}",
+            PathPolicy {
+                name: "other",
+                paths: "'/all', '/other'",
+                per: other_per,
+                more: "",
+            }
+            .to_config()
+        );
+        let proxy = start_proxy(&cluster_config(&cluster), &policies, &app).await;
+        assert_eq!(send(&proxy, "/other", "ann").await.status, 200);
+        // One shard is left: it would admit.
+        for _ in 0..3 {
+            assert_eq!(send(&proxy, "/sharded", "ann").await.status, 200);
+        }
+        let other_wait = if other_per == "200s" {
+            190..=200
+        } else {
+            5_900..=6_000
+        };
+        assert_waits(&proxy, "/all", "ann", other_wait).await;
+        assert_eq!(send(&proxy, "/sharded", "ann").await.status, 200);
+        let again = start_proxy(&cluster_config(&cluster), &policies, &app).await;
+        assert_waits(&again, "/all", "ann", expected).await;
+    }
+}
