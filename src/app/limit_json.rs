@@ -52,7 +52,8 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
             _ = set_field("max_delay_s", micros_to_seconds_json(max_delay_us))
         }
         Algorithm::Concurrency { max_duration_us } => {
-            _ = set_field("max_duration_s", micros_to_seconds_json(max_duration_us));
+            set_field("max_duration_s", micros_to_seconds_json(max_duration_us));
+            set_field("release", json!(named.release.name()));
         }
         Algorithm::CalendarWindow { calendar } => {
             set_field("per", json!(calendar.unit().as_str()));

@@ -1,6 +1,5 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
-use super::UnenforcedRejections;
 use super::charge_plan::ChargePlan;
 use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Key, Limit, LimitStatus};
@@ -121,7 +120,7 @@ fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<Cha
             Some(plan) => plan.planned_policies.push(planned_policy),
             None => plans.push(ChargePlan {
                 planned_policies: smallvec![planned_policy],
-                unenforced_rejections: UnenforcedRejections::default(),
+                ..ChargePlan::default()
             }),
         }
     }

@@ -2,9 +2,7 @@
 
 use super::charge_plan::ChargePlan;
 use super::planned_policy::PlannedPolicy;
-use super::{
-    Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections, Verdict,
-};
+use super::{Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Charge, Refusal};
 use crate::policy::{ClientQuotas, Policy, SelfServiceSettings};
 use smallvec::smallvec;
@@ -111,7 +109,7 @@ fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
     });
     ChargePlan {
         planned_policies: planned_policies.collect(),
-        unenforced_rejections: UnenforcedRejections::default(),
+        ..ChargePlan::default()
     }
 }
 

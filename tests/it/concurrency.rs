@@ -1,5 +1,6 @@
 //! `concurrency` end to end: requests in flight hold slots, and every kind of end returns them.
 
+mod held_slots;
 mod slot_calls;
 
 use crate::support::TEST_TIMEOUT;

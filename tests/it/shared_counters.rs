@@ -1,6 +1,7 @@
 //! `counter` end to end: policies that share one quota.
 
 mod combinations;
+mod slot_terms;
 
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::RawResponse;

@@ -28,6 +28,7 @@ fn named_limit(name: &str, requests: u64, per_us: u64) -> NamedLimit {
         limit,
         amount: None,
         is_reported: true,
+        release: crate::policy::SlotRelease::default(),
     }
 }
 
