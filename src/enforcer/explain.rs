@@ -109,7 +109,9 @@ pub async fn explain_request<'t>(
 
 /// Divides planned policies so that no plan has a key twice: policies with one `counter` read it
 /// one after the other, each by its own limits.
-fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<ChargePlan<'_>> {
+pub(super) fn separate_shared_counters(
+    planned_policies: Vec<PlannedPolicy<'_>>,
+) -> Vec<ChargePlan<'_>> {
     let mut plans: Vec<ChargePlan<'_>> = Vec::new();
     for planned_policy in planned_policies {
         let lacks_key = |plan: &&mut ChargePlan<'_>| {

@@ -29,6 +29,13 @@ pub(super) struct FieldCoverage {
 }
 
 impl FieldCoverage {
+    pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
+        Self {
+            with_header: vec![0; required_headers.names().len()],
+            ..Self::default()
+        }
+    }
+
     /// Counts a request and the fields that it has.
     pub(super) fn record_request(
         &mut self,
@@ -119,7 +126,8 @@ impl<'a> MissingFieldCheck<'a> {
         }
     }
 
-    /// Returns whether a policy has a key with a part that no request in the log has.
+    /// Returns whether a policy has a key with a part that no request in the log has. A header that
+    /// `--header-from` maps is in the log: otherwise the replay fails at the end.
     pub(super) fn lacks_key(&self, policy_index: usize) -> bool {
         match self
             .table
@@ -132,6 +140,11 @@ impl<'a> MissingFieldCheck<'a> {
         }
     }
 
+    /// The policies for which [`Self::lacks_key`] is true, by index.
+    pub(super) fn policies_without_key(&self) -> impl Iterator<Item = usize> {
+        (0..self.table.policies().len()).filter(|policy| self.lacks_key(*policy))
+    }
+
     fn missing_key_parts<'q>(&self, quota: &'q Quota) -> Vec<&'q KeyPart> {
         let parts = quota.key.parts().iter();
         parts.filter(|part| !self.log_has_key_part(part)).collect()
@@ -141,8 +154,10 @@ impl<'a> MissingFieldCheck<'a> {
         let mut names = self.required_headers.names().iter();
         names
             .position(|required| required == name)
-            .and_then(|place| self.coverage.with_header.get(place))
-            .is_some_and(|count| *count > 0)
+            .is_some_and(|place| {
+                let count = self.coverage.with_header.get(place);
+                self.required_headers.is_mapped(place) || count.is_some_and(|count| *count > 0)
+            })
     }
 
     fn describe_missing_policy_fields(&self, policy: &Policy) -> Option<String> {
