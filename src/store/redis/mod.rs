@@ -79,6 +79,7 @@ use live_connection::LiveConnection;
 use node::RedisNode;
 use parking_lot::Mutex;
 use routing::{ClusterSlotMap, RedisRouter};
+use sentinel::SentinelDisagreements;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
@@ -127,6 +128,7 @@ impl SharedRedisState {
             breaker: RedisCircuitBreaker::new(settings.to_string(), settings.breaker_failures),
             call_count: AtomicU64::new(0),
             server_info: Mutex::default(),
+            sentinel_disagreements: SentinelDisagreements::default(),
             fallback: new_fallback(&settings, clock.clone()),
             usage_directory: settings.state_dir.as_ref().map(|path| {
                 let is_cluster = settings.topology == RedisTopology::Cluster;
@@ -227,8 +229,10 @@ impl SharedRedisState {
 
     /// The last polled server info.
     pub fn server_info(&self) -> RedisServerMetrics {
+        let has_sentinels = matches!(self.0.settings.topology, RedisTopology::Sentinel { .. });
         RedisServerMetrics {
             calls: self.0.call_count.load(Ordering::Relaxed),
+            sentinel_disagreements: has_sentinels.then(|| self.0.sentinel_disagreements.count()),
             ..*self.0.server_info.lock()
         }
     }
