@@ -96,7 +96,8 @@ def draw(seed):
     parts = [('[listen.http]\nmax_body_bytes = "1MiB"', True), ('[shutdown]\ndelay = "1m30s"\ngrace = "1500ms"', True),
              ('[store]\nkind = "redis"\n[store.redis]\nurl = "redis://other:6379"\ninstances = 3\nkey_prefix = "own"',
               not values["redis"]["secret"]),
-             ('[store.redis]\ntopology = "cluster"\nurls = ["redis://a:6379"]', bool(values["redis"]["secret"])),
+             ('[store.redis]\ntopology = "cluster"\nurls = ["redis://a:6379"]',
+              values["redis"]["secret"] and "url" not in values["redis"]),
              ('[admin]\naddress = "[::]:9090"\ntoken_file = "/etc/token"\nallowed_hosts = ["orders"]', True),
              ('[[policy]]\nname = "own"\nkey = ["client_ip"]\nlimit = { requests = 10, per = "1m" }', True)]
     values["config"] = "\n".join(text for text, fits in parts if fits and maybe(0.25))
@@ -372,6 +373,11 @@ class Chart(unittest.TestCase):
                 ({"monitoring": {"podMonitor": True, "namespace": "x"}, "networkPolicy": False}, "networkPolicy is false"),
                 ({"config": "include = []", "policies": "#"}, "config: include.*`policies` has no effect"),
                 ({"config": "[store]\nkind = 'memory'"}, "redis.secret has no effect"),
+                ({"config": "[store.redis]\nurl = 'redis://a:1'", "redis": {"url": "redis://b:1"}}, "redis.url has no effect"),
+                ({"config": "[store.redis]\nurls = ['redis://a:1']", "redis": {"url": "redis://b:1"}}, "redis.url has no effect"),
+                ({"config": "[store.redis]\nkey_prefix = 'a'", "redis": {"keyPrefix": "b"}}, "keyPrefix has no effect"),
+                ({"config": "[client]\ntrusted_proxies = ['::1']", "trustedProxies": ["::2"]}, "trustedProxies has no effect"),
+                ({"config": "[upstream]\nurl = 'h2c://127.0.0.1:9'", "app": {"port": 9}}, "app.port has no effect"),
                 ({"sidecar": {"keepPreStop": True}}, "keepPreStop has no effect")):
             with self.subTest(values=values):
                 self.refuses(values, message)

@@ -97,7 +97,7 @@ class Configurations(Machine):
                 objects = rendered(name)
                 [workload] = [thing for thing in of_kind(objects, *WORKLOADS) if thing["metadata"]["name"] != "redis"]
                 pod = self.pod(with_claims(workload), objects, name.replace("/", "-"))
-                check = pod.start("tidegate", ["/tidegate", "check", "/etc/tidegate/config.toml"])
+                check = pod.start("tidegate", ["/tidegate", "check", "--strict", "/etc/tidegate/config.toml"])
                 output, _ = check.communicate(timeout=30)
                 self.assertEqual(check.returncode, 0, output)
                 self.assertIn("partner: " if name == CRONJOB else "per-client: ", output)

@@ -2,6 +2,15 @@
 {{- define "tidegate.config" -}}
 {{- $own := fromToml .Values.config -}}
 {{- with $own.Error }}{{ fail (printf "config: not valid TOML: %s" .) }}{{ end -}}
+{{- $redis := dig "store" "redis" dict $own -}}
+{{- range list
+  (list "trustedProxies" .Values.trustedProxies "client.trusted_proxies" (dig "client" "trusted_proxies" nil $own))
+  (list "redis.url" .Values.redis.url "store.redis.url or urls" (or $redis.url $redis.urls))
+  (list "redis.username" .Values.redis.username "store.redis.username" $redis.username)
+  (list "redis.keyPrefix" .Values.redis.keyPrefix "store.redis.key_prefix" $redis.key_prefix)
+  (list "app.port" (dig "app" "port" nil (merge dict .Values)) "upstream.url" (dig "upstream" "url" nil $own)) -}}
+{{- if and (index . 1) (index . 3) }}{{ fail (printf "%s has no effect, because config sets %s; remove one" (index . 0) (index . 2)) }}{{ end -}}
+{{- end -}}
 {{- $tls := or .Values.tls.secret (dig "listen" "tls" false $own) -}}
 {{- $config := dict "listen" (dict "address" "[::]:8080") -}}
 {{- if .Values.tls.secret }}{{ $_ := set $config.listen "tls" (dict "cert" "/etc/tidegate-tls/tls.crt" "key" "/etc/tidegate-tls/tls.key") }}{{ end -}}
