@@ -618,12 +618,13 @@ async fn certificates_that_do_not_fit_are_reported() {
     );
 }
 
-/// A server that answers each connection with this line, and closes it.
+/// A server that answers the first bytes of each connection with this line, and closes it.
 async fn start_refusing_server(line: &'static str) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
+            stream.read(&mut [0; 4096]).await.ok();
             stream.write_all(line.as_bytes()).await.ok();
         }
     });

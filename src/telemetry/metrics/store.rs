@@ -62,12 +62,8 @@ fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) 
     if let Some(checks) = redis.sentinel_disagreements {
         let help =
             "Checks, four per second and worker, that found sentinels with different masters.";
-        page.begin_family(
-            MetricKind::Counter,
-            "tidegate_redis_sentinel_disagreements",
-            help,
-        )
-        .write_sample(&[], checks);
+        page.counter("tidegate_redis_sentinel_disagreements", help)
+            .write_sample(&[], checks);
     }
     if let Some(bytes) = redis.memory_bytes {
         let help = "Memory used by Redis in bytes; in a cluster, the sum over its masters.";
