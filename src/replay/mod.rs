@@ -23,12 +23,10 @@ pub use settings::Settings;
 
 use crate::policy::PolicyTable;
 use log_merge::LogSource;
-use missing_fields::{FieldCoverage, MissingFieldCheck};
-use parsers::{LineParser, RequiredHeaders};
+use parsers::RequiredHeaders;
 use report::{LogSummary, PolicySetReport, SetDifferences};
 use simulator::PolicySimulator;
 use std::cell::Cell;
-use std::path::PathBuf;
 use std::rc::Rc;
 
 /// Progress of a running replay.
@@ -54,32 +52,23 @@ pub fn replay_logs(
         .iter()
         .flat_map(|(_, table)| table.referenced_headers());
     let required_headers = RequiredHeaders::new(names, &settings.header_fields);
-    let coverage = find_fields_of_keys(settings, sets, &required_headers)?;
     let bytes_read = Rc::new(Cell::new(0));
-    let mut formats = Vec::new();
-    let mut sources = Vec::new();
-    for path in &settings.logs {
-        let (source, format) = open_log(path, settings, &required_headers, Rc::clone(&bytes_read))?;
-        formats.push(format);
-        sources.push(source);
-    }
+    let paths = settings.logs.iter();
+    let sources =
+        paths.map(|path| open_log(path, settings, &required_headers, Rc::clone(&bytes_read)));
+    let mut sources: Vec<LogSource> = sources.collect::<Result<_, _>>()?;
     let with_suggestions = settings.suggest_percent.is_some();
     let mut simulators: Vec<PolicySimulator<'_>> = sets
         .iter()
-        .map(|(_, table)| {
-            PolicySimulator::new(table, &required_headers, &coverage, with_suggestions)
-        })
+        .map(|(_, table)| PolicySimulator::new(table, &required_headers, with_suggestions))
         .collect();
     let mut differences = SetDifferences::default();
     log_merge::merge_by_time(
         &mut sources,
-        |log_index, request| {
-            let log_has_query = formats
-                .get(log_index)
-                .is_some_and(|format| format.records_query());
+        |request| {
             let mut verdicts = simulators
                 .iter_mut()
-                .map(|simulator| simulator.evaluate_request(request, log_has_query));
+                .map(|simulator| simulator.evaluate_request(request));
             match (verdicts.next(), verdicts.next()) {
                 (Some(true), Some(false)) => differences.rejected_by_second_only += 1,
                 (Some(false), Some(true)) => differences.rejected_by_first_only += 1,
@@ -94,11 +83,7 @@ pub fn replay_logs(
         },
     );
     check_requests_and_mapped_fields(settings, &sources, &simulators, &required_headers)?;
-    let logs = sources
-        .into_iter()
-        .zip(formats)
-        .map(|(source, format)| LogSummary::from_source(source, format))
-        .collect();
+    let logs = sources.into_iter().map(LogSummary::from_source).collect();
     let sets = sets.iter().zip(simulators).map(|((name, _), simulator)| {
         PolicySetReport::from_simulator(name.clone(), simulator, &required_headers, settings)
     });
@@ -108,36 +93,6 @@ pub fn replay_logs(
         differences,
         settings,
     ))
-}
-
-/// Reads the logs up to the first requests that have the fields of all keys, so that a policy is
-/// judged from the first request on. A log that cannot be read twice, such as stdin, is not read.
-fn find_fields_of_keys(
-    settings: &Settings,
-    sets: &[(String, &PolicyTable)],
-    required_headers: &RequiredHeaders,
-) -> Result<FieldCoverage, String> {
-    let mut coverage = FieldCoverage::new(required_headers);
-    let mut open: Vec<(&PolicyTable, usize)> = Vec::new();
-    for (_, table) in sets {
-        let check = MissingFieldCheck::new(table, &coverage, required_headers);
-        open.extend(check.policies_without_key().map(|policy| (*table, policy)));
-    }
-    let is_file = |path: &&PathBuf| std::fs::metadata(path).is_ok_and(|found| found.is_file());
-    for path in settings.logs.iter().filter(is_file) {
-        if open.is_empty() {
-            break;
-        }
-        let (mut log, format) = open_log(path, settings, required_headers, Rc::default())?;
-        log.read_requests_until(|request| {
-            coverage.record_request(request, format.records_query(), false);
-            open.retain(|(table, policy)| {
-                MissingFieldCheck::new(table, &coverage, required_headers).lacks_key(*policy)
-            });
-            open.is_empty()
-        });
-    }
-    Ok(coverage)
 }
 
 /// Fails if a report would only look like a result.
@@ -190,7 +145,7 @@ fn open_log(
     settings: &Settings,
     required_headers: &RequiredHeaders,
     bytes_read: Rc<Cell<u64>>,
-) -> Result<(LogSource, AccessLogFormat), String> {
+) -> Result<LogSource, String> {
     let path_text = path.display().to_string();
     let escaped_path = path_text.escape_debug();
     let mut input = AccessLogReader::open(path, bytes_read)
@@ -203,16 +158,7 @@ fn open_log(
             names.join(", ")
         )
     })?;
-    let parser = LineParser::new(format.clone(), required_headers);
-    Ok((
-        LogSource::new(
-            input,
-            parser,
-            settings.spread_within_second,
-            settings.logs.len(),
-        ),
-        format,
-    ))
+    Ok(LogSource::new(input, format, required_headers, settings))
 }
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! Numbers, times and shares as the text and HTML reports print them.
 
 use super::super::simulator::ReplayPolicyStats;
-use super::results::ReplayPolicySummary;
 use time::OffsetDateTime;
 use time::macros::format_description;
 
@@ -57,14 +56,14 @@ pub(super) fn format_share(part: u64, whole: u64) -> String {
     }
 }
 
-/// Formats the number of keys (`>5` if keys were evicted), and of the touched ones. Both are `absent`
-/// for a policy without limits.
+/// Formats the number of keys (`>5` if keys were evicted), and of the touched ones. Both are
+/// `absent` for a policy without limits.
 pub(super) fn format_key_counts(
-    summary: &ReplayPolicySummary,
     stats: &ReplayPolicyStats,
+    has_limits: bool,
     absent: &str,
 ) -> [String; 2] {
-    if summary.action.is_some() {
+    if !has_limits {
         return [absent, absent].map(str::to_owned);
     }
     let (keys, exact) = stats.keys.key_count();

@@ -153,7 +153,7 @@ impl TextReportPage {
         for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
             let (matched, refused) = (stats.matched_count(), stats.refused_count());
             let allowed = stats.allowed + stats.delayed + stats.exempt;
-            let [keys, touched] = format_key_counts(summary, stats, "-");
+            let [keys, touched] = format_key_counts(stats, summary.action.is_none(), "-");
             self.push_line(&format!(
                 "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {keys:>8} {touched:>7}",
                 shorten(&summary.name, NAME_WIDTH),
@@ -287,18 +287,15 @@ impl TextReportPage {
         self.push_title(&format!(
             "SUGGESTED: limits that would have touched at most {percent} % of the keys"
         ));
-        for (at, suggestions) in &set.suggestions {
-            let name = set.policies.get(*at).map_or("", |summary| &summary.name);
-            for suggestion in suggestions {
-                self.push_suggestion(name, suggestion);
-            }
+        for suggestion in &set.suggestions {
+            self.push_suggestion(suggestion);
         }
     }
 
-    fn push_suggestion(&mut self, policy: &str, suggestion: &LimitSuggestion) {
+    fn push_suggestion(&mut self, suggestion: &LimitSuggestion) {
         let limit = &suggestion.limit.limit;
         let per = format_period(limit);
-        let name = limit_title(policy, suggestion);
+        let name = limit_title(suggestion);
         let proposal = match &suggestion.proposal {
             Ok(proposal) => proposal,
             Err(reason) => return self.push_line(&format!("{name}: no suggestion: {reason}")),
