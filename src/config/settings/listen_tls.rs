@@ -50,6 +50,7 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
         auth,
         ca: client_ca,
         crl: client_crl,
+        forwards_certificate: reader.get_bool("client_cert_header")?,
     };
     let server = ServerTls::new(identities, &clients);
     server
@@ -77,6 +78,7 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
         auth: ClientAuth::None,
         ca: None,
         crl: None,
+        forwards_certificate: false,
     };
     are_set.then(|| ServerTls::new(Vec::new(), &clients).ok())?
 }
@@ -92,8 +94,13 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
         }
         return;
     }
-    for key in ["client_ca", "client_crl"] {
-        if is_path_set(reader, key) {
+    let forwards_certificate = reader.get_bool("client_cert_header") == Some(true);
+    for (key, is_set) in [
+        ("client_ca", is_path_set(reader, "client_ca")),
+        ("client_crl", is_path_set(reader, "client_crl")),
+        ("client_cert_header", forwards_certificate),
+    ] {
+        if is_set {
             reader.report_warning(
                 key,
                 "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",
