@@ -19,6 +19,8 @@ pub enum UpstreamErrorKind {
     ConnectRefused,
     /// Connecting failed, but was neither refused nor timed out.
     ConnectFailed,
+    /// This machine has no port or file descriptor left for a connection.
+    LocalResources,
     /// No connection was established within `connect_timeout`.
     ConnectTimeout,
     /// The upstream's host name did not resolve.
@@ -61,7 +63,9 @@ pub enum UpstreamErrorOrigin {
 impl UpstreamErrorKind {
     pub fn origin(self) -> UpstreamErrorOrigin {
         match self {
-            Self::QueueFull | Self::QueueTimeout => UpstreamErrorOrigin::Proxy,
+            Self::LocalResources | Self::QueueFull | Self::QueueTimeout => {
+                UpstreamErrorOrigin::Proxy
+            }
             Self::TunnelLimit
             | Self::RequestBodyTimeout
             | Self::RequestBodyTooLarge
@@ -94,6 +98,7 @@ impl UpstreamErrorKind {
     pub const FAULTS: &[usize] = &[
         Self::ConnectRefused as usize,
         Self::ConnectFailed as usize,
+        Self::LocalResources as usize,
         Self::ConnectTimeout as usize,
         Self::Dns as usize,
         Self::Tls as usize,
@@ -110,6 +115,7 @@ impl UpstreamErrorKind {
     pub const NAMES: &[&str] = &[
         Self::ConnectRefused.name(),
         Self::ConnectFailed.name(),
+        Self::LocalResources.name(),
         Self::ConnectTimeout.name(),
         Self::Dns.name(),
         Self::Tls.name(),
@@ -131,6 +137,7 @@ impl UpstreamErrorKind {
         match self {
             Self::ConnectRefused => "connect_refused",
             Self::ConnectFailed => "connect_failed",
+            Self::LocalResources => "local_resources",
             Self::ConnectTimeout => "connect_timeout",
             Self::Dns => "dns",
             Self::Tls => "tls",
