@@ -389,11 +389,11 @@ fn the_state_directory_exists_and_is_writable() {
         "{errors}"
     );
     // Even root cannot create files here. A full disk must not stop a start or a reload.
-    let warnings = load(&settings("redis", Path::new("/proc"))).unwrap();
-    let warnings = warnings.warnings[0].to_string();
+    let config = load(&settings("redis", Path::new("/proc"))).unwrap();
+    let warning = config.warnings[0].to_log_line();
     assert!(
-        warnings.contains("expected a writable directory"),
-        "{warnings}"
+        warning.contains("expected a writable directory"),
+        "{warning}"
     );
     let warnings = load(&settings("memory", &absent)).unwrap().warnings;
     assert!(
