@@ -98,11 +98,18 @@ impl ProxyService {
         add_mark_header(&mut parts.headers, table, &verdict);
         let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
         let upstream_request = Request::from_parts(parts, body);
-        let client = table.client.client_prefix(summary.client.ip);
-        let send = self
-            .upstream
-            .send(upstream_request, client, ready_at, interim, &was_sent);
-        let result = await_until_deadline(deadline, pin!(send)).await;
+        let is_upgrade = summary.target.upgrade_request.is_some();
+        let ip = summary.client.ip;
+        let client = || table.client.client_prefix(ip);
+        let send = pin!(self.upstream.send(
+            upstream_request,
+            is_upgrade,
+            client,
+            ready_at,
+            interim,
+            &was_sent
+        ));
+        let result = await_until_deadline(deadline, send).await;
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());

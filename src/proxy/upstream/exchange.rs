@@ -5,18 +5,18 @@ mod http1;
 mod http2;
 
 use http::Request;
-use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use tokio::time::Instant;
 
 use super::UpstreamClient;
-use super::error::UpstreamErrorKind;
+use super::error::{UpstreamError, UpstreamErrorKind};
 use super::pool::{PooledConnection, UpstreamConnection};
 use super::response_body::{UpstreamBody, UpstreamBodySource};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
 use crate::proxy::http::body::response::ResponseBody;
+use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// How far a request without a response got; decides whether it may be retried.
 pub(super) enum ExchangeFailure {
@@ -30,6 +30,8 @@ pub(super) enum ExchangeFailure {
     MaybeProcessed,
 }
 
+type ExchangeError = (ExchangeFailure, UpstreamError);
+
 impl UpstreamClient {
     fn build_response_body(
         &self,
@@ -41,42 +43,45 @@ impl UpstreamClient {
             lease.return_to_pool();
             return ResponseBody::Empty;
         }
-        ResponseBody::Upstream(UpstreamBody::new(
-            source,
-            lease,
-            self.pool.settings().body_idle_timeout,
-        ))
+        ResponseBody::Upstream(UpstreamBody::new(source, lease))
     }
 
-    /// Waits for `response_future`. Returns `None` if `response_timeout` elapses first.
+    /// Waits for a response head. `poll_response` is ready with `None` if the upstream sends too
+    /// many informational responses.
     ///
-    /// `response_timeout` counts from the last body chunk handed over, or from `sent_at` without a
-    /// body. It does not run while the proxy waits for the client to send more of the body; a
+    /// `response_timeout` counts from the last body chunk handed over, at the earliest from
+    /// `sent_at`. It does not run while the proxy waits for the client to send more of the body; a
     /// separate timeout limits that.
-    async fn await_within_response_timeout<T>(
+    ///
+    /// # Errors
+    /// Fails if there are too many informational responses, or `response_timeout` elapses.
+    async fn await_response<T>(
         &self,
-        connection: &mut UpstreamConnection,
-        response_future: impl Future<Output = T>,
+        timer: &mut LazyTimer,
+        mut poll_response: impl FnMut(&mut Context<'_>) -> Poll<Option<T>>,
         progress: Option<&RequestBodyProgress>,
         sent_at: Instant,
-    ) -> Option<T> {
-        let mut answer = pin!(response_future);
-        let Some(limit) = self.pool.settings().response_timeout else {
-            return Some(answer.await);
-        };
-        poll_fn(|cx| {
-            if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
-                return Poll::Ready(Some(answer));
+    ) -> Result<T, ExchangeError> {
+        let limit = self.pool.settings().response_timeout;
+        let answer = poll_fn(|cx| {
+            if let Poll::Ready(answer) = poll_response(cx) {
+                return Poll::Ready(answer.ok_or_else(UpstreamError::informational_flood));
             }
+            let Some(limit) = limit else {
+                return Poll::Pending;
+            };
             let since =
                 match progress.map(|progress| (progress.state(), progress.last_progress_at())) {
                     Some((RequestBodyState::AwaitingClient, _)) => Instant::now(),
-                    Some((_, moved)) => moved,
+                    // The body may have moved before, when it was read ahead.
+                    Some((_, moved)) => moved.max(sent_at),
                     None => sent_at,
                 };
-            connection.timer.poll(since + limit, cx).map(|()| None)
-        })
-        .await
+            let elapsed = timer.poll(since + limit, cx);
+            elapsed.map(|()| Err(UpstreamError::response_timeout()))
+        });
+        let answer = answer.await;
+        answer.map_err(|error| (ExchangeFailure::MaybeProcessed, error))
     }
 }
 

@@ -3,12 +3,12 @@
 use bytes::Bytes;
 use h2::SendStream;
 use http::{HeaderValue, Request, Response, Version, header, request};
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::Pin;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use tokio::time::Instant;
 
-use super::{ExchangeFailure, client_error_kind};
+use super::{ExchangeError, ExchangeFailure, client_error_kind};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress};
 use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::http::informational_responses::InformationalForwarder;
@@ -24,8 +24,6 @@ use crate::proxy::upstream::http2::{Http2ResponseFuture, StreamOpenError};
 use crate::proxy::upstream::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use crate::proxy::upstream::response_body::UpstreamBodySource;
 use crate::proxy::upstream::tunnel_io::Http2TunnelIo;
-
-type ExchangeError = (ExchangeFailure, UpstreamError);
 
 /// A request whose head was sent and whose body is being uploaded.
 struct StartedRequest {
@@ -45,14 +43,19 @@ impl UpstreamClient {
     ) -> Result<Response<ResponseBody>, ExchangeError> {
         let (mut head, body) = request.into_parts();
         let progress = body.progress();
-        let ConnectionProtocol::Http2(slot) = &mut connection.protocol else {
+        let UpstreamConnection {
+            protocol: ConnectionProtocol::Http2(slot),
+            timer,
+            ..
+        } = &mut *connection
+        else {
             return Err(invalid_request_error(
                 "the connection does not speak HTTP/2",
             ));
         };
         let websocket_key = self.convert_request_head(&mut head, slot)?;
         let mut started = start_request(slot, head, body, websocket_key.is_some()).await?;
-        let response_future = poll_fn(|cx| {
+        let poll_response = |cx: &mut Context<'_>| {
             while let Poll::Ready(Some(Ok(informational))) =
                 started.response.poll_informational_response(cx)
             {
@@ -66,37 +69,19 @@ impl UpstreamClient {
                 );
             }
             Pin::new(&mut started.response).poll(cx).map(Some)
-        });
-        let response = match self
-            .await_within_response_timeout(
-                &mut connection,
-                response_future,
-                progress.as_deref(),
-                sent_at,
-            )
+        };
+        let response = self
+            .await_response(timer, poll_response, progress.as_deref(), sent_at)
             .await
-        {
-            Some(Some(Ok(response))) => response,
-            Some(None) => {
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::informational_flood(),
-                ));
-            }
-            Some(Some(Err(error))) => {
-                let failure = classify_failure(&error);
-                return Err((failure, upstream_error_from_h2(&error, progress.as_deref())));
-            }
-            None => {
-                if let ConnectionProtocol::Http2(slot) = &connection.protocol {
+            .inspect_err(|(_, error)| {
+                if error.kind == UpstreamErrorKind::ResponseTimeout {
                     slot.connection().mark_suspect();
                 }
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::response_timeout(),
-                ));
-            }
-        };
+            })?
+            .map_err(|error| {
+                let failure = classify_failure(&error);
+                (failure, upstream_error_from_h2(&error, progress.as_deref()))
+            })?;
         Ok(self.convert_response(response, websocket_key.zip(started.tunnel), connection))
     }
 
