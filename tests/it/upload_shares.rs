@@ -1,10 +1,12 @@
 //! Upstream connections: what one client can hold of them, and how slowly it may upload.
 
-use crate::support::TEST_TIMEOUT;
 use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_frames::*;
 use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream, UpstreamResponse, echo, full_body};
+use crate::support::upstream::{
+    RawUpstream, Upstream, UpstreamResponse, channel_body, echo, full_body,
+};
+use crate::support::{TEST_TIMEOUT, eventually};
 use hyper::body::Incoming;
 use hyper::{Request, Response};
 use std::time::Duration;
@@ -60,6 +62,11 @@ async fn uploads_that_trickle_leave_connections_to_others() {
             .await;
         http1_clients.push(http1);
     }
+    // Half of the connections, and after a second one more.
+    eventually("slow uploads", TEST_TIMEOUT, || {
+        (upstream.requests().len() == 3).then_some(())
+    })
+    .await;
     for _ in 0..20 {
         assert_eq!(proxy.get("/").await.status, 200);
     }
@@ -156,7 +163,8 @@ async fn an_upload_below_the_minimum_rate_ends_with_408() {
 async fn an_upstream_that_reads_slowly_is_not_the_fault_of_the_client() {
     let upstream = RawUpstream::with_script(|_, mut socket| async move {
         sleep(Duration::from_secs(1)).await;
-        socket.read_request().await;
+        let mut body = vec![0; 8_000_000];
+        socket.stream().read_exact(&mut body).await.unwrap();
         socket
             .send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
             .await;
@@ -167,4 +175,110 @@ async fn an_upstream_that_reads_slowly_is_not_the_fault_of_the_client() {
     let proxy = Proxy::start(config, upstream.address).await;
     let upload = proxy.request("POST", "/").body(vec![b'x'; 8_000_000]);
     assert_eq!(upload.send().await.status, 200);
+}
+
+/// While connections are scarce, an upload is read ahead, but not for as long as it may take.
+#[tokio::test]
+async fn an_upstream_may_answer_before_the_upload_ends() {
+    let upstream = RawUpstream::with_script(|_, mut socket| async move {
+        let mut method = [0; 4];
+        socket.stream().read_exact(&mut method).await.unwrap();
+        if &method == b"POST" {
+            let answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello";
+            socket.send(answer).await;
+        }
+        socket.read_to_close().await;
+    })
+    .await;
+    let proxy = Proxy::start(FEW_CONNECTIONS, upstream.address).await;
+    let mut held = JoinSet::new();
+    for _ in 0..2 {
+        held.spawn(proxy.request("GET", "/hold").send_for_status());
+    }
+    eventually("held connections", TEST_TIMEOUT, || {
+        (upstream.connection_count() == 2).then_some(())
+    })
+    .await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let head = "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n";
+    client.send(head).await;
+    let reply = client.read_response().await;
+    assert_eq!((reply.status, reply.text()), (200, "hello".to_owned()));
+}
+
+/// The connections of requests that are sent again count as the client's like all others.
+#[tokio::test]
+async fn a_retried_request_keeps_its_share() {
+    let upstream = RawUpstream::with_script(|_, mut socket| async move {
+        for request in 0.. {
+            let Some(head) = socket.read_request().await else {
+                return;
+            };
+            if head.starts_with(b"GET /hold") {
+                if request == 0 {
+                    socket.read_to_close().await;
+                }
+                return;
+            }
+            sleep(Duration::from_millis(100)).await;
+            socket
+                .send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+                .await;
+        }
+    })
+    .await;
+    let config = FEW_CONNECTIONS.replace("= 4", "= 8");
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let request = |client: &str, target: &str| {
+        ClientRequest::new(proxy.address, "GET", target)
+            .header("X-Forwarded-For", client)
+            .send_for_status()
+    };
+    let first: JoinSet<u16> = (0..6).map(|_| request("192.0.2.1", "/")).collect();
+    assert_eq!(first.join_all().await, [200; 6]);
+    let mut held: JoinSet<u16> = (0..6).map(|_| request("192.0.2.1", "/hold")).collect();
+    // Six connections were closed by the upstream instead of an answer, and six opened.
+    eventually("retries", TEST_TIMEOUT, || {
+        (upstream.connection_count() == 12).then_some(())
+    })
+    .await;
+    for _ in 0..4 {
+        held.spawn(request("192.0.2.1", "/hold"));
+    }
+    let refused = timeout(TEST_TIMEOUT / 2, held.join_next()).await;
+    assert_eq!(refused.unwrap().unwrap().unwrap(), 503);
+    assert_eq!(upstream.connection_count(), 12);
+    assert_eq!(request("192.0.2.2", "/").await, 200);
+}
+
+/// The response timeout begins when the request is sent, also if its body was read before.
+#[tokio::test]
+async fn the_wait_for_a_share_is_no_part_of_the_response_timeout() {
+    let upstream = Upstream::with_handler(|request| async move {
+        if request.uri().path() != "/stream" {
+            return echo(request).await;
+        }
+        let (sender, body) = channel_body();
+        tokio::spawn(async move {
+            sender.send("begin").await;
+            sleep(Duration::from_millis(1_500)).await;
+            drop(sender);
+        });
+        Response::new(body)
+    })
+    .await;
+    let config = format!(
+        "{FEW_CONNECTIONS}upstream.response_timeout = '1s'\nupstream.queue_timeout = '10s'"
+    );
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let mut streams: JoinSet<u16> = (0..3)
+        .map(|_| proxy.request("GET", "/stream").send_for_status())
+        .collect();
+    eventually("streams", TEST_TIMEOUT, || {
+        (upstream.requests().len() == 3).then_some(())
+    })
+    .await;
+    let upload = proxy.request("POST", "/").body("x");
+    assert_eq!(upload.send_for_status().await, 200);
+    assert_eq!(streams.join_next().await.unwrap().unwrap(), 200);
 }

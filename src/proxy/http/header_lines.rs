@@ -7,6 +7,15 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 /// Memory of a field line in a header map: an entry, without name and value.
 const FIELD_LINE_BYTES: usize = 104;
 
+/// The values of a header. Comparing the few names of a request is cheaper than a lookup.
+pub(in crate::proxy) fn header_values<'h>(
+    headers: &'h HeaderMap,
+    name: &HeaderName,
+) -> impl Iterator<Item = &'h HeaderValue> {
+    let lines = headers.iter();
+    lines.filter_map(move |(line_name, value)| (line_name == name).then_some(value))
+}
+
 /// Appends `item` to a comma-separated list header and joins all lines of the header into one.
 pub(in crate::proxy) fn append_to_list_header(
     headers: &mut HeaderMap,

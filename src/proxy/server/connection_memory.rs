@@ -159,7 +159,7 @@ impl ConnectionMemory {
     /// Records received DATA frames of HTTP/2 request bodies, and the bytes of their payloads. What
     /// no handler reads, such as frames of a stream that was reset, stays counted until no body is
     /// open.
-    pub(super) fn add_unread_frames(&self, frames: usize, bytes: usize) {
+    pub(in crate::proxy) fn add_unread_frames(&self, frames: usize, bytes: usize) {
         let unread = self.unread_body_bytes.get() + bytes + frames * UNREAD_FRAME_BYTES;
         self.unread_body_bytes
             .set(unread.min(H2_CONNECTION_WINDOW_BYTES as usize));

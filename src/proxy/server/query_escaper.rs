@@ -34,12 +34,18 @@ impl QueryEscaper {
         if self.part == RequestLinePart::End {
             return false;
         }
-        let end = memchr(b'\n', bytes);
-        let (line, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
-        if end.is_some() && memchr3(b'"', b'<', b'>', line).is_none() {
+        let escapable = memchr3(b'"', b'<', b'>', bytes);
+        let has_line = bytes.ends_with(b"\n");
+        let end = match escapable {
+            // Most requests arrive whole, without these characters.
+            None if has_line => Some(0),
+            _ => memchr(b'\n', bytes),
+        };
+        if end.is_some_and(|end| escapable.is_none_or(|at| at > end)) {
             self.part = RequestLinePart::End;
             return false;
         }
+        let (line, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
         for byte in line {
             self.part = match (self.part, *byte) {
                 (RequestLinePart::Method, b' ') => RequestLinePart::Path,

@@ -32,7 +32,7 @@ impl HeldExchange {
     /// until the end of its time.
     pub(super) fn new(
         upstream: UpstreamClient,
-        request: Request<RequestBody>,
+        (request, is_upgrade): (Request<RequestBody>, bool),
         client: IpAddr,
         now: Instant,
         mut interim: InformationalForwarder,
@@ -42,7 +42,7 @@ impl HeldExchange {
         let sent = Rc::clone(&was_sent);
         let exchange = async move {
             let deadline = guard.as_ref().and_then(ConcurrencySlotGuard::held_until);
-            let send = upstream.send(request, client, now, &mut interim, &sent);
+            let send = upstream.send(request, is_upgrade, || client, now, &mut interim, &sent);
             let mut result = await_until_deadline(deadline, pin!(send)).await;
             match (&mut result, guard) {
                 (Ok(response), Some(guard)) => response.body_mut().attach_slot_guard(guard),

@@ -101,21 +101,28 @@ impl ProxyService {
         add_mark_header(&mut parts.headers, table, &verdict);
         let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
         let upstream_request = Request::from_parts(parts, body);
-        let client = table.client.client_prefix(summary.client.ip);
+        let is_upgrade = summary.target.upgrade_request.is_some();
+        let ip = summary.client.ip;
+        let client = || table.client.client_prefix(ip);
         let is_held = |guard: &ConcurrencySlotGuard| guard.held_until().is_some();
         let result = if slot_guard.as_ref().is_some_and(is_held) {
             let (upstream, interim) = (self.upstream.clone(), std::mem::take(interim));
+            let request = (upstream_request, is_upgrade);
             let guard = slot_guard.take();
-            let exchange =
-                HeldExchange::new(upstream, upstream_request, client, ready_at, interim, guard);
+            let exchange = HeldExchange::new(upstream, request, client(), ready_at, interim, guard);
             let (result, sent) = exchange.await;
             was_sent.set(sent);
             result
         } else {
-            let send = self
-                .upstream
-                .send(upstream_request, client, ready_at, interim, &was_sent);
-            await_until_deadline(deadline, pin!(send)).await
+            let send = pin!(self.upstream.send(
+                upstream_request,
+                is_upgrade,
+                client,
+                ready_at,
+                interim,
+                &was_sent
+            ));
+            await_until_deadline(deadline, send).await
         };
 
         // 5. Finish.

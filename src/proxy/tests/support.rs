@@ -202,9 +202,11 @@ impl RequestHandler for ForwardingHandler {
         mut interim: InformationalForwarder,
     ) -> Response<ResponseBody> {
         let was_sent = Cell::default();
+        let is_upgrade = request.headers().contains_key("upgrade");
         let sent = self.0.send(
             request,
-            [127, 0, 0, 1].into(),
+            is_upgrade,
+            || [127, 0, 0, 1].into(),
             Instant::now(),
             &mut interim,
             &was_sent,

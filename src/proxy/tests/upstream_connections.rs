@@ -57,7 +57,8 @@ impl RequestHandler for StallingHandler {
             .0
             .send(
                 request,
-                [127, 0, 0, 1].into(),
+                false,
+                || [127, 0, 0, 1].into(),
                 tokio::time::Instant::now(),
                 &mut interim,
                 &Default::default(),

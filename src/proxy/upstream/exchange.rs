@@ -5,10 +5,9 @@ mod http1;
 mod http2;
 
 use http::Request;
-use std::future::{Future, poll_fn};
-use std::pin::pin;
+use std::future::poll_fn;
 use std::rc::Rc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use tokio::time::Instant;
 
 use super::UpstreamClient;
@@ -17,6 +16,7 @@ use super::pool::{PooledConnection, UpstreamConnection};
 use super::response_body::{UpstreamBody, UpstreamBodySource};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
 use crate::proxy::http::body::response::ResponseBody;
+use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// How far a request without a response got; decides whether it may be retried.
 pub(super) enum ExchangeFailure {
@@ -43,48 +43,45 @@ impl UpstreamClient {
             lease.return_to_pool();
             return ResponseBody::Empty;
         }
-        ResponseBody::Upstream(UpstreamBody::new(
-            source,
-            lease,
-            self.pool.settings().body_idle_timeout,
-        ))
+        ResponseBody::Upstream(UpstreamBody::new(source, lease))
     }
 
-    /// Waits for `response_future`, which returns `None` after too many informational responses.
+    /// Waits for a response head. `poll_response` is ready with `None` if the upstream sends too
+    /// many informational responses.
+    ///
+    /// `response_timeout` counts from the last body chunk handed over, at the earliest from
+    /// `sent_at`. It does not run while the proxy waits for the client to send more of the body; a
+    /// separate timeout limits that.
     ///
     /// # Errors
-    /// If it returns `None`, or `response_timeout` elapses first.
-    ///
-    /// `response_timeout` counts from the last body chunk handed over, or from `sent_at` without a
-    /// body. It does not run while the proxy waits for the client to send more of the body; a
-    /// separate timeout limits that.
-    async fn await_within_response_timeout<T>(
+    /// Fails if there are too many informational responses, or `response_timeout` elapses.
+    async fn await_response<T>(
         &self,
-        connection: &mut UpstreamConnection,
-        response_future: impl Future<Output = Option<T>>,
+        timer: &mut LazyTimer,
+        mut poll_response: impl FnMut(&mut Context<'_>) -> Poll<Option<T>>,
         progress: Option<&RequestBodyProgress>,
         sent_at: Instant,
     ) -> Result<T, ExchangeError> {
-        let fail = |error| (ExchangeFailure::MaybeProcessed, error);
-        let flood = || fail(UpstreamError::informational_flood());
-        let mut answer = pin!(response_future);
-        let Some(limit) = self.pool.settings().response_timeout else {
-            return answer.await.ok_or_else(flood);
-        };
-        poll_fn(|cx| {
-            if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
-                return Poll::Ready(answer.ok_or_else(flood));
+        let limit = self.pool.settings().response_timeout;
+        let answer = poll_fn(|cx| {
+            if let Poll::Ready(answer) = poll_response(cx) {
+                return Poll::Ready(answer.ok_or_else(UpstreamError::informational_flood));
             }
+            let Some(limit) = limit else {
+                return Poll::Pending;
+            };
             let since =
                 match progress.map(|progress| (progress.state(), progress.last_progress_at())) {
                     Some((RequestBodyState::AwaitingClient, _)) => Instant::now(),
-                    Some((_, moved)) => moved,
+                    // The body may have moved before, when it was read ahead.
+                    Some((_, moved)) => moved.max(sent_at),
                     None => sent_at,
                 };
-            let expired = connection.timer.poll(since + limit, cx);
-            expired.map(|()| Err(fail(UpstreamError::response_timeout())))
-        })
-        .await
+            let elapsed = timer.poll(since + limit, cx);
+            elapsed.map(|()| Err(UpstreamError::response_timeout()))
+        });
+        let answer = answer.await;
+        answer.map_err(|error| (ExchangeFailure::MaybeProcessed, error))
     }
 }
 

@@ -34,6 +34,7 @@ use crate::telemetry::LogThrottle;
 use waiting::{AcquireOutcome, ConnectionWaiter};
 
 pub(super) use connection::{ConnectionProtocol, PooledConnection, UpstreamConnection};
+pub(super) use share::ConnectionShare;
 pub(super) use stream_slot::StreamSlot;
 
 #[derive(Debug)]

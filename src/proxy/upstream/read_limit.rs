@@ -23,9 +23,10 @@ const FAST_SAMPLE_TIME: Duration = Duration::from_millis(100);
 #[derive(Clone, Debug)]
 pub(super) struct ReadLimit(Arc<AtomicU64>);
 
-/// Rate at which the client takes one response.
-#[derive(Debug, Default)]
+/// Rate at which the client takes the current response of a connection, which sets the limit.
+#[derive(Debug)]
 pub(super) struct ResponseRate {
+    limit: ReadLimit,
     /// Bytes since the last sample.
     bytes: usize,
     sampled_at: Option<Instant>,
@@ -52,9 +53,17 @@ impl ReadLimit {
 }
 
 impl ResponseRate {
+    pub(super) fn new(limit: ReadLimit) -> Self {
+        Self {
+            limit,
+            bytes: 0,
+            sampled_at: None,
+        }
+    }
+
     /// Records bytes that the client is about to take, after it took all bytes before them. Adjusts
     /// the limit after each sample.
-    pub(super) fn record(&mut self, bytes: usize, limit: Option<&ReadLimit>) {
+    pub(super) fn record(&mut self, bytes: usize) {
         self.bytes += bytes;
         if self.bytes < SAMPLE_BYTES {
             return;
@@ -63,17 +72,14 @@ impl ResponseRate {
         let sampled_at = self.sampled_at.replace(now);
         let is_fast = sampled_at.is_some_and(|at| now.duration_since(at) <= FAST_SAMPLE_TIME);
         self.bytes = 0;
-        if let Some(limit) = limit {
-            limit.set_large(is_fast);
-        }
+        self.limit.set_large(is_fast);
     }
 
-    /// Resets the limit for the next response, if this one changed it.
-    pub(super) fn finish(&self, limit: Option<&ReadLimit>) {
-        if self.sampled_at.is_some()
-            && let Some(limit) = limit
-        {
-            limit.set_large(false);
+    /// Begins the next response, with the small limit.
+    pub(super) fn restart(&mut self) {
+        self.bytes = 0;
+        if self.sampled_at.take().is_some() {
+            self.limit.set_large(false);
         }
     }
 }
@@ -85,18 +91,19 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn only_a_fast_client_of_a_large_response_gets_large_reads() {
-        let (limit, mut rate) = (ReadLimit::default(), ResponseRate::default());
+        let limit = ReadLimit::default();
+        let mut rate = ResponseRate::new(limit.clone());
         let mut limits = Vec::new();
         for part_ms in [0, 3, 4, 2, 1] {
             for _ in 0..SAMPLE_BYTES / 16_384 {
                 advance(Duration::from_millis(part_ms)).await;
-                rate.record(16_384, Some(&limit));
+                rate.record(16_384);
             }
             limits.push(limit.bytes());
         }
         let (small, large) = (SMALL_READ_BYTES, LARGE_READ_BYTES);
         assert_eq!(limits, [small, large, small, large, large]);
-        rate.finish(Some(&limit));
+        rate.restart();
         assert_eq!(limit.bytes(), small);
     }
 }

@@ -15,8 +15,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use super::http2::response_body::Http2ResponseBody;
-use super::pool::PooledConnection;
-use super::read_limit::ResponseRate;
+use super::pool::{ConnectionShare, PooledConnection};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::http::body::error::BodyError;
 use crate::proxy::http::response_cost::CostMeter;
@@ -105,13 +104,11 @@ pub struct UpstreamBody {
     source: UpstreamBodySource,
     first_frame: FirstFrame,
     lease: Option<PooledConnection>,
-    idle_timeout: Option<Duration>,
     pending_since: Option<Instant>,
     slot_guard: Option<Box<ConcurrencySlotGuard>>,
     recording: Option<Box<RequestRecording>>,
     active_request: Option<Box<ActiveHttpRequest>>,
     cost_meter: Option<Box<CostMeter>>,
-    rate: ResponseRate,
 }
 
 impl UpstreamBody {
@@ -131,35 +128,27 @@ impl UpstreamBody {
         hint
     }
 
-    pub(super) fn new(
-        source: UpstreamBodySource,
-        lease: PooledConnection,
-        idle_timeout: Option<Duration>,
-    ) -> Self {
-        let pending_since = None;
+    pub(super) fn new(source: UpstreamBodySource, lease: PooledConnection) -> Self {
         Self {
             source,
             first_frame: FirstFrame::None,
             lease: Some(lease),
-            idle_timeout,
-            pending_since,
+            pending_since: None,
             slot_guard: None,
             recording: None,
             active_request: None,
             cost_meter: None,
-            rate: ResponseRate::default(),
         }
     }
 
     /// Reads the first frame, so that a body that fails at once is noticed before its response head
-    /// is forwarded. Without `has_length`, the response may be a stream: only a frame that has
-    /// arrived is read. Returns whether the body goes on.
+    /// is forwarded. A body of unknown length may be a stream: only a frame that has arrived is
+    /// read. Returns whether the body goes on.
     ///
     /// # Errors
     /// Fails if the body is invalid or ends too early.
     pub(super) fn poll_first_frame(
         &mut self,
-        has_length: bool,
         cx: &mut Context<'_>,
     ) -> Poll<Result<bool, UpstreamError>> {
         match self.source.poll_frame(cx)? {
@@ -176,11 +165,21 @@ impl UpstreamBody {
                 self.finish();
                 Poll::Ready(Ok(false))
             }
-            Poll::Pending if has_length && let Some(lease) = &mut self.lease => {
+            Poll::Pending
+                if self.source.size_hint().exact().is_some()
+                    && let Some(lease) = &mut self.lease =>
+            {
                 let due = *self.pending_since.get_or_insert_with(Instant::now) + FIRST_FRAME_WAIT;
                 lease.timer().poll(due, cx).map(|()| Ok(true))
             }
             Poll::Pending => Poll::Ready(Ok(true)),
+        }
+    }
+
+    /// Keeps the share of the connections until the body ends.
+    pub(super) fn attach_share(&mut self, share: Option<ConnectionShare>) {
+        if let Some(lease) = &mut self.lease {
+            lease.attach_share(share);
         }
     }
 
@@ -255,8 +254,9 @@ impl UpstreamBody {
                     meter.read_frame(&frame);
                 }
                 let bytes = frame.data_ref().map_or(0, Bytes::len);
-                let read_limit = self.lease.as_ref().and_then(PooledConnection::read_limit);
-                self.rate.record(bytes, read_limit);
+                if let Some(lease) = &mut self.lease {
+                    lease.record_response_bytes(bytes);
+                }
                 // hyper does not poll again after trailers or the end of the stream.
                 if frame.is_trailers() || self.source.is_end_stream() {
                     self.finish();
@@ -281,14 +281,14 @@ impl UpstreamBody {
         ends_at: Option<Instant>,
         cx: &mut Context<'_>,
     ) -> Poll<BodyError> {
-        let idle_at = match self.idle_timeout {
+        let Some(lease) = &mut self.lease else {
+            return Poll::Pending;
+        };
+        let idle_at = match lease.body_idle_timeout() {
             Some(idle) => Some(*self.pending_since.get_or_insert_with(Instant::now) + idle),
             None => None,
         };
         let Some(due) = idle_at.into_iter().chain(ends_at).min() else {
-            return Poll::Pending;
-        };
-        let Some(lease) = &mut self.lease else {
             return Poll::Pending;
         };
         lease
@@ -325,7 +325,6 @@ impl UpstreamBody {
         self.slot_guard = None;
         self.finish_recording(Ok(()));
         if let Some(lease) = self.lease.take() {
-            self.rate.finish(lease.read_limit());
             lease.return_to_pool();
         }
     }

@@ -53,21 +53,32 @@ impl ReplayBuffer {
         self.release_if_fully_replayed();
     }
 
-    /// Records a frame that was read from the client, if recording. A frame that exceeds the
-    /// maximum stops the recording, unless it was read ahead and exists nowhere else.
-    pub(super) fn record_frame(&mut self, frame: &Frame<Bytes>, is_read_ahead: bool) {
+    /// Adds a frame that was read ahead, and is still to be handed over.
+    pub(super) fn append_frame(&mut self, frame: &Frame<Bytes>) {
+        self.start_recording();
+        self.push_part(frame);
+    }
+
+    /// Records a frame that is handed over, if recording. A frame that exceeds the maximum stops
+    /// the recording.
+    pub(super) fn record_frame(&mut self, frame: &Frame<Bytes>) {
         let length = frame.data_ref().map_or(0, Bytes::len);
         if self.state != BodyRecordingState::Complete {
             self.state = BodyRecordingState::Incomplete;
             return;
         }
-        if !is_read_ahead && self.bytes + length > MAX_REPLAY_BYTES {
+        if self.bytes + length > MAX_REPLAY_BYTES {
             return self.stop_recording();
         }
+        self.push_part(frame);
+        self.position = self.parts.len();
+    }
+
+    fn push_part(&mut self, frame: &Frame<Bytes>) {
         if self.parts.len() >= MAX_REPLAY_PARTS {
             self.join_parts();
         }
-        self.bytes += length;
+        self.bytes += frame.data_ref().map_or(0, Bytes::len);
         let trailers = || {
             frame
                 .trailers_ref()
@@ -80,7 +91,6 @@ impl ReplayBuffer {
                 .map(BodyReplayPart::Data)
                 .or_else(trailers),
         );
-        self.position = self.parts.len();
     }
 
     /// Joins the parts, which are data: trailers end a body.
@@ -159,7 +169,7 @@ mod tests {
     fn record_frames(buffer: &mut ReplayBuffer, frames: impl IntoIterator<Item = Frame<Bytes>>) {
         frames
             .into_iter()
-            .for_each(|frame| buffer.record_frame(&frame, false));
+            .for_each(|frame| buffer.record_frame(&frame));
     }
 
     /// Replays all remaining frames and returns their lengths; 0 for trailers.
@@ -219,12 +229,10 @@ mod tests {
     }
 
     #[test]
-    fn a_large_frame_that_was_read_ahead_is_replayed() {
+    fn a_large_frame_that_was_read_ahead_is_handed_over() {
         let mut buffer = ReplayBuffer::default();
-        buffer.start_recording();
-        buffer.record_frame(&data_frame(5_000), true);
-        buffer.record_frame(&data_frame(MAX_REPLAY_BYTES), true);
-        assert!(buffer.rewind());
+        buffer.append_frame(&data_frame(5_000));
+        buffer.append_frame(&data_frame(MAX_REPLAY_BYTES));
         buffer.stop_recording();
         let mut replayed = 0;
         while let Some(frame) = buffer.next_replay_frame() {

@@ -1,6 +1,6 @@
 //! Request bodies, received from the client.
 
-mod prefetch;
+mod read_ahead;
 
 use bytes::Bytes;
 use http::HeaderMap;
@@ -10,12 +10,12 @@ use std::cell::{Cell, RefCell};
 use std::future::{pending, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, timeout};
 
-use self::prefetch::is_grpc;
+use self::read_ahead::is_message_stream;
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
 use crate::proxy::http::request_validation::has_outer_white_space;
@@ -68,11 +68,9 @@ struct RequestBodyStream {
     /// first read.
     expects_continue: bool,
     multiplexed: bool,
-    is_grpc: bool,
+    is_message_stream: bool,
     /// Bytes that were read ahead, and still count as unread.
-    prefetched_bytes: usize,
-    has_prefetched_trailers: bool,
-    is_prefetching: bool,
+    read_ahead_bytes: usize,
     replay_buffer: ReplayBuffer,
     /// Whether the whole body was read from the client.
     is_complete: bool,
@@ -118,8 +116,8 @@ impl RequestBody {
         if incoming.is_end_stream() {
             return Self(None);
         }
-        let is_grpc = is_grpc(&request.headers);
-        if is_grpc {
+        let is_message_stream = is_message_stream(&request.headers);
+        if is_message_stream {
             // Messages of a call may be small and rare.
             limits.min_rate = 0;
         }
@@ -140,10 +138,8 @@ impl RequestBody {
             received: 0,
             expects_continue: request.headers.contains_key(http::header::EXPECT),
             multiplexed,
-            is_grpc,
-            prefetched_bytes: 0,
-            has_prefetched_trailers: false,
-            is_prefetching: false,
+            is_message_stream,
+            read_ahead_bytes: 0,
             replay_buffer: ReplayBuffer::default(),
             is_complete: false,
             pending_since: None,
@@ -267,12 +263,8 @@ async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
             let Some(Ok(frame)) = incoming.await else {
                 return;
             };
-            let bytes = frame.data_ref().map_or(0, Bytes::len);
-            let mut stream = body.borrow_mut();
-            stream.prefetched_bytes += bytes + UNREAD_FRAME_BYTES;
-            stream.has_prefetched_trailers = frame.is_trailers();
-            stream.release_prefetched_bytes();
-            discarded += u64::try_from(bytes).unwrap_or(u64::MAX);
+            body.borrow().release_frame(&frame);
+            discarded += frame.data_ref().map_or(0, |data| data.len() as u64);
         }
         pending().await
     };
@@ -286,19 +278,40 @@ async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
     }
 }
 
+/// What a frame counts while it is unread; 0 for trailers.
+fn unread_bytes(frame: &Frame<Bytes>) -> usize {
+    let data = frame.data_ref();
+    data.map_or(0, |data| data.len() + UNREAD_FRAME_BYTES)
+}
+
 impl RequestBodyStream {
     fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         if let Some(part) = self.replay_buffer.next_replay_frame() {
-            self.release_prefetched_bytes();
+            self.release_read_ahead_bytes();
+            // Since it was read ahead, the client waited for a connection.
+            self.pending_since = None;
             self.progress.last_progress_at.set(Instant::now());
-            if self.is_end_stream() {
-                self.progress.state.set(RequestBodyState::Finished);
-            }
+            self.progress.state.set(match self.is_end_stream() {
+                true => RequestBodyState::Finished,
+                false => RequestBodyState::Transferring,
+            });
             return Poll::Ready(Some(Ok(part)));
         }
+        let frame = ready!(self.poll_client(cx));
+        if let Some(Ok(frame)) = &frame {
+            self.replay_buffer.record_frame(frame);
+        }
+        Poll::Ready(frame)
+    }
+
+    /// Polls for a frame from the client.
+    fn poll_client(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         if self.is_complete {
             return Poll::Ready(None);
         }
@@ -326,7 +339,7 @@ impl RequestBodyStream {
         self.progress.last_progress_at.set(now);
         self.progress.state.set(RequestBodyState::Transferring);
         Poll::Ready(match frame {
-            Some(Ok(frame)) => Some(self.check_and_record_frame(frame)),
+            Some(Ok(frame)) => Some(self.check_frame(frame)),
             Some(Err(error)) => Some(Err(self.record_client_abort(error.to_string()))),
             // hyper reports a stream that the client reset with NO_ERROR as ended; here it is an
             // error.
@@ -376,14 +389,19 @@ impl RequestBodyStream {
         can_replay
     }
 
-    fn check_and_record_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
-        let bytes = frame.data_ref().map_or(0, Bytes::len);
-        let held_bytes = bytes + UNREAD_FRAME_BYTES;
-        self.prefetched_bytes += held_bytes;
-        self.has_prefetched_trailers = frame.is_trailers();
-        if !self.is_prefetching {
-            self.release_prefetched_bytes();
+    /// Counts a frame as read.
+    fn release_frame(&self, frame: &Frame<Bytes>) {
+        let memory = self.active.monitor().memory();
+        memory.remove_unread_bytes(unread_bytes(frame));
+        if frame.is_trailers() {
+            memory.remove_trailers();
         }
+    }
+
+    /// Checks a frame that was read, and counts it.
+    fn check_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
+        let bytes = frame.data_ref().map_or(0, Bytes::len);
+        self.release_frame(&frame);
         let received = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.received = self.received.saturating_add(received);
         if !self.lag.is_zero() {
@@ -402,7 +420,6 @@ impl RequestBodyStream {
         if self.is_complete || self.incoming.is_end_stream() {
             self.record_end();
         }
-        self.replay_buffer.record_frame(&frame, self.is_prefetching);
         Ok(frame)
     }
 
@@ -443,7 +460,7 @@ impl Drop for RequestBody {
 impl Drop for RequestBodyStream {
     fn drop(&mut self) {
         self.record_drop();
-        self.release_prefetched_bytes();
+        self.release_read_ahead_bytes();
         if self.multiplexed {
             self.active.monitor().memory().end_http2_body();
         }

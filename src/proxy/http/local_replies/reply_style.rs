@@ -2,6 +2,7 @@
 
 use super::cors_headers::CorsDecision;
 use crate::policy::CorsOrigins;
+use crate::proxy::http::header_lines::header_values;
 use http::{HeaderMap, HeaderValue, Method, Version, header, request};
 
 /// Prefix of all media types of gRPC.
@@ -32,9 +33,8 @@ impl<'t> ReplyStyle<'t> {
         origin: Option<&'t HeaderValue>,
         cors: &'t CorsOrigins,
     ) -> Self {
-        let is_grpc = parts
-            .headers
-            .get(header::CONTENT_TYPE)
+        let is_grpc = header_values(&parts.headers, &header::CONTENT_TYPE)
+            .next()
             .and_then(|media_type| media_type.as_bytes().get(..GRPC_MEDIA_TYPE_PREFIX.len()))
             .is_some_and(|prefix| prefix.eq_ignore_ascii_case(GRPC_MEDIA_TYPE_PREFIX));
         let format = match is_grpc {
@@ -73,7 +73,7 @@ impl<'t> ReplyStyle<'t> {
 fn prefers_plain_text(headers: &HeaderMap) -> bool {
     let mut text = AcceptWeight::default();
     let mut json = AcceptWeight::default();
-    for line in headers.get_all(header::ACCEPT) {
+    for line in header_values(headers, &header::ACCEPT) {
         let Ok(line) = line.to_str() else {
             return false;
         };

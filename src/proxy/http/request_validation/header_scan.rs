@@ -18,7 +18,7 @@ pub(super) struct RequestHeaderScan {
     /// Values of `Upgrade` as the client sent them; valid only if `connection_names_upgrade`.
     pub(super) upgrade_values: SmallVec<[HeaderValue; 1]>,
     pub(super) connection_names_upgrade: bool,
-    pub(super) headers_to_remove: SmallVec<[HeaderName; 6]>,
+    pub(super) headers_to_remove: SmallVec<[HeaderName; 2]>,
 }
 
 impl RequestHeaderScan {

@@ -107,13 +107,14 @@ impl ConnectionDriver {
     }
 
     fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
+        let next = self.monitor.next_deadline();
         let close = self.close_at.map(|at| (at, TimeoutKind::Idle));
-        let age = self.monitor.age_ends_at();
-        let age = age.map(|at| (at, TimeoutKind::Age));
-        [close, age, self.monitor.next_deadline()]
-            .into_iter()
-            .flatten()
-            .min_by_key(|(at, _)| *at)
+        // A drain, which sets the time of the close, ends the wait for the age.
+        let age = || Some((self.monitor.age_ends_at()?, TimeoutKind::Age));
+        match close.or_else(age) {
+            None => next,
+            fixed => fixed.into_iter().chain(next).min_by_key(|(at, _)| *at),
+        }
     }
 
     fn request_close_if_active<T>(

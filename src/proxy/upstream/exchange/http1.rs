@@ -5,14 +5,14 @@ use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper_util::rt::TokioIo;
 use smallvec::SmallVec;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
-use super::{ExchangeFailure, client_error_kind};
+use super::{ExchangeError, ExchangeFailure, client_error_kind};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress};
 use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::http::informational_responses::InformationalForwarder;
@@ -29,60 +29,66 @@ impl UpstreamClient {
     ///
     /// With `yield_first`, the runtime polls the HTTP/1.1 socket before the request is written, so
     /// that a close by the upstream is detected first. Requests that cannot be retried need this.
-    pub(in crate::proxy::upstream) async fn exchange_request(
+    #[allow(
+        clippy::manual_async_fn,
+        reason = "an async fn stores and copies its arguments twice"
+    )]
+    pub(in crate::proxy::upstream) fn exchange_request(
         &self,
         mut connection: Box<UpstreamConnection>,
         mut request: Request<RequestBody>,
+        is_upgrade: bool,
         sent_at: Instant,
         interim: &mut InformationalForwarder,
         yield_first: bool,
-    ) -> Result<Response<ResponseBody>, (ExchangeFailure, UpstreamError)> {
-        let ConnectionProtocol::Http1(http1) = &mut connection.protocol else {
-            return Box::pin(self.exchange_http2(connection, request, sent_at, interim)).await;
-        };
-        if yield_first {
-            yield_now().await;
-        }
-        let informational = Arc::clone(&http1.informational);
-        informational.attach_to_request(&mut request);
-        let progress = request.body().progress();
-        let requested_protocols: SmallVec<[_; 1]> = request
-            .headers()
-            .get_all(header::UPGRADE)
-            .iter()
-            .cloned()
-            .collect();
-        let mut response_future = pin!(http1.sender.try_send_request(request));
-        let response_future = poll_fn(|cx| {
-            let answer = response_future.as_mut().poll(cx);
-            match informational.forward_responses(interim, answer.is_pending().then(|| cx.waker()))
-            {
-                true => answer.map(Some),
-                false => Poll::Ready(None),
+    ) -> impl Future<Output = Result<Response<ResponseBody>, ExchangeError>> {
+        async move {
+            let UpstreamConnection {
+                protocol: ConnectionProtocol::Http1(http1),
+                timer,
+                ..
+            } = &mut *connection
+            else {
+                return Box::pin(self.exchange_http2(connection, request, sent_at, interim)).await;
+            };
+            if yield_first {
+                yield_now().await;
             }
-        });
-        let waiting = self.await_within_response_timeout(
-            &mut connection,
-            response_future,
-            progress.as_deref(),
-            sent_at,
-        );
-        let response = match waiting.await? {
-            Ok(response) => response,
-            Err(failed) => return Err(exchange_failure_from_hyper(failed, progress.as_deref())),
-        };
-        if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            let switched = Box::pin(self.convert_connection_to_tunnel(
-                response,
-                connection,
-                &requested_protocols,
-            ))
-            .await;
-            return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
+            let informational = Arc::clone(&http1.informational);
+            informational.attach_to_request(&mut request);
+            let progress = request.body().progress();
+            let mut requested_protocols: SmallVec<[_; 1]> = SmallVec::new();
+            if is_upgrade {
+                let names = request.headers().get_all(header::UPGRADE);
+                requested_protocols.extend(names.iter().cloned());
+            }
+            let mut answer = pin!(http1.sender.try_send_request(request));
+            let poll_response = |cx: &mut Context<'_>| {
+                let answer = answer.as_mut().poll(cx);
+                match informational
+                    .forward_responses(interim, answer.is_pending().then(|| cx.waker()))
+                {
+                    true => answer.map(Some),
+                    false => Poll::Ready(None),
+                }
+            };
+            let response = self
+                .await_response(timer, poll_response, progress.as_deref(), sent_at)
+                .await?
+                .map_err(|failed| exchange_failure_from_hyper(failed, progress.as_deref()))?;
+            if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                let switched = Box::pin(self.convert_connection_to_tunnel(
+                    response,
+                    connection,
+                    &requested_protocols,
+                ))
+                .await;
+                return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
+            }
+            Ok(response.map(|incoming| {
+                self.build_response_body(UpstreamBodySource::Http1(incoming), connection)
+            }))
         }
-        Ok(response.map(|incoming| {
-            self.build_response_body(UpstreamBodySource::Http1(incoming), connection)
-        }))
     }
 
     /// Turns the connection into a tunnel for the protocol that the upstream switched to. The
@@ -120,7 +126,7 @@ impl UpstreamClient {
 fn exchange_failure_from_hyper(
     mut failed: TrySendError<Request<RequestBody>>,
     progress: Option<&RequestBodyProgress>,
-) -> (ExchangeFailure, UpstreamError) {
+) -> ExchangeError {
     let unsent = failed.take_message();
     let error = failed.into_error();
     let kind = if error.is_parse() {

@@ -3,9 +3,9 @@
 use bytes::Bytes;
 use h2::SendStream;
 use http::{HeaderValue, Request, Response, Version, header, request};
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::pin::Pin;
-use std::task::Poll;
+use std::task::{Context, Poll};
 use tokio::time::Instant;
 
 use super::{ExchangeError, ExchangeFailure, client_error_kind};
@@ -43,14 +43,19 @@ impl UpstreamClient {
     ) -> Result<Response<ResponseBody>, ExchangeError> {
         let (mut head, body) = request.into_parts();
         let progress = body.progress();
-        let ConnectionProtocol::Http2(slot) = &mut connection.protocol else {
+        let UpstreamConnection {
+            protocol: ConnectionProtocol::Http2(slot),
+            timer,
+            ..
+        } = &mut *connection
+        else {
             return Err(invalid_request_error(
                 "the connection does not speak HTTP/2",
             ));
         };
         let websocket_key = self.convert_request_head(&mut head, slot)?;
         let mut started = start_request(slot, head, body, websocket_key.is_some()).await?;
-        let response_future = poll_fn(|cx| {
+        let poll_response = |cx: &mut Context<'_>| {
             while let Poll::Ready(Some(Ok(informational))) =
                 started.response.poll_informational_response(cx)
             {
@@ -64,28 +69,19 @@ impl UpstreamClient {
                 );
             }
             Pin::new(&mut started.response).poll(cx).map(Some)
-        });
-        let waiting = self.await_within_response_timeout(
-            &mut connection,
-            response_future,
-            progress.as_deref(),
-            sent_at,
-        );
-        let response = match waiting.await {
-            Ok(Ok(response)) => response,
-            Ok(Err(error)) => {
-                let failure = classify_failure(&error);
-                return Err((failure, upstream_error_from_h2(&error, progress.as_deref())));
-            }
-            Err(error) => {
-                if let (UpstreamErrorKind::ResponseTimeout, ConnectionProtocol::Http2(slot)) =
-                    (error.1.kind, &connection.protocol)
-                {
+        };
+        let response = self
+            .await_response(timer, poll_response, progress.as_deref(), sent_at)
+            .await
+            .inspect_err(|(_, error)| {
+                if error.kind == UpstreamErrorKind::ResponseTimeout {
                     slot.connection().mark_suspect();
                 }
-                return Err(error);
-            }
-        };
+            })?
+            .map_err(|error| {
+                let failure = classify_failure(&error);
+                (failure, upstream_error_from_h2(&error, progress.as_deref()))
+            })?;
         Ok(self.convert_response(response, websocket_key.zip(started.tunnel), connection))
     }
 

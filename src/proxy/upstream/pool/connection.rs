@@ -14,7 +14,7 @@ use super::stream_slot::StreamSlot;
 use crate::proxy::http::body::request::RequestBody;
 use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::informational_responses::InformationalResponseQueue;
-use crate::proxy::upstream::read_limit::ReadLimit;
+use crate::proxy::upstream::read_limit::ResponseRate;
 
 /// An HTTP/1.1 connection or a stream of an HTTP/2 connection, for one request at a time. Dropping
 /// it closes the HTTP/1.1 connection or ends the HTTP/2 stream.
@@ -23,8 +23,8 @@ pub(in crate::proxy::upstream) struct UpstreamConnection {
     pub(in crate::proxy::upstream) protocol: ConnectionProtocol,
     /// Response and idle timeouts of the current request.
     pub(in crate::proxy::upstream) timer: LazyTimer,
-    /// The client's share that the current request uses.
-    pub(in crate::proxy::upstream) share: Option<ConnectionShare>,
+    /// The client's share, as long as the response body uses the connection.
+    pub(super) share: Option<ConnectionShare>,
     /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
     pub(super) idle_since: Option<Instant>,
 }
@@ -40,7 +40,7 @@ pub(in crate::proxy::upstream) enum ConnectionProtocol {
 pub(in crate::proxy::upstream) struct Http1Connection {
     pub(in crate::proxy::upstream) sender: SendRequest<RequestBody>,
     pub(in crate::proxy::upstream) informational: Arc<InformationalResponseQueue>,
-    pub(super) read_limit: ReadLimit,
+    pub(super) response_rate: ResponseRate,
     pub(super) peer: Option<IpAddr>,
     pub(super) task: AbortHandle,
 }
@@ -100,12 +100,21 @@ impl PooledConnection {
         &mut self.connection.timer
     }
 
-    /// Limit of each read from an HTTP/1.1 connection.
-    pub(in crate::proxy::upstream) fn read_limit(&self) -> Option<&ReadLimit> {
-        match &self.connection.protocol {
-            ConnectionProtocol::Http1(http1) => Some(&http1.read_limit),
-            ConnectionProtocol::Http2(_) => None,
+    /// Keeps the request's share of the connections until the connection is returned or dropped.
+    pub(in crate::proxy::upstream) fn attach_share(&mut self, share: Option<ConnectionShare>) {
+        self.connection.share = share;
+    }
+
+    /// Records bytes of the response that the client is about to take.
+    pub(in crate::proxy::upstream) fn record_response_bytes(&mut self, bytes: usize) {
+        if let ConnectionProtocol::Http1(http1) = &mut self.connection.protocol {
+            http1.response_rate.record(bytes);
         }
+    }
+
+    /// Maximum time without data from the upstream.
+    pub(in crate::proxy::upstream) fn body_idle_timeout(&self) -> Option<Duration> {
+        self.pool.settings().body_idle_timeout
     }
 
     /// Returns the connection to the pool. The response must have been read to its end.

@@ -62,9 +62,10 @@ impl UpstreamPool {
 
     pub(super) fn return_connection(&self, mut connection: Box<UpstreamConnection>) {
         let _freed_last = connection.share.take();
-        let ConnectionProtocol::Http1(http1) = &connection.protocol else {
+        let ConnectionProtocol::Http1(http1) = &mut connection.protocol else {
             return;
         };
+        http1.response_rate.restart();
         // A connection is not ready if the upstream closes it or the request is not finished.
         // Dropping the connection here closes it.
         if !http1.sender.is_ready() || self.addresses.borrow().is_stale(http1.peer) {

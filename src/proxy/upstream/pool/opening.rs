@@ -15,6 +15,7 @@ use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::http2::{self, Http2Connection, Http2Driver};
+use crate::proxy::upstream::read_limit::ResponseRate;
 
 /// Maximum header lines of an HTTP/1.1 response. hyper's default of 100 is too few for frameworks
 /// that send one line per cookie or preload.
@@ -127,7 +128,7 @@ impl UpstreamPool {
                     detail: "the upstream allows no concurrent streams".to_owned(),
                 });
         }
-        let (peer, read_limit) = (stream.peer_ip(), stream.read_limit());
+        let (peer, response_rate) = (stream.peer_ip(), ResponseRate::new(stream.read_limit()));
         let handshake = http1::Builder::new()
             .max_buf_size(MAX_RESPONSE_HEAD_BYTES as usize)
             .max_headers(MAX_RESPONSE_HEADERS)
@@ -145,7 +146,7 @@ impl UpstreamPool {
         Ok(ConnectionProtocol::Http1(Http1Connection {
             sender,
             informational: Arc::default(),
-            read_limit,
+            response_rate,
             peer,
             task: task.abort_handle(),
         }))

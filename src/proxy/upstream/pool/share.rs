@@ -4,8 +4,7 @@
 //! `max_connections_per_client`; its further requests wait. See
 //! `docs/decisions/0085-uploads-and-shares.md`.
 
-use futures_util::future::LocalBoxFuture;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::time::timeout;
@@ -17,6 +16,10 @@ use crate::proxy::upstream::shared_state::{DelaySlotGuard, UpstreamSharedState};
 
 /// Smallest `max_connections` that is divided into shares.
 const MIN_SHARED_CONNECTIONS: usize = 4;
+
+/// Counted as the client of the uploads whose start did not arrive in time. No client has this
+/// address.
+const SLOW_UPLOADS: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
 
 /// The right of one request to use an HTTP/1.1 connection.
 #[derive(Debug)]
@@ -38,57 +41,70 @@ impl UpstreamPool {
     /// Takes a share for a request of the client. `None` if connections are not shared out.
     pub(in crate::proxy::upstream) fn try_take_share(
         &self,
-        client: IpAddr,
+        client: impl FnOnce() -> IpAddr,
     ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
         let settings = self.settings();
-        let limit = settings
-            .max_connections_per_client
-            .min(settings.max_connections / 4);
+        let quarter = settings.max_connections / 4;
+        self.take_share_of(settings.max_connections_per_client.min(quarter), client)
+    }
+
+    /// Takes a share of the first half, or one of `limit` shares of the client.
+    fn take_share_of(
+        &self,
+        limit: usize,
+        client: impl FnOnce() -> IpAddr,
+    ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
         if limit == 0 || self.negotiated_http2.get() != Some(false) {
             return Ok(None);
         }
         let shared = &self.shared;
-        let share = |client| {
-            Ok(Some(ConnectionShare {
-                shared: Arc::clone(shared),
-                client,
-            }))
-        };
-        let first_half = settings.max_connections.div_ceil(2);
-        let in_use = &shared.first_half_in_use;
+        let first_half = self.settings().max_connections.div_ceil(2);
         let take = |count| (count < first_half).then_some(count + 1);
-        if in_use
-            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, take)
-            .is_ok()
-        {
-            return share(None);
-        }
-        match shared.client_connections.try_acquire(client, limit) {
-            Some(counted) => share(Some(counted)),
-            None => Err(ShareUnavailable),
-        }
+        let taken = shared
+            .first_half_in_use
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, take);
+        let client = match taken {
+            Ok(_) => None,
+            Err(_) => {
+                let counted = shared.client_connections.try_acquire(client(), limit);
+                Some(counted.ok_or(ShareUnavailable)?)
+            }
+        };
+        Ok(Some(ConnectionShare {
+            shared: Arc::clone(shared),
+            client,
+        }))
+    }
+
+    /// Takes a share for an upload whose start did not arrive in time. Besides the first half, all
+    /// such uploads have a quarter of the connections.
+    pub(in crate::proxy::upstream) fn try_take_slow_upload_share(
+        &self,
+    ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
+        self.take_share_of(self.settings().max_connections / 4, || SLOW_UPLOADS)
     }
 
     /// Waits for a share, in the queue of `max_requests_waiting` and for at most `queue_timeout`.
-    pub(in crate::proxy::upstream) fn wait_for_share(
+    pub(in crate::proxy::upstream) async fn wait_for_share(
         &self,
         client: IpAddr,
-    ) -> LocalBoxFuture<'_, Result<Option<ConnectionShare>, UpstreamError>> {
-        Box::pin(async move {
-            let limit = self.settings().queue_timeout;
-            let _slot = DelaySlotGuard::acquire(&self.shared)?;
-            let share = async {
-                loop {
-                    let freed = self.shared.share_freed.notified();
-                    if let Ok(share) = self.try_take_share(client) {
-                        return share;
-                    }
-                    freed.await;
+    ) -> Result<Option<ConnectionShare>, UpstreamError> {
+        if let Ok(share) = self.try_take_share(|| client) {
+            return Ok(share);
+        }
+        let limit = self.settings().queue_timeout;
+        let _slot = DelaySlotGuard::acquire(&self.shared)?;
+        let share = async {
+            loop {
+                let freed = self.shared.share_freed.notified();
+                if let Ok(share) = self.try_take_share(|| client) {
+                    return share;
                 }
-            };
-            let share = timeout(limit, share).await;
-            share.map_err(|_elapsed| UpstreamError::queue_timeout(limit))
-        })
+                freed.await;
+            }
+        };
+        let share = timeout(limit, share).await;
+        share.map_err(|_elapsed| UpstreamError::queue_timeout(limit))
     }
 }
 
