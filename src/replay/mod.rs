@@ -120,7 +120,7 @@ fn find_fields_of_keys(
         }
         let mut log = open_log(path, settings, required_headers, Rc::default())?;
         log.read_requests_until(|request| {
-            coverage.record_request(request, request.log_has_query, false);
+            coverage.record_request(request, false);
             open.retain(|(table, policy)| {
                 MissingFieldCheck::new(table, &coverage, required_headers).lacks_key(*policy)
             });

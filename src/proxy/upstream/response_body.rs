@@ -337,7 +337,7 @@ impl Drop for UpstreamBody {
         };
         if let (Some(held_until), Some(lease)) = (slot_guard.held_until(), self.lease.take()) {
             let source = take(&mut self.source);
-            let mut rest = Self::new(source, lease, self.idle_timeout);
+            let mut rest = Self::new(source, lease);
             rest.first_frame = take(&mut self.first_frame);
             rest.cost_meter = self.cost_meter.take();
             spawn_local(async move {
