@@ -518,18 +518,18 @@ fn a_policy_whose_key_is_not_in_the_log_stays_out_of_the_result() {
 }
 
 #[test]
-fn a_policy_applies_as_soon_as_the_log_has_its_key() {
+fn a_policy_applies_to_requests_before_the_first_with_its_key() {
     let line = |user: &str| {
         format!(
             "{{\"msec\":1795000000.5,\"request_method\":\"GET\",\"request_uri\":\"/\",\"remote_addr\":\"1.1.1.1\",\"http_x_user\":\"{user}\"}}\n"
         )
     };
-    // The third request is the first one with a user; the requests without one then share a key.
+    // The third request is the first one with a user. All requests without one share a key.
     let log: String = ["-", "-", "ann", "ann", "-", "-"].map(line).concat();
     let set = &ReplayFixture::new(&USER_AND_CLIENT.replace("requests = 4", "requests = 40"))
         .with_log("a", log)
         .run_replay_as_json()["sets"][0];
-    assert_eq!((&set["forwarded"], &set["limited"]), (&4.into(), &2.into()));
+    assert_eq!((&set["forwarded"], &set["limited"]), (&2.into(), &4.into()));
     assert_eq!(set["policies"][0]["left_out"], false);
     assert_eq!(set["lacks"], serde_json::json!([]));
 }

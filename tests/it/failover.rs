@@ -258,14 +258,14 @@ async fn all_instances_count_in_one_master_while_sentinels_disagree() {
         for (_, redis) in &instances {
             left.push(remaining_units(&Store::from_redis(redis.clone())).await);
         }
-        let expected: Vec<_> = (988..1000).rev().map(Ok).collect();
+        let expected: Vec<Result<u64, &str>> = (988..1000).rev().map(Ok).collect();
         assert_eq!(left, expected, "each charge is counted in the same master");
         let counters = list_counter_keys(&other).await;
         let is_charged = counters.iter().any(|key| key.ends_with(":k"));
         assert!(is_charged, "two of three sentinels name this one");
         for (shared, _) in &instances {
             let disagreements = shared.server_info().sentinel_disagreements;
-            assert!(disagreements > Some(0), "{disagreements:?}");
+            assert!(disagreements > 0);
         }
     }
 }

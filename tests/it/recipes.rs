@@ -484,11 +484,11 @@ async fn fast_api() {
     let silent = RawUpstream::with_script(move |_, mut socket| {
         let mut finished = finished.clone();
         async move {
-            socket.read_request().await;
-            finished.wait_for(|finished| *finished).await.unwrap();
-            let done = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
-            socket.send(done).await;
-            socket.read_to_close().await;
+            while socket.read_request().await.is_some() {
+                finished.wait_for(|finished| *finished).await.unwrap();
+                let done = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n";
+                socket.send(done).await;
+            }
         }
     })
     .await;

@@ -1,7 +1,7 @@
 //! Exchanges with the upstream that go on without their client, because their concurrency slot is
 //! held until the upstream's response ends (`release = "upstream"`).
 
-use super::proxy_request::{ForwardError, await_until_deadline};
+use super::forward_error::{ForwardError, await_until_deadline};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::upstream::UpstreamClient;

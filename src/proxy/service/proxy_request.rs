@@ -1,6 +1,7 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
 use super::ProxyService;
+use super::forward_error::{ForwardError, await_until_deadline};
 use super::held_exchange::HeldExchange;
 use super::request_summary::RequestSummary;
 use super::self_service::OwnLimitsRequest;
@@ -22,15 +23,8 @@ use crate::telemetry::trace::{RequestRecording, TraceParent};
 use bytes::Bytes;
 use http::{Request, Response, request};
 use std::cell::Cell;
-use std::pin::{Pin, pin};
-use tokio::time::{Instant, timeout_at};
-
-/// Why an admitted request got no response from the upstream.
-pub(super) enum ForwardError {
-    Upstream(UpstreamError),
-    /// The request exceeded the `max_duration` of a concurrency limit.
-    MaxDurationExceeded,
-}
+use std::pin::pin;
+use tokio::time::Instant;
 
 impl ProxyService {
     pub(super) async fn handle_proxy_request(
@@ -357,25 +351,6 @@ fn attach_slot_and_recording(
     }
     body.attach_recording(recording);
     response
-}
-
-/// Awaits `future` until `deadline` at most.
-///
-/// The caller pins the future: passed by value, it would be stored three times, once per branch.
-pub(super) async fn await_until_deadline<T>(
-    deadline: Option<Instant>,
-    future: Pin<&mut impl Future<Output = Result<T, UpstreamError>>>,
-) -> Result<T, ForwardError> {
-    let result = match deadline {
-        None => future.await,
-        // A future is not started at or after its deadline.
-        Some(at) if at <= Instant::now() => return Err(ForwardError::MaxDurationExceeded),
-        Some(at) => match timeout_at(at, future).await {
-            Ok(result) => result,
-            Err(_elapsed) => return Err(ForwardError::MaxDurationExceeded),
-        },
-    };
-    result.map_err(ForwardError::Upstream)
 }
 
 fn finish_upstream_span(

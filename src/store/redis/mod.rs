@@ -229,10 +229,9 @@ impl SharedRedisState {
 
     /// The last polled server info.
     pub fn server_info(&self) -> RedisServerMetrics {
-        let has_sentinels = matches!(self.0.settings.topology, RedisTopology::Sentinel { .. });
         RedisServerMetrics {
             calls: self.0.call_count.load(Ordering::Relaxed),
-            sentinel_disagreements: has_sentinels.then(|| self.0.sentinel_disagreements.count()),
+            sentinel_disagreements: self.0.sentinel_disagreements.count(),
             ..*self.0.server_info.lock()
         }
     }

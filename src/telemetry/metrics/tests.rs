@@ -44,7 +44,7 @@ fn sample_status() -> ProcessStatus {
         instance_count: Some(3),
         redis: Some(RedisServerMetrics {
             calls: 9,
-            sentinel_disagreements: Some(8),
+            sentinel_disagreements: 8,
             memory_bytes: Some(1000),
             memory_max_bytes: None,
             may_evict: Some(true),
