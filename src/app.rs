@@ -34,7 +34,7 @@ use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{MetricExporter, MetricLabels, Metrics};
 use crate::telemetry::otlp::ResourceAttributes;
 use crate::telemetry::trace::{SpanExporter, Tracer};
-use admin_view::AdminViewState;
+use admin_view::{AdminViewState, StoreLookups};
 use arc_swap::ArcSwap;
 use listener_set::ListenerSet;
 use shutdown::install_signal_handlers;
@@ -44,6 +44,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use strum::VariantNames;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
@@ -146,7 +147,7 @@ async fn run_proxy(
         tracer: shared.tracer.clone(),
         key_fetcher: shared.key_fetcher.clone(),
         started_at,
-        examinations: doctor::StoreExaminations::default(),
+        lookups: StoreLookups::default(),
     };
     let history = start_history(&shared.metrics, &active_policies);
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
@@ -223,17 +224,17 @@ impl SharedState {
 
 fn new_metrics(config: &Config) -> Arc<Metrics> {
     let labels = MetricLabels {
-        decision_sources: DecisionSource::LABELS,
+        decision_sources: DecisionSource::VARIANTS,
         request_decisions: RequestDecision::LABELS,
         policy_decisions: &PolicyDecision::LABELS,
         degraded_outcomes: &PolicyDecision::DEGRADED_OUTCOMES,
         policy_history: PolicyDecision::HISTORY_SERIES,
-        upstream_errors: UpstreamErrorKind::NAMES,
+        upstream_errors: UpstreamErrorKind::VARIANTS,
         upstream_faults: UpstreamErrorKind::FAULTS,
-        tls_errors: TlsHandshakeError::NAMES,
-        proxy_header_errors: ProxyHeaderError::NAMES,
-        close_reasons: ConnectionCloseReason::NAMES,
-        rls_call_results: RlsCallResult::NAMES,
+        tls_errors: TlsHandshakeError::VARIANTS,
+        proxy_header_errors: ProxyHeaderError::VARIANTS,
+        close_reasons: ConnectionCloseReason::VARIANTS,
+        rls_call_results: RlsCallResult::VARIANTS,
     };
     match config.metric_export {
         Some(_) => Metrics::new_for_export(config.listen.threads, labels),
@@ -323,11 +324,12 @@ fn start_tracing(config: &Config) -> io::Result<(Option<Tracer>, Option<SpanExpo
 
 fn start_metric_export(config: &Config, view: &AdminBackend) -> Option<MetricExporter> {
     let settings = config.metric_export.clone()?;
+    let state = Arc::clone(&view.state);
     Some(MetricExporter::start(
         settings,
         &resource_attributes(),
         Arc::clone(&view.metrics),
-        Arc::clone(&view.read_status),
+        Arc::new(move || state.read_status()),
     ))
 }
 

@@ -307,48 +307,31 @@ fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
     const MAX_LISTED_NAMES: usize = 20;
     // The `Debug` text of a policy contains all of its settings.
     let by_name = |policies: &[Policy]| -> BTreeMap<String, String> {
-        policies
-            .iter()
-            .map(|policy| (policy.name.to_string(), format!("{policy:?}")))
-            .collect()
+        let texts = policies.iter();
+        let texts = texts.map(|policy| (policy.name.to_string(), format!("{policy:?}")));
+        texts.collect()
     };
     let (old, new) = (by_name(old), by_name(new));
-    let kinds = [
-        (
-            "added",
-            new.keys()
-                .filter(|name| !old.contains_key(*name))
-                .collect::<Vec<_>>(),
-        ),
-        (
-            "removed",
-            old.keys().filter(|name| !new.contains_key(*name)).collect(),
-        ),
+    let added = new.keys().filter(|name| !old.contains_key(*name));
+    let removed = old.keys().filter(|name| !new.contains_key(*name));
+    let is_changed = |name: &&String| old.contains_key(*name) && old.get(*name) != new.get(*name);
+    let kinds: [(&str, Vec<&str>); 3] = [
+        ("added", added.map(String::as_str).collect()),
+        ("removed", removed.map(String::as_str).collect()),
         (
             "changed",
-            new.iter()
-                .filter(|(name, text)| old.get(*name).is_some_and(|old| old != *text))
-                .map(|(name, _)| name)
-                .collect(),
+            new.keys().filter(is_changed).map(String::as_str).collect(),
         ),
     ];
-    let parts = kinds
-        .into_iter()
-        .filter(|(_, names)| !names.is_empty())
-        .map(|(kind, names)| {
-            let shown = names
-                .iter()
-                .take(MAX_LISTED_NAMES)
-                .map(|name| name.as_str())
-                .collect::<Vec<_>>()
-                .join(", ");
-            match names.len() {
-                n if n > MAX_LISTED_NAMES => {
-                    format!("{kind} {shown} and {} more", n - MAX_LISTED_NAMES)
-                }
-                _ => format!("{kind} {shown}"),
-            }
-        });
+    let parts = kinds.iter().filter(|(_, names)| !names.is_empty());
+    let parts = parts.map(|(kind, names)| {
+        let (shown, more) = names.split_at(names.len().min(MAX_LISTED_NAMES));
+        let more = match more.len() {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        format!("{kind} {}{more}", shown.join(", "))
+    });
     let text = parts.collect::<Vec<_>>().join("; ");
     if text.is_empty() {
         "policies unchanged".to_owned()

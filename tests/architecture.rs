@@ -18,10 +18,12 @@ use std::path::Path;
 use walkdir::WalkDir;
 
 /// Lowest layer first: a module may use the modules before it.
-const MODULE_LAYERS: [&str; 17] = [
+const MODULE_LAYERS: [&str; 19] = [
+    "text",
     "clock",
     "listen",
     "tls",
+    "http_client",
     "telemetry",
     "limiter",
     "policy",
@@ -88,11 +90,11 @@ const LIBRARY_RULES: [LibraryRule; 8] = [
         name: r"hyper|hyper_util|h2",
         // `demo` contains a sample upstream server.
         is_allowed: |at| {
-            ["proxy", "admin", "jwks"].contains(&at.module)
+            ["proxy", "admin", "http_client"].contains(&at.module)
                 || at.file.starts_with("telemetry/otlp/")
                 || at.file.starts_with("cli/demo")
         },
-        advice: "only proxy, admin, jwks and telemetry::otlp use hyper: use the `http` types, or move this code into `proxy`",
+        advice: "only proxy, admin, http_client and telemetry::otlp use hyper: use the `http` types, or move this code into `proxy`",
     },
     LibraryRule {
         name: "axum",
@@ -633,12 +635,12 @@ mod checker_tests {
         rejects(
             "enforcer.rs",
             "fn f(request: hyper::Request<()>) {}",
-            "only proxy, admin, jwks and telemetry::otlp use hyper",
+            "only proxy, admin, http_client and telemetry::otlp use hyper",
         );
         rejects(
             "cli/explain.rs",
             "use hyper_util::rt::TokioIo;",
-            "only proxy, admin, jwks and telemetry::otlp use hyper",
+            "only proxy, admin, http_client and telemetry::otlp use hyper",
         );
         rejects("telemetry/log.rs", "use hyper::Request;", "use hyper");
         rejects(

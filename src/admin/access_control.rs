@@ -1,6 +1,6 @@
 //! Access control of the admin endpoint: bearer token, DNS rebinding, cross-site requests.
 
-use super::fleet::InstanceCredential;
+use super::fleet::derive_instance_credential;
 use super::responses::ProblemDetails;
 use super::{AdminSettings, AdminToken, ReloadableAdminToken};
 use axum::extract::{Extension, Request, State};
@@ -81,7 +81,7 @@ impl AccessGuard {
             .as_ref()
             .is_some_and(|token| has_expected_token(headers, token.expose()));
         let has_credential = |token: &AdminToken| {
-            let expected = InstanceCredential::new(token, self.instance_id);
+            let expected = derive_instance_credential(token, self.instance_id);
             has_expected_token(headers, expected.expose())
         };
         match (required, token.as_ref()) {
@@ -478,7 +478,7 @@ mod tests {
                 is_exposed: true,
                 instance_id: "i",
             };
-            let credential = InstanceCredential::new(&token, id);
+            let credential = derive_instance_credential(&token, id);
             let value = format!("Bearer {}", credential.expose());
             let lines = [("authorization", value.as_str())];
             authorization_status(&guard, method, path, &lines, LOOPBACK_PEER)

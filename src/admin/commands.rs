@@ -2,7 +2,7 @@
 
 use super::parameters::{self, QueryParameters};
 use super::responses::{JsonResponse, ProblemDetails};
-use super::{AdminBackend, DrainSchedule, OverrideRequest};
+use super::{AdminBackend, DrainSchedule, OverrideRequest, StoreRequest};
 use crate::telemetry::{self, LogLevel};
 use axum::body::Bytes;
 use axum::extract::rejection::BytesRejection;
@@ -10,15 +10,20 @@ use axum::extract::{Path, RawQuery, State};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::json;
 
+async fn query_store(
+    view: AdminBackend,
+    request: StoreRequest,
+) -> Result<JsonResponse, ProblemDetails> {
+    let answer = view.state.handle_store_request(request).await?;
+    Ok(JsonResponse(StatusCode::OK, answer))
+}
+
 pub(super) async fn inspect_key(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
     let query = parameters::parse_key_query(query.as_deref())?;
-    Ok(JsonResponse(
-        StatusCode::OK,
-        (view.inspect_key)(query).await?,
-    ))
+    query_store(view, StoreRequest::InspectKey(query)).await
 }
 
 pub(super) async fn reset_key(
@@ -26,7 +31,7 @@ pub(super) async fn reset_key(
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
     let query = parameters::parse_key_query(query.as_deref())?;
-    Ok(JsonResponse(StatusCode::OK, (view.reset_key)(query).await?))
+    query_store(view, StoreRequest::ResetKey(query)).await
 }
 
 /// Maximum number of overrides in a list.
@@ -45,8 +50,7 @@ pub(super) async fn read_overrides(
         true => OverrideRequest::List { policy, limit },
         false => OverrideRequest::Find { policy, values },
     };
-    let answer = (view.handle_override_request)(request).await?;
-    Ok(JsonResponse(StatusCode::OK, answer))
+    query_store(view, StoreRequest::Override(request)).await
 }
 
 /// Expects the override as JSON, with its key. `PATCH` keeps other limits of the key's override.
@@ -63,8 +67,7 @@ pub(super) async fn set_override(
         fields,
         keeps_other_limits: method == Method::PATCH,
     };
-    let answer = (view.handle_override_request)(request).await?;
-    Ok(JsonResponse(StatusCode::OK, answer))
+    query_store(view, StoreRequest::Override(request)).await
 }
 
 pub(super) async fn remove_override(
@@ -75,8 +78,7 @@ pub(super) async fn remove_override(
     let query = QueryParameters::parse(query.as_deref(), &["key"])?;
     let values = query.get_all("key");
     let request = OverrideRequest::Remove { policy, values };
-    let answer = (view.handle_override_request)(request).await?;
-    Ok(JsonResponse(StatusCode::OK, answer))
+    query_store(view, StoreRequest::Override(request)).await
 }
 
 pub(super) async fn explain_request(
@@ -86,10 +88,7 @@ pub(super) async fn explain_request(
 ) -> Result<JsonResponse, ProblemDetails> {
     let request =
         parameters::parse_explain_request(&parameters::parse_json_object(&headers, body)?)?;
-    Ok(JsonResponse(
-        StatusCode::OK,
-        (view.explain_request)(request).await?,
-    ))
+    query_store(view, StoreRequest::Explain(request)).await
 }
 
 pub(super) async fn examine_store(
@@ -97,7 +96,7 @@ pub(super) async fn examine_store(
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
     QueryParameters::parse(query.as_deref(), &[])?;
-    Ok(JsonResponse(StatusCode::OK, (view.examine_store)().await?))
+    query_store(view, StoreRequest::Examine).await
 }
 
 #[allow(clippy::unused_async, reason = "a handler is async")]
@@ -106,7 +105,7 @@ pub(super) async fn start_drain(
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
     QueryParameters::parse(query.as_deref(), &[])?;
-    let DrainSchedule { delay, grace } = (view.start_drain)();
+    let DrainSchedule { delay, grace } = view.state.start_drain();
     let body = json!({ "status": "stopping", "delay_s": delay.as_secs_f64(), "grace_s": grace.as_secs_f64() });
     Ok(JsonResponse(StatusCode::ACCEPTED, body))
 }
@@ -128,11 +127,9 @@ pub(super) async fn set_log_level(
 ) -> Result<JsonResponse, ProblemDetails> {
     let object = parameters::parse_json_object(&headers, body)?;
     parameters::reject_unknown_fields(&object, "", &["level"])?;
-    let Some(text) = parameters::get_string_field(&object, "level")? else {
-        return Err(ProblemDetails::bad_request("level is missing"));
-    };
-    let level = LogLevel::parse(&text)
-        .map_err(|why| ProblemDetails::bad_request(format!("level {text:?}: {why}")))?;
+    let text = parameters::get_string_field(&object, "level")?;
+    let text = text.ok_or_else(|| "level is missing".to_owned())?;
+    let level = LogLevel::parse(&text).map_err(|why| format!("level {text:?}: {why}"))?;
     match telemetry::set_log_level(level) {
         true => Ok(JsonResponse(StatusCode::OK, json!({ "level": text }))),
         false => Err(ProblemDetails::new(

@@ -22,7 +22,7 @@ pub(super) async fn get_readiness(
     State(view): State<AdminBackend>,
     headers: HeaderMap,
 ) -> Response {
-    let observed = (view.read_status)();
+    let observed = view.state.read_status();
     let status = match observed.phase {
         ProcessPhase::Serving => StatusCode::OK,
         ProcessPhase::Starting | ProcessPhase::Stopping => StatusCode::SERVICE_UNAVAILABLE,
@@ -63,7 +63,7 @@ pub(super) fn phase_label(phase: ProcessPhase) -> &'static str {
 
 pub(super) async fn get_metrics(State(view): State<AdminBackend>, headers: HeaderMap) -> Response {
     let format = ExpositionFormat::from_accept_header(accept_header(&headers));
-    match run_blocking(move || view.metrics.render_page(&(view.read_status)(), format)).await {
+    match run_blocking(move || view.metrics.render_page(&view.state.read_status(), format)).await {
         Ok(page) => ([(CONTENT_TYPE, format.content_type())], page).into_response(),
         Err(problem) => problem.into_response(),
     }

@@ -18,11 +18,14 @@ mod routes;
 
 pub use advertised_address::AdvertisedAddress;
 pub use listener::AdminListener;
-pub(crate) use responses::escape_json_for_display;
+pub(crate) use problems::REFUSED_REQUEST_COUNTERS;
+pub(crate) use queries::REFUSED_SERIES;
+pub(crate) use responses::{add_fields, escape_json_for_display};
 
 use crate::listen::ListenAddress;
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{Metrics, PolicyCounters, ProcessStatus};
+use crate::text::SecretText;
 use arc_swap::ArcSwapOption;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
@@ -46,39 +49,54 @@ pub struct AdminSettings {
     pub allowed_hosts: Vec<String>,
 }
 
-/// The bearer token of the admin endpoint; its `Debug` text is masked.
-#[derive(Clone, PartialEq, Eq)]
-pub struct AdminToken(String);
+/// The bearer token of the admin endpoint.
+pub type AdminToken = SecretText;
 
 /// The token in use, which is replaced when its file changes.
 #[derive(Clone, Debug, Default)]
 pub struct ReloadableAdminToken(Arc<ArcSwapOption<AdminToken>>);
 
-/// Data and commands behind the admin endpoint. Its functions are called for every request;
-/// functions that use the store return a future that finishes within some seconds.
+/// Data and commands behind the admin endpoint.
 #[derive(Clone)]
 pub struct AdminBackend {
     pub instance: InstanceDescription,
     pub metrics: Arc<Metrics>,
     pub history: Arc<TrafficHistory>,
-    pub read_status: Arc<dyn Fn() -> ProcessStatus + Send + Sync>,
+    pub state: Arc<dyn AdminState>,
+}
+
+/// The state of the process, and the commands that change it.
+pub trait AdminState: Send + Sync {
+    fn read_status(&self) -> ProcessStatus;
+
     /// The configuration in effect, as JSON without secrets.
-    pub config_json: Arc<dyn Fn() -> Arc<str> + Send + Sync>,
-    pub select_policies: Arc<dyn Fn(&PolicySelection) -> PolicyPage + Send + Sync>,
-    /// Reads the counters of a key.
-    pub inspect_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
-    /// Deletes the counters of a key.
-    pub reset_key: Arc<dyn Fn(KeyQuery) -> AdminFuture + Send + Sync>,
-    /// Reads or changes overrides of keys.
-    pub handle_override_request: Arc<dyn Fn(OverrideRequest) -> AdminFuture + Send + Sync>,
-    /// Explains the decision about a request.
-    pub explain_request: Arc<dyn Fn(ExplainRequest) -> AdminFuture + Send + Sync>,
+    fn config_json(&self) -> Arc<str>;
+
+    fn select_policies(&self, selection: &PolicySelection) -> PolicyPage;
+
+    /// Uses the store. The future finishes within some seconds.
+    fn handle_store_request(self: Arc<Self>, request: StoreRequest) -> AdminFuture;
+
     /// Lists the instances that share the limits.
-    pub list_members: Arc<dyn Fn() -> AdminFuture<FleetMembers> + Send + Sync>,
-    /// Examines Redis. Called on demand, and at most once per [`DOCTOR_INTERVAL`].
-    pub examine_store: Arc<dyn Fn() -> AdminFuture + Send + Sync>,
+    fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers>;
+
     /// Starts the same drain as SIGTERM, unless one has begun.
-    pub start_drain: Arc<dyn Fn() -> DrainSchedule + Send + Sync>,
+    fn start_drain(&self) -> DrainSchedule;
+}
+
+/// A request that the store answers.
+#[derive(Clone, Debug)]
+pub enum StoreRequest {
+    /// Reads the counters of a key.
+    InspectKey(KeyQuery),
+    /// Deletes the counters of a key.
+    ResetKey(KeyQuery),
+    /// Reads or changes overrides of keys.
+    Override(OverrideRequest),
+    /// Explains the decision about a request.
+    Explain(ExplainRequest),
+    /// Examines Redis, at most once per [`DOCTOR_INTERVAL`].
+    Examine,
 }
 
 /// Minimum time between two examinations of the store. Until then, the last report is returned.
@@ -128,7 +146,7 @@ pub struct PolicyPage {
 pub struct PolicySummary {
     pub name: Box<str>,
     /// JSON fields that describe the policy.
-    pub description: Map<String, Value>,
+    pub description: Value,
     /// `None` if the policy is off.
     pub counters: Option<Arc<PolicyCounters>>,
 }
@@ -205,14 +223,17 @@ pub struct FleetMembers {
 /// The future result of a store lookup, usually as JSON.
 pub type AdminFuture<T = Value> = Pin<Box<dyn Future<Output = Result<T, AdminError>> + Send>>;
 
-/// Why an admin request failed, with a message for the operator.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Why a request of an operator failed, with a message.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AdminError {
     /// The request is malformed.
+    #[error("{0}")]
     InvalidRequest(String),
     /// The requested policy or key does not exist.
+    #[error("{0}")]
     NotFound(String),
     /// The store is unavailable.
+    #[error("{0}")]
     Unavailable(String),
 }
 
@@ -237,24 +258,6 @@ impl FleetInstance {
     }
 }
 
-impl fmt::Display for AdminError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::InvalidRequest(message) | Self::NotFound(message) | Self::Unavailable(message)) =
-            self;
-        f.write_str(message)
-    }
-}
-
-impl AdminToken {
-    pub fn new(text: String) -> Self {
-        Self(text)
-    }
-
-    pub fn expose(&self) -> &str {
-        &self.0
-    }
-}
-
 impl ReloadableAdminToken {
     pub fn new(token: Option<AdminToken>) -> Self {
         Self(Arc::new(ArcSwapOption::from_pointee(token)))
@@ -270,12 +273,6 @@ impl ReloadableAdminToken {
 
     fn load(&self) -> Option<Arc<AdminToken>> {
         self.0.load_full()
-    }
-}
-
-impl fmt::Debug for AdminToken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
     }
 }
 

@@ -19,7 +19,7 @@ pub(super) struct QueryParameters(Vec<(String, String)>);
 impl QueryParameters {
     /// # Errors
     /// Fails if a parameter is not in `known`, so that a misspelt filter is not ignored.
-    pub(super) fn parse(query: Option<&str>, known: &[&str]) -> Result<Self, ProblemDetails> {
+    pub(super) fn parse(query: Option<&str>, known: &[&str]) -> Result<Self, String> {
         let pairs = form_urlencoded::parse(query.unwrap_or_default().as_bytes());
         let pairs: Vec<(String, String)> = pairs.into_owned().collect();
         match pairs
@@ -32,9 +32,7 @@ impl QueryParameters {
                 } else {
                     known.join(", ")
                 };
-                Err(ProblemDetails::bad_request(format!(
-                    "unknown parameter {name:?}; expected {known}"
-                )))
+                Err(format!("unknown parameter {name:?}; expected {known}"))
             }
             None => Ok(Self(pairs)),
         }
@@ -50,13 +48,11 @@ impl QueryParameters {
 
     /// # Errors
     /// Fails if the parameter occurs more than once.
-    pub(super) fn get_one(&self, name: &str) -> Result<Option<&str>, ProblemDetails> {
+    pub(super) fn get_one(&self, name: &str) -> Result<Option<&str>, String> {
         let mut values = self.0.iter().filter(|(known, _)| known == name);
         match (values.next(), values.next()) {
             (first, None) => Ok(first.map(|(_, value)| value.as_str())),
-            _ => Err(ProblemDetails::bad_request(format!(
-                "parameter {name} is given more than once"
-            ))),
+            _ => Err(format!("parameter {name} is given more than once")),
         }
     }
 
@@ -66,38 +62,30 @@ impl QueryParameters {
         name: &str,
         default: usize,
         max: usize,
-    ) -> Result<usize, ProblemDetails> {
+    ) -> Result<usize, String> {
         let Some(text) = self.get_one(name)? else {
             return Ok(default);
         };
         let number = text.parse().ok().filter(|number| *number <= max);
-        number.ok_or_else(|| {
-            ProblemDetails::bad_request(format!(
-                "{name}={text:?}: expected a whole number from 0 to {max}"
-            ))
-        })
+        number.ok_or_else(|| format!("{name}={text:?}: expected a whole number from 0 to {max}"))
     }
 
     /// Parses `true` or `false`; returns `default` if the parameter is absent.
-    pub(super) fn get_bool(&self, name: &str, default: bool) -> Result<bool, ProblemDetails> {
+    pub(super) fn get_bool(&self, name: &str, default: bool) -> Result<bool, String> {
         match self.get_one(name)? {
             None => Ok(default),
             Some("true") => Ok(true),
             Some("false") => Ok(false),
-            Some(text) => Err(ProblemDetails::bad_request(format!(
-                "{name}={text:?}: expected true or false"
-            ))),
+            Some(text) => Err(format!("{name}={text:?}: expected true or false")),
         }
     }
 }
 
 /// Reads `policy=NAME&key=VALUE`, with one `key` per position of the policy's key.
-pub(super) fn parse_key_query(query: Option<&str>) -> Result<KeyQuery, ProblemDetails> {
+pub(super) fn parse_key_query(query: Option<&str>) -> Result<KeyQuery, String> {
     let query = QueryParameters::parse(query, &["policy", "key"])?;
     let Some(policy) = query.get_one("policy")?.map(str::to_owned) else {
-        return Err(ProblemDetails::bad_request(
-            "policy=NAME is missing; after it comes a key=VALUE for each value of the policy's key, in order",
-        ));
+        return Err("policy=NAME is missing; after it comes a key=VALUE for each value of the policy's key, in order".to_owned());
     };
     Ok(KeyQuery {
         policy,
@@ -127,14 +115,12 @@ pub(super) fn parse_json_object(
             StatusCode::PAYLOAD_TOO_LARGE,
             format!("the body is too large: at most {MAX_BODY_BYTES} bytes"),
         ),
-        _ => ProblemDetails::bad_request("the body ended early"),
+        _ => "the body ended early".to_owned().into(),
     })?;
     match serde_json::from_slice(&body) {
         Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err(ProblemDetails::bad_request("expected a JSON object")),
-        Err(error) => Err(ProblemDetails::bad_request(format!(
-            "the body is not JSON: {error}"
-        ))),
+        Ok(_) => Err("expected a JSON object".to_owned().into()),
+        Err(error) => Err(format!("the body is not JSON: {error}").into()),
     }
 }
 
@@ -143,18 +129,18 @@ const EXPLAIN_FIELDS: [&str; 5] = ["method", "url", "headers", "ip", "client_cer
 /// Parses the described request in the body of `POST /explain`.
 pub(super) fn parse_explain_request(
     object: &serde_json::Map<String, Value>,
-) -> Result<ExplainRequest, ProblemDetails> {
+) -> Result<ExplainRequest, String> {
     reject_unknown_fields(object, "", &EXPLAIN_FIELDS)?;
     let Some(url) = get_string_field(object, "url")? else {
-        return Err(ProblemDetails::bad_request(
-            "url is missing, e.g. \"http://shop.example/api/orders\" or \"/api/orders\"",
-        ));
+        return Err(
+            "url is missing, e.g. \"http://shop.example/api/orders\" or \"/api/orders\"".to_owned(),
+        );
     };
     let ip = match get_string_field(object, "ip")? {
         None => IpAddr::V4(Ipv4Addr::LOCALHOST),
         Some(text) => text
             .parse()
-            .map_err(|error| ProblemDetails::bad_request(format!("ip {text:?}: {error}")))?,
+            .map_err(|error| format!("ip {text:?}: {error}"))?,
     };
     let certificate = match object.get("client_cert") {
         None | Some(Value::Null) => None,
@@ -163,9 +149,7 @@ pub(super) fn parse_explain_request(
             Some(certificate)
         }
         Some(_) => {
-            return Err(ProblemDetails::bad_request(
-                "client_cert: expected an object with san and cn",
-            ));
+            return Err("client_cert: expected an object with san and cn".to_owned());
         }
     };
     let certificate_name =
@@ -184,12 +168,12 @@ pub(super) fn reject_unknown_fields(
     object: &serde_json::Map<String, Value>,
     path_prefix: &str,
     known: &[&str],
-) -> Result<(), ProblemDetails> {
+) -> Result<(), String> {
     match object.keys().find(|name| !known.contains(&name.as_str())) {
-        Some(name) => Err(ProblemDetails::bad_request(format!(
+        Some(name) => Err(format!(
             "unknown key {path_prefix}{name:?}; expected {}",
             known.join(", ")
-        ))),
+        )),
         None => Ok(()),
     }
 }
@@ -197,22 +181,18 @@ pub(super) fn reject_unknown_fields(
 pub(super) fn get_string_field(
     object: &serde_json::Map<String, Value>,
     name: &str,
-) -> Result<Option<String>, ProblemDetails> {
+) -> Result<Option<String>, String> {
     match object.get(name) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(ProblemDetails::bad_request(format!(
-            "{name}: expected a text"
-        ))),
+        Some(_) => Err(format!("{name}: expected a text")),
     }
 }
 
 /// Parses the headers of a described request: `{"name": "value"}`, with a list for a repeated
 /// header.
-fn parse_headers(value: Option<&Value>) -> Result<Vec<(String, String)>, ProblemDetails> {
-    let expected = || {
-        ProblemDetails::bad_request("headers: expected an object of texts, or of lists of texts")
-    };
+fn parse_headers(value: Option<&Value>) -> Result<Vec<(String, String)>, String> {
+    let expected = || "headers: expected an object of texts, or of lists of texts".to_owned();
     let object = match value {
         None | Some(Value::Null) => return Ok(Vec::new()),
         Some(value) => value.as_object().ok_or_else(expected)?,

@@ -25,6 +25,10 @@ const MAX_NAMED_PATHS: usize = 3;
 /// Largest difference to the clock of Redis that is not reported.
 const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
 
+/// Counters of the refused requests among all requests. `degraded_refused` is a part of `degraded`.
+pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
+    ["rejected", "blocked", "denied", "degraded_refused"];
+
 /// A problem and its remedy, in words.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Problem {
@@ -272,7 +276,7 @@ impl RecentTraffic {
                 .map(|count| u64::from(*count))
                 .sum()
         };
-        let refused = sum(&["rejected", "blocked", "denied", "degraded_refused"]);
+        let refused = sum(&REFUSED_REQUEST_COUNTERS);
         let admitted = sum(&["allowed", "delayed", "degraded"]);
         let forwarded = admitted.saturating_sub(sum(&["degraded_refused"]));
         let [failed, app_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {

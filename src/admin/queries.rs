@@ -6,7 +6,9 @@
 use super::health::phase_label;
 use super::parameters::QueryParameters;
 use super::problems::{Problem, find_problems};
-use super::responses::{JsonResponse, ProblemDetails, escape_json_for_display, run_blocking};
+use super::responses::{
+    JsonResponse, ProblemDetails, add_fields, escape_json_for_display, run_blocking,
+};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{
     DecisionCounts, DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASS_COUNT,
@@ -36,7 +38,7 @@ const DEFAULT_HISTORY_SECONDS: usize = 120;
 
 /// Series of refused requests in the history of a policy. `degraded_refused` is a part of
 /// `degraded`.
-const REFUSED_SERIES: [&str; 6] = [
+pub(crate) const REFUSED_SERIES: [&str; 6] = [
     "rejected",
     "blocked",
     "denied",
@@ -53,9 +55,9 @@ pub(super) async fn get_config(
 ) -> Result<Response, ProblemDetails> {
     QueryParameters::parse(query.as_deref(), &[])?;
     run_blocking(move || {
-        let observed = (view.read_status)();
+        let observed = view.state.read_status();
         let errors = json!(observed.reload_errors);
-        let (generation, config) = (observed.config_generation, (view.config_json)());
+        let (generation, config) = (observed.config_generation, view.state.config_json());
         let body = format!(
             "{{\"generation\":{generation},\"reload_errors\":{errors},\"config\":{config}}}\n"
         );
@@ -96,7 +98,7 @@ pub(super) async fn get_policies(
     };
     run_blocking(move || {
         selection.ranks = order.rank_policies(&view);
-        let selected = (view.select_policies)(&selection);
+        let selected = view.state.select_policies(&selection);
         let labels = view.metrics.labels();
         let names = selected.policies.iter().map(|policy| &*policy.name);
         let (axis, timelines) = view.history.policy_timelines(names);
@@ -107,34 +109,28 @@ pub(super) async fn get_policies(
             .map(|(policy, past)| {
                 let mut summary = policy.description.clone();
                 if let Some(tally) = &policy.counters {
-                    summary.extend(counts_to_json(
-                        tally.requests_by_label(labels.policy_decisions),
-                    ));
-                    summary.insert(
-                        "degraded_by".to_owned(),
-                        Value::Object(counts_to_json(
-                            tally.requests_by_label(labels.degraded_outcomes),
-                        )),
-                    );
+                    let decisions = tally.requests_by_label(labels.policy_decisions);
+                    add_fields(&mut summary, counts_to_json(decisions));
+                    let outcomes = tally.requests_by_label(labels.degraded_outcomes);
+                    let degraded_by = json!({ "degraded_by": counts_to_json(outcomes) });
+                    add_fields(&mut summary, degraded_by);
                 }
                 if with_history {
-                    summary.extend(policy_history_json(&labels.policy_history, past.as_ref()));
+                    let history = policy_history_json(&labels.policy_history, past.as_ref());
+                    add_fields(&mut summary, history);
                 }
-                Value::Object(summary)
+                summary
             });
         let policies: Vec<Value> = policies.collect();
         let mut body = json!({
-            "generation": (view.read_status)().config_generation,
+            "generation": view.state.read_status().config_generation,
             "total": selected.total,
             "offset": selection.offset,
             "policies": policies,
         });
-        if let Some(body) = body.as_object_mut().filter(|_| with_history) {
+        if with_history {
             let TimelineAxis { minutes, hours } = axis;
-            body.extend([
-                ("minutes".to_owned(), json!(minutes)),
-                ("hours".to_owned(), json!(hours)),
-            ]);
+            add_fields(&mut body, json!({ "minutes": minutes, "hours": hours }));
         }
         JsonResponse(StatusCode::OK, body)
     })
@@ -154,14 +150,14 @@ enum PolicyOrder {
 }
 
 impl PolicyOrder {
-    fn parse(text: Option<&str>) -> Result<Self, ProblemDetails> {
+    fn parse(text: Option<&str>) -> Result<Self, String> {
         match text {
             None | Some("order") => Ok(Self::Applied),
             Some("requests") => Ok(Self::Requests),
             Some("refused") => Ok(Self::Refused),
-            Some(text) => Err(ProblemDetails::bad_request(format!(
+            Some(text) => Err(format!(
                 "sort={text:?}: expected order, requests or refused"
-            ))),
+            )),
         }
     }
 
@@ -192,7 +188,7 @@ impl PolicyOrder {
 fn policy_history_json(
     labels: &[LabelledCounterIndices],
     timeline: Option<&PolicyTimeline>,
-) -> [(String, Value); 2] {
+) -> Value {
     let series = |parts: &[DecisionCounts]| {
         let columns = labels.iter().enumerate().filter_map(|(at, (name, _))| {
             let column: Vec<u32> = parts
@@ -207,10 +203,7 @@ fn policy_history_json(
         Value::Object(columns.collect())
     };
     let (minutes, hours) = timeline.map_or((&[][..], &[][..]), |past| (&past.minutes, &past.hours));
-    [
-        ("last_hour".to_owned(), series(minutes)),
-        ("last_day".to_owned(), series(hours)),
-    ]
+    json!({ "last_hour": series(minutes), "last_day": series(hours) })
 }
 
 /// Returns the overview of the dashboard: status, store, traffic, latency and problems.
@@ -224,7 +217,7 @@ pub(super) async fn get_overview(
 }
 
 fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
-    let observed = (view.read_status)();
+    let observed = view.state.read_status();
     let (from_s, seconds) = view.history.last_seconds(max_seconds);
     let (window_s, times) = view.history.recent_durations();
     let untrusted = view.metrics.untrusted_forwarding_count();
@@ -260,14 +253,13 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
             "full": observed.connection_limit_hits,
         },
         "requests": {
-            "total": Value::Object(counts_to_json(totals)),
+            "total": counts_to_json(totals),
             "seconds": traffic_history_json(labels, from_s, &seconds),
         },
         "http": {
-            "codes": Value::Object(
-                view.metrics.status_counts().into_iter().map(|(code, count)| (code.to_string(), json!(count))).collect(),
-            ),
-            "upstream_errors": Value::Object(counts_to_json(view.metrics.upstream_error_counts())),
+            "codes": view.metrics.status_counts().into_iter()
+                .map(|(code, count)| (code.to_string(), count)).collect::<Value>(),
+            "upstream_errors": counts_to_json(view.metrics.upstream_error_counts()),
             "app_errors": view.metrics.app_error_count(),
         },
         "latency": latency_json(window_s, &times),
@@ -289,7 +281,7 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
         "outage": observed.store_outage.as_ref().map(|outage| json!({
             "kind": outage.kind, "reason": outage.reason, "remedy": outage.remedy, "lasts_s": outage.lasts_s,
         })),
-        "errors": Value::Object(counts_to_json(observed.store_errors.iter().copied())),
+        "errors": counts_to_json(observed.store_errors.iter().copied()),
         "instances": observed.instance_count,
         "lease_units_lost": observed.lease_units_lost,
         "memory": observed.memory.map(|memory| json!({
@@ -330,9 +322,8 @@ fn latency_json(window_s: u64, times: &DurationHistograms) -> Value {
         .filter(|(_, buckets)| buckets.count() > 0);
     json!({
         "window_s": window_s,
-        "decisions": Value::Object(
-            decisions.map(|(source, buckets)| ((*source).to_owned(), quantiles_json(buckets))).collect(),
-        ),
+        "decisions": decisions
+            .map(|(source, buckets)| (*source, quantiles_json(buckets))).collect::<Value>(),
         "responses": quantiles_json(&times.responses),
     })
 }
@@ -398,9 +389,6 @@ pub(super) fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimen
     })
 }
 
-fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Map<String, Value> {
-    pairs
-        .into_iter()
-        .map(|(name, count)| (name.to_owned(), json!(count)))
-        .collect()
+fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Value {
+    pairs.into_iter().collect()
 }

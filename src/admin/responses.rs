@@ -30,8 +30,11 @@ impl ProblemDetails {
             detail: detail.into(),
         }
     }
+}
 
-    pub(super) fn bad_request(detail: impl Into<String>) -> Self {
+/// What is wrong with a request.
+impl From<String> for ProblemDetails {
+    fn from(detail: String) -> Self {
         Self::new(StatusCode::BAD_REQUEST, detail)
     }
 }
@@ -39,7 +42,7 @@ impl ProblemDetails {
 impl From<AdminError> for ProblemDetails {
     fn from(error: AdminError) -> Self {
         match error {
-            AdminError::InvalidRequest(why) => Self::bad_request(why),
+            AdminError::InvalidRequest(why) => Self::from(why),
             AdminError::NotFound(why) => Self::new(StatusCode::NOT_FOUND, why),
             AdminError::Unavailable(why) => Self::new(StatusCode::SERVICE_UNAVAILABLE, why),
         }
@@ -78,6 +81,13 @@ pub(super) async fn run_blocking<T: Send + 'static>(
             format!("this is a bug: {error}"),
         )
     })
+}
+
+/// Adds the fields of a JSON object to another one.
+pub(crate) fn add_fields(object: &mut Value, more: Value) {
+    if let (Value::Object(object), Value::Object(more)) = (object, more) {
+        object.extend(more);
+    }
 }
 
 /// Escapes all characters except printable ASCII, and `<`, `>` and `&`, so that no terminal or

@@ -1,13 +1,12 @@
 //! Reads and changes overrides of keys for the admin endpoint.
 
-use super::admin_view::{AdminViewState, lookup_to_admin_error};
-use super::key_status::find_limiting_policy;
-use super::override_store::{OverrideListing, OverrideMergeError, OverrideStore};
+use super::admin_view::AdminViewState;
+use super::key_status::{find_limiting_policy, resolve_override_key};
+use super::override_store::{OverrideListing, OverrideStore};
 use super::overrides::{override_from_json, override_to_json, resolve_override};
 use crate::admin::{AdminError, OverrideRequest};
 use crate::clock::Clock;
 use crate::limiter::Key;
-use crate::policy::PolicyTable;
 use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::time::error::Elapsed;
@@ -25,24 +24,21 @@ impl AdminViewState {
         self.check_store_available()?;
         let snapshot = self.active_policies.load_snapshot();
         let table = &snapshot.table;
-        let store = OverrideStore::open(&self.store_backend).await;
-        let store = store.map_err(AdminError::Unavailable)?;
+        let store = OverrideStore::open(&self.store_backend).await?;
         match request {
             OverrideRequest::List { policy, limit } => {
-                find_limiting_policy(table, policy).map_err(lookup_to_admin_error)?;
+                find_limiting_policy(table, policy)?;
                 let mut listing = OverrideListing::new(Some(policy), *limit);
                 let visited = store.visit(|stored| listing.push(stored));
                 let visited = timeout(LISTING_TIMEOUT, visited).await;
-                visited
-                    .map_err(listing_timeout_error)?
-                    .map_err(AdminError::Unavailable)?;
+                visited.map_err(listing_timeout_error)??;
                 let (listed, has_more) = listing.finish();
                 let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
                 Ok(json!({ "overrides": listed, "more": has_more }))
             }
             OverrideRequest::Find { policy, values } => {
-                let key = resolve_key(table, policy, values)?;
-                let found = store.find(&key).await.map_err(AdminError::Unavailable)?;
+                let key = resolve_override_key(table, policy, values)?;
+                let found = store.find(&key).await?;
                 let listed: Vec<Value> = found.iter().map(override_to_json).collect();
                 Ok(json!({ "overrides": listed, "more": false }))
             }
@@ -61,31 +57,22 @@ impl AdminViewState {
                     )));
                 }
                 input.policy.clone_from(policy);
-                let mut stored =
-                    resolve_override(table, &input, now_us).map_err(lookup_to_admin_error)?;
+                let mut stored = resolve_override(table, &input, now_us)?;
                 if *keeps_other_limits {
-                    let merged = store.merge(&stored, now_us).await;
-                    stored = merged.map_err(merge_to_admin_error)?;
+                    stored = store.merge(&stored, now_us).await?;
                 } else {
-                    store.set(&stored).await.map_err(AdminError::Unavailable)?;
+                    store.set(&stored).await?;
                 }
                 log_change("override set by an operator", &stored.key);
                 Ok(override_to_json(&stored))
             }
             OverrideRequest::Remove { policy, values } => {
-                let key = resolve_key(table, policy, values)?;
-                let is_removed = store.remove(&key).await.map_err(AdminError::Unavailable)?;
+                let key = resolve_override_key(table, policy, values)?;
+                let is_removed = store.remove(&key).await?;
                 log_change("override removed by an operator", &key);
                 Ok(json!({ "policy": policy, "key": key.value_texts(), "removed": is_removed }))
             }
         }
-    }
-}
-
-fn merge_to_admin_error(error: OverrideMergeError) -> AdminError {
-    match error {
-        OverrideMergeError::Invalid(why) => AdminError::InvalidRequest(why),
-        OverrideMergeError::Unavailable(why) => AdminError::Unavailable(why),
     }
 }
 
@@ -101,11 +88,4 @@ fn listing_timeout_error(_elapsed: Elapsed) -> AdminError {
 fn log_change(message: &str, key: &Key) {
     let key_hash = format!("{:032x}", key.id());
     tracing::info!(policy = key.policy_name(), key = key_hash, "{message}");
-}
-
-fn resolve_key(table: &PolicyTable, policy: &str, values: &[String]) -> Result<Key, AdminError> {
-    let (policy, quota) = find_limiting_policy(table, policy).map_err(lookup_to_admin_error)?;
-    let (client, path) = (&table.client, &table.path);
-    let key = quota.key_and_limits_for_listed_values(&policy.name, values, client, path);
-    key.map(|(key, _)| key).map_err(AdminError::InvalidRequest)
 }

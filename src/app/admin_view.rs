@@ -3,15 +3,15 @@
 use super::doctor::StoreExaminations;
 use super::explanation::{self, ExplainError};
 use super::instance_name::instance_name;
-use super::key_status::{self, KeyLookupError, ResolvedKey};
+use super::key_status::{self, ResolvedKey};
 use super::limit_json;
 use super::listener_set::ListenerSet;
 use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
-    AdminBackend, AdminError, AdminFuture, DrainSchedule, ExplainRequest, FleetInstance,
-    FleetMembers, InstanceDescription, KeyQuery, OverrideRequest, PolicyPage, PolicySelection,
-    PolicySummary,
+    AdminBackend, AdminError, AdminFuture, AdminState, DrainSchedule, ExplainRequest,
+    FleetInstance, FleetMembers, InstanceDescription, KeyQuery, OverrideRequest, PolicyPage,
+    PolicySelection, PolicySummary, StoreRequest, add_fields,
 };
 use crate::clock;
 use crate::config::PolicyDescription;
@@ -29,7 +29,7 @@ use crate::telemetry::metrics::{
 use crate::telemetry::trace::Tracer;
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -59,11 +59,31 @@ pub(super) struct AdminViewState {
     pub(super) tracer: Option<Tracer>,
     pub(super) key_fetcher: KeyFetcher,
     pub(super) started_at: Instant,
-    pub(super) examinations: StoreExaminations,
+    pub(super) lookups: StoreLookups,
+}
+
+/// Bounds concurrent store lookups. A listing takes long, so it must not delay a change.
+pub(super) struct StoreLookups {
+    last_examination: StoreExaminations,
+    listings: Arc<Semaphore>,
+    examinations: Arc<Semaphore>,
+    others: Arc<Semaphore>,
+}
+
+impl Default for StoreLookups {
+    fn default() -> Self {
+        let permits = |count| Arc::new(Semaphore::new(count));
+        Self {
+            last_examination: StoreExaminations::default(),
+            listings: permits(1),
+            examinations: permits(1),
+            others: permits(MAX_CONCURRENT_LOOKUPS),
+        }
+    }
 }
 
 impl AdminViewState {
-    /// Wraps the handles as the functions that the admin endpoint calls.
+    /// Wraps the handles for the admin endpoint.
     pub(super) fn into_backend(
         self,
         metrics: Arc<Metrics>,
@@ -81,71 +101,17 @@ impl AdminViewState {
             store,
             store_address,
         };
-        let this = Arc::new(self);
-        let lookup_permits = Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS));
-        let clone_handles = || (Arc::clone(&this), Arc::clone(&lookup_permits));
-        let (observe_state, config_state) = (Arc::clone(&this), Arc::clone(&this));
-        let policies_state = Arc::clone(&this);
-        let override_handles = clone_handles();
-        // A listing takes long. It must not delay a change.
-        let listing_handles = (Arc::clone(&this), Arc::new(Semaphore::new(1)));
-        let doctor_handles = (Arc::clone(&this), Arc::new(Semaphore::new(1)));
-        let (key_handles, reset_handles, explain_handles, member_handles, drain_state) = (
-            clone_handles(),
-            clone_handles(),
-            clone_handles(),
-            clone_handles(),
-            Arc::clone(&this),
-        );
         AdminBackend {
             instance,
             metrics,
             history,
-            read_status: Arc::new(move || observe_state.collect_process_status()),
-            config_json: Arc::new(move || {
-                Arc::clone(&config_state.reload_status.lock().effective_json)
-            }),
-            select_policies: Arc::new(move |selection| policies_state.select_policies(selection)),
-            inspect_key: Arc::new(move |query| {
-                spawn_store_lookup(&key_handles, |this| async move {
-                    this.inspect_key(&query).await
-                })
-            }),
-            reset_key: Arc::new(move |query| {
-                spawn_store_lookup(&reset_handles, |this| async move {
-                    this.reset_key(&query).await
-                })
-            }),
-            handle_override_request: Arc::new(move |request| {
-                let handles = match request {
-                    OverrideRequest::List { .. } => &listing_handles,
-                    _ => &override_handles,
-                };
-                spawn_store_lookup(handles, |this| async move {
-                    this.handle_override_request(&request).await
-                })
-            }),
-            explain_request: Arc::new(move |description| {
-                spawn_store_lookup(&explain_handles, |this| async move {
-                    this.explain_request(&description).await
-                })
-            }),
-            list_members: Arc::new(move || {
-                spawn_store_lookup(
-                    &member_handles,
-                    |this| async move { this.list_members().await },
-                )
-            }),
-            examine_store: Arc::new(move || {
-                spawn_store_lookup(&doctor_handles, |this| async move {
-                    Ok(this.examine_store().await)
-                })
-            }),
-            start_drain: Arc::new(move || drain_state.begin_drain()),
+            state: Arc::new(self),
         }
     }
+}
 
-    fn collect_process_status(&self) -> ProcessStatus {
+impl AdminState for AdminViewState {
+    fn read_status(&self) -> ProcessStatus {
         let (store_up, breaker_open, store_errors, memory) = match &self.store_backend {
             StoreBackend::Memory(memory) => (true, false, Vec::new(), Some(memory_usage(memory))),
             StoreBackend::Redis(redis, _) => {
@@ -197,41 +163,7 @@ impl AdminViewState {
         }
     }
 
-    fn describe_outage(&self) -> Option<StoreOutage> {
-        let StoreBackend::Redis(redis, _) = &self.store_backend else {
-            return None;
-        };
-        let RedisOutage { since, cause } = redis.outage()?;
-        let snapshot = self.active_policies.load_snapshot();
-        let select = |action: OnStoreFailure| {
-            let policies = snapshot.table.policies().iter().filter(|policy| {
-                let uses_store = policy.quota().is_some() && !policy.is_instance_scoped();
-                uses_store && policy.is_enforced() && policy.on_store_failure == action
-            });
-            policies.map(|policy| policy.name.to_string()).collect()
-        };
-        Some(StoreOutage {
-            kind: cause.kind.as_str(),
-            remedy: cause.remedy(),
-            lasts_s: since.elapsed().as_secs(),
-            closed: select(OnStoreFailure::Closed),
-            local: select(OnStoreFailure::Local),
-            open: select(OnStoreFailure::Open),
-            reason: cause.message,
-        })
-    }
-
-    fn current_phase(&self) -> ProcessPhase {
-        if *self.stop.borrow() != ShutdownSignal::Run {
-            ProcessPhase::Stopping
-        } else if self.is_listening.load(Ordering::Relaxed) {
-            ProcessPhase::Serving
-        } else {
-            ProcessPhase::Starting
-        }
-    }
-
-    fn begin_drain(&self) -> DrainSchedule {
+    fn start_drain(&self) -> DrainSchedule {
         self.shutdown_handle.begin_drain("admin");
         DrainSchedule {
             delay: self.shutdown.delay,
@@ -278,15 +210,15 @@ impl AdminViewState {
                     counters: Some(Arc::clone(counters)),
                 }
             }
-            ListedPolicy::Disabled(described) => {
-                let fields =
-                    json!({ "name": described.policy, "mode": "off", "words": described.sentence });
-                PolicySummary {
-                    name: described.policy.clone(),
-                    description: fields.as_object().cloned().unwrap_or_default(),
-                    counters: None,
-                }
-            }
+            ListedPolicy::Disabled(described) => PolicySummary {
+                name: described.policy.clone(),
+                description: json!({
+                    "name": described.policy,
+                    "mode": "off",
+                    "words": described.sentence,
+                }),
+                counters: None,
+            },
         };
         let page = selected.iter().skip(selection.offset).take(selection.limit);
         PolicyPage {
@@ -295,22 +227,82 @@ impl AdminViewState {
         }
     }
 
+    fn config_json(&self) -> Arc<str> {
+        Arc::clone(&self.reload_status.lock().effective_json)
+    }
+
+    fn handle_store_request(self: Arc<Self>, request: StoreRequest) -> AdminFuture {
+        let permits = match &request {
+            StoreRequest::Override(OverrideRequest::List { .. }) => &self.lookups.listings,
+            StoreRequest::Examine => &self.lookups.examinations,
+            _ => &self.lookups.others,
+        };
+        let permits = Arc::clone(permits);
+        spawn_store_lookup(permits, async move {
+            match request {
+                StoreRequest::InspectKey(query) => self.inspect_key(&query).await,
+                StoreRequest::ResetKey(query) => self.reset_key(&query).await,
+                StoreRequest::Override(request) => self.handle_override_request(&request).await,
+                StoreRequest::Explain(description) => self.explain_request(&description).await,
+                StoreRequest::Examine => Ok(self.examine_store().await),
+            }
+        })
+    }
+
+    fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers> {
+        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
+            let list = self.store_backend.list_members().await?;
+            Ok(list.map(to_fleet_members).unwrap_or_default())
+        })
+    }
+}
+
+impl AdminViewState {
+    fn describe_outage(&self) -> Option<StoreOutage> {
+        let StoreBackend::Redis(redis, _) = &self.store_backend else {
+            return None;
+        };
+        let RedisOutage { since, cause } = redis.outage()?;
+        let snapshot = self.active_policies.load_snapshot();
+        let select = |action: OnStoreFailure| {
+            let policies = snapshot.table.policies().iter().filter(|policy| {
+                let uses_store = policy.quota().is_some() && !policy.is_instance_scoped();
+                uses_store && policy.is_enforced() && policy.on_store_failure == action
+            });
+            policies.map(|policy| policy.name.to_string()).collect()
+        };
+        Some(StoreOutage {
+            kind: cause.kind.into_str(),
+            remedy: cause.remedy(),
+            lasts_s: since.elapsed().as_secs(),
+            closed: select(OnStoreFailure::Closed),
+            local: select(OnStoreFailure::Local),
+            open: select(OnStoreFailure::Open),
+            reason: cause.message,
+        })
+    }
+
+    fn current_phase(&self) -> ProcessPhase {
+        if *self.stop.borrow() != ShutdownSignal::Run {
+            ProcessPhase::Stopping
+        } else if self.is_listening.load(Ordering::Relaxed) {
+            ProcessPhase::Serving
+        } else {
+            ProcessPhase::Starting
+        }
+    }
+
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.active_policies.load_snapshot();
-        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)
-            .map_err(lookup_to_admin_error)?;
+        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
         let status = resolved_key
             .read_status(&self.store_backend.open_for_key(&resolved_key.key).await)
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
         let mut response = resolved_key.status_to_json(&status);
-        if let Some(fields) = response.as_object_mut() {
-            fields.insert(
-                "counters".to_owned(),
-                json!(self.redis_counter_keys(&resolved_key)),
-            );
-        }
+        let counters = self.redis_counter_keys(&resolved_key);
+        add_fields(&mut response, json!({ "counters": counters }));
         Ok(response)
     }
 
@@ -337,13 +329,9 @@ impl AdminViewState {
 
     async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.active_policies.load_snapshot();
-        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)
-            .map_err(lookup_to_admin_error)?;
+        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
-        let count = resolved_key
-            .reset_counters(&self.store_backend)
-            .await
-            .map_err(|error| AdminError::Unavailable(error.to_string()))?;
+        let count = resolved_key.reset_counters(&self.store_backend).await?;
         // The log line omits the values of the key, because clients choose them.
         tracing::info!(
             policy = query.policy,
@@ -353,12 +341,6 @@ impl AdminViewState {
         Ok(
             json!({ "policy": query.policy, "key": resolved_key.key.to_readable_string(), "counters_forgotten": count }),
         )
-    }
-
-    async fn list_members(&self) -> Result<FleetMembers, AdminError> {
-        let list = self.store_backend.list_members().await;
-        let list = list.map_err(|error| AdminError::Unavailable(error.to_string()))?;
-        Ok(list.map(to_fleet_members).unwrap_or_default())
     }
 
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
@@ -381,7 +363,8 @@ impl AdminViewState {
         };
         let table = &self.active_policies.load_snapshot().table;
         let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
-        self.examinations
+        self.lookups
+            .last_examination
             .examine(redis.as_ref(), table, serves_rls)
             .await
     }
@@ -421,14 +404,13 @@ fn memory_usage(memory: &MemoryStore) -> MemoryStoreUsage {
 }
 
 /// Runs a store lookup on this thread, because stores are not `Send`.
-fn spawn_store_lookup<T: Send + 'static, F: Future<Output = Result<T, AdminError>> + 'static>(
-    (this, permits): &(Arc<AdminViewState>, Arc<Semaphore>),
-    work: impl FnOnce(Arc<AdminViewState>) -> F + 'static,
+fn spawn_store_lookup<T: Send + 'static>(
+    permits: Arc<Semaphore>,
+    lookup: impl Future<Output = Result<T, AdminError>> + 'static,
 ) -> AdminFuture<T> {
-    let (this, permits) = (Arc::clone(this), Arc::clone(permits));
     let task = spawn_local(async move {
         let _permit = permits.acquire_owned().await;
-        work(this).await
+        lookup.await
     });
     Box::pin(async move {
         task.await
@@ -454,68 +436,51 @@ fn to_fleet_members(list: MemberList) -> FleetMembers {
     }
 }
 
-pub(super) fn lookup_to_admin_error(error: KeyLookupError) -> AdminError {
-    match error {
-        KeyLookupError::UnknownPolicy(reason) => AdminError::NotFound(reason),
-        KeyLookupError::InvalidValues(reason) => AdminError::InvalidRequest(reason),
-    }
-}
-
-fn policy_to_json(policy: &Policy, sentence: &str) -> Map<String, Value> {
-    let mut fields = Map::new();
-    let mut set_field = |name: &str, value: Value| fields.insert(name.to_owned(), value);
-    set_field("name", json!(policy.name));
-    set_field("mode", json!(policy.mode.name()));
-    set_field("words", json!(sentence));
-    set_field("priority", json!(policy.priority));
-    let PolicyAction::Limit(quota) = &policy.action else {
-        set_field(
-            "action",
-            json!(if matches!(policy.action, PolicyAction::Allow) {
-                "allow"
-            } else {
-                "deny"
-            }),
-        );
+fn policy_to_json(policy: &Policy, sentence: &str) -> Value {
+    let action = match policy.action {
+        PolicyAction::Allow => "allow",
+        PolicyAction::Deny => "deny",
+        PolicyAction::Limit(_) => "limit",
+    };
+    let mut fields = json!({
+        "name": policy.name,
+        "mode": policy.mode.name(),
+        "words": sentence,
+        "priority": policy.priority,
+        "action": action,
+    });
+    let Some(quota) = policy.quota() else {
         return fields;
     };
-    set_field("action", json!("limit"));
-    set_field("key", json!(quota.key.describe_positions()));
-    set_field(
-        "limits",
-        quota
-            .limits
-            .iter()
-            .map(|named| Value::Object(limit_json::limit_to_json(named)))
-            .collect(),
-    );
-    set_field("overrides", json!(quota.overrides.as_slice().len()));
-    set_field("dynamic", json!(quota.is_dynamic));
-    set_field("scope", json!(quota.key.scope().name()));
-    set_field("counter", json!(quota.key.counter_name()));
-    set_field(
-        "on_store_failure",
-        json!(match policy.on_store_failure {
-            _ if quota.is_instance_scoped() => None,
-            OnStoreFailure::Open => Some("open"),
-            OnStoreFailure::Closed => Some("closed"),
-            OnStoreFailure::Local => Some("local"),
-        }),
-    );
-    set_field(
-        "block_s",
-        json!(
-            quota
-                .block
-                .map(|block| limit_json::micros_to_seconds_json(block.per_us))
-        ),
-    );
-    set_field(
-        "lease",
-        json!(quota.lease.map(|lease| json!({
+    let limits = quota.limits.iter().map(limit_json::limit_to_json);
+    let on_store_failure = match policy.on_store_failure {
+        _ if quota.is_instance_scoped() => None,
+        OnStoreFailure::Open => Some("open"),
+        OnStoreFailure::Closed => Some("closed"),
+        OnStoreFailure::Local => Some("local"),
+    };
+    let block = quota
+        .block
+        .map(|block| limit_json::micros_to_seconds_json(block.per_us));
+    let lease = quota.lease.map(|lease| {
+        json!({
             "size": lease.size.map_or_else(|| json!("auto"), |size| json!(size)),
             "ttl_s": limit_json::micros_to_seconds_json(lease.ttl_us),
-        }))),
+        })
+    });
+    add_fields(
+        &mut fields,
+        json!({
+            "key": quota.key.describe_positions(),
+            "limits": limits.collect::<Vec<_>>(),
+            "overrides": quota.overrides.as_slice().len(),
+            "dynamic": quota.is_dynamic,
+            "scope": quota.key.scope().name(),
+            "counter": quota.key.counter_name(),
+            "on_store_failure": on_store_failure,
+            "block_s": block,
+            "lease": lease,
+        }),
     );
     fields
 }

@@ -1,7 +1,7 @@
 //! Explains the decision about a described request, for `tidegate explain` and the admin endpoint.
 
 use super::limit_json;
-use crate::admin::ExplainRequest;
+use crate::admin::{ExplainRequest, add_fields};
 use crate::enforcer::{self, PolicyExplanation, PolicyStep};
 use crate::policy::{OnStoreFailure, Policy, PolicyMode, PolicyTable};
 use crate::proxy::InboundRequest;
@@ -167,6 +167,11 @@ pub(crate) fn predict_outcome<'t>(
     }
 }
 
+/// The time of the statuses, if the store has one.
+pub(crate) fn status_time_us(explanation: &PolicyExplanation<'_>) -> Option<u64> {
+    *explanation.store.as_ref().ok()?
+}
+
 /// The mode in which a policy decides a request.
 pub(crate) fn effective_mode(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
     match step {
@@ -182,13 +187,7 @@ pub(crate) fn explanation_to_json(
     is_limit_status_known: bool,
 ) -> Value {
     let explanation = &explained.explanation;
-    let now_us = explanation
-        .store
-        .as_ref()
-        .ok()
-        .copied()
-        .flatten()
-        .filter(|_| is_limit_status_known);
+    let now_us = status_time_us(explanation).filter(|_| is_limit_status_known);
     let policies = explanation.steps.iter().map(|(policy, step)| {
         let (result, why) = match step {
             PolicyStep::NotMatched(unmet) => ("unmet", Some(unmet.to_string())),
@@ -205,28 +204,26 @@ pub(crate) fn explanation_to_json(
         let mode = effective_mode(policy, step);
         let mut policy_json =
             json!({ "policy": policy.name, "mode": mode.name(), "shadow": mode == PolicyMode::Shadow, "result": result, "why": why });
-        if let (PolicyStep::Limits(limited), Some(policy_json)) =
-            (step, policy_json.as_object_mut())
-        {
+        if let PolicyStep::Limits(limited) = step {
             let blocked = limited.blocked_until_us.zip(now_us);
             let limits = limited.limits.iter().enumerate().map(|(index, named)| {
-                let status = limited.statuses.get(index).zip(now_us);
-                Value::Object(match status {
+                match limited.statuses.get(index).zip(now_us) {
                     Some((status, now_us)) => {
                         limit_json::limit_with_status_to_json(named, status, now_us)
                     }
                     None => limit_json::limit_to_json(named),
-                })
+                }
             });
-            policy_json.insert("key".to_owned(), json!(limited.key.to_readable_string()));
-            let hash = format!("{:032x}", limited.key.id());
-            policy_json.insert("key_hash".to_owned(), json!(hash));
-            policy_json.insert("scope".to_owned(), json!(limited.key.scope().name()));
-            policy_json.insert("cost".to_owned(), json!(limited.cost));
-            policy_json.insert("limits".to_owned(), limits.collect());
-            let blocked_s = blocked
-                .map(|(until, now)| limit_json::micros_to_seconds_json(until.saturating_sub(now)));
-            policy_json.insert("blocked_s".to_owned(), json!(blocked_s));
+            let limited_json = json!({
+                "key": limited.key.to_readable_string(),
+                "key_hash": format!("{:032x}", limited.key.id()),
+                "scope": limited.key.scope().name(),
+                "cost": limited.cost,
+                "limits": limits.collect::<Vec<_>>(),
+                "blocked_s": blocked
+                    .map(|(until, now)| limit_json::micros_to_seconds_json(until.saturating_sub(now))),
+            });
+            add_fields(&mut policy_json, limited_json);
         }
         policy_json
     });

@@ -2,7 +2,8 @@
 
 use super::limit_json;
 use super::store_backend::StoreBackend;
-use crate::limiter::{Charge, Key, LimitStatus};
+use crate::admin::{AdminError, add_fields};
+use crate::limiter::{Charge, Key, LimitStatus, ListedValue};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
@@ -28,15 +29,6 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) mode: PolicyMode,
 }
 
-/// Why a key cannot be resolved, with a message for the operator.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum KeyLookupError {
-    #[error("{0}")]
-    UnknownPolicy(String),
-    #[error("{0}")]
-    InvalidValues(String),
-}
-
 /// Status of a key's limits at one moment.
 #[derive(Debug)]
 pub(crate) struct KeyStatus {
@@ -55,11 +47,14 @@ pub(crate) fn resolve_key<'t>(
     table: &'t PolicyTable,
     policy: &str,
     values: &[String],
-) -> Result<ResolvedKey<'t>, KeyLookupError> {
+) -> Result<ResolvedKey<'t>, AdminError> {
     let (policy, quota) = find_limiting_policy(table, policy)?;
+    let settings = (&table.client, &table.path);
     let (key, selected) = quota
-        .key_and_limits_for_values(&policy.name, values, &table.client, &table.path)
-        .map_err(KeyLookupError::InvalidValues)?;
+        .key_and_limits_for_values(&policy.name, values, settings, |text| {
+            ListedValue::Plain(text)
+        })
+        .map_err(AdminError::InvalidRequest)?;
     Ok(ResolvedKey {
         policy,
         quota,
@@ -73,6 +68,23 @@ pub(crate) fn resolve_key<'t>(
     })
 }
 
+/// The key of an override. Its policy may have lost `dynamic`, so that old overrides can be removed.
+///
+/// # Errors
+/// If the policy does not exist or has no limits, or the values do not fit its key.
+pub(crate) fn resolve_override_key(
+    table: &PolicyTable,
+    policy: &str,
+    values: &[String],
+) -> Result<Key, AdminError> {
+    let (policy, quota) = find_limiting_policy(table, policy)?;
+    let settings = (&table.client, &table.path);
+    let key = quota.key_and_limits_for_values(&policy.name, values, settings, |text| {
+        ListedValue::parse(text)
+    });
+    key.map(|(key, _)| key).map_err(AdminError::InvalidRequest)
+}
+
 /// Finds a policy with limits.
 ///
 /// # Errors
@@ -80,7 +92,7 @@ pub(crate) fn resolve_key<'t>(
 pub(crate) fn find_limiting_policy<'t>(
     table: &'t PolicyTable,
     policy: &str,
-) -> Result<(&'t Policy, &'t Quota), KeyLookupError> {
+) -> Result<(&'t Policy, &'t Quota), AdminError> {
     let policies = table.policies();
     let Some(policy) = policies.iter().find(|known| *known.name == *policy) else {
         let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
@@ -90,13 +102,13 @@ pub(crate) fn find_limiting_policy<'t>(
             ""
         };
         let names: Vec<&str> = names.into_iter().take(MAX_LISTED_NAMES).collect();
-        return Err(KeyLookupError::UnknownPolicy(format!(
+        return Err(AdminError::NotFound(format!(
             "unknown policy {policy:?}; expected one of {}{more}",
             names.join(", ")
         )));
     };
     let PolicyAction::Limit(quota) = &policy.action else {
-        return Err(KeyLookupError::InvalidValues(format!(
+        return Err(AdminError::InvalidRequest(format!(
             "policy {} has no limits",
             policy.name
         )));
@@ -160,17 +172,10 @@ impl ResolvedKey<'_> {
 
     /// Returns the status of the key as JSON.
     pub(crate) fn status_to_json(&self, status: &KeyStatus) -> Value {
-        let limits = self
-            .limits
-            .iter()
-            .zip(&status.limit_statuses)
-            .map(|(named, limit_status)| {
-                Value::Object(limit_json::limit_with_status_to_json(
-                    named,
-                    limit_status,
-                    status.now_us,
-                ))
-            });
+        let limits = self.limits.iter().zip(&status.limit_statuses);
+        let limits = limits.map(|(named, limit_status)| {
+            limit_json::limit_with_status_to_json(named, limit_status, status.now_us)
+        });
         let left = |until_us: u64| {
             limit_json::micros_to_seconds_json(until_us.saturating_sub(status.now_us))
         };
@@ -196,9 +201,7 @@ impl ResolvedKey<'_> {
             OverrideRule::Deny => "deny",
             OverrideRule::Off => "off",
         };
-        if let Some(fields) = status_json.as_object_mut() {
-            fields.insert("override".to_owned(), json!(rule));
-        }
+        add_fields(&mut status_json, json!({ "override": rule }));
         status_json
     }
 

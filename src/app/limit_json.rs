@@ -1,85 +1,87 @@
 //! Limits and their status as JSON.
 
+use crate::admin::add_fields;
 use crate::config::format_period;
-use crate::limiter::{Algorithm, Limit, LimitStatus, OverrideInEffect};
+use crate::limiter::{Algorithm, Calendar, LimitStatus, OverrideInEffect};
 use crate::policy::NamedLimit;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::time::Duration;
 
-pub(crate) fn algorithm_name(algorithm: Algorithm) -> &'static str {
-    match algorithm {
-        Algorithm::SlidingLog => "sliding_log",
-        Algorithm::SlidingWindow { .. } => "sliding_window",
-        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => "fixed_window",
-        Algorithm::TokenBucket { .. } => "token_bucket",
-        Algorithm::LeakyBucket { .. } => "leaky_bucket",
-        Algorithm::Concurrency { .. } => "concurrency",
-        Algorithm::Block => "block",
-    }
-}
-
 /// Returns a limit as JSON, with the names of the configuration and durations in seconds.
-pub(crate) fn limit_to_json(named: &NamedLimit) -> Map<String, Value> {
-    let Limit {
-        requests, per_us, ..
-    } = named.limit;
-    let mut fields = Map::new();
-    let mut set_field = |name: &str, value: Value| fields.insert(name.to_owned(), value);
-    set_field("name", json!(&*named.name));
-    set_field("algorithm", json!(algorithm_name(named.limit.algorithm)));
-    set_field("requests", json!(requests));
+pub(crate) fn limit_to_json(named: &NamedLimit) -> Value {
+    let limit = &named.limit;
+    let mut fields = json!({
+        "name": &*named.name,
+        "algorithm": limit.algorithm.into_str(),
+        "requests": limit.requests,
+    });
     if let Some(source) = &named.amount {
-        set_field("requests_from", json!(source.field.to_string()));
-        set_field("max", json!(source.max));
-    }
-    if !matches!(named.limit.algorithm, Algorithm::Concurrency { .. }) {
-        set_field("per", json!(format_period(&named.limit)));
-        set_field("per_s", micros_to_seconds_json(per_us));
+        let amount = json!({ "requests_from": source.field.to_string(), "max": source.max });
+        add_fields(&mut fields, amount);
     }
     if let Some(unit) = &named.unit {
-        set_field("unit", json!(unit));
+        add_fields(&mut fields, json!({ "unit": unit }));
     }
-    match named.limit.algorithm {
-        Algorithm::SlidingWindow { buckets } => _ = set_field("buckets", json!(buckets)),
-        Algorithm::FixedWindow { offset_us } => {
-            _ = set_field("offset_s", micros_to_seconds_json(offset_us))
-        }
+    if !matches!(limit.algorithm, Algorithm::Concurrency { .. }) {
+        let per_s = micros_to_seconds_json(limit.per_us);
+        add_fields(
+            &mut fields,
+            json!({ "per": format_period(limit), "per_s": per_s }),
+        );
+    }
+    let seconds = micros_to_seconds_json;
+    let of_algorithm = match limit.algorithm {
+        Algorithm::SlidingWindow { buckets } => json!({ "buckets": buckets }),
+        Algorithm::FixedWindow { offset_us } => json!({ "offset_s": seconds(offset_us) }),
         Algorithm::TokenBucket { burst, warm_up_us } => {
-            set_field("burst", json!(burst));
-            set_field("warm_up_s", micros_to_seconds_json(warm_up_us));
+            json!({ "burst": burst, "warm_up_s": seconds(warm_up_us) })
         }
         Algorithm::LeakyBucket { max_delay_us } => {
-            _ = set_field("max_delay_s", micros_to_seconds_json(max_delay_us))
+            json!({ "max_delay_s": seconds(max_delay_us) })
         }
         Algorithm::Concurrency { max_duration_us } => {
-            _ = set_field("max_duration_s", micros_to_seconds_json(max_duration_us));
+            json!({ "max_duration_s": seconds(max_duration_us) })
         }
-        Algorithm::CalendarWindow { calendar } => {
-            set_field("per", json!(calendar.unit().as_str()));
-            set_field("tz", json!(calendar.zone_name()));
-        }
-        Algorithm::SlidingLog | Algorithm::Block => {}
-    }
+        Algorithm::CalendarWindow { calendar } => calendar_to_json(calendar),
+        Algorithm::SlidingLog | Algorithm::Block => Value::Null,
+    };
+    add_fields(&mut fields, of_algorithm);
     fields
 }
 
-/// Returns a limit with its status at `now_us`. A limit of a key with an override has the amounts
+pub(crate) fn calendar_to_json(calendar: Calendar) -> Value {
+    json!({ "per": calendar.unit().as_str(), "tz": calendar.zone_name() })
+}
+
+/// Returns a limit with its status at `now_us`: units used and remaining, and seconds until more
+/// units are available (null if none is used). A limit of a key with an override has the amounts
 /// in effect, and the override's kind.
 pub(crate) fn limit_with_status_to_json(
     named: &NamedLimit,
     status: &LimitStatus,
     now_us: u64,
-) -> Map<String, Value> {
+) -> Value {
     let in_effect = NamedLimit {
         limit: status.limit_in_effect(&named.limit),
         ..named.clone()
     };
     let mut fields = limit_to_json(&in_effect);
     if let Some(kind) = status.in_effect.and_then(override_kind) {
-        fields.insert("override".to_owned(), json!(kind));
+        add_fields(&mut fields, json!({ "override": kind }));
     }
     if !status.is_unlimited() {
-        fields.extend(limit_status_to_json(&in_effect.limit, status, now_us));
+        let used = in_effect.limit.capacity().saturating_sub(status.remaining);
+        let wait_us = status
+            .next_growth_us
+            .map(|at_us| at_us.saturating_sub(now_us));
+        add_fields(
+            &mut fields,
+            json!({
+                "used": used,
+                "remaining": status.remaining,
+                "grows_in_s": wait_us.map(micros_to_seconds_json),
+            }),
+        );
     }
     fields
 }
@@ -92,24 +94,6 @@ fn override_kind(in_effect: OverrideInEffect) -> Option<&'static str> {
         OverrideInEffect::Amounts { .. } => Some("limits"),
         OverrideInEffect::StatedAmounts { .. } => None,
     }
-}
-
-/// Returns the status of a limit at `now_us`: units used and remaining, and seconds until more
-/// units are available (null if none is used).
-pub(crate) fn limit_status_to_json(
-    limit: &Limit,
-    status: &LimitStatus,
-    now_us: u64,
-) -> [(String, Value); 3] {
-    let used = limit.capacity().saturating_sub(status.remaining);
-    let grows = status
-        .next_growth_us
-        .map(|at_us| micros_to_seconds_json(at_us.saturating_sub(now_us)));
-    [
-        ("used".to_owned(), json!(used)),
-        ("remaining".to_owned(), json!(status.remaining)),
-        ("grows_in_s".to_owned(), json!(grows)),
-    ]
 }
 
 pub(crate) fn micros_to_seconds_json(us: u64) -> Value {

@@ -2,22 +2,14 @@
 
 use super::overrides::merge_amounts;
 use super::store_backend::StoreBackend;
+use crate::admin::AdminError;
 use crate::limiter::Key;
-use crate::store::redis::CounterInspector;
+use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
 use std::sync::Arc;
 
 /// Attempts to change an override that other commands change at the same time.
 const MAX_ATTEMPTS: usize = 10;
-
-/// Why amounts were not added to an override, with a message for the operator.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum OverrideMergeError {
-    #[error("{0}")]
-    Invalid(String),
-    #[error("{0}")]
-    Unavailable(String),
-}
 
 /// The overrides of a memory store of this process, or in Redis.
 pub(crate) enum OverrideStore {
@@ -25,17 +17,23 @@ pub(crate) enum OverrideStore {
     Redis(Box<CounterInspector>),
 }
 
+impl From<RedisConnectionError> for AdminError {
+    fn from(error: RedisConnectionError) -> Self {
+        Self::Unavailable(error.to_string())
+    }
+}
+
 impl OverrideStore {
     /// Opens the overrides of a running store.
     ///
     /// # Errors
     /// If Redis can't be reached.
-    pub(crate) async fn open(backend: &StoreBackend) -> Result<Self, String> {
+    pub(crate) async fn open(backend: &StoreBackend) -> Result<Self, AdminError> {
         Ok(match backend {
             StoreBackend::Memory(memory) => Self::Memory(Arc::clone(memory)),
             StoreBackend::Redis(redis, _) => {
-                let inspector = CounterInspector::connect_with(redis.for_inspection()).await;
-                Self::Redis(Box::new(inspector.map_err(|error| error.to_string())?))
+                let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
+                Self::Redis(Box::new(inspector))
             }
         })
     }
@@ -44,13 +42,10 @@ impl OverrideStore {
     ///
     /// # Errors
     /// If Redis does not answer.
-    pub(crate) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
+    pub(crate) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, AdminError> {
         match self {
             Self::Memory(memory) => Ok(memory.find_override(key)),
-            Self::Redis(inspector) => {
-                let found = inspector.find_override(key).await;
-                found.map_err(|error| error.to_string())
-            }
+            Self::Redis(inspector) => Ok(inspector.find_override(key).await?),
         }
     }
 
@@ -58,16 +53,13 @@ impl OverrideStore {
     ///
     /// # Errors
     /// If Redis does not answer, or the memory store has no room.
-    pub(crate) async fn set(&self, stored: &StoredOverride) -> Result<(), String> {
+    pub(crate) async fn set(&self, stored: &StoredOverride) -> Result<(), AdminError> {
         match self {
             Self::Memory(memory) => match memory.set_override(stored.clone()) {
                 true => Ok(()),
                 false => Err(override_table_full_error()),
             },
-            Self::Redis(inspector) => {
-                let set = inspector.set_override(stored).await;
-                set.map_err(|error| error.to_string())
-            }
+            Self::Redis(inspector) => Ok(inspector.set_override(stored).await?),
         }
     }
 
@@ -75,13 +67,10 @@ impl OverrideStore {
     ///
     /// # Errors
     /// If Redis does not answer.
-    pub(crate) async fn remove(&self, key: &Key) -> Result<bool, String> {
+    pub(crate) async fn remove(&self, key: &Key) -> Result<bool, AdminError> {
         match self {
             Self::Memory(memory) => Ok(memory.remove_override(key).is_some()),
-            Self::Redis(inspector) => {
-                let removed = inspector.remove_override(key).await;
-                removed.map_err(|error| error.to_string())
-            }
+            Self::Redis(inspector) => Ok(inspector.remove_override(key).await?),
         }
     }
 
@@ -94,20 +83,18 @@ impl OverrideStore {
         &self,
         entered: &StoredOverride,
         now_us: u64,
-    ) -> Result<StoredOverride, OverrideMergeError> {
+    ) -> Result<StoredOverride, AdminError> {
         for _ in 0..MAX_ATTEMPTS {
-            let previous = self.find(&entered.key).await;
-            let previous = previous.map_err(OverrideMergeError::Unavailable)?;
+            let previous = self.find(&entered.key).await?;
             let mut stored = entered.clone();
             if let Some(previous) = previous.as_ref().filter(|last| !last.is_expired(now_us)) {
-                merge_amounts(previous, &mut stored).map_err(OverrideMergeError::Invalid)?;
+                merge_amounts(previous, &mut stored).map_err(AdminError::InvalidRequest)?;
             }
-            let replaced = self.replace(previous.as_ref(), &stored).await;
-            if replaced.map_err(OverrideMergeError::Unavailable)? {
+            if self.replace(previous.as_ref(), &stored).await? {
                 return Ok(stored);
             }
         }
-        Err(OverrideMergeError::Unavailable(
+        Err(AdminError::Unavailable(
             "other commands change this override at the same time; try again".to_owned(),
         ))
     }
@@ -116,16 +103,13 @@ impl OverrideStore {
         &self,
         previous: Option<&StoredOverride>,
         stored: &StoredOverride,
-    ) -> Result<bool, String> {
+    ) -> Result<bool, AdminError> {
         match self {
             Self::Memory(memory) => {
                 let replaced = memory.replace_override(previous, stored.clone());
                 replaced.ok_or_else(override_table_full_error)
             }
-            Self::Redis(inspector) => {
-                let replaced = inspector.replace_override(previous, stored).await;
-                replaced.map_err(|error| error.to_string())
-            }
+            Self::Redis(inspector) => Ok(inspector.replace_override(previous, stored).await?),
         }
     }
 
@@ -136,24 +120,21 @@ impl OverrideStore {
     pub(crate) async fn visit(
         &self,
         mut visit: impl FnMut(StoredOverride) -> bool,
-    ) -> Result<(), String> {
+    ) -> Result<(), AdminError> {
         match self {
             Self::Memory(memory) => {
                 memory.list_overrides().into_iter().all(visit);
                 Ok(())
             }
-            Self::Redis(inspector) => {
-                let visited = inspector.visit_overrides(&mut visit).await;
-                visited.map_err(|error| error.to_string())
-            }
+            Self::Redis(inspector) => Ok(inspector.visit_overrides(&mut visit).await?),
         }
     }
 }
 
-fn override_table_full_error() -> String {
-    format!(
+fn override_table_full_error() -> AdminError {
+    AdminError::Unavailable(format!(
         "the memory store holds at most {MAX_MEMORY_OVERRIDES} overrides; remove some, or use store.kind = \"redis\""
-    )
+    ))
 }
 
 /// Collects the overrides of all policies, or of one, up to a maximum.

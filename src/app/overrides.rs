@@ -1,6 +1,7 @@
 //! Overrides of keys as operators enter and read them: checks against the policies, and JSON.
 
-use super::key_status::{KeyLookupError, find_limiting_policy};
+use super::key_status::find_limiting_policy;
+use crate::admin::{AdminError, add_fields};
 use crate::config::parse_duration;
 use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, LimitAmounts, ListedValue, MAX_UNITS};
 use crate::policy::{NamedLimit, PolicyTable};
@@ -61,17 +62,20 @@ pub(crate) fn resolve_override(
     table: &PolicyTable,
     input: &OverrideInput,
     now_us: u64,
-) -> Result<StoredOverride, KeyLookupError> {
+) -> Result<StoredOverride, AdminError> {
     let (policy, quota) = find_limiting_policy(table, &input.policy)?;
     let name = &policy.name;
-    let invalid = KeyLookupError::InvalidValues;
+    let invalid = AdminError::InvalidRequest;
     if !quota.is_dynamic {
         return Err(invalid(format!(
             "policy {name} has no overrides in the store; expected dynamic = true in its table"
         )));
     }
+    let settings = (&table.client, &table.path);
     let (key, selected) = quota
-        .key_and_limits_for_listed_values(name, &input.values, &table.client, &table.path)
+        .key_and_limits_for_values(name, &input.values, settings, |text| {
+            ListedValue::parse(text)
+        })
         .map_err(invalid)?;
     let kinds = [
         input.is_unlimited,
@@ -423,33 +427,36 @@ pub(crate) fn parse_expiry(
 
 /// Returns an override as JSON, which [`override_from_json`] reads.
 pub(crate) fn override_to_json(stored: &StoredOverride) -> Value {
-    let mut fields = Map::new();
-    fields.insert("policy".to_owned(), json!(stored.key.policy_name()));
-    fields.insert("key".to_owned(), json!(stored.key.value_texts()));
-    match &stored.rule {
-        KeyOverride::Unlimited => _ = fields.insert("unlimited".to_owned(), json!(true)),
-        KeyOverride::Blocked => _ = fields.insert("blocked".to_owned(), json!(true)),
+    let mut fields = json!({
+        "policy": stored.key.policy_name(),
+        "key": stored.key.value_texts(),
+    });
+    let rule = match &stored.rule {
+        KeyOverride::Unlimited => json!({ "unlimited": true }),
+        KeyOverride::Blocked => json!({ "blocked": true }),
         KeyOverride::Limits(limits) => {
             let limits = limits.iter().map(|amounts| {
-                let mut fields = Map::new();
-                fields.insert("requests".to_owned(), json!(amounts.requests));
+                let mut fields = json!({ "requests": amounts.requests });
                 if let Some(burst) = amounts.burst {
-                    fields.insert("burst".to_owned(), json!(burst));
+                    add_fields(&mut fields, json!({ "burst": burst }));
                 }
-                ((*amounts.limit).to_owned(), Value::Object(fields))
+                ((*amounts.limit).to_owned(), fields)
             });
-            fields.insert("limits".to_owned(), Value::Object(limits.collect()));
+            json!({ "limits": limits.collect::<Map<_, _>>() })
+        }
+    };
+    add_fields(&mut fields, rule);
+    let expires_at = stored.expires_at_ms.and_then(format_time_ms);
+    for (name, text) in [
+        ("expires_at", expires_at.as_deref()),
+        ("note", stored.note.as_deref()),
+        ("author", stored.author.as_deref()),
+    ] {
+        if let Some(text) = text {
+            add_fields(&mut fields, json!({ name: text }));
         }
     }
-    if let Some(expires_at) = stored.expires_at_ms.and_then(format_time_ms) {
-        fields.insert("expires_at".to_owned(), json!(expires_at));
-    }
-    for (name, remark) in [("note", &stored.note), ("author", &stored.author)] {
-        if let Some(remark) = remark {
-            fields.insert(name.to_owned(), json!(remark));
-        }
-    }
-    Value::Object(fields)
+    fields
 }
 
 /// Describes the override for people: `5000 requests (api)`, `unlimited`, `blocked`.

@@ -1,9 +1,11 @@
 //! HTTP client for the admin port of the proxy on this machine.
 
+use super::json_fields::text_at;
 use super::output::CommandError;
 use crate::admin::{AdminSettings, AdminToken};
 use crate::config::{self, ConfigSources};
 use crate::listen::{ListenAddress, is_family_missing};
+use crate::text::escape_unprintable;
 use serde_json::Value;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::io::{self, Read, Write};
@@ -54,7 +56,7 @@ impl AdminClient {
     /// A message for the user if the admin port does not respond, or responds with another status
     /// than 200.
     pub(super) fn request_json(&self, method: &str, target: &str) -> Result<Value, String> {
-        self.request_json_within(RESPONSE_TIMEOUT, method, target)
+        self.send_and_parse(RESPONSE_TIMEOUT, method, target, "")
     }
 
     /// Like [`Self::request_json`], for a response that the server sends at once.
@@ -62,7 +64,7 @@ impl AdminClient {
     /// # Errors
     /// As [`Self::request_json`], also if there is no response within 2 s.
     pub(super) fn request_json_at_once(&self, method: &str, target: &str) -> Result<Value, String> {
-        self.request_json_within(IO_TIMEOUT, method, target)
+        self.send_and_parse(IO_TIMEOUT, method, target, "")
     }
 
     /// Sends a JSON body and parses the response.
@@ -78,15 +80,6 @@ impl AdminClient {
         self.send_and_parse(RESPONSE_TIMEOUT, method, target, &body.to_string())
     }
 
-    fn request_json_within(
-        &self,
-        response_timeout: Duration,
-        method: &str,
-        target: &str,
-    ) -> Result<Value, String> {
-        self.send_and_parse(response_timeout, method, target, "")
-    }
-
     fn send_and_parse(
         &self,
         response_timeout: Duration,
@@ -96,36 +89,31 @@ impl AdminClient {
     ) -> Result<Value, String> {
         let address = &self.address;
         let token = self.token.as_ref();
-        let AdminClientResponse { status, body } =
+        let response =
             send_request_within(response_timeout, address, (method, target), body, token)
                 .map_err(|error| format!("error: {address}: {error}\n"))?;
-        let json: Option<Value> = serde_json::from_str(&body).ok();
-        match (status, json) {
+        match (response.status, response.parse_json()) {
             (200, Some(json)) => Ok(json),
-            (_, json) => {
-                let detail = json
-                    .as_ref()
-                    .and_then(|problem| problem.get("detail")?.as_str())
-                    .unwrap_or_default();
-                Err(format!(
-                    "error: {address}: answered {status}: {}\n",
-                    escape_unprintable(detail)
-                ))
-            }
+            (status, _) => Err(format!(
+                "error: {address}: answered {status}: {}\n",
+                response.problem_detail()
+            )),
         }
     }
 }
 
-/// Escapes characters that a terminal would not show as themselves. Quotes stay.
-pub(super) fn escape_unprintable(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '"' | '\'' => escaped.push(letter),
-            _ => escaped.extend(letter.escape_debug()),
-        }
+impl AdminClientResponse {
+    pub(super) fn parse_json(&self) -> Option<Value> {
+        serde_json::from_str(&self.body).ok()
     }
-    escaped
+
+    /// The escaped detail of a problem document (RFC 9457), or an empty text.
+    pub(super) fn problem_detail(&self) -> String {
+        let detail = self.parse_json();
+        detail.map_or_else(String::new, |body| {
+            escape_unprintable(text_at(&body, "/detail"))
+        })
+    }
 }
 
 /// Returns the address to connect to. Replaces an unspecified IP address by loopback.

@@ -6,7 +6,8 @@ use crate::app::ListeningAddresses;
 use crate::config::{ConfigSources, FileSource, FlagOverrides};
 use crate::listen::ListenAddress;
 use bytes::Bytes;
-use http::{Request, Response, StatusCode};
+use http::header::CONTENT_TYPE;
+use http::{HeaderValue, Request, Response};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -178,10 +179,7 @@ async fn echo_request(request: Request<Incoming>) -> Result<Response<Full<Bytes>
         "x-forwarded-for": request.headers().get("x-forwarded-for").and_then(|value| value.to_str().ok()),
     });
     let mut response = Response::new(Full::from(format!("{body}\n")));
-    *response.status_mut() = StatusCode::OK;
-    response.headers_mut().insert(
-        "content-type",
-        http::HeaderValue::from_static("application/json"),
-    );
+    let json = HeaderValue::from_static("application/json");
+    response.headers_mut().insert(CONTENT_TYPE, json);
     Ok(response)
 }

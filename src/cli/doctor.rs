@@ -1,6 +1,6 @@
 //! `tidegate doctor`: examines Redis for this use, and gives advice.
 
-use super::output::CommandError;
+use super::output::{CommandError, block_on, format_json};
 use crate::admin::escape_json_for_display;
 use crate::app::doctor::{
     self, DoctorFinding, DoctorReport, FindingLevel, PolicyMemory, format_bytes,
@@ -8,6 +8,7 @@ use crate::app::doctor::{
 use crate::clock;
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::proxy::ListenerKind;
+use crate::text::{escape_unprintable, wrap_text};
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -35,14 +36,9 @@ pub(super) fn run(
     options: DoctorOptions,
 ) -> Result<ExitCode, CommandError> {
     let config = config::load(sources)?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|error| format!("error: {error}\n"))?;
-    let report = runtime.block_on(examine_configured_store(&config));
+    let report = block_on(examine_configured_store(&config))?;
     let text = if options.json {
-        let report = report.to_json(clock::unix_time_s());
-        escape_json_for_display(&format!("{report:#}\n"))
+        escape_json_for_display(&format_json(&report.to_json(clock::unix_time_s())))
     } else {
         render_text(&report)
     };
@@ -129,17 +125,8 @@ fn pluralize(count: usize, noun: &str) -> String {
 }
 
 fn push_finding(text: &mut String, finding: &DoctorFinding) {
-    let found = finding
-        .found
-        .escape_debug()
-        .to_string()
-        .replace("\\\"", "\"")
-        .replace("\\'", "'");
-    push_wrapped(
-        text,
-        &format!("  {:<8} {:<12} ", finding.level.label(), finding.check),
-        &found,
-    );
+    let start = format!("  {:<8} {:<12} ", finding.level.into_str(), finding.check);
+    push_wrapped(text, &start, &escape_unprintable(&finding.found));
     if let Some(advice) = &finding.advice {
         push_wrapped(text, &format!("  {:<8} {:<12} -> ", "", ""), advice);
     }
@@ -148,25 +135,16 @@ fn push_finding(text: &mut String, finding: &DoctorFinding) {
 /// Appends words in lines of limited width. The first line starts with `start`, the others with
 /// spaces.
 fn push_wrapped(text: &mut String, start: &str, words: &str) {
-    let mut line = start.to_owned();
-    let mut width = 0;
-    for word in words.split(' ') {
-        let word_width = word.chars().count();
-        if width > 0 && width + 1 + word_width > TEXT_WIDTH {
-            text.push_str(line.trim_end());
-            text.push('\n');
-            line = " ".repeat(start.chars().count());
-            width = 0;
-        }
-        if width > 0 {
-            line.push(' ');
-            width += 1;
-        }
-        line.push_str(word);
-        width += word_width;
+    let indent = " ".repeat(start.len());
+    for line in wrap_text(
+        words,
+        start.len() + TEXT_WIDTH,
+        [start, &indent],
+        usize::MAX,
+    ) {
+        text.push_str(line.trim_end());
+        text.push('\n');
     }
-    text.push_str(line.trim_end());
-    text.push('\n');
 }
 
 fn push_policy(text: &mut String, memory: &PolicyMemory) {

@@ -1,10 +1,10 @@
 //! `tidegate drain`: shuts the proxy on this machine down gracefully and waits for its exit.
 
-use super::admin_client::{AdminClientResponse, admin_address, escape_unprintable, send_request};
+use super::admin_client::{AdminClientResponse, admin_address, send_request};
 use super::output::CommandError;
 use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::io;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -32,10 +32,10 @@ pub(super) fn run(
     let response = send_request(&address, "POST", "/drain", settings.token.as_ref())
         .map_err(|error| format!("error: {address}: {error}\n"))?;
     if response.status != 202 {
+        let (status, detail) = (response.status, response.problem_detail());
+        let colon = if detail.is_empty() { "" } else { ": " };
         return Err(CommandError::Message(format!(
-            "error: {address}: answered {}{}\n",
-            response.status,
-            problem_detail_suffix(&response)
+            "error: {address}: answered {status}{colon}{detail}\n"
         )));
     }
     let timeout = timeout
@@ -58,20 +58,9 @@ pub(super) fn run(
     )))
 }
 
-/// Returns `: ` and the detail of a problem document (RFC 9457), or an empty string.
-fn problem_detail_suffix(response: &AdminClientResponse) -> String {
-    let body: Option<Value> = serde_json::from_str(&response.body).ok();
-    let detail = body
-        .as_ref()
-        .and_then(|problem| problem.get("detail")?.as_str());
-    detail.map_or_else(String::new, |detail| {
-        format!(": {}", escape_unprintable(detail))
-    })
-}
-
 /// Returns the maximum shutdown time from the response, plus [`TIMEOUT_MARGIN`].
 fn announced_drain_time(response: &AdminClientResponse) -> Option<Duration> {
-    let body: Value = serde_json::from_str(&response.body).ok()?;
+    let body = response.parse_json()?;
     let seconds = |name| body.get(name)?.as_f64();
     Duration::try_from_secs_f64(seconds("delay_s")? + seconds("grace_s")?)
         .ok()?

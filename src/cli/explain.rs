@@ -1,14 +1,14 @@
 //! `tidegate explain`: shows which policies apply to a request and what the outcome would be.
 
 use super::limit_status;
-use super::output::CommandError;
+use super::output::{CommandError, block_on, format_json};
 use super::request::RequestArguments;
-use crate::admin::ExplainRequest;
+use crate::admin::{ExplainRequest, add_fields};
 use crate::app::StoreBackend;
 use crate::app::explanation::{self, ExpectedOutcome, ExplainError, ExplainedRequest};
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::enforcer::{PolicyExplanation, PolicyStep};
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Explains the matching policies, the keys and limits of the request, and their state, as text or
 /// as the JSON of the admin API. Notes about ignored parts of the request go to stderr.
@@ -37,11 +37,7 @@ pub(super) fn explain_request(
         request.url.escape_debug(),
         request.peer_ip
     );
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|error| format!("error: {error}\n"))?;
-    let printed: Result<String, String> = runtime.block_on(async {
+    let printed: Result<String, String> = block_on(async {
         let store = StoreBackend::new(&config.store).open_for_inspection().await;
         let mut explained =
             explanation::explain_request(&store, &config.policy_table, &request).await;
@@ -60,13 +56,12 @@ pub(super) fn explain_request(
                 Ok(title + &format_explanation(&config, &explained) + &token)
             }
             Err(ExplainError::InvalidRequest(why)) => Err(format!("error: {why}\n")),
-            Err(ExplainError::RequestRejected(why)) if as_json => Ok(format!(
-                "{:#}\n",
-                add_request_to_json(&request, explanation::rejected_request_to_json(&why))
+            Err(ExplainError::RequestRejected(why)) if as_json => Ok(format_json(
+                &add_request_to_json(&request, explanation::rejected_request_to_json(&why)),
             )),
             Err(ExplainError::RequestRejected(why)) => Err(format!("{title}error: {why}\n")),
         }
-    });
+    })?;
     Ok(printed?)
 }
 
@@ -89,38 +84,20 @@ fn explanation_to_json(
 ) -> String {
     // The memory store of this process does not share counters with the proxy.
     let is_store_known = matches!(config.store, StoreSettings::Redis(_));
-    format!(
-        "{:#}\n",
-        add_request_to_json(
-            request,
-            explanation::explanation_to_json(explained, is_store_known)
-        )
-    )
+    let explanation = explanation::explanation_to_json(explained, is_store_known);
+    format_json(&add_request_to_json(request, explanation))
 }
 
-fn add_request_to_json(
-    request: &ExplainRequest,
-    mut explanation: serde_json::Value,
-) -> serde_json::Value {
-    if let Some(fields) = explanation.as_object_mut() {
-        fields.insert(
-            "request".to_owned(),
-            json!({ "method": request.method, "url": request.url, "ip": request.peer_ip }),
-        );
-    }
+fn add_request_to_json(request: &ExplainRequest, mut explanation: Value) -> Value {
+    let described = json!({ "method": request.method, "url": request.url, "ip": request.peer_ip });
+    add_fields(&mut explanation, json!({ "request": described }));
     explanation
 }
 
 fn format_explanation(config: &Config, explained: &ExplainedRequest<'_>) -> String {
     let explanation = &explained.explanation;
     let is_redis = matches!(config.store, StoreSettings::Redis(_));
-    let now_us = explanation
-        .store
-        .as_ref()
-        .ok()
-        .copied()
-        .flatten()
-        .filter(|_| is_redis);
+    let now_us = explanation::status_time_us(explanation).filter(|_| is_redis);
     let mut text = String::new();
     for (policy, step) in &explanation.steps {
         let mode = explanation::effective_mode(policy, step).suffix();

@@ -3,12 +3,13 @@
 //! proxy, which lists only keys with rejected requests.
 
 use super::admin_client::AdminClient;
+use super::json_fields::{list_at, number_at, text_at};
 use super::limit_status::{format_key_status, format_wait};
-use super::output::CommandError;
-use crate::admin::escape_json_for_display;
+use super::output::{CommandError, block_on, format_json};
+use crate::admin::{add_fields, escape_json_for_display};
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, resolve_key};
-use crate::app::limit_json::{self, algorithm_name};
+use crate::app::limit_json;
 use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
@@ -64,11 +65,7 @@ pub(super) fn run(
             )?);
         }
     };
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|error| format!("error: {error}\n"))?;
-    let printed = runtime.block_on(async {
+    let printed = block_on(async {
         match command {
             KeysCommand::List { policy, most } => {
                 list_counters(&config, redis, policy.as_deref(), *most, as_json).await
@@ -76,7 +73,7 @@ pub(super) fn run(
             KeysCommand::Show(selector) => show_key(&config, selector, as_json).await,
             KeysCommand::Reset(selector) => reset_key(&config, selector, as_json).await,
         }
-    });
+    })?;
     Ok(printed?)
 }
 
@@ -102,7 +99,8 @@ async fn list_counters(
     max_counters: usize,
     as_json: bool,
 ) -> Result<String, String> {
-    let inspector = connect_inspector(redis).await?;
+    let inspector = CounterInspector::connect(redis.clone()).await;
+    let inspector = inspector.map_err(format_error)?;
     let namespace = policy.map(|name| key_namespace(config, name));
     let (mut counters, has_more) = inspector
         .list_counters(namespace, max_counters)
@@ -115,9 +113,8 @@ async fn list_counters(
     });
     if as_json {
         let counters: Vec<Value> = counters.iter().map(counter_to_json).collect();
-        return Ok(format!(
-            "{:#}\n",
-            json!({ "counters": counters, "more": has_more })
+        return Ok(format_json(
+            &json!({ "counters": counters, "more": has_more }),
         ));
     }
     let mut text = format!(
@@ -161,16 +158,13 @@ fn counter_to_json(counter: &RedisCounter) -> Value {
     let mut fields = json!({
         "key": counter.key,
         "readable": counter.readable_key,
-        "algorithm": algorithm_name(counter.limit.algorithm),
+        "algorithm": counter.limit.algorithm.into_str(),
         "per_s": limit_json::micros_to_seconds_json(counter.limit.per_us),
         "used": counter.used_units,
         "frees_in_s": if counter.used_units == 0 { Value::Null } else { limit_json::micros_to_seconds_json(counter.next_release_in_us) },
     });
-    if let (Algorithm::CalendarWindow { calendar }, Some(fields)) =
-        (counter.limit.algorithm, fields.as_object_mut())
-    {
-        fields.insert("per".to_owned(), json!(calendar.unit().as_str()));
-        fields.insert("tz".to_owned(), json!(calendar.zone_name()));
+    if let Algorithm::CalendarWindow { calendar } = counter.limit.algorithm {
+        add_fields(&mut fields, limit_json::calendar_to_json(calendar));
     }
     fields
 }
@@ -183,10 +177,11 @@ async fn show_key(
     let found = selector.resolve_against_config(config)?;
     let store = StoreBackend::new(&config.store).open_for_inspection().await;
     let state = found.read_status(&store).await.map_err(format_error)?;
-    if as_json {
-        return Ok(format!("{:#}\n", found.status_to_json(&state)));
-    }
-    Ok(format_key_status(&found.status_to_json(&state)))
+    let status = found.status_to_json(&state);
+    Ok(match as_json {
+        true => format_json(&status),
+        false => format_key_status(&status),
+    })
 }
 
 async fn reset_key(
@@ -201,7 +196,7 @@ async fn reset_key(
         .map_err(format_error)?;
     if as_json {
         let result = json!({ "policy": found.policy.name, "key": found.key.to_readable_string(), "forgotten": count });
-        return Ok(format!("{result:#}\n"));
+        return Ok(format_json(&result));
     }
     Ok(format!(
         "{}: reset {count} of {} counters\n",
@@ -235,33 +230,27 @@ fn run_by_admin_port(
             let response = client.request_json("DELETE", &selector.query_target())?;
             let text = format!(
                 "{}: reset {} counters\n",
-                json_text(&response, "key").escape_debug(),
-                response
-                    .get("counters_forgotten")
-                    .unwrap_or(&Value::from(0))
+                text_at(&response, "/key").escape_debug(),
+                number_at(&response, "/counters_forgotten")
             );
             (response, text)
         }
     };
     match as_json {
-        true => Ok(escape_json_for_display(&format!("{response:#}\n"))),
+        true => Ok(escape_json_for_display(&format_json(&response))),
         false => Ok(text),
     }
 }
 
 /// Formats the most rejected keys of a `GET /top` response.
 fn format_rejected_keys(response: &Value) -> String {
-    let entries = response
-        .pointer("/keys/entries")
-        .and_then(Value::as_array)
-        .map_or(&[][..], Vec::as_slice);
     let mut text = format!("{:>10}  {:<24} KEY\n", "REJECTED", "POLICY");
-    for entry in entries {
+    for entry in list_at(response, "/keys/entries") {
         text.push_str(&format!(
             "{:>10}  {:<24} {}\n",
-            entry.get("count").and_then(Value::as_u64).unwrap_or(0),
-            json_text(entry, "policy").escape_debug().to_string(),
-            json_text(entry, "key").escape_debug(),
+            number_at(entry, "/count"),
+            text_at(entry, "/policy").escape_debug().to_string(),
+            text_at(entry, "/key").escape_debug(),
         ));
     }
     text.push_str(
@@ -270,18 +259,8 @@ fn format_rejected_keys(response: &Value) -> String {
     text
 }
 
-fn json_text<'v>(value: &'v Value, field: &str) -> &'v str {
-    value.get(field).and_then(Value::as_str).unwrap_or_default()
-}
-
 fn encode_query_value(value: &str) -> String {
     percent_encoding::utf8_percent_encode(value, percent_encoding::NON_ALPHANUMERIC).to_string()
-}
-
-async fn connect_inspector(redis: &RedisSettings) -> Result<CounterInspector, String> {
-    CounterInspector::connect(redis.clone())
-        .await
-        .map_err(format_error)
 }
 
 fn format_error(error: impl std::fmt::Display) -> String {
@@ -319,7 +298,7 @@ impl KeySelector {
 }
 
 fn describe_algorithm_and_period(counter: &RedisCounter) -> String {
-    let name = algorithm_name(counter.limit.algorithm);
+    let name = counter.limit.algorithm.into_str();
     match counter.limit.algorithm {
         Algorithm::Block => name.to_owned(),
         _ => format!("{name} per {}", format_period(&counter.limit)),

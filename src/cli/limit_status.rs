@@ -1,6 +1,6 @@
 //! Formats the state of limits as text.
 
-use crate::app::limit_json::algorithm_name;
+use super::json_fields::{is_true_at, list_at, text_at, value_at};
 use crate::config::format_period;
 use crate::limiter::{Algorithm, Limit, LimitStatus, OverrideInEffect};
 use crate::policy::NamedLimit;
@@ -36,34 +36,32 @@ pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus
 
 /// Formats the status of a key as the admin API reports it: the key, its block, and its limits.
 pub(super) fn format_key_status(status: &Value) -> String {
-    let key = status.get("key").and_then(Value::as_str).unwrap_or("");
-    let mut text = format!("{}\n", key.escape_debug());
-    if let Some(blocked_s) = status.get("blocked_s").and_then(Value::as_f64) {
+    let mut text = format!("{}\n", text_at(status, "/key").escape_debug());
+    if let Some(blocked_s) = value_at(status, "/blocked_s").as_f64() {
         text.push_str(&format!(
             "  blocked for {}\n",
             format_wait(seconds_to_micros(blocked_s))
         ));
     }
-    if status.get("scope").and_then(Value::as_str) == Some("instance") {
+    if text_at(status, "/scope") == "instance" {
         text.push_str("  counted per instance: usage of this instance only\n");
     }
-    let limits = status.get("limits").and_then(Value::as_array);
-    for limit in limits.into_iter().flatten() {
+    for limit in list_at(status, "/limits") {
         text.push_str(&format!("  {}\n", format_limit_status(limit)));
     }
     // Older proxies send no hash.
-    if let Some(hash) = status.get("key_hash").and_then(Value::as_str) {
+    if let Some(hash) = value_at(status, "/key_hash").as_str() {
         text.push_str(&format!("  {} in the log\n", hash.escape_debug()));
     }
-    match status.get("override").and_then(Value::as_str) {
-        Some("allow") => text.push_str("  exempt by an override\n"),
-        Some("deny") => text.push_str("  denied by an override\n"),
-        Some("off") => text.push_str("  policy is off for this key (override)\n"),
-        _ => {}
-    }
-    let is_set = |field: &str| status.get(field).and_then(Value::as_bool).unwrap_or(false);
-    let is_mark = status.get("mode").and_then(Value::as_str) == Some("mark");
-    text.push_str(match (is_set("admitted"), is_set("shadow")) {
+    text.push_str(match text_at(status, "/override") {
+        "allow" => "  exempt by an override\n",
+        "deny" => "  denied by an override\n",
+        "off" => "  policy is off for this key (override)\n",
+        _ => "",
+    });
+    let is_mark = text_at(status, "/mode") == "mark";
+    let is_shadow = is_true_at(status, "/shadow");
+    text.push_str(match (is_true_at(status, "/admitted"), is_shadow) {
         (false, _) if is_mark => "Over the limit: admitted now with a mark.\n",
         (false, false) => "Rejected now.\n",
         (false, true) => "Would be rejected now (shadow).\n",
@@ -88,17 +86,17 @@ fn format_limit_status(limit: &Value) -> String {
         ),
         None => format!("{} at a time, {}", field("requests"), field("algorithm")),
     };
-    if let Some("unlimited") = limit.get("override").and_then(Value::as_str) {
+    if text_at(limit, "/override") == "unlimited" {
         return format!("{:<16} unlimited by an override", field("name"));
     }
-    let stated = limit.get("requests_from").and_then(Value::as_str);
+    let stated = value_at(limit, "/requests_from").as_str();
     let stated = stated.map_or_else(String::new, |field| {
         format!(
             ", unless the {} states another amount",
             field.escape_debug()
         )
     });
-    let growth = match limit.get("grows_in_s").and_then(Value::as_f64) {
+    let growth = match value_at(limit, "/grows_in_s").as_f64() {
         Some(seconds) => format!(", more in {}", format_wait(seconds_to_micros(seconds))),
         None => String::new(),
     };
@@ -106,10 +104,10 @@ fn format_limit_status(limit: &Value) -> String {
         "{:<16} {quota:<32} {} left{growth}{stated}{}",
         field("name"),
         field("remaining"),
-        match limit.get("override").and_then(Value::as_str) {
-            Some("blocked") => ", blocked by an override",
-            Some(_) => ", by an override",
-            None => "",
+        match text_at(limit, "/override") {
+            "" => "",
+            "blocked" => ", blocked by an override",
+            _ => ", by an override",
         }
     )
 }
@@ -129,7 +127,7 @@ pub(super) fn format_limit(limit: &Limit) -> String {
         "{} per {}, {}",
         limit.requests,
         format_period(limit),
-        algorithm_name(limit.algorithm)
+        limit.algorithm.into_str()
     )
 }
 

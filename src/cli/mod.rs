@@ -9,6 +9,7 @@ mod drain;
 mod explain;
 mod flags;
 mod health;
+mod json_fields;
 mod keys;
 mod limit_status;
 mod output;
@@ -78,10 +79,7 @@ enum CliCommand {
     ///
     /// Shows which policies match, which keys and limits the request uses, and their current state.
     #[command(after_help = EXPLAIN_HELP_FOOTER)]
-    Explain {
-        #[command(flatten)]
-        request: Box<request::RequestArguments>,
-    },
+    Explain(Box<request::RequestArguments>),
     /// Examine Redis for this use, and give advice.
     ///
     /// Connects as the proxy does, and reports version, topology, latency of decisions, eviction,
@@ -111,43 +109,28 @@ enum CliCommand {
         timeout: Option<u64>,
     },
     /// Replay an access log against policies: which keys would have been limited, when, how much.
-    Replay {
-        #[command(flatten)]
-        arguments: Box<replay::ReplayArguments>,
-    },
+    Replay(Box<replay::ReplayArguments>),
     /// Watch the proxy on this machine: policies, most refused keys and paths, store, latency.
     ///
     /// Shows the data of the dashboard in a terminal.
     /// Keys: q quits, p pauses, s sorts, arrows scroll.
     #[command(after_help = TOP_HELP_FOOTER)]
-    Top {
-        #[command(flatten)]
-        flags: top::TopFlags,
-    },
+    Top(top::TopFlags),
     /// List, show and reset counters, in Redis or in the memory of the proxy on this machine.
-    #[command(after_help = KEYS_HELP_FOOTER)]
-    Keys {
-        #[command(subcommand)]
-        command: keys::KeysCommand,
-    },
+    #[command(subcommand, after_help = KEYS_HELP_FOOTER)]
+    Keys(keys::KeysCommand),
     /// Set, remove and list limits and blocks of single keys, in the store.
     ///
     /// Only for policies with dynamic = true. Applies from the next decision in Redis. Cached
     /// refusals last up to 1 s, leases up to their ttl.
-    #[command(after_help = OVERRIDES_HELP_FOOTER)]
-    Overrides {
-        #[command(subcommand)]
-        command: overrides::OverridesCommand,
-    },
+    #[command(subcommand, after_help = OVERRIDES_HELP_FOOTER)]
+    Overrides(overrides::OverridesCommand),
     /// Report when and why a client was limited, from the proxy's own log.
     ///
     /// Maps the client's key to its hash in the log. Shows how often which policy and limit refused
     /// it, and how long it had to wait.
     #[command(after_help = why::EXAMPLES_HELP_FOOTER)]
-    Why {
-        #[command(flatten)]
-        arguments: Box<why::WhyArguments>,
-    },
+    Why(Box<why::WhyArguments>),
     /// Print a shell completion script.
     #[command(after_help = COMPLETIONS_HELP_FOOTER)]
     Completions { shell: clap_complete::Shell },
@@ -278,6 +261,7 @@ fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
         overrides,
     } = command_line;
     let json = shared.json;
+    let sources = || shared.to_sources_without_upstream();
     let printed = match command.unwrap_or(CliCommand::Run(overrides)) {
         CliCommand::Run(overrides) => {
             return run::run_proxy(shared.to_sources(overrides)?, |_| {});
@@ -304,31 +288,18 @@ fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
         CliCommand::Completions { shell } => Ok(completions::generate_completions(shell)),
         CliCommand::Man => completions::generate_manual().map_err(CommandError::from),
         CliCommand::Doctor { strict } => {
-            let options = doctor::DoctorOptions { json, strict };
-            return doctor::run(&shared.to_sources_without_upstream()?, options);
+            return doctor::run(&sources()?, doctor::DoctorOptions { json, strict });
         }
-        CliCommand::Health => return health::run(&shared.to_sources_without_upstream()?, json),
-        CliCommand::Drain { timeout } => drain::run(
-            &shared.to_sources_without_upstream()?,
-            timeout.map(Duration::from_secs),
-            json,
-        ),
-        CliCommand::Explain { request } => {
-            explain::explain_request(&shared.to_sources_without_upstream()?, &request, json)
+        CliCommand::Health => return health::run(&sources()?, json),
+        CliCommand::Drain { timeout } => {
+            drain::run(&sources()?, timeout.map(Duration::from_secs), json)
         }
-        CliCommand::Replay { arguments } => {
-            replay::run_replay(&shared.to_sources_without_upstream()?, &arguments)
-        }
-        CliCommand::Why { arguments } => {
-            why::run(&shared.to_sources_without_upstream()?, &arguments)
-        }
-        CliCommand::Top { flags } => top::run(&shared.to_sources_without_upstream()?, &flags),
-        CliCommand::Keys { command } => {
-            keys::run(&shared.to_sources_without_upstream()?, &command, json)
-        }
-        CliCommand::Overrides { command } => {
-            overrides::run(&shared.to_sources_without_upstream()?, &command, json)
-        }
+        CliCommand::Explain(request) => explain::explain_request(&sources()?, &request, json),
+        CliCommand::Replay(arguments) => replay::run_replay(&sources()?, &arguments),
+        CliCommand::Why(arguments) => why::run(&sources()?, &arguments),
+        CliCommand::Top(flags) => top::run(&sources()?, &flags),
+        CliCommand::Keys(command) => keys::run(&sources()?, &command, json),
+        CliCommand::Overrides(command) => overrides::run(&sources()?, &command, json),
     };
     Ok(print_result(printed, json))
 }

@@ -4,13 +4,16 @@ use crate::config::{ConfigDiagnostic, ConfigErrors};
 use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::process::ExitCode;
+use tokio::runtime::Builder;
 
 /// Why a command fails.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(super) enum CommandError {
     /// The configuration is invalid.
-    Config(ConfigErrors),
+    #[error(transparent)]
+    Config(#[from] ConfigErrors),
     /// A message for the user: `error: …` with a newline.
+    #[error("{0}")]
     Message(String),
 }
 
@@ -20,20 +23,7 @@ impl From<String> for CommandError {
     }
 }
 
-impl From<ConfigErrors> for CommandError {
-    fn from(errors: ConfigErrors) -> Self {
-        Self::Config(errors)
-    }
-}
-
 impl CommandError {
-    pub(super) fn to_text(&self) -> String {
-        match self {
-            Self::Config(errors) => errors.to_string(),
-            Self::Message(message) => message.clone(),
-        }
-    }
-
     fn to_json(&self) -> Value {
         let errors: Vec<Value> = match self {
             Self::Config(errors) => errors.diagnostics.iter().map(diagnostic_to_json).collect(),
@@ -41,6 +31,21 @@ impl CommandError {
         };
         json!({ "ok": false, "errors": errors })
     }
+}
+
+/// Runs the asynchronous part of a command on this thread.
+///
+/// # Errors
+/// A message for the user if the system has no resources for a runtime.
+pub(super) fn block_on<T>(future: impl Future<Output = T>) -> Result<T, CommandError> {
+    let runtime = Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| format!("error: {error}\n"))?;
+    Ok(runtime.block_on(future))
+}
+
+/// The result of a command as JSON on several lines.
+pub(super) fn format_json(result: &Value) -> String {
+    format!("{result:#}\n")
 }
 
 /// Prints a result to stdout and returns the exit code. An error goes to stderr, or with `as_json`
@@ -69,7 +74,7 @@ pub(super) fn print_error(error: &CommandError, as_json: bool) -> ExitCode {
     if as_json {
         println!("{:#}", error.to_json());
     } else {
-        eprint!("{}", error.to_text());
+        eprint!("{error}");
     }
     ExitCode::FAILURE
 }

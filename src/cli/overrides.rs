@@ -6,9 +6,9 @@ mod export;
 mod import;
 mod store_client;
 
-use super::admin_client::{AdminClient, escape_unprintable};
-use super::output::CommandError;
-use crate::app::key_status::find_limiting_policy;
+use super::admin_client::AdminClient;
+use super::output::{CommandError, block_on, format_json};
+use crate::app::key_status::resolve_override_key;
 use crate::app::override_store::{OverrideListing, OverrideStore};
 use crate::app::overrides::{
     LimitInput, OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry,
@@ -19,6 +19,7 @@ use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::limiter::Key;
 use crate::store::StoredOverride;
 use crate::store::redis::CounterInspector;
+use crate::text::escape_unprintable;
 use csv_records::LineRange;
 use export::{ExportArguments, export_overrides};
 use import::{ImportArguments, ImportReport, import_file};
@@ -106,11 +107,7 @@ pub(super) fn run(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|error| format!("error: {error}\n"))?;
-    let printed = runtime.block_on(async {
+    let printed = block_on(async {
         let store = open_store(sources, &config).await?;
         match command {
             OverridesCommand::Set(arguments) => {
@@ -129,7 +126,7 @@ pub(super) fn run(
                 exported.map(|()| String::new())
             }
         }
-    });
+    })?;
     Ok(printed.map_err(|why| match why.starts_with("error: ") {
         true => why,
         false => format!("error: {why}\n"),
@@ -145,7 +142,7 @@ async fn open_store(sources: &ConfigSources, config: &Config) -> Result<StoreCli
             Ok(StoreClient::Redis(store))
         }
         StoreSettings::Memory(_) => {
-            let client = AdminClient::from_sources(sources).map_err(|error| error.to_text())?;
+            let client = AdminClient::from_sources(sources).map_err(|error| error.to_string())?;
             Ok(StoreClient::AdminPort(
                 client,
                 Arc::clone(&config.policy_table),
@@ -179,7 +176,7 @@ async fn remove_override(
     if as_json {
         let result =
             json!({ "policy": key.policy_name(), "key": key.value_texts(), "removed": is_removed });
-        return Ok(format!("{result:#}\n"));
+        return Ok(format_json(&result));
     }
     Ok(match is_removed {
         true => format!("{key}: override removed\n"),
@@ -212,9 +209,8 @@ async fn list_overrides(
     let (listed, has_more) = listing.finish();
     if as_json {
         let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
-        return Ok(format!(
-            "{:#}\n",
-            json!({ "overrides": listed, "more": has_more })
+        return Ok(format_json(
+            &json!({ "overrides": listed, "more": has_more }),
         ));
     }
     let mut text = String::new();
@@ -252,7 +248,7 @@ async fn import_overrides(
         ));
     }
     if as_json {
-        return Ok(format!("{:#}\n", json!({ "set": set_count })));
+        return Ok(format_json(&json!({ "set": set_count })));
     }
     Ok(format!("{set_count} overrides set\n"))
 }
@@ -260,7 +256,7 @@ async fn import_overrides(
 /// One line: the key, the rule, and what else is known.
 fn format_override(stored: &StoredOverride, as_json: bool) -> String {
     if as_json {
-        return format!("{:#}\n", override_to_json(stored));
+        return format_json(&override_to_json(stored));
     }
     let mut text = format!(
         "{:<40} {}",
@@ -281,18 +277,9 @@ fn format_override(stored: &StoredOverride, as_json: bool) -> String {
 }
 
 impl OverrideKey {
-    /// The key. Its policy may have lost `dynamic`, so that old overrides can be removed.
     fn resolve(&self, config: &Config) -> Result<Key, String> {
-        let table = &config.policy_table;
-        let (policy, quota) =
-            find_limiting_policy(table, &self.policy).map_err(|error| error.to_string())?;
-        let (key, _) = quota.key_and_limits_for_listed_values(
-            &policy.name,
-            &self.values,
-            &table.client,
-            &table.path,
-        )?;
-        Ok(key)
+        resolve_override_key(&config.policy_table, &self.policy, &self.values)
+            .map_err(|error| error.to_string())
     }
 }
 

@@ -163,11 +163,11 @@ fn parse_format(text: &str) -> Result<AccessLogFormat, String> {
     }
     AccessLogFormat::ALL
         .into_iter()
-        .find(|format| format.name() == text)
+        .find(|format| format.into_str() == text)
         .ok_or_else(|| {
             let names: Vec<&str> = AccessLogFormat::ALL
                 .iter()
-                .map(AccessLogFormat::name)
+                .map(AccessLogFormat::into_str)
                 .collect();
             format!(
                 "expected one of {}, or a format with nginx variables or Apache directives",

@@ -101,12 +101,12 @@ impl CredentialSource {
     /// # Errors
     /// [`ConfigErrors`] if a file is unreadable or invalid.
     pub fn load_redis(&self) -> Result<Option<RedisSettings>, ConfigErrors> {
-        self.load_with(|input, root| {
+        self.load_with(|root| {
             let store = root.get_table("store");
             let uses_redis = store.get_keyword("kind", &[("memory", false), ("redis", true)])?;
             let memory = settings::build_memory_settings(&store.get_table("memory"))?;
             let redis = store.get_table("redis");
-            let redis = settings::build_redis_settings(input, &redis, uses_redis, memory)?;
+            let redis = settings::build_redis_settings(&redis, uses_redis, memory)?;
             Some(uses_redis.then_some(redis))
         })
     }
@@ -116,21 +116,21 @@ impl CredentialSource {
     /// # Errors
     /// [`ConfigErrors`] if the file is unreadable or invalid.
     pub fn load_admin_token(&self) -> Result<Option<AdminToken>, ConfigErrors> {
-        self.load_with(|input, root| {
-            let admin = settings::build_admin_settings(input, &root.get_table("admin"))?;
+        self.load_with(|root| {
+            let admin = settings::build_admin_settings(&root.get_table("admin"))?;
             Some(admin.token)
         })
     }
 
     fn load_with<T>(
         &self,
-        build: impl FnOnce(&ConfigInput, &TableReader<'_>) -> Option<T>,
+        build: impl FnOnce(&TableReader<'_>) -> Option<T>,
     ) -> Result<T, ConfigErrors> {
         let mut input = ConfigInput::default();
         // The values come from `raw`; a reader needs a document for its positions.
         let document = files::read_main_file(&mut input, &FileSource::None).unwrap_or_default();
         let root = TableReader::from_document(&input, document, &schema::ROOT, &self.raw.0);
-        let built = build(&input, &root);
+        let built = build(&root);
         input.into_load_result(built, |built, _, _| built)
     }
 }

@@ -216,7 +216,8 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
         algorithm,
     } = *limit;
     let unit = unit.unwrap_or(if requests == 1 { "request" } else { "requests" });
-    let per = format_duration(Duration::from_micros(per_us));
+    let duration = |us| format_duration(Duration::from_micros(us));
+    let per = duration(per_us);
     match algorithm {
         Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
         Algorithm::SlidingWindow { buckets } => {
@@ -225,35 +226,24 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
         Algorithm::Concurrency { max_duration_us } => {
             let most = match max_duration_us {
                 0 => String::new(),
-                us => format!(
-                    ", each for at most {}",
-                    format_duration(Duration::from_micros(us))
-                ),
+                us => format!(", each for at most {}", duration(us)),
             };
             format!("at most {requests} {unit} at a time{most}")
         }
         Algorithm::Block => format!("after a rejection, blocked for {per}"),
-        Algorithm::TokenBucket {
-            burst,
-            warm_up_us: 0,
-        } => {
-            format!("{requests} {unit} per {per} on average, at most {burst} at once")
-        }
         Algorithm::TokenBucket { burst, warm_up_us } => {
-            let (cold, warm_up) = (
-                limit.cold_capacity(),
-                format_duration(Duration::from_micros(warm_up_us)),
-            );
-            format!(
-                "{requests} {unit} per {per} on average, at most {burst} at once; after {warm_up} idle, {cold} at once and a third of the rate, growing to the full rate in {warm_up}"
-            )
+            let (cold, warm_up) = (limit.cold_capacity(), duration(warm_up_us));
+            let after_idle = match warm_up_us {
+                0 => String::new(),
+                _ => format!(
+                    "; after {warm_up} idle, {cold} at once and a third of the rate, growing to the full rate in {warm_up}"
+                ),
+            };
+            format!("{requests} {unit} per {per} on average, at most {burst} at once{after_idle}")
         }
         Algorithm::LeakyBucket { max_delay_us } => {
-            let delay = format_duration(Duration::from_micros(max_delay_us));
+            let delay = duration(max_delay_us);
             format!("{requests} {unit} per {per} one at a time, each delayed by at most {delay}")
-        }
-        Algorithm::FixedWindow { offset_us: 0 } => {
-            format!("at most {requests} {unit} in each fixed {per} window")
         }
         Algorithm::CalendarWindow { calendar } => format!(
             "at most {requests} {unit} in each calendar {} ({})",
@@ -261,8 +251,11 @@ fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
             calendar.zone_name()
         ),
         Algorithm::FixedWindow { offset_us } => {
-            let offset = format_duration(Duration::from_micros(offset_us));
-            format!("at most {requests} {unit} in each fixed {per} window, offset {offset}")
+            let offset = match offset_us {
+                0 => String::new(),
+                us => format!(", offset {}", duration(us)),
+            };
+            format!("at most {requests} {unit} in each fixed {per} window{offset}")
         }
     }
 }

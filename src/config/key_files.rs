@@ -1,6 +1,5 @@
 //! Reads the files that keys name.
 
-use super::input::ConfigInput;
 use super::table_reader::TableReader;
 use std::path::Path;
 
@@ -11,17 +10,12 @@ pub(super) fn is_path_set(reader: &TableReader<'_>, key: &str) -> bool {
 
 /// Reads the text file named by `key`. Returns `None` if the key is empty, after an error, or if
 /// no such file is read.
-pub(super) fn read_text_file(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-    key: &str,
-    content: &str,
-) -> Option<String> {
+pub(super) fn read_text_file(reader: &TableReader<'_>, key: &str, content: &str) -> Option<String> {
     let path = reader.get_string(key).filter(|path| !path.is_empty())?;
-    if !input.reads_key_files() {
+    if !reader.input().reads_key_files() {
         return None;
     }
-    match input.read_file(Path::new(&path)) {
+    match reader.input().read_file(Path::new(&path)) {
         Ok(text) if text.trim_end().is_empty() => {
             reader.report_error(key, &format!("the file is empty; expected a {content}"));
             None
@@ -35,17 +29,14 @@ pub(super) fn read_text_file(
 }
 
 /// Reads the PEM file named by `key`. Returns `None` after an error.
-pub(super) fn read_pem_file(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-    key: &str,
-) -> Option<Vec<u8>> {
+pub(super) fn read_pem_file(reader: &TableReader<'_>, key: &str) -> Option<Vec<u8>> {
     let path = reader.get_string(key)?;
     if path.is_empty() {
         reader.report_error(key, "expected the path of a PEM file");
         return None;
     }
-    input
+    reader
+        .input()
         .read_file_bytes(Path::new(&path))
         .map_err(|error| reader.report_error(key, &format!("the file {error}")))
         .ok()

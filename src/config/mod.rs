@@ -83,7 +83,7 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
                 TableReader::from_document(&input, index, &schema::INCLUDED_ROOT, document.values())
             })
             .collect();
-        settings::build_config(&input, &top, &included)
+        settings::build_config(&top, &included)
     };
     let mut raw = RawConfig(merged);
     for document in included {
@@ -118,7 +118,6 @@ pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, Con
         .collect();
     let merged = merge_layers(&mut input, &main_values, &env, &FlagOverrides::default());
     let built = settings::build_admin_settings(
-        &input,
         &TableReader::from_document(&input, main, &schema::ROOT, &merged).get_table("admin"),
     );
     input.into_load_result(built, |admin, _, _| admin)

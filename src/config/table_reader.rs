@@ -57,6 +57,11 @@ impl<'a> TableReader<'a> {
         Self::open_table(input, document, table, Some(values), KeyPath::default())
     }
 
+    /// The input that the table is a part of.
+    pub(super) fn input(&self) -> &'a ConfigInput {
+        self.input
+    }
+
     pub(super) fn contains_key(&self, name: &str) -> bool {
         self.values.is_some_and(|values| values.contains_key(name))
     }

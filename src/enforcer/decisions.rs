@@ -2,6 +2,7 @@
 
 use crate::policy::PolicyMode;
 use crate::telemetry::metrics::LabelledCounterIndices;
+use strum::IntoStaticStr;
 
 /// The decision of one policy on one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,8 +35,10 @@ pub enum PolicyDecision {
     DegradedLocalRejected,
 }
 
-/// The decision of all policies together on a request, in the terms of the access log.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The decision of all policies together on a request, in the terms of the access log. The names
+/// are those in the access log and in spans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum RequestDecision {
     Allowed,
     Delayed,
@@ -48,6 +51,7 @@ pub enum RequestDecision {
     Malformed,
     /// Rejected because the store was unavailable. The access log shows these requests as
     /// `degraded` too.
+    #[strum(serialize = "degraded")]
     Unavailable,
 }
 
@@ -125,31 +129,18 @@ impl RequestDecision {
     /// The series of all requests. `degraded` counts all decisions without the store;
     /// `degraded_refused` counts the rejected part of them.
     pub const LABELS: [LabelledCounterIndices; 8] = [
-        (Self::Allowed.label(), &[Self::Allowed as usize]),
-        (Self::Delayed.label(), &[Self::Delayed as usize]),
-        (Self::Rejected.label(), &[Self::Rejected as usize]),
-        (Self::Blocked.label(), &[Self::Blocked as usize]),
-        (Self::Denied.label(), &[Self::Denied as usize]),
+        (Self::Allowed.into_str(), &[Self::Allowed as usize]),
+        (Self::Delayed.into_str(), &[Self::Delayed as usize]),
+        (Self::Rejected.into_str(), &[Self::Rejected as usize]),
+        (Self::Blocked.into_str(), &[Self::Blocked as usize]),
+        (Self::Denied.into_str(), &[Self::Denied as usize]),
         (
-            Self::Degraded.label(),
+            Self::Degraded.into_str(),
             &[Self::Degraded as usize, Self::Unavailable as usize],
         ),
-        (Self::Malformed.label(), &[Self::Malformed as usize]),
+        (Self::Malformed.into_str(), &[Self::Malformed as usize]),
         (DEGRADED_REFUSED_LABEL, &[Self::Unavailable as usize]),
     ];
-
-    /// The name in the access log and in spans.
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Allowed => "allowed",
-            Self::Delayed => "delayed",
-            Self::Rejected => "rejected",
-            Self::Blocked => "blocked",
-            Self::Denied => "denied",
-            Self::Degraded | Self::Unavailable => "degraded",
-            Self::Malformed => "malformed",
-        }
-    }
 }
 
 #[cfg(test)]

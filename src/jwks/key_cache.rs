@@ -1,7 +1,7 @@
 //! Fetched keys in a file, with which the next process starts.
 
 use crate::clock;
-use crate::policy::jwt::KeyUrl;
+use crate::http_client::HttpUrl;
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::fs;
@@ -20,7 +20,7 @@ pub(super) struct KeyCache {
 }
 
 impl KeyCache {
-    pub(super) fn new(directory: &Path, url: &KeyUrl) -> Self {
+    pub(super) fn new(directory: &Path, url: &HttpUrl) -> Self {
         let id = format!("{}{}", url.authority, url.path_and_query);
         let mut name = "keys-".to_owned();
         for byte in Sha256::digest(id).iter().take(16) {

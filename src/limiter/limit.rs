@@ -2,6 +2,7 @@
 
 use super::calendar::Calendar;
 use super::time_window::TimeWindow;
+use strum::IntoStaticStr;
 
 /// An amount per period, with the algorithm that enforces it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,7 +18,8 @@ pub struct Limit {
 
 /// How the units of a [`Limit`] become free again. Each algorithm's module documents its
 /// guarantees.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum Algorithm {
     SlidingLog,
     /// With `buckets` sub-windows, 2..=100.
@@ -29,6 +31,7 @@ pub enum Algorithm {
         offset_us: u64,
     },
     /// The windows of a fixed window are the periods of a calendar.
+    #[strum(serialize = "fixed_window")]
     CalendarWindow {
         calendar: Calendar,
     },

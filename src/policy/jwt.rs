@@ -11,7 +11,7 @@ mod keys;
 mod token_header;
 
 pub use claim_name::ClaimName;
-pub use fetched_keys::{FetchedKeys, KeyCell, KeySource, KeyUrl};
+pub use fetched_keys::{FetchedKeys, KeyCell, KeySource, parse_key_url};
 pub use issuers::{IssuerKeys, TokenIssuer, TrustedIssuers};
 pub use keys::VerificationKeys;
 

@@ -100,40 +100,12 @@ impl Quota {
     }
 
     /// Returns the key and the limits for explicit values, one per position. An empty text stands
-    /// for an absent value.
+    /// for an absent value. `parse` is [`ListedValue::Plain`], or [`ListedValue::parse`] for values
+    /// as lists of overrides show them, also digests.
     ///
     /// # Errors
     /// Returns a message that states which values are wrong.
     pub fn key_and_limits_for_values<'t>(
-        &'t self,
-        name: &str,
-        values: &[String],
-        client: &client::Settings,
-        path: &path::Settings,
-    ) -> Result<(Key, SelectedLimits<'t>), String> {
-        self.key_and_limits_for_texts(name, values, (client, path), |text| {
-            ListedValue::Plain(text)
-        })
-    }
-
-    /// [`Self::key_and_limits_for_values`] for values as lists of overrides show them, also
-    /// digests.
-    ///
-    /// # Errors
-    /// As [`Self::key_and_limits_for_values`].
-    pub fn key_and_limits_for_listed_values<'t>(
-        &'t self,
-        name: &str,
-        values: &[String],
-        client: &client::Settings,
-        path: &path::Settings,
-    ) -> Result<(Key, SelectedLimits<'t>), String> {
-        self.key_and_limits_for_texts(name, values, (client, path), |text| {
-            ListedValue::parse(text)
-        })
-    }
-
-    fn key_and_limits_for_texts<'t>(
         &'t self,
         name: &str,
         values: &[String],

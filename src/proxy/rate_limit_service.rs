@@ -198,7 +198,7 @@ impl ProxyService {
                 .map(Descriptor::canonical_text)
                 .unwrap_or_default(),
             time_to_head: arrived_at.elapsed(),
-            decision: classify_verdict(verdict).label(),
+            decision: classify_verdict(verdict).into_str(),
             policy,
             unenforced_rejections: Some(&verdict.unenforced_rejections),
             retry_after_us: verdict.outcome.retry_after_us(),

@@ -4,8 +4,7 @@ use super::log_merge::LoggedRequest;
 use super::parsers::RequiredHeaders;
 use crate::limiter::Algorithm;
 use crate::policy::{
-    ActualCostSource, AmountField, CostSource, KeyPart, Matcher, Policy, PolicyAction, PolicyTable,
-    Quota,
+    ActualCostSource, AmountField, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota,
 };
 use http::HeaderName;
 use http::header::COOKIE;
@@ -121,15 +120,9 @@ impl<'a> MissingFieldCheck<'a> {
 
     /// Returns whether a policy has a key with a part that no request in the log has.
     pub(super) fn lacks_key(&self, policy_index: usize) -> bool {
-        match self
-            .table
-            .policies()
-            .get(policy_index)
-            .map(|policy| &policy.action)
-        {
-            Some(PolicyAction::Limit(quota)) => !self.missing_key_parts(quota).is_empty(),
-            _ => false,
-        }
+        let policy = self.table.policies().get(policy_index);
+        let quota = policy.and_then(Policy::quota);
+        quota.is_some_and(|quota| !self.missing_key_parts(quota).is_empty())
     }
 
     fn missing_key_parts<'q>(&self, quota: &'q Quota) -> Vec<&'q KeyPart> {
@@ -146,7 +139,7 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn describe_missing_policy_fields(&self, policy: &Policy) -> Option<String> {
-        if let PolicyAction::Limit(quota) = &policy.action
+        if let Some(quota) = policy.quota()
             && let missing @ [_, ..] = self.missing_key_parts(quota).as_slice()
         {
             let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
@@ -176,7 +169,7 @@ impl<'a> MissingFieldCheck<'a> {
                 names.join(", ")
             ));
         }
-        if let PolicyAction::Limit(quota) = &policy.action {
+        if let Some(quota) = policy.quota() {
             self.describe_missing_quota_fields(quota, &mut texts);
         }
         (!texts.is_empty()).then(|| {

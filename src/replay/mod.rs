@@ -18,7 +18,7 @@ pub(crate) use log_reader::{AccessLogReader, RawLogLine};
 pub(crate) use parsers::parse_rfc3339;
 pub use parsers::{AccessLogFormat, LineTemplate};
 pub use report::ReplayReport;
-pub(crate) use report::{format_count, format_time};
+pub(crate) use report::{format_count, format_time, format_time_range};
 pub use settings::Settings;
 
 use crate::policy::PolicyTable;
@@ -161,7 +161,7 @@ fn open_log(
     let mut input = AccessLogReader::open(path, bytes_read)
         .map_err(|error| format!("error: {escaped_path}: {error}\n"))?;
     let format = settings.format.clone().or_else(|| input.detect_format()).ok_or_else(|| {
-        let names: Vec<&str> = AccessLogFormat::ALL.iter().map(|format| format.name()).collect();
+        let names: Vec<&str> = AccessLogFormat::ALL.iter().map(|format| format.into_str()).collect();
         let detail = input.read_error.as_ref().map_or_else(String::new, |detail| format!(" ({detail})"));
         format!(
             "error: {escaped_path}: none of the first lines is a request in a known format{detail}; choose one with --format: {}\n",

@@ -10,12 +10,13 @@ use crate::enforcer::{DryRunOutcome, PolicyDecision, PolicyOutcome, dry_run_requ
 use crate::limiter::{Amendment, Key, Limit};
 use crate::policy::client::ClientAddress;
 use crate::policy::jwt::RequestToken;
-use crate::policy::path::PathInterpretations;
-use crate::policy::{Facts, PolicyAction, PolicyTable};
+use crate::policy::path::{self, PathInterpretations};
+use crate::policy::{Facts, Policy, PolicyTable};
 use crate::proxy::normalize_host;
 use crate::store::{MemorySettings, MemoryStore, Settlement};
 use http::{HeaderMap, HeaderValue, Method};
 use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
@@ -55,7 +56,7 @@ pub(super) struct PolicySimulator<'t> {
 }
 
 /// Request counts and statistics of one policy set.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct SimulationStats {
     pub(super) forwarded: u64,
     pub(super) delayed: u64,
@@ -77,7 +78,7 @@ pub(super) struct SimulationStats {
 }
 
 /// Request counts and statistics of one policy.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct ReplayPolicyStats {
     pub(super) allowed: u64,
     pub(super) delayed: u64,
@@ -161,17 +162,12 @@ impl<'t> PolicySimulator<'t> {
             );
             self.left_out.retain(|policy| check.lacks_key(*policy));
         }
-        let Some(target) = LoggedTarget::from_request(request) else {
-            return self.count_malformed_request(now_us);
-        };
-        let Ok(paths) = PathInterpretations::parse(target.path, &self.table.path) else {
-            return self.count_malformed_request(now_us);
-        };
-        let Ok(method) = Method::from_bytes(request.method) else {
-            return self.count_malformed_request(now_us);
-        };
-        let Some(host) =
-            normalize_host(target.host).or_else(|| target.host.is_empty().then(|| "".into()))
+        let Some(LoggedTarget {
+            method,
+            host,
+            paths,
+            query,
+        }) = LoggedTarget::from_request(request, &self.table.path)
         else {
             return self.count_malformed_request(now_us);
         };
@@ -186,7 +182,7 @@ impl<'t> PolicySimulator<'t> {
             method: &method,
             host: &host,
             paths: &paths,
-            query: target.query,
+            query,
             headers: &headers,
             client_ip: client.ip,
             token: &token,
@@ -213,13 +209,8 @@ impl<'t> PolicySimulator<'t> {
             is_included,
             |outcome| {
                 stats.record_policy_outcome(&outcome, now_us);
-                let quota = table
-                    .policies()
-                    .get(outcome.policy_index)
-                    .and_then(|policy| match &policy.action {
-                        PolicyAction::Limit(quota) => Some(quota),
-                        PolicyAction::Allow | PolicyAction::Deny => None,
-                    });
+                let policy = table.policies().get(outcome.policy_index);
+                let quota = policy.and_then(Policy::quota);
                 if let (Some(peaks), Some(claim), Some(quota)) =
                     (peaks.as_mut(), &outcome.quota_usage, quota)
                 {
@@ -275,17 +266,18 @@ impl<'t> PolicySimulator<'t> {
     }
 }
 
-/// Host, path and query of a logged request. The host of a target in absolute form takes
+/// Method, host, path and query of a logged request. The host of a target in absolute form takes
 /// precedence.
 struct LoggedTarget<'a> {
-    host: &'a str,
-    path: &'a str,
+    method: Method,
+    host: Cow<'a, str>,
+    paths: PathInterpretations,
     query: Option<&'a str>,
 }
 
 impl<'a> LoggedTarget<'a> {
     /// Returns `None` if no valid request has this target.
-    fn from_request(request: &LoggedRequest<'a>) -> Option<Self> {
+    fn from_request(request: &LoggedRequest<'a>, settings: &path::Settings) -> Option<Self> {
         let target = str::from_utf8(request.target).ok()?;
         let mut host = str::from_utf8(request.host).ok()?;
         let mut rest = target;
@@ -299,9 +291,14 @@ impl<'a> LoggedTarget<'a> {
         let (path, query) = rest
             .split_once('?')
             .map_or((rest, None), |(path, query)| (path, Some(query)));
+        let path = if path.is_empty() { "/" } else { path };
         Some(Self {
-            host,
-            path: if path.is_empty() { "/" } else { path },
+            method: Method::from_bytes(request.method).ok()?,
+            host: match host {
+                "" => "".into(),
+                host => normalize_host(host)?,
+            },
+            paths: PathInterpretations::parse(path, settings).ok()?,
             query,
         })
     }
@@ -310,36 +307,16 @@ impl<'a> LoggedTarget<'a> {
 impl SimulationStats {
     fn new(policy_count: usize, max_keys: usize, header_count: usize) -> Self {
         let new_policy_stats = || ReplayPolicyStats {
-            allowed: 0,
-            delayed: 0,
-            rejected: 0,
-            blocked: 0,
-            denied: 0,
-            exempt: 0,
-            shadow_rejected: 0,
-            marked: 0,
-            first_refused_us: 0,
-            last_refused_us: 0,
-            series: RequestSeries::new(),
             keys: ReplayKeyTable::new(max_keys),
+            ..ReplayPolicyStats::default()
         };
         Self {
-            forwarded: 0,
-            delayed: 0,
-            limited: 0,
-            denied: 0,
-            bad_key: 0,
-            malformed: 0,
-            max_delay_us: 0,
-            series: RequestSeries::new(),
             policies: (0..policy_count).map(|_| new_policy_stats()).collect(),
             field_coverage: FieldCoverage {
                 with_header: vec![0; header_count],
                 ..FieldCoverage::default()
             },
-            late_requests: 0,
-            first_request_us: 0,
-            last_request_us: 0,
+            ..Self::default()
         }
     }
 

@@ -18,16 +18,18 @@ pub(super) struct SeriesBin {
     pub(super) refused: u64,
 }
 
-impl RequestSeries {
-    const MAX_BINS: usize = 480;
-
-    pub(super) fn new() -> Self {
+impl Default for RequestSeries {
+    fn default() -> Self {
         Self {
             start_s: 0,
             bin_width_s: 1,
             bins: Vec::new(),
         }
     }
+}
+
+impl RequestSeries {
+    const MAX_BINS: usize = 480;
 
     /// Counts a request. A request before the first one counts in the first bin.
     pub(super) fn record_request(&mut self, at_us: u64, refused: bool) {
@@ -86,7 +88,7 @@ impl RequestSeries {
 
 /// Statistics of the keys of one policy. Counts are exact up to `max_keys` keys. With more keys,
 /// the table evicts the least refused keys, as a space-saving sketch does.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct ReplayKeyTable {
     max_keys: usize,
     stats_by_key: HashMap<u128, ReplayKeyStats>,
@@ -115,10 +117,7 @@ impl ReplayKeyTable {
     pub(super) fn new(bound: usize) -> Self {
         Self {
             max_keys: bound.max(2),
-            stats_by_key: HashMap::default(),
-            error_floor: 0,
-            evicted_keys: 0,
-            refused_keys: 0,
+            ..Self::default()
         }
     }
 
@@ -252,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_series_keeps_its_sums_whatever_its_width() {
-        let mut series = RequestSeries::new();
+        let mut series = RequestSeries::default();
         for second in 0..10_000 {
             series.record_request(5_000_000_000 + second * 1_000_000, second % 10 == 0);
         }

@@ -9,7 +9,7 @@ use super::statistics::KeySample;
 use crate::clock::Clock;
 use crate::enforcer::QuotaUsage;
 use crate::limiter::{Algorithm, Charge, Limit};
-use crate::policy::{NamedLimit, PolicyAction, PolicyTable};
+use crate::policy::{NamedLimit, PolicyTable};
 use crate::store::{MemorySettings, MemoryStore};
 use std::time::Instant;
 
@@ -71,14 +71,10 @@ const QUANTILES_PER_MILLE: [u16; 5] = [500, 900, 990, 999, 1000];
 
 impl PeakDemandTracker {
     pub(super) fn new(table: &PolicyTable, settings: MemorySettings, clock: Clock) -> Self {
-        let new_samples = |action: &PolicyAction| match action {
-            PolicyAction::Limit(quota) => quota.limits.iter().map(LimitPeakSample::new).collect(),
-            PolicyAction::Allow | PolicyAction::Deny => Vec::new(),
-        };
-        let policies = table
-            .policies()
-            .iter()
-            .map(|policy| new_samples(&policy.action));
+        let policies = table.policies().iter().map(|policy| {
+            let limits = policy.quota().into_iter().flat_map(|quota| &quota.limits);
+            limits.map(LimitPeakSample::new).collect()
+        });
         Self {
             limits_by_policy: policies.collect(),
             memory: MemoryStore::new(settings, clock),

@@ -1,7 +1,11 @@
 //! The parts of the store that can decide.
 
-/// The component that decided on a request's limits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+use strum::{IntoStaticStr, VariantNames};
+
+/// The component that decided on a request's limits. The names are those in metrics, logs and
+/// spans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum DecisionSource {
     Redis,
     Memory,
@@ -12,36 +16,14 @@ pub enum DecisionSource {
     Degraded,
 }
 
-impl DecisionSource {
-    /// Every [`DecisionSource::label`], in the order of declaration.
-    pub const LABELS: [&str; 5] = [
-        Self::Redis.label(),
-        Self::Memory.label(),
-        Self::DenyCache.label(),
-        Self::Lease.label(),
-        Self::Degraded.label(),
-    ];
-
-    /// The name in metrics, logs and spans.
-    pub const fn label(self) -> &'static str {
-        match self {
-            Self::Redis => "redis",
-            Self::Memory => "memory",
-            Self::DenyCache => "deny_cache",
-            Self::Lease => "lease",
-            Self::Degraded => "degraded",
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::DecisionSource;
+    use super::*;
 
     #[test]
     fn labels_match_discriminants() {
         assert_eq!(
-            DecisionSource::LABELS.len(),
+            DecisionSource::VARIANTS.len(),
             DecisionSource::Degraded as usize + 1
         );
         for one in [
@@ -51,7 +33,7 @@ mod tests {
             DecisionSource::Lease,
             DecisionSource::Degraded,
         ] {
-            assert_eq!(DecisionSource::LABELS[one as usize], one.label());
+            assert_eq!(DecisionSource::VARIANTS[one as usize], <&str>::from(one));
         }
     }
 }

@@ -7,7 +7,6 @@ use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 use tracing_subscriber::EnvFilter;
-use tracing_subscriber::fmt::MakeWriter;
 use tracing_subscriber::reload::Handle;
 
 /// Settings of the log: format, level and access log.
@@ -101,9 +100,10 @@ pub fn init_logging(settings: &LogSettings) {
         .with_env_filter(settings.level.to_env_filter())
         .with_ansi(false)
         .log_internal_errors(false);
-    let writer = EscapingMakeWriter {
-        inner: || LogSink,
-        format: settings.format,
+    let format = settings.format;
+    let writer = move || EscapingWriter {
+        inner: LogSink,
+        format,
     };
     let (level_handle, result) = match settings.format {
         LogFormat::Json => {
@@ -165,28 +165,11 @@ pub fn shorten_client_text(text: &str) -> Cow<'_, str> {
     Cow::Owned(format!("{shown}…[{} bytes more]", rest.len()))
 }
 
-/// Makes writers that write each record as one line of printable characters, even if it contains
-/// client text.
-struct EscapingMakeWriter<M> {
-    inner: M,
-    format: LogFormat,
-}
-
-/// Writes records with all unprintable characters escaped.
+/// Writes each record as one line of printable characters, even if it contains client text: all
+/// unprintable characters are escaped.
 struct EscapingWriter<W> {
     inner: W,
     format: LogFormat,
-}
-
-impl<'a, M: MakeWriter<'a>> MakeWriter<'a> for EscapingMakeWriter<M> {
-    type Writer = EscapingWriter<M::Writer>;
-
-    fn make_writer(&'a self) -> Self::Writer {
-        EscapingWriter {
-            inner: self.inner.make_writer(),
-            format: self.format,
-        }
-    }
 }
 
 impl<W: Write> Write for EscapingWriter<W> {
@@ -257,8 +240,8 @@ mod tests {
     fn format_hostile_record(format: LogFormat) -> String {
         let captured = CapturedLog::default();
         let copy = captured.clone();
-        let writer = EscapingMakeWriter {
-            inner: move || copy.clone(),
+        let writer = move || EscapingWriter {
+            inner: copy.clone(),
             format,
         };
         let log = || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "message {HOSTILE}");

@@ -186,7 +186,7 @@ async fn decide_apart(
     let answers = DecisionBatch::parse_reply(reply, &[1]).unwrap();
     answers[0]
         .parse_decision(&[*charge])
-        .map_err(|error| error.as_str().to_owned())
+        .map_err(|error| error.into_str().to_owned())
 }
 
 #[tokio::test]

@@ -9,7 +9,7 @@ mod merge;
 mod peer_client;
 mod summary;
 
-pub(super) use credential::InstanceCredential;
+pub(super) use credential::derive_instance_credential;
 
 use super::parameters::QueryParameters;
 use super::responses::{JsonResponse, ProblemDetails, run_blocking};
@@ -102,7 +102,7 @@ impl FleetReader {
 
     /// Lists the instances; while the store does not answer, those of the last list.
     async fn list_members(&self, view: &AdminBackend) -> (FleetMembers, Option<String>) {
-        let problem = match timeout(LIST_TIMEOUT, (view.list_members)()).await {
+        let problem = match timeout(LIST_TIMEOUT, Arc::clone(&view.state).list_members()).await {
             Ok(Ok(members)) => {
                 *self.last_members.lock() = Some(members.clone());
                 return (members, None);
@@ -165,7 +165,7 @@ impl FleetReader {
         let token = self.token.load();
         let credential = token
             .as_ref()
-            .map(|token| InstanceCredential::new(token, id));
+            .map(|token| derive_instance_credential(token, id));
         let answer = async {
             let _permit = permits.acquire().await;
             self.peers.fetch_summary(address, credential.as_ref()).await

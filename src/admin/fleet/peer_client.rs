@@ -1,20 +1,18 @@
 //! HTTP client for the summaries of other instances.
 
-use super::credential::InstanceCredential;
 use super::summary::MAX_SUMMARY_ENTRIES;
+use crate::http_client;
+use crate::text::SecretText;
+use bytes::Bytes;
 use http::header::{AUTHORIZATION, HOST};
 use http::{Request, StatusCode};
-use http_body_util::{BodyExt, Empty, Limited};
-use hyper::body::Bytes;
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
+use http_body_util::Empty;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpStream, lookup_host};
 use tokio::sync::Semaphore;
-use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 /// Timeout of one request, including the connection setup.
@@ -46,7 +44,7 @@ impl PeerClient {
     pub(super) async fn fetch_summary(
         &self,
         address: &str,
-        credential: Option<&InstanceCredential>,
+        credential: Option<&SecretText>,
     ) -> Result<Bytes, String> {
         let answer = async {
             let addresses = self.look_up(address).await?;
@@ -76,34 +74,25 @@ impl PeerClient {
 
 async fn send_request(
     addresses: &[SocketAddr],
-    credential: Option<&InstanceCredential>,
+    credential: Option<&SecretText>,
 ) -> Result<Bytes, String> {
     let socket = TcpStream::connect(addresses).await.map_err(to_reason)?;
-    let (mut sender, connection) = http1::handshake(TokioIo::new(socket))
-        .await
-        .map_err(to_reason)?;
-    // Dropping the set closes the connection.
-    let mut connections = JoinSet::new();
-    connections.spawn(connection);
     let mut request = Request::get(format!("/fleet/instance?n={MAX_SUMMARY_ENTRIES}"))
         // The endpoint accepts this name whatever its configuration.
         .header(HOST, "localhost");
     if let Some(credential) = credential {
         request = request.header(AUTHORIZATION, format!("Bearer {}", credential.expose()));
     }
-    let request = request.body(Empty::<Bytes>::new()).map_err(to_reason)?;
-    let response = sender.send_request(request).await.map_err(to_reason)?;
+    let request = request.body(Empty::new()).map_err(to_reason)?;
+    let response = http_client::fetch(socket, request, MAX_SUMMARY_BYTES).await;
+    let response = response.map_err(to_reason)?;
     match response.status() {
-        StatusCode::OK => {}
+        StatusCode::OK => Ok(response.into_body()),
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-            return Err("it refused the credential: its admin token differs".to_owned());
+            Err("it refused the credential: its admin token differs".to_owned())
         }
-        status => return Err(format!("it answered {status}")),
+        status => Err(format!("it answered {status}")),
     }
-    let body = Limited::new(response.into_body(), MAX_SUMMARY_BYTES)
-        .collect()
-        .await;
-    Ok(body.map_err(to_reason)?.to_bytes())
 }
 
 fn to_reason(error: impl fmt::Display) -> String {

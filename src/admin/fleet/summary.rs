@@ -16,7 +16,7 @@ const PARTIAL_LABEL: &str = "degraded_refused";
 const RATE_SECONDS: usize = 5;
 
 pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> Value {
-    let observed = (view.read_status)();
+    let observed = view.state.read_status();
     let rank = |dimension| {
         let rejections = view.metrics.top_rejections();
         ranking_json(&rejections.ranking(dimension, None, max_entries), dimension)

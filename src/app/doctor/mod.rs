@@ -11,7 +11,7 @@ pub(crate) use server_findings::format_bytes;
 use crate::admin::DOCTOR_INTERVAL;
 use crate::clock;
 use crate::limiter::Algorithm;
-use crate::policy::{PolicyAction, PolicyTable};
+use crate::policy::{Policy, PolicyTable};
 use crate::store::redis::{
     PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings, ServerFacts,
     diagnose_redis,
@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
+use strum::IntoStaticStr;
 
 /// What was examined and found.
 #[derive(Debug)]
@@ -53,7 +54,8 @@ pub(crate) struct DoctorFinding {
 }
 
 /// How serious a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub(crate) enum FindingLevel {
     Ok,
     /// The check has no result: Redis did not answer in time.
@@ -164,17 +166,6 @@ impl DoctorReport {
     }
 }
 
-impl FindingLevel {
-    pub(crate) fn label(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Unknown => "unknown",
-            Self::Warning => "warning",
-            Self::Fault => "fault",
-        }
-    }
-}
-
 /// Collects findings.
 #[derive(Debug, Default)]
 struct FindingList(Vec<DoctorFinding>);
@@ -186,7 +177,7 @@ impl FindingList {
 
     /// Adds that a check has no result, and why.
     fn add_unknown(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
-        let found = format!("{what} ({}): {}", error.kind.as_str(), error.message);
+        let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
         let advice = "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)";
         self.add(FindingLevel::Unknown, check, found, Some(advice.to_owned()));
     }
@@ -201,7 +192,7 @@ impl FindingList {
 
     /// Adds a fault that quotes the error of the server or the system, with advice for its kind.
     fn add_error(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
-        let found = format!("{what} ({}): {}", error.kind.as_str(), error.message);
+        let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
         self.add_fault(check, found, error.remedy());
     }
 
@@ -233,10 +224,7 @@ impl FindingList {
 /// One algorithm of each kind that the policies use.
 fn configured_algorithms(table: &PolicyTable) -> Vec<Algorithm> {
     let mut algorithms: Vec<Algorithm> = Vec::new();
-    for policy in table.policies() {
-        let PolicyAction::Limit(quota) = &policy.action else {
-            continue;
-        };
+    for quota in table.policies().iter().filter_map(Policy::quota) {
         for named in &quota.limits {
             let algorithm = named.limit.algorithm;
             let is_same = |known: &Algorithm| {

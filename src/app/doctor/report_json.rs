@@ -42,7 +42,7 @@ impl DoctorReport {
 
 fn finding_to_json(finding: &DoctorFinding) -> Value {
     json!({
-        "level": finding.level.label(),
+        "level": finding.level.into_str(),
         "check": finding.check,
         "server": finding.server,
         "found": finding.found,

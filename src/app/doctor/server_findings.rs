@@ -47,7 +47,7 @@ pub(super) fn judge_server(
         }
         Err(error) => findings.add_warning(
             "info",
-            format!("INFO is refused, so version, memory, eviction, persistence and replicas are unknown ({}): {}", error.kind.as_str(), error.message),
+            format!("INFO is refused, so version, memory, eviction, persistence and replicas are unknown ({}): {}", error.kind.into_str(), error.message),
             "grant +info",
         ),
     }
@@ -409,7 +409,7 @@ fn judge_counters(findings: &mut FindingList, facts: &ServerFacts) {
                 "expiry",
                 format!(
                     "the counters could not be scanned ({}): {}",
-                    error.kind.as_str(),
+                    error.kind.into_str(),
                     error.message
                 ),
                 "grant +@read",

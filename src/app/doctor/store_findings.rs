@@ -102,7 +102,7 @@ fn judge_sentinels(findings: &mut FindingList, diagnosis: &RedisDiagnosis) {
         let found = format!(
             "sentinel {} names no master ({}): {}",
             answer.sentinel,
-            error.kind.as_str(),
+            error.kind.into_str(),
             error.message
         );
         let level = if is_master_known {

@@ -1,10 +1,12 @@
 //! The overrides of the configured store: in Redis, or in the memory of the proxy on this machine,
 //! by its admin port.
 
+use crate::admin::AdminError;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::override_store::OverrideStore;
 use crate::app::overrides::{listed_override_from_json, override_to_json};
 use crate::cli::admin_client::AdminClient;
+use crate::cli::json_fields::{is_true_at, list_at};
 use crate::clock::Clock;
 use crate::limiter::Key;
 use crate::policy::PolicyTable;
@@ -24,7 +26,7 @@ pub(super) enum StoreClient {
 impl StoreClient {
     pub(super) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
         match self {
-            Self::Redis(store) => store.find(key).await,
+            Self::Redis(store) => store.find(key).await.map_err(to_message),
             Self::AdminPort(client, _) => {
                 let response = client.request_json("GET", &key_target(key))?;
                 Ok(parse_list(&response)?.0.pop())
@@ -40,10 +42,7 @@ impl StoreClient {
         now_us: u64,
     ) -> Result<StoredOverride, String> {
         match self {
-            Self::Redis(store) => {
-                let merged = store.merge(entered, now_us).await;
-                merged.map_err(|error| error.to_string())
-            }
+            Self::Redis(store) => store.merge(entered, now_us).await.map_err(to_message),
             Self::AdminPort(client, _) => {
                 let response = send_override(client, "PATCH", entered)?;
                 let fields = response
@@ -57,7 +56,10 @@ impl StoreClient {
     /// Sets many overrides. Returns the result of each.
     pub(super) async fn set_many(&self, overrides: &[StoredOverride]) -> Vec<Result<(), String>> {
         match self {
-            Self::Redis(store) => join_all(overrides.iter().map(|stored| store.set(stored))).await,
+            Self::Redis(store) => {
+                let set = async |stored| store.set(stored).await.map_err(to_message);
+                join_all(overrides.iter().map(set)).await
+            }
             Self::AdminPort(client, _) => overrides
                 .iter()
                 .map(|stored| send_override(client, "PUT", stored).map(drop))
@@ -67,10 +69,10 @@ impl StoreClient {
 
     pub(super) async fn remove(&self, key: &Key) -> Result<bool, String> {
         match self {
-            Self::Redis(store) => store.remove(key).await,
+            Self::Redis(store) => store.remove(key).await.map_err(to_message),
             Self::AdminPort(client, _) => {
                 let response = client.request_json("DELETE", &key_target(key))?;
-                Ok(response.get("removed") == Some(&Value::Bool(true)))
+                Ok(is_true_at(&response, "/removed"))
             }
         }
     }
@@ -81,7 +83,7 @@ impl StoreClient {
         mut visit: impl FnMut(StoredOverride) -> bool,
     ) -> Result<(), String> {
         match self {
-            Self::Redis(store) => store.visit(visit).await,
+            Self::Redis(store) => store.visit(visit).await.map_err(to_message),
             Self::AdminPort(client, table) => {
                 for policy in table.policies() {
                     let Ok((_, quota)) = find_limiting_policy(table, &policy.name) else {
@@ -108,6 +110,10 @@ impl StoreClient {
     }
 }
 
+fn to_message(error: AdminError) -> String {
+    error.to_string()
+}
+
 fn send_override(
     client: &AdminClient,
     method: &str,
@@ -132,9 +138,9 @@ fn key_target(key: &Key) -> String {
 /// Parses the overrides of a response, and whether there are more.
 fn parse_list(response: &Value) -> Result<(Vec<StoredOverride>, bool), String> {
     let now_us = Clock::system().now_us();
-    let listed = response.get("overrides").and_then(Value::as_array);
-    let listed = listed.into_iter().flatten().filter_map(Value::as_object);
+    let listed = list_at(response, "/overrides").iter();
+    let listed = listed.filter_map(Value::as_object);
     let listed = listed.map(|fields| listed_override_from_json(fields, now_us));
     let listed = listed.collect::<Result<Vec<_>, String>>()?;
-    Ok((listed, response.get("more") == Some(&Value::Bool(true))))
+    Ok((listed, is_true_at(response, "/more")))
 }

@@ -17,6 +17,10 @@ pub(in crate::cli) struct ImportedRequest {
     pub(in crate::cli) notes: Vec<String>,
 }
 
+/// Supported options with a value.
+const VALUE_OPTIONS: &str = "--request --url --header --json --data --data-ascii --data-binary --data-raw --data-urlencode \
+--form --form-string --user --oauth2-bearer --cookie --user-agent --referer --range --upload-file";
+
 /// Options with a value that do not affect the parts of a request that policies match.
 const IGNORED_VALUE_OPTIONS: &str = "--aws-sigv4 --cacert --capath --cert --cert-type --ciphers --config --connect-timeout --connect-to \
 --continue-at --cookie-jar --crlfile --curves --dns-servers --doh-url --dump-header --expect100-timeout --interface --keepalive-time --key \
@@ -325,27 +329,7 @@ impl CurlOptions {
 
 /// Returns whether a supported option takes a value.
 fn option_takes_value(long: &str) -> bool {
-    matches!(
-        long,
-        "--request"
-            | "--url"
-            | "--header"
-            | "--json"
-            | "--data"
-            | "--data-ascii"
-            | "--data-binary"
-            | "--data-raw"
-            | "--data-urlencode"
-            | "--form"
-            | "--form-string"
-            | "--user"
-            | "--oauth2-bearer"
-            | "--cookie"
-            | "--user-agent"
-            | "--referer"
-            | "--range"
-            | "--upload-file"
-    )
+    VALUE_OPTIONS.split(' ').any(|known| known == long)
 }
 
 /// Encodes the value of `--data-urlencode`: `content`, `=content` or `name=content`.

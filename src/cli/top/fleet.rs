@@ -1,13 +1,11 @@
 //! `tidegate top --fleet`: all instances that share the limits, and their rankings together.
-//!
-//! Missing or malformed fields are no error, as in [`super::snapshot`].
 
-use super::format::{format_rate, format_short_duration, truncate_text};
-use super::frame::{fit_to_screen, ranking_lines};
+use super::format::{format_rate, format_short_duration};
+use super::frame::{TopData, ViewState, ranking_lines};
 use super::screen_line::{LineStyle, ScreenLine};
-use super::snapshot::{
-    TopRankedEntry, escaped_text_or_empty, number_or_zero, parse_ranking, value_or_null,
-};
+use super::snapshot::{TopRankedEntry, escaped_at, parse_ranking};
+use crate::cli::json_fields::{is_true_at, list_at, number_at, value_at};
+use crate::text::truncate_text;
 use serde_json::Value;
 
 /// Number of entries of each ranking in a pipe.
@@ -31,58 +29,51 @@ pub(super) struct FleetSnapshot {
 #[derive(Clone, Debug, Default)]
 struct FleetInstanceLine {
     name: String,
-    version: String,
-    state: String,
-    share: String,
-    rate: String,
-    uptime: String,
+    /// State, share, rate, uptime and version.
+    columns: [String; 5],
+    /// The address of the admin port, or why it was not queried.
     admin: String,
-    not_asked: String,
+    is_asked: bool,
 }
 
 impl FleetSnapshot {
-    pub(super) fn from_json(response: &Value) -> Self {
-        let text = |name| escaped_text_or_empty(value_or_null(response, name));
-        let list = value_or_null(response, "/instances").as_array();
-        let instances = list.into_iter().flatten().map(FleetInstanceLine::from_json);
-        let ranking = |entries, key| parse_ranking(value_or_null(response, entries), key);
+    fn from_json(response: &Value) -> Self {
+        let instances = list_at(response, "/instances").iter();
         Self {
-            store: text("/store"),
-            is_shared: value_or_null(response, "/shared").as_bool().unwrap_or(true),
-            total: number_or_zero(value_or_null(response, "/total")),
-            answered: number_or_zero(value_or_null(response, "/answered")),
-            rate_per_s: rate_or_zero(response),
-            problem: text("/problem"),
-            instances: instances.collect(),
-            keys: ranking("/keys/entries", "key"),
-            paths: ranking("/paths/entries", "path"),
+            store: escaped_at(response, "/store"),
+            is_shared: value_at(response, "/shared").as_bool().unwrap_or(true),
+            total: number_at(response, "/total"),
+            answered: number_at(response, "/answered"),
+            rate_per_s: value_at(response, "/decisions_per_s")
+                .as_f64()
+                .unwrap_or(0.0),
+            problem: escaped_at(response, "/problem"),
+            instances: instances.map(FleetInstanceLine::from_json).collect(),
+            keys: parse_ranking(list_at(response, "/keys/entries"), "/key", &[]),
+            paths: parse_ranking(list_at(response, "/paths/entries"), "/path", &[]),
         }
     }
+}
 
-    /// Renders all data as text for a pipe.
-    pub(super) fn render_plain_text(&self, width: usize) -> String {
-        let lines = self.render_lines(None, width, usize::MAX);
-        lines.iter().fold(String::new(), |mut text, line| {
-            text.push_str(line.text.trim_end());
-            text.push('\n');
-            text
-        })
+impl TopData for FleetSnapshot {
+    fn update(&mut self, response: &Value) {
+        *self = Self::from_json(response);
     }
 
-    /// Renders a screen of exactly `height` lines, none wider than `width`.
-    pub(super) fn render_screen(
+    fn row_count(&self) -> usize {
+        0
+    }
+
+    fn extra_keys(&self, _view: &ViewState) -> String {
+        String::new()
+    }
+
+    fn render_lines(
         &self,
-        error: Option<&str>,
+        view: &ViewState,
         width: usize,
-        height: usize,
+        height: Option<usize>,
     ) -> Vec<ScreenLine> {
-        let rows = height.saturating_sub(1);
-        let mut lines = fit_to_screen(self.render_lines(error, width, rows), width, rows);
-        lines.push(ScreenLine::dim(truncate_text("q quit", width)));
-        lines
-    }
-
-    fn render_lines(&self, error: Option<&str>, width: usize, height: usize) -> Vec<ScreenLine> {
         let counted = match self.is_shared {
             true => format!(
                 "{} instances share the limits, {} answered",
@@ -90,76 +81,58 @@ impl FleetSnapshot {
             ),
             false => "1 instance: the memory store is not shared".to_owned(),
         };
+        let paused = if view.is_paused { "[paused]  " } else { "" };
         let title = format!(
-            "tidegate fleet  store {}  {counted}  {}/s",
+            "tidegate fleet  {paused}store {}  {counted}  {}/s",
             self.store,
             format_rate(self.rate_per_s)
         );
-        let mut lines = vec![ScreenLine {
-            style: LineStyle::Title,
-            text: title,
-        }];
-        let problem = Some(self.problem.as_str()).filter(|problem| !problem.is_empty());
-        let alerts = error.into_iter().chain(problem);
-        lines.extend(alerts.map(|alert| ScreenLine::alert(format!("! {alert}"))));
-        lines.push(ScreenLine::plain(String::new()));
-        let name_width = self.name_width();
-        lines.push(ScreenLine {
-            style: LineStyle::TableHeader,
-            text: instance_row(
-                name_width,
-                ["instance", "state", "share", "per s", "up", "version"],
-                "admin",
-            ),
-        });
+        let mut lines = vec![ScreenLine::new(LineStyle::Title, title)];
+        lines.extend(view.error_line());
+        if !self.problem.is_empty() {
+            let problem = format!("! {}", self.problem);
+            lines.push(ScreenLine::new(LineStyle::Alert, problem));
+        }
+        let names = self.instances.iter().map(|one| one.name.chars().count());
+        let name_width = names.max().unwrap_or(0).clamp(8, 40);
+        let titles = ["state", "share", "per s", "up", "version"];
+        let titles = instance_row(name_width, "instance", titles, "admin");
+        lines.extend([
+            ScreenLine::default(),
+            ScreenLine::new(LineStyle::TableHeader, titles),
+        ]);
         // Half of a screen is for the rankings.
-        let max_instances = match height {
-            usize::MAX => usize::MAX,
-            height => (height / 2).saturating_sub(lines.len()).max(1),
-        };
+        let max_instances = height.map_or(usize::MAX, |height| {
+            (height / 2).saturating_sub(lines.len()).max(1)
+        });
         lines.extend(self.instances.iter().take(max_instances).map(|one| {
-            let columns = [
-                one.name.as_str(),
-                &one.state,
-                &one.share,
-                &one.rate,
-                &one.uptime,
-                &one.version,
-            ];
-            let admin = if one.not_asked.is_empty() {
-                &one.admin
-            } else {
-                &one.not_asked
+            let columns = one.columns.each_ref().map(String::as_str);
+            let text = instance_row(name_width, &one.name, columns, &one.admin);
+            let style = match one.is_asked {
+                true => LineStyle::Plain,
+                false => LineStyle::Dim,
             };
-            let text = instance_row(name_width, columns, admin);
-            match one.not_asked.is_empty() {
-                true => ScreenLine::plain(truncate_text(&text, width)),
-                false => ScreenLine::dim(truncate_text(&text, width)),
-            }
+            ScreenLine::new(style, truncate_text(&text, width, '~'))
         }));
         let hidden = self.instances.len().saturating_sub(max_instances);
         if hidden > 0 {
-            lines.push(ScreenLine::dim(format!("and {hidden} more")));
+            lines.push(ScreenLine::new(
+                LineStyle::Dim,
+                format!("and {hidden} more"),
+            ));
         }
-        let left = height.saturating_sub(lines.len());
+        let left = height.map_or(usize::MAX, |height| height.saturating_sub(lines.len()));
         let ranking_height = (left / 2).saturating_sub(2).min(PIPE_RANKING_LINES);
         for (title, ranking) in [("keys", &self.keys), ("paths", &self.paths)] {
-            lines.push(ScreenLine::plain(String::new()));
+            lines.push(ScreenLine::default());
             lines.extend(ranking_lines(title, ranking, ranking_height, width));
         }
         lines
-    }
-
-    fn name_width(&self) -> usize {
-        let names = self.instances.iter();
-        let longest = names.map(|one| one.name.chars().count()).max();
-        longest.unwrap_or(0).clamp(8, 40)
     }
 }
 
 impl FleetInstanceLine {
     fn from_json(instance: &Value) -> Self {
-        let text = |name| escaped_text_or_empty(value_or_null(instance, name));
         let or_dash = |text: String| {
             if text.is_empty() {
                 "-".to_owned()
@@ -167,48 +140,55 @@ impl FleetInstanceLine {
                 text
             }
         };
-        let id = text("/id");
-        let name = match text("/name") {
-            name if name.is_empty() => id.get(..8).unwrap_or(&id).to_owned(),
+        let (id, name) = (escaped_at(instance, "/id"), escaped_at(instance, "/name"));
+        let name = match name.as_str() {
+            "" => id.get(..8).unwrap_or(&id),
             name => name,
         };
-        let is_own = value_or_null(instance, "/self").as_bool() == Some(true);
-        let store_is_degraded = text("/store") == "degraded";
-        let rate = value_or_null(instance, "/decisions_per_s").as_f64();
-        let share = value_or_null(instance, "/share").as_f64().unwrap_or(0.0);
+        let own_mark = if is_true_at(instance, "/self") {
+            "*"
+        } else {
+            ""
+        };
+        let state = match escaped_at(instance, "/store") == "degraded" {
+            true => "degraded".to_owned(),
+            false => or_dash(escaped_at(instance, "/state")),
+        };
+        let share = value_at(instance, "/share").as_f64().unwrap_or(0.0);
+        let rate = value_at(instance, "/decisions_per_s")
+            .as_f64()
+            .map(format_rate);
+        let uptime = value_at(instance, "/uptime_s").as_u64();
+        let not_asked = escaped_at(instance, "/not_asked");
         Self {
-            name: if is_own { format!("{name}*") } else { name },
-            version: or_dash(text("/version")),
-            state: match store_is_degraded {
-                true => "degraded".to_owned(),
-                false => or_dash(text("/state")),
+            name: format!("{name}{own_mark}"),
+            columns: [
+                state,
+                format!("{:.1}%", share * 100.0),
+                or_dash(rate.unwrap_or_default()),
+                or_dash(uptime.map(format_short_duration).unwrap_or_default()),
+                or_dash(escaped_at(instance, "/version")),
+            ],
+            is_asked: not_asked.is_empty(),
+            admin: match not_asked.is_empty() {
+                true => or_dash(escaped_at(instance, "/admin")),
+                false => not_asked,
             },
-            share: format!("{:.1}%", share * 100.0),
-            rate: rate.map_or_else(|| "-".to_owned(), format_rate),
-            uptime: value_or_null(instance, "/uptime_s")
-                .as_u64()
-                .map_or_else(|| "-".to_owned(), format_short_duration),
-            admin: or_dash(text("/admin")),
-            not_asked: text("/not_asked"),
         }
     }
 }
 
-fn rate_or_zero(value: &Value) -> f64 {
-    let rate = value_or_null(value, "/decisions_per_s");
-    rate.as_f64().unwrap_or(0.0)
-}
-
-fn instance_row(name_width: usize, columns: [&str; 6], last: &str) -> String {
-    let [name, state, share, rate, uptime, version] = columns;
+fn instance_row(name_width: usize, name: &str, columns: [&str; 5], last: &str) -> String {
+    let [state, share, rate, uptime, version] = columns;
     format!(
         "{:<name_width$} {state:<10} {share:>6} {rate:>7} {uptime:>7} {version:<9} {last}",
-        truncate_text(name, name_width)
+        truncate_text(name, name_width, '~')
     )
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::frame::{render_plain_text, render_screen};
     use super::*;
     use serde_json::json;
 
@@ -233,7 +213,7 @@ mod tests {
 
     #[test]
     fn shows_every_instance_and_why_one_was_not_asked() {
-        let text = sample_snapshot().render_plain_text(120);
+        let text = render_plain_text(&sample_snapshot(), &ViewState::default(), 120);
         let line = |part: &str| text.lines().find(|line| line.contains(part)).unwrap();
         assert!(line("tidegate fleet").contains("3 instances share the limits, 2 answered  30/s"));
         let own = line("orders-0*");
@@ -247,8 +227,12 @@ mod tests {
 
     #[test]
     fn a_screen_has_its_exact_size() {
+        let view = ViewState {
+            last_error: Some("no answer".to_owned()),
+            ..ViewState::default()
+        };
         for (width, height) in [(80, 24), (48, 10), (200, 50)] {
-            let lines = sample_snapshot().render_screen(Some("no answer"), width, height);
+            let lines = render_screen(&sample_snapshot(), &view, width, height);
             assert_eq!(lines.len(), height);
             assert!(lines.iter().all(|line| line.text.chars().count() <= width));
         }

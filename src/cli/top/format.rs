@@ -1,34 +1,5 @@
 //! Formats numbers and durations for narrow columns.
 
-/// Truncates a text to `width` characters. The last one is `~` if the text was longer.
-pub(super) fn truncate_text(text: &str, width: usize) -> String {
-    if text.chars().count() <= width {
-        return text.to_owned();
-    }
-    text.chars()
-        .take(width.saturating_sub(1))
-        .chain(['~'])
-        .take(width)
-        .collect()
-}
-
-/// Wraps a text at spaces into at most `max_lines` lines; the last one may be too long.
-pub(super) fn wrap_text(text: &str, width: usize, max_lines: usize) -> Vec<String> {
-    let mut lines: Vec<String> = Vec::new();
-    for word in text.split(' ') {
-        let is_last = lines.len() == max_lines;
-        match lines.last_mut() {
-            Some(line) if is_last || line.len() + 1 + word.len() <= width => {
-                line.push(' ');
-                line.push_str(word);
-            }
-            Some(_) => lines.push(format!("  {word}")),
-            None => lines.push(word.to_owned()),
-        }
-    }
-    lines
-}
-
 /// Formats a rate per second: `0`, `0.4`, `12`, `12000`.
 pub(super) fn format_rate(per_s: f64) -> String {
     match per_s {

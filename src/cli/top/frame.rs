@@ -1,28 +1,51 @@
-//! Renders a snapshot as lines of text, for a terminal of any size and for a pipe.
+//! Renders data as lines of text, for a terminal of any size and for a pipe.
 
-use super::format::{
-    format_latency, format_rate, format_share, format_short_duration, truncate_text, wrap_text,
-};
+use super::format::{format_latency, format_rate, format_share, format_short_duration};
 use super::help::HELP;
 use super::screen_line::{LineStyle, ScreenLine};
 use super::snapshot::{
     AdminApiSnapshot, TopAlert, TopLatencyEntry, TopPolicyEntry, TopRankedEntry,
 };
 use super::sparkline::{SparklineGlyphs, render_sparkline};
+use crate::text::{truncate_text, wrap_text};
+use serde_json::Value;
 use std::cmp::Reverse;
 use std::fmt::Write as _;
+use strum::Display;
 
 /// Minimum screen width and height.
 pub(super) const MIN_SCREEN_SIZE: (usize, usize) = (48, 10);
 
+/// The data of a view.
+pub(super) trait TopData {
+    /// Replaces the data by that of a response.
+    fn update(&mut self, response: &Value);
+
+    /// Number of rows that can be scrolled.
+    fn row_count(&self) -> usize;
+
+    /// The keys of the terminal view that only this data needs.
+    fn extra_keys(&self, view: &ViewState) -> String;
+
+    /// Renders the data: what is important in `height` lines, or all of it.
+    fn render_lines(
+        &self,
+        view: &ViewState,
+        width: usize,
+        height: Option<usize>,
+    ) -> Vec<ScreenLine>;
+}
+
 /// Sort order of the policy table.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Display)]
+#[strum(serialize_all = "lowercase")]
 pub(super) enum PolicySortOrder {
     #[default]
     Refused,
     Requests,
     Name,
     /// The order in which the policies apply.
+    #[strum(serialize = "order")]
     PolicyOrder,
 }
 
@@ -42,6 +65,14 @@ pub(super) struct ViewState {
     pub(super) shows_help: bool,
 }
 
+impl ViewState {
+    /// The error of the latest fetch as a line.
+    pub(super) fn error_line(&self) -> Option<ScreenLine> {
+        let error = self.last_error.as_ref()?;
+        Some(ScreenLine::new(LineStyle::Alert, format!("! {error}")))
+    }
+}
+
 impl PolicySortOrder {
     pub(super) fn next(self) -> Self {
         match self {
@@ -49,15 +80,6 @@ impl PolicySortOrder {
             Self::Requests => Self::Name,
             Self::Name => Self::PolicyOrder,
             Self::PolicyOrder => Self::Refused,
-        }
-    }
-
-    fn label(self) -> &'static str {
-        match self {
-            Self::Refused => "refused",
-            Self::Requests => "requests",
-            Self::Name => "name",
-            Self::PolicyOrder => "order",
         }
     }
 }
@@ -69,95 +91,103 @@ const MAX_ALERT_LINES: usize = 2;
 const MIN_POLICY_WIDTH: usize = 8;
 
 /// Renders all data as text for a pipe.
-pub(super) fn render_plain_text(
-    snapshot: &AdminApiSnapshot,
-    view: &ViewState,
-    width: usize,
-) -> String {
-    let mut lines = header_lines(snapshot, view, None);
-    lines.extend(policy_lines(snapshot, view, usize::MAX, width));
-    for (title, ranking) in titled_rankings(snapshot) {
-        lines.push(ScreenLine::plain(String::new()));
-        lines.extend(ranking_lines(title, ranking, 10, width));
-    }
-    lines.iter().fold(String::new(), |mut text, line| {
-        text.push_str(line.text.trim_end());
-        text.push('\n');
-        text
-    })
+pub(super) fn render_plain_text(data: &dyn TopData, view: &ViewState, width: usize) -> String {
+    let lines = data.render_lines(view, width, None).into_iter();
+    lines
+        .map(|line| line.text.trim_end().to_owned() + "\n")
+        .collect()
 }
 
 /// Renders a screen of exactly `height` lines, none wider than `width`.
 pub(super) fn render_screen(
-    snapshot: &AdminApiSnapshot,
+    data: &dyn TopData,
     view: &ViewState,
     width: usize,
     height: usize,
 ) -> Vec<ScreenLine> {
-    if width < MIN_SCREEN_SIZE.0 || height < MIN_SCREEN_SIZE.1 {
-        let text = format!(
-            "too small: {width}x{height}, needs {}x{}",
-            MIN_SCREEN_SIZE.0, MIN_SCREEN_SIZE.1
-        );
-        return fit_to_screen(vec![ScreenLine::alert(text)], width, height);
-    }
-    let keys = format!(
-        "q quit  ? help  p {}  s sort: {}  up/down scroll",
-        if view.is_paused { "resume" } else { "pause" },
-        view.sort_order.label()
-    );
-    if view.shows_help {
-        let help = HELP.lines().map(|line| ScreenLine::plain(line.to_owned()));
-        let mut lines = fit_to_screen(help.collect(), width, height - 1);
-        lines.push(ScreenLine::dim(truncate_text(&keys, width)));
-        return lines;
-    }
-    let mut lines = header_lines(snapshot, view, Some(width));
-    // The header is cut so that a policy and the last line, which lists the keys, stay visible.
-    lines.truncate(height.saturating_sub(4));
-    let available_lines = height.saturating_sub(lines.len() + 1);
-    let ranking_height = if available_lines >= 12 {
-        available_lines / 3
+    let (min_width, min_height) = MIN_SCREEN_SIZE;
+    let mut lines = if width < min_width || height < min_height {
+        let text = format!("too small: {width}x{height}, needs {min_width}x{min_height}");
+        vec![ScreenLine::new(LineStyle::Alert, text)]
     } else {
-        0
+        let mut lines = match view.shows_help {
+            true => HELP
+                .lines()
+                .map(|line| ScreenLine::new(LineStyle::Plain, line))
+                .collect(),
+            false => data.render_lines(view, width, Some(height - 1)),
+        };
+        lines.resize(height - 1, ScreenLine::default());
+        let pause = if view.is_paused { "resume" } else { "pause" };
+        let keys = format!("q quit  ? help  p {pause}{}", data.extra_keys(view));
+        lines.push(ScreenLine::new(LineStyle::Dim, keys));
+        lines
     };
-    lines.extend(policy_lines(
-        snapshot,
-        view,
-        available_lines.saturating_sub(ranking_height),
-        width,
-    ));
-    if ranking_height > 0 {
-        lines.push(ScreenLine::plain(String::new()));
-        let half = width / 2;
-        let [(keys_title, keys), (paths_title, paths)] = titled_rankings(snapshot);
-        match width >= 100 {
-            true => lines.extend(join_side_by_side(
-                ranking_lines(
-                    keys_title,
-                    keys,
-                    ranking_height.saturating_sub(2),
-                    half.saturating_sub(2),
-                ),
-                ranking_lines(
-                    paths_title,
-                    paths,
-                    ranking_height.saturating_sub(2),
-                    width - half,
-                ),
-                half,
-            )),
-            false => lines.extend(ranking_lines(
-                keys_title,
-                keys,
-                ranking_height.saturating_sub(2),
-                width,
-            )),
-        }
+    lines.resize(height, ScreenLine::default());
+    for line in &mut lines {
+        line.text = truncate_text(&line.text, width, '~');
     }
-    let mut lines = fit_to_screen(lines, width, height - 1);
-    lines.push(ScreenLine::dim(truncate_text(&keys, width)));
     lines
+}
+
+impl TopData for AdminApiSnapshot {
+    fn update(&mut self, response: &Value) {
+        *self = Self::from_json(response, Some(self));
+    }
+
+    fn row_count(&self) -> usize {
+        self.policies.len()
+    }
+
+    fn extra_keys(&self, view: &ViewState) -> String {
+        format!("  s sort: {}  up/down scroll", view.sort_order)
+    }
+
+    fn render_lines(
+        &self,
+        view: &ViewState,
+        width: usize,
+        height: Option<usize>,
+    ) -> Vec<ScreenLine> {
+        let mut lines = header_lines(self, view, height.map(|_| width));
+        let Some(height) = height else {
+            lines.extend(policy_lines(self, view, usize::MAX, width));
+            for (title, ranking) in titled_rankings(self) {
+                lines.push(ScreenLine::default());
+                lines.extend(ranking_lines(title, ranking, 10, width));
+            }
+            return lines;
+        };
+        // The header is cut so that a policy stays visible.
+        lines.truncate(height.saturating_sub(3));
+        let available_lines = height.saturating_sub(lines.len());
+        let ranking_height = if available_lines >= 12 {
+            available_lines / 3
+        } else {
+            0
+        };
+        lines.extend(policy_lines(
+            self,
+            view,
+            available_lines - ranking_height,
+            width,
+        ));
+        if ranking_height > 0 {
+            lines.push(ScreenLine::default());
+            let entries = ranking_height.saturating_sub(2);
+            let half = width / 2;
+            let [(keys_title, keys), (paths_title, paths)] = titled_rankings(self);
+            match width >= 100 {
+                true => lines.extend(join_side_by_side(
+                    ranking_lines(keys_title, keys, entries, half.saturating_sub(2)),
+                    ranking_lines(paths_title, paths, entries, width - half),
+                    half,
+                )),
+                false => lines.extend(ranking_lines(keys_title, keys, entries, width)),
+            }
+        }
+        lines
+    }
 }
 
 /// The lines above the policies. `width` is that of a screen, on which problems are wrapped.
@@ -171,48 +201,34 @@ fn header_lines(
         (None, true) => "[paused] ",
         (None, false) => "",
     };
-    let from = if view.address.is_empty() {
-        String::new()
-    } else {
-        format!("  at {}", view.address)
-    };
-    let host = match snapshot.host.as_str() {
+    let after = |word: &str, text: &str| match text {
         "" => String::new(),
-        host => format!("  on {host}"),
+        text => format!("  {word} {text}"),
     };
-    let mut lines = vec![ScreenLine {
-        style: LineStyle::Title,
-        text: format!(
-            "tidegate {}  {state}{}  instance {}{host}  up {}  generation {}{from}",
-            snapshot.version,
-            snapshot.status,
-            // The first 8 characters are enough to distinguish instances.
-            snapshot.instance.get(..8).unwrap_or(&snapshot.instance),
-            format_short_duration(snapshot.uptime_s),
-            snapshot.generation
-        ),
-    }];
-    lines.extend(
-        view.last_error
-            .iter()
-            .map(|error| ScreenLine::alert(format!("! {error}"))),
+    let title = format!(
+        "tidegate {}  {state}{}  instance {}{}  up {}  generation {}{}",
+        snapshot.version,
+        snapshot.status,
+        // The first 8 characters are enough to distinguish instances.
+        snapshot.instance.get(..8).unwrap_or(&snapshot.instance),
+        after("on", &snapshot.host),
+        format_short_duration(snapshot.uptime_s),
+        snapshot.generation,
+        after("at", &view.address),
     );
+    let mut lines = vec![ScreenLine::new(LineStyle::Title, title)];
+    lines.extend(view.error_line());
     for TopAlert { is_error, text } in &snapshot.alerts {
         let style = if *is_error {
             LineStyle::Alert
         } else {
             LineStyle::Warning
         };
-        let wrapped = match width {
-            Some(width) => wrap_text(&format!("! {text}"), width, MAX_ALERT_LINES),
-            None => vec![format!("! {text}")],
-        };
-        lines.extend(wrapped.into_iter().map(|text| ScreenLine { style, text }));
+        let width = width.unwrap_or(usize::MAX);
+        let wrapped = wrap_text(text, width, ["! ", "  "], MAX_ALERT_LINES);
+        lines.extend(wrapped.into_iter().map(|text| ScreenLine::new(style, text)));
     }
-    let instances = snapshot.instances.map_or(String::new(), |instances| {
-        format!("  instances {instances}")
-    });
-    lines.push(ScreenLine::plain(format!(
+    let counts = format!(
         "requests {}/s  refused {}  degraded {}  (of {} in {})  connections {}/{}",
         format_rate(snapshot.requests_per_s),
         format_share(snapshot.refused, snapshot.requests),
@@ -221,18 +237,20 @@ fn header_lines(
         format_short_duration(snapshot.window_s),
         snapshot.connections.0,
         snapshot.connections.1
-    )));
-    let style = if snapshot.store_up {
+    );
+    let instances = snapshot.instances.map(|count| count.to_string());
+    let instances = after("instances", &instances.unwrap_or_default());
+    let store_style = if snapshot.store_up {
         LineStyle::Good
     } else {
         LineStyle::Alert
     };
-    lines.push(ScreenLine {
-        style,
-        text: format!("store {}{instances}", snapshot.store),
-    });
-    lines.push(ScreenLine::plain(latency_line(&snapshot.latency)));
-    lines.push(ScreenLine::plain(String::new()));
+    lines.extend([
+        ScreenLine::new(LineStyle::Plain, counts),
+        ScreenLine::new(store_style, format!("store {}{instances}", snapshot.store)),
+        ScreenLine::new(LineStyle::Plain, latency_line(&snapshot.latency)),
+        ScreenLine::default(),
+    ]);
     lines
 }
 
@@ -277,16 +295,18 @@ fn policy_lines(
     width: usize,
 ) -> Vec<ScreenLine> {
     if snapshot.policies.is_empty() {
-        return vec![ScreenLine::plain(
-            "No policies are configured: every request passes.".to_owned(),
-        )];
+        let text = "No policies are configured: every request passes.";
+        return vec![ScreenLine::new(LineStyle::Plain, text)];
     }
     let sorted = sort_policies(&snapshot.policies, view.sort_order);
     let columns = PolicyColumns::new(&sorted, width);
-    let mut lines = vec![ScreenLine {
-        style: LineStyle::TableHeader,
-        text: truncate_text(columns.header().trim_end(), width),
-    }];
+    let titles = columns.format_row(
+        ["POLICY", ""],
+        ["passed/s", "refused/s"],
+        ["passed", "refused", "share"],
+        "last hour, refused",
+    );
+    let mut lines = vec![ScreenLine::new(LineStyle::TableHeader, titles)];
     // The header of the table takes one line.
     let max_rows = max_lines.saturating_sub(1);
     let first_row = view
@@ -299,21 +319,23 @@ fn policy_lines(
         remaining
     };
     for policy in sorted.iter().skip(first_row).take(rows) {
-        let text = columns.row(policy, view.glyphs);
         let is_refusing = policy.minutes.iter().rev().take(2).any(|(_, n)| *n > 0);
         let style = if is_refusing {
             LineStyle::Warning
         } else {
             LineStyle::Plain
         };
-        lines.push(ScreenLine {
+        lines.push(ScreenLine::new(
             style,
-            text: truncate_text(text.trim_end(), width),
-        });
+            columns.policy_row(policy, view.glyphs),
+        ));
     }
     let hidden = (remaining - rows) as u64 + snapshot.omitted_policies;
     if hidden > 0 {
-        lines.push(ScreenLine::dim(format!("... {hidden} more")));
+        lines.push(ScreenLine::new(
+            LineStyle::Dim,
+            format!("... {hidden} more"),
+        ));
     }
     lines
 }
@@ -352,46 +374,38 @@ impl PolicyColumns {
         }
     }
 
-    fn header(&self) -> String {
+    fn format_row(
+        &self,
+        [name, kind]: [&str; 2],
+        [passed_per_s, refused_per_s]: [&str; 2],
+        [passed, refused, share]: [&str; 3],
+        sparkline: &str,
+    ) -> String {
         let name_width = self.name_width;
-        let rates = if self.has_rates {
-            format!("{:>9} {:>9}", "passed/s", "refused/s")
-        } else {
-            String::new()
+        let rates = match self.has_rates {
+            true => format!("{passed_per_s:>9} {refused_per_s:>9}"),
+            false => String::new(),
         };
-        let sparkline = if self.has_sparkline {
-            "last hour, refused"
-        } else {
-            ""
-        };
-        format!(
-            "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {sparkline}",
-            "POLICY", "", "passed", "refused", "share"
-        )
+        let sparkline = if self.has_sparkline { sparkline } else { "" };
+        let row = format!(
+            "{:<name_width$} {kind:<6} {rates}{passed:>9} {refused:>9} {share:>7} {sparkline}",
+            truncate_text(name, name_width, '~')
+        );
+        row.trim_end().to_owned()
     }
 
-    fn row(&self, policy: &TopPolicyEntry, glyphs: SparklineGlyphs) -> String {
-        let name_width = self.name_width;
-        let rates = match (self.has_rates, policy.rates_per_s) {
-            (true, Some((passed, refused))) => {
-                format!("{:>9} {:>9}", format_rate(passed), format_rate(refused))
-            }
-            (true, None) => format!("{:>9} {:>9}", "-", "-"),
-            (false, _) => String::new(),
+    fn policy_row(&self, policy: &TopPolicyEntry, glyphs: SparklineGlyphs) -> String {
+        let (passed, refused) = (policy.hour_passed, policy.hour_refused);
+        let rates = match policy.rates_per_s {
+            Some((passed, refused)) => [passed, refused].map(format_rate),
+            None => ["-", "-"].map(str::to_owned),
         };
-        let all = policy.hour_passed + policy.hour_refused;
-        let sparkline = if self.has_sparkline {
-            render_sparkline(&policy.minutes, glyphs)
-        } else {
-            String::new()
-        };
-        format!(
-            "{:<name_width$} {:<6} {rates}{:>9} {:>9} {:>7} {sparkline}",
-            truncate_text(&policy.name, name_width),
-            policy.kind,
-            policy.hour_passed,
-            policy.hour_refused,
-            format_share(policy.hour_refused, all)
+        let share = format_share(refused, passed + refused);
+        self.format_row(
+            [&policy.name, policy.kind],
+            rates.each_ref().map(String::as_str),
+            [&passed.to_string(), &refused.to_string(), &share],
+            &render_sparkline(&policy.minutes, glyphs),
         )
     }
 }
@@ -410,12 +424,11 @@ pub(super) fn ranking_lines(
     max_entries: usize,
     width: usize,
 ) -> Vec<ScreenLine> {
-    let mut lines = vec![ScreenLine {
-        style: LineStyle::TableHeader,
-        text: format!("{:>13} {title}", "refused"),
-    }];
+    let title = format!("{:>13} {title}", "refused");
+    let mut lines = vec![ScreenLine::new(LineStyle::TableHeader, title)];
     if ranking.is_empty() {
-        lines.push(ScreenLine::dim(format!("{:>13} none recently", "-")));
+        let text = format!("{:>13} none recently", "-");
+        lines.push(ScreenLine::new(LineStyle::Dim, text));
     }
     for TopRankedEntry {
         policy,
@@ -430,11 +443,9 @@ pub(super) fn ranking_lines(
         };
         // A policy is recognizable by its beginning, a key is not.
         let width_for_policy = width.saturating_sub(16 + text.len()).max(MIN_POLICY_WIDTH);
-        let policy = truncate_text(policy, width_for_policy);
-        lines.push(ScreenLine::plain(truncate_text(
-            &format!("{count:>13} {policy}  {text}"),
-            width,
-        )));
+        let policy = truncate_text(policy, width_for_policy, '~');
+        let text = truncate_text(&format!("{count:>13} {policy}  {text}"), width, '~');
+        lines.push(ScreenLine::new(LineStyle::Plain, text));
     }
     lines
 }
@@ -445,29 +456,11 @@ fn join_side_by_side(left: Vec<ScreenLine>, right: Vec<ScreenLine>, at: usize) -
     let (mut left, mut right) = (left.into_iter(), right.into_iter());
     let rows = (0..count).map(|_| (left.next(), right.next()));
     rows.map(|(left, right)| {
-        let style = left
-            .as_ref()
-            .or(right.as_ref())
-            .map_or(LineStyle::Plain, |line| line.style);
-        let text = |line: Option<ScreenLine>| line.map(|line| line.text).unwrap_or_default();
-        ScreenLine {
-            style,
-            text: format!("{:<at$}{}", text(left), text(right)),
-        }
+        let (left, right) = (left.unwrap_or_default(), right.unwrap_or_default());
+        let text = format!("{:<at$}{}", left.text, right.text);
+        ScreenLine::new(left.style, text)
     })
     .collect()
-}
-
-pub(super) fn fit_to_screen(
-    mut lines: Vec<ScreenLine>,
-    width: usize,
-    height: usize,
-) -> Vec<ScreenLine> {
-    lines.resize(height, ScreenLine::plain(String::new()));
-    for line in &mut lines {
-        line.text = truncate_text(&line.text, width);
-    }
-    lines
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use super::output::CommandError;
 use crate::admin::escape_json_for_display;
 use crate::config::ConfigSources;
 use fleet::FleetSnapshot;
-use frame::{PolicySortOrder, ViewState};
+use frame::{TopData, ViewState};
 use serde_json::{Value, json};
 use snapshot::AdminApiSnapshot;
 use sparkline::SparklineGlyphs;
@@ -52,45 +52,31 @@ pub(super) struct TopFlags {
 /// A message for the user if the admin port does not respond or the terminal can't be used.
 pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, CommandError> {
     let client = AdminClient::from_sources(sources)?;
+    let fetch = match flags.fleet {
+        true => fetch_fleet,
+        false => fetch_responses,
+    };
+    let response = fetch(&client)?;
     if flags.json {
-        let responses = match flags.fleet {
-            true => fetch_fleet(&client)?,
-            false => fetch_responses(&client)?,
-        };
-        return Ok(escape_json_for_display(&format!("{responses}\n")));
+        return Ok(escape_json_for_display(&format!("{response}\n")));
     }
+    let mut data: Box<dyn TopData> = match flags.fleet {
+        true => Box::new(FleetSnapshot::default()),
+        false => Box::new(AdminApiSnapshot::default()),
+    };
+    data.update(&response);
+    let mut view = ViewState {
+        glyphs: SparklineGlyphs::from_locale(),
+        ..ViewState::default()
+    };
     let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-    let prints_once = flags.once || is_dumb || !std::io::stdout().is_terminal();
+    if flags.once || is_dumb || !std::io::stdout().is_terminal() {
+        return Ok(frame::render_plain_text(&*data, &view, MAX_PIPE_WIDTH));
+    }
+    view.address = client.address().to_string();
     let interval = Duration::from_secs(flags.every);
-    let to_message = |error| format!("error: the terminal can't be used: {error}\n");
-    if flags.fleet {
-        let snapshot = FleetSnapshot::from_json(&fetch_fleet(&client)?);
-        if prints_once {
-            return Ok(snapshot.render_plain_text(MAX_PIPE_WIDTH));
-        }
-        return screen::run_fleet_screen(move || fetch_fleet(&client), snapshot, interval)
-            .map(|()| String::new())
-            .map_err(|error| CommandError::from(to_message(error)));
-    }
-    let snapshot = AdminApiSnapshot::from_json(&fetch_responses(&client)?, None);
-    let glyphs = SparklineGlyphs::from_locale();
-    if prints_once {
-        let view = ViewState {
-            sort_order: PolicySortOrder::Refused,
-            glyphs,
-            ..ViewState::default()
-        };
-        return Ok(frame::render_plain_text(&snapshot, &view, MAX_PIPE_WIDTH));
-    }
-    let address = client.address().to_string();
-    let ended = screen::run_screen(
-        move || fetch_responses(&client),
-        snapshot,
-        &address,
-        interval,
-        glyphs,
-    );
-    ended.map_err(to_message)?;
+    screen::run_screen(move || fetch(&client), data, view, interval)
+        .map_err(|error| format!("error: the terminal can't be used: {error}\n"))?;
     Ok(String::new())
 }
 

@@ -1,10 +1,7 @@
 //! The live terminal view. It restores the terminal on exit, on a signal and on a panic.
 
-use super::fleet::FleetSnapshot;
-use super::frame::{self, ViewState};
+use super::frame::{self, TopData, ViewState};
 use super::screen_line::{LineStyle, ScreenLine};
-use super::snapshot::AdminApiSnapshot;
-use super::sparkline::SparklineGlyphs;
 use crossterm::cursor::{Hide, MoveTo, Show};
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use crossterm::style::{Attribute, Color, Print, ResetColor, SetAttribute, SetForegroundColor};
@@ -27,24 +24,18 @@ const POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Interval between checks whether the terminal still exists.
 const TERMINAL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Fetches and draws a snapshot every `interval` until the user quits or a signal arrives.
+/// Fetches and draws data every `interval` until the user quits or a signal arrives.
 ///
 /// # Errors
 /// If the terminal can't be used.
 pub(super) fn run_screen(
     fetch: impl Fn() -> Result<Value, String> + Send + 'static,
-    mut snapshot: AdminApiSnapshot,
-    address: &str,
+    mut data: Box<dyn TopData>,
+    mut view: ViewState,
     interval: Duration,
-    glyphs: SparklineGlyphs,
 ) -> io::Result<()> {
     let stop_requested = Arc::new(AtomicBool::new(false));
     watch_signals_and_terminal(&stop_requested)?;
-    let mut view = ViewState {
-        glyphs,
-        address: address.to_owned(),
-        ..ViewState::default()
-    };
     let mut screen = TerminalScreen::open()?;
     // Fetches run on another thread, so that keys are handled during a fetch, which may take
     // seconds.
@@ -54,62 +45,15 @@ pub(super) fn run_screen(
         if let Ok(response) = responses.try_recv()
             && !view.is_paused
         {
-            match response {
-                Ok(response) => {
-                    snapshot = AdminApiSnapshot::from_json(&response, Some(&snapshot));
-                    view.last_error = None;
-                }
-                Err(error) => view.last_error = Some(error),
-            }
+            view.last_error = response.map(|response| data.update(&response)).err();
             needs_redraw = true;
         }
         if needs_redraw {
-            screen.draw(&snapshot, &view)?;
+            screen.draw(&*data, &view)?;
             needs_redraw = false;
         }
         if event::poll(POLL_INTERVAL)? {
-            match handle_event(&event::read()?, &mut view, snapshot.policies.len()) {
-                InputReaction::Quit => break,
-                InputReaction::Draw => needs_redraw = true,
-                InputReaction::Nothing => {}
-            }
-        }
-    }
-    Ok(())
-}
-
-/// Fetches and draws the fleet every `interval` until the user quits or a signal arrives.
-///
-/// # Errors
-/// If the terminal can't be used.
-pub(super) fn run_fleet_screen(
-    fetch: impl Fn() -> Result<Value, String> + Send + 'static,
-    mut snapshot: FleetSnapshot,
-    interval: Duration,
-) -> io::Result<()> {
-    let stop_requested = Arc::new(AtomicBool::new(false));
-    watch_signals_and_terminal(&stop_requested)?;
-    let mut screen = TerminalScreen::open()?;
-    let responses = spawn_poller(fetch, interval);
-    let (mut last_error, mut needs_redraw) = (None::<String>, true);
-    while !stop_requested.load(Ordering::Relaxed) {
-        if let Ok(response) = responses.try_recv() {
-            match response {
-                Ok(response) => {
-                    (snapshot, last_error) = (FleetSnapshot::from_json(&response), None);
-                }
-                Err(error) => last_error = Some(error),
-            }
-            needs_redraw = true;
-        }
-        if needs_redraw {
-            let (width, height) = terminal::size()?;
-            let error = last_error.as_deref();
-            screen.draw_lines(&snapshot.render_screen(error, width.into(), height.into()))?;
-            needs_redraw = false;
-        }
-        if event::poll(POLL_INTERVAL)? {
-            match handle_event(&event::read()?, &mut ViewState::default(), 0) {
+            match handle_event(&event::read()?, &mut view, data.row_count()) {
                 InputReaction::Quit => break,
                 InputReaction::Draw => needs_redraw = true,
                 InputReaction::Nothing => {}
@@ -244,21 +188,13 @@ impl TerminalScreen {
         Ok(screen)
     }
 
-    fn draw(&mut self, snapshot: &AdminApiSnapshot, view: &ViewState) -> io::Result<()> {
+    fn draw(&mut self, data: &dyn TopData, view: &ViewState) -> io::Result<()> {
         let (width, height) = terminal::size()?;
-        self.draw_lines(&frame::render_screen(
-            snapshot,
-            view,
-            width.into(),
-            height.into(),
-        ))
-    }
-
-    fn draw_lines(&mut self, lines: &[ScreenLine]) -> io::Result<()> {
+        let lines = frame::render_screen(data, view, width.into(), height.into());
         queue!(self.out, BeginSynchronizedUpdate)?;
         for (row, ScreenLine { style, text }) in (0..).zip(lines) {
             queue!(self.out, MoveTo(0, row))?;
-            self.set_style(*style)?;
+            self.set_style(style)?;
             queue!(
                 self.out,
                 Print(text),

@@ -14,7 +14,7 @@ pub(super) enum LineStyle {
     Dim,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ScreenLine {
     pub(super) style: LineStyle,
     /// Printable text; each character is one column wide.
@@ -22,24 +22,10 @@ pub(super) struct ScreenLine {
 }
 
 impl ScreenLine {
-    pub(super) fn plain(text: String) -> Self {
+    pub(super) fn new(style: LineStyle, text: impl Into<String>) -> Self {
         Self {
-            style: LineStyle::Plain,
-            text,
-        }
-    }
-
-    pub(super) fn dim(text: String) -> Self {
-        Self {
-            style: LineStyle::Dim,
-            text,
-        }
-    }
-
-    pub(super) fn alert(text: String) -> Self {
-        Self {
-            style: LineStyle::Alert,
-            text,
+            style,
+            text: text.into(),
         }
     }
 }

@@ -1,22 +1,23 @@
 //! The displayed data of the admin API responses.
 //!
-//! Missing or malformed fields are no error, so that the responses of an older or newer proxy can
-//! be shown. All texts are escaped here, so that clients cannot send control characters to the
-//! terminal.
+//! All texts are escaped here, so that clients cannot send control characters to the terminal.
 
+use crate::admin::{REFUSED_REQUEST_COUNTERS, REFUSED_SERIES};
+use crate::cli::json_fields::{is_true_at, list_at, number_at, text_at, value_at};
 use serde_json::Value;
 
 /// Length of a policy's history in minutes.
 pub(super) const HISTORY_MINUTES: usize = 60;
 
-/// Counters of refused requests. `degraded_refused` is a part of `degraded`.
-const REFUSED_COUNTERS: [&str; 6] = [
+/// Counters of the requests of one second, which add up to all requests.
+const REQUEST_COUNTERS: [&str; 7] = [
+    "allowed",
+    "delayed",
     "rejected",
     "blocked",
     "denied",
-    "shadow_rejected",
-    "marked",
-    "degraded_refused",
+    "degraded",
+    "malformed",
 ];
 /// Counters that add up to all decisions of a policy.
 const ALL_COUNTERS: [&str; 9] = [
@@ -108,75 +109,49 @@ impl AdminApiSnapshot {
     /// earlier snapshot of the same process.
     pub(super) fn from_json(response: &Value, previous: Option<&Self>) -> Self {
         let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &response[name]);
-        let instance = escaped_text_or_empty(value_or_null(overview, "/instance/id"));
-        let uptime_s = number_or_zero(value_or_null(overview, "/instance/uptime_s"));
+        let instance = escaped_at(overview, "/instance/id");
+        let uptime_s = number_at(overview, "/instance/uptime_s");
         let previous = previous
             .filter(|previous| previous.instance == instance && previous.uptime_s < uptime_s);
-        let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-        let seconds = value_or_null(overview, "/requests/seconds");
-        let outcome_counters = [
-            "allowed",
-            "delayed",
-            "rejected",
-            "blocked",
-            "denied",
-            "degraded",
-            "malformed",
-        ];
+        let seconds = value_at(overview, "/requests/seconds");
         // The window excludes the last second, which is incomplete.
-        let window = list(value_or_null(seconds, "/at")).len().saturating_sub(1);
+        let window = list_at(seconds, "/at").len().saturating_sub(1);
         let sum_counters = |names: &[&str], last: usize| -> u64 {
             names
                 .iter()
-                .map(|name| sum_last_complete_values(seconds[*name].as_array(), window, last))
+                .map(|name| sum_last_complete_values(list_at(&seconds[*name], ""), window, last))
                 .sum()
         };
         let recent_s = window.clamp(1, 5);
-        let store = value_or_null(overview, "/store");
-        let policy_entries = list(value_or_null(policies, "/policies"));
-        let parsed_policies: Vec<_> = policy_entries
+        let entries = list_at(policies, "/policies");
+        let parsed_policies: Vec<_> = entries
             .iter()
             .map(|entry| parse_policy(entry, previous, uptime_s))
             .collect();
-        let parse_ranking = |text_key: &str, entries: &str| -> Vec<TopRankedEntry> {
-            list(value_or_null(top, entries))
-                .iter()
-                .map(|entry| parse_ranked_entry(entry, text_key, &parsed_policies))
-                .collect()
-        };
-        let latency = value_or_null(overview, "/latency/decisions")
-            .as_object()
-            .into_iter()
-            .flatten();
+        let latency = value_at(overview, "/latency/decisions").as_object();
         Self {
-            version: escaped_text_or_empty(value_or_null(overview, "/instance/version")),
-            host: escaped_text_or_empty(value_or_null(overview, "/instance/host")),
-            status: escaped_text_or_empty(value_or_null(overview, "/status")),
-            generation: number_or_zero(value_or_null(overview, "/generation")),
+            version: escaped_at(overview, "/instance/version"),
+            host: escaped_at(overview, "/instance/host"),
+            status: escaped_at(overview, "/status"),
+            generation: number_at(overview, "/generation"),
             alerts: collect_alerts(overview),
             window_s: window as u64,
-            requests: sum_counters(&outcome_counters, window),
-            refused: sum_counters(
-                &["rejected", "blocked", "denied", "degraded_refused"],
-                window,
-            ),
+            requests: sum_counters(&REQUEST_COUNTERS, window),
+            refused: sum_counters(&REFUSED_REQUEST_COUNTERS, window),
             degraded: sum_counters(&["degraded"], window),
-            requests_per_s: sum_counters(&outcome_counters, recent_s) as f64 / recent_s as f64,
-            store: describe_store(store),
-            store_up: value_or_null(store, "/up") == true
-                && value_or_null(store, "/breaker_open") != true,
-            instances: value_or_null(store, "/instances").as_u64(),
+            requests_per_s: sum_counters(&REQUEST_COUNTERS, recent_s) as f64 / recent_s as f64,
+            store: describe_store(overview),
+            store_up: is_true_at(overview, "/store/up")
+                && !is_true_at(overview, "/store/breaker_open"),
+            instances: value_at(overview, "/store/instances").as_u64(),
             connections: (
-                number_or_zero(value_or_null(overview, "/connections/open")),
-                number_or_zero(value_or_null(overview, "/connections/max")),
+                number_at(overview, "/connections/open"),
+                number_at(overview, "/connections/max"),
             ),
-            latency: latency
-                .map(|(source, times)| parse_latency(source, times))
-                .collect(),
-            omitted_policies: number_or_zero(value_or_null(policies, "/total"))
-                .saturating_sub(policy_entries.len() as u64),
-            keys: parse_ranking("key", "/keys/entries"),
-            paths: parse_ranking("path", "/paths/entries"),
+            latency: latency.into_iter().flatten().map(parse_latency).collect(),
+            omitted_policies: number_at(policies, "/total").saturating_sub(entries.len() as u64),
+            keys: parse_ranking(list_at(top, "/keys/entries"), "/key", &parsed_policies),
+            paths: parse_ranking(list_at(top, "/paths/entries"), "/path", &parsed_policies),
             policies: parsed_policies,
             instance,
             uptime_s,
@@ -189,24 +164,16 @@ fn parse_policy(
     previous: Option<&AdminApiSnapshot>,
     uptime_s: u64,
 ) -> TopPolicyEntry {
-    let name = escaped_text_or_empty(value_or_null(entry, "/name"));
-    let total = |names: &[&str]| {
-        names
-            .iter()
-            .map(|name| number_or_zero(&entry[*name]))
-            .sum::<u64>()
-    };
+    let name = escaped_at(entry, "/name");
+    let total = |names: &[&str]| -> u64 { names.iter().map(|name| to_number(&entry[*name])).sum() };
     // Since-start totals of degraded decisions are counted by outcome in `degraded_by`.
-    let degraded_by = value_or_null(entry, "/degraded_by");
-    let refused = total(&REFUSED_COUNTERS)
-        + number_or_zero(&degraded_by["closed"])
-        + number_or_zero(&degraded_by["local_rejected"]);
+    let refused = total(&REFUSED_SERIES)
+        + number_at(entry, "/degraded_by/closed")
+        + number_at(entry, "/degraded_by/local_rejected");
     let passed = total(&ALL_COUNTERS).saturating_sub(refused);
-    let rates = previous.and_then(|previous| {
-        let earlier = previous
-            .policies
-            .iter()
-            .find(|policy| policy.name == name)?;
+    let rates_per_s = previous.and_then(|previous| {
+        let mut policies = previous.policies.iter();
+        let earlier = policies.find(|policy| policy.name == name)?;
         let elapsed_s = uptime_s.saturating_sub(previous.uptime_s) as f64;
         let per_s = |now: u64, then: u64| now.saturating_sub(then) as f64 / elapsed_s;
         Some((
@@ -214,32 +181,27 @@ fn parse_policy(
             per_s(refused, earlier.refused),
         ))
     });
-    let hour = value_or_null(entry, "/last_hour");
+    let hour = value_at(entry, "/last_hour");
     let in_minute = |names: &[&str], minute: usize| -> u64 {
-        names
-            .iter()
-            .map(|name| number_or_zero(hour[*name].get(minute).unwrap_or(&Value::Null)))
-            .sum()
+        let counts = names.iter().filter_map(|name| hour[*name].get(minute));
+        counts.map(to_number).sum()
     };
     let minutes: Vec<(u64, u64)> = (0..HISTORY_MINUTES)
         .map(|minute| {
             (
                 in_minute(&ALL_COUNTERS, minute),
-                in_minute(&REFUSED_COUNTERS, minute),
+                in_minute(&REFUSED_SERIES, minute),
             )
         })
         .collect();
     let hour_refused: u64 = minutes.iter().map(|(_, refused)| refused).sum();
     let hour_all: u64 = minutes.iter().map(|(all, _)| all).sum();
-    let kind = match (
-        value_or_null(entry, "/mode").as_str(),
-        value_or_null(entry, "/action").as_str(),
-    ) {
-        (Some("off"), _) => "off",
-        (Some("shadow"), _) => "shadow",
-        (Some("mark"), _) => "mark",
-        (_, Some("deny")) => "deny",
-        (_, Some("allow")) => "exempt",
+    let kind = match (text_at(entry, "/mode"), text_at(entry, "/action")) {
+        ("off", _) => "off",
+        ("shadow", _) => "shadow",
+        ("mark", _) => "mark",
+        (_, "deny") => "deny",
+        (_, "allow") => "exempt",
         _ => "",
     };
     TopPolicyEntry {
@@ -247,143 +209,109 @@ fn parse_policy(
         kind,
         passed,
         refused,
-        rates_per_s: rates,
+        rates_per_s,
         hour_passed: hour_all.saturating_sub(hour_refused),
         hour_refused,
         minutes,
     }
 }
 
-/// Parses the entries of a ranking, of policies whose kind is unknown.
-pub(super) fn parse_ranking(entries: &Value, text_key: &str) -> Vec<TopRankedEntry> {
-    let entries = entries.as_array().into_iter().flatten();
-    entries
-        .map(|entry| parse_ranked_entry(entry, text_key, &[]))
-        .collect()
-}
-
-fn parse_ranked_entry(
-    entry: &Value,
-    text_key: &str,
+/// Parses the entries of a ranking, whose texts are at `text_pointer`. An entry shows the mode of a
+/// policy that refuses no requests, if it is one of `policies`.
+pub(super) fn parse_ranking(
+    entries: &[Value],
+    text_pointer: &str,
     policies: &[TopPolicyEntry],
-) -> TopRankedEntry {
-    let (mut policy, entry_text) = (
-        escaped_text_or_empty(value_or_null(entry, "/policy")),
-        escaped_text_or_empty(&entry[text_key]),
-    );
-    // The entry shows the mode of a policy that refuses no requests.
-    let seen = policies.iter().find(|seen| seen.name == policy);
-    if let Some(mode @ ("shadow" | "mark")) = seen.map(|seen| seen.kind) {
-        policy.push_str(&format!(" ({mode})"));
-    }
-    // The policy's name at the start of a key is removed, because it has its own column.
-    let entry_text = match (text_key, entry_text.split_once('/')) {
-        ("key", Some((_, values))) => values.to_owned(),
-        ("key", None) => "(no key)".to_owned(),
-        _ => entry_text,
+) -> Vec<TopRankedEntry> {
+    let parse_entry = |entry: &Value| {
+        let mut policy = escaped_at(entry, "/policy");
+        let seen = policies.iter().find(|seen| seen.name == policy);
+        if let Some(mode @ ("shadow" | "mark")) = seen.map(|seen| seen.kind) {
+            policy.push_str(&format!(" ({mode})"));
+        }
+        let text = escaped_at(entry, text_pointer);
+        // The policy's name at the start of a key is removed, because it has its own column.
+        let text = match (text_pointer, text.split_once('/')) {
+            ("/key", Some((_, values))) => values.to_owned(),
+            ("/key", None) => "(no key)".to_owned(),
+            _ => text,
+        };
+        TopRankedEntry {
+            policy,
+            text,
+            count: number_at(entry, "/count"),
+            error: number_at(entry, "/error"),
+        }
     };
-    TopRankedEntry {
-        policy,
-        text: entry_text,
-        count: number_or_zero(value_or_null(entry, "/count")),
-        error: number_or_zero(value_or_null(entry, "/error")),
-    }
+    entries.iter().map(parse_entry).collect()
 }
 
 fn collect_alerts(overview: &Value) -> Vec<TopAlert> {
-    let texts = |value: &Value| -> Vec<String> {
-        value
-            .as_array()
-            .into_iter()
-            .flatten()
-            .map(escaped_text_or_empty)
-            .collect()
+    let texts = |pointer| {
+        list_at(overview, pointer)
+            .iter()
+            .map(|text| escaped_at(text, ""))
     };
-    let peers = texts(value_or_null(overview, "/untrusted_peers"));
+    // The problems are the hints with their levels, which older versions do not send.
+    let problems = list_at(overview, "/problems");
+    let is_error = |at: usize| {
+        let problem = problems.get(at);
+        problem.is_none_or(|problem| text_at(problem, "/level") != "warning")
+    };
+    let hints = texts("/hints").enumerate();
+    let hints = hints.map(|(at, text)| (is_error(at), text));
+    let errors = texts("/last_reload/errors").map(|text| (true, text));
+    let peers = texts("/untrusted_peers").collect::<Vec<_>>().join(", ");
     let peers = (!peers.is_empty()).then(|| {
-        format!(
-            "forwarding headers from untrusted peers: {}",
-            peers.join(", ")
+        (
+            false,
+            format!("forwarding headers from untrusted peers: {peers}"),
         )
     });
-    let errors = texts(value_or_null(overview, "/last_reload/errors"));
-    // The problems are the hints with their levels, which older versions do not send.
-    let is_error: Vec<bool> = value_or_null(overview, "/problems")
-        .as_array()
-        .into_iter()
-        .flatten()
-        .map(|problem| value_or_null(problem, "/level") != "warning")
-        .collect();
-    let hints = texts(value_or_null(overview, "/hints")).into_iter();
-    let hints = hints.enumerate().map(|(at, text)| TopAlert {
-        is_error: is_error.get(at).copied().unwrap_or(true),
-        text,
-    });
-    let errors = errors.into_iter().map(|text| TopAlert {
-        is_error: true,
-        text,
-    });
-    let peers = peers.map(|text| TopAlert {
-        is_error: false,
-        text,
-    });
-    hints.chain(errors).chain(peers).collect()
+    let alerts = hints.chain(errors).chain(peers);
+    alerts
+        .map(|(is_error, text)| TopAlert { is_error, text })
+        .collect()
 }
 
-fn describe_store(store: &Value) -> String {
-    let location = [
-        value_or_null(store, "/kind"),
-        value_or_null(store, "/address"),
-    ]
-    .map(escaped_text_or_empty)
-    .join(" ");
-    let state = match (
-        value_or_null(store, "/up").as_bool(),
-        value_or_null(store, "/breaker_open").as_bool(),
-    ) {
-        (Some(true), Some(true)) => "breaker open",
-        (Some(true), _) => "up",
-        _ => "DOWN",
+fn describe_store(overview: &Value) -> String {
+    let location = ["/store/kind", "/store/address"].map(|part| escaped_at(overview, part));
+    let is_up = is_true_at(overview, "/store/up");
+    let state = match (is_up, is_true_at(overview, "/store/breaker_open")) {
+        (true, true) => "breaker open",
+        (true, false) => "up",
+        (false, _) => "DOWN",
     };
-    format!("{} {state}", location.trim_end())
+    format!("{} {state}", location.join(" ").trim_end())
 }
 
-fn parse_latency(source: &str, times: &Value) -> TopLatencyEntry {
+fn parse_latency((source, times): (&String, &Value)) -> TopLatencyEntry {
     TopLatencyEntry {
         source: escape_text(source),
-        count: number_or_zero(value_or_null(times, "/count")),
-        p50_s: value_or_null(times, "/p50_s").as_f64(),
-        p99_s: value_or_null(times, "/p99_s").as_f64(),
+        count: number_at(times, "/count"),
+        p50_s: value_at(times, "/p50_s").as_f64(),
+        p99_s: value_at(times, "/p99_s").as_f64(),
     }
 }
 
 /// Sums the last `last_count` complete values. Values after the first `complete_count` are
 /// incomplete and ignored.
-fn sum_last_complete_values(
-    column: Option<&Vec<Value>>,
-    complete_count: usize,
-    last_count: usize,
-) -> u64 {
-    let column = column.map(Vec::as_slice).unwrap_or_default();
+fn sum_last_complete_values(column: &[Value], complete_count: usize, last_count: usize) -> u64 {
     column
         .iter()
         .take(complete_count)
         .skip(complete_count.saturating_sub(last_count))
-        .map(number_or_zero)
+        .map(to_number)
         .sum()
 }
 
-/// Returns the value at a JSON pointer, or null.
-pub(super) fn value_or_null<'v>(value: &'v Value, path: &str) -> &'v Value {
-    value.pointer(path).unwrap_or(&Value::Null)
-}
-
-pub(super) fn number_or_zero(value: &Value) -> u64 {
+fn to_number(value: &Value) -> u64 {
     value.as_u64().unwrap_or_default()
 }
 
-pub(super) fn escaped_text_or_empty(value: &Value) -> String {
-    escape_text(value.as_str().unwrap_or_default())
+/// The escaped text at a pointer, or an empty one.
+pub(super) fn escaped_at(json: &Value, pointer: &str) -> String {
+    escape_text(text_at(json, pointer))
 }
 
 /// Escapes all characters except printable ASCII. Each character of the result is one column wide,

@@ -56,19 +56,13 @@ pub(super) struct WhyArguments {
     policy: Option<String>,
     /// Skip older lines: a duration before now, or a time as in the log.
     #[arg(long, value_name = "24h", value_parser = parse_since)]
-    since: Option<LogStart>,
+    since: Option<u64>,
     /// Print a plot by minute.
     #[arg(long, conflicts_with = "json")]
     plot: bool,
     /// Print the report as one JSON object.
     #[arg(long)]
     json: bool,
-}
-
-/// Where the search starts.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct LogStart {
-    at_us: u64,
 }
 
 /// Everything that the report says.
@@ -132,7 +126,7 @@ pub(super) fn run(
         lines: LineCounts::default(),
         log: config.log.clone(),
     };
-    let since_us = arguments.since.map_or(0, |since| since.at_us);
+    let since_us = arguments.since.unwrap_or(0);
     read_logs(&arguments.logs, since_us, &mut report)?;
     if report.lines.own == 0 {
         return Err(CommandError::Message(report.lines.describe_foreign_input()));
@@ -200,7 +194,7 @@ impl WhyReport<'_> {
         match &record.event {
             LogEvent::Request(request) => self.add_request(at_us, request),
             LogEvent::RequestsOmitted { policy, lines } => {
-                if self.is_searched(policy) {
+                if self.find_searched(policy).is_some() {
                     let omitted = self.omitted.entry(policy.clone()).or_default();
                     *omitted = omitted.saturating_add(*lines);
                 }
@@ -267,10 +261,6 @@ impl WhyReport<'_> {
             .find(|searched| *searched.policy.name == *name)
     }
 
-    fn is_searched(&self, name: &str) -> bool {
-        self.find_searched(name).is_some()
-    }
-
     /// What the log leaves out, as sentences.
     fn describe_gaps(&self) -> Vec<String> {
         let mut gaps = Vec::new();
@@ -334,14 +324,13 @@ fn quote_line(line: &[u8]) -> String {
     format!("{quoted:?}")
 }
 
-/// Parses a duration before now, such as `24h`, or a time as in the log.
-fn parse_since(text: &str) -> Result<LogStart, String> {
+/// Parses a duration before now, such as `24h`, or a time as in the log. Returns microseconds.
+fn parse_since(text: &str) -> Result<u64, String> {
     if let Some((at_us, _)) = parse_rfc3339(text.as_bytes()) {
-        return Ok(LogStart { at_us });
+        return Ok(at_us);
     }
     let before = parse_duration(text)
         .ok_or("expected a duration such as 24h, or a time such as 2026-11-22T09:00:00Z")?;
     let start_s = clock::unix_time_s().saturating_sub(before.as_secs());
-    let at_us = start_s.saturating_mul(1_000_000);
-    Ok(LogStart { at_us })
+    Ok(start_s.saturating_mul(1_000_000))
 }

@@ -1,6 +1,7 @@
 //! The refusals of one key over time, in bounded memory.
 
 use super::log_record::{LoggedRequest, UNENFORCED_DECISIONS};
+use crate::text::truncate_text;
 use std::collections::BTreeMap;
 
 /// Width of a period at the start, in seconds.
@@ -16,7 +17,7 @@ pub(super) const MAX_SERIES: usize = 256;
 pub(super) const OTHER_DECISION: &str = "other";
 
 /// Maximum length of the example of a request.
-const MAX_REQUEST_CHARS: usize = 100;
+const MAX_REQUEST_CHARS: usize = 101;
 
 /// Refusals are one episode if the pause between them is at most this many periods.
 const MAX_PAUSE_PERIODS: u64 = 5;
@@ -177,10 +178,7 @@ impl RefusalPeriod {
 /// Method and path, of bounded length.
 fn shorten_request(request: &LoggedRequest) -> String {
     let text = format!("{} {}", request.method, request.path);
-    match text.char_indices().nth(MAX_REQUEST_CHARS) {
-        Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
-        None => text,
-    }
+    truncate_text(&text, MAX_REQUEST_CHARS, '…')
 }
 
 #[cfg(test)]

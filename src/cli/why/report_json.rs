@@ -2,9 +2,10 @@
 
 use super::WhyReport;
 use super::refusal_history::{RefusalPeriod, SeriesName};
+use crate::admin::add_fields;
 use crate::policy::PolicyMode;
 use crate::replay::format_time;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 pub(super) fn render_json(report: &WhyReport<'_>) -> String {
     let lines = &report.lines;
@@ -24,14 +25,12 @@ pub(super) fn render_json(report: &WhyReport<'_>) -> String {
     let episodes = report.history.episodes();
     let episodes = episodes.iter().map(|(name, episode)| {
         let mut fields = period_to_json(name, episode);
-        fields.insert("last_request".to_owned(), json!(episode.last_request));
-        Value::Object(fields)
+        add_fields(&mut fields, json!({ "last_request": episode.last_request }));
+        fields
     });
     let periods = report.history.periods();
     let periods = periods.iter().map(|(start_s, series)| {
-        let series = series
-            .iter()
-            .map(|(name, period)| Value::Object(period_to_json(name, period)));
+        let series = series.iter().map(|(name, period)| period_to_json(name, period));
         json!({ "start": rfc3339(start_s.saturating_mul(1_000_000)), "refused_by": series.collect::<Vec<_>>() })
     });
     let without_key = report.without_key.iter().map(|((policy, decision), count)| {
@@ -71,8 +70,8 @@ pub(super) fn render_json(report: &WhyReport<'_>) -> String {
     format!("{document:#}\n")
 }
 
-fn period_to_json(name: &SeriesName, period: &RefusalPeriod) -> Map<String, Value> {
-    let fields = json!({
+fn period_to_json(name: &SeriesName, period: &RefusalPeriod) -> Value {
+    json!({
         "policy": name.policy,
         "limit": name.limit,
         "decision": name.decision,
@@ -81,11 +80,7 @@ fn period_to_json(name: &SeriesName, period: &RefusalPeriod) -> Map<String, Valu
         "to": rfc3339(period.last_us),
         "min_wait_ms": period.wait_ms.map(|(shortest, _)| shortest),
         "max_wait_ms": period.wait_ms.map(|(_, longest)| longest),
-    });
-    match fields {
-        Value::Object(fields) => fields,
-        _ => Map::new(),
-    }
+    })
 }
 
 /// A time such as `2026-11-22T09:14:03Z`.

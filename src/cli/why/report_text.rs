@@ -4,8 +4,7 @@ use super::WhyReport;
 use super::refusal_history::{RefusalPeriod, SeriesName};
 use crate::cli::limit_status::{format_limit, format_wait};
 use crate::config::format_duration;
-use crate::replay::{format_count, format_time};
-use std::fmt::Write as _;
+use crate::replay::{format_count, format_time, format_time_range};
 use std::time::Duration;
 
 /// Maximum number of rows in the table and in the plot; the newest are printed.
@@ -101,17 +100,13 @@ fn render_heading(report: &WhyReport<'_>) -> String {
     });
     if unenforced > 0 {
         let times = format_count(unenforced);
-        write_to(
-            &mut text,
-            format_args!("; {times} times by a policy in mode shadow or mark only"),
-        );
+        text.push_str(&format!(
+            "; {times} times by a policy in mode shadow or mark only"
+        ));
     }
     if report.admitted > 0 {
         let admitted = format_count(report.admitted);
-        write_to(
-            &mut text,
-            format_args!("; {admitted} logged requests were admitted"),
-        );
+        text.push_str(&format!("; {admitted} logged requests were admitted"));
     }
     text.push_str(".\n");
     for searched in &report.searched {
@@ -120,23 +115,14 @@ fn render_heading(report: &WhyReport<'_>) -> String {
             |key| format!("key {key}, in the log {:032x}", key.id()),
         );
         let mode = searched.policy.mode.suffix();
-        write_to(
-            &mut text,
-            format_args!("  {:<16} {key}{mode}\n", searched.policy.name),
-        );
+        text.push_str(&format!("  {:<16} {key}{mode}\n", searched.policy.name));
     }
     for skipped in report.skipped.iter().take(MAX_SKIPPED_POLICIES) {
         let (name, reason) = (&skipped.policy.name, &skipped.reason);
-        write_to(
-            &mut text,
-            format_args!("  {name:<16} not searched: {reason}\n"),
-        );
+        text.push_str(&format!("  {name:<16} not searched: {reason}\n"));
     }
     if let Some(more @ 1..) = report.skipped.len().checked_sub(MAX_SKIPPED_POLICIES) {
-        write_to(
-            &mut text,
-            format_args!("  {more} more policies are not searched\n"),
-        );
+        text.push_str(&format!("  {more} more policies are not searched\n"));
     }
     text
 }
@@ -151,45 +137,33 @@ fn render_coverage(report: &WhyReport<'_>) -> String {
     match lines.range_us {
         Some((first_us, last_us)) => {
             let range = format_range(first_us, last_us);
-            write_to(&mut text, format_args!(", {range} UTC"));
+            text.push_str(&format!(", {range} UTC"));
         }
         None => text.push_str(", none of them after --since"),
     }
     text.push_str(".\n");
     if lines.too_old > 0 {
         let too_old = format_count(lines.too_old);
-        write_to(
-            &mut text,
-            format_args!("{too_old} lines are older than --since.\n"),
-        );
+        text.push_str(&format!("{too_old} lines are older than --since.\n"));
     }
     if let Some((log, number, quoted)) = &lines.first_unreadable {
         let unreadable = format_count(lines.unreadable);
-        write_to(
-            &mut text,
-            format_args!(
-                "{unreadable} lines could not be read; the first is {log}:{number}: {quoted}\n"
-            ),
-        );
+        text.push_str(&format!(
+            "{unreadable} lines could not be read; the first is {log}:{number}: {quoted}\n"
+        ));
     }
     for error in &lines.read_errors {
-        write_to(
-            &mut text,
-            format_args!("The rest of a log could not be read: {error}.\n"),
-        );
+        text.push_str(&format!("The rest of a log could not be read: {error}.\n"));
     }
     for gap in report.describe_gaps() {
-        write_to(&mut text, format_args!("Left out: {gap}.\n"));
+        text.push_str(&format!("Left out: {gap}.\n"));
     }
     text
 }
 
 fn push_omitted_rows(text: &mut String, rows: usize) {
     if let Some(omitted @ 1..) = rows.checked_sub(MAX_ROWS) {
-        write_to(
-            text,
-            format_args!("({omitted} earlier rows; --json has all)\n"),
-        );
+        text.push_str(&format!("({omitted} earlier rows; --json has all)\n"));
     }
 }
 
@@ -212,14 +186,14 @@ fn name_series(name: &SeriesName) -> String {
         .as_deref()
         .filter(|limit| **limit != *name.policy)
     {
-        write_to(&mut text, format_args!("/{}", limit.escape_debug()));
+        text.push_str(&format!("/{}", limit.escape_debug()));
     }
     match name.decision.as_str() {
         "rejected" => {}
         "shadow_rejected" => text.push_str(" (shadow)"),
         "marked" => text.push_str(" (mark)"),
         "degraded" => text.push_str(" (store unavailable)"),
-        other => write_to(&mut text, format_args!(" ({})", other.escape_debug())),
+        other => text.push_str(&format!(" ({})", other.escape_debug())),
     }
     text
 }
@@ -244,19 +218,8 @@ fn describe_wait(name: &SeriesName, episode: &RefusalPeriod) -> String {
 
 /// `2026-11-22 09:14:03 – 09:16:59`, with one date if both times have the same.
 fn format_range(first_us: u64, last_us: u64) -> String {
-    let (first, last) = (format_time(first_us), format_time(last_us));
-    if first == last {
-        return first;
+    match format_time(first_us) {
+        first if first == format_time(last_us) => first,
+        _ => format_time_range(first_us, last_us, '–'),
     }
-    match (first.split_once(' '), last.split_once(' ')) {
-        (Some((first_day, _)), Some((last_day, time))) if first_day == last_day => {
-            format!("{first} – {time}")
-        }
-        _ => format!("{first} – {last}"),
-    }
-}
-
-fn write_to(text: &mut String, arguments: std::fmt::Arguments<'_>) {
-    text.write_fmt(arguments)
-        .expect("a String takes everything");
 }

@@ -1,6 +1,5 @@
 //! `[client]` and `[path]`: the client address and paths.
 
-use crate::config::input::ConfigInput;
 use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::table_reader::TableReader;
 use crate::config::values;
@@ -55,12 +54,12 @@ fn parse_self_service_path(text: &str) -> Result<String, String> {
 }
 
 /// Builds the hasher of key values. Returns `None` after an error.
-pub(super) fn build_key_hasher(input: &ConfigInput, reader: &TableReader<'_>) -> Option<KeyHasher> {
+pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
     const KEY: &str = "hash_secret_file";
-    if !is_path_set(reader, KEY) || !input.reads_key_files() {
+    if !is_path_set(reader, KEY) || !reader.input().reads_key_files() {
         return Some(KeyHasher::default());
     }
-    let secret = read_text_file(input, reader, KEY, "secret")?;
+    let secret = read_text_file(reader, KEY, "secret")?;
     KeyHasher::from_secret(secret.as_bytes())
         .map_err(|reason| reader.report_error(KEY, &reason))
         .ok()

@@ -1,6 +1,5 @@
 //! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
-use crate::config::input::ConfigInput;
 use crate::config::key_files::read_text_file;
 use crate::config::table_reader::TableReader;
 use crate::tls::{self, ClientTls, TrustedCertificates};
@@ -20,7 +19,6 @@ pub(super) struct TlsRequirement {
 
 /// Builds the TLS client settings from the table of `reader`. Adds the files to the watched set.
 pub(super) fn build_client_tls(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
     requirement: TlsRequirement,
 ) -> Option<ClientTls> {
@@ -58,13 +56,13 @@ pub(super) fn build_client_tls(
     }
     let mut digest = Sha256::new();
     let mut pem = |key: &str| {
-        let pem = read_text_file(input, reader, key, "PEM text")?;
+        let pem = read_text_file(reader, key, "PEM text")?;
         digest.update(Sha256::digest(&pem));
         Some(pem)
     };
     let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
     digest.update(text("server_name").unwrap_or_default());
-    let trusted = match input.reads_key_files() {
+    let trusted = match reader.input().reads_key_files() {
         true => select_trusted_certificates(reader, ca.as_deref()),
         false => Some(TrustedCertificates::empty()),
     };

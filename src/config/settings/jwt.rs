@@ -1,13 +1,14 @@
 //! `[client.jwt]`: tokens, their issuers and keys.
 
 use super::client_tls;
-use crate::config::input::ConfigInput;
 use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::policies::context::ClaimTrust;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
+use crate::http_client::HttpUrl;
 use crate::policy::jwt::{
-    self, FetchedKeys, IssuerKeys, KeySource, KeyUrl, TokenIssuer, TrustedIssuers, VerificationKeys,
+    self, FetchedKeys, IssuerKeys, KeySource, TokenIssuer, TrustedIssuers, VerificationKeys,
+    parse_key_url,
 };
 use crate::tls::ClientTls;
 use std::path::{Path, PathBuf};
@@ -30,7 +31,6 @@ pub(super) fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
 
 /// Builds the token settings. Reports warnings about the keys.
 pub(super) fn build_jwt_settings(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
     claims: ClaimTrust,
 ) -> Option<jwt::Settings> {
@@ -51,22 +51,22 @@ pub(super) fn build_jwt_settings(
             verification: jwt::SignatureVerification::Disabled,
         });
     }
-    let issuers = read_issuers(input, reader)?;
+    let issuers = read_issuers(reader)?;
     Some(jwt::Settings {
         header,
         verification: jwt::SignatureVerification::Keys(TrustedIssuers::new(issuers)),
     })
 }
 
-fn read_issuers(input: &ConfigInput, reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
+fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
     let tables = reader.get_tables("issuers");
-    let fetching = read_fetch_settings(input, reader, &tables);
+    let fetching = read_fetch_settings(reader, &tables);
     if tables.is_empty() {
         let name = reader
             .get_string("issuer")
             .filter(|name| !name.is_empty())
             .map(String::into_boxed_str);
-        let keys = read_issuer_keys(input, reader, fetching.as_ref())?;
+        let keys = read_issuer_keys(reader, fetching.as_ref())?;
         return Some(vec![TokenIssuer {
             name,
             audiences: read_audiences(reader),
@@ -91,7 +91,7 @@ fn read_issuers(input: &ConfigInput, reader: &TableReader<'_>) -> Option<Vec<Tok
         Some(TokenIssuer {
             name: Some(name?.into()),
             audiences: read_audiences(table),
-            keys: read_issuer_keys(input, table, fetching.as_ref())?,
+            keys: read_issuer_keys(table, fetching.as_ref())?,
         })
     });
     // All issuers are read first, so that all errors are reported.
@@ -107,7 +107,6 @@ fn read_audiences(reader: &TableReader<'_>) -> Vec<String> {
 }
 
 fn read_issuer_keys(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
     fetching: Option<&KeyFetchSettings>,
 ) -> Option<IssuerKeys> {
@@ -126,7 +125,7 @@ fn read_issuer_keys(
         return None;
     }
     let (keys, warnings) = match key {
-        "keys_file" | "secret_file" if !input.reads_key_files() => {
+        "keys_file" | "secret_file" if !reader.input().reads_key_files() => {
             return Some(IssuerKeys::Fixed(VerificationKeys::from_secret(b"").0));
         }
         "keys_url" => {
@@ -136,14 +135,12 @@ fn read_issuer_keys(
             return Some(IssuerKeys::Fetched(keys.into()));
         }
         "keys_file" => {
-            let text = read_text_file(input, reader, key, "JWK set")?;
+            let text = read_text_file(reader, key, "JWK set")?;
             VerificationKeys::from_jwks(&text)
                 .map_err(|reason| reader.report_error(key, &reason))
                 .ok()?
         }
-        _ => {
-            VerificationKeys::from_secret(read_text_file(input, reader, key, "secret")?.as_bytes())
-        }
+        _ => VerificationKeys::from_secret(read_text_file(reader, key, "secret")?.as_bytes()),
     };
     for warning in warnings {
         reader.report_warning(key, &warning);
@@ -160,8 +157,8 @@ struct KeyFetchSettings {
 }
 
 impl KeyFetchSettings {
-    fn parse_url(&self, text: &str) -> Result<KeyUrl, String> {
-        let url = KeyUrl::parse(text)?;
+    fn parse_url(&self, text: &str) -> Result<HttpUrl, String> {
+        let url = parse_key_url(text)?;
         if !url.is_tls && !url.is_loopback() && !self.allows_http {
             return Err(
                 "keys over http can be replaced on the way; expected https, or keys_allow_http = true"
@@ -181,7 +178,7 @@ impl KeyFetchSettings {
         Ok(url)
     }
 
-    fn source(&self, url: KeyUrl) -> KeySource {
+    fn source(&self, url: HttpUrl) -> KeySource {
         KeySource {
             tls: self.tls.clone().filter(|_| url.is_tls),
             url,
@@ -192,7 +189,6 @@ impl KeyFetchSettings {
 
 /// Reads the settings of fetches. Returns `None` if no URL is set, or after an error.
 fn read_fetch_settings(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
     issuers: &[TableReader<'_>],
 ) -> Option<KeyFetchSettings> {
@@ -207,13 +203,13 @@ fn read_fetch_settings(
         is_used: true,
         enabled_by: "https:// in keys_url",
     };
-    let tls = client_tls::build_client_tls(input, &reader.get_table("tls"), requirement);
-    let url = KeyUrl::parse(urls.first()?).ok();
+    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement);
+    let url = parse_key_url(urls.first()?).ok();
     let template = KeySource {
         // An invalid URL is reported where it is read.
-        url: url.or_else(|| KeyUrl::parse("https://invalid/").ok())?,
+        url: url.or_else(|| parse_key_url("https://invalid/").ok())?,
         tls: None,
-        cache_dir: match input.reads_key_files() {
+        cache_dir: match reader.input().reads_key_files() {
             true => reader.get_parsed("keys_cache_dir", parse_cache_directory)?,
             false => None,
         },

@@ -1,7 +1,6 @@
 //! `[listen]`, `[rls]` and `[check]`: the listeners.
 
 use super::{container_memory, listen_tls};
-use crate::config::input::ConfigInput;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::proxy::{
@@ -46,7 +45,6 @@ pub(super) fn build_listen_settings(
 
 /// Builds the listeners of `[rls]` and `[check]`. Returns `None` after an error.
 pub(super) fn build_service_listeners(
-    input: &ConfigInput,
     rls: Option<&TableReader<'_>>,
     check: Option<&TableReader<'_>>,
     proxy: Option<&ListenSettings>,
@@ -56,7 +54,7 @@ pub(super) fn build_service_listeners(
         (ListenerKind::ExtAuthz, check),
     ]
     .into_iter()
-    .filter_map(|(kind, reader)| Some(build_service_listener(input, kind, reader?, proxy)))
+    .filter_map(|(kind, reader)| Some(build_service_listener(kind, reader?, proxy)))
     .collect();
     listeners.into_iter().collect()
 }
@@ -74,14 +72,13 @@ pub(super) fn read_ext_authz_settings(check: &TableReader<'_>) -> ExtAuthzSettin
 
 /// Builds the listener of `[rls]` or `[check]`. `[listen.http]` sets its timeouts and head limits.
 fn build_service_listener(
-    input: &ConfigInput,
     kind: ListenerKind,
     reader: &TableReader<'_>,
     proxy: Option<&ListenSettings>,
 ) -> Option<ExtraListenerSettings> {
     let tls = reader
         .get_optional_table("tls")
-        .map(|tls| listen_tls::build_server_tls(input, &tls));
+        .map(|tls| listen_tls::build_server_tls(&tls));
     let address = reader.get_parsed("address", values::parse_listen_address);
     let max_connections = reader.get_integer("max_connections")?;
     let is_rls = kind == ListenerKind::RateLimitService;

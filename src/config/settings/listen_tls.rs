@@ -1,7 +1,6 @@
 //! `[listen.tls]`: server certificates and client certificate authentication.
 
 use crate::clock;
-use crate::config::input::ConfigInput;
 use crate::config::key_files::{is_path_set, read_pem_file};
 use crate::config::table_reader::TableReader;
 use crate::tls::{
@@ -11,13 +10,13 @@ use crate::tls::{
 const DAY_S: u64 = 86_400;
 
 /// Builds the TLS settings of a listener. Returns `None` after an error.
-pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) -> Option<ServerTls> {
-    if !input.reads_key_files() {
+pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
+    if !reader.input().reads_key_files() {
         return check_keys_without_files(reader);
     }
-    let mut identities = vec![read_server_identity(input, reader)];
+    let mut identities = vec![read_server_identity(reader)];
     for more in reader.get_tables("certificates") {
-        let identity = read_server_identity(input, &more);
+        let identity = read_server_identity(&more);
         if identity
             .as_ref()
             .is_some_and(|(_, identity)| identity.certificate.dns_names.is_empty())
@@ -32,12 +31,12 @@ pub(super) fn build_server_tls(input: &ConfigInput, reader: &TableReader<'_>) ->
     let auth = reader.get_keyword("client_auth", &CLIENT_AUTH_MODES)?;
     check_client_auth(reader, auth);
     let client_ca = is_path_set(reader, "client_ca")
-        .then(|| read_pem_file(input, reader, "client_ca"))
+        .then(|| read_pem_file(reader, "client_ca"))
         .flatten();
     let client_crl = match is_path_set(reader, "client_crl") {
         true => Some(parse_revocation_lists(
             reader,
-            &read_pem_file(input, reader, "client_crl")?,
+            &read_pem_file(reader, "client_crl")?,
         )?),
         false => None,
     };
@@ -116,14 +115,8 @@ pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
 }
 
 /// Reads a certificate chain and its private key. Returns them with the path of the certificate.
-fn read_server_identity(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-) -> Option<(String, ServerIdentity)> {
-    let (chain, key) = (
-        read_pem_file(input, reader, "cert"),
-        read_pem_file(input, reader, "key"),
-    );
+fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdentity)> {
+    let (chain, key) = (read_pem_file(reader, "cert"), read_pem_file(reader, "key"));
     let path = reader.get_string("cert")?;
     let (field, reason) = match ServerIdentity::from_pem(&chain?, &key?) {
         Ok(identity) => {

@@ -18,7 +18,6 @@ pub(super) use redis::build_redis_settings;
 pub(super) use store::build_memory_settings;
 
 use super::file_set::FileSet;
-use super::input::ConfigInput;
 use super::keywords::{ALGORITHMS, MISSING_KEY_MODES, ON_STORE_FAILURE_MODES};
 use super::lints;
 use super::lints::context::LintContext;
@@ -33,40 +32,34 @@ use crate::store::redis::RedisTopology;
 use http::HeaderName;
 use std::sync::Arc;
 
-/// Builds the settings of all modules from the read tables. Errors are reported to `input`. Returns
-/// `None` if a key without a default is absent or invalid.
+/// Builds the settings of all modules from the read tables. Errors are reported to their input.
+/// Returns `None` if a key without a default is absent or invalid.
 ///
 /// `raw`, `warnings` and `files` are empty. [`super::load`] sets these fields at the end.
-pub(super) fn build_config(
-    input: &ConfigInput,
-    root: &TableReader<'_>,
-    included: &[TableReader<'_>],
-) -> Option<Config> {
+pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>]) -> Option<Config> {
     let listen_reader = root.get_table("listen");
     let http = listen_reader.get_table("http");
     let listen = listen::build_listen_settings(&listen_reader, &http);
     let tls_reader = listen_reader.get_optional_table("tls");
-    let tls = tls_reader
-        .as_ref()
-        .map(|reader| listen_tls::build_server_tls(input, reader));
+    let tls = tls_reader.as_ref().map(listen_tls::build_server_tls);
     let rls = root.get_optional_table("rls");
     let check = root.get_optional_table("check");
     let upstream_reader = root.get_table("upstream");
     let has_upstream = upstream_reader.contains_key("url") || (rls.is_none() && check.is_none());
-    let upstream = upstream::build_upstream_settings(input, &upstream_reader, &http, has_upstream);
+    let upstream = upstream::build_upstream_settings(&upstream_reader, &http, has_upstream);
     let service_listeners =
-        listen::build_service_listeners(input, rls.as_ref(), check.as_ref(), listen.as_ref());
+        listen::build_service_listeners(rls.as_ref(), check.as_ref(), listen.as_ref());
     let ext_authz = check.as_ref().map(listen::read_ext_authz_settings);
-    let store = store::build_store_settings(input, &root.get_table("store"));
+    let store = store::build_store_settings(&root.get_table("store"));
     let shutdown = operation::build_shutdown_settings(&root.get_table("shutdown"));
-    let admin = build_admin_settings(input, &root.get_table("admin"));
+    let admin = build_admin_settings(&root.get_table("admin"));
     let log = operation::build_log_settings(&root.get_table("log"));
-    let trace = telemetry::build_trace_settings(input, root);
-    let metric_export = telemetry::build_metric_export_settings(input, root);
+    let trace = telemetry::build_trace_settings(root);
+    let metric_export = telemetry::build_metric_export_settings(root);
     let (headers, cors) = response::build_response_settings(&root.get_table("response"));
     let client_reader = root.get_table("client");
-    let (claim_trust, tokens) = read_token_settings(input, &client_reader.get_table("jwt"));
-    let key_hasher = client::build_key_hasher(input, &client_reader);
+    let (claim_trust, tokens) = read_token_settings(&client_reader.get_table("jwt"));
+    let key_hasher = client::build_key_hasher(&client_reader);
     let context = build_policy_context(
         root,
         key_hasher.clone().unwrap_or_default(),
@@ -79,7 +72,7 @@ pub(super) fn build_config(
     let policy_tables = tables.flat_map(|reader| reader.get_tables("policy"));
     let (policies, policy_descriptions) = build_policies(policy_tables, &context);
     // Lints assume valid settings.
-    if !input.has_errors()
+    if !root.input().has_errors()
         && let (Some(listen), Some(upstream), Some(store)) = (&listen, &upstream, &store)
     {
         let lint_context = LintContext {
@@ -119,11 +112,10 @@ pub(super) fn build_config(
 }
 
 fn read_token_settings(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
 ) -> (Option<ClaimTrust>, Option<policy::jwt::Settings>) {
     let trust = jwt::read_claim_trust(reader);
-    let tokens = trust.and_then(|trust| jwt::build_jwt_settings(input, reader, trust));
+    let tokens = trust.and_then(|trust| jwt::build_jwt_settings(reader, trust));
     (trust, tokens)
 }
 

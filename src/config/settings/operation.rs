@@ -1,7 +1,6 @@
 //! `[admin]`, `[log]` and `[shutdown]`: settings for operators.
 
 use crate::admin::{AdminSettings, AdminToken, AdvertisedAddress};
-use crate::config::input::ConfigInput;
 use crate::config::key_files::read_text_file;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
@@ -17,11 +16,8 @@ pub(super) fn build_shutdown_settings(reader: &TableReader<'_>) -> Option<Shutdo
     })
 }
 
-pub(in crate::config) fn build_admin_settings(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-) -> Option<AdminSettings> {
-    let token = read_text_file(input, reader, "token_file", "token").map(AdminToken::new);
+pub(in crate::config) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSettings> {
+    let token = read_text_file(reader, "token_file", "token").map(AdminToken::new);
     let address = reader.get_parsed("address", values::parse_admin_address)?;
     if !address.is_local()
         && reader

@@ -1,7 +1,6 @@
 //! `[store.redis]`: servers, credentials, TLS and timeouts of Redis.
 
 use super::client_tls;
-use crate::config::input::ConfigInput;
 use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::schema;
 use crate::config::table_reader::TableReader;
@@ -13,7 +12,6 @@ use crate::store::redis::{
 
 /// Builds the Redis settings. Reads files only if `is_used`.
 pub(in crate::config) fn build_redis_settings(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
     is_used: bool,
     instance_counter_bounds: MemorySettings,
@@ -41,7 +39,7 @@ pub(in crate::config) fn build_redis_settings(
                 "" => Err("expected the name of a master".to_owned()),
                 name => Ok(name.to_owned()),
             })?,
-            credentials: build_sentinel_login(input, reader, is_used),
+            credentials: build_sentinel_login(reader, is_used),
         },
     };
     let sentinel_keys = [
@@ -70,9 +68,8 @@ pub(in crate::config) fn build_redis_settings(
     Some(RedisSettings {
         topology,
         database: first.database,
-        credentials: build_redis_login(input, reader, first, is_used),
+        credentials: build_redis_login(reader, first, is_used),
         tls: client_tls::build_client_tls(
-            input,
             reader,
             client_tls::TlsRequirement {
                 is_tls: first.is_tls,
@@ -169,12 +166,7 @@ fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<Redi
 }
 
 /// Reads the name of an ACL user from `key`, or from the file named by `key` with `_file`.
-fn read_username(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-    is_used: bool,
-    key: &str,
-) -> Option<String> {
+fn read_username(reader: &TableReader<'_>, is_used: bool, key: &str) -> Option<String> {
     let file_key = format!("{key}_file");
     let username = reader.get_string(key).filter(|name| !name.is_empty());
     if !is_path_set(reader, &file_key) {
@@ -187,18 +179,14 @@ fn read_username(
         );
     }
     is_used
-        .then(|| read_text_file(input, reader, &file_key, "name"))
+        .then(|| read_text_file(reader, &file_key, "name"))
         .flatten()
 }
 
-fn build_sentinel_login(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-    is_used: bool,
-) -> RedisCredentials {
-    let username = read_username(input, reader, is_used, "sentinel_username");
+fn build_sentinel_login(reader: &TableReader<'_>, is_used: bool) -> RedisCredentials {
+    let username = read_username(reader, is_used, "sentinel_username");
     let password = is_used
-        .then(|| read_text_file(input, reader, "sentinel_password_file", "password"))
+        .then(|| read_text_file(reader, "sentinel_password_file", "password"))
         .flatten();
     RedisCredentials {
         username,
@@ -206,18 +194,13 @@ fn build_sentinel_login(
     }
 }
 
-fn build_redis_login(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-    url: &RedisUrl,
-    is_used: bool,
-) -> RedisCredentials {
-    let username = read_username(input, reader, is_used, "username");
+fn build_redis_login(reader: &TableReader<'_>, url: &RedisUrl, is_used: bool) -> RedisCredentials {
+    let username = read_username(reader, is_used, "username");
     if username.is_some() && url.login.username.is_some() {
         reader.report_error("username", "the URL holds a user too; expected one of them");
     }
     let password = is_used
-        .then(|| read_text_file(input, reader, "password_file", "password"))
+        .then(|| read_text_file(reader, "password_file", "password"))
         .flatten()
         .map(RedisPassword::new);
     if password.is_some() && url.login.password.is_some() {

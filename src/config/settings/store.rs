@@ -1,7 +1,6 @@
 //! `[store]`: memory or Redis.
 
 use super::redis;
-use crate::config::input::ConfigInput;
 use crate::config::loaded_config::StoreSettings;
 use crate::config::table_reader::TableReader;
 use crate::store::MemorySettings;
@@ -9,17 +8,16 @@ use crate::store::redis::RedisSettings;
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
 
-pub(super) fn build_store_settings(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-) -> Option<StoreSettings> {
+pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSettings> {
     let use_redis = reader.get_keyword("kind", &[("memory", false), ("redis", true)])?;
     let memory = build_memory_settings(&reader.get_table("memory"))?;
     // `[store.redis]` is validated even if it is not used.
-    let redis = redis::build_redis_settings(input, &reader.get_table("redis"), use_redis, memory)?;
+    let redis = redis::build_redis_settings(&reader.get_table("redis"), use_redis, memory)?;
     let state_dir = reader.get_parsed("state_dir", |path| match path {
         "" => Ok(None),
-        path if use_redis && input.reads_key_files() => check_state_directory(path).map(Some),
+        path if use_redis && reader.input().reads_key_files() => {
+            check_state_directory(path).map(Some)
+        }
         path => Ok(Some(path.into())),
     })?;
     if state_dir.is_some() && !use_redis {

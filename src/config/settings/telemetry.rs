@@ -1,7 +1,6 @@
 //! `[trace]` and `[metrics]`: export by OTLP.
 
 use super::client_tls;
-use crate::config::input::ConfigInput;
 use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::table_reader::TableReader;
 use crate::telemetry::metrics::MetricExportSettings;
@@ -10,15 +9,12 @@ use crate::telemetry::trace::TraceSettings;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
 /// Builds the trace settings. The inner `None` means that tracing is off.
-pub(super) fn build_trace_settings(
-    input: &ConfigInput,
-    root: &TableReader<'_>,
-) -> Option<Option<TraceSettings>> {
+pub(super) fn build_trace_settings(root: &TableReader<'_>) -> Option<Option<TraceSettings>> {
     let Some(reader) = root.get_optional_table("trace") else {
         return Some(None);
     };
     let sample = reader.get_fraction("sample");
-    let collector = build_collector_settings(input, &reader, "trace", OtlpSignal::Traces);
+    let collector = build_collector_settings(&reader, "trace", OtlpSignal::Traces);
     Some(Some(TraceSettings {
         collector: collector?,
         sample_ratio: sample?,
@@ -27,14 +23,13 @@ pub(super) fn build_trace_settings(
 
 /// Builds the settings of metric export. The inner `None` means that it is off.
 pub(super) fn build_metric_export_settings(
-    input: &ConfigInput,
     root: &TableReader<'_>,
 ) -> Option<Option<MetricExportSettings>> {
     let Some(reader) = root.get_optional_table("metrics") else {
         return Some(None);
     };
     let interval = reader.get_duration("interval");
-    let collector = build_collector_settings(input, &reader, "metrics", OtlpSignal::Metrics);
+    let collector = build_collector_settings(&reader, "metrics", OtlpSignal::Metrics);
     Some(Some(MetricExportSettings {
         collector: collector?,
         interval: interval?,
@@ -43,23 +38,22 @@ pub(super) fn build_metric_export_settings(
 
 /// Builds the settings that both signals have. `table` is the name of the table.
 fn build_collector_settings(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
     table: &str,
     signal: OtlpSignal,
 ) -> Option<CollectorSettings> {
-    let headers = read_export_headers(input, reader);
+    let headers = read_export_headers(reader);
     let url = reader.get_parsed("otlp", |text| CollectorUrl::parse(text, signal))?;
     let requirement = client_tls::TlsRequirement {
-        is_tls: url.is_tls,
+        is_tls: url.endpoint.is_tls,
         is_used: true,
         enabled_by: match signal {
             OtlpSignal::Traces => "https:// in trace.otlp",
             OtlpSignal::Metrics => "https:// in metrics.otlp",
         },
     };
-    let tls = client_tls::build_client_tls(input, &reader.get_table("tls"), requirement);
-    if url.is_tls && tls.as_ref()?.server_name_for(url.host()).is_err() {
+    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement);
+    if url.endpoint.is_tls && tls.as_ref()?.server_name_for(&url.endpoint.host).is_err() {
         reader.report_error(
             "otlp",
             &format!(
@@ -77,12 +71,12 @@ fn build_collector_settings(
 }
 
 /// Reads the header fields of every export. No message quotes the file, which may hold secrets.
-fn read_export_headers(input: &ConfigInput, reader: &TableReader<'_>) -> Option<HeaderMap> {
+fn read_export_headers(reader: &TableReader<'_>) -> Option<HeaderMap> {
     const KEY: &str = "headers_file";
-    if !is_path_set(reader, KEY) || !input.reads_key_files() {
+    if !is_path_set(reader, KEY) || !reader.input().reads_key_files() {
         return Some(HeaderMap::new());
     }
-    let text = read_text_file(input, reader, KEY, "header field per line")?;
+    let text = read_text_file(reader, KEY, "header field per line")?;
     let mut headers = HeaderMap::new();
     for (line, number) in text.lines().map(str::trim).zip(1..) {
         if line.is_empty() || line.starts_with('#') {

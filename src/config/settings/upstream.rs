@@ -1,7 +1,6 @@
 //! `[upstream]`: the server that requests are forwarded to.
 
 use super::client_tls;
-use crate::config::input::ConfigInput;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
@@ -10,7 +9,6 @@ use std::path::PathBuf;
 
 /// Builds the upstream settings. Without an upstream, `url` is an empty Unix path.
 pub(super) fn build_upstream_settings(
-    input: &ConfigInput,
     reader: &TableReader<'_>,
     http: &TableReader<'_>,
     has_upstream: bool,
@@ -19,9 +17,7 @@ pub(super) fn build_upstream_settings(
         true => reader.get_parsed("url", values::parse_upstream_url),
         false => Some(UpstreamUrl::Unix(PathBuf::new())),
     };
-    let tls = url
-        .as_ref()
-        .and_then(|url| build_upstream_tls(input, reader, url));
+    let tls = url.as_ref().and_then(|url| build_upstream_tls(reader, url));
     Some(UpstreamSettings {
         connect_timeout: reader.get_duration("connect_timeout")?,
         response_timeout: reader
@@ -49,11 +45,7 @@ pub(super) fn build_upstream_settings(
     })
 }
 
-fn build_upstream_tls(
-    input: &ConfigInput,
-    reader: &TableReader<'_>,
-    url: &UpstreamUrl,
-) -> Option<ClientTls> {
+fn build_upstream_tls(reader: &TableReader<'_>, url: &UpstreamUrl) -> Option<ClientTls> {
     let host = match url {
         UpstreamUrl::Net {
             scheme: UpstreamScheme::Https,
@@ -67,7 +59,7 @@ fn build_upstream_tls(
         is_used: true,
         enabled_by: "https:// in upstream.url",
     };
-    let tls = client_tls::build_client_tls(input, &reader.get_table("tls"), requirement)?;
+    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement)?;
     if tls.server_name_for(host?).is_err() {
         reader.report_error("url", "the host is not a name that a certificate can be verified against; expected such a name, or the certificate's name in upstream.tls.server_name")
     }

@@ -2,14 +2,12 @@
 
 use super::TokenError;
 use super::keys::VerificationKeys;
+use crate::http_client::HttpUrl;
 use crate::tls::ClientTls;
 use arc_swap::ArcSwapOption;
 use futures_util::task::AtomicWaker;
-use http::Uri;
 use serde_json::Value;
-use std::fmt;
 use std::future::poll_fn;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -19,7 +17,7 @@ use std::time::Duration;
 /// A URL of keys, and how they are fetched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeySource {
-    pub url: KeyUrl,
+    pub url: HttpUrl,
     /// Present exactly if the scheme is https.
     pub tls: Option<ClientTls>,
     /// Directory for fetched keys, which the next process starts with.
@@ -30,18 +28,6 @@ pub struct KeySource {
     pub cooldown: Duration,
     /// How long keys are used after the last successful fetch.
     pub max_stale: Duration,
-}
-
-/// The parsed URL of a JWK set.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KeyUrl {
-    pub is_tls: bool,
-    /// A host name, or an IP address without brackets.
-    pub host: String,
-    pub port: u16,
-    /// The value of `Host`.
-    pub authority: String,
-    pub path_and_query: String,
 }
 
 /// The keys of one source, as one policy table reads them. Tables with an equal source share a
@@ -62,63 +48,16 @@ pub struct KeyCell {
     refresh_waker: AtomicWaker,
 }
 
-impl KeyUrl {
-    /// Parses a URL with scheme `http` or `https`.
-    ///
-    /// # Errors
-    /// Returns a message that states the expected form.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let invalid =
-            || "expected a URL such as \"https://issuer/.well-known/jwks.json\"".to_owned();
-        let uri: Uri = text.parse().ok().ok_or_else(invalid)?;
-        let (is_tls, default_port) = match uri.scheme_str() {
-            Some("http") => (false, 80),
-            Some("https") => (true, 443),
-            _ => return Err(invalid()),
-        };
-        let authority = uri.authority().ok_or_else(invalid)?;
-        if authority.as_str().contains('@') {
-            return Err("a URL of keys has no login; expected https://host/path".to_owned());
-        }
-        let port = match authority.port_u16() {
-            Some(port @ 1..) => port,
-            None if authority.as_str() == authority.host() => default_port,
-            _ => return Err(invalid()),
-        };
-        let host = authority
-            .host()
-            .trim_start_matches('[')
-            .trim_end_matches(']');
-        if host.is_empty() {
-            return Err(invalid());
-        }
-        Ok(Self {
-            is_tls,
-            host: host.to_owned(),
-            port,
-            authority: authority.as_str().to_owned(),
-            path_and_query: uri
-                .path_and_query()
-                .map_or_else(|| "/".to_owned(), ToString::to_string),
-        })
-    }
-
-    /// Whether the host is this machine.
-    pub fn is_loopback(&self) -> bool {
-        self.host.eq_ignore_ascii_case("localhost")
-            || self
-                .host
-                .parse::<IpAddr>()
-                .is_ok_and(|address| address.to_canonical().is_loopback())
-    }
-}
-
-/// The URL without its query, which may hold a secret.
-impl fmt::Display for KeyUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scheme = if self.is_tls { "https" } else { "http" };
-        let path = self.path_and_query.split('?').next().unwrap_or_default();
-        write!(f, "{scheme}://{}{path}", self.authority)
+/// Parses the URL of a JWK set.
+///
+/// # Errors
+/// Returns a message that states the expected form.
+pub fn parse_key_url(text: &str) -> Result<HttpUrl, String> {
+    let url = HttpUrl::parse(text, [80, 443])
+        .ok_or("expected a URL such as \"https://issuer/.well-known/jwks.json\"")?;
+    match url.has_credentials() {
+        true => Err("a URL of keys has no login; expected https://host/path".to_owned()),
+        false => Ok(url),
     }
 }
 
@@ -203,14 +142,14 @@ mod tests {
 
     #[test]
     fn parses_urls_and_shows_them_without_query() {
-        let url = KeyUrl::parse("https://issuer.example/keys?token=secret").unwrap();
+        let url = parse_key_url("https://issuer.example/keys?token=secret").unwrap();
         assert_eq!(
             (url.is_tls, &*url.host, url.port),
             (true, "issuer.example", 443)
         );
         assert_eq!(url.path_and_query, "/keys?token=secret");
         assert_eq!(url.to_string(), "https://issuer.example/keys");
-        let url = KeyUrl::parse("http://[::1]:8080").unwrap();
+        let url = parse_key_url("http://[::1]:8080").unwrap();
         assert_eq!(
             (&*url.host, url.port, &*url.authority),
             ("::1", 8080, "[::1]:8080")
@@ -224,7 +163,7 @@ mod tests {
             ("http://10.0.0.1/", false),
         ] {
             assert_eq!(
-                KeyUrl::parse(text).unwrap().is_loopback(),
+                parse_key_url(text).unwrap().is_loopback(),
                 is_loopback,
                 "{text}"
             );
@@ -240,7 +179,7 @@ mod tests {
             "https://issuer:99999/",
             "unix:/keys",
         ] {
-            assert!(KeyUrl::parse(invalid).is_err(), "{invalid}");
+            assert!(parse_key_url(invalid).is_err(), "{invalid}");
         }
     }
 }

@@ -251,16 +251,12 @@ enum TunnelCopyError {
 
 impl TunnelDirection {
     /// Copies from source to sink. Ready when the source has closed and the sink was shut down.
-    fn poll_copy<S, T>(
+    fn poll_copy(
         &mut self,
-        source: &mut S,
-        sink: &mut T,
+        source: &mut (impl AsyncRead + Unpin),
+        sink: &mut (impl AsyncWrite + Unpin),
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), TunnelCopyError>>
-    where
-        S: AsyncRead + Unpin,
-        T: AsyncWrite + Unpin,
-    {
+    ) -> Poll<Result<(), TunnelCopyError>> {
         self.is_sink_blocked = true;
         loop {
             while !self.unsent.is_empty() {
@@ -293,16 +289,12 @@ impl TunnelDirection {
     }
 
     /// Reads a chunk, writes as much of it as the sink takes at once, and buffers the rest.
-    fn poll_copy_chunk<S, T>(
+    fn poll_copy_chunk(
         &mut self,
-        source: &mut S,
-        sink: &mut T,
+        source: &mut (impl AsyncRead + Unpin),
+        sink: &mut (impl AsyncWrite + Unpin),
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), TunnelCopyError>>
-    where
-        S: AsyncRead + Unpin,
-        T: AsyncWrite + Unpin,
-    {
+    ) -> Poll<Result<(), TunnelCopyError>> {
         let mut storage = [const { MaybeUninit::uninit() }; MAX_CHUNK_BYTES];
         let mut chunk = ReadBuf::uninit(&mut storage);
         ready!(Pin::new(source).poll_read(cx, &mut chunk)).map_err(TunnelCopyError::Source)?;

@@ -1,7 +1,10 @@
 //! Results of calls to the rate-limit service.
 
-/// The result of a call to the rate-limit service.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+use strum::{IntoStaticStr, VariantNames};
+
+/// The result of a call to the rate-limit service. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum RlsCallResult {
     Ok,
     OverLimit,
@@ -10,39 +13,18 @@ pub enum RlsCallResult {
     /// The request was not a valid gRPC call of the service.
     Invalid,
     /// The caller cancelled the call.
+    #[strum(serialize = "given_up")]
     Cancelled,
-}
-
-impl RlsCallResult {
-    /// The names of all results, in declaration order.
-    pub const NAMES: [&str; 5] = [
-        Self::Ok.name(),
-        Self::OverLimit.name(),
-        Self::Unavailable.name(),
-        Self::Invalid.name(),
-        Self::Cancelled.name(),
-    ];
-
-    /// The name of the result in metric labels.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::OverLimit => "over_limit",
-            Self::Unavailable => "unavailable",
-            Self::Invalid => "invalid",
-            Self::Cancelled => "given_up",
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::RlsCallResult;
+    use super::*;
 
     #[test]
     fn names_match_discriminants() {
         assert_eq!(
-            RlsCallResult::NAMES.len(),
+            RlsCallResult::VARIANTS.len(),
             RlsCallResult::Cancelled as usize + 1
         );
         for one in [
@@ -52,7 +34,7 @@ mod tests {
             RlsCallResult::Invalid,
             RlsCallResult::Cancelled,
         ] {
-            assert_eq!(RlsCallResult::NAMES[one as usize], one.name());
+            assert_eq!(RlsCallResult::VARIANTS[one as usize], <&str>::from(one));
         }
     }
 }

@@ -136,7 +136,7 @@ async fn read_client_from_proxy_header(
     deadline: Instant,
 ) -> Result<Option<SocketAddr>, Option<ProxyHeaderError>> {
     let reject = |error: ProxyHeaderError| {
-        tracing::debug!(peer = %addr, kind = error.name(), "PROXY header rejected; connection closed");
+        tracing::debug!(peer = %addr, kind = error.into_str(), "PROXY header rejected; connection closed");
         Some(error)
     };
     let ip = addr.ip().to_canonical();

@@ -1,9 +1,13 @@
 //! Reasons why tidegate closes connections and streams.
 
-/// Why tidegate closed a client's connection or HTTP/2 stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+use strum::{IntoStaticStr, VariantNames};
+
+/// Why tidegate closed a client's connection or HTTP/2 stream. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum ConnectionCloseReason {
     /// The connection had no request for `idle_timeout`.
+    #[strum(serialize = "idle_timeout")]
     Idle,
     /// A request head was incomplete after `header_timeout`.
     HeaderTimeout,
@@ -25,46 +29,14 @@ pub enum ConnectionCloseReason {
     Memory,
 }
 
-impl ConnectionCloseReason {
-    /// Every [`ConnectionCloseReason::name`], in the order of declaration.
-    pub const NAMES: &[&str] = &[
-        Self::Idle.name(),
-        Self::HeaderTimeout.name(),
-        Self::BodyTimeout.name(),
-        Self::SlowRead.name(),
-        Self::Flood.name(),
-        Self::Protocol.name(),
-        Self::TunnelIdle.name(),
-        Self::ConnectionLimit.name(),
-        Self::ClientLimit.name(),
-        Self::Memory.name(),
-    ];
-
-    /// Name of the reason in metric labels.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Idle => "idle_timeout",
-            Self::HeaderTimeout => "header_timeout",
-            Self::BodyTimeout => "body_timeout",
-            Self::SlowRead => "slow_read",
-            Self::Flood => "flood",
-            Self::Protocol => "protocol",
-            Self::TunnelIdle => "tunnel_idle",
-            Self::ConnectionLimit => "connection_limit",
-            Self::ClientLimit => "client_limit",
-            Self::Memory => "memory",
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::ConnectionCloseReason;
+    use super::*;
 
     #[test]
     fn names_match_discriminants() {
         assert_eq!(
-            ConnectionCloseReason::NAMES.len(),
+            ConnectionCloseReason::VARIANTS.len(),
             ConnectionCloseReason::Memory as usize + 1
         );
         for one in [
@@ -79,7 +51,10 @@ mod tests {
             ConnectionCloseReason::ClientLimit,
             ConnectionCloseReason::Memory,
         ] {
-            assert_eq!(ConnectionCloseReason::NAMES[one as usize], one.name());
+            assert_eq!(
+                ConnectionCloseReason::VARIANTS[one as usize],
+                <&str>::from(one)
+            );
         }
     }
 }

@@ -1,5 +1,7 @@
 //! Reasons why a connection fails before its first request.
 
+use strum::{IntoStaticStr, VariantNames};
+
 /// Reason why a connection failed before its first request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HandshakeError {
@@ -7,8 +9,9 @@ pub enum HandshakeError {
     Tls(TlsHandshakeError),
 }
 
-/// Reason why a connection was closed because of its PROXY header.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Reason why a connection was closed because of its PROXY header. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum ProxyHeaderError {
     /// The peer is not in the configured networks.
     NotAllowed,
@@ -24,8 +27,9 @@ pub enum ProxyHeaderError {
     Checksum,
 }
 
-/// Reason why a TLS handshake failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Reason why a TLS handshake failed. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum TlsHandshakeError {
     /// The handshake did not complete in time.
     Timeout,
@@ -47,62 +51,6 @@ pub enum TlsHandshakeError {
     Other,
 }
 
-impl ProxyHeaderError {
-    /// Every [`ProxyHeaderError::name`], in the order of declaration.
-    pub const NAMES: &[&str] = &[
-        Self::NotAllowed.name(),
-        Self::Timeout.name(),
-        Self::Closed.name(),
-        Self::Absent.name(),
-        Self::Malformed.name(),
-        Self::TooLong.name(),
-        Self::Checksum.name(),
-    ];
-
-    /// Name of the error in metric labels.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::NotAllowed => "not_allowed",
-            Self::Timeout => "timeout",
-            Self::Closed => "closed",
-            Self::Absent => "absent",
-            Self::Malformed => "malformed",
-            Self::TooLong => "too_long",
-            Self::Checksum => "checksum",
-        }
-    }
-}
-
-impl TlsHandshakeError {
-    /// Every [`TlsHandshakeError::name`], in the order of declaration.
-    pub const NAMES: &[&str] = &[
-        Self::Timeout.name(),
-        Self::Closed.name(),
-        Self::Invalid.name(),
-        Self::Incompatible.name(),
-        Self::NoProtocol.name(),
-        Self::NoCertificate.name(),
-        Self::BadCertificate.name(),
-        Self::Refused.name(),
-        Self::Other.name(),
-    ];
-
-    /// Name of the error in metric labels.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Timeout => "timeout",
-            Self::Closed => "closed",
-            Self::Invalid => "invalid",
-            Self::Incompatible => "incompatible",
-            Self::NoProtocol => "no_protocol",
-            Self::NoCertificate => "no_certificate",
-            Self::BadCertificate => "bad_certificate",
-            Self::Refused => "refused",
-            Self::Other => "other",
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -110,7 +58,7 @@ mod tests {
     #[test]
     fn error_names_match_their_discriminants() {
         assert_eq!(
-            TlsHandshakeError::NAMES.len(),
+            TlsHandshakeError::VARIANTS.len(),
             TlsHandshakeError::Other as usize + 1
         );
         for error in [
@@ -118,10 +66,13 @@ mod tests {
             TlsHandshakeError::NoCertificate,
             TlsHandshakeError::Other,
         ] {
-            assert_eq!(TlsHandshakeError::NAMES[error as usize], error.name());
+            assert_eq!(
+                TlsHandshakeError::VARIANTS[error as usize],
+                <&str>::from(error)
+            );
         }
         assert_eq!(
-            ProxyHeaderError::NAMES.len(),
+            ProxyHeaderError::VARIANTS.len(),
             ProxyHeaderError::Checksum as usize + 1
         );
         for error in [
@@ -129,7 +80,10 @@ mod tests {
             ProxyHeaderError::Absent,
             ProxyHeaderError::Checksum,
         ] {
-            assert_eq!(ProxyHeaderError::NAMES[error as usize], error.name());
+            assert_eq!(
+                ProxyHeaderError::VARIANTS[error as usize],
+                <&str>::from(error)
+            );
         }
     }
 }

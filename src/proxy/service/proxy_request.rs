@@ -354,7 +354,7 @@ fn finish_upstream_span(
     if let Some(recording) = &mut summary.recording {
         recording.finish_upstream_span(match result {
             Ok(response) => Ok(response.status().as_u16()),
-            Err(ForwardError::Upstream(error)) => Err(error.kind.name()),
+            Err(ForwardError::Upstream(error)) => Err(error.kind.into_str()),
             Err(ForwardError::MaxDurationExceeded) => Err("overlong"),
         });
     }

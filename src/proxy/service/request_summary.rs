@@ -122,7 +122,7 @@ impl ProxyService {
             client_ip: summary.client.ip,
             status,
             time_to_head: responded_at - summary.arrived_at,
-            decision: classify_verdict(verdict).label(),
+            decision: classify_verdict(verdict).into_str(),
             policy,
             unenforced_rejections: Some(&verdict.unenforced_rejections),
             retry_after_us: verdict.outcome.retry_after_us(),
@@ -141,7 +141,8 @@ impl ProxyService {
                 limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.status.remaining)),
                 source: verdict
                     .source
-                    .map(DecisionSource::label)
+                    .as_ref()
+                    .map(DecisionSource::into_str)
                     .zip(verdict.decided_at),
             });
         }

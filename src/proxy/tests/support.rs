@@ -210,7 +210,7 @@ impl RequestHandler for ForwardingHandler {
         );
         match sent.await {
             Ok(response) => response,
-            Err(error) => text_response(StatusCode::BAD_GATEWAY, error.kind.name()),
+            Err(error) => text_response(StatusCode::BAD_GATEWAY, error.kind.into_str()),
         }
     }
 }

@@ -65,7 +65,7 @@ impl RequestHandler for StallingHandler {
             .await
         {
             Ok(response) => response,
-            Err(error) => text_response(::http::StatusCode::BAD_GATEWAY, error.kind.name()),
+            Err(error) => text_response(::http::StatusCode::BAD_GATEWAY, error.kind.into_str()),
         }
     }
 }

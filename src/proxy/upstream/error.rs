@@ -1,7 +1,7 @@
 //! Errors of requests that received no response from the upstream.
 
-use std::fmt;
 use std::time::Duration;
+use strum::{Display, IntoStaticStr, VariantNames};
 
 /// A request that received no response, with the cause.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -13,7 +13,9 @@ pub struct UpstreamError {
 }
 
 /// Cause of an [`UpstreamError`]. The upstream is responsible unless the variant says otherwise.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// The names are those in metrics and logs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Display, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum UpstreamErrorKind {
     /// The upstream refused the TCP connection.
     ConnectRefused,
@@ -34,18 +36,22 @@ pub enum UpstreamErrorKind {
     /// No response head arrived within `response_timeout`.
     ResponseTimeout,
     /// The connection ended before a complete response head arrived.
+    #[strum(serialize = "terminated")]
     ConnectionTerminated,
     /// The response is not valid HTTP.
     Protocol,
     /// The upstream reset the HTTP/2 stream of the request.
+    #[strum(serialize = "reset")]
     StreamReset,
     /// The upstream speaks HTTP/2 and does not support WebSockets over it (RFC 8441).
+    #[strum(serialize = "upgrade")]
     UpgradeUnsupported,
     /// Client error: the client stopped sending the request body.
     RequestBodyTimeout,
     /// Client error: the request body exceeds `max_body_bytes`.
     RequestBodyTooLarge,
     /// Client error: the client disconnected during the request body.
+    #[strum(serialize = "client_gone")]
     ClientDisconnected,
 }
 
@@ -105,54 +111,6 @@ impl UpstreamErrorKind {
         Self::StreamReset as usize,
         Self::UpgradeUnsupported as usize,
     ];
-
-    /// The names of all error kinds, in declaration order.
-    pub const NAMES: &[&str] = &[
-        Self::ConnectRefused.name(),
-        Self::ConnectFailed.name(),
-        Self::ConnectTimeout.name(),
-        Self::Dns.name(),
-        Self::Tls.name(),
-        Self::QueueFull.name(),
-        Self::QueueTimeout.name(),
-        Self::TunnelLimit.name(),
-        Self::ResponseTimeout.name(),
-        Self::ConnectionTerminated.name(),
-        Self::Protocol.name(),
-        Self::StreamReset.name(),
-        Self::UpgradeUnsupported.name(),
-        Self::RequestBodyTimeout.name(),
-        Self::RequestBodyTooLarge.name(),
-        Self::ClientDisconnected.name(),
-    ];
-
-    /// The name of the error kind in metrics and logs.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::ConnectRefused => "connect_refused",
-            Self::ConnectFailed => "connect_failed",
-            Self::ConnectTimeout => "connect_timeout",
-            Self::Dns => "dns",
-            Self::Tls => "tls",
-            Self::QueueFull => "queue_full",
-            Self::QueueTimeout => "queue_timeout",
-            Self::TunnelLimit => "tunnel_limit",
-            Self::ResponseTimeout => "response_timeout",
-            Self::ConnectionTerminated => "terminated",
-            Self::Protocol => "protocol",
-            Self::StreamReset => "reset",
-            Self::UpgradeUnsupported => "upgrade",
-            Self::RequestBodyTimeout => "request_body_timeout",
-            Self::RequestBodyTooLarge => "request_body_too_large",
-            Self::ClientDisconnected => "client_gone",
-        }
-    }
-}
-
-impl fmt::Display for UpstreamErrorKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 impl UpstreamError {
@@ -212,17 +170,18 @@ pub(in crate::proxy) fn format_error_chain(error: &dyn std::error::Error) -> Str
 #[cfg(test)]
 mod tests {
     use super::UpstreamErrorKind;
+    use strum::VariantNames;
 
     #[test]
     fn error_kind_names_are_in_declaration_order() {
         let last = UpstreamErrorKind::ClientDisconnected;
-        assert_eq!(UpstreamErrorKind::NAMES.len(), last as usize + 1);
+        assert_eq!(UpstreamErrorKind::VARIANTS.len(), last as usize + 1);
         for kind in [
             UpstreamErrorKind::ConnectRefused,
             UpstreamErrorKind::ResponseTimeout,
             last,
         ] {
-            assert_eq!(UpstreamErrorKind::NAMES[kind as usize], kind.name());
+            assert_eq!(UpstreamErrorKind::VARIANTS[kind as usize], kind.into_str());
         }
     }
 }

@@ -12,7 +12,7 @@ use std::task::Poll;
 use tokio::time::Instant;
 
 use super::UpstreamClient;
-use super::error::UpstreamErrorKind;
+use super::error::{UpstreamError, UpstreamErrorKind};
 use super::pool::{PooledConnection, UpstreamConnection};
 use super::response_body::{UpstreamBody, UpstreamBodySource};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
@@ -29,6 +29,8 @@ pub(super) enum ExchangeFailure {
     GoAway,
     MaybeProcessed,
 }
+
+pub(super) type ExchangeError = (ExchangeFailure, UpstreamError);
 
 impl UpstreamClient {
     fn build_response_body(
@@ -48,7 +50,10 @@ impl UpstreamClient {
         ))
     }
 
-    /// Waits for `response_future`. Returns `None` if `response_timeout` elapses first.
+    /// Waits for `response_future`, which returns `None` after too many informational responses.
+    ///
+    /// # Errors
+    /// If it returns `None`, or `response_timeout` elapses first.
     ///
     /// `response_timeout` counts from the last body chunk handed over, or from `sent_at` without a
     /// body. It does not run while the proxy waits for the client to send more of the body; a
@@ -56,17 +61,19 @@ impl UpstreamClient {
     async fn await_within_response_timeout<T>(
         &self,
         connection: &mut UpstreamConnection,
-        response_future: impl Future<Output = T>,
+        response_future: impl Future<Output = Option<T>>,
         progress: Option<&RequestBodyProgress>,
         sent_at: Instant,
-    ) -> Option<T> {
+    ) -> Result<T, ExchangeError> {
+        let fail = |error| (ExchangeFailure::MaybeProcessed, error);
+        let flood = || fail(UpstreamError::informational_flood());
         let mut answer = pin!(response_future);
         let Some(limit) = self.pool.settings().response_timeout else {
-            return Some(answer.await);
+            return answer.await.ok_or_else(flood);
         };
         poll_fn(|cx| {
             if let Poll::Ready(answer) = answer.as_mut().poll(cx) {
-                return Poll::Ready(Some(answer));
+                return Poll::Ready(answer.ok_or_else(flood));
             }
             let since =
                 match progress.map(|progress| (progress.state(), progress.last_progress_at())) {
@@ -74,7 +81,8 @@ impl UpstreamClient {
                     Some((_, moved)) => moved,
                     None => sent_at,
                 };
-            connection.timer.poll(since + limit, cx).map(|()| None)
+            let expired = connection.timer.poll(since + limit, cx);
+            expired.map(|()| Err(fail(UpstreamError::response_timeout())))
         })
         .await
     }

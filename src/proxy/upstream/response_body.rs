@@ -280,7 +280,7 @@ impl UpstreamBody {
         self.lease = None;
         self.slot_guard = None;
         self.cost_meter = None;
-        self.finish_recording(Err(error.name()));
+        self.finish_recording(Err((&error).into()));
         error
     }
 

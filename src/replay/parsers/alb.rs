@@ -8,12 +8,12 @@
 //! `creation_time` the arrival of the request.
 
 use super::fields::{
-    parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
+    parse_address, parse_number, parse_request_line, push_header_values, split_at_unescaped_quote,
     split_field, unescape_field,
 };
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
-use super::timestamps::parse_rfc3339;
+use super::timestamps::{parse_rfc3339, seconds_to_micros};
 use smallvec::SmallVec;
 
 const CONNECTION_TYPES: [&[u8]; 6] = [b"http", b"https", b"h2", b"grpcs", b"ws", b"wss"];
@@ -33,11 +33,7 @@ impl AlbLineParser {
         }
     }
 
-    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
-        self.parse_request(line).unwrap_or(ParsedLine::Broken)
-    }
-
-    fn parse_request<'l>(&self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
+    pub(super) fn parse_line<'l>(&self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
         let mut words = line.splitn(13, |byte| *byte == b' ');
         let kind = words.next().filter(|kind| CONNECTION_TYPES.contains(kind));
         let (_kind, end_time, _elb, client, _target) = (
@@ -71,25 +67,14 @@ impl AlbLineParser {
         };
         let (host, target) = split_url(url)?;
         let mut headers = ParsedHeaders::new();
-        for (header_indices, text) in [
-            (&self.user_agent_headers, user_agent),
-            (&self.trace_id_headers, trace_id),
-        ] {
-            if let Some(text) = present_value(text) {
-                let values = header_indices
-                    .iter()
-                    .map(|place| (*place, unescape_field(text)));
-                headers.extend(values);
-            }
-        }
+        push_header_values(&mut headers, &self.user_agent_headers, user_agent);
+        push_header_values(&mut headers, &self.trace_id_headers, trace_id);
         Some(ParsedLine::Request(ParsedRequest {
             arrival_us,
             has_whole_second_time,
             duration_us,
             peer: parse_address(client),
-            status: parse_number(status)
-                .and_then(|status| u16::try_from(status).ok())
-                .unwrap_or_default(),
+            status: parse_number(status).unwrap_or_default(),
             method: method.into(),
             target: unescape_field(target),
             host: host.into(),
@@ -102,10 +87,9 @@ impl AlbLineParser {
 fn parse_duration_us(times: [&[u8]; 3]) -> Option<u64> {
     let seconds = times
         .into_iter()
-        .map(|time| str::from_utf8(time).ok()?.parse::<f64>().ok())
+        .map(parse_number::<f64>)
         .sum::<Option<f64>>()?;
-    let duration = std::time::Duration::try_from_secs_f64(seconds).ok()?;
-    u64::try_from(duration.as_micros()).ok()
+    seconds_to_micros(seconds)
 }
 
 /// Splits `https://host:443/path?query` into host with port and target.

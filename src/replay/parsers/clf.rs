@@ -6,8 +6,8 @@
 //! router and service and a duration in milliseconds.
 
 use super::fields::{
-    parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
-    split_field, split_word, unescape_field,
+    parse_address, parse_number, push_header_values, split_at_unescaped_quote, split_field,
+    split_request_line, split_word, unescape_field,
 };
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
@@ -47,28 +47,17 @@ impl ClfLineParser {
         }
     }
 
-    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
-        self.parse_request(line).unwrap_or(ParsedLine::Broken)
-    }
-
-    fn parse_request<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
+    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
         let (head, at_us, rest) = self.split_at_timestamp(line)?;
         let (request, rest) = split_at_unescaped_quote(rest.strip_prefix(b" \"")?)?;
         let (status, rest) = split_word(rest.strip_prefix(b" ")?);
         let (_bytes, rest) = split_word(rest);
-        let status = parse_number(status).and_then(|status| u16::try_from(status).ok())?;
+        let status = parse_number(status)?;
         let request = unescape_field(request);
-        let (method, target) = match &request {
-            // Without a request line, the client sent no HTTP request: TLS bytes, for example, or
-            // nothing.
-            Cow::Borrowed(text) => match parse_request_line(text) {
-                Some((method, target)) => (method.into(), target.into()),
-                None => return Some(ParsedLine::Other),
-            },
-            Cow::Owned(text) => match parse_request_line(text) {
-                Some((method, target)) => (method.to_vec().into(), target.to_vec().into()),
-                None => return Some(ParsedLine::Other),
-            },
+        // Without a request line, the client sent no HTTP request: TLS bytes, for example, or
+        // nothing.
+        let Some((method, target)) = split_request_line(request) else {
+            return Some(ParsedLine::Other);
         };
         let (host, peer, user) = split_client_fields(head)?;
         let mut headers = ParsedHeaders::new();
@@ -131,17 +120,7 @@ impl ClfLineParser {
         }
         let digits = rest.strip_suffix(b"ms")?;
         let start = memchr::memrchr(b' ', digits)? + 1;
-        parse_number(digits.get(start..)?)?.checked_mul(1000)
-    }
-}
-
-fn push_header_values<'l>(headers: &mut ParsedHeaders<'l>, header_indices: &[u16], text: &'l [u8]) {
-    if let (Some(text), false) = (present_value(text), header_indices.is_empty()) {
-        headers.extend(
-            header_indices
-                .iter()
-                .map(|place| (*place, unescape_field(text))),
-        );
+        parse_number::<u64>(digits.get(start..)?)?.checked_mul(1000)
     }
 }
 

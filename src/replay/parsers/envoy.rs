@@ -7,8 +7,8 @@
 //! writes the line, so the last address in this header is the peer.
 
 use super::fields::{
-    parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
-    unescape_field,
+    parse_address, parse_number, parse_request_line, present_value, push_header_values,
+    split_at_unescaped_quote, unescape_field,
 };
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
@@ -34,11 +34,7 @@ impl EnvoyLineParser {
         }
     }
 
-    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
-        self.parse_request(line).unwrap_or(ParsedLine::Broken)
-    }
-
-    fn parse_request<'l>(&self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
+    pub(super) fn parse_line<'l>(&self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
         let rest = line.strip_prefix(b"[")?;
         let (time, rest) = rest.split_at_checked(memchr::memchr(b']', rest)?)?;
         let (at_us, has_whole_second_time) = parse_rfc3339(time)?;
@@ -65,25 +61,15 @@ impl EnvoyLineParser {
             None => (&[][..], forwarded),
         };
         let mut headers = ParsedHeaders::new();
-        for (header_indices, text) in [
-            (&self.forwarded_for_headers, before),
-            (&self.user_agent_headers, agent),
-            (&self.request_id_headers, request_id),
-        ] {
-            if let Some(text) = present_value(text) {
-                headers.extend(
-                    header_indices
-                        .iter()
-                        .map(|place| (*place, unescape_field(text))),
-                );
-            }
-        }
+        push_header_values(&mut headers, &self.forwarded_for_headers, before);
+        push_header_values(&mut headers, &self.user_agent_headers, agent);
+        push_header_values(&mut headers, &self.request_id_headers, request_id);
         Some(ParsedLine::Request(ParsedRequest {
             arrival_us: at_us,
             has_whole_second_time,
-            duration_us: parse_number(duration).map(|ms| ms.saturating_mul(1000)),
+            duration_us: parse_number(duration).map(|ms: u64| ms.saturating_mul(1000)),
             peer: parse_address(peer.trim_ascii()),
-            status: u16::try_from(status).ok()?,
+            status,
             method: method.into(),
             target: unescape_field(target),
             host: present_value(authority).unwrap_or_default().into(),

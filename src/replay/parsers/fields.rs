@@ -1,7 +1,9 @@
 //! Parses the fields that several log formats share.
 
+use super::parsed_line::ParsedHeaders;
 use std::borrow::Cow;
 use std::net::IpAddr;
+use std::str::FromStr;
 
 /// Splits `METHOD TARGET PROTOCOL` into method and target. Returns `None` for any other text.
 pub(super) fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
@@ -19,6 +21,20 @@ pub(super) fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
             .iter()
             .all(|byte| byte.is_ascii_uppercase() || *byte == b'-');
     (is_method && !target.is_empty()).then_some((method, target))
+}
+
+/// Like [`parse_request_line`], for an unescaped text.
+pub(super) fn split_request_line(text: Cow<'_, [u8]>) -> Option<(Cow<'_, [u8]>, Cow<'_, [u8]>)> {
+    match text {
+        Cow::Borrowed(text) => {
+            let (method, target) = parse_request_line(text)?;
+            Some((method.into(), target.into()))
+        }
+        Cow::Owned(text) => {
+            let (method, target) = parse_request_line(&text)?;
+            Some((method.to_vec().into(), target.to_vec().into()))
+        }
+    }
 }
 
 /// Parses an IP address with an optional port.
@@ -93,8 +109,20 @@ pub(super) fn present_value(text: &[u8]) -> Option<&[u8]> {
     Some(text).filter(|text| !text.is_empty() && *text != b"-")
 }
 
-pub(super) fn parse_number(text: &[u8]) -> Option<u64> {
+pub(super) fn parse_number<T: FromStr>(text: &[u8]) -> Option<T> {
     str::from_utf8(text).ok()?.parse().ok()
+}
+
+/// Adds the value of a field to the headers that it holds.
+pub(super) fn push_header_values<'l>(
+    headers: &mut ParsedHeaders<'l>,
+    header_indices: &[u16],
+    text: &'l [u8],
+) {
+    if let Some(text) = present_value(text) {
+        let values = header_indices.iter();
+        headers.extend(values.map(|place| (*place, unescape_field(text))));
+    }
 }
 
 /// Splits at the next space.

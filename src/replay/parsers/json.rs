@@ -1,9 +1,9 @@
 //! Parses logs with one JSON object per line.
 
-use super::fields::{parse_address, parse_number, parse_request_line, present_value};
+use super::fields::{parse_address, parse_number, present_value, split_request_line};
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
-use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339};
+use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339, seconds_to_micros};
 use serde_json::Value;
 use std::borrow::Cow;
 
@@ -24,7 +24,7 @@ pub(super) struct JsonLogSchema {
     /// Duration fields, each with its unit in microseconds.
     duration: &'static [(&'static str, f64)],
     /// Returns the field names of a header.
-    header_fields: fn(&str) -> [String; 2],
+    header_fields: fn(&str) -> Vec<String>,
     /// Whether the last address in `X-Forwarded-For` is the peer address.
     peer_from_forwarded_for: bool,
     /// Field and value that mark a record as a request.
@@ -41,7 +41,7 @@ pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
     peer: &["client_ip"],
     status: &["status"],
     duration: &[("head_ms", 1e3)],
-    header_fields: |name| [name.to_owned(), String::new()],
+    header_fields: |name| vec![name.to_owned()],
     peer_from_forwarded_for: false,
     record_marker: Some(("target", "access")),
 };
@@ -56,12 +56,7 @@ pub(super) static TRAEFIK_SCHEMA: JsonLogSchema = JsonLogSchema {
     peer: &["ClientHost", "ClientAddr"],
     status: &["DownstreamStatus"],
     duration: &[("Duration", 1e-3)],
-    header_fields: |name| {
-        [
-            format!("request_{}", capitalize_header_name(name)),
-            String::new(),
-        ]
-    },
+    header_fields: |name| vec![format!("request_{}", capitalize_header_name(name))],
     peer_from_forwarded_for: false,
     record_marker: None,
 };
@@ -76,12 +71,7 @@ pub(super) static CADDY_SCHEMA: JsonLogSchema = JsonLogSchema {
     peer: &["request.remote_ip", "request.remote_addr"],
     status: &["status"],
     duration: &[("duration", 1e6)],
-    header_fields: |name| {
-        [
-            format!("request.headers.{}", capitalize_header_name(name)),
-            String::new(),
-        ]
-    },
+    header_fields: |name| vec![format!("request.headers.{}", capitalize_header_name(name))],
     peer_from_forwarded_for: false,
     record_marker: None,
 };
@@ -99,7 +89,7 @@ pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
     ],
     status: &["response_code"],
     duration: &[("duration", 1e3)],
-    header_fields: |name| [name.replace('-', "_"), name.to_owned()],
+    header_fields: |name| vec![name.replace('-', "_"), name.to_owned()],
     peer_from_forwarded_for: true,
     record_marker: None,
 };
@@ -122,7 +112,7 @@ pub(super) static GENERIC_SCHEMA: JsonLogSchema = JsonLogSchema {
     peer: &["remote_addr", "remote_ip", "client_ip"],
     status: &["status"],
     duration: &[("request_time", 1e6)],
-    header_fields: |name| [format!("http_{}", name.replace('-', "_")), name.to_owned()],
+    header_fields: |name| vec![format!("http_{}", name.replace('-', "_")), name.to_owned()],
     peer_from_forwarded_for: false,
     record_marker: None,
 };
@@ -154,19 +144,15 @@ pub(in super::super) struct JsonLineParser {
 impl JsonLineParser {
     pub(super) fn new(schema: &'static JsonLogSchema, required_headers: &RequiredHeaders) -> Self {
         let fields_of_header = |place: u16, name: &str| {
-            let mapped = required_headers
-                .field_mappings
-                .iter()
-                .filter(|(at, _)| *at == place)
-                .map(|(_, field)| field.clone());
-            let mapped: Vec<Box<str>> = mapped.collect();
-            let default_fields = (schema.header_fields)(name)
-                .into_iter()
-                .filter(|field| !field.is_empty());
-            if mapped.is_empty() {
-                default_fields.map(Into::into).collect()
-            } else {
-                mapped
+            let mappings = required_headers.field_mappings.iter();
+            let mapped = mappings.filter(|(at, _)| *at == place);
+            let mapped: Vec<Box<str>> = mapped.map(|(_, field)| field.clone()).collect();
+            match mapped.is_empty() {
+                true => (schema.header_fields)(name)
+                    .into_iter()
+                    .map(Into::into)
+                    .collect(),
+                false => mapped,
             }
         };
         let headers = (0..)
@@ -180,21 +166,15 @@ impl JsonLineParser {
         }
     }
 
-    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
-        let Ok(record) = serde_json::from_slice::<Value>(line) else {
-            return ParsedLine::Broken;
-        };
+    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
+        let record: Value = serde_json::from_slice(line).ok()?;
         match self.schema.record_marker {
             Some((field, expected))
                 if text_at(&record, field).as_deref() != Some(expected.as_bytes()) =>
             {
-                if record.is_object() {
-                    ParsedLine::Other
-                } else {
-                    ParsedLine::Broken
-                }
+                record.is_object().then_some(ParsedLine::Other)
             }
-            _ => self.parse_request(&record).unwrap_or(ParsedLine::Broken),
+            _ => self.parse_request(&record),
         }
     }
 
@@ -204,14 +184,7 @@ impl JsonLineParser {
             .duration
             .iter()
             .find_map(|(field, unit)| Some(parse_duration_value(value_at(record, field)?)? * unit));
-        let took_us = duration_us.and_then(|us| {
-            u64::try_from(
-                std::time::Duration::try_from_secs_f64(us / 1e6)
-                    .ok()?
-                    .as_micros(),
-            )
-            .ok()
-        });
+        let took_us = duration_us.and_then(|us| seconds_to_micros(us / 1e6));
         let (at_us, has_whole_second_time, is_end) =
             schema.time.iter().find_map(|(field, is_end)| {
                 let (at_us, has_whole_second_time) = self.parse_time(value_at(record, field)?)?;
@@ -227,14 +200,10 @@ impl JsonLineParser {
         let first_text = |fields: &[&str]| fields.iter().find_map(|field| text_at(record, field));
         let (method, mut target) = match (first_text(schema.method), first_text(schema.target)) {
             (Some(method), Some(target)) => (method, target),
-            _ => {
-                let request = first_text(schema.request)?;
-                let (method, target) = match parse_request_line(&request) {
-                    Some((method, target)) => (method.to_vec(), target.to_vec()),
-                    None => return Some(ParsedLine::Other),
-                };
-                (method.into(), target.into())
-            }
+            _ => match split_request_line(first_text(schema.request)?) {
+                Some(split) => split,
+                None => return Some(ParsedLine::Other),
+            },
         };
         if let Some(query) = first_text(schema.query).filter(|_| !target.contains(&b'?')) {
             target.to_mut().push(b'?');
@@ -256,9 +225,7 @@ impl JsonLineParser {
             has_whole_second_time,
             duration_us: took_us,
             peer,
-            status: status
-                .and_then(|status| u16::try_from(status).ok())
-                .unwrap_or_default(),
+            status: status.unwrap_or_default(),
             method,
             target,
             host: first_text(schema.host).unwrap_or_default(),

@@ -19,11 +19,12 @@ pub(crate) use timestamps::parse_rfc3339;
 
 pub use template::LineTemplate;
 
-use std::fmt;
 use std::sync::Arc;
+use strum::{Display, IntoStaticStr};
 
-/// Access log format.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Access log format. The names are those of `--format`.
+#[derive(Clone, Debug, PartialEq, Eq, Display, IntoStaticStr)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
 pub enum AccessLogFormat {
     /// `combined`, `common` and `vhost_combined` of nginx and Apache, and the text format of
     /// Traefik. Lines may end with more quoted fields.
@@ -55,6 +56,7 @@ pub(super) enum LineParser {
 
 impl LineParser {
     pub(super) fn new(format: AccessLogFormat, required_headers: &RequiredHeaders) -> Self {
+        let json = |schema| Self::Json(json::JsonLineParser::new(schema, required_headers));
         match format {
             AccessLogFormat::Combined => Self::Combined(clf::ClfLineParser::new(required_headers)),
             AccessLogFormat::Envoy => Self::Envoy(envoy::EnvoyLineParser::new(required_headers)),
@@ -63,38 +65,24 @@ impl LineParser {
                 &template,
                 required_headers,
             )),
-            AccessLogFormat::EnvoyJson => Self::Json(json::JsonLineParser::new(
-                &json::ENVOY_SCHEMA,
-                required_headers,
-            )),
-            AccessLogFormat::TraefikJson => Self::Json(json::JsonLineParser::new(
-                &json::TRAEFIK_SCHEMA,
-                required_headers,
-            )),
-            AccessLogFormat::Caddy => Self::Json(json::JsonLineParser::new(
-                &json::CADDY_SCHEMA,
-                required_headers,
-            )),
-            AccessLogFormat::Tidegate => Self::Json(json::JsonLineParser::new(
-                &json::TIDEGATE_SCHEMA,
-                required_headers,
-            )),
-            AccessLogFormat::Json => Self::Json(json::JsonLineParser::new(
-                &json::GENERIC_SCHEMA,
-                required_headers,
-            )),
+            AccessLogFormat::EnvoyJson => json(&json::ENVOY_SCHEMA),
+            AccessLogFormat::TraefikJson => json(&json::TRAEFIK_SCHEMA),
+            AccessLogFormat::Caddy => json(&json::CADDY_SCHEMA),
+            AccessLogFormat::Tidegate => json(&json::TIDEGATE_SCHEMA),
+            AccessLogFormat::Json => json(&json::GENERIC_SCHEMA),
         }
     }
 
     /// Parses a line without its line ending.
     pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
-        match self {
+        let parsed = match self {
             Self::Combined(parser) => parser.parse_line(line),
             Self::Envoy(parser) => parser.parse_line(line),
             Self::Alb(parser) => parser.parse_line(line),
             Self::Template(parser) => parser.parse_line(line),
             Self::Json(parser) => parser.parse_line(line),
-        }
+        };
+        parsed.unwrap_or(ParsedLine::Broken)
     }
 }
 
@@ -110,21 +98,6 @@ impl AccessLogFormat {
         Self::EnvoyJson,
         Self::Json,
     ];
-
-    /// Returns the name used by `--format`.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Combined => "combined",
-            Self::Envoy => "envoy",
-            Self::Alb => "alb",
-            Self::EnvoyJson => "envoy-json",
-            Self::TraefikJson => "traefik-json",
-            Self::Caddy => "caddy",
-            Self::Tidegate => "tidegate",
-            Self::Json => "json",
-            Self::Custom(_) => "custom",
-        }
-    }
 
     /// Returns whether the format records the query string.
     pub fn records_query(&self) -> bool {
@@ -152,12 +125,6 @@ impl AccessLogFormat {
         // The order is reversed, because `max_by_key` returns the last of equal elements.
         let (count, format) = counted.rev().max_by_key(|(count, _)| *count)?;
         (count > 0).then_some(format)
-    }
-}
-
-impl fmt::Display for AccessLogFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

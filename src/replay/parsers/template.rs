@@ -6,15 +6,14 @@
 //! names of nginx variables.
 
 use super::fields::{
-    parse_address, parse_number, parse_request_line, present_value, split_at_unescaped_quote,
+    parse_address, parse_number, present_value, split_at_unescaped_quote, split_request_line,
     unescape_field,
 };
 use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
-use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339};
+use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339, seconds_to_micros};
 use smallvec::SmallVec;
 use std::borrow::Cow;
-use std::time::Duration;
 
 /// A parsed log format.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -284,13 +283,8 @@ impl TemplateLineParser {
         }
     }
 
-    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
-        match self.find_fields(line) {
-            Some(found) => found
-                .into_request(self.has_arrival_time)
-                .unwrap_or(ParsedLine::Broken),
-            None => ParsedLine::Broken,
-        }
+    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
+        self.find_fields(line)?.into_request(self.has_arrival_time)
     }
 
     fn find_fields<'l>(&mut self, line: &'l [u8]) -> Option<FoundFields<'l>> {
@@ -327,14 +321,13 @@ impl<'l> FoundFields<'l> {
             FieldKind::ClfTime => self.time = Some((clf_time_parser.parse(text)?, true)),
             FieldKind::IsoTime => self.time = Some(parse_rfc3339(text)?),
             FieldKind::EpochTime(parts) => {
-                let seconds = parse_float(text)? / f64::from(parts);
+                let seconds = parse_number::<f64>(text)? / f64::from(parts);
                 let (at_us, is_whole) = epoch_seconds_to_micros(seconds)?;
                 self.time = Some((at_us, is_whole && parts == 1));
             }
             FieldKind::Duration(parts) => {
-                let seconds = parse_float(text).unwrap_or_default() / f64::from(parts);
-                let duration = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-                self.duration_us = u64::try_from(duration.as_micros()).ok();
+                let seconds = parse_number::<f64>(text).unwrap_or_default() / f64::from(parts);
+                self.duration_us = Some(seconds_to_micros(seconds).unwrap_or_default());
             }
             FieldKind::RequestLine => self.request_line = Some(text),
             FieldKind::Method => self.method = Some(text),
@@ -343,7 +336,7 @@ impl<'l> FoundFields<'l> {
             FieldKind::Peer => self.peer = Some(text),
             FieldKind::Host => self.host = self.host.or(Some(text)),
             FieldKind::Status => {
-                self.status = Some(u16::try_from(parse_number(text)?).ok()?);
+                self.status = Some(parse_number(text)?);
             }
             FieldKind::Cookie | FieldKind::Other => {}
         }
@@ -362,13 +355,10 @@ impl<'l> FoundFields<'l> {
         let (method, mut target): (Cow<'l, [u8]>, Cow<'l, [u8]>) = match (self.method, self.target)
         {
             (Some(method), Some(target)) => (method.into(), unescape_field(target)),
-            _ => {
-                let unescaped = unescape_field(self.request_line?);
-                match parse_request_line(&unescaped) {
-                    Some((method, target)) => (method.to_vec().into(), target.to_vec().into()),
-                    None => return Some(ParsedLine::Other),
-                }
-            }
+            _ => match split_request_line(unescape_field(self.request_line?)) {
+                Some(split) => split,
+                None => return Some(ParsedLine::Other),
+            },
         };
         if let Some(query) = self.query.filter(|_| !target.contains(&b'?')) {
             target.to_mut().push(b'?');
@@ -389,8 +379,4 @@ impl<'l> FoundFields<'l> {
             headers: self.headers,
         }))
     }
-}
-
-fn parse_float(text: &[u8]) -> Option<f64> {
-    str::from_utf8(text).ok()?.parse().ok()
 }

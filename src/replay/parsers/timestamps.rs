@@ -1,14 +1,11 @@
 //! Parses the time formats of access logs, in microseconds since the Unix epoch.
 
+use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
-use time::{Date, Month, OffsetDateTime, PrimitiveDateTime, Time, UtcOffset};
+use time::macros::format_description;
 
 /// Length of a CLF time such as `19/Nov/2026:13:55:36 +0100`.
 pub(super) const CLF_TIME_LEN: usize = 26;
-
-const MONTHS: [&[u8]; 12] = [
-    b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec",
-];
 
 /// Parses CLF times and caches the last one, because consecutive lines often have the same time.
 #[derive(Debug)]
@@ -37,63 +34,15 @@ impl ClfTimeParser {
 }
 
 fn parse_clf_time(text: &[u8; CLF_TIME_LEN]) -> Option<u64> {
-    let [
-        d1,
-        d2,
-        b'/',
-        m1,
-        m2,
-        m3,
-        b'/',
-        y1,
-        y2,
-        y3,
-        y4,
-        b':',
-        rest @ ..,
-    ] = text
-    else {
-        return None;
-    };
-    let [
-        h1,
-        h2,
-        b':',
-        n1,
-        n2,
-        b':',
-        s1,
-        s2,
-        b' ',
-        sign @ (b'+' | b'-'),
-        o1,
-        o2,
-        o3,
-        o4,
-    ] = rest
-    else {
-        return None;
-    };
-    let two_digits = |tens: &u8, ones: &u8| Some(parse_digit(*tens)? * 10 + parse_digit(*ones)?);
-    let month = MONTHS.iter().position(|name| **name == [*m1, *m2, *m3])?;
-    let month = Month::try_from(u8::try_from(month).ok()? + 1).ok()?;
-    let year = i32::from(two_digits(y1, y2)?) * 100 + i32::from(two_digits(y3, y4)?);
-    let date = Date::from_calendar_date(year, month, two_digits(d1, d2)?).ok()?;
+    let format = format_description!(
+        "[day]/[month repr:short]/[year]:[hour]:[minute]:[second] [offset_hour sign:mandatory][offset_minute]"
+    );
+    let mut text = *text;
     // A leap second counts as second 59.
-    let time = Time::from_hms(
-        two_digits(h1, h2)?,
-        two_digits(n1, n2)?,
-        two_digits(s1, s2)?.min(59),
-    )
-    .ok()?;
-    let minutes = i32::from(two_digits(o1, o2)?) * 60 + i32::from(two_digits(o3, o4)?);
-    let east = if *sign == b'-' { -minutes } else { minutes };
-    let offset = UtcOffset::from_whole_seconds(east * 60).ok()?;
-    to_unix_micros(PrimitiveDateTime::new(date, time).assume_offset(offset))
-}
-
-fn parse_digit(byte: u8) -> Option<u8> {
-    byte.is_ascii_digit().then(|| byte - b'0')
+    if let [.., tens @ b'6', ones @ b'0', b' ', _, _, _, _, _] = &mut text {
+        (*tens, *ones) = (b'5', b'9');
+    }
+    to_unix_micros(OffsetDateTime::parse(str::from_utf8(&text).ok()?, &format).ok()?)
 }
 
 /// Parses a time such as `2026-11-19T13:55:36.123Z`, with `T` or a space. Also returns whether the
@@ -113,10 +62,14 @@ pub(super) fn epoch_seconds_to_micros(seconds: f64) -> Option<(u64, bool)> {
     // Times after the year 2255 are rejected, because a double does not hold their microseconds
     // exactly.
     let is_date = (0.0..9e9).contains(&seconds);
-    let us = is_date
-        .then(|| std::time::Duration::from_secs_f64(seconds))?
-        .as_micros();
-    Some((u64::try_from(us).ok()?, seconds.fract() == 0.0))
+    let us = seconds_to_micros(seconds).filter(|_| is_date)?;
+    Some((us, seconds.fract() == 0.0))
+}
+
+/// Converts a duration in seconds to microseconds. `None` if it is negative or too long.
+pub(super) fn seconds_to_micros(seconds: f64) -> Option<u64> {
+    let duration = std::time::Duration::try_from_secs_f64(seconds).ok()?;
+    u64::try_from(duration.as_micros()).ok()
 }
 
 fn to_unix_micros(at: OffsetDateTime) -> Option<u64> {

@@ -39,7 +39,7 @@ pub(super) fn render_json(report: &ReplayReport) -> String {
 fn log_summary_to_json(log: &LogSummary) -> Value {
     json!({
         "name": log.name,
-        "format": log.format.name(),
+        "format": log.format.into_str(),
         "lines": log.lines,
         "requests": log.requests,
         "other": log.other_records,
@@ -152,11 +152,11 @@ fn most_refused_key_to_json(top: &MostRefusedKey) -> Value {
         "policy": top.policy,
         "shadow": top.mode == PolicyMode::Shadow,
         "key": top.key,
-        "requests": top.requests,
-        "refused": top.refused,
-        "error": top.error,
-        "first": micros_to_seconds(top.first_refused_us),
-        "last": micros_to_seconds(top.last_refused_us),
+        "requests": top.stats.requests,
+        "refused": top.stats.refused,
+        "error": top.stats.error,
+        "first": micros_to_seconds(top.stats.first_refused_us),
+        "last": micros_to_seconds(top.stats.last_refused_us),
     })
 }
 

@@ -1,14 +1,14 @@
 //! The results of a replay, and their text, JSON and HTML reports.
 
 mod html;
-mod html_escape;
+mod html_page;
 mod html_plots;
 mod json;
 mod number_format;
 mod results;
 mod text;
 
-pub(crate) use number_format::{format_count, format_time};
+pub(crate) use number_format::{format_count, format_time, format_time_range};
 pub use results::ReplayReport;
 pub(super) use results::{LogSummary, PolicySetReport, SetDifferences};
 

@@ -28,13 +28,13 @@ pub(crate) fn format_time(at_us: u64) -> String {
 }
 
 /// Formats a time range. The date appears once if both times have the same date.
-pub(super) fn format_time_range(from_us: u64, to_us: u64) -> String {
+pub(crate) fn format_time_range(from_us: u64, to_us: u64, dash: char) -> String {
     let (from, to) = (format_time(from_us), format_time(to_us));
     let time = match (from.get(..10), to.split_once(' ')) {
         (Some(from_day), Some((day, time))) if day == from_day => time,
         _ => &to,
     };
-    format!("{from} … {time}")
+    format!("{from} {dash} {time}")
 }
 
 #[allow(clippy::cast_precision_loss, reason = "shares are for people")]
@@ -69,7 +69,7 @@ mod tests {
     #[test]
     fn a_time_range_repeats_the_date_only_if_it_differs() {
         let from_us = 1_795_000_000_000_000;
-        let to = |seconds: u64| format_time_range(from_us, from_us + seconds * 1_000_000);
+        let to = |seconds: u64| format_time_range(from_us, from_us + seconds * 1_000_000, '…');
         assert_eq!(to(60), "2026-11-18 11:06:40 … 11:07:40");
         assert_eq!(to(86_460), "2026-11-18 11:06:40 … 2026-11-19 11:07:40");
     }

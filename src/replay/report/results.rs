@@ -5,9 +5,9 @@ use super::super::missing_fields::describe_missing_fields;
 use super::super::parsers::{AccessLogFormat, RequiredHeaders};
 use super::super::settings::Settings;
 use super::super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStats};
-use super::super::statistics::{RequestSeries, SeriesBin};
-use super::super::suggestions::{LimitSuggestion, PeakDemandTracker};
-use super::number_format::format_count;
+use super::super::statistics::{ReplayKeyStats, RequestSeries, SeriesBin};
+use super::super::suggestions::{LimitProposal, LimitSuggestion, PeakDemandTracker};
+use super::number_format::{format_count, format_share, format_time};
 use crate::policy::{PolicyAction, PolicyMode};
 
 /// All results of one replay.
@@ -75,11 +75,7 @@ pub(super) struct MostRefusedKey {
     pub(super) policy: String,
     pub(super) mode: PolicyMode,
     pub(super) key: String,
-    pub(super) requests: u64,
-    pub(super) refused: u64,
-    pub(super) error: u64,
-    pub(super) first_refused_us: u64,
-    pub(super) last_refused_us: u64,
+    pub(super) stats: ReplayKeyStats,
 }
 
 impl ReplayReport {
@@ -136,6 +132,11 @@ impl ReplayReport {
                 .unwrap_or(max_steps)
                 .clamp(1, max_steps.max(1)),
         )
+    }
+
+    /// The ends of the time range as texts.
+    pub(super) fn time_texts(&self) -> [String; 2] {
+        [self.from_s, self.to_s].map(|at_s| format_time(at_s * 1_000_000))
     }
 
     pub(super) fn resample_series(
@@ -231,6 +232,31 @@ impl ReplayReport {
     }
 }
 
+/// The name of a limit, with its policy if that differs.
+pub(super) fn limit_title(policy: &str, suggestion: &LimitSuggestion) -> String {
+    match &*suggestion.limit.name {
+        name if name == policy => policy.to_owned(),
+        name => format!("{policy} / {name}"),
+    }
+}
+
+/// How many keys the suggested limit touches, and how many the present one, as ends of sentences.
+pub(super) fn describe_touched_keys(proposal: &LimitProposal) -> [String; 2] {
+    let touched = |touched, keys: &str| {
+        let share = format_share(touched, proposal.sampled_keys);
+        format!("{}{keys} ({share})", format_count(touched))
+    };
+    let of_keys = format!(" of {} keys", format_count(proposal.sampled_keys));
+    let suggested = touched(proposal.touched_keys, &of_keys);
+    [
+        format!(
+            "(a peak of {} and headroom) touches {suggested}",
+            format_count(proposal.peak)
+        ),
+        format!("touches at most {}", touched(proposal.touched_keys_now, "")),
+    ]
+}
+
 impl LogSummary {
     pub(in crate::replay) fn from_source(source: LogSource, format: AccessLogFormat) -> Self {
         let LogSource {
@@ -284,11 +310,7 @@ impl PolicySetReport {
                                 .split_once('/')
                                 .map_or("(all requests)", |(_, values)| values)
                                 .to_owned(),
-                            requests: key.requests,
-                            refused: key.refused,
-                            error: key.error,
-                            first_refused_us: key.first_refused_us,
-                            last_refused_us: key.last_refused_us,
+                            stats: key.clone(),
                         }
                     }),
             );
@@ -302,7 +324,7 @@ impl PolicySetReport {
                 ));
             }
         }
-        most_refused_keys.sort_by_key(|top| std::cmp::Reverse(top.refused));
+        most_refused_keys.sort_by_key(|top| std::cmp::Reverse(top.stats.refused));
         most_refused_keys.truncate(settings.top_keys);
         let left_out = &simulator.left_out;
         let summaries = policies

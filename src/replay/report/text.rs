@@ -1,14 +1,16 @@
 //! The report as text for a terminal.
 
 use super::super::statistics::RequestSeries;
-use super::super::suggestions::{LimitProposal, LimitSuggestion};
+use super::super::suggestions::LimitSuggestion;
 use super::number_format::{
     format_count, format_key_count, format_share, format_time, format_time_range,
 };
-use super::results::{PolicySetReport, ReplayReport, merged_policy_names};
+use super::results::{
+    PolicySetReport, ReplayReport, describe_touched_keys, limit_title, merged_policy_names,
+};
 use crate::config::format_period;
 use crate::policy::PolicyMode;
-use std::fmt::Write;
+use crate::text::{truncate_text, wrap_text};
 
 /// Maximum width of names; longer names are truncated.
 const NAME_WIDTH: usize = 18;
@@ -88,9 +90,9 @@ impl TextReportPage {
         self.push_title("SIDE BY SIDE");
         let cell = NAME_WIDTH + 4;
         let row = |name: &str, one: String, other: String| {
-            format!("{:<cell$} {one:>24} {other:>24}", truncate_text(name, cell))
+            format!("{:<cell$} {one:>24} {other:>24}", shorten(name, cell))
         };
-        let name = |set: &PolicySetReport| truncate_text(&set.name.escape_debug().to_string(), 24);
+        let name = |set: &PolicySetReport| shorten(&set.name.escape_debug().to_string(), 24);
         self.push_line(&row("", name(first), name(second)));
         for ((label, one), (_, other)) in first
             .outcome_counts()
@@ -164,7 +166,7 @@ impl TextReportPage {
             };
             self.push_line(&format!(
                 "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {keys:>8} {touched:>7}",
-                truncate_text(&summary.name, NAME_WIDTH),
+                shorten(&summary.name, NAME_WIDTH),
                 format_count(matched),
                 format_count(allowed),
                 format_count(refused),
@@ -194,6 +196,7 @@ impl TextReportPage {
                 notes.push(format_time_range(
                     stats.first_refused_us,
                     stats.last_refused_us,
+                    '…',
                 ));
             }
             if !notes.is_empty() {
@@ -224,7 +227,7 @@ impl TextReportPage {
             let (bars, most) = render_bars(&counts.collect::<Vec<_>>());
             format!(
                 "{:<NAME_WIDTH$} {bars} {:>10}",
-                truncate_text(name, NAME_WIDTH),
+                shorten(name, NAME_WIDTH),
                 format_count(most)
             )
         };
@@ -238,10 +241,7 @@ impl TextReportPage {
         {
             self.push_line(&row(&summary.name, &stats.series, true));
         }
-        let (from, to) = (
-            format_time(report.from_s * 1_000_000),
-            format_time(report.to_s * 1_000_000),
-        );
+        let [from, to] = report.time_texts();
         let gap = columns.saturating_sub(from.len() + to.len());
         if gap > 0 {
             self.push_line(&format!("{:NAME_WIDTH$} {from}{:gap$}{to}", "", ""));
@@ -256,8 +256,8 @@ impl TextReportPage {
         // first.
         let is_wide = self.width >= 100;
         let times = set.most_refused_keys.iter().map(|top| match is_wide {
-            true => format_time_range(top.first_refused_us, top.last_refused_us),
-            false => format_time(top.first_refused_us),
+            true => format_time_range(top.stats.first_refused_us, top.stats.last_refused_us, '…'),
+            false => format_time(top.stats.first_refused_us),
         });
         let times: Vec<String> = times.collect();
         let widest = times
@@ -275,17 +275,17 @@ impl TextReportPage {
             if is_wide { "FIRST … LAST" } else { "FIRST" }
         ));
         for (key, times) in set.most_refused_keys.iter().zip(&times) {
-            let error = if key.error > 0 {
-                format!(" (or {} more)", format_count(key.error))
+            let error = if key.stats.error > 0 {
+                format!(" (or {} more)", format_count(key.stats.error))
             } else {
                 String::new()
             };
             self.push_line(&format!(
                 "{:<NAME_WIDTH$} {:<key_width$} {:>10} {:>9}  {times}{error}",
-                truncate_text(&key.policy, NAME_WIDTH),
-                truncate_text(&key.key, key_width),
-                format_count(key.refused),
-                format_count(key.requests),
+                shorten(&key.policy, NAME_WIDTH),
+                shorten(&key.key, key_width),
+                format_count(key.stats.refused),
+                format_count(key.stats.requests),
             ));
         }
     }
@@ -308,35 +308,19 @@ impl TextReportPage {
     fn push_suggestion(&mut self, policy: &str, suggestion: &LimitSuggestion) {
         let limit = &suggestion.limit.limit;
         let per = format_period(limit);
-        let name = if *suggestion.limit.name == *policy {
-            policy.to_owned()
-        } else {
-            format!("{policy} / {}", suggestion.limit.name)
-        };
+        let name = limit_title(policy, suggestion);
         let proposal = match &suggestion.proposal {
             Ok(proposal) => proposal,
             Err(reason) => return self.push_line(&format!("{name}: no suggestion: {reason}")),
         };
-        let LimitProposal {
-            requests,
-            peak,
-            touched_keys: touched,
-            touched_keys_now: touched_now,
-            sampled_keys: keys,
-            ..
-        } = proposal;
+        let [suggested, current] = describe_touched_keys(proposal);
         self.push_line(&format!(
-            "{name}: requests = {requests}, per = \"{per}\" (a peak of {} and headroom) touches {} of {} keys ({})",
-            format_count(*peak),
-            format_count(*touched),
-            format_count(*keys),
-            format_share(*touched, *keys),
+            "{name}: requests = {}, per = \"{per}\" {suggested}",
+            proposal.requests
         ));
         self.push_line(&format!(
-            "  the current limit is {}, which touches at most {} ({})",
-            limit.requests,
-            format_count(*touched_now),
-            format_share(*touched_now, *keys),
+            "  the current limit is {}, which {current}",
+            limit.requests
         ));
         let quantiles = proposal
             .quantiles
@@ -381,24 +365,10 @@ impl TextReportPage {
 
     /// Wraps a text at spaces.
     fn push_wrapped(&mut self, bullet: &str, text: &str) {
-        let mut line = bullet.to_owned();
-        let indent = " ".repeat(bullet.chars().count());
-        let mut length = indent.len();
-        for word in text.split(' ') {
-            let word_length = word.chars().count();
-            if length > indent.len() && length + 1 + word_length > self.width {
-                self.push_line(&line);
-                line.clone_from(&indent);
-                length = indent.len();
-            }
-            if length > indent.len() {
-                line.push(' ');
-                length += 1;
-            }
-            let _written = write!(line, "{word}");
-            length += word_length;
+        let indent = " ".repeat(bullet.len());
+        for line in wrap_text(text, self.width, [bullet, &indent], usize::MAX) {
+            self.push_line(&line);
         }
-        self.push_line(&line);
     }
 }
 
@@ -412,15 +382,9 @@ fn format_rounded_duration(seconds: u64) -> String {
     }
 }
 
-/// Truncates a text to `max_chars` characters.
-fn truncate_text(text: &str, max_chars: usize) -> String {
-    if text.chars().count() <= max_chars {
-        return text.to_owned();
-    }
-    text.chars()
-        .take(max_chars.saturating_sub(1))
-        .chain(['…'])
-        .collect()
+/// Truncates a text to `width` characters.
+fn shorten(text: &str, width: usize) -> String {
+    truncate_text(text, width, '…')
 }
 
 /// Renders one bar per count and returns the maximum. A nonzero count is always visible.

@@ -139,7 +139,7 @@ impl LoginRotation {
     pub(super) fn log_rejection(&self, error: &RedisConnectionError) {
         let is_due = self.rejection_log.record_occurrence(monotonic_now());
         if is_due.is_some() {
-            let (kind, reason) = (error.kind.as_str(), &error.message);
+            let (kind, reason) = (error.kind.into_str(), &error.message);
             tracing::warn!(
                 kind,
                 reason,

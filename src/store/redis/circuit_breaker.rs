@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 use redis::RedisError;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
+use strum::VariantNames;
 use tokio::time::Instant;
 
 /// Interval of log lines about what lasts until an operator corrects it: a foreign value, a
@@ -31,7 +32,7 @@ pub(super) struct RedisCircuitBreaker {
     /// Failures since the last success. From the threshold on the breaker is open, and only a probe
     /// resets them.
     consecutive_failures: AtomicU32,
-    failure_counts: [AtomicU64; RedisErrorKind::NAMES.len()],
+    failure_counts: [AtomicU64; RedisErrorKind::VARIANTS.len()],
     state: Mutex<RedisAvailability>,
     foreign_value_log: LogThrottle,
     wrong_period_log: LogThrottle,
@@ -62,7 +63,7 @@ impl RedisCircuitBreaker {
             address,
             failure_threshold: threshold.max(1),
             consecutive_failures: AtomicU32::new(0),
-            failure_counts: [const { AtomicU64::new(0) }; RedisErrorKind::NAMES.len()],
+            failure_counts: [const { AtomicU64::new(0) }; RedisErrorKind::VARIANTS.len()],
             state: Mutex::default(),
             foreign_value_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
             wrong_period_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
@@ -88,7 +89,7 @@ impl RedisCircuitBreaker {
 
     /// Failures since the start, by the name of their kind.
     pub(super) fn failure_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        RedisErrorKind::NAMES
+        RedisErrorKind::VARIANTS
             .iter()
             .zip(&self.failure_counts)
             .map(|(name, count)| (*name, count.load(Ordering::Relaxed)))
@@ -156,11 +157,9 @@ impl RedisCircuitBreaker {
     /// Counts a failure without an effect on the breaker, for example of a probe or of a connection
     /// attempt.
     pub(super) fn count_failure(&self, kind: RedisErrorKind) {
-        let position = RedisErrorKind::NAMES.binary_search(&kind.as_str());
-        if let Some(count) = position
-            .ok()
-            .and_then(|position| self.failure_counts.get(position))
-        {
+        let name = kind.into_str();
+        let mut counts = RedisErrorKind::VARIANTS.iter().zip(&self.failure_counts);
+        if let Some((_, count)) = counts.find(|(known, _)| **known == name) {
             count.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -187,7 +186,7 @@ impl RedisCircuitBreaker {
         let is_rejected = error.kind == RedisErrorKind::NoAuth;
         if is_rejected && log.record_occurrence(monotonic_now()).is_some() {
             tracing::warn!(
-                kind = error.kind.as_str(),
+                kind = error.kind.into_str(),
                 address = self.address,
                 reason = error.message,
                 remedy = error.remedy(),
@@ -209,12 +208,12 @@ impl RedisCircuitBreaker {
         let is_down = state.connections_down > 0 || self.is_open();
         match (is_down, &state.phase) {
             (true, AvailabilityPhase::Starting | AvailabilityPhase::Up) => {
-                let kind = error.kind.as_str();
+                let kind = error.kind.into_str();
                 // An error without a message of its own is the consequence of a command's error.
                 let command_error = state
                     .last_command_error
                     .as_ref()
-                    .filter(|cause| error.message == kind && cause.kind.as_str() == kind);
+                    .filter(|cause| error.message == kind && cause.kind.into_str() == kind);
                 let cause = command_error.unwrap_or(error).clone();
                 tracing::warn!(
                     kind,

@@ -5,16 +5,19 @@ use redis::{ErrorKind, RedisError, ServerErrorKind};
 use std::error::Error;
 use std::io;
 use std::sync::Arc;
+use strum::{IntoStaticStr, VariantNames};
 use tokio_rustls::rustls;
 
 /// Why Redis gave no useful reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum RedisErrorKind {
     /// No reply within the deadline. The command may have been executed.
     Timeout,
     /// Not connected, or the connection broke.
     Connection,
     /// The address refuses connections.
+    #[strum(serialize = "refused")]
     ConnectionRefused,
     /// The name does not resolve.
     Dns,
@@ -33,8 +36,10 @@ pub enum RedisErrorKind {
     Moved,
     /// The user or password is wrong, missing or lacks a permission.
     NoAuth,
+    #[strum(serialize = "oom")]
     OutOfMemory,
     /// Redis can't persist or replicate, and is configured to reject writes then.
+    #[strum(serialize = "misconf")]
     Misconfigured,
     /// Another script has been running for too long.
     Busy,
@@ -42,8 +47,10 @@ pub enum RedisErrorKind {
     WrongType(usize),
     /// The clock of the server is in none of the periods of a calendar that the proxy named: it
     /// differs from the proxy's clock by more than a period. Only limits per period are affected.
+    #[strum(serialize = "period")]
     WrongPeriod,
     /// The reply is invalid.
+    #[strum(serialize = "reply")]
     InvalidReply,
     /// Redis has not cached the script. This is an error only if loading the script again fails.
     NoScript,
@@ -53,7 +60,7 @@ pub enum RedisErrorKind {
 /// Why a server gave no useful reply: the kind, and the message of the server or the operating
 /// system.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("Redis gave no answer ({}){}", kind.as_str(), self.text_after_kind())]
+#[error("Redis gave no answer ({}){}", kind.into_str(), self.text_after_kind())]
 pub struct RedisConnectionError {
     pub kind: RedisErrorKind,
     pub message: String,
@@ -144,7 +151,7 @@ impl RedisConnectionError {
     }
 
     fn text_after_kind(&self) -> String {
-        match self.message == self.kind.as_str() {
+        match self.message == self.kind.into_str() {
             true => String::new(),
             false => format!(": {}", self.message),
         }
@@ -153,7 +160,7 @@ impl RedisConnectionError {
 
 impl From<RedisErrorKind> for RedisConnectionError {
     fn from(kind: RedisErrorKind) -> Self {
-        Self::new(kind, kind.as_str())
+        Self::new(kind, kind.into_str())
     }
 }
 
@@ -189,56 +196,6 @@ impl From<RedisError> for RedisConnectionError {
 }
 
 impl RedisErrorKind {
-    /// Every [`RedisErrorKind::as_str`], in alphabetical order.
-    pub(super) const NAMES: [&str; 20] = [
-        "busy",
-        "clusterdown",
-        "connection",
-        "dns",
-        "loading",
-        "masterdown",
-        "misconf",
-        "moved",
-        "noauth",
-        "noscript",
-        "oom",
-        "other",
-        "period",
-        "readonly",
-        "refused",
-        "reply",
-        "timeout",
-        "tls",
-        "tryagain",
-        "wrongtype",
-    ];
-
-    /// The name in logs and metrics.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Timeout => "timeout",
-            Self::Connection => "connection",
-            Self::ConnectionRefused => "refused",
-            Self::Dns => "dns",
-            Self::Tls => "tls",
-            Self::ReadOnly => "readonly",
-            Self::Loading => "loading",
-            Self::MasterDown => "masterdown",
-            Self::ClusterDown => "clusterdown",
-            Self::TryAgain => "tryagain",
-            Self::Moved => "moved",
-            Self::NoAuth => "noauth",
-            Self::OutOfMemory => "oom",
-            Self::Misconfigured => "misconf",
-            Self::Busy => "busy",
-            Self::WrongType(_) => "wrongtype",
-            Self::WrongPeriod => "period",
-            Self::InvalidReply => "reply",
-            Self::NoScript => "noscript",
-            Self::Other => "other",
-        }
-    }
-
     /// Whether a new connection may help: the old one is closed, out of step or leads to the wrong
     /// server.
     pub(super) fn requires_reconnect(self) -> bool {
@@ -345,11 +302,6 @@ mod tests {
     fn a_server_at_its_client_limit_closes_the_connection() {
         let kind = RedisErrorKind::from_error_text("ERR max number of clients reached");
         assert_eq!(kind, RedisErrorKind::Connection);
-    }
-
-    #[test]
-    fn error_kind_names_are_sorted_for_binary_search() {
-        assert!(RedisErrorKind::NAMES.is_sorted());
     }
 
     /// Errors of commands in a script, as Redis 6.2 and 7 word them; errors of the script call;

@@ -200,7 +200,7 @@ pub(super) async fn write_back_and_remove_member(redis: &RedisStore) {
     .await;
     if let Err(failure) = write_back_result.unwrap_or_else(|elapsed| Err(elapsed.into())) {
         tracing::warn!(
-            kind = failure.as_str(),
+            kind = failure.into_str(),
             "failed to write back usage admitted without redis"
         );
     }
@@ -377,7 +377,7 @@ impl MembershipTracker {
         let now = crate::clock::monotonic_now();
         if self.rejection_log.record_occurrence(now).is_some() {
             tracing::warn!(
-                kind = failure.as_str(),
+                kind = failure.into_str(),
                 "redis rejected the membership script; using the last known instance count"
             );
         }

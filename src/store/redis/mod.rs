@@ -458,7 +458,7 @@ impl RedisStore {
             Err((self.router.refuse_held_back(SINGLE_PARTITION), None))
         };
         result.map_err(|(failure, partial)| DecisionFailure {
-            unavailable: self.unavailable_error(failure.as_str()),
+            unavailable: self.unavailable_error(failure.into_str()),
             partial,
         })
     }
@@ -486,7 +486,7 @@ impl RedisStore {
         match failures().next_back() {
             None => Ok(()),
             Some((_, failure)) => Err(SettlementError {
-                cause: self.unavailable_error(failure.as_str()),
+                cause: self.unavailable_error(failure.into_str()),
                 unconfirmed_indices: failures().map(|(index, _)| index).collect(),
             }),
         }

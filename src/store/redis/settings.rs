@@ -1,6 +1,7 @@
 //! The settings of the Redis store: topology, addresses, login and timeouts.
 
 use crate::store::MemorySettings;
+use crate::text::SecretText;
 use crate::tls::ClientTls;
 use std::fmt;
 use std::io;
@@ -107,25 +108,7 @@ pub struct RedisCredentials {
     pub password: Option<RedisPassword>,
 }
 
-/// A secret that is never shown in logs.
-#[derive(Clone, PartialEq, Eq)]
-pub struct RedisPassword(String);
-
-impl RedisPassword {
-    pub fn new(text: String) -> Self {
-        Self(text)
-    }
-
-    pub fn expose(&self) -> &str {
-        &self.0
-    }
-}
-
-impl fmt::Debug for RedisPassword {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
-    }
-}
+pub type RedisPassword = SecretText;
 
 /// The addresses as readable text, with the topology if it is not one server.
 impl fmt::Display for RedisSettings {

@@ -16,7 +16,7 @@ struct HistoryFixture {
 impl HistoryFixture {
     fn new() -> Self {
         let mut labels = MetricLabels::default();
-        labels.decision_sources[0] = "redis";
+        labels.decision_sources = &["redis"];
         for table in [
             &mut labels.request_decisions[..],
             &mut labels.policy_history,

@@ -58,8 +58,9 @@ impl ExpositionWriter {
 
     fn write_histogram(&mut self, labels: &[(&str, &str)], histogram: &HistogramSnapshot) {
         let buckets = histogram.cumulative_buckets();
-        for (end, count) in buckets.chain([("+Inf", histogram.count())]) {
-            let labels: Vec<(&str, &str)> = labels.iter().copied().chain([("le", end)]).collect();
+        let buckets = buckets.map(|(end_s, count)| (end_s.to_string(), count));
+        for (end, count) in buckets.chain([("+Inf".to_owned(), histogram.count())]) {
+            let labels: Vec<_> = labels.iter().copied().chain([("le", &*end)]).collect();
             self.write_line("_bucket", &labels, format_args!("{count}"));
         }
         let sum_s = histogram.sum().as_secs_f64();

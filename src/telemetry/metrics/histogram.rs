@@ -11,82 +11,38 @@ pub(super) struct SingleWriterCounter(AtomicU64);
 /// A histogram of durations.
 #[derive(Debug)]
 pub(super) struct DurationHistogram {
-    bounds: &'static [BucketBound],
+    /// Upper bounds of the buckets in microseconds.
+    bounds: &'static [u64],
     /// Number of values in each bucket, not cumulative. The last bucket is for values above all
     /// bounds.
     counts: [SingleWriterCounter; BOUND_COUNT + 1],
     sum_ns: SingleWriterCounter,
 }
 
-/// The upper bound of a bucket, and its label.
-pub(super) type BucketBound = (Duration, &'static str);
-
 /// Maximum number of bucket bounds, the same for all histograms of Prometheus. Usual
 /// objectives and timeouts, which are round numbers, each have a bound. No bound exceeds three
 /// times the previous one, which keeps quantiles accurate.
 pub(super) const BOUND_COUNT: usize = 18;
 
-/// Bounds for decision times: from a memory access to the longest plausible timeout of a round
-/// trip.
-pub(super) static DECISION_TIME_BOUNDS: [BucketBound; BOUND_COUNT] = [
-    (Duration::from_micros(2), "0.000002"),
-    (Duration::from_micros(5), "0.000005"),
-    (Duration::from_micros(10), "0.00001"),
-    (Duration::from_micros(25), "0.000025"),
-    (Duration::from_micros(50), "0.00005"),
-    (Duration::from_micros(100), "0.0001"),
-    (Duration::from_micros(250), "0.00025"),
-    (Duration::from_micros(500), "0.0005"),
-    (Duration::from_millis(1), "0.001"),
-    (Duration::from_micros(2_500), "0.0025"),
-    (Duration::from_millis(5), "0.005"),
-    (Duration::from_millis(10), "0.01"),
-    (Duration::from_millis(25), "0.025"),
-    (Duration::from_millis(50), "0.05"),
-    (Duration::from_millis(100), "0.1"),
-    (Duration::from_millis(250), "0.25"),
-    (Duration::from_millis(500), "0.5"),
-    (Duration::from_secs(1), "1"),
+/// Bounds for decision times, in microseconds: from a memory access to the longest plausible
+/// timeout of a round trip.
+pub(super) static DECISION_TIME_BOUNDS: [u64; BOUND_COUNT] = [
+    2, 5, 10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000,
+    500_000, 1_000_000,
 ];
 
-/// Bounds for response times: from a local response to the default `upstream.response_timeout`.
-pub(super) static RESPONSE_TIME_BOUNDS: [BucketBound; BOUND_COUNT] = [
-    (Duration::from_micros(100), "0.0001"),
-    (Duration::from_micros(250), "0.00025"),
-    (Duration::from_micros(500), "0.0005"),
-    (Duration::from_millis(1), "0.001"),
-    (Duration::from_micros(2_500), "0.0025"),
-    (Duration::from_millis(5), "0.005"),
-    (Duration::from_millis(10), "0.01"),
-    (Duration::from_millis(25), "0.025"),
-    (Duration::from_millis(50), "0.05"),
-    (Duration::from_millis(100), "0.1"),
-    (Duration::from_millis(250), "0.25"),
-    (Duration::from_millis(500), "0.5"),
-    (Duration::from_secs(1), "1"),
-    (Duration::from_millis(2_500), "2.5"),
-    (Duration::from_secs(5), "5"),
-    (Duration::from_secs(10), "10"),
-    (Duration::from_secs(30), "30"),
-    (Duration::from_secs(60), "60"),
+/// Bounds for response times, in microseconds: from a local response to the default
+/// `upstream.response_timeout`.
+pub(super) static RESPONSE_TIME_BOUNDS: [u64; BOUND_COUNT] = [
+    100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000,
+    1_000_000, 2_500_000, 5_000_000, 10_000_000, 30_000_000, 60_000_000,
 ];
 
-/// Bounds of `http.server.request.duration`, which OpenTelemetry's semantic conventions recommend.
-pub(super) static HTTP_SERVER_TIME_BOUNDS: [BucketBound; 14] = [
-    (Duration::from_millis(5), "0.005"),
-    (Duration::from_millis(10), "0.01"),
-    (Duration::from_millis(25), "0.025"),
-    (Duration::from_millis(50), "0.05"),
-    (Duration::from_millis(75), "0.075"),
-    (Duration::from_millis(100), "0.1"),
-    (Duration::from_millis(250), "0.25"),
-    (Duration::from_millis(500), "0.5"),
-    (Duration::from_millis(750), "0.75"),
-    (Duration::from_secs(1), "1"),
-    (Duration::from_millis(2_500), "2.5"),
-    (Duration::from_secs(5), "5"),
-    (Duration::from_millis(7_500), "7.5"),
-    (Duration::from_secs(10), "10"),
+/// Bounds of `http.server.request.duration`, in microseconds, which OpenTelemetry's semantic
+/// conventions recommend.
+pub(super) static HTTP_SERVER_TIME_BOUNDS: [u64; 14] = [
+    5_000, 10_000, 25_000, 50_000, 75_000, 100_000, 250_000, 500_000, 750_000, 1_000_000,
+    2_500_000, 5_000_000, 7_500_000, 10_000_000,
 ];
 
 impl SingleWriterCounter {
@@ -102,7 +58,7 @@ impl SingleWriterCounter {
 
 impl DurationHistogram {
     /// `bounds` has at most [`BOUND_COUNT`] bounds.
-    pub(super) fn new(bounds: &'static [BucketBound]) -> Self {
+    pub(super) fn new(bounds: &'static [u64]) -> Self {
         Self {
             bounds,
             counts: std::array::from_fn(|_| SingleWriterCounter::default()),
@@ -111,19 +67,20 @@ impl DurationHistogram {
     }
 
     pub(super) fn observe(&self, time: Duration) {
-        let bucket = self.bounds.partition_point(|(bound, _)| *bound < time);
+        let time_ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let bucket = self.bounds.partition_point(|bound| bound * 1000 < time_ns);
         if let Some(count) = self.counts.get(bucket) {
             count.add(1);
         }
-        self.sum_ns
-            .add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        self.sum_ns.add(time_ns);
     }
 }
 
 /// The sum of histograms with equal bounds at one time.
 #[derive(Clone, Debug)]
 pub struct HistogramSnapshot {
-    bounds: &'static [BucketBound],
+    /// Upper bounds of the buckets in microseconds.
+    bounds: &'static [u64],
     /// Number of values in each bucket, not cumulative.
     counts: [u64; BOUND_COUNT + 1],
     sum_ns: u64,
@@ -131,7 +88,7 @@ pub struct HistogramSnapshot {
 
 impl HistogramSnapshot {
     pub(super) fn from_histograms<'a>(
-        bounds: &'static [BucketBound],
+        bounds: &'static [u64],
         histograms: impl Iterator<Item = &'a DurationHistogram>,
     ) -> Self {
         let (mut counts, mut sum_ns) = ([0; BOUND_COUNT + 1], 0_u64);
@@ -166,22 +123,22 @@ impl HistogramSnapshot {
         Duration::from_nanos(self.sum_ns)
     }
 
-    /// The label of each bound, and the number of values up to it.
-    pub(super) fn cumulative_buckets(&self) -> impl Iterator<Item = (&'static str, u64)> {
+    /// Each bound in seconds, and the number of values up to it.
+    pub(super) fn cumulative_buckets(&self) -> impl Iterator<Item = (f64, u64)> {
         let mut cumulative = 0;
-        self.counts
-            .iter()
-            .zip(self.bounds)
-            .map(move |(count, (_, label))| {
-                cumulative += count;
-                (*label, cumulative)
-            })
+        let counts = self.counts.iter().zip(self.bounds_s());
+        counts.map(move |(count, bound_s)| {
+            cumulative += count;
+            (bound_s, cumulative)
+        })
     }
 
     /// The bounds in seconds.
     pub(super) fn bounds_s(&self) -> Vec<f64> {
         let bounds = self.bounds.iter();
-        bounds.map(|(bound, _)| bound.as_secs_f64()).collect()
+        bounds
+            .map(|bound| Duration::from_micros(*bound).as_secs_f64())
+            .collect()
     }
 
     /// The number of values in each bucket, one more than bounds.
@@ -208,6 +165,8 @@ impl HistogramSnapshot {
             cumulative += count;
             cumulative >= rank
         });
-        self.bounds.get(reached?).map(|(bound, _)| *bound)
+        self.bounds
+            .get(reached?)
+            .map(|bound| Duration::from_micros(*bound))
     }
 }

@@ -2,10 +2,8 @@
 
 /// Lengths of tables in [`MetricLabels`]. They are constants because the counters and the history
 /// are stored in arrays of these lengths.
-pub(in crate::telemetry) const DECISION_SOURCE_COUNT: usize = 5;
 /// Number of request decisions, both as counters and as labels.
 pub(in crate::telemetry) const REQUEST_DECISION_COUNT: usize = 8;
-pub(in crate::telemetry) const RLS_CALL_RESULT_COUNT: usize = 5;
 pub(in crate::telemetry) const POLICY_HISTORY_SERIES_COUNT: usize = 10;
 
 /// A label value, and the indices of the counters that it sums.
@@ -16,7 +14,7 @@ pub type LabelledCounterIndices = (&'static str, &'static [usize]);
 #[derive(Debug, Default)]
 pub struct MetricLabels {
     /// Labels for [`record_decision_time`](super::WorkerMetrics::record_decision_time).
-    pub decision_sources: [&'static str; DECISION_SOURCE_COUNT],
+    pub decision_sources: &'static [&'static str],
     /// Labels for [`record_request_decision`](super::WorkerMetrics::record_request_decision).
     pub request_decisions: [LabelledCounterIndices; REQUEST_DECISION_COUNT],
     /// Labels for [`record_policy_decision`](super::WorkerMetrics::record_policy_decision).
@@ -36,7 +34,7 @@ pub struct MetricLabels {
     /// Labels for [`record_connection_closed`](super::WorkerMetrics::record_connection_closed).
     pub close_reasons: &'static [&'static str],
     /// Labels for [`record_rls_call`](super::WorkerMetrics::record_rls_call).
-    pub rls_call_results: [&'static str; RLS_CALL_RESULT_COUNT],
+    pub rls_call_results: &'static [&'static str],
 }
 
 /// The sum of the counts at `indices`.

@@ -9,10 +9,12 @@ use super::http_server::{HttpRequestAttributes, merge_request_durations, sum_act
 use super::output::{MetricKind, MetricOutput, SampleValue};
 use super::registry::Metrics;
 use super::status::ProcessStatus;
-use crate::telemetry::otlp::{int_attribute, string_attribute};
+use crate::telemetry::otlp::{
+    bool_attribute, instrumentation_scope, int_attribute, string_attribute,
+};
 use bytes::Bytes;
 use opentelemetry_proto::tonic::collector::metrics::v1::ExportMetricsServiceRequest;
-use opentelemetry_proto::tonic::common::v1::{AnyValue, InstrumentationScope, KeyValue, any_value};
+use opentelemetry_proto::tonic::common::v1::KeyValue;
 use opentelemetry_proto::tonic::metrics::v1::metric::Data;
 use opentelemetry_proto::tonic::metrics::v1::{
     AggregationTemporality, Gauge, Histogram, HistogramDataPoint, Metric, NumberDataPoint,
@@ -71,7 +73,7 @@ impl Metrics {
         for (key, durations) in merge_request_durations(&self.http_server_metrics()) {
             let attributes = match key {
                 Some((request, status)) => duration_attributes(request, status),
-                None => vec![bool_attribute("otel.metric.overflow")],
+                None => vec![bool_attribute("otel.metric.overflow", true)],
             };
             output.push_histogram(attributes, &durations);
         }
@@ -106,16 +108,6 @@ fn duration_attributes(request: HttpRequestAttributes, status: Option<u16>) -> V
     };
     attributes.extend(error.map(|error| string_attribute("error.type", &error)));
     attributes
-}
-
-fn bool_attribute(key: &str) -> KeyValue {
-    KeyValue {
-        key: key.to_owned(),
-        value: Some(AnyValue {
-            value: Some(any_value::Value::BoolValue(true)),
-        }),
-        ..KeyValue::default()
-    }
 }
 
 fn new_histogram() -> Data {
@@ -189,13 +181,8 @@ impl<'r, S: FnMut(Bytes) -> bool> OtlpOutput<'r, S> {
             return;
         }
         metrics.retain(|metric| metric.data.as_ref().is_some_and(has_points));
-        let scope = InstrumentationScope {
-            name: "tidegate".to_owned(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            ..InstrumentationScope::default()
-        };
         let scope_metrics = ScopeMetrics {
-            scope: Some(scope),
+            scope: Some(instrumentation_scope()),
             metrics,
             ..ScopeMetrics::default()
         };
@@ -333,7 +320,7 @@ mod tests {
             messages.len() < max_messages
         });
         let writer: &mut dyn MetricOutput = &mut output;
-        let mut family = writer.begin_family(MetricKind::Counter, "tidegate_requests", "Help.");
+        let mut family = writer.counter("tidegate_requests", "Help.");
         for value in 0..count as u64 {
             family.write_sample(&[("policy", "p")], value);
             written.set(written.get() + 1);

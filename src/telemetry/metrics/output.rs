@@ -32,13 +32,18 @@ pub(super) trait MetricOutput {
 pub(super) struct MetricFamily<'o>(&'o mut dyn MetricOutput);
 
 impl dyn MetricOutput + '_ {
-    pub(super) fn begin_family(
-        &mut self,
-        kind: MetricKind,
-        name: &'static str,
-        help: &str,
-    ) -> MetricFamily<'_> {
-        self.write_family(kind, name, help);
+    pub(super) fn counter(&mut self, name: &'static str, help: &str) -> MetricFamily<'_> {
+        self.write_family(MetricKind::Counter, name, help);
+        MetricFamily(self)
+    }
+
+    pub(super) fn gauge(&mut self, name: &'static str, help: &str) -> MetricFamily<'_> {
+        self.write_family(MetricKind::Gauge, name, help);
+        MetricFamily(self)
+    }
+
+    pub(super) fn histogram(&mut self, name: &'static str, help: &str) -> MetricFamily<'_> {
+        self.write_family(MetricKind::Histogram, name, help);
         MetricFamily(self)
     }
 }
@@ -46,6 +51,17 @@ impl dyn MetricOutput + '_ {
 impl MetricFamily<'_> {
     pub(super) fn write_sample(&mut self, labels: &[(&str, &str)], value: u64) {
         self.0.write_sample(labels, SampleValue::Number(value));
+    }
+
+    /// Writes a sample for each value of a label.
+    pub(super) fn write_counts<'v>(
+        &mut self,
+        label: &str,
+        counts: impl IntoIterator<Item = (&'v str, u64)>,
+    ) {
+        for (value, count) in counts {
+            self.write_sample(&[(label, value)], count);
+        }
     }
 
     /// Writes one sample, given in microseconds, as seconds.

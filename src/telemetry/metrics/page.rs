@@ -2,7 +2,7 @@
 
 use super::exposition::{ExpositionFormat, ExpositionWriter};
 use super::histogram::{DECISION_TIME_BOUNDS, HistogramSnapshot, RESPONSE_TIME_BOUNDS};
-use super::output::{MetricKind, MetricOutput};
+use super::output::MetricOutput;
 use super::process::write_process_metrics;
 use super::registry::Metrics;
 use super::status::ProcessStatus;
@@ -26,8 +26,7 @@ impl Metrics {
         self.write_client_trust_metrics(page);
         self.write_rate_limit_service_metrics(page);
         write_store_metrics(page, status);
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_settlements_lost",
             "Settlements of actual costs that could not be sent to the store. The estimate stands.",
         )
@@ -40,25 +39,21 @@ impl Metrics {
         let Some(counts) = &self.export_counts else {
             return;
         };
-        let mut exports = page.begin_family(
-            MetricKind::Counter,
+        let results = [
+            ("success", counts.successes.load(Ordering::Relaxed)),
+            ("failure", counts.failures.load(Ordering::Relaxed)),
+        ];
+        page.counter(
             "tidegate_metric_exports",
             "Exports of metrics by OTLP, by result.",
-        );
-        let results = [
-            ("success", &counts.successes),
-            ("failure", &counts.failures),
-        ];
-        for (result, count) in results {
-            exports.write_sample(&[("result", result)], count.load(Ordering::Relaxed));
-        }
+        )
+        .write_counts("result", results);
     }
 
     fn write_policy_metrics(&self, page: &mut dyn MetricOutput) {
         // A copy: the lock is not held while an export waits for its collector.
         let counters = self.policy_counters.lock().clone();
-        let mut requests = page.begin_family(
-            MetricKind::Counter,
+        let mut requests = page.counter(
             "tidegate_requests",
             "Requests by policy and decision. A shadow policy counts requests that it would admit as allowed.",
         );
@@ -68,8 +63,7 @@ impl Metrics {
                 requests.write_sample(&[("policy", policy), ("decision", decision)], count);
             }
         }
-        let mut degraded = page.begin_family(
-            MetricKind::Counter,
+        let mut degraded = page.counter(
             "tidegate_degraded",
             "Requests that an enforced policy decided without the store, by the outcome of its on_store_failure.",
         );
@@ -80,8 +74,7 @@ impl Metrics {
             }
         }
         drop(counters);
-        let mut seconds = page.begin_family(
-            MetricKind::Histogram,
+        let mut seconds = page.histogram(
             "tidegate_decision_seconds",
             "Time from a request's arrival to the decision on its limits, by decision source.",
         );
@@ -98,16 +91,11 @@ impl Metrics {
     }
 
     fn write_request_metrics(&self, page: &mut dyn MetricOutput) {
-        let mut requests = page.begin_family(
-            MetricKind::Counter,
-            "tidegate_http_requests",
-            "Responses by status code.",
-        );
+        let mut requests = page.counter("tidegate_http_requests", "Responses by status code.");
         for (code, count) in self.status_counts() {
             requests.write_sample(&[("code", itoa::Buffer::new().format(code))], count);
         }
-        let mut seconds = page.begin_family(
-            MetricKind::Histogram,
+        let mut seconds = page.histogram(
             "tidegate_http_request_seconds",
             "Time from a request's arrival to the head of its response.",
         );
@@ -116,91 +104,70 @@ impl Metrics {
             &[],
             &HistogramSnapshot::from_histograms(&RESPONSE_TIME_BOUNDS, histograms),
         );
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_app_errors",
             "Responses of the upstream with a status from 500 on.",
         )
         .write_sample(&[], self.app_error_count());
-        let mut errors = page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_upstream_errors",
             "Requests without a response from the upstream, by kind.",
-        );
-        for (kind, count) in self.upstream_error_counts() {
-            errors.write_sample(&[("kind", kind)], count);
-        }
+        )
+        .write_counts("kind", self.upstream_error_counts());
     }
 
     fn write_connection_metrics(&self, page: &mut dyn MetricOutput, status: &ProcessStatus) {
-        page.begin_family(
-            MetricKind::Gauge,
-            "tidegate_connections_active",
-            "Open client connections.",
-        )
-        .write_sample(&[], status.open_connections as u64);
-        let mut errors = page.begin_family(
-            MetricKind::Counter,
+        page.gauge("tidegate_connections_active", "Open client connections.")
+            .write_sample(&[], status.open_connections as u64);
+        let counts = self.sum_by_label(self.labels.tls_errors, |worker| &worker.tls_errors);
+        page.counter(
             "tidegate_tls_handshake_errors",
             "Client connections that failed in the TLS handshake, by kind.",
-        );
-        for (index, kind) in self.labels.tls_errors.iter().enumerate() {
-            let count = self.sum_optional_counter(|worker| worker.tls_errors.get(index));
-            errors.write_sample(&[("kind", kind)], count);
-        }
-        let mut errors = page.begin_family(
-            MetricKind::Counter,
+        )
+        .write_counts("kind", counts);
+        let counts = self.sum_by_label(self.labels.proxy_header_errors, |worker| {
+            &worker.proxy_header_errors
+        });
+        page.counter(
             "tidegate_proxy_protocol_errors",
             "Client connections that were closed because of their PROXY header, by kind.",
-        );
-        for (index, kind) in self.labels.proxy_header_errors.iter().enumerate() {
-            let count = self.sum_optional_counter(|worker| worker.proxy_header_errors.get(index));
-            errors.write_sample(&[("kind", kind)], count);
-        }
-        page.begin_family(
-            MetricKind::Gauge,
+        )
+        .write_counts("kind", counts);
+        page.gauge(
             "tidegate_connections_max",
             "Maximum number of open client connections (listen.max_connections).",
         )
         .write_sample(&[], status.max_connections as u64);
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_connections_full",
             "New connections that found listen.max_connections open: another one was closed, or they waited.",
         )
         .write_sample(&[], status.connection_limit_hits);
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_panics",
             "Connections and HTTP/2 requests that ended in a panic. Each panic is a bug in tidegate.",
         )
         .write_sample(&[], status.panics);
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_log_lines_dropped",
             "Log lines dropped because stderr was read too slowly.",
         )
         .write_sample(&[], dropped_log_lines());
-        let mut closed = page.begin_family(
-            MetricKind::Counter,
+        let counts = self.sum_by_label(self.labels.close_reasons, |worker| &worker.close_reasons);
+        page.counter(
             "tidegate_connections_closed",
             "Client connections and HTTP/2 streams that tidegate closed, by reason.",
-        );
-        for (index, reason) in self.labels.close_reasons.iter().enumerate() {
-            let count = self.sum_optional_counter(|worker| worker.close_reasons.get(index));
-            closed.write_sample(&[("reason", reason)], count);
-        }
+        )
+        .write_counts("reason", counts);
     }
 
     fn write_client_trust_metrics(&self, page: &mut dyn MetricOutput) {
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_untrusted_forwarding",
             "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy depends on the client's address.",
         )
         .write_sample(&[], self.untrusted_forwarding_count());
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_tokens_refused",
             "Requests with a rejected token, while a policy reads a claim.",
         )
@@ -208,17 +175,13 @@ impl Metrics {
     }
 
     fn write_rate_limit_service_metrics(&self, page: &mut dyn MetricOutput) {
-        let mut calls = page.begin_family(
-            MetricKind::Counter,
+        let counts = self.sum_by_label(self.labels.rls_call_results, |worker| &worker.rls_calls);
+        page.counter(
             "tidegate_rls_calls",
             "Calls of the rate-limit service by result. given_up: cancelled before the answer. It is less than the calls that Envoy let pass: Envoy counts those in cluster.NAME.ratelimit.failure_mode_allowed.",
-        );
-        for (index, result) in self.labels.rls_call_results.iter().enumerate() {
-            let count = self.sum_optional_counter(|worker| worker.rls_calls.get(index));
-            calls.write_sample(&[("result", result)], count);
-        }
-        page.begin_family(
-            MetricKind::Counter,
+        )
+        .write_counts("result", counts);
+        page.counter(
             "tidegate_rls_descriptors_unmet",
             "Descriptors in calls of the rate-limit service that no policy matches, or that cannot be decided: negative hits, more than 64 entries, or beyond the first 64 of a call. They are not limited.",
         )

@@ -1,11 +1,10 @@
 //! Metrics of the process and its configuration.
 
-use super::output::{MetricKind, MetricOutput};
+use super::output::MetricOutput;
 use super::status::{KeyFetchCounts, ProcessStatus, SpanExportCounts};
 
 pub(super) fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
-    let mut expiry = page.begin_family(
-        MetricKind::Gauge,
+    let mut expiry = page.gauge(
         "tidegate_certificate_expiry_seconds",
         "Expiry of a server certificate, or of its chain if that expires earlier, in seconds since the Unix epoch.",
     );
@@ -18,56 +17,43 @@ pub(super) fn write_process_metrics(page: &mut dyn MetricOutput, status: &Proces
         failed,
     }) = status.spans
     {
-        let mut spans = page.begin_family(
-            MetricKind::Counter,
-            "tidegate_trace_spans",
-            "Spans by export result.",
-        );
-        for (result, count) in [
+        let counts = [
             ("exported", exported),
             ("dropped", dropped),
             ("failed", failed),
-        ] {
-            spans.write_sample(&[("result", result)], count);
-        }
+        ];
+        page.counter("tidegate_trace_spans", "Spans by export result.")
+            .write_counts("result", counts);
     }
     write_key_fetches(page, &status.key_fetches);
-    let mut reloads = page.begin_family(
-        MetricKind::Counter,
+    let successes = status.config_generation.saturating_sub(1);
+    let results = [("success", successes), ("failure", status.rejected_reloads)];
+    page.counter(
         "tidegate_config_reloads",
         "New configurations by result: success took effect, failure changed nothing.",
-    );
-    reloads.write_sample(
-        &[("result", "success")],
-        status.config_generation.saturating_sub(1),
-    );
-    reloads.write_sample(&[("result", "failure")], status.rejected_reloads);
-    page.begin_family(
-        MetricKind::Gauge,
+    )
+    .write_counts("result", results);
+    page.gauge(
         "tidegate_config_generation",
         "Number of the configuration in effect, starting at 1.",
     )
     .write_sample(&[], status.config_generation);
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_config_last_reload_success_timestamp_seconds",
         "Time when the configuration in effect was applied, in seconds since the Unix epoch.",
     )
     .write_sample(&[], status.config_applied_at_s);
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_config_last_reload_successful",
         "Whether the newest configuration files are in effect (1) or not (0).",
     )
     .write_sample(&[], status.reload_errors.is_empty().into());
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_config_hash",
         "Hash of the configuration in effect, without listen, admin, log, trace, metrics and shutdown. Equal configurations have equal hashes.",
     )
     .write_sample(&[], status.config_hash);
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_build_info",
         "Always 1; the labels identify the build.",
     )
@@ -78,8 +64,7 @@ fn write_key_fetches(page: &mut dyn MetricOutput, fetches: &[KeyFetchCounts]) {
     if fetches.is_empty() {
         return;
     }
-    let mut family = page.begin_family(
-        MetricKind::Counter,
+    let mut family = page.counter(
         "tidegate_jwks_fetches",
         "Fetches of the keys of token issuers, by configured URL and result.",
     );

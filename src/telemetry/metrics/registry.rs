@@ -130,15 +130,9 @@ impl Metrics {
 
     /// Number of requests since the start without a response from the upstream, by kind of error.
     pub fn upstream_error_counts(&self) -> Vec<(&'static str, u64)> {
-        let kinds = self.labels.upstream_errors.iter().enumerate();
-        kinds
-            .map(|(at, kind)| {
-                (
-                    *kind,
-                    self.sum_optional_counter(|worker| worker.upstream_errors.get(at)),
-                )
-            })
-            .collect()
+        self.sum_by_label(self.labels.upstream_errors, |worker| {
+            &worker.upstream_errors
+        })
     }
 
     /// Number of requests since the start that failed at the upstream by no fault of the client.
@@ -207,7 +201,18 @@ impl Metrics {
         self.sum_optional_counter(|worker| Some(count(worker)))
     }
 
-    pub(super) fn sum_optional_counter(
+    /// Sums counters of all workers, each with its label.
+    pub(super) fn sum_by_label(
+        &self,
+        labels: &[&'static str],
+        counters: fn(&WorkerMetrics) -> &[SingleWriterCounter],
+    ) -> Vec<(&'static str, u64)> {
+        let sum = |at: usize| self.sum_optional_counter(|worker| counters(worker).get(at));
+        let labels = labels.iter().enumerate();
+        labels.map(|(at, label)| (*label, sum(at))).collect()
+    }
+
+    fn sum_optional_counter(
         &self,
         count: impl Fn(&WorkerMetrics) -> Option<&SingleWriterCounter>,
     ) -> u64 {

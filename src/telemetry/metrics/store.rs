@@ -1,40 +1,30 @@
 //! Metrics of the store.
 
-use super::output::{MetricKind, MetricOutput};
+use super::output::MetricOutput;
 use super::status::{ProcessStatus, RedisServerMetrics};
 
 pub(super) fn write_store_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_store_up",
         "Whether the store is available (1) or not (0).",
     )
     .write_sample(&[], status.store_up.into());
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_breaker_open",
         "Whether the circuit breaker blocks calls to Redis (1) or not (0).",
     )
     .write_sample(&[], status.breaker_open.into());
-    let mut errors = page.begin_family(
-        MetricKind::Counter,
-        "tidegate_store_errors",
-        "Store errors by kind.",
-    );
-    for (kind, count) in &status.store_errors {
-        errors.write_sample(&[("kind", kind)], *count);
-    }
+    page.counter("tidegate_store_errors", "Store errors by kind.")
+        .write_counts("kind", status.store_errors.iter().copied());
     if let Some(instances) = status.instance_count {
-        page.begin_family(
-            MetricKind::Gauge,
+        page.gauge(
             "tidegate_instances",
             "Instances that share the limits, as last read from Redis; before the first read, store.redis.instances.",
         )
         .write_sample(&[], instances.into());
     }
     if let Some(units) = status.lease_units_lost {
-        page.begin_family(
-            MetricKind::Counter,
+        page.counter(
             "tidegate_lease_units_lost",
             "Unused leased units that could not be returned to Redis. They stay charged until they expire.",
         )
@@ -46,20 +36,17 @@ pub(super) fn write_store_metrics(page: &mut dyn MetricOutput, status: &ProcessS
     let Some(memory) = status.memory else {
         return;
     };
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_store_memory_keys",
         "Counters in the memory store.",
     )
     .write_sample(&[], memory.keys as u64);
-    page.begin_family(
-        MetricKind::Gauge,
+    page.gauge(
         "tidegate_store_memory_bytes",
         "Estimated size of the counters in the memory store in bytes.",
     )
     .write_sample(&[], memory.bytes as u64);
-    page.begin_family(
-        MetricKind::Counter,
+    page.counter(
         "tidegate_store_memory_evictions",
         "Counters that the memory store evicted before they expired.",
     )
@@ -67,31 +54,30 @@ pub(super) fn write_store_metrics(page: &mut dyn MetricOutput, status: &ProcessS
 }
 
 fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) {
-    page.begin_family(
-        MetricKind::Counter,
+    page.counter(
         "tidegate_redis_calls",
         "Calls of this instance to Redis, for requests and in the background. One call may decide several requests.",
     )
     .write_sample(&[], redis.calls);
     if let Some(bytes) = redis.memory_bytes {
         let help = "Memory used by Redis in bytes; in a cluster, the sum over its masters.";
-        page.begin_family(MetricKind::Gauge, "tidegate_redis_memory_bytes", help)
+        page.gauge("tidegate_redis_memory_bytes", help)
             .write_sample(&[], bytes);
     }
     if let Some(bytes) = redis.memory_max_bytes {
         let help =
             "maxmemory of Redis in bytes, if configured; in a cluster, the sum over its masters.";
-        page.begin_family(MetricKind::Gauge, "tidegate_redis_memory_max_bytes", help)
+        page.gauge("tidegate_redis_memory_max_bytes", help)
             .write_sample(&[], bytes);
     }
     if let Some(may_evict) = redis.may_evict {
         let help = "Whether the maxmemory-policy of Redis may evict counters when memory is full (1) or not (0).";
-        page.begin_family(MetricKind::Gauge, "tidegate_redis_may_evict", help)
+        page.gauge("tidegate_redis_may_evict", help)
             .write_sample(&[], may_evict.into());
     }
     if let Some(skew_us) = redis.clock_skew_us {
         let help = "Clock of this machine minus the clock of Redis, corrected by half a round trip; in a cluster, the largest difference.";
-        page.begin_family(MetricKind::Gauge, "tidegate_redis_clock_skew_seconds", help)
+        page.gauge("tidegate_redis_clock_skew_seconds", help)
             .write_micros_as_seconds(skew_us);
     }
 }

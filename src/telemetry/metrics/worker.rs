@@ -4,9 +4,7 @@ use super::histogram::{
     DECISION_TIME_BOUNDS, DurationHistogram, RESPONSE_TIME_BOUNDS, SingleWriterCounter,
 };
 use super::http_server::{ActiveHttpRequest, HttpServerMetrics};
-use super::labels::{
-    DECISION_SOURCE_COUNT, MetricLabels, REQUEST_DECISION_COUNT, RLS_CALL_RESULT_COUNT,
-};
+use super::labels::{MetricLabels, REQUEST_DECISION_COUNT};
 use super::policy_counters::PolicyCounters;
 use crate::telemetry::top_rejections::WorkerRejections;
 use http::Method;
@@ -22,7 +20,7 @@ use std::time::Duration;
 #[repr(align(128))]
 pub struct WorkerMetrics {
     worker: usize,
-    pub(super) decisions: [DurationHistogram; DECISION_SOURCE_COUNT],
+    pub(super) decisions: Box<[DurationHistogram]>,
     pub(super) requests: DurationHistogram,
     pub(super) request_decisions: [SingleWriterCounter; REQUEST_DECISION_COUNT],
     pub(super) rejections: Arc<WorkerRejections>,
@@ -38,7 +36,7 @@ pub struct WorkerMetrics {
     /// The last peer counted in `untrusted_forwarding`.
     pub(super) last_untrusted_peer: Mutex<Option<IpAddr>>,
     pub(super) rejected_tokens: SingleWriterCounter,
-    pub(super) rls_calls: [SingleWriterCounter; RLS_CALL_RESULT_COUNT],
+    pub(super) rls_calls: Box<[SingleWriterCounter]>,
     pub(super) unmatched_descriptors: SingleWriterCounter,
     pub(super) lost_settlements: SingleWriterCounter,
     /// Present if metrics are exported by OTLP.
@@ -59,7 +57,11 @@ impl WorkerMetrics {
         };
         Self {
             worker,
-            decisions: std::array::from_fn(|_| DurationHistogram::new(&DECISION_TIME_BOUNDS)),
+            decisions: labels
+                .decision_sources
+                .iter()
+                .map(|_| DurationHistogram::new(&DECISION_TIME_BOUNDS))
+                .collect(),
             requests: DurationHistogram::new(&RESPONSE_TIME_BOUNDS),
             request_decisions: std::array::from_fn(|_| SingleWriterCounter::default()),
             rejections: Arc::default(),
@@ -72,7 +74,7 @@ impl WorkerMetrics {
             untrusted_forwarding: SingleWriterCounter::default(),
             last_untrusted_peer: Mutex::default(),
             rejected_tokens: SingleWriterCounter::default(),
-            rls_calls: Default::default(),
+            rls_calls: new_counters(labels.rls_call_results),
             unmatched_descriptors: SingleWriterCounter::default(),
             lost_settlements: SingleWriterCounter::default(),
             http_server: None,

@@ -21,6 +21,10 @@ pub(in crate::telemetry) fn string_attribute(key: &str, value: &str) -> KeyValue
     new_attribute(key, any_value::Value::StringValue(value))
 }
 
+pub(in crate::telemetry) fn bool_attribute(key: &str, value: bool) -> KeyValue {
+    new_attribute(key, any_value::Value::BoolValue(value))
+}
+
 pub(in crate::telemetry) fn int_attribute(key: &str, value: i64) -> KeyValue {
     new_attribute(key, any_value::Value::IntValue(value))
 }

@@ -4,23 +4,19 @@
 //! and two trailers to HTTP/2 (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>),
 //! so no gRPC library is needed.
 
-use crate::tls::{ClientTls, describe_tls_error};
+use crate::http_client::{self, HttpUrl};
+use crate::tls::ClientTls;
 use bytes::{BufMut, Bytes, BytesMut};
 use http::header::{CONTENT_TYPE, HOST, TE, USER_AGENT};
-use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, Uri};
+use http::{HeaderMap, Method, Request};
 use http_body_util::{BodyExt, Full, Limited};
-use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceResponse;
 use prost::Message;
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tokio_rustls::TlsConnector;
 
 const GRPC_PORT: u16 = 4317;
 const HTTP_PORT: u16 = 4318;
@@ -50,10 +46,8 @@ pub struct CollectorSettings {
 /// The address and protocol of a collector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectorUrl {
-    /// Host name or IP address, without brackets.
-    host: String,
-    port: u16,
-    pub is_tls: bool,
+    /// Its authority has a port.
+    pub endpoint: HttpUrl,
     /// Path of OTLP over HTTP; `None` selects gRPC.
     http_path: Option<String>,
 }
@@ -114,59 +108,27 @@ impl CollectorUrl {
     /// # Errors
     /// Returns a message that states the expected form.
     pub fn parse(text: &str, signal: OtlpSignal) -> Result<Self, String> {
-        let invalid = || "expected a collector such as \"http://127.0.0.1:4317\"".to_owned();
-        let uri: Uri = text.parse().ok().ok_or_else(invalid)?;
-        let is_tls = match uri.scheme_str() {
-            Some("http") => false,
-            Some("https") => true,
-            _ => return Err(invalid()),
-        };
-        let authority = uri.authority().ok_or_else(invalid)?;
-        if authority.as_str().contains('@') || uri.query().is_some() {
+        let mut endpoint = HttpUrl::parse(text, [GRPC_PORT, GRPC_PORT])
+            .ok_or("expected a collector such as \"http://127.0.0.1:4317\"")?;
+        if endpoint.has_credentials() || endpoint.path_and_query.contains('?') {
             return Err(
                 "a collector URL must not contain credentials or a query; expected scheme, host, port and optionally a path"
                     .to_owned(),
             );
         }
-        let host = authority
-            .host()
-            .trim_start_matches('[')
-            .trim_end_matches(']')
-            .to_owned();
-        let port = match authority.port_u16() {
-            Some(port @ 1..) => port,
-            None if authority.as_str() == authority.host() => GRPC_PORT,
-            _ => return Err(invalid()),
-        };
-        let path = match uri.path() {
-            "" | "/" if port == HTTP_PORT => Some(signal.http_path().to_owned()),
-            "" | "/" => None,
+        let port = format!(":{}", endpoint.port);
+        if !endpoint.authority.ends_with(&port) {
+            endpoint.authority.push_str(&port);
+        }
+        let http_path = match &*endpoint.path_and_query {
+            "/" if endpoint.port == HTTP_PORT => Some(signal.http_path().to_owned()),
+            "/" => None,
             path => Some(path.to_owned()),
         };
-        if host.is_empty() {
-            Err(invalid())
-        } else {
-            Ok(Self {
-                host,
-                port,
-                is_tls,
-                http_path: path,
-            })
-        }
-    }
-
-    /// The host name or IP address of the collector.
-    pub fn host(&self) -> &str {
-        &self.host
-    }
-
-    fn authority(&self) -> String {
-        let Self { host, port, .. } = self;
-        if host.contains(':') {
-            format!("[{host}]:{port}")
-        } else {
-            format!("{host}:{port}")
-        }
+        Ok(Self {
+            endpoint,
+            http_path,
+        })
     }
 }
 
@@ -195,118 +157,67 @@ impl CollectorClient {
             Some(connection) if connection.is_open() => connection,
             _ => self.connect().await?,
         };
-        let rejected = match &mut connection {
-            CollectorConnection::Grpc(sender) => {
-                call_grpc(sender, self.build_grpc_request(message)?).await
-            }
-            CollectorConnection::Http(sender) => {
-                post_http(sender, self.build_http_request(message)?).await
-            }
-        };
+        let request = self.build_request(message)?;
+        let rejected = call_collector(&mut connection, request).await;
         self.connection = Some(connection);
         rejected
     }
 
     async fn connect(&self) -> Result<CollectorConnection, ExportError> {
-        let socket = TcpStream::connect((self.settings.url.host.as_str(), self.settings.url.port))
-            .await
-            .map_err(to_export_error)?;
-        socket.set_nodelay(true).map_err(to_export_error)?;
-        let Some(tls) = &self.settings.tls else {
-            return self.http_handshake(socket).await;
-        };
-        let mut config = (**tls.config()).clone();
-        let protocol: &[u8] = if self.settings.url.http_path.is_some() {
-            b"http/1.1"
-        } else {
-            b"h2"
-        };
-        config.alpn_protocols = vec![protocol.to_vec()];
-        let name = tls
-            .server_name_for(&self.settings.url.host)
-            .map_err(to_export_error)?;
-        self.http_handshake(
-            TlsConnector::from(Arc::new(config))
-                .connect(name, socket)
-                .await
-                .map_err(|error| describe_tls_error(&error))?,
-        )
-        .await
-    }
-
-    async fn http_handshake(
-        &self,
-        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    ) -> Result<CollectorConnection, ExportError> {
+        let CollectorSettings { url, tls, .. } = &self.settings;
+        let is_grpc = url.http_path.is_none();
+        let protocol = if is_grpc { "h2" } else { "http/1.1" };
+        let stream = http_client::connect(&url.endpoint, tls.as_ref(), &[protocol]).await?;
         let stream = TokioIo::new(stream);
-        Ok(match self.settings.url.http_path {
-            None => {
-                let (sender, driver) = http2::handshake(TokioExecutor::new(), stream)
-                    .await
-                    .map_err(to_export_error)?;
-                tokio::spawn(driver);
-                CollectorConnection::Grpc(sender)
-            }
-            Some(_) => {
-                let (sender, driver) = http1::handshake(stream).await.map_err(to_export_error)?;
-                tokio::spawn(driver);
-                CollectorConnection::Http(sender)
-            }
-        })
-    }
-
-    fn build_grpc_request(&self, message: Bytes) -> Result<Request<Full<Bytes>>, ExportError> {
-        let mut body = BytesMut::with_capacity(5 + message.len());
-        body.put_u8(0);
-        body.put_u32(u32::try_from(message.len()).map_err(to_export_error)?);
-        body.put_slice(&message);
-        let scheme = if self.settings.url.is_tls {
-            "https"
+        if is_grpc {
+            let connected = http2::handshake(TokioExecutor::new(), stream).await;
+            let (sender, driver) = connected.map_err(to_export_error)?;
+            tokio::spawn(driver);
+            Ok(CollectorConnection::Grpc(sender))
         } else {
-            "http"
+            let (sender, driver) = http1::handshake(stream).await.map_err(to_export_error)?;
+            tokio::spawn(driver);
+            Ok(CollectorConnection::Http(sender))
+        }
+    }
+
+    fn build_request(&self, message: Bytes) -> Result<Request<Full<Bytes>>, ExportError> {
+        let CollectorUrl {
+            endpoint,
+            http_path,
+        } = &self.settings.url;
+        let (scheme, authority) = (endpoint.scheme(), &endpoint.authority);
+        let (uri, content_type, (name, value), body) = match http_path {
+            Some(path) => {
+                let host = (HOST, authority.as_str());
+                (path.clone(), "application/x-protobuf", host, message)
+            }
+            None => {
+                let uri = format!("{scheme}://{authority}{}", self.signal.grpc_path());
+                let body = frame_grpc_message(&message)?;
+                (uri, "application/grpc", (TE, "trailers"), body)
+            }
         };
-        let mut request = self.build_request(
-            format!(
-                "{scheme}://{}{}",
-                self.settings.url.authority(),
-                self.signal.grpc_path()
-            ),
-            body.freeze(),
-        )?;
-        request
-            .headers_mut()
-            .insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        request
-            .headers_mut()
-            .insert(TE, HeaderValue::from_static("trailers"));
-        Ok(request)
-    }
-
-    fn build_http_request(&self, message: Bytes) -> Result<Request<Full<Bytes>>, ExportError> {
-        let path = self.settings.url.http_path.clone().unwrap_or_default();
-        let mut request = self.build_request(path, message)?;
-        request.headers_mut().insert(
-            CONTENT_TYPE,
-            HeaderValue::from_static("application/x-protobuf"),
-        );
-        request.headers_mut().insert(
-            HOST,
-            HeaderValue::try_from(self.settings.url.authority()).map_err(to_export_error)?,
-        );
-        Ok(request)
-    }
-
-    fn build_request(&self, uri: String, body: Bytes) -> Result<Request<Full<Bytes>>, ExportError> {
         let request = Request::builder()
             .method(Method::POST)
             .uri(uri)
+            .header(CONTENT_TYPE, content_type)
+            .header(name, value)
+            .header(USER_AGENT, concat!("tidegate/", env!("CARGO_PKG_VERSION")))
             .body(Full::new(body));
         let mut request = request.map_err(to_export_error)?;
-        *request.headers_mut() = self.settings.headers.clone();
-        let agent = HeaderValue::from_static(concat!("tidegate/", env!("CARGO_PKG_VERSION")));
-        request.headers_mut().insert(USER_AGENT, agent);
+        request.headers_mut().extend(self.settings.headers.clone());
         Ok(request)
     }
+}
+
+/// The message with the prefix of gRPC: not compressed, and its length.
+fn frame_grpc_message(message: &[u8]) -> Result<Bytes, ExportError> {
+    let mut body = BytesMut::with_capacity(5 + message.len());
+    body.put_u8(0);
+    body.put_u32(u32::try_from(message.len()).map_err(to_export_error)?);
+    body.put_slice(message);
+    Ok(body.freeze())
 }
 
 impl CollectorConnection {
@@ -318,25 +229,32 @@ impl CollectorConnection {
     }
 }
 
-async fn call_grpc(
-    sender: &mut http2::SendRequest<Full<Bytes>>,
+/// Sends a request, and returns the number of rejected spans or data points.
+async fn call_collector(
+    connection: &mut CollectorConnection,
     request: Request<Full<Bytes>>,
 ) -> Result<u64, ExportError> {
-    let response = sender
-        .send_request(request)
-        .await
-        .map_err(to_export_error)?;
-    let (status, headers) = (response.status(), response.headers().clone());
-    let (body, trailers) = read_response(response).await?;
-    if status != StatusCode::OK {
-        return Err(format!("HTTP status {status}"));
+    let (is_grpc, response) = match connection {
+        CollectorConnection::Grpc(sender) => (true, sender.send_request(request).await),
+        CollectorConnection::Http(sender) => (false, sender.send_request(request).await),
+    };
+    let (head, body) = response.map_err(to_export_error)?.into_parts();
+    let body = Limited::new(body, MAX_RESPONSE_BYTES).collect().await;
+    let body = body.map_err(to_export_error)?;
+    let trailers = body.trailers().cloned();
+    let body = body.to_bytes();
+    if !head.status.is_success() {
+        return Err(format!("HTTP status {}", head.status));
+    }
+    if !is_grpc {
+        return Ok(count_rejected_items(&body));
     }
     // If a call fails immediately, its response has no trailers, and the head contains the gRPC
     // status.
     let status_fields = trailers
         .as_ref()
         .filter(|fields| fields.contains_key("grpc-status"))
-        .unwrap_or(&headers);
+        .unwrap_or(&head.headers);
     match header_text(status_fields, "grpc-status") {
         "0" => Ok(count_rejected_items(body.get(5..).unwrap_or_default())),
         code => Err(format!(
@@ -344,34 +262,6 @@ async fn call_grpc(
             header_text(status_fields, "grpc-message")
         )),
     }
-}
-
-async fn post_http(
-    sender: &mut http1::SendRequest<Full<Bytes>>,
-    request: Request<Full<Bytes>>,
-) -> Result<u64, ExportError> {
-    let response = sender
-        .send_request(request)
-        .await
-        .map_err(to_export_error)?;
-    let status = response.status();
-    let (body, _) = read_response(response).await?;
-    if status.is_success() {
-        Ok(count_rejected_items(&body))
-    } else {
-        Err(format!("HTTP status {status}"))
-    }
-}
-
-async fn read_response(
-    response: Response<Incoming>,
-) -> Result<(Bytes, Option<HeaderMap>), ExportError> {
-    let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES)
-        .collect()
-        .await
-        .map_err(to_export_error)?;
-    let trailers = body.trailers().cloned();
-    Ok((body.to_bytes(), trailers))
 }
 
 /// The number of rejected spans or data points, or 0 if the response cannot be decoded. The
@@ -398,13 +288,12 @@ fn to_export_error(error: impl fmt::Display) -> ExportError {
 
 impl fmt::Display for CollectorUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scheme = if self.is_tls { "https" } else { "http" };
-        write!(
-            f,
-            "{scheme}://{}{}",
-            self.authority(),
-            self.http_path.as_deref().unwrap_or_default()
-        )
+        let Self {
+            endpoint,
+            http_path,
+        } = self;
+        let path = http_path.as_deref().unwrap_or_default();
+        write!(f, "{}://{}{path}", endpoint.scheme(), endpoint.authority)
     }
 }
 

@@ -4,7 +4,10 @@ mod attributes;
 mod collector;
 mod resource;
 
-pub(super) use attributes::{int_attribute, standard_method_name, string_attribute};
+pub(super) use attributes::{
+    bool_attribute, int_attribute, standard_method_name, string_attribute,
+};
 pub(super) use collector::{CollectorClient, ExportError};
 pub use collector::{CollectorSettings, CollectorUrl, OtlpSignal};
 pub use resource::ResourceAttributes;
+pub(super) use resource::instrumentation_scope;

@@ -1,6 +1,7 @@
 //! The resource of all exports: the attributes that identify this process.
 
 use super::attributes::string_attribute;
+use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use percent_encoding::percent_decode_str;
 use std::collections::BTreeMap;
@@ -61,6 +62,15 @@ impl ResourceAttributes {
                 .collect(),
             ..Resource::default()
         }
+    }
+}
+
+/// The library that all exports name as their origin.
+pub(in crate::telemetry) fn instrumentation_scope() -> InstrumentationScope {
+    InstrumentationScope {
+        name: "tidegate".to_owned(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        ..InstrumentationScope::default()
     }
 }
 

@@ -4,9 +4,8 @@
 //! and counted.
 
 use super::span::RequestSpans;
-use crate::telemetry::otlp::{CollectorClient, ExportError};
+use crate::telemetry::otlp::{CollectorClient, ExportError, instrumentation_scope};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
-use opentelemetry_proto::tonic::common::v1::InstrumentationScope;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans};
 use prost::Message;
@@ -136,13 +135,8 @@ impl SpanExportWorker {
             .flat_map(RequestSpans::into_spans)
             .collect();
         let span_count = u64::try_from(spans.len()).unwrap_or(u64::MAX);
-        let scope = InstrumentationScope {
-            name: "tidegate".to_owned(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            ..InstrumentationScope::default()
-        };
         let scope_spans = vec![ScopeSpans {
-            scope: Some(scope),
+            scope: Some(instrumentation_scope()),
             spans,
             ..ScopeSpans::default()
         }];

@@ -6,7 +6,6 @@ use hyper::server::conn::http1::Parts;
 use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use std::convert::Infallible;
-use std::future::Future;
 use std::pin::Pin;
 use std::task::Poll;
 
@@ -23,7 +22,7 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 /// the client sends requests: connections are idle most of the time.
 ///
 /// `record_unreadable` receives the status sent for input that is not a valid request.
-pub(super) async fn serve_http1<S, F>(
+pub(super) async fn serve_http1<S>(
     mut socket: MonitoredSocket,
     protocols: &HttpServerSettings,
     mut driver: ConnectionDriver,
@@ -31,13 +30,7 @@ pub(super) async fn serve_http1<S, F>(
     handover: &UpgradeHandover,
     record_unreadable: impl Fn(StatusCode),
 ) where
-    S: Service<
-            Request<Incoming>,
-            Response = Response<TrackedResponseBody>,
-            Error = Infallible,
-            Future = F,
-        >,
-    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>>,
+    S: Service<Request<Incoming>, Response = Response<TrackedResponseBody>, Error = Infallible>,
 {
     loop {
         driver.monitor.set_has_buffers(true);
@@ -80,7 +73,7 @@ pub(super) async fn serve_http1<S, F>(
 
 /// Serves HTTP/1 until the connection ends or becomes idle. Returns the socket and the service of
 /// an idle connection.
-async fn serve_http1_until_idle<S, F>(
+async fn serve_http1_until_idle<S>(
     socket: MonitoredSocket,
     protocols: &HttpServerSettings,
     driver: &mut ConnectionDriver,
@@ -89,13 +82,7 @@ async fn serve_http1_until_idle<S, F>(
     record_unreadable: &impl Fn(StatusCode),
 ) -> Option<(MonitoredSocket, S)>
 where
-    S: Service<
-            Request<Incoming>,
-            Response = Response<TrackedResponseBody>,
-            Error = Infallible,
-            Future = F,
-        >,
-    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>>,
+    S: Service<Request<Incoming>, Response = Response<TrackedResponseBody>, Error = Infallible>,
 {
     let mut connection = protocols
         .http1

@@ -6,7 +6,6 @@ use hyper::service::Service;
 use hyper_util::rt::TokioIo;
 use std::convert::Infallible;
 use std::error::Error as _;
-use std::future::Future;
 use std::pin::Pin;
 use std::rc::Rc;
 
@@ -20,20 +19,15 @@ use crate::proxy::server::frame_scanner::INVALID_FIRST_FRAME;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Serves HTTP/2 until the connection ends.
-pub(super) async fn serve_http2<S, F>(
+pub(super) async fn serve_http2<S>(
     socket: MonitoredSocket,
     protocols: &HttpServerSettings,
     mut driver: ConnectionDriver,
     requests: S,
     handover: &Rc<UpgradeHandover>,
 ) where
-    S: Service<
-            Request<Incoming>,
-            Response = Response<TrackedResponseBody>,
-            Error = Infallible,
-            Future = F,
-        >,
-    F: Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + 'static,
+    S: Service<Request<Incoming>, Response = Response<TrackedResponseBody>, Error = Infallible>,
+    S::Future: 'static,
 {
     let http2 = protocols.http2_builder(&driver.monitor, handover);
     let mut connection = http2.serve_connection(TokioIo::new(socket), requests);

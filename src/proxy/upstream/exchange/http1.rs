@@ -61,31 +61,15 @@ impl UpstreamClient {
                 false => Poll::Ready(None),
             }
         });
-        let response = match self
-            .await_within_response_timeout(
-                &mut connection,
-                response_future,
-                progress.as_deref(),
-                sent_at,
-            )
-            .await
-        {
-            Some(Some(Ok(response))) => response,
-            Some(None) => {
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::informational_flood(),
-                ));
-            }
-            Some(Some(Err(failed))) => {
-                return Err(exchange_failure_from_hyper(failed, progress.as_deref()));
-            }
-            None => {
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::response_timeout(),
-                ));
-            }
+        let waiting = self.await_within_response_timeout(
+            &mut connection,
+            response_future,
+            progress.as_deref(),
+            sent_at,
+        );
+        let response = match waiting.await? {
+            Ok(response) => response,
+            Err(failed) => return Err(exchange_failure_from_hyper(failed, progress.as_deref())),
         };
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             let switched = Box::pin(self.convert_connection_to_tunnel(

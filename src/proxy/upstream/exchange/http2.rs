@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::task::Poll;
 use tokio::time::Instant;
 
-use super::{ExchangeFailure, client_error_kind};
+use super::{ExchangeError, ExchangeFailure, client_error_kind};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress};
 use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::http::informational_responses::InformationalForwarder;
@@ -24,8 +24,6 @@ use crate::proxy::upstream::http2::{Http2ResponseFuture, StreamOpenError};
 use crate::proxy::upstream::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use crate::proxy::upstream::response_body::UpstreamBodySource;
 use crate::proxy::upstream::tunnel_io::Http2TunnelIo;
-
-type ExchangeError = (ExchangeFailure, UpstreamError);
 
 /// A request whose head was sent and whose body is being uploaded.
 struct StartedRequest {
@@ -67,34 +65,25 @@ impl UpstreamClient {
             }
             Pin::new(&mut started.response).poll(cx).map(Some)
         });
-        let response = match self
-            .await_within_response_timeout(
-                &mut connection,
-                response_future,
-                progress.as_deref(),
-                sent_at,
-            )
-            .await
-        {
-            Some(Some(Ok(response))) => response,
-            Some(None) => {
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::informational_flood(),
-                ));
-            }
-            Some(Some(Err(error))) => {
+        let waiting = self.await_within_response_timeout(
+            &mut connection,
+            response_future,
+            progress.as_deref(),
+            sent_at,
+        );
+        let response = match waiting.await {
+            Ok(Ok(response)) => response,
+            Ok(Err(error)) => {
                 let failure = classify_failure(&error);
                 return Err((failure, upstream_error_from_h2(&error, progress.as_deref())));
             }
-            None => {
-                if let ConnectionProtocol::Http2(slot) = &connection.protocol {
+            Err(error) => {
+                if let (UpstreamErrorKind::ResponseTimeout, ConnectionProtocol::Http2(slot)) =
+                    (error.1.kind, &connection.protocol)
+                {
                     slot.connection().mark_suspect();
                 }
-                return Err((
-                    ExchangeFailure::MaybeProcessed,
-                    UpstreamError::response_timeout(),
-                ));
+                return Err(error);
             }
         };
         Ok(self.convert_response(response, websocket_key.zip(started.tunnel), connection))

@@ -1,6 +1,26 @@
-//! Escapes untrusted text for HTML.
+//! The text of the HTML report, and the escaping of untrusted text.
 
+use super::results::ReplayReport;
 use std::fmt::{self, Display, Write};
+
+/// An HTML report that is being written.
+pub(super) struct HtmlPage<'r> {
+    pub(super) report: &'r ReplayReport,
+    pub(super) text: String,
+}
+
+impl<'r> HtmlPage<'r> {
+    pub(super) fn new(report: &'r ReplayReport) -> Self {
+        Self {
+            report,
+            text: String::with_capacity(64 << 10),
+        }
+    }
+
+    pub(super) fn push(&mut self, html: &str) {
+        self.text.push_str(html);
+    }
+}
 
 /// Text escaped for HTML content and quoted attributes. Control and formatting characters are
 /// written as escapes.

@@ -1,0 +1,74 @@
+//! Texts for people: truncated, wrapped, and safe for terminals.
+
+use std::fmt;
+
+/// A secret; its `Debug` text is masked.
+#[derive(Clone, PartialEq, Eq)]
+pub struct SecretText(String);
+
+impl SecretText {
+    pub fn new(text: String) -> Self {
+        Self(text)
+    }
+
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for SecretText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}
+
+/// Truncates a text to `width` characters. The last one is `mark` if the text was longer.
+pub fn truncate_text(text: &str, width: usize, mark: char) -> String {
+    if text.chars().count() <= width {
+        return text.to_owned();
+    }
+    let kept = text.chars().take(width.saturating_sub(1));
+    kept.chain([mark]).take(width).collect()
+}
+
+/// Wraps a text at spaces into at most `max_lines` lines of `width` characters. The first line
+/// starts with `first`, the others with `next`. A long word, or the last line, may be longer.
+pub fn wrap_text(
+    text: &str,
+    width: usize,
+    [first, next]: [&str; 2],
+    max_lines: usize,
+) -> Vec<String> {
+    let (mut lines, mut line) = (Vec::new(), first.to_owned());
+    let mut length = first.chars().count();
+    let mut is_line_start = true;
+    for word in text.split(' ') {
+        let word_length = word.chars().count();
+        if !is_line_start && length + 1 + word_length > width && lines.len() + 1 < max_lines {
+            lines.push(std::mem::replace(&mut line, next.to_owned()));
+            length = next.chars().count();
+            is_line_start = true;
+        }
+        if !is_line_start {
+            line.push(' ');
+            length += 1;
+        }
+        line.push_str(word);
+        length += word_length;
+        is_line_start = false;
+    }
+    lines.push(line);
+    lines
+}
+
+/// Escapes characters that a terminal would not show as themselves. Quotes stay.
+pub fn escape_unprintable(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match letter {
+            '"' | '\'' => escaped.push(letter),
+            _ => escaped.extend(letter.escape_debug()),
+        }
+    }
+    escaped
+}
