@@ -28,87 +28,59 @@ pub(super) static ROOT: [SchemaKey; 17] = [
         Default(""),
         "More files, relative to this file. They may contain only [[policy]] tables. Their policies follow those of this file, sorted by file name. An unreadable path is an error.",
     ),
-    key("listen", Table(&LISTEN), Optional, "Where clients connect."),
-    key(
+    table("listen", &LISTEN, "Where clients connect."),
+    table(
         "upstream",
-        Table(&UPSTREAM),
-        Optional,
+        &UPSTREAM,
         "The server that requests are forwarded to. May be absent if rls or check is set: then nothing listens at listen.address.",
     ),
-    key(
+    table(
         "rls",
-        Table(&RLS),
-        Optional,
+        &RLS,
         "Envoy's rate-limit service (gRPC); see docs/ENVOY.md. Absent: off.",
     ),
-    key(
+    table(
         "check",
-        Table(&CHECK),
-        Optional,
+        &CHECK,
         "Authorization service for nginx (auth_request), Traefik (forwardAuth) and Envoy (ext_authz); see docs/ENVOY.md. Absent: off.",
     ),
-    key(
-        "client",
-        Table(&CLIENT),
-        Optional,
-        "How the client address is found.",
-    ),
-    key(
+    table("client", &CLIENT, "How the client address is found."),
+    table(
         "path",
-        Table(&PATH),
-        Optional,
+        &PATH,
         "How paths are normalized for matches and keys.",
     ),
-    key(
-        "store",
-        Table(&STORE),
-        Optional,
-        "Where counters are stored.",
-    ),
-    key(
-        "defaults",
-        Table(&DEFAULTS),
-        Optional,
-        "Defaults of policies.",
-    ),
-    key(
-        "response",
-        Table(&RESPONSE),
-        Optional,
-        "Rate-limit fields of responses.",
-    ),
-    key("shutdown", Table(&SHUTDOWN), Optional, "Graceful shutdown."),
-    key(
+    table("store", &STORE, "Where counters are stored."),
+    table("defaults", &DEFAULTS, "Defaults of policies."),
+    table("response", &RESPONSE, "Rate-limit fields of responses."),
+    table("shutdown", &SHUTDOWN, "Graceful shutdown."),
+    table(
         "admin",
-        Table(&ADMIN),
-        Optional,
+        &ADMIN,
         "A separate port for operators: health, metrics, policy statistics, keys, explanations.",
     ),
-    key("log", Table(&LOG), Optional, "Logging to stderr."),
-    key(
+    table("log", &LOG, "Logging to stderr."),
+    table(
         "trace",
-        Table(&TRACE),
-        Optional,
+        &TRACE,
         "Export of spans by OTLP. Absent: tidegate only forwards the client's traceparent.",
     ),
-    key(
+    table(
         "metrics",
-        Table(&METRICS),
-        Optional,
+        &METRICS,
         "Export of metrics by OTLP, beside the Prometheus page.",
     ),
-    key("policy", TableList(&POLICY), Optional, "The policies."),
-    key(
+    optional("policy", TableList(&POLICY), "The policies."),
+    table(
         "self_service",
-        Table(&SELF_SERVICE),
-        Optional,
+        &SELF_SERVICE,
         "A path that answers a client with its own limits. Absent: off.",
     ),
 ];
 
 /// Keys of an included file.
 pub(super) static INCLUDED_ROOT: [SchemaKey; 1] =
-    [key("policy", TableList(&POLICY), Optional, "The policies.")];
+    [optional("policy", TableList(&POLICY), "The policies.")];
 
 static DEFAULTS: [SchemaKey; 4] = [
     key(
@@ -157,12 +129,7 @@ static RESPONSE: [SchemaKey; 3] = [
         Default("delta"),
         "X-RateLimit-Reset in seconds from now, or as Unix time.",
     ),
-    key(
-        "cors",
-        Table(&RESPONSE_CORS),
-        Optional,
-        "CORS of tidegate's own responses.",
-    ),
+    table("cors", &RESPONSE_CORS, "CORS of tidegate's own responses."),
 ];
 
 static SHUTDOWN: [SchemaKey; 2] = [
@@ -243,24 +210,17 @@ static LOG: [SchemaKey; 4] = [
 ];
 
 static TRACE: [SchemaKey; 4] = [
-    key(
+    required(
         "otlp",
         Text("a collector such as \"http://127.0.0.1:4317\""),
-        Required,
         "Collector of spans. Uses HTTP if the port is 4318 or the URL has a path, otherwise gRPC.",
     ),
-    key(
+    optional(
         "headers_file",
         Text("the path of a file with a \"name: value\" per line"),
-        Optional,
         "Header fields for every export, such as an API key. Lines that begin with # are comments.",
     ),
-    key(
-        "tls",
-        Table(&UPSTREAM_TLS),
-        Optional,
-        "TLS to an https collector.",
-    ),
+    table("tls", &UPSTREAM_TLS, "TLS to an https collector."),
     key(
         "sample",
         Fraction,
@@ -270,30 +230,20 @@ static TRACE: [SchemaKey; 4] = [
 ];
 
 static METRICS: [SchemaKey; 4] = [
-    key(
+    required(
         "otlp",
         Text("a collector such as \"http://127.0.0.1:4317\""),
-        Required,
         "Collector of metrics. Uses HTTP if the port is 4318 or the URL has a path, otherwise gRPC.",
     ),
-    key(
+    optional(
         "headers_file",
         Text("the path of a file with a \"name: value\" per line"),
-        Optional,
         "As in [trace].",
     ),
-    key(
-        "tls",
-        Table(&UPSTREAM_TLS),
-        Optional,
-        "TLS to an https collector.",
-    ),
+    table("tls", &UPSTREAM_TLS, "TLS to an https collector."),
     key(
         "interval",
-        ValueKind::Duration {
-            min: Duration::from_secs(1),
-            max: Duration::from_secs(3600),
-        },
+        duration(Duration::from_secs(1), Duration::from_secs(3600)),
         Default("60s"),
         "Interval of exports.",
     ),

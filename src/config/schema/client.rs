@@ -10,12 +10,7 @@ pub(super) static SELF_SERVICE: [SchemaKey; 2] = [
         Default("/.well-known/ratelimit"),
         "Exact path that answers a client with its own limits. It is not forwarded.",
     ),
-    key(
-        "limit",
-        Table(&SELF_SERVICE_LIMIT),
-        Optional,
-        "Limit of queries per client.",
-    ),
+    table("limit", &SELF_SERVICE_LIMIT, "Limit of queries per client."),
 ];
 
 pub(super) static SELF_SERVICE_LIMIT: [SchemaKey; 2] = [
@@ -112,10 +107,9 @@ pub(super) static CLIENT: [SchemaKey; 14] = [
         Default("reject"),
         "With ambiguous_cookie = \"reject\": requests with a cookie __Host-NAME or __Secure-NAME, if NAME is in a key or condition: 400, or ignored. \"allow\": an app that reads it as NAME serves another key than the one charged.",
     ),
-    key(
+    table(
         "jwt",
-        Table(&CLIENT_JWT),
-        Optional,
+        &CLIENT_JWT,
         "Token verification, for jwt in keys and matches.",
     ),
 ];
@@ -151,10 +145,9 @@ static CLIENT_JWT: [SchemaKey; 14] = [
         Default(""),
         "Accept only tokens for one of these audiences (aud). Empty: any.",
     ),
-    key(
+    optional(
         "issuers",
         TableList(&CLIENT_JWT_ISSUERS),
-        Optional,
         "Instead of the keys above: several issuers, each with its own keys.",
     ),
     key(
@@ -187,12 +180,7 @@ static CLIENT_JWT: [SchemaKey; 14] = [
         Default("false"),
         "Allow http:// in keys_url for hosts other than loopback. An attacker on the network path can then forge tokens.",
     ),
-    key(
-        "tls",
-        Table(&UPSTREAM_TLS),
-        Optional,
-        "TLS to https issuers.",
-    ),
+    table("tls", &UPSTREAM_TLS, "TLS to https issuers."),
     key(
         "header",
         Text("the name of a header"),
@@ -208,10 +196,9 @@ static CLIENT_JWT: [SchemaKey; 14] = [
 ];
 
 static CLIENT_JWT_ISSUERS: [SchemaKey; 5] = [
-    key(
+    required(
         "issuer",
         Text("the iss of the tokens"),
-        Required,
         "Tokens with this iss are verified with these keys.",
     ),
     key(

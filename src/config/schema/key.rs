@@ -92,15 +92,9 @@ pub(super) const MAX_WARM_UP: Duration = Duration::from_micros(crate::limiter::M
 pub(super) const MAX_PERIOD: Duration = Duration::from_secs(400 * 86_400);
 
 /// At least a millisecond, because 0 does not disable the setting.
-pub(super) const POSITIVE_DURATION: ValueKind = ValueKind::Duration {
-    min: Duration::from_millis(1),
-    max: DAY,
-};
+pub(super) const POSITIVE_DURATION: ValueKind = duration(Duration::from_millis(1), DAY);
 
-pub(super) const DURATION: ValueKind = ValueKind::Duration {
-    min: Duration::ZERO,
-    max: DAY,
-};
+pub(super) const DURATION: ValueKind = duration(Duration::ZERO, DAY);
 
 pub(super) const ON_STORE_FAILURE: ValueKind = Keyword(&["open", "closed", "local"]);
 
@@ -127,6 +121,26 @@ pub(super) const fn key(
         requirement,
         doc,
     }
+}
+
+pub(super) const fn optional(name: &'static str, kind: ValueKind, doc: &'static str) -> SchemaKey {
+    key(name, kind, Optional, doc)
+}
+
+pub(super) const fn required(name: &'static str, kind: ValueKind, doc: &'static str) -> SchemaKey {
+    key(name, kind, Required, doc)
+}
+
+pub(super) const fn table(
+    name: &'static str,
+    keys: &'static [SchemaKey],
+    doc: &'static str,
+) -> SchemaKey {
+    key(name, Table(keys), Optional, doc)
+}
+
+pub(super) const fn duration(min: Duration, max: Duration) -> ValueKind {
+    ValueKind::Duration { min, max }
 }
 
 pub(super) const fn integer(min: i64, max: i64) -> ValueKind {

@@ -4,10 +4,9 @@ use super::key::*;
 use std::time::Duration;
 
 pub(super) static POLICY: [SchemaKey; 22] = [
-    key(
+    required(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
-        Required,
         "Unique name. Renaming a policy starts new counters.",
     ),
     key(
@@ -16,10 +15,9 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         Default("0"),
         "Higher values first; equal values in file order.",
     ),
-    key(
+    table(
         "match",
-        Table(&MATCH),
-        Optional,
+        &MATCH,
         "Requests that the policy applies to. Absent: all.",
     ),
     key(
@@ -28,13 +26,12 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         Default(""),
         "Key parts: each combination of values has its own quota. Empty: one quota for all. `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value. It is the default for names such as authorization, api-key, token and session; `;plain` stores the value. \"a | b | c\" lists alternatives: the first one present in the request is used.",
     ),
-    key(
+    table(
         "limit",
-        Table(&LIMIT),
-        Optional,
+        &LIMIT,
         "The limit. Required with action \"limit\", unless limits is set.",
     ),
-    key("limits", TableList(&LIMIT), Optional, "Several limits."),
+    optional("limits", TableList(&LIMIT), "Several limits."),
     key(
         "action",
         Keyword(&["limit", "allow", "deny"]),
@@ -63,19 +60,14 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         Default("1"),
         "Units that a request takes from each limit. A table reads them from a header or the response.",
     ),
-    key(
+    table(
         "count_when",
-        Table(&COUNT_WHEN),
-        Optional,
+        &COUNT_WHEN,
         "Counts a request only if its response has one of these statuses. Units are reserved at arrival and returned otherwise. Not with lease, shards, count_rejected, [check], descriptors or a cost that is not a number.",
     ),
-    key(
+    optional(
         "block_for",
-        ValueKind::Duration {
-            min: Duration::from_millis(1),
-            max: MAX_PERIOD,
-        },
-        Optional,
+        duration(Duration::from_millis(1), MAX_PERIOD),
         "After a rejection, reject the same key for this long. Only in mode \"enforce\".",
     ),
     key(
@@ -90,13 +82,12 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         Default("1"),
         "Redis Cluster only: splits a hot key over this many counters. Not with on_store_failure = \"local\".",
     ),
-    key(
+    optional(
         "lease",
         ValueKind::KeywordOrTable {
             keyword: "auto",
             table: &LEASE,
         },
-        Optional,
         "Leases units from Redis, to decide without a round trip. Not with leaky_bucket, concurrency, warm_up, block_for, count_rejected, shards or an estimate.",
     ),
     key(
@@ -105,29 +96,21 @@ pub(super) static POLICY: [SchemaKey; 22] = [
         Default("shared"),
         "\"instance\": each instance counts for itself, in memory (bounded by store.memory), beside policies in Redis. A request is charged by all or none. Not with lease, shards or dynamic; on_store_failure has no effect.",
     ),
-    key(
+    optional(
         "counter",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
-        Optional,
         "Policies with the same counter share one quota per key. They must have the same key, mode and kind of limits; requests, burst and max_delay may differ. Each policy compares the shared usage with its own limit. If several match a request, only the strictest charges it. Not with dynamic.",
     ),
-    key("missing_key", MISSING_KEY, Optional, "As in [defaults]."),
-    key(
+    optional("missing_key", MISSING_KEY, "As in [defaults]."),
+    optional(
         "on_store_failure",
         ON_STORE_FAILURE,
-        Optional,
         "As in [defaults]. Descriptor policies: \"local\", or else UNAVAILABLE, and Envoy's failure_mode_deny decides.",
     ),
-    key(
-        "reject",
-        Table(&REJECT),
-        Optional,
-        "A custom response to rejected requests.",
-    ),
-    key(
+    table("reject", &REJECT, "A custom response to rejected requests."),
+    optional(
         "override",
         TableList(&OVERRIDE),
-        Optional,
         "Other limits, an action or a mode for specific keys. Precedence: exact keys, then patterns with more literal text (the first key position decides first), then \"*\", then file order.",
     ),
     key(
@@ -138,18 +121,16 @@ pub(super) static POLICY: [SchemaKey; 22] = [
     ),
 ];
 
-pub(super) static COUNT_WHEN: [SchemaKey; 1] = [key(
+pub(super) static COUNT_WHEN: [SchemaKey; 1] = [required(
     "status",
     ValueKind::StatusList,
-    Required,
     "Statuses that count. Those of tidegate's own 502 and 504 count only if listed; a client that leaves early always counts.",
 )];
 
 pub(in crate::config) static COST: [SchemaKey; 6] = [
-    key(
+    required(
         "header",
         Text("the name of a header"),
-        Required,
         "Request header that holds the cost in digits. Either this, or estimate and actual.",
     ),
     key(
@@ -170,33 +151,27 @@ pub(in crate::config) static COST: [SchemaKey; 6] = [
         Default("100"),
         "Largest valid cost in the header. Also the cost if the header is invalid or repeated.",
     ),
-    key(
+    required(
         "estimate",
         integer(1, MAX_UNITS),
-        Required,
         "Units charged on arrival. The response settles the difference.",
     ),
-    key(
+    required(
         "actual",
         Text("\"response_header:NAME\" or \"response_json:/POINTER\""),
-        Required,
         "Source of the actual cost: a response header or trailer, or a JSON pointer to a number in the body.",
     ),
 ];
 
 pub(super) static LEASE: [SchemaKey; 2] = [
-    key(
+    required(
         "size",
         integer(1, 1_000_000),
-        Required,
         "Most units leased at a time, per key and proxy.",
     ),
     key(
         "ttl",
-        ValueKind::Duration {
-            min: Duration::from_millis(1),
-            max: MAX_PERIOD,
-        },
+        duration(Duration::from_millis(1), MAX_PERIOD),
         Default("100ms"),
         "How long units are leased, at most half of the shortest period.",
     ),
@@ -221,28 +196,24 @@ pub(in crate::config) static MATCH: [SchemaKey; 14] = [
         Default(""),
         "Path patterns: {name} and * match one segment, ** at the end matches any rest.",
     ),
-    key(
+    optional(
         "path_regex",
         Text("a regular expression"),
-        Optional,
         "A regular expression. Use ^ and $ to match the whole path.",
     ),
-    key(
+    optional(
         "headers",
         Map(VALUE_CONDITION_FORMAT),
-        Optional,
         "Conditions on headers. Of several values of a name, one must match.",
     ),
-    key(
+    optional(
         "query",
         Map(VALUE_CONDITION_FORMAT),
-        Optional,
         "Conditions on query parameters.",
     ),
-    key(
+    optional(
         "cookies",
         Map(VALUE_CONDITION_FORMAT),
-        Optional,
         "Conditions on cookies.",
     ),
     key(
@@ -251,22 +222,19 @@ pub(in crate::config) static MATCH: [SchemaKey; 14] = [
         Default(""),
         "Networks of clients.",
     ),
-    key(
+    optional(
         "jwt",
         Map(VALUE_CONDITION_FORMAT),
-        Optional,
         "Conditions on token claims, by name or JSON pointer. Of a list, one element must match.",
     ),
-    key(
+    optional(
         "domain",
         Text("the domain of Envoy's filter"),
-        Optional,
         "Domain of rate-limit service calls. With domain or descriptors, only not is allowed beside them.",
     ),
-    key(
+    optional(
         "descriptors",
         Map(DESCRIPTOR_ENTRY_FORMAT),
-        Optional,
         "Entries of a descriptor, in any order; \"*\" matches any value. Absent with domain: any.",
     ),
     key(
@@ -275,18 +243,12 @@ pub(in crate::config) static MATCH: [SchemaKey; 14] = [
         Default("all"),
         "\"all\": a descriptor has exactly the entries in descriptors. \"subset\": it may have more.",
     ),
-    key(
+    optional(
         "any",
         TableList(&MATCH),
-        Optional,
         "Matches of which one must hold, beside the other conditions.",
     ),
-    key(
-        "not",
-        Table(&MATCH),
-        Optional,
-        "A match that must not hold.",
-    ),
+    table("not", &MATCH, "A match that must not hold."),
 ];
 
 const VALUE_CONDITION_FORMAT: &str = "a table such as { name = \"value\" }, { name = [\"one\", \"other\"] }, { name = { regex = \"…\" } } or { name = { present = true } }";
@@ -295,132 +257,101 @@ const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", 
 
 /// Keys of a condition that is a table.
 pub(in crate::config) static VALUE_CONDITION: [SchemaKey; 2] = [
-    key(
+    optional(
         "regex",
         Text("a regular expression"),
-        Optional,
         "The value contains a match.",
     ),
-    key(
-        "present",
-        Bool,
-        Optional,
-        "Whether the value must be present.",
-    ),
+    optional("present", Bool, "Whether the value must be present."),
 ];
 
 pub(in crate::config) static LIMIT: [SchemaKey; 16] = [
-    key(
+    optional(
         "requests",
         integer(0, MAX_UNITS),
-        Optional,
         "Units per period, or requests in flight. 0 rejects every request. Required, unless requests_from is set.",
     ),
-    key(
+    optional(
         "requests_from",
         Text("jwt:CLAIM, header:NAME, client_cert:san or client_cert:cn"),
-        Optional,
         "Takes requests from the request: a claim of a verified token, a header from client.trusted_proxies, or a field of the client certificate. Not with concurrency, warm_up, lease, shards, descriptors or on_store_failure = \"local\".",
     ),
-    key(
+    optional(
         "default",
         integer(0, MAX_UNITS),
-        Optional,
         "Required with requests_from. The amount if the field is absent, repeated or not a whole number.",
     ),
-    key(
+    optional(
         "max",
         integer(0, MAX_UNITS),
-        Optional,
         "Required with requests_from. Larger amounts are reduced to this one.",
     ),
-    key(
+    optional(
         "per",
         ValueKind::DurationOrKeyword {
             min: Duration::from_millis(1),
             max: MAX_PERIOD,
             keywords: &["day", "week", "month"],
         },
-        Optional,
         "The period: a duration, or with fixed_window a calendar \"day\", \"week\" (from Monday) or \"month\". Required, except with concurrency.",
     ),
-    key(
+    optional(
         "tz",
         Text("the IANA name of a time zone such as \"Europe/Berlin\""),
-        Optional,
         "Time zone of a day, week or month. Absent: UTC.",
     ),
-    key("algorithm", ALGORITHM, Optional, "As in [defaults]."),
-    key(
+    optional("algorithm", ALGORITHM, "As in [defaults]."),
+    optional(
         "buckets",
         integer(2, 100),
-        Optional,
         "sliding_window only: buckets per period. Absent: 10.",
     ),
-    key(
+    optional(
         "burst",
         integer(1, MAX_UNITS),
-        Optional,
         "token_bucket only: capacity of the bucket. Absent: requests, also those of requests_from.",
     ),
-    key(
+    optional(
         "warm_up",
-        ValueKind::Duration {
-            min: Duration::from_millis(1),
-            max: MAX_WARM_UP,
-        },
-        Optional,
+        duration(Duration::from_millis(1), MAX_WARM_UP),
         "token_bucket only: for apps that are slow after a pause. After this long idle, a third of burst and rate; both grow back in the same time. No cost may exceed that third.",
     ),
-    key(
+    optional(
         "max_delay",
         DURATION,
-        Optional,
         "leaky_bucket only: longest delay of a request. One that would wait longer is rejected. Absent: 1 s.",
     ),
-    key(
+    optional(
         "offset",
-        ValueKind::Duration {
-            min: Duration::ZERO,
-            max: MAX_PERIOD,
-        },
-        Optional,
+        duration(Duration::ZERO, MAX_PERIOD),
         "fixed_window only: offset of window starts from multiples of per since 1970 UTC. Less than per.",
     ),
-    key(
+    optional(
         "lease_ttl",
-        ValueKind::Duration {
-            min: Duration::from_secs(1),
-            max: Duration::from_secs(3600),
-        },
-        Optional,
+        duration(Duration::from_secs(1), Duration::from_secs(3600)),
         "concurrency only: how long slots of a crashed sidecar stay taken, renewed at a third of it. Absent: 10 s.",
     ),
-    key(
+    optional(
         "max_duration",
         DURATION,
-        Optional,
         "concurrency only: ends requests after this time, with 504 or by aborting the response. Absent or 0: never.",
     ),
-    key(
+    optional(
         "name",
         Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""),
-        Optional,
         "Name in the rate-limit fields. Absent: the policy's name; further limits add -2, -3.",
     ),
-    key(
+    optional(
         "unit",
         Text("1 to 32 letters, digits, \"_\" or \"-\""),
-        Optional,
         "Unit counted, if not requests: \"tokens\" becomes qu=\"tokens\".",
     ),
 ];
 
 pub(super) static REJECT: [SchemaKey; 4] = [
-    key(
+    optional(
         "status",
         integer(400, 599),
-        Optional,
         "Status code. Absent: 429, or 403 with action \"deny\".",
     ),
     key("body", Text("a text"), Default(""), "Body of the response."),
@@ -430,38 +361,34 @@ pub(super) static REJECT: [SchemaKey; 4] = [
         Default("text/plain; charset=utf-8"),
         "Content-Type of the body.",
     ),
-    key(
+    optional(
         "headers",
         Map("a table such as { x-reason = \"quota\" }"),
-        Optional,
         "Additional header fields, such as { x-reason = \"quota\" }.",
     ),
 ];
 
 pub(super) static OVERRIDE: [SchemaKey; 5] = [
-    key(
+    required(
         "key",
         TextList("one value per position of the policy's key"),
-        Required,
         "One value or pattern per position. \"*\" stands for any text: \"acme-*\"; alone, for any value. \"\\\\*\" is a star.",
     ),
-    key(
+    table(
         "limit",
-        Table(&LIMIT),
-        Optional,
+        &LIMIT,
         "The limit. Absent with mode: the policy's.",
     ),
-    key("limits", TableList(&LIMIT), Optional, "Several limits."),
+    optional("limits", TableList(&LIMIT), "Several limits."),
     key(
         "action",
         Keyword(&["limit", "allow", "deny"]),
         Default("limit"),
         "\"allow\" exempts the key from this policy; others still apply. \"deny\" rejects it with 403 without counting. Both not with dynamic.",
     ),
-    key(
+    optional(
         "mode",
         Keyword(&["enforce", "mark", "shadow", "off"]),
-        Optional,
         "The mode for this key. Absent: the policy's. \"off\" not with dynamic.",
     ),
 ];

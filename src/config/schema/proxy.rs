@@ -39,10 +39,9 @@ pub(super) static LISTEN: [SchemaKey; 10] = [
         Default("0s"),
         "Age at which a connection ends: Connection: close in its next response, or GOAWAY; requests in flight finish. Up to 10 % less or more, so that clients do not reconnect at once. 0: no limit.",
     ),
-    key(
+    optional(
         "max_memory",
         byte_size(0, u64::MAX),
-        Optional,
         "Most memory of all client connections, by estimate; beyond it the largest are closed. Absent: 60 % of the container's limit. \"0\": no limit.",
     ),
     key(
@@ -51,38 +50,33 @@ pub(super) static LISTEN: [SchemaKey; 10] = [
         Default("0"),
         "Worker threads. 0: by CPU affinity and CPU limit.",
     ),
-    key("tls", Table(&LISTEN_TLS), Optional, "TLS with clients."),
-    key(
+    table("tls", &LISTEN_TLS, "TLS with clients."),
+    table(
         "http",
-        Table(&LISTEN_HTTP),
-        Optional,
+        &LISTEN_HTTP,
         "Limits and timeouts of HTTP connections.",
     ),
 ];
 
 pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
-    key(
+    required(
         "cert",
         PEM_PATH,
-        Required,
         "Default certificate with its chain, for clients without SNI or with an unknown name.",
     ),
-    key(
+    required(
         "key",
         PEM_PATH,
-        Required,
         "Private key of cert, without a passphrase.",
     ),
-    key(
+    optional(
         "client_ca",
         PEM_PATH,
-        Optional,
         "CAs that verify client certificates, or clients' own certificates. Required unless client_auth is \"none\".",
     ),
-    key(
+    optional(
         "client_crl",
         PEM_PATH,
-        Optional,
         "Certificate revocation lists (CRLs) in one file, one per issuer.",
     ),
     key(
@@ -91,22 +85,20 @@ pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
         Default("none"),
         "Client certificates. \"optional\": may be absent, but not invalid. Invalid ones fail the handshake.",
     ),
-    key(
+    optional(
         "certificates",
         TableList(&LISTEN_TLS_CERTIFICATES),
-        Optional,
         "More certificates, selected by SNI.",
     ),
 ];
 
 pub(super) static LISTEN_TLS_CERTIFICATES: [SchemaKey; 2] = [
-    key(
+    required(
         "cert",
         PEM_PATH,
-        Required,
         "Certificate with its chain, for its DNS names; *.example.com covers one label.",
     ),
-    key("key", PEM_PATH, Required, "Private key of cert."),
+    required("key", PEM_PATH, "Private key of cert."),
 ];
 
 const PEM_PATH: ValueKind = Text("the path of a PEM file");
@@ -188,7 +180,7 @@ pub(super) static RLS: [SchemaKey; 4] = [
         Default("1000"),
         "Most calls at a time on a connection.",
     ),
-    key("tls", Table(&LISTEN_TLS), Optional, "TLS with callers."),
+    table("tls", &LISTEN_TLS, "TLS with callers."),
 ];
 
 pub(super) static CHECK: [SchemaKey; 5] = [
@@ -204,10 +196,9 @@ pub(super) static CHECK: [SchemaKey; 5] = [
         Default("1000"),
         "Most connections at a time.",
     ),
-    key(
+    optional(
         "refused_status",
         integer(401, 403),
-        Optional,
         "Status of all denials, for nginx; X-Tidegate-Status has the original one. Absent: the proxy's status, but to Envoy 429 instead of 503.",
     ),
     key(
@@ -216,17 +207,16 @@ pub(super) static CHECK: [SchemaKey; 5] = [
         Default("reject"),
         "Key headers with a comma: 400, because Envoy joins repeated lines with commas and forwards both lines; or read as sent. Conditions on headers read each part too. \"allow\": only if the proxy in front rejects or replaces repeated lines.",
     ),
-    key("tls", Table(&LISTEN_TLS), Optional, "TLS with callers."),
+    table("tls", &LISTEN_TLS, "TLS with callers."),
 ];
 
 const SERVICE_ADDRESS: ValueKind =
     Text("an IP address and port such as \"127.0.0.1:8081\", or \"unix:/path\"");
 
 pub(super) static UPSTREAM: [SchemaKey; 15] = [
-    key(
+    required(
         "url",
         Text("\"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\""),
-        Required,
         "Server to forward to, without a path. http and unix use HTTP/1.1, h2c uses HTTP/2, https negotiates by ALPN.",
     ),
     key(
@@ -307,37 +297,28 @@ pub(super) static UPSTREAM: [SchemaKey; 15] = [
         Default("true"),
         "Retry a request once if a reused connection is dead. Only for idempotent methods without a body.",
     ),
-    key(
-        "tls",
-        Table(&UPSTREAM_TLS),
-        Optional,
-        "TLS to an https upstream.",
-    ),
+    table("tls", &UPSTREAM_TLS, "TLS to an https upstream."),
 ];
 
 pub(super) static UPSTREAM_TLS: [SchemaKey; 4] = [
-    key(
+    optional(
         "ca",
         PEM_PATH,
-        Optional,
         "Trusted CAs, or the server's own certificate. Absent: the system's.",
     ),
-    key(
+    optional(
         "cert",
         Text("the path of a PEM file"),
-        Optional,
         "Client certificate with its chain, if the server requires one.",
     ),
-    key(
+    optional(
         "key",
         Text("the path of a PEM file"),
-        Optional,
         "Private key of cert.",
     ),
-    key(
+    optional(
         "server_name",
         Text("a host name"),
-        Optional,
         "Name to verify. Absent: the host of the URL.",
     ),
 ];

@@ -15,18 +15,12 @@ pub(super) static STORE: [SchemaKey; 4] = [
         Default(""),
         "Directory for usage that on_store_failure = \"local\" admitted and Redis lacks when the process stops; the next process reads it. Files contain keys. Empty: such usage is lost.",
     ),
-    key(
+    table(
         "memory",
-        Table(&STORE_MEMORY),
-        Optional,
+        &STORE_MEMORY,
         "Limits of the counters in this process.",
     ),
-    key(
-        "redis",
-        Table(&STORE_REDIS),
-        Optional,
-        "Redis servers and timeouts.",
-    ),
+    table("redis", &STORE_REDIS, "Redis servers and timeouts."),
 ];
 
 pub(super) static STORE_MEMORY: [SchemaKey; 2] = [
@@ -153,12 +147,7 @@ pub(super) static STORE_REDIS: [SchemaKey; 19] = [
         Default("1s"),
         "Timeout of one connection attempt. At start, the listener waits this long for Redis.",
     ),
-    key(
-        "breaker",
-        Table(&STORE_REDIS_BREAKER),
-        Optional,
-        "Circuit breaker.",
-    ),
+    table("breaker", &STORE_REDIS_BREAKER, "Circuit breaker."),
 ];
 
 pub(in crate::config) const DEFAULT_REDIS_URL: &str = "redis://127.0.0.1:6379/0";
