@@ -40,10 +40,10 @@ fn log_summary_to_json(log: &LogSummary) -> Value {
     json!({
         "name": log.name,
         "format": log.format.into_str(),
-        "lines": log.lines,
-        "requests": log.requests,
-        "other": log.other_records,
-        "broken": log.broken_lines,
+        "lines": log.counts.lines,
+        "requests": log.counts.requests,
+        "other": log.counts.other_records,
+        "broken": log.counts.broken_lines,
         "fault": log.read_error,
     })
 }

@@ -1,6 +1,6 @@
 //! The results of a replay.
 
-use super::super::log_merge::LogSource;
+use super::super::log_merge::{LineCounts, LogSource};
 use super::super::missing_fields::describe_missing_fields;
 use super::super::parsers::{AccessLogFormat, RequiredHeaders};
 use super::super::settings::Settings;
@@ -35,12 +35,7 @@ pub(in crate::replay) struct SetDifferences {
 pub(in crate::replay) struct LogSummary {
     pub(super) name: String,
     pub(super) format: AccessLogFormat,
-    pub(super) lines: u64,
-    pub(super) requests: u64,
-    pub(super) other_records: u64,
-    pub(super) broken_lines: u64,
-    /// Line numbers and beginnings of broken lines, escaped for terminals.
-    pub(super) broken_examples: Vec<(u64, String)>,
+    pub(super) counts: LineCounts,
     /// Error that ended the log early.
     pub(super) read_error: Option<String>,
 }
@@ -106,11 +101,11 @@ impl ReplayReport {
     }
 
     pub(super) fn request_count(&self) -> u64 {
-        self.logs.iter().map(|log| log.requests).sum()
+        self.logs.iter().map(|log| log.counts.requests).sum()
     }
 
     pub(super) fn line_count(&self) -> u64 {
-        self.logs.iter().map(|log| log.lines).sum()
+        self.logs.iter().map(|log| log.counts.lines).sum()
     }
 
     /// Divides the time range into at most `max_steps` bins: returns the bin width in seconds, and
@@ -170,28 +165,27 @@ impl ReplayReport {
     pub(super) fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         for log in &self.logs {
-            let name = log.name.escape_debug();
+            let (name, counts) = (log.name.escape_debug(), &log.counts);
             if let Some(error) = &log.read_error {
                 warnings.push(format!(
                     "{name}: the log ended early ({error}); the report covers the lines before that"
                 ));
             }
-            if log.broken_lines > 0 {
+            if counts.broken_lines > 0 {
                 warnings.push(format!(
                     "{name}: {} of {} lines are broken",
-                    format_count(log.broken_lines),
-                    format_count(log.lines)
+                    format_count(counts.broken_lines),
+                    format_count(counts.lines)
                 ));
-                warnings.extend(
-                    log.broken_examples
-                        .iter()
-                        .map(|(line, text)| format!("{name}: line {line}: {text}")),
-                );
+                for (line, text) in &counts.broken_examples {
+                    let text = String::from_utf8_lossy(text);
+                    warnings.push(format!("{name}: line {line}: {}", text.escape_debug()));
+                }
             }
-            if log.other_records > 0 {
+            if counts.other_records > 0 {
                 warnings.push(format!(
                     "{name}: {} lines are not requests",
-                    format_count(log.other_records)
+                    format_count(counts.other_records)
                 ));
             }
         }
@@ -206,23 +200,16 @@ impl ReplayReport {
         }
         // The following counts are the same for all policy sets, so those of the first set are
         // used.
-        if let Some(refused) = self
-            .sets
-            .first()
-            .map(|set| set.stats.field_coverage.answered_429)
-            .filter(|refused| *refused > 0)
-        {
+        let first = self.sets.first().map(|set| &set.stats);
+        let refused = first.map_or(0, |stats| stats.field_coverage.answered_429);
+        if refused > 0 {
             warnings.push(format!(
                 "{} requests were answered with 429 at the time; the replay treats them like all others",
                 format_count(refused)
             ));
         }
-        if let Some(late) = self
-            .sets
-            .first()
-            .map(|set| set.stats.late_requests)
-            .filter(|late| *late > 0)
-        {
+        let late = first.map_or(0, |stats| stats.late_requests);
+        if late > 0 {
             warnings.push(format!(
                 "{} requests are more than 10 s out of order in the log; they count at the time of the preceding request",
                 format_count(late)
@@ -259,25 +246,12 @@ pub(super) fn describe_touched_keys(proposal: &LimitProposal) -> [String; 2] {
 
 impl LogSummary {
     pub(in crate::replay) fn from_source(source: LogSource, format: AccessLogFormat) -> Self {
-        let LogSource {
-            reader: input,
-            counts,
-            ..
-        } = source;
-        let escape_bytes = |bytes: &[u8]| String::from_utf8_lossy(bytes).escape_debug().to_string();
+        let LogSource { reader, counts, .. } = source;
         Self {
-            name: input.name,
+            name: reader.name,
             format,
-            lines: counts.lines,
-            requests: counts.requests,
-            other_records: counts.other_records,
-            broken_lines: counts.broken_lines,
-            broken_examples: counts
-                .broken_examples
-                .iter()
-                .map(|(line, text)| (*line, escape_bytes(text)))
-                .collect(),
-            read_error: input.read_error.map(|error| error.to_string()),
+            counts,
+            read_error: reader.read_error.map(|error| error.to_string()),
         }
     }
 }
