@@ -7,7 +7,7 @@
 use super::super::simulator::ReplayPolicyStats;
 use super::super::suggestions::LimitSuggestion;
 use super::html_page::{EscapedText, HtmlPage};
-use super::number_format::{format_count, format_key_count, format_share, format_time_range};
+use super::number_format::{format_count, format_key_counts, format_share, format_time_range};
 use super::results::{
     PolicySetReport, ReplayPolicySummary, ReplayReport, describe_touched_keys, limit_title,
     merged_policy_names,
@@ -159,13 +159,7 @@ impl HtmlPage<'_> {
 
     fn write_policy_row(&mut self, summary: &ReplayPolicySummary, stats: &ReplayPolicyStats) {
         let (matched, refused) = (stats.matched_count(), stats.refused_count());
-        let (keys, touched) = match summary.action {
-            None => (
-                format_key_count(stats),
-                format_count(stats.keys.refused_key_count()),
-            ),
-            Some(_) => ("–".to_owned(), "–".to_owned()),
-        };
+        let [keys, touched] = format_key_counts(stats, summary.action.is_none(), "–");
         self.push(&format!(
             "<tr><th scope=\"row\">{}",
             EscapedText(&summary.name)

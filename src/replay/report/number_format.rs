@@ -56,10 +56,19 @@ pub(super) fn format_share(part: u64, whole: u64) -> String {
     }
 }
 
-/// Formats the number of keys; `>5` if keys were evicted.
-pub(super) fn format_key_count(stats: &ReplayPolicyStats) -> String {
+/// Formats the number of keys (`>5` if keys were evicted), and of the touched ones. Both are
+/// `absent` for a policy without limits.
+pub(super) fn format_key_counts(
+    stats: &ReplayPolicyStats,
+    has_limits: bool,
+    absent: &str,
+) -> [String; 2] {
+    if !has_limits {
+        return [absent, absent].map(str::to_owned);
+    }
     let (keys, exact) = stats.keys.key_count();
-    format!("{}{}", if exact { "" } else { ">" }, format_count(keys))
+    let keys = format!("{}{}", if exact { "" } else { ">" }, format_count(keys));
+    [keys, format_count(stats.keys.refused_key_count())]
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use super::super::statistics::RequestSeries;
 use super::super::suggestions::LimitSuggestion;
 use super::number_format::{
-    format_count, format_key_count, format_share, format_time, format_time_range,
+    format_count, format_key_counts, format_share, format_time, format_time_range,
 };
 use super::results::{
     PolicySetReport, ReplayReport, describe_touched_keys, limit_title, merged_policy_names,
@@ -153,17 +153,7 @@ impl TextReportPage {
         for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
             let (matched, refused) = (stats.matched_count(), stats.refused_count());
             let allowed = stats.allowed + stats.delayed + stats.exempt;
-            let has_keys = summary.action.is_none();
-            let keys = if has_keys {
-                format_key_count(stats)
-            } else {
-                "-".to_owned()
-            };
-            let touched = if has_keys {
-                format_count(stats.keys.refused_key_count())
-            } else {
-                "-".to_owned()
-            };
+            let [keys, touched] = format_key_counts(stats, summary.action.is_none(), "-");
             self.push_line(&format!(
                 "{:<NAME_WIDTH$} {:>11} {:>11} {:>10} {:>8} {keys:>8} {touched:>7}",
                 shorten(&summary.name, NAME_WIDTH),
