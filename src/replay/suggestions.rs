@@ -9,7 +9,7 @@ use super::statistics::KeySample;
 use crate::clock::Clock;
 use crate::enforcer::QuotaUsage;
 use crate::limiter::{Algorithm, Charge, Limit};
-use crate::policy::{NamedLimit, PolicyTable};
+use crate::policy::{NamedLimit, Policy, PolicyTable};
 use crate::store::{MemorySettings, MemoryStore};
 use std::time::Instant;
 
@@ -43,6 +43,7 @@ const MIN_REQUESTS: u64 = 5;
 /// Suggestion for one limit.
 #[derive(Clone, Debug)]
 pub(super) struct LimitSuggestion {
+    pub(super) policy: Box<str>,
     pub(super) limit: NamedLimit,
     /// The error says why there is no proposal.
     pub(super) proposal: Result<LimitProposal, String>,
@@ -113,18 +114,15 @@ impl PeakDemandTracker {
     pub(super) fn suggest_limits(
         &self,
         policy_index: usize,
-        policy_limits: &[NamedLimit],
+        policy: &Policy,
         percent: f64,
     ) -> Vec<LimitSuggestion> {
-        let peaks = self
-            .limits_by_policy
-            .get(policy_index)
-            .map(Vec::as_slice)
-            .unwrap_or_default();
-        let suggestions = policy_limits
-            .iter()
-            .zip(peaks)
+        let peaks = self.limits_by_policy.get(policy_index);
+        let limits = policy.quota().into_iter().flat_map(|quota| &quota.limits);
+        let suggestions = limits
+            .zip(peaks.into_iter().flatten())
             .map(|(limit, peak)| LimitSuggestion {
+                policy: policy.name.clone(),
                 limit: limit.clone(),
                 proposal: match peak.counting_limit {
                     Some(_) => propose_limit(&peak.sample, limit.limit.requests, percent),

@@ -238,21 +238,18 @@ impl HtmlPage<'_> {
         self.push(&format!(
             "<section><h3>Limits that would have touched at most {percent} % of the keys</h3>"
         ));
-        for (at, suggestions) in &set.suggestions {
-            let name = set.policies.get(*at).map_or("", |summary| &summary.name);
-            for suggestion in suggestions {
-                self.push("<div class=\"card\">");
-                self.write_suggestion(name, suggestion);
-                self.push("</div>");
-            }
+        for suggestion in &set.suggestions {
+            self.push("<div class=\"card\">");
+            self.write_suggestion(suggestion);
+            self.push("</div>");
         }
         self.push("</section>");
     }
 
-    fn write_suggestion(&mut self, policy: &str, suggestion: &LimitSuggestion) {
+    fn write_suggestion(&mut self, suggestion: &LimitSuggestion) {
         let limit = &suggestion.limit;
         let per = format_period(&limit.limit);
-        let title = limit_title(policy, suggestion);
+        let title = limit_title(suggestion);
         self.push(&format!("<h4>{}</h4>", EscapedText(&title)));
         let proposal = match &suggestion.proposal {
             Ok(proposal) => proposal,

@@ -50,18 +50,8 @@ fn log_summary_to_json(log: &LogSummary) -> Value {
 
 fn policy_set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
     let stats = &set.stats;
-    let policies = set.policies.iter().zip(&stats.policies).enumerate();
-    let policies: Vec<Value> = policies
-        .map(|(index, (summary, stats))| {
-            let suggestions = set.suggestions.iter().find(|(of, _)| *of == index);
-            policy_to_json(
-                report,
-                summary,
-                stats,
-                suggestions.map_or(&[], |(_, all)| all.as_slice()),
-            )
-        })
-        .collect();
+    let policies = set.policies.iter().zip(&stats.policies);
+    let policies = policies.map(|(summary, stats)| policy_to_json(report, set, summary, stats));
     json!({
         "config": set.name,
         "forwarded": stats.forwarded,
@@ -75,7 +65,7 @@ fn policy_set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
         "refused_then": stats.field_coverage.answered_429,
         "evicted_counters": set.evicted_counters,
         "series": series_to_json(report, &stats.series),
-        "policies": policies,
+        "policies": policies.collect::<Vec<_>>(),
         "top": set.most_refused_keys.iter().map(most_refused_key_to_json).collect::<Vec<_>>(),
         "lacks": set.missing_fields,
     })
@@ -83,10 +73,12 @@ fn policy_set_to_json(report: &ReplayReport, set: &PolicySetReport) -> Value {
 
 fn policy_to_json(
     report: &ReplayReport,
+    set: &PolicySetReport,
     summary: &ReplayPolicySummary,
     stats: &ReplayPolicyStats,
-    suggestions: &[LimitSuggestion],
 ) -> Value {
+    let suggestions = set.suggestions.iter();
+    let suggestions = suggestions.filter(|one| *one.policy == *summary.name);
     let (keys, exact) = stats.keys.key_count();
     let refused_at = |at_us: u64| (stats.refused_count() > 0).then(|| micros_to_seconds(at_us));
     json!({
@@ -110,7 +102,7 @@ fn policy_to_json(
         "first_refused": refused_at(stats.first_refused_us),
         "last_refused": refused_at(stats.last_refused_us),
         "series": series_to_json(report, &stats.series),
-        "suggested": suggestions.iter().map(suggestion_to_json).collect::<Vec<_>>(),
+        "suggested": suggestions.map(suggestion_to_json).collect::<Vec<_>>(),
     })
 }
 

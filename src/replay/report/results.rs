@@ -6,7 +6,7 @@ use super::super::parsers::{AccessLogFormat, RequiredHeaders};
 use super::super::settings::Settings;
 use super::super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStats};
 use super::super::statistics::{ReplayKeyStats, RequestSeries, SeriesBin};
-use super::super::suggestions::{LimitProposal, LimitSuggestion, PeakDemandTracker};
+use super::super::suggestions::{LimitProposal, LimitSuggestion};
 use super::number_format::{format_count, format_share, format_time};
 use crate::policy::{PolicyAction, PolicyMode};
 
@@ -47,7 +47,7 @@ pub(in crate::replay) struct PolicySetReport {
     pub(super) stats: SimulationStats,
     pub(super) policies: Vec<ReplayPolicySummary>,
     pub(super) most_refused_keys: Vec<MostRefusedKey>,
-    pub(super) suggestions: Vec<(usize, Vec<LimitSuggestion>)>,
+    pub(super) suggestions: Vec<LimitSuggestion>,
     /// Sentences about log fields that were missing for the simulation.
     pub(super) missing_fields: Vec<String>,
     pub(super) evicted_counters: u64,
@@ -220,7 +220,8 @@ impl ReplayReport {
 }
 
 /// The name of a limit, with its policy if that differs.
-pub(super) fn limit_title(policy: &str, suggestion: &LimitSuggestion) -> String {
+pub(super) fn limit_title(suggestion: &LimitSuggestion) -> String {
+    let policy = &*suggestion.policy;
     match &*suggestion.limit.name {
         name if name == policy => policy.to_owned(),
         name => format!("{policy} / {name}"),
@@ -289,13 +290,8 @@ impl PolicySetReport {
                     }),
             );
             let peaks_and_percent = simulator.peaks.as_ref().zip(settings.suggest_percent);
-            if let (PolicyAction::Limit(quota), Some((peaks, percent))) =
-                (&policy.action, peaks_and_percent)
-            {
-                suggestions.push((
-                    policy_index,
-                    PeakDemandTracker::suggest_limits(peaks, policy_index, &quota.limits, percent),
-                ));
+            if let Some((peaks, percent)) = peaks_and_percent {
+                suggestions.extend(peaks.suggest_limits(policy_index, policy, percent));
             }
         }
         most_refused_keys.sort_by_key(|top| std::cmp::Reverse(top.stats.refused));

@@ -287,18 +287,15 @@ impl TextReportPage {
         self.push_title(&format!(
             "SUGGESTED: limits that would have touched at most {percent} % of the keys"
         ));
-        for (at, suggestions) in &set.suggestions {
-            let name = set.policies.get(*at).map_or("", |summary| &summary.name);
-            for suggestion in suggestions {
-                self.push_suggestion(name, suggestion);
-            }
+        for suggestion in &set.suggestions {
+            self.push_suggestion(suggestion);
         }
     }
 
-    fn push_suggestion(&mut self, policy: &str, suggestion: &LimitSuggestion) {
+    fn push_suggestion(&mut self, suggestion: &LimitSuggestion) {
         let limit = &suggestion.limit.limit;
         let per = format_period(limit);
-        let name = limit_title(policy, suggestion);
+        let name = limit_title(suggestion);
         let proposal = match &suggestion.proposal {
             Ok(proposal) => proposal,
             Err(reason) => return self.push_line(&format!("{name}: no suggestion: {reason}")),
