@@ -10,7 +10,8 @@
 //! the second.
 
 use super::log_reader::{AccessLogReader, RawLogLine};
-use super::parsers::{LineParser, ParsedLine, ParsedRequest};
+use super::parsers::{AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequiredHeaders};
+use super::settings::Settings;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::net::IpAddr;
@@ -36,6 +37,8 @@ pub(super) struct LoggedRequest<'a> {
     pub(super) method: &'a [u8],
     pub(super) target: &'a [u8],
     pub(super) host: &'a [u8],
+    /// Whether the log records the query string.
+    pub(super) log_has_query: bool,
     headers: &'a [u8],
 }
 
@@ -73,7 +76,9 @@ const MAX_EXAMPLE_BYTES: usize = 120;
 /// One log as a source of requests in time order.
 pub(super) struct LogSource {
     pub(super) reader: AccessLogReader,
+    pub(super) format: AccessLogFormat,
     pub(super) counts: LineCounts,
+    has_query: bool,
     parser: LineParser,
     spread_within_second: bool,
     /// Number of logs that share the buffer limits.
@@ -91,16 +96,18 @@ pub(super) struct LogSource {
 impl LogSource {
     pub(super) fn new(
         reader: AccessLogReader,
-        parser: LineParser,
-        spread_within_second: bool,
-        log_count: usize,
+        format: AccessLogFormat,
+        required_headers: &RequiredHeaders,
+        settings: &Settings,
     ) -> Self {
         Self {
             reader,
             counts: LineCounts::default(),
-            parser,
-            spread_within_second,
-            log_count: log_count.max(1),
+            has_query: format.records_query(),
+            parser: LineParser::new(format.clone(), required_headers),
+            format,
+            spread_within_second: settings.spread_within_second,
+            log_count: settings.logs.len().max(1),
             buffered_requests: Vec::new(),
             buffered_text: Vec::new(),
             newest_us: 0,
@@ -136,21 +143,15 @@ impl LogSource {
         let (method, texts) = texts.split_at_checked(entry.method_length.into())?;
         let (target, texts) = texts.split_at_checked(entry.target_length.into())?;
         let (host, headers) = texts.split_at_checked(entry.host_length.into())?;
-        let BufferedRequest {
-            arrival_us: at_us,
-            duration_us: took_us,
-            peer,
-            status,
-            ..
-        } = *entry;
         Some(LoggedRequest {
-            arrival_us: at_us,
-            duration_us: took_us,
-            peer,
-            status,
+            arrival_us: entry.arrival_us,
+            duration_us: entry.duration_us,
+            peer: entry.peer,
+            status: entry.status,
             method,
             target,
             host,
+            log_has_query: self.has_query,
             headers,
         })
     }
@@ -309,11 +310,11 @@ impl LoggedRequest<'_> {
     }
 }
 
-/// Passes the requests of all logs, in time order, to `handle_request` with the index of their log.
+/// Passes the requests of all logs, in time order, to `handle_request`.
 /// Calls `report_progress` with the request count every few thousand requests.
 pub(super) fn merge_by_time(
     sources: &mut [LogSource],
-    mut handle_request: impl FnMut(usize, &LoggedRequest<'_>),
+    mut handle_request: impl FnMut(&LoggedRequest<'_>),
     mut report_progress: impl FnMut(u64),
 ) {
     let mut heads: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
@@ -337,7 +338,7 @@ pub(super) fn merge_by_time(
                 break;
             }
             if let Some(request) = source.next_request() {
-                handle_request(log_index, &request);
+                handle_request(&request);
             }
             count += 1;
             if count.is_multiple_of(1 << 13) {

@@ -29,18 +29,13 @@ pub(super) struct FieldCoverage {
 
 impl FieldCoverage {
     /// Counts a request and the fields that it has.
-    pub(super) fn record_request(
-        &mut self,
-        request: &LoggedRequest<'_>,
-        log_has_query: bool,
-        is_client_hidden: bool,
-    ) {
+    pub(super) fn record_request(&mut self, request: &LoggedRequest<'_>, is_client_hidden: bool) {
         self.requests += 1;
         self.with_peer += u64::from(request.peer.is_some());
         self.with_host += u64::from(!request.host.is_empty());
         self.with_duration += u64::from(request.duration_us.is_some());
         self.answered_429 += u64::from(request.status == 429);
-        self.without_query += u64::from(!log_has_query);
+        self.without_query += u64::from(!request.log_has_query);
         self.hidden_clients += u64::from(is_client_hidden);
         for (header_index, _) in request.headers() {
             if let Some(count) = self.with_header.get_mut(header_index) {

@@ -23,7 +23,7 @@ pub use settings::Settings;
 
 use crate::policy::PolicyTable;
 use log_merge::LogSource;
-use parsers::{LineParser, RequiredHeaders};
+use parsers::RequiredHeaders;
 use report::{LogSummary, PolicySetReport, SetDifferences};
 use simulator::PolicySimulator;
 use std::cell::Cell;
@@ -53,13 +53,10 @@ pub fn replay_logs(
         .flat_map(|(_, table)| table.referenced_headers());
     let required_headers = RequiredHeaders::new(names, &settings.header_fields);
     let bytes_read = Rc::new(Cell::new(0));
-    let mut formats = Vec::new();
-    let mut sources = Vec::new();
-    for path in &settings.logs {
-        let (source, format) = open_log(path, settings, &required_headers, Rc::clone(&bytes_read))?;
-        formats.push(format);
-        sources.push(source);
-    }
+    let paths = settings.logs.iter();
+    let sources =
+        paths.map(|path| open_log(path, settings, &required_headers, Rc::clone(&bytes_read)));
+    let mut sources: Vec<LogSource> = sources.collect::<Result<_, _>>()?;
     let with_suggestions = settings.suggest_percent.is_some();
     let mut simulators: Vec<PolicySimulator<'_>> = sets
         .iter()
@@ -68,13 +65,10 @@ pub fn replay_logs(
     let mut differences = SetDifferences::default();
     log_merge::merge_by_time(
         &mut sources,
-        |log_index, request| {
-            let log_has_query = formats
-                .get(log_index)
-                .is_some_and(|format| format.records_query());
+        |request| {
             let mut verdicts = simulators
                 .iter_mut()
-                .map(|simulator| simulator.evaluate_request(request, log_has_query));
+                .map(|simulator| simulator.evaluate_request(request));
             match (verdicts.next(), verdicts.next()) {
                 (Some(true), Some(false)) => differences.rejected_by_second_only += 1,
                 (Some(false), Some(true)) => differences.rejected_by_first_only += 1,
@@ -89,11 +83,7 @@ pub fn replay_logs(
         },
     );
     check_requests_and_mapped_fields(settings, &sources, &simulators, &required_headers)?;
-    let logs = sources
-        .into_iter()
-        .zip(formats)
-        .map(|(source, format)| LogSummary::from_source(source, format))
-        .collect();
+    let logs = sources.into_iter().map(LogSummary::from_source).collect();
     let sets = sets.iter().zip(simulators).map(|((name, _), simulator)| {
         PolicySetReport::from_simulator(name.clone(), simulator, &required_headers, settings)
     });
@@ -155,7 +145,7 @@ fn open_log(
     settings: &Settings,
     required_headers: &RequiredHeaders,
     bytes_read: Rc<Cell<u64>>,
-) -> Result<(LogSource, AccessLogFormat), String> {
+) -> Result<LogSource, String> {
     let path_text = path.display().to_string();
     let escaped_path = path_text.escape_debug();
     let mut input = AccessLogReader::open(path, bytes_read)
@@ -168,16 +158,7 @@ fn open_log(
             names.join(", ")
         )
     })?;
-    let parser = LineParser::new(format.clone(), required_headers);
-    Ok((
-        LogSource::new(
-            input,
-            parser,
-            settings.spread_within_second,
-            settings.logs.len(),
-        ),
-        format,
-    ))
+    Ok(LogSource::new(input, format, required_headers, settings))
 }
 
 #[cfg(test)]

@@ -128,11 +128,7 @@ impl<'t> PolicySimulator<'t> {
 
     /// Simulates one request and returns whether it is forwarded. A request older than the previous
     /// one is simulated at the time of the previous one.
-    pub(super) fn evaluate_request(
-        &mut self,
-        request: &LoggedRequest<'_>,
-        log_has_query: bool,
-    ) -> bool {
+    pub(super) fn evaluate_request(&mut self, request: &LoggedRequest<'_>) -> bool {
         let stats = &mut self.stats;
         let now_us = request.arrival_us.max(stats.last_request_us);
         stats.late_requests += u64::from(now_us > request.arrival_us);
@@ -153,7 +149,7 @@ impl<'t> PolicySimulator<'t> {
             client.is_peer_trusted && !headers.contains_key(&self.table.client.ip_header);
         self.stats
             .field_coverage
-            .record_request(request, log_has_query, is_client_hidden);
+            .record_request(request, is_client_hidden);
         if !self.left_out.is_empty() {
             let check = MissingFieldCheck::new(
                 self.table,

@@ -246,8 +246,13 @@ pub(super) fn describe_touched_keys(proposal: &LimitProposal) -> [String; 2] {
 }
 
 impl LogSummary {
-    pub(in crate::replay) fn from_source(source: LogSource, format: AccessLogFormat) -> Self {
-        let LogSource { reader, counts, .. } = source;
+    pub(in crate::replay) fn from_source(source: LogSource) -> Self {
+        let LogSource {
+            reader,
+            format,
+            counts,
+            ..
+        } = source;
         Self {
             name: reader.name,
             format,
