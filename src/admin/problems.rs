@@ -337,6 +337,7 @@ mod tests {
     fn redis_is_judged_by_memory_eviction_policy_and_clock() {
         let healthy = RedisServerMetrics {
             calls: 0,
+            sentinel_disagreements: 0,
             memory_bytes: Some(89),
             memory_max_bytes: Some(100),
             may_evict: Some(false),

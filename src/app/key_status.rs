@@ -3,7 +3,7 @@
 use super::limit_json;
 use super::store_backend::StoreBackend;
 use crate::admin::{AdminError, add_fields};
-use crate::limiter::{Charge, Key, LimitStatus, ListedValue};
+use crate::limiter::{Algorithm, Charge, Key, LimitStatus, ListedValue};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
@@ -138,11 +138,26 @@ impl ResolvedKey<'_> {
     pub(crate) fn all_counters(&self) -> Vec<Charge<'_>> {
         let mut charges = self.zero_cost_charges();
         let counted = self.counted_key.iter().flat_map(|key| {
-            let limits = self.limits.iter();
-            limits.map(move |named| Charge::new(&named.limit, key, 0))
+            let limits = self.limits.iter().map(|named| &named.limit);
+            // The response counts against no slot.
+            let limits =
+                limits.filter(|limit| !matches!(limit.algorithm, Algorithm::Concurrency { .. }));
+            limits.map(move |limit| Charge::new(limit, key, 0))
         });
         charges.extend(counted);
         charges
+    }
+
+    /// The number of counters that the key can have: a sharded one has one for each shard.
+    pub(crate) fn counter_count(&self, stores: &StoreBackend) -> usize {
+        let charges = self.all_counters();
+        match stores {
+            StoreBackend::Redis(redis, _) if !self.key.is_instance_scoped() => {
+                let keys = charges.iter().flat_map(|charge| redis.counter_keys(charge));
+                keys.count()
+            }
+            StoreBackend::Memory(_) | StoreBackend::Redis(..) => charges.len(),
+        }
     }
 
     /// Reads the status of all limits at one moment, without changing a counter.

@@ -40,7 +40,7 @@ pub(crate) fn limit_to_json(named: &NamedLimit) -> Value {
             json!({ "max_delay_s": seconds(max_delay_us) })
         }
         Algorithm::Concurrency { max_duration_us } => {
-            json!({ "max_duration_s": seconds(max_duration_us) })
+            json!({ "max_duration_s": seconds(max_duration_us), "release": named.release.name() })
         }
         Algorithm::CalendarWindow { calendar } => calendar_to_json(calendar),
         Algorithm::SlidingLog | Algorithm::Block => Value::Null,

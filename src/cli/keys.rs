@@ -190,10 +190,8 @@ async fn reset_key(
     as_json: bool,
 ) -> Result<String, String> {
     let found = selector.resolve_against_config(config)?;
-    let count = found
-        .reset_counters(&StoreBackend::new(&config.store))
-        .await
-        .map_err(format_error)?;
+    let stores = StoreBackend::new(&config.store);
+    let count = found.reset_counters(&stores).await.map_err(format_error)?;
     if as_json {
         let result = json!({ "policy": found.policy.name, "key": found.key.to_readable_string(), "forgotten": count });
         return Ok(format_json(&result));
@@ -201,7 +199,7 @@ async fn reset_key(
     Ok(format!(
         "{}: reset {count} of {} counters\n",
         found.key,
-        found.zero_cost_charges().len()
+        found.counter_count(&stores)
     ))
 }
 

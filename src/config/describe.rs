@@ -6,6 +6,7 @@ use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
     ActualCostSource, CostSource, EstimateCost, HeaderCost, LimitOverride, Matcher,
     MissingKeyAction, NamedLimit, OnStoreFailure, OverrideRule, Policy, PolicyAction, Quota,
+    SlotRelease,
 };
 use figment::value::{Num, Value};
 use std::fmt;
@@ -197,7 +198,10 @@ fn describe_missing_key(quota: &Quota, matcher: &Matcher) -> String {
 
 fn describe_limits(limits: &[NamedLimit]) -> String {
     let limits = limits.iter().map(|named| {
-        let text = describe_limit(&named.limit, named.unit.as_deref());
+        let mut text = describe_limit(&named.limit, named.unit.as_deref());
+        if named.release == SlotRelease::Upstream {
+            text.push_str(", until the upstream's response ends");
+        }
         match &named.amount {
             None => text,
             Some(source) => format!(

@@ -1,7 +1,7 @@
 //! Keywords that `[defaults]` and `[[policy]]` share.
 
 use crate::limiter::Algorithm;
-use crate::policy::{MissingKeyAction, OnStoreFailure, PolicyMode};
+use crate::policy::{MissingKeyAction, OnStoreFailure, PolicyMode, SlotRelease};
 
 pub(super) const ON_STORE_FAILURE_MODES: [(&str, OnStoreFailure); 3] = [
     ("open", OnStoreFailure::Open),
@@ -33,6 +33,11 @@ pub(super) const ALGORITHMS: [(&str, Algorithm); 6] = [
         },
     ),
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }),
+];
+
+pub(super) const SLOT_RELEASES: [(&str, SlotRelease); 2] = [
+    (SlotRelease::Response.name(), SlotRelease::Response),
+    (SlotRelease::Upstream.name(), SlotRelease::Upstream),
 ];
 
 /// The modes of a policy; `None`: the policy is only validated.

@@ -1,7 +1,9 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
 use super::decisions::PolicyDecision;
-use super::planned_policy::{ChargePositions, PlannedPolicy, PolicyStatuses, is_concurrency_limit};
+use super::planned_policy::{
+    ChargePositions, PlannedPolicy, PolicyStatuses, SlotTerms, is_concurrency_limit,
+};
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Algorithm, Charge, Decision, Key, LimitStatus, MAX_UNITS};
@@ -26,6 +28,8 @@ pub(super) struct ChargePlan<'t> {
     pub planned_policies: SmallVec<[PlannedPolicy<'t>; 2]>,
     /// Policies that would have rejected the request before any charge.
     pub unenforced_rejections: UnenforcedRejections<'t>,
+    /// The terms of all policies whose charges were merged, if any were. Boxed, because it is rare.
+    pub merged_slot_terms: Option<Box<SlotTerms>>,
 }
 
 impl<'t> ChargePlan<'t> {
@@ -185,6 +189,10 @@ impl<'t> ChargePlan<'t> {
             .find(|other| other.shares_counters_with(&planned_policy));
         match existing {
             Some(same) => {
+                let terms = self.merged_slot_terms.get_or_insert_default();
+                for merged in [&*same, &planned_policy] {
+                    **terms = terms.combine(merged.slot_terms());
+                }
                 let cost = combine_costs(same.cost, planned_policy.cost);
                 same.merge(planned_policy, cost.min(MAX_UNITS));
             }
@@ -322,16 +330,49 @@ impl<'t> ChargePlan<'t> {
         decision: &Decision,
         untaken: UntakenSlotAction,
     ) -> Option<ConcurrencySlotGuard> {
-        let (taken, max_duration_us) = taken_slots(charges, decision);
+        let (taken, terms) = self.taken_slots(charges, decision);
         let is_taken = |(limit, key): &LimitAndKey| {
             taken
                 .iter()
                 .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
         };
         let mut slot_guard = slot_guard.retain_taken_counters(is_taken, untaken)?;
-        slot_guard
-            .set_request_end(max_duration_us.map(|us| Instant::now() + Duration::from_micros(us)));
+        let ends_at = terms
+            .max_duration_us
+            .map(|us| Instant::now() + Duration::from_micros(us));
+        slot_guard.set_request_end(ends_at, terms.release);
         Some(slot_guard)
+    }
+
+    /// The charges that took slots, and the terms on which the request holds them.
+    pub(super) fn taken_slots<'c, 'k>(
+        &self,
+        charges: &'c [Charge<'k>],
+        decision: &Decision,
+    ) -> (SmallVec<[&'c Charge<'k>; 1]>, SlotTerms) {
+        // A key without limits takes no slot.
+        let is_refused = |status: &Option<LimitStatus>| {
+            status.is_none_or(|status| status.refusal.is_some() || status.is_unlimited())
+        };
+        let is_policy_refused = |taken_charge: &Charge<'_>| {
+            let mut policy_statuses = charges
+                .iter()
+                .zip(&decision.statuses)
+                .filter(|(charge, _)| taken_charge.is_same_policy(charge) && !charge.is_counted);
+            policy_statuses.any(|(_, status)| is_refused(status))
+        };
+        let taken = charges
+            .iter()
+            .filter(|charge| decision.admitted && is_concurrency_limit(charge.limit));
+        let taken: SmallVec<[&Charge<'_>; 1]> =
+            taken.filter(|charge| !is_policy_refused(charge)).collect();
+        let merged = self.merged_slot_terms.as_deref().copied();
+        let mut terms = merged.filter(|_| !taken.is_empty()).unwrap_or_default();
+        for charge in &taken {
+            let policy = self.planned_policies.get(charge.policy_number as usize);
+            terms = policy.map_or(terms, |policy| terms.combine(policy.slot_terms()));
+        }
+        (taken, terms)
     }
 
     /// The charges made by estimate. A shadow policy that refused has charged nothing.
@@ -416,38 +457,4 @@ pub(super) fn untaken_slot_action(
         true => UntakenSlotAction::Release,
         false => UntakenSlotAction::Forget,
     }
-}
-
-/// The charges that took slots, and the maximum duration of the request (µs), if it is bounded.
-pub(super) fn taken_slots<'c, 'k>(
-    charges: &'c [Charge<'k>],
-    decision: &Decision,
-) -> (SmallVec<[&'c Charge<'k>; 1]>, Option<u64>) {
-    // A key without limits takes no slot.
-    let is_refused = |status: &Option<LimitStatus>| {
-        status.is_none_or(|status| status.refusal.is_some() || status.is_unlimited())
-    };
-    let is_policy_refused = |taken_charge: &Charge<'_>| {
-        let mut policy_statuses = charges
-            .iter()
-            .zip(&decision.statuses)
-            .filter(|(charge, _)| taken_charge.is_same_policy(charge) && !charge.is_counted);
-        policy_statuses.any(|(_, status)| is_refused(status))
-    };
-    let mut max_duration_us = None;
-    let taken = charges
-        .iter()
-        .filter(|charge| decision.admitted && is_concurrency_limit(charge.limit));
-    let taken: SmallVec<[&Charge<'_>; 1]> =
-        taken.filter(|charge| !is_policy_refused(charge)).collect();
-    for charge in taken.iter().filter(|charge| !charge.shadow) {
-        if let Algorithm::Concurrency {
-            max_duration_us: most_us @ 1..,
-        } = charge.limit.algorithm
-        {
-            max_duration_us =
-                Some(max_duration_us.map_or(most_us, |longest_us: u64| longest_us.min(most_us)));
-        }
-    }
-    (taken, max_duration_us)
 }

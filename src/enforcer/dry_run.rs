@@ -2,7 +2,7 @@
 //! and no waiting.
 
 use super::RequestOutcome;
-use super::charge_plan::{ChargePlan, taken_slots};
+use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
 use crate::limiter::{Key, Limit};
 use crate::policy::{Facts, NamedLimit, PolicyTable};
@@ -111,7 +111,7 @@ pub fn dry_run_request<'t>(
             quota_usage,
         });
     });
-    let (taken, max_duration_us) = taken_slots(&charges, &decision);
+    let (taken, terms) = plan.taken_slots(&charges, &decision);
     DryRunResult {
         outcome: if decision.admitted {
             DryRunOutcome::Forwarded
@@ -123,6 +123,6 @@ pub fn dry_run_request<'t>(
             .iter()
             .map(|charge| (*charge.limit, charge.key.clone()))
             .collect(),
-        max_duration_us,
+        max_duration_us: terms.max_duration_us,
     }
 }

@@ -1,6 +1,5 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
-use super::UnenforcedRejections;
 use super::charge_plan::ChargePlan;
 use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Key, Limit, LimitStatus};
@@ -110,7 +109,9 @@ pub async fn explain_request<'t>(
 
 /// Divides planned policies so that no plan has a key twice: policies with one `counter` read it
 /// one after the other, each by its own limits.
-fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<ChargePlan<'_>> {
+pub(super) fn separate_shared_counters(
+    planned_policies: Vec<PlannedPolicy<'_>>,
+) -> Vec<ChargePlan<'_>> {
     let mut plans: Vec<ChargePlan<'_>> = Vec::new();
     for planned_policy in planned_policies {
         let lacks_key = |plan: &&mut ChargePlan<'_>| {
@@ -121,7 +122,7 @@ fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<Cha
             Some(plan) => plan.planned_policies.push(planned_policy),
             None => plans.push(ChargePlan {
                 planned_policies: smallvec![planned_policy],
-                unenforced_rejections: UnenforcedRejections::default(),
+                ..ChargePlan::default()
             }),
         }
     }

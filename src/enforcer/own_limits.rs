@@ -1,13 +1,11 @@
 //! The limits of one client, read for the client itself.
 
-use super::charge_plan::ChargePlan;
+use super::explain::separate_shared_counters;
 use super::planned_policy::PlannedPolicy;
-use super::{
-    Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections, Verdict,
-};
+use super::{Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Charge, Refusal};
 use crate::policy::{ClientQuotas, Policy, SelfServiceSettings};
-use smallvec::smallvec;
+use smallvec::{SmallVec, smallvec};
 use tokio::time::Instant;
 
 /// The name of the limit on queries in rate-limit fields and problem details.
@@ -52,22 +50,21 @@ impl Enforcer {
                 policies: Vec::new(),
             };
         }
-        let plan = plan_without_cost(client);
-        let decision = match self.store.decide(&plan.build_charges(0, 0)).await {
-            Ok(mut decision) => {
-                plan.report_amounts(&mut decision);
-                decision
-            }
-            Err(unavailable) => {
-                return OwnLimits {
-                    verdict: unavailable_verdict(unavailable.retry_after_us),
-                    policies: Vec::new(),
-                };
-            }
-        };
-        let policies: Vec<OwnPolicyLimits<'t>> = plan
-            .policies_with_statuses(&decision)
-            .map(|(planned_policy, statuses)| {
+        let (mut now_us, mut policies) = (None, Vec::new());
+        for plan in separate_shared_counters(plan_without_cost(client)) {
+            let decision = match self.store.decide(&plan.build_charges(0, 0)).await {
+                Ok(mut decision) => {
+                    plan.report_amounts(&mut decision);
+                    decision
+                }
+                Err(unavailable) => {
+                    return OwnLimits {
+                        verdict: unavailable_verdict(unavailable.retry_after_us),
+                        policies: Vec::new(),
+                    };
+                }
+            };
+            for (planned_policy, statuses) in plan.policies_with_statuses(&decision) {
                 let limits = planned_policy.limits.iter().zip(statuses.limits);
                 let reports = limits.filter_map(|(limit, status)| {
                     let status = status.filter(|status| !status.is_unlimited())?;
@@ -78,19 +75,20 @@ impl Enforcer {
                         key_id,
                     })
                 });
-                OwnPolicyLimits {
+                let own = OwnPolicyLimits {
                     policy: planned_policy.policy,
                     blocked_until_us: statuses.blocked_until_us(),
                     limits: reports.collect(),
-                }
-            })
-            .collect();
+                };
+                policies.push((planned_policy.policy_index, own));
+            }
+            now_us = now_us.or(Some(decision.now_us));
+        }
+        policies.sort_by_key(|(policy_index, _)| *policy_index);
+        let policies: Vec<OwnPolicyLimits<'t>> = policies.into_iter().map(|(_, own)| own).collect();
         let verdict = Verdict {
-            limits: policies
-                .iter()
-                .flat_map(|policy| policy.limits.clone())
-                .collect(),
-            now_us: decision.now_us,
+            limits: tightest_of_each_counter(&policies),
+            now_us: now_us.unwrap_or_default(),
             ..Verdict::from_outcome(RequestOutcome::Forward)
         };
         OwnLimits { verdict, policies }
@@ -98,7 +96,7 @@ impl Enforcer {
 }
 
 /// Plans charges that read the counters and change nothing.
-fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
+fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> Vec<PlannedPolicy<'t>> {
     let planned_policies = client.quotas.iter().map(|own| {
         PlannedPolicy::new_read_only(
             (own.policy_index, own.policy),
@@ -109,10 +107,25 @@ fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> ChargePlan<'t> {
             own.amounts.clone(),
         )
     });
-    ChargePlan {
-        planned_policies: planned_policies.collect(),
-        unenforced_rejections: UnenforcedRejections::default(),
+    planned_policies.collect()
+}
+
+/// The limits of all policies. Of limits of one counter, which have one name, only the tightest.
+fn tightest_of_each_counter<'t>(
+    policies: &[OwnPolicyLimits<'t>],
+) -> SmallVec<[LimitReport<'t>; 2]> {
+    let mut tightest: SmallVec<[LimitReport<'t>; 2]> = SmallVec::new();
+    for report in policies.iter().flat_map(|policy| &policy.limits) {
+        let is_same = |other: &&mut LimitReport<'t>| {
+            (other.key_id, &other.limit.name) == (report.key_id, &report.limit.name)
+        };
+        match tightest.iter_mut().find(is_same) {
+            Some(other) if report.status.remaining < other.status.remaining => *other = *report,
+            Some(_) => {}
+            None => tightest.push(*report),
+        }
     }
+    tightest
 }
 
 fn reject_question<'t>(

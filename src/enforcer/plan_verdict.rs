@@ -29,7 +29,9 @@ impl<'t> ChargePlan<'t> {
                         if status.refusal.is_some() {
                             verdict.unenforced_rejections.add_policy(policy, mode);
                         }
-                        Some(marked_status(status)).filter(|_| mode == PolicyMode::Mark)
+                        // A limit that does not reject reports its units without the refusal.
+                        let refusal = None;
+                        Some(LimitStatus { refusal, ..status }).filter(|_| mode == PolicyMode::Mark)
                     }
                     (status, Some(until_us)) => Some(blocked_status(status, until_us)),
                     (status, None) => status,
@@ -191,22 +193,6 @@ impl PolicyStatuses<'_> {
     fn has_refusing_limit(&self) -> bool {
         let mut statuses = self.limits.iter().flatten();
         statuses.any(|status| status.refusal.is_some())
-    }
-}
-
-/// The reported status of a limit that does not reject: without units if it would refuse.
-fn marked_status(status: LimitStatus) -> LimitStatus {
-    match status.refusal {
-        None => status,
-        Some(refusal) => LimitStatus {
-            remaining: 0,
-            next_growth_us: match refusal {
-                Refusal::Until(at_us) => Some(at_us),
-                Refusal::Never | Refusal::Unknown => None,
-            },
-            refusal: None,
-            in_effect: status.in_effect,
-        },
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::limiter::{Algorithm, Key, LeaseTerms, Limit, LimitName, LimitStatus};
 use crate::policy::{
     EstimateCost, Facts, NamedLimit, Policy, PolicyMode, Quota, RequestAmounts, SelectedLimits,
-    read_request_amounts,
+    SlotRelease, read_request_amounts,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +23,32 @@ pub(super) struct PolicyStatuses<'d> {
     pub block: Option<&'d LimitStatus>,
     /// One entry for each limit, `None` if unknown. Empty if the decision has no statuses.
     pub limits: &'d [Option<LimitStatus>],
+}
+
+/// How long a request may hold its concurrency slots, and what frees them. Only enforced policies
+/// set terms: a shadow policy does not change the request.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct SlotTerms {
+    /// Maximum duration of the request (µs); `None` if unbounded.
+    pub max_duration_us: Option<u64>,
+    pub release: SlotRelease,
+}
+
+impl SlotTerms {
+    /// The stricter terms of both.
+    pub(super) fn combine(self, other: Self) -> Self {
+        let durations = self
+            .max_duration_us
+            .into_iter()
+            .chain(other.max_duration_us);
+        Self {
+            max_duration_us: durations.min(),
+            release: match self.release {
+                SlotRelease::Upstream => SlotRelease::Upstream,
+                SlotRelease::Response => other.release,
+            },
+        }
+    }
 }
 
 /// The limits of one matching policy, for the request's key.
@@ -162,6 +188,19 @@ impl<'t> PlannedPolicy<'t> {
             limits: first_limit..first_counter,
             response_counters: first_counter..first_counter + self.counted_limits().count(),
         }
+    }
+
+    /// The terms on which a request holds a slot of this policy.
+    pub(super) fn slot_terms(&self) -> SlotTerms {
+        let slots = self.limits.iter().filter(|_| self.mode.is_enforced());
+        let terms = slots.filter_map(|named| match named.limit.algorithm {
+            Algorithm::Concurrency { max_duration_us } => Some(SlotTerms {
+                max_duration_us: Some(max_duration_us).filter(|us| *us > 0),
+                release: named.release,
+            }),
+            _ => None,
+        });
+        terms.fold(SlotTerms::default(), SlotTerms::combine)
     }
 
     /// Whether the policy may delay requests.

@@ -7,7 +7,7 @@ use crate::policy::{
     ActualCostSource, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart, KeyTemplate,
     LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure,
     OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota, RateLimitHeaderSettings,
-    ValuePattern, client,
+    SlotRelease, ValuePattern, client,
 };
 use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
@@ -55,6 +55,7 @@ fn make_limit(name: &str, requests: u64) -> NamedLimit {
         limit,
         amount: None,
         is_reported: true,
+        release: SlotRelease::default(),
     }
 }
 
@@ -259,7 +260,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
         });
         let plan = ChargePlan {
             planned_policies: planned_policies.collect(),
-            unenforced_rejections: UnenforcedRejections::default(),
+            ..ChargePlan::default()
         };
         let verdict = plan.into_degraded_verdict(
             &StoreUnavailable {

@@ -205,6 +205,7 @@ mod tests {
             name: name.into(),
             amount: None,
             is_reported: true,
+            release: crate::policy::SlotRelease::default(),
             unit: None,
             limit: Limit {
                 requests: 10,

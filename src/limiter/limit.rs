@@ -152,7 +152,8 @@ impl Limit {
 
     /// Whether this limit refuses earlier than another one of the same counter.
     pub fn is_tighter_than(&self, other: &Self) -> bool {
-        self.requests < other.requests || self.capacity() < other.capacity()
+        let capacity = |limit: &Self| (limit.capacity(), limit.max_delay_remainder());
+        self.requests < other.requests || capacity(self) < capacity(other)
     }
 
     /// The largest cost that is admitted when no units are in use: the capacity, or less for a

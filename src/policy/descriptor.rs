@@ -1,6 +1,6 @@
 //! Descriptors: the lists of named values in calls to the rate-limit service.
 
-use super::{NamedCondition, NamedLimit, UnmetCondition};
+use super::{NamedCondition, NamedLimit, SlotRelease, UnmetCondition};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use std::borrow::Cow;
 use std::sync::OnceLock;
@@ -97,6 +97,7 @@ impl<'a> Descriptor<'a> {
             NamedLimit {
                 amount: None,
                 is_reported: usual.is_none_or(|named| named.is_reported),
+                release: SlotRelease::default(),
                 name: policy_name.into(),
                 unit,
                 limit: Limit {

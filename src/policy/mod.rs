@@ -60,7 +60,7 @@ pub use key_part::{KeyAlternative, KeyContext, KeyPart, KeyValues};
 pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use limit_override::{LimitOverride, LimitOverrides, OverrideRule, SelectedLimits};
 pub use matcher::{HostPattern, Matcher, MethodSet};
-pub use named_limit::NamedLimit;
+pub use named_limit::{NamedLimit, SlotRelease};
 pub use path_pattern::PathPattern;
 pub use policy_mode::PolicyMode;
 pub use quota::Quota;

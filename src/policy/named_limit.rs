@@ -14,6 +14,28 @@ pub struct NamedLimit {
     pub amount: Option<Box<AmountSource>>,
     /// Whether responses may have the limit: `report` of its policy.
     pub is_reported: bool,
+    /// Of a concurrency limit: what ends a request.
+    pub release: SlotRelease,
+}
+
+/// What ends a request in flight, so that its concurrency slot becomes free.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SlotRelease {
+    /// The end of the response to the client, which may disconnect earlier.
+    #[default]
+    Response,
+    /// The end of the upstream's response, whatever the client does.
+    Upstream,
+}
+
+impl SlotRelease {
+    /// The name in the configuration.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Response => "response",
+            Self::Upstream => "upstream",
+        }
+    }
 }
 
 impl NamedLimit {

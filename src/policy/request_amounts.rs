@@ -120,6 +120,7 @@ mod tests {
                 sets_burst: true,
             })),
             is_reported: true,
+            release: crate::policy::SlotRelease::default(),
         };
         *read_request_amounts(&[named], &facts)
             .unwrap()

@@ -87,11 +87,7 @@ impl PolicyTable {
             let (key, selected) = quota.key_and_limits(&policy.name, &values, &mut digests);
             let mode = selected.mode(policy.mode);
             let is_limited = matches!(selected.rule, OverrideRule::Limit(_));
-            // Policies with one `counter` have one quota of the client.
-            let is_listed = quotas
-                .iter()
-                .any(|one: &ClientQuota<'_>| one.key.id() == key.id());
-            if !is_limited || mode == PolicyMode::Shadow || is_listed {
+            if !is_limited || mode == PolicyMode::Shadow {
                 continue;
             }
             for (part, position, value) in sources {

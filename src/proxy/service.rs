@@ -1,6 +1,8 @@
 //! The proxy service: handles each request from its head to its response.
 
 mod dispatch;
+mod forward_error;
+mod held_exchange;
 mod proxy_request;
 pub(super) mod request_summary;
 mod self_service;

@@ -117,6 +117,18 @@ impl LogSource {
         }
     }
 
+    /// Reads requests until `is_last` returns true.
+    pub(super) fn read_requests_until(
+        &mut self,
+        mut is_last: impl FnMut(&LoggedRequest<'_>) -> bool,
+    ) {
+        while self.peek_arrival_us().is_some() {
+            if self.next_request().is_none_or(|request| is_last(&request)) {
+                return;
+            }
+        }
+    }
+
     /// Returns the time of the next request, or `None` at the end of the log.
     fn peek_arrival_us(&mut self) -> Option<u64> {
         while self.emitted_count == self.ready_count {

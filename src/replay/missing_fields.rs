@@ -28,6 +28,13 @@ pub(super) struct FieldCoverage {
 }
 
 impl FieldCoverage {
+    pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
+        Self {
+            with_header: vec![0; required_headers.names().len()],
+            ..Self::default()
+        }
+    }
+
     /// Counts a request and the fields that it has.
     pub(super) fn record_request(&mut self, request: &LoggedRequest<'_>, is_client_hidden: bool) {
         self.requests += 1;
@@ -113,11 +120,17 @@ impl<'a> MissingFieldCheck<'a> {
         }
     }
 
-    /// Returns whether a policy has a key with a part that no request in the log has.
+    /// Returns whether a policy has a key with a part that no request in the log has. A header that
+    /// `--header-from` maps is in the log: otherwise the replay fails at the end.
     pub(super) fn lacks_key(&self, policy_index: usize) -> bool {
         let policy = self.table.policies().get(policy_index);
         let quota = policy.and_then(Policy::quota);
         quota.is_some_and(|quota| !self.missing_key_parts(quota).is_empty())
+    }
+
+    /// The policies for which [`Self::lacks_key`] is true, by index.
+    pub(super) fn policies_without_key(&self) -> impl Iterator<Item = usize> {
+        (0..self.table.policies().len()).filter(|policy| self.lacks_key(*policy))
     }
 
     fn missing_key_parts<'q>(&self, quota: &'q Quota) -> Vec<&'q KeyPart> {
@@ -129,8 +142,10 @@ impl<'a> MissingFieldCheck<'a> {
         let mut names = self.required_headers.names().iter();
         names
             .position(|required| required == name)
-            .and_then(|place| self.coverage.with_header.get(place))
-            .is_some_and(|count| *count > 0)
+            .is_some_and(|place| {
+                let count = self.coverage.with_header.get(place);
+                self.required_headers.is_mapped(place) || count.is_some_and(|count| *count > 0)
+            })
     }
 
     fn describe_missing_policy_fields(&self, policy: &Policy) -> Option<String> {

@@ -23,10 +23,12 @@ pub use settings::Settings;
 
 use crate::policy::PolicyTable;
 use log_merge::LogSource;
+use missing_fields::{FieldCoverage, MissingFieldCheck};
 use parsers::RequiredHeaders;
 use report::{LogSummary, PolicySetReport, SetDifferences};
 use simulator::PolicySimulator;
 use std::cell::Cell;
+use std::path::PathBuf;
 use std::rc::Rc;
 
 /// Progress of a running replay.
@@ -52,6 +54,7 @@ pub fn replay_logs(
         .iter()
         .flat_map(|(_, table)| table.referenced_headers());
     let required_headers = RequiredHeaders::new(names, &settings.header_fields);
+    let coverage = find_fields_of_keys(settings, sets, &required_headers)?;
     let bytes_read = Rc::new(Cell::new(0));
     let paths = settings.logs.iter();
     let sources =
@@ -60,7 +63,9 @@ pub fn replay_logs(
     let with_suggestions = settings.suggest_percent.is_some();
     let mut simulators: Vec<PolicySimulator<'_>> = sets
         .iter()
-        .map(|(_, table)| PolicySimulator::new(table, &required_headers, with_suggestions))
+        .map(|(_, table)| {
+            PolicySimulator::new(table, &required_headers, &coverage, with_suggestions)
+        })
         .collect();
     let mut differences = SetDifferences::default();
     log_merge::merge_by_time(
@@ -93,6 +98,36 @@ pub fn replay_logs(
         differences,
         settings,
     ))
+}
+
+/// Reads the logs up to the first requests that have the fields of all keys, so that a policy is
+/// judged from the first request on. A log that cannot be read twice, such as stdin, is not read.
+fn find_fields_of_keys(
+    settings: &Settings,
+    sets: &[(String, &PolicyTable)],
+    required_headers: &RequiredHeaders,
+) -> Result<FieldCoverage, String> {
+    let mut coverage = FieldCoverage::new(required_headers);
+    let mut open: Vec<(&PolicyTable, usize)> = Vec::new();
+    for (_, table) in sets {
+        let check = MissingFieldCheck::new(table, &coverage, required_headers);
+        open.extend(check.policies_without_key().map(|policy| (*table, policy)));
+    }
+    let is_file = |path: &&PathBuf| std::fs::metadata(path).is_ok_and(|found| found.is_file());
+    for path in settings.logs.iter().filter(is_file) {
+        if open.is_empty() {
+            break;
+        }
+        let mut log = open_log(path, settings, required_headers, Rc::default())?;
+        log.read_requests_until(|request| {
+            coverage.record_request(request, false);
+            open.retain(|(table, policy)| {
+                MissingFieldCheck::new(table, &coverage, required_headers).lacks_key(*policy)
+            });
+            open.is_empty()
+        });
+    }
+    Ok(coverage)
 }
 
 /// Fails if a report would only look like a result.

@@ -95,9 +95,12 @@ pub(super) struct ReplayPolicyStats {
 }
 
 impl<'t> PolicySimulator<'t> {
+    /// Creates the simulator of a policy set. Policies whose key is not in `known_coverage` are left
+    /// out until a request has it.
     pub(super) fn new(
         table: &'t PolicyTable,
         required_headers: &'t RequiredHeaders,
+        known_coverage: &FieldCoverage,
         with_suggestions: bool,
     ) -> Self {
         let (clock, clock_control) = Clock::manual(0);
@@ -112,7 +115,9 @@ impl<'t> PolicySimulator<'t> {
             clock_control,
             fixed_instant: Instant::now(),
             in_flight: InFlightRequests::default(),
-            left_out: (0..policy_count).collect(),
+            left_out: MissingFieldCheck::new(table, known_coverage, required_headers)
+                .policies_without_key()
+                .collect(),
             stats: SimulationStats::new(policy_count, max_keys, required_headers.names().len()),
         }
     }

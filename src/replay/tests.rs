@@ -518,18 +518,67 @@ fn a_policy_whose_key_is_not_in_the_log_stays_out_of_the_result() {
 }
 
 #[test]
-fn a_policy_applies_as_soon_as_the_log_has_its_key() {
+fn a_policy_applies_to_requests_before_the_first_with_its_key() {
     let line = |user: &str| {
         format!(
             "{{\"msec\":1795000000.5,\"request_method\":\"GET\",\"request_uri\":\"/\",\"remote_addr\":\"1.1.1.1\",\"http_x_user\":\"{user}\"}}\n"
         )
     };
-    // The third request is the first one with a user; the requests without one then share a key.
+    // The third request is the first one with a user. All requests without one share a key.
     let log: String = ["-", "-", "ann", "ann", "-", "-"].map(line).concat();
     let set = &ReplayFixture::new(&USER_AND_CLIENT.replace("requests = 4", "requests = 40"))
         .with_log("a", log)
         .run_replay_as_json()["sets"][0];
-    assert_eq!((&set["forwarded"], &set["limited"]), (&4.into(), &2.into()));
+    assert_eq!((&set["forwarded"], &set["limited"]), (&2.into(), &4.into()));
     assert_eq!(set["policies"][0]["left_out"], false);
     assert_eq!(set["lacks"], serde_json::json!([]));
+}
+
+/// The field of the key is first logged in the middle of the log, as that of a user who logs in.
+#[test]
+fn a_policy_is_judged_before_the_first_request_with_its_field() {
+    let line = |at_s: u64, user: &str| {
+        format!(
+            "1.1.1.1 - - [18/Nov/2026:11:00:{at_s:02} +0000] \"GET / HTTP/1.1\" 200 5 \"-\" \"-\" \"{user}\"\n"
+        )
+    };
+    let lines: Vec<String> = (0..6)
+        .map(|at_s| line(at_s, if at_s < 4 { "-" } else { "ann" }))
+        .collect();
+    let policies = "[[policy]]\nname = 'users'\nkey = ['header:x-user']\nlimit = { requests = 1, per = '1h' }\n";
+    let mapping = vec![(http::HeaderName::from_static("x-user"), "extra1".to_owned())];
+    let mut one_log = ReplayFixture::new(policies).with_log("a", lines.concat());
+    one_log.settings.header_fields = mapping.clone();
+    let mut two_logs = ReplayFixture::new(policies)
+        .with_log("a", lines[..4].concat())
+        .with_log("b", lines[4..].concat());
+    two_logs.settings.header_fields = mapping;
+    for fixture in [one_log, two_logs] {
+        let set = &fixture.run_replay_as_json()["sets"][0];
+        // One request without a user, and one of ann.
+        assert_eq!(
+            (&set["forwarded"], &set["limited"]),
+            (&2.into(), &4.into()),
+            "{set:#}"
+        );
+    }
+    // A JSON log names the header itself.
+    let json = |at_s: u64, user: &str| {
+        format!(
+            "{{\"time\": \"2026-11-18T11:00:{at_s:02}Z\", \"remote_addr\": \"1.1.1.1\", \"request\": \"GET / HTTP/1.1\", \
+             \"status\": 200{user}}}\n"
+        )
+    };
+    let user = ", \"http_x_user\": \"ann\"";
+    let lines: Vec<String> = (0..6)
+        .map(|at_s| json(at_s, if at_s < 4 { "" } else { user }))
+        .collect();
+    let set = &ReplayFixture::new(policies)
+        .with_log("a", lines.concat())
+        .run_replay_as_json()["sets"][0];
+    assert_eq!(
+        (&set["forwarded"], &set["limited"]),
+        (&2.into(), &4.into()),
+        "{set:#}"
+    );
 }

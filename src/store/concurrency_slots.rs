@@ -11,6 +11,7 @@
 
 use super::{LimitAndKey, Settlement, Store, wait_until_drained};
 use crate::limiter::Amendment;
+use crate::policy::SlotRelease;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::hash_map::RandomState;
@@ -45,6 +46,7 @@ pub struct ConcurrencySlotGuard {
     slot_id: u128,
     /// Time at which the request has to be ended, if any.
     request_ends_at: Option<Instant>,
+    release: SlotRelease,
 }
 
 #[derive(Debug)]
@@ -137,6 +139,7 @@ impl ConcurrencySlots {
             slots: self.clone(),
             slot_id,
             request_ends_at: None,
+            release: SlotRelease::default(),
         }
     }
 
@@ -222,9 +225,27 @@ impl ConcurrencySlotGuard {
         is_held.then_some(self)
     }
 
-    /// Sets the time at which the request has to be ended, if any.
-    pub fn set_request_end(&mut self, ends_at: Option<Instant>) {
-        self.request_ends_at = ends_at;
+    /// Sets the time at which the request has to be ended, if any, and what ends it before.
+    pub fn set_request_end(&mut self, ends_at: Option<Instant>, release: SlotRelease) {
+        (self.request_ends_at, self.release) = (ends_at, release);
+    }
+
+    /// Time until which the slot stays taken without its client, unless the upstream's response
+    /// ends before. `None` if the slot does not outlive its client.
+    pub fn held_until(&self) -> Option<Instant> {
+        let ends_at = self.request_ends_at;
+        ends_at.filter(|_| self.release == SlotRelease::Upstream)
+    }
+
+    /// Keeps a slot that outlives its client until [`Self::held_until`], because the upstream may
+    /// still work on the request. Releases any other slot.
+    pub fn keep_without_exchange(self) {
+        if let Some(held_until) = self.held_until() {
+            tokio::spawn(async move {
+                sleep_until(held_until).await;
+                drop(self);
+            });
+        }
     }
 
     /// Time at which the request has to be ended, if any.

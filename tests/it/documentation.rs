@@ -77,6 +77,90 @@ fn list_pages() -> Vec<String> {
         .collect()
 }
 
+/// The text of a page without code, and the anchors of its headings as GitHub writes them.
+fn read_text_and_anchors(page: &Path) -> (String, Vec<String>) {
+    let (mut text, mut anchors, mut is_code) = (String::new(), Vec::<String>::new(), false);
+    for line in fs::read_to_string(page).unwrap().lines() {
+        let is_fence = line.trim_start().starts_with("```");
+        is_code ^= is_fence;
+        if is_code || is_fence {
+            continue;
+        }
+        // Every other part is inline code.
+        text.extend(line.split('`').step_by(2));
+        text.push('\n');
+        let Some(heading) = line.starts_with('#').then(|| line.trim_start_matches('#')) else {
+            continue;
+        };
+        // The words of a link stay, its target does not.
+        let (first, rest) = heading.split_once("](").unwrap_or((heading, ""));
+        let words = rest
+            .split("](")
+            .map(|part| part.split_once(')').map_or("", |(_, text)| text));
+        let words = std::iter::once(first).chain(words);
+        let kept = words.collect::<String>().trim().to_lowercase();
+        let kept = kept
+            .chars()
+            .filter(|one| one.is_alphanumeric() || "-_ ".contains(*one));
+        let anchor: String = kept.collect::<String>().replace(' ', "-");
+        let same = anchors.iter().filter(|known| **known == anchor).count();
+        anchors.push(if same == 0 {
+            anchor
+        } else {
+            format!("{anchor}-{same}")
+        });
+    }
+    (text, anchors)
+}
+
+/// The links of a page that lead nowhere in the repository.
+fn find_broken_links(page: &Path) -> Vec<String> {
+    let (text, own_anchors) = read_text_and_anchors(page);
+    let links = text
+        .split("](")
+        .skip(1)
+        .filter_map(|rest| rest.split(')').next());
+    let links = links.map(|link| link.split_whitespace().collect::<String>());
+    let is_broken = |link: &String| {
+        if ["http://", "https://", "mailto:"]
+            .iter()
+            .any(|scheme| link.starts_with(scheme))
+        {
+            return false;
+        }
+        let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
+        let target = page.parent().unwrap().join(file);
+        let anchors = match file.is_empty() {
+            true => own_anchors.clone(),
+            false if !target.exists() => return true,
+            false if anchor.is_empty() => return false,
+            false => read_text_and_anchors(&target).1,
+        };
+        !anchors.iter().any(|known| known == anchor)
+    };
+    links.filter(is_broken).collect()
+}
+
+#[test]
+fn every_link_and_anchor_exists() {
+    let folder = TempDir::new().unwrap();
+    let page = folder.path().join("page.md");
+    let text = "# A `b_c`, [d](e.md) ↻\n# Twice\n# Twice\n[1](#a-b_c-d-) [2](#twice-1) [3](page.md#twice)\n\
+        `[code](x)` [4](#twice-2) [5](\npage.md#none) [6](gone.md) [7](https://x.example/#y)\n";
+    fs::write(&page, text).unwrap();
+    assert_eq!(
+        find_broken_links(&page),
+        ["e.md", "#twice-2", "page.md#none", "gone.md"]
+    );
+    let pages = list_pages().into_iter().chain(["SECURITY.md".to_owned()]);
+    let mut broken = Vec::new();
+    for page in pages {
+        let links = find_broken_links(&repository_root().join(&page));
+        broken.extend(links.into_iter().map(|link| format!("{page}: {link}")));
+    }
+    assert!(broken.is_empty(), "{broken:#?}");
+}
+
 fn repository_root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }

@@ -3,8 +3,9 @@
 use crate::redis_outage::{
     OutageFixture, POLICIES, PolicyRoute, RequestSample, TIMEOUT, TIMEOUT_SLACK,
 };
+use crate::support::proxy::{LogLine, Proxy};
 use crate::support::redis::{RedisServer, connect_redis, list_counter_keys};
-use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
+use crate::support::sentinel::{MASTER_NAME, SentinelDeployment, SentinelProcess};
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::store::Store;
@@ -218,6 +219,99 @@ async fn sentinels_without_the_named_master_are_reported() {
     );
 }
 
+/// Makes sentinels monitor another master.
+async fn monitor(sentinels: &[SentinelProcess], master: &RedisServer) {
+    for sentinel in sentinels {
+        let _: () = sentinel
+            .command(&format!("SENTINEL REMOVE {MASTER_NAME}"))
+            .await;
+        let port = master.port();
+        let monitor = format!("SENTINEL MONITOR {MASTER_NAME} 127.0.0.1 {port} 2");
+        let _: () = sentinel.command(&monitor).await;
+    }
+}
+
+/// Each instance starts with another sentinel, or starts before the sentinels disagree.
+#[tokio::test]
+async fn all_instances_count_in_one_master_while_sentinels_disagree() {
+    for is_epoch_readable in [true, false] {
+        let watched = SentinelDeployment::start(0).await;
+        if !is_epoch_readable {
+            for sentinel in &watched.sentinels {
+                let _: () = sentinel
+                    .command("ACL SETUSER default -sentinel|master")
+                    .await;
+            }
+        }
+        let mut instances = Vec::new();
+        for _ in 0..4 {
+            instances.push(connect_redis(watched.settings()).await);
+        }
+        let other = RedisServer::start();
+        monitor(&watched.sentinels[..2], &other).await;
+        for _ in 0..8 {
+            instances.push(connect_redis(watched.settings()).await);
+        }
+        // Later than the checks that move the first instances to the other master.
+        sleep(RECOVERY_TIMEOUT).await;
+        let mut left = Vec::new();
+        for (_, redis) in &instances {
+            left.push(remaining_units(&Store::from_redis(redis.clone())).await);
+        }
+        let expected: Vec<Result<u64, &str>> = (988..1000).rev().map(Ok).collect();
+        assert_eq!(left, expected, "each charge is counted in the same master");
+        let counters = list_counter_keys(&other).await;
+        let is_charged = counters.iter().any(|key| key.ends_with(":k"));
+        assert!(is_charged, "two of three sentinels name this one");
+        for (shared, _) in &instances {
+            let disagreements = shared.server_info().sentinel_disagreements;
+            assert!(disagreements > 0);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_disagreement_of_sentinels_is_logged_and_counted() {
+    const DISAGREEMENTS: &str = "tidegate_redis_sentinel_disagreements_total";
+    const MESSAGE: &str = "the sentinels name different masters";
+    let watched = SentinelDeployment::start(0).await;
+    let config = format!(
+        "[store]\nkind = 'redis'\n[store.redis]\n{}",
+        watched.config_lines()
+    );
+    let proxy = Proxy::builder().config(&config).start().await;
+    proxy.wait_for_store().await;
+    assert_eq!(proxy.read_metric(DISAGREEMENTS).await, 0.0);
+    assert!(!proxy.log_text().contains(MESSAGE));
+    let other = RedisServer::start();
+    monitor(&watched.sentinels[2..], &other).await;
+    let is_logged = |line: &LogLine| line.message_starts_with(MESSAGE);
+    let line = proxy
+        .wait_for_log(MESSAGE, 0, RECOVERY_TIMEOUT, is_logged)
+        .await;
+    let port = |server: &RedisServer| format!("127.0.0.1:{} (epoch 0)", server.port());
+    let answers = line.field("answers");
+    assert_eq!(
+        answers.matches(&port(&watched.servers[0])).count(),
+        2,
+        "{answers}"
+    );
+    assert_eq!(answers.matches(&port(&other)).count(), 1, "{answers}");
+    assert_eq!(
+        line.field("master"),
+        format!("127.0.0.1:{}", watched.servers[0].port())
+    );
+    assert!(proxy.read_metric(DISAGREEMENTS).await > 0.0);
+    assert!(list_counter_keys(&other).await.is_empty());
+    let mark = proxy.log_mark();
+    sleep(RECOVERY_TIMEOUT / 2).await;
+    let repeated = proxy
+        .log_since(mark)
+        .into_iter()
+        .any(|line| is_logged(&line));
+    assert!(!repeated, "at most one line a minute");
+}
+
 /// An old master that is cut off from its sentinels does not know of the new one, and keeps
 /// serving.
 #[tokio::test]
@@ -227,16 +321,7 @@ async fn a_demoted_master_is_abandoned_though_it_still_replies() {
     let store = Store::from_redis(redis);
     assert_eq!(remaining_units(&store).await, Ok(999));
     let other = RedisServer::start();
-    for sentinel in &watched.sentinels {
-        let _: () = sentinel
-            .command(&format!("SENTINEL REMOVE {MASTER_NAME}"))
-            .await;
-        let other = format!(
-            "SENTINEL MONITOR {MASTER_NAME} 127.0.0.1 {} 2",
-            other.port()
-        );
-        let _: () = sentinel.command(&other).await;
-    }
+    monitor(&watched.sentinels, &other).await;
     let moved = Instant::now();
     while !list_counter_keys(&other)
         .await

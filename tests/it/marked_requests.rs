@@ -104,15 +104,70 @@ async fn a_cost_that_does_not_fit_is_marked_and_costs_nothing() {
         )
     };
     assert_eq!(send("/", "3").await, (200, Some(2), String::new()));
-    assert_eq!(send("/", "3").await, (200, Some(0), "big".to_owned()));
+    assert_eq!(send("/", "3").await, (200, Some(2), "big".to_owned()));
     assert_eq!(
         send("/old/x", "9").await,
-        (200, Some(0), "never, big".to_owned())
+        (200, Some(2), "never, big".to_owned())
     );
     assert_eq!(
         send("/keyed", "2").await,
         (200, Some(0), "keyed".to_owned())
     );
+}
+
+/// `r` and `t` are those of the limit, whether it refuses, another limit refuses, or none does.
+#[tokio::test]
+async fn the_fields_of_a_limit_do_not_depend_on_refusals() {
+    let policies = "
+[[policy]]
+name = 'soft'
+mode = 'mark'
+key = ['header:x-user']
+limit = { requests = 10, per = '2h', algorithm = 'fixed_window' }
+cost = { header = 'x-cost', default = 1, max = 50 }
+[[policy]]
+name = 'day'
+key = ['header:x-user']
+limit = { requests = 100, per = '1d', algorithm = 'fixed_window' }
+[[policy]]
+name = 'fast'
+key = ['header:x-user']
+limit = { requests = 2, per = '20s' }
+";
+    for redis in [None, Some(RedisServer::start())] {
+        let store = redis.as_ref().map(RedisServer::store_config);
+        let config = format!("{}\n{policies}", store.unwrap_or_default());
+        let upstream = Upstream::echo().await;
+        let proxy = Proxy::start(&config, upstream.address).await;
+        proxy.wait_for_store().await;
+        let send = async |cost: &str| {
+            let request = proxy.request("GET", "/").header("X-User", "ann");
+            let reply = request.header("X-Cost", cost).send().await;
+            let field = |limit: &str, name: &str| reply.list_parameter("ratelimit", limit, name);
+            let (soft_t, day_t) = (field("soft", "t").unwrap(), field("day", "t").unwrap());
+            // To the end of the windows, which start at multiples of their length.
+            let now_s = crate::support::unix_s();
+            let is_end_of_window = |t: u64, length_s: u64| {
+                (t + now_s) % length_s <= 2 || (t + now_s) % length_s >= length_s - 2
+            };
+            assert!(
+                is_end_of_window(soft_t, 7_200),
+                "{:?}",
+                reply.header("ratelimit")
+            );
+            assert!(
+                is_end_of_window(day_t, 86_400),
+                "{:?}",
+                reply.header("ratelimit")
+            );
+            (reply.status, field("soft", "r"), field("day", "r"))
+        };
+        assert_eq!(send("3").await, (200, Some(7), Some(99)));
+        // The cost does not fit: marked, and nothing is charged. Seven units are left.
+        assert_eq!(send("8").await, (200, Some(7), Some(98)));
+        // `fast` refuses.
+        assert_eq!(send("3").await, (429, Some(7), Some(98)));
+    }
 }
 
 #[tokio::test]

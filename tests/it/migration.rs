@@ -141,6 +141,58 @@ async fn nginx_with_burst_equals_a_leaky_bucket() {
     }
 }
 
+/// Sends requests at the same time. Returns when each response came, and whether it was 200.
+async fn send_at_once(address: SocketAddr, times: usize) -> Vec<(Duration, bool)> {
+    let began = Instant::now();
+    let one = || async {
+        let status = ClientRequest::new(address, "GET", "/x").send().await.status;
+        (began.elapsed(), status == 200)
+    };
+    let mut replies = join_all((0..times).map(|_| one())).await;
+    replies.sort();
+    replies
+}
+
+#[tokio::test]
+async fn a_max_delay_that_is_rounded_up_admits_the_burst_of_nginx() {
+    let pair = ProxyPair::from_page_section("Burst, delayed, rounded up").await;
+    for (target, address) in pair.targets() {
+        let replies = send_at_once(address, 7).await;
+        let admitted: Vec<_> = replies.iter().filter(|(_, admitted)| *admitted).collect();
+        let rejected = replies.iter().filter(|(_, admitted)| !admitted);
+        // A slow machine may free positions before all requests arrive.
+        let freed = rejected
+            .map(|(took, _)| took.as_millis() / 333)
+            .max()
+            .unwrap_or(4) as usize;
+        assert!(
+            (3..=3 + freed).contains(&admitted.len()),
+            "{target}: {replies:?}"
+        );
+        let last = admitted[2].0;
+        assert!(last >= Duration::from_millis(640), "{target}: {replies:?}");
+    }
+}
+
+/// nginx delays what exceeds `delay` at its rate; the proxy rejects that.
+#[tokio::test]
+async fn a_delay_of_nginx_keeps_the_pace_and_a_token_bucket_does_not() {
+    let pair = ProxyPair::from_page_section("Burst, partly delayed").await;
+    let nginx = send_at_once(pair.nginx.address, 10).await;
+    let admitted: Vec<_> = nginx.iter().filter(|(_, admitted)| *admitted).collect();
+    assert!((6..=7).contains(&admitted.len()), "{nginx:?}");
+    for (position, (took, _)) in admitted.iter().enumerate().skip(3) {
+        let least = Duration::from_millis(200 * (position as u64 - 2));
+        let least = least.saturating_sub(Duration::from_millis(20));
+        assert!(*took >= least, "{position}: {nginx:?}");
+    }
+    let proxy = send_at_once(pair.proxy.address, 10).await;
+    let slowest = proxy.iter().map(|(took, _)| *took).max().unwrap();
+    let admitted = proxy.iter().filter(|(_, admitted)| *admitted).count();
+    let refilled = (slowest.as_secs_f64() * 5.0).ceil() as usize;
+    assert!((3..=3 + refilled).contains(&admitted), "{proxy:?}");
+}
+
 /// Seeded requests to locations that share a zone, and to others. Both decide each one equally.
 #[tokio::test]
 async fn nginx_locations_that_share_a_zone_have_one_quota() {

@@ -310,6 +310,65 @@ async fn examples_of_kong_and_apisix_admit_the_documented_number() {
     );
 }
 
+/// Sends seeded requests of several clients, and compares each decision with the model: the counter
+/// and the limit of a path and a client.
+async fn compare_with_most_specific(
+    page: &str,
+    heading: &str,
+    paths: &[&str],
+    rejected: u16,
+    model: impl Fn(&str, &str) -> (String, u32),
+) {
+    let upstream = Upstream::echo().await;
+    let config = format!(
+        "client.trusted_proxies = ['127.0.0.1']\n{}",
+        page_config(page, heading)
+    );
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let (mut counts, mut choices, mut refused) = (WindowCounts::default(), SeededChoices(9), 0);
+    for n in 0..80 {
+        let path = *choices.choose(paths);
+        let client = *choices.choose(&["192.0.2.1", "192.0.2.2", "192.0.2.3"]);
+        let request = proxy.request("GET", path).header("X-Forwarded-For", client);
+        let expected = counts.charge_all(&[model(path, client)]);
+        let status = request.send().await.status;
+        let wanted = if expected { 200 } else { rejected };
+        assert_eq!(status, wanted, "{page}, request {n}: {path} from {client}");
+        refused += usize::from(!expected);
+    }
+    assert!((5..75).contains(&refused), "{page}: {refused}");
+}
+
+/// Kong's documented precedence and its handler: a request is counted by one plugin instance.
+#[tokio::test]
+async fn kong_plugins_do_not_add_up() {
+    let page = "docs/migration/kong.md";
+    let paths = ["/orders/1", "/orders/2/items", "/", "/other"];
+    let model = |path: &str, client: &str| match path.starts_with("/orders/") {
+        true => (format!("orders {client}"), 12),
+        false => (format!("global {client}"), 8),
+    };
+    compare_with_most_specific(page, "The most specific plugin", &paths, 429, model).await;
+    let model = |path: &str, client: &str| match path {
+        "/login" => ("/login".to_owned(), 5),
+        _ => (client.to_owned(), 5),
+    };
+    let paths = ["/login", "/login/x", "/", "/other"];
+    compare_with_most_specific(page, "limit_by: path", &paths, 429, model).await;
+}
+
+#[tokio::test]
+async fn apisix_plugins_do_not_add_up() {
+    let model = |path: &str, client: &str| match path {
+        "/search" => (format!("search {client}"), 7),
+        _ => (format!("service {client}"), 4),
+    };
+    let paths = ["/search", "/search?q=1", "/", "/other"];
+    let model = |path: &str, client: &str| model(path.split('?').next().unwrap(), client);
+    let page = "docs/migration/apisix.md";
+    compare_with_most_specific(page, "The most specific plugin", &paths, 503, model).await;
+}
+
 #[tokio::test]
 async fn apisix_limit_conn_admits_one_request_at_a_time() {
     let silent = RawUpstream::with_script(|_, mut socket| async move {

@@ -186,7 +186,7 @@ async fn an_instance_has_one_connection_per_worker_and_cluster_master() {
 }
 
 #[tokio::test]
-async fn an_instance_has_one_connection_per_worker_to_the_master_and_one_to_a_sentinel() {
+async fn an_instance_has_one_connection_per_worker_to_the_master_and_to_each_sentinel() {
     let mut watched = SentinelDeployment::start(0).await;
     let master_port = watched.master_port().await;
     let workers = start_workers(watched.settings()).await;
@@ -203,7 +203,8 @@ async fn an_instance_has_one_connection_per_worker_to_the_master_and_one_to_a_se
         let clients = master
             .iter()
             .filter(|line| !line.contains("name=sentinel-"));
-        if (watchers, clients.count()) == (WORKER_COUNT, WORKER_COUNT) {
+        let wanted = (WORKER_COUNT * watched.sentinels.len(), WORKER_COUNT);
+        if (watchers, clients.count()) == wanted {
             break;
         }
         assert!(

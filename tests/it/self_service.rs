@@ -296,6 +296,49 @@ async fn a_client_certificate_identifies_its_owner() {
     }
 }
 
+/// Each policy of a counter has a limit of its own. The fields have the one with the fewest units.
+#[tokio::test]
+async fn all_policies_of_a_counter_are_listed() {
+    let policy = |name: &str, requests: u64| {
+        format!(
+            "[[policy]]\nname = '{name}'\ncounter = 'units'\nmatch = {{ path = '/{name}' }}\n\
+             key = ['client_ip']\nlimit = {{ requests = {requests}, per = '1h' }}\n"
+        )
+    };
+    let upstream = Upstream::echo().await;
+    for (policies, expected) in [
+        ([policy("loose", 5), policy("strict", 2)], [3, 0]),
+        ([policy("strict", 2), policy("loose", 5)], [0, 3]),
+    ] {
+        let redis = RedisServer::start();
+        for store in [String::new(), redis.store_config()] {
+            let config = format!(
+                "{store}\n[self_service]\npath = '{PATH}'\n{}",
+                policies.concat()
+            );
+            let proxy = Proxy::start(&config, upstream.address).await;
+            proxy.wait_for_store().await;
+            for (path, status) in [("/strict", 200), ("/loose", 200), ("/strict", 429)] {
+                assert_eq!(proxy.get(path).await.status, status, "{path}");
+            }
+            let reply = proxy.get(PATH).await;
+            let json = reply.json();
+            let left = |index: usize| json["policies"][index]["limits"][0]["remaining"].as_u64();
+            assert_eq!([left(0), left(1)], expected.map(Some), "{json}");
+            assert_eq!(json["policies"].as_array().unwrap().len(), 2);
+            assert_eq!(reply.list_parameter("ratelimit", "units", "r"), Some(0));
+            assert_eq!(
+                reply.list_parameter("ratelimit-policy", "units", "q"),
+                Some(2)
+            );
+            assert_eq!(
+                reply.header("ratelimit").unwrap().matches("units").count(),
+                1
+            );
+        }
+    }
+}
+
 #[tokio::test]
 async fn without_the_table_the_path_is_forwarded() {
     let fixture = SelfServiceProxy::start("").await;

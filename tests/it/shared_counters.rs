@@ -1,6 +1,7 @@
 //! `counter` end to end: policies that share one quota.
 
 mod combinations;
+mod slot_terms;
 
 use crate::support::admin_proxy::AdminProxy;
 use crate::support::client::RawResponse;
@@ -172,6 +173,28 @@ async fn commands_show_the_usage_by_each_policy_and_reset_it_for_all() {
     );
     let policy = admin.wait_for_policy("search", |_| true).await;
     assert_eq!(policy["counter"], "units");
+}
+
+/// A key with a block and response counters, beside slots, which responses do not count against.
+#[tokio::test]
+async fn a_reset_counts_all_counters_of_a_key() {
+    let redis = RedisServer::start();
+    let policies = "[[policy]]\nname = 'login'\nkey = ['header:x-user']\nblock_for = '1h'\n\
+        count_when = { status = [200] }\nlimits = [\n{ requests = 1, per = '1h', name = 'log' },\n\
+        { requests = 5, per = '1d', algorithm = 'fixed_window', name = 'day' },\n\
+        { requests = 3, algorithm = 'concurrency', name = 'slots' },\n]\n";
+    let admin = AdminProxy::start(&format!("{}\n{policies}", redis.store_config())).await;
+    admin.proxy.wait_for_store().await;
+    let reset = async || {
+        let reset = admin.run_command(&["keys", "reset", "login", "ann"]).await;
+        reset.stdout.trim().rsplit_once(": ").unwrap().1.to_owned()
+    };
+    assert_eq!(reset().await, "reset 0 of 6 counters");
+    assert_eq!(send(&admin.proxy, "/").await.status, 200);
+    while send(&admin.proxy, "/").await.status != 429 {}
+    // Block, log and day, and the response counters of both; no request is in flight.
+    let counters = list_counter_keys(&redis).await.len();
+    assert_eq!(reset().await, format!("reset {counters} of 6 counters"));
 }
 
 /// Each descriptor of a call is a hit, also if different policies count it.

@@ -179,7 +179,10 @@ fn find_limit_difference(
     if differing.is_some() {
         return differing;
     }
-    let amounts = |limit: &Limit| (limit.requests, limit.capacity());
+    let amounts = |limit: &Limit| {
+        let capacity = (limit.capacity(), limit.max_delay_remainder());
+        (limit.requests, capacity)
+    };
     let has_same_amounts = pairs().all(|(one, other)| amounts(&one.limit) == amounts(&other.limit));
     if let Some(setting) = needs_same_amounts.filter(|_| !has_same_amounts) {
         return Some(format!(

@@ -3,11 +3,11 @@
 use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
 use super::calendar::{build_calendar_limit, read_calendar_unit, reject_time_zone};
 use super::context::PolicyContext;
-use crate::config::keywords::ALGORITHMS;
+use crate::config::keywords::{ALGORITHMS, SLOT_RELEASES};
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
-use crate::policy::{AmountSource, NamedLimit};
+use crate::policy::{AmountSource, NamedLimit, SlotRelease};
 use std::time::Duration;
 
 /// A `sliding_log` with more `requests` needs much memory, because it keeps one entry per request.
@@ -86,6 +86,7 @@ pub(super) fn build_limits(
             limit,
             amount,
             is_reported: true,
+            release: read_slot_release(table, limit.algorithm),
         });
     }
     (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)
@@ -174,6 +175,20 @@ fn build_limit(
     Some((limit, amount?.source))
 }
 
+/// Reads what ends a request in flight. A slot that outlives its client needs an end.
+fn read_slot_release(reader: &TableReader<'_>, algorithm: Algorithm) -> SlotRelease {
+    let release = reader.get_keyword("release", &SLOT_RELEASES);
+    if release == Some(SlotRelease::Upstream)
+        && algorithm == (Algorithm::Concurrency { max_duration_us: 0 })
+    {
+        reader.report_error(
+            "release",
+            "a slot stays taken after its client has left; expected max_duration beside it, the longest such time",
+        );
+    }
+    release.unwrap_or_default()
+}
+
 /// Warns of a largest amount that is probably a mistake.
 fn warn_about_amount(reader: &TableReader<'_>, largest: u64, algorithm: Algorithm) {
     let key = match reader.contains_key("requests_from") {
@@ -236,7 +251,7 @@ fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorith
         Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => &["offset"],
         Algorithm::TokenBucket { .. } => &["burst", "warm_up"],
         Algorithm::LeakyBucket { .. } => &["max_delay"],
-        Algorithm::Concurrency { .. } => &["lease_ttl", "max_duration"],
+        Algorithm::Concurrency { .. } => &["lease_ttl", "max_duration", "release"],
     };
     for (key, owner) in [
         ("buckets", "sliding_window"),
@@ -246,6 +261,7 @@ fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorith
         ("max_delay", "leaky_bucket"),
         ("lease_ttl", "concurrency"),
         ("max_duration", "concurrency"),
+        ("release", "concurrency"),
     ] {
         if reader.contains_key(key) && !own_keys.contains(&key) {
             reader.report_error(

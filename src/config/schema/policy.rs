@@ -265,7 +265,7 @@ pub(in crate::config) static VALUE_CONDITION: [SchemaKey; 2] = [
     optional("present", Bool, "Whether the value must be present."),
 ];
 
-pub(in crate::config) static LIMIT: [SchemaKey; 16] = [
+pub(in crate::config) static LIMIT: [SchemaKey; 17] = [
     optional(
         "requests",
         integer(0, MAX_UNITS),
@@ -335,6 +335,12 @@ pub(in crate::config) static LIMIT: [SchemaKey; 16] = [
         "max_duration",
         DURATION,
         "concurrency only: ends requests after this time, with 504 or by aborting the response. Absent or 0: never.",
+    ),
+    key(
+        "release",
+        Keyword(&["response", "upstream"]),
+        Default("response"),
+        "concurrency only: a slot is free at the end of the response to the client, or of the upstream's response even if the client left. \"upstream\" needs max_duration.",
     ),
     optional(
         "name",

@@ -5,7 +5,9 @@ use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
-use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, ValueChecks, client, path};
+use crate::policy::{
+    KeyHasher, NamedLimit, SelfServiceSettings, SlotRelease, ValueChecks, client, path,
+};
 use http::HeaderName;
 use http::uri::PathAndQuery;
 use ipnet::Ipv6Net;
@@ -37,6 +39,7 @@ pub(super) fn build_self_service_settings(
         limit: NamedLimit {
             amount: None,
             is_reported: true,
+            release: SlotRelease::default(),
             name: "self_service".into(),
             unit: None,
             limit,

@@ -18,8 +18,8 @@ const MAX_RECEIVED_RESPONSES: usize = 10_000;
 /// Maximum bytes of informational responses forwarded per request.
 const MAX_INFORMATIONAL_BYTES: usize = 16 * 1024;
 
-/// Forwards the informational responses of one request to its client.
-#[derive(Debug)]
+/// Forwards the informational responses of one request to its client. The default drops them all.
+#[derive(Debug, Default)]
 pub struct InformationalForwarder {
     client: Option<Rc<ConnectionMonitor>>,
     remaining_responses: usize,

@@ -97,8 +97,8 @@ impl Tunnel {
 
     /// Keeps the concurrency slot until the tunnel ends, and ends the tunnel at the slot's
     /// `ends_at`.
-    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
-        self.slot_guard = slot_guard;
+    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
+        self.slot_guard = Some(slot_guard);
     }
 
     /// Keeps the client's count until the tunnel ends.

@@ -1,6 +1,8 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
 use super::ProxyService;
+use super::forward_error::{ForwardError, await_until_deadline};
+use super::held_exchange::HeldExchange;
 use super::request_summary::RequestSummary;
 use super::self_service::OwnLimitsRequest;
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
@@ -19,15 +21,8 @@ use crate::telemetry::trace::{RequestRecording, TraceParent};
 use bytes::Bytes;
 use http::{Request, Response, request};
 use std::cell::Cell;
-use std::pin::{Pin, pin};
-use tokio::time::{Instant, timeout_at};
-
-/// Why an admitted request got no response from the upstream.
-enum ForwardError {
-    Upstream(UpstreamError),
-    /// The request exceeded the `max_duration` of a concurrency limit.
-    MaxDurationExceeded,
-}
+use std::pin::pin;
+use tokio::time::Instant;
 
 impl ProxyService {
     pub(super) async fn handle_proxy_request(
@@ -79,7 +74,7 @@ impl ProxyService {
             return self.reject_request(body, reply, &mut summary, &verdict);
         }
         // The concurrency slot is released when the response ends or this future is dropped.
-        let slot_guard = verdict.slot_guard.take();
+        let mut slot_guard = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
         let deadline = request_ends_at(slot_guard.as_ref());
 
@@ -99,10 +94,21 @@ impl ProxyService {
         let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
         let upstream_request = Request::from_parts(parts, body);
         let client = table.client.client_prefix(summary.client.ip);
-        let send = self
-            .upstream
-            .send(upstream_request, client, ready_at, interim, &was_sent);
-        let result = await_until_deadline(deadline, pin!(send)).await;
+        let is_held = |guard: &ConcurrencySlotGuard| guard.held_until().is_some();
+        let result = if slot_guard.as_ref().is_some_and(is_held) {
+            let (upstream, interim) = (self.upstream.clone(), std::mem::take(interim));
+            let guard = slot_guard.take();
+            let exchange =
+                HeldExchange::new(upstream, upstream_request, client, ready_at, interim, guard);
+            let (result, sent) = exchange.await;
+            was_sent.set(sent);
+            result
+        } else {
+            let send = self
+                .upstream
+                .send(upstream_request, client, ready_at, interim, &was_sent);
+            await_until_deadline(deadline, pin!(send)).await
+        };
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());
@@ -322,29 +328,12 @@ fn attach_slot_and_recording(
     slot_guard: Option<ConcurrencySlotGuard>,
     recording: Option<Box<RequestRecording>>,
 ) -> Response<ResponseBody> {
+    let body = response.body_mut();
+    if let Some(slot_guard) = slot_guard {
+        body.attach_slot_guard(slot_guard);
+    }
+    body.attach_recording(recording);
     response
-        .body_mut()
-        .attach_slot_and_recording(slot_guard, recording);
-    response
-}
-
-/// Awaits `future` until `deadline` at most.
-///
-/// The caller pins the future: passed by value, it would be stored three times, once per branch.
-async fn await_until_deadline<T>(
-    deadline: Option<Instant>,
-    future: Pin<&mut impl Future<Output = Result<T, UpstreamError>>>,
-) -> Result<T, ForwardError> {
-    let result = match deadline {
-        None => future.await,
-        // A future is not started at or after its deadline.
-        Some(at) if at <= Instant::now() => return Err(ForwardError::MaxDurationExceeded),
-        Some(at) => match timeout_at(at, future).await {
-            Ok(result) => result,
-            Err(_elapsed) => return Err(ForwardError::MaxDurationExceeded),
-        },
-    };
-    result.map_err(ForwardError::Upstream)
 }
 
 fn finish_upstream_span(

@@ -4,11 +4,14 @@ use bytes::Bytes;
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use std::future::{pending, poll_fn};
 use std::io;
+use std::mem::take;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::task::spawn_local;
+use tokio::time::{Instant, timeout_at};
 
 use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use super::http2::response_body::Http2ResponseBody;
@@ -25,10 +28,13 @@ use crate::telemetry::trace::RequestRecording;
 const FIRST_FRAME_WAIT: Duration = Duration::from_millis(250);
 
 /// HTTP-version-specific part of a streamed response body.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) enum UpstreamBodySource {
     Http1(Incoming),
     Http2(Http2ResponseBody),
+    /// The body was moved elsewhere.
+    #[default]
+    Moved,
 }
 
 impl UpstreamBodySource {
@@ -49,6 +55,7 @@ impl UpstreamBodySource {
                 kind: UpstreamErrorKind::from_h2(&error),
                 detail: format_error_chain(&error),
             }),
+            Self::Moved => Poll::Ready(None),
         }
     }
 
@@ -56,6 +63,7 @@ impl UpstreamBodySource {
         match self {
             Self::Http1(incoming) => incoming.is_end_stream(),
             Self::Http2(body) => body.is_end_stream(),
+            Self::Moved => true,
         }
     }
 
@@ -63,6 +71,7 @@ impl UpstreamBodySource {
         match self {
             Self::Http1(incoming) => incoming.size_hint(),
             Self::Http2(body) => body.size_hint(),
+            Self::Moved => SizeHint::with_exact(0),
         }
     }
 }
@@ -89,7 +98,8 @@ enum FirstFrame {
 }
 
 /// A response body, streamed from the upstream. When the body ends, the connection returns to the
-/// pool. Dropping the body earlier closes the HTTP/1.1 connection or cancels the HTTP/2 stream.
+/// pool. Dropping the body earlier closes the HTTP/1.1 connection or cancels the HTTP/2 stream,
+/// unless its slot is held for the upstream: then a task reads it to its end.
 #[derive(Debug)]
 pub struct UpstreamBody {
     source: UpstreamBodySource,
@@ -175,8 +185,22 @@ impl UpstreamBody {
     }
 
     /// Keeps the concurrency slot until the body ends, and fails the body at the slot's `ends_at`.
-    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
-        self.slot_guard = slot_guard.map(Box::new);
+    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
+        self.slot_guard = Some(Box::new(slot_guard));
+    }
+
+    /// Reads the body and discards it until it ends, or until `ends_at` if it stalls.
+    async fn discard_until(mut self, ends_at: Instant) {
+        let end = async {
+            loop {
+                match poll_fn(|cx| self.poll_frame(cx)).await {
+                    Some(Ok(_)) => {}
+                    Some(Err(BodyError::UpstreamTimeout)) => pending().await,
+                    None | Some(Err(_)) => return,
+                }
+            }
+        };
+        drop(timeout_at(ends_at, end).await);
     }
 
     /// Attaches the trace recording, to end with the body.
@@ -214,7 +238,7 @@ impl UpstreamBody {
         if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
-        let polled = match std::mem::take(&mut self.first_frame) {
+        let polled = match take(&mut self.first_frame) {
             FirstFrame::None => self.source.poll_frame(cx),
             FirstFrame::Data(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
             FirstFrame::Trailers(trailers) => Poll::Ready(Some(Ok(Frame::trailers(*trailers)))),
@@ -278,7 +302,10 @@ impl UpstreamBody {
 
     fn fail(&mut self, error: BodyError) -> BodyError {
         self.lease = None;
-        self.slot_guard = None;
+        let slot_guard = self.slot_guard.take();
+        if let (Some(guard), BodyError::UpstreamTimeout) = (slot_guard, &error) {
+            guard.keep_without_exchange();
+        }
         self.cost_meter = None;
         self.finish_recording(Err((&error).into()));
         error
@@ -300,6 +327,24 @@ impl UpstreamBody {
         if let Some(lease) = self.lease.take() {
             self.rate.finish(lease.read_limit());
             lease.return_to_pool();
+        }
+    }
+}
+
+impl Drop for UpstreamBody {
+    fn drop(&mut self) {
+        let Some(slot_guard) = self.slot_guard.take() else {
+            return;
+        };
+        if let (Some(held_until), Some(lease)) = (slot_guard.held_until(), self.lease.take()) {
+            let source = take(&mut self.source);
+            let mut rest = Self::new(source, lease, self.idle_timeout);
+            rest.first_frame = take(&mut self.first_frame);
+            rest.cost_meter = self.cost_meter.take();
+            spawn_local(async move {
+                rest.discard_until(held_until).await;
+                drop(slot_guard);
+            });
         }
     }
 }

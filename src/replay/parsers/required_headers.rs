@@ -40,6 +40,12 @@ impl RequiredHeaders {
         &self.names
     }
 
+    /// Whether a log field is mapped to the header with this index.
+    pub(in super::super) fn is_mapped(&self, header_index: usize) -> bool {
+        let mut mapped = self.field_mappings.iter();
+        mapped.any(|(index, _)| usize::from(*index) == header_index)
+    }
+
     pub(super) fn header_index(&self, name: &str) -> Option<u16> {
         let index = self
             .names

@@ -295,8 +295,9 @@ impl ConnectionSupervision {
                 return std::future::pending().await;
             };
             let is_newer = |newer: &Arc<RedisAccess>| !Arc::ptr_eq(newer, &access);
+            let disagreements = &self.context.sentinel_disagreements;
             tokio::select! {
-                () = sentinels.wait_for_master_change(current_address) => return,
+                () = sentinels.wait_for_master_change(current_address, disagreements) => return,
                 _newer = self.context.access.wait_for(is_newer) => {}
             }
         }
@@ -310,7 +311,8 @@ pub(super) async fn connect_and_probe(
     target: &RedisConnectionTarget,
 ) -> Result<OpenedConnection, RedisConnectionError> {
     let access = context.access.get();
-    let address = target.resolve_address(&access).await?;
+    let disagreements = &context.sentinel_disagreements;
+    let address = target.resolve_address(&access, disagreements).await?;
     let attempt = |login| open_and_probe(context, target, &access.settings, &address, login);
     let (opened, login) = access.server_login.try_logins(attempt).await?;
     access.server_login.record_accepted(login);

@@ -2,7 +2,7 @@
 
 use super::access::RedisAccess;
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::sentinel::SentinelGroup;
+use super::sentinel::{SentinelDisagreements, SentinelGroup};
 use super::settings::{RedisAddress, RedisSettings, RedisTopology};
 use crate::limiter::{Key, KeyBuilder};
 
@@ -34,10 +34,11 @@ impl RedisConnectionTarget {
     pub(super) async fn resolve_address(
         &self,
         access: &RedisAccess,
+        disagreements: &SentinelDisagreements,
     ) -> Result<RedisAddress, RedisConnectionError> {
         match (&self.address, SentinelGroup::from_access(access)) {
             (Some(address), _) => Ok(address.clone()),
-            (None, Some(sentinels)) => sentinels.resolve_master().await,
+            (None, Some(sentinels)) => sentinels.resolve_master(disagreements).await,
             (None, None) => Err(RedisConnectionError::new(
                 RedisErrorKind::Dns,
                 "no address is known",

@@ -5,6 +5,7 @@ use super::circuit_breaker::RedisCircuitBreaker;
 use super::hash_slot::hash_slot_for_name;
 use super::member_list::MemberDescription;
 use super::scripts::ScriptLibrary;
+use super::sentinel::SentinelDisagreements;
 use super::settings::{RedisSettings, RedisTopology};
 use super::watched_value::WatchedValue;
 use crate::clock::Clock;
@@ -30,6 +31,7 @@ pub(super) struct RedisContext {
     pub(super) call_count: AtomicU64,
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,
+    pub(super) sentinel_disagreements: SentinelDisagreements,
     pub(super) fallback: FallbackStore,
     /// The counters of `scope = "instance"`, shared by all workers.
     pub(super) instance_counters: Arc<MemoryStore>,

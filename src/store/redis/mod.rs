@@ -79,6 +79,7 @@ use live_connection::LiveConnection;
 use node::RedisNode;
 use parking_lot::Mutex;
 use routing::{ClusterSlotMap, RedisRouter};
+use sentinel::SentinelDisagreements;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Once, OnceLock};
@@ -127,6 +128,7 @@ impl SharedRedisState {
             breaker: RedisCircuitBreaker::new(settings.to_string(), settings.breaker_failures),
             call_count: AtomicU64::new(0),
             server_info: Mutex::default(),
+            sentinel_disagreements: SentinelDisagreements::default(),
             fallback: new_fallback(&settings, clock.clone()),
             usage_directory: settings.state_dir.as_ref().map(|path| {
                 let is_cluster = settings.topology == RedisTopology::Cluster;
@@ -229,6 +231,7 @@ impl SharedRedisState {
     pub fn server_info(&self) -> RedisServerMetrics {
         RedisServerMetrics {
             calls: self.0.call_count.load(Ordering::Relaxed),
+            sentinel_disagreements: self.0.sentinel_disagreements.count(),
             ..*self.0.server_info.lock()
         }
     }

@@ -110,6 +110,8 @@ pub struct MemoryStoreUsage {
 pub struct RedisServerMetrics {
     /// Calls of this instance to Redis since the start.
     pub calls: u64,
+    /// Checks that found sentinels with different masters.
+    pub sentinel_disagreements: u64,
     pub memory_bytes: Option<u64>,
     /// `maxmemory`; also `None` if it is unlimited.
     pub memory_max_bytes: Option<u64>,

@@ -59,6 +59,11 @@ fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) 
         "Calls of this instance to Redis, for requests and in the background. One call may decide several requests.",
     )
     .write_sample(&[], redis.calls);
+    page.counter(
+        "tidegate_redis_sentinel_disagreements",
+        "Checks, four per second and worker, that found sentinels with different masters.",
+    )
+    .write_sample(&[], redis.sentinel_disagreements);
     if let Some(bytes) = redis.memory_bytes {
         let help = "Memory used by Redis in bytes; in a cluster, the sum over its masters.";
         page.gauge("tidegate_redis_memory_bytes", help)

@@ -44,6 +44,7 @@ fn sample_status() -> ProcessStatus {
         instance_count: Some(3),
         redis: Some(RedisServerMetrics {
             calls: 9,
+            sentinel_disagreements: 8,
             memory_bytes: Some(1000),
             memory_max_bytes: None,
             may_evict: Some(true),
@@ -134,6 +135,7 @@ fn sums_counts_of_all_workers() {
         "tidegate_config_reloads_total{result=\"success\"} 3",
         "tidegate_config_reloads_total{result=\"failure\"} 2",
         "tidegate_redis_calls_total 9",
+        "tidegate_redis_sentinel_disagreements_total 8",
         "tidegate_redis_memory_bytes 1000",
         "tidegate_redis_may_evict 1",
         "tidegate_redis_clock_skew_seconds -1.250000",

@@ -29,22 +29,22 @@ pub enum ResponseBody {
 }
 
 impl ResponseBody {
-    /// Attaches the concurrency slot and the trace recording to the body, to end with it. For a
-    /// local body, which is already complete, both end immediately.
-    pub(in crate::proxy) fn attach_slot_and_recording(
-        &mut self,
-        slot_guard: Option<ConcurrencySlotGuard>,
-        recording: Option<Box<RequestRecording>>,
-    ) {
+    /// Attaches the concurrency slot to the body, to end with it. For a local body, which is
+    /// already complete, it ends immediately.
+    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
         match self {
-            Self::Upstream(body) => {
-                body.attach_slot_guard(slot_guard);
-                body.attach_recording(recording);
-            }
-            Self::Tunnel(tunnel) => {
-                tunnel.attach_slot_guard(slot_guard);
-                tunnel.attach_recording(recording);
-            }
+            Self::Upstream(body) => body.attach_slot_guard(slot_guard),
+            Self::Tunnel(tunnel) => tunnel.attach_slot_guard(slot_guard),
+            Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
+        }
+    }
+
+    /// Attaches the trace recording to the body, to end with it. For a local body, it ends
+    /// immediately.
+    pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+        match self {
+            Self::Upstream(body) => body.attach_recording(recording),
+            Self::Tunnel(tunnel) => tunnel.attach_recording(recording),
             Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
         }
     }

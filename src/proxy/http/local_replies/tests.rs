@@ -121,6 +121,7 @@ fn rejections_carry_rate_limit_headers() {
     let limit = crate::policy::NamedLimit {
         amount: None,
         is_reported: true,
+        release: crate::policy::SlotRelease::default(),
         name: "login".into(),
         unit: None,
         limit,

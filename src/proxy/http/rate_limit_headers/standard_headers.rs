@@ -4,7 +4,7 @@
 //! line.
 
 use super::retry_after::SECOND_US;
-use crate::enforcer::{LimitReport, RequestOutcome, Verdict};
+use crate::enforcer::{LimitReport, Verdict};
 use crate::limiter::Algorithm;
 use crate::proxy::http::header_lines::append_to_list_header;
 use bytes::Bytes;
@@ -17,11 +17,6 @@ static RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 const MAX_STRUCTURED_INTEGER: u64 = 999_999_999_999_999;
 
 pub(super) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
-    // No reset time exceeds `Retry-After`: a client that waits that long is admitted.
-    let max_reset_s = match &verdict.outcome {
-        RequestOutcome::Limited(limited) => limited.retry.retry_after_s(),
-        _ => None,
-    };
     let reported_limits = || {
         verdict
             .limits
@@ -35,7 +30,7 @@ pub(super) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut Header
     }
     let policies_length = text.len();
     for (index, reported) in reported_limits().enumerate() {
-        push_limit_status(&mut text, index, reported, verdict.now_us, max_reset_s);
+        push_limit_status(&mut text, index, reported, verdict.now_us);
     }
     let mut statuses = Bytes::from(text);
     let policies = statuses.split_to(policies_length);
@@ -77,23 +72,14 @@ fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &LimitReport<'_>,
     }
 }
 
-/// Appends an item of `RateLimit`, such as `"login";r=0;t=42`.
-fn push_limit_status(
-    out: &mut Vec<u8>,
-    index: usize,
-    reported: &LimitReport<'_>,
-    now_us: u64,
-    max_reset_s: Option<u64>,
-) {
+/// Appends an item of `RateLimit`, such as `"login";r=0;t=42`: `r` grows in 42 s, also if another
+/// limit refuses for less or more time.
+fn push_limit_status(out: &mut Vec<u8>, index: usize, reported: &LimitReport<'_>, now_us: u64) {
     push_item_name(out, index, &reported.limit.name);
     push_integer_parameter(out, b";r=", reported.status.remaining);
     if let Some(grows_at_us) = reported.status.next_growth_us {
         let wait_s = grows_at_us.saturating_sub(now_us).div_ceil(SECOND_US);
-        push_integer_parameter(
-            out,
-            b";t=",
-            max_reset_s.map_or(wait_s, |max_s| wait_s.min(max_s)),
-        );
+        push_integer_parameter(out, b";t=", wait_s);
     }
 }
 

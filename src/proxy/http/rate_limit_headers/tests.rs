@@ -28,6 +28,7 @@ fn named_limit(name: &str, requests: u64, per_us: u64) -> NamedLimit {
         limit,
         amount: None,
         is_reported: true,
+        release: crate::policy::SlotRelease::default(),
     }
 }
 
@@ -187,7 +188,7 @@ fn handles_subsecond_windows_units_and_special_names() {
 }
 
 #[test]
-fn reset_parameter_never_exceeds_retry_after() {
+fn reset_parameter_is_that_of_its_own_limit() {
     let (slow, fast) = (
         named_limit("slow", 5, 60_000_000),
         named_limit("fast", 1, 1_000_000),
@@ -210,7 +211,7 @@ fn reset_parameter_never_exceeds_retry_after() {
         STANDARD_AND_LEGACY,
         HeaderMap::new(),
     );
-    assert_eq!(headers["ratelimit"], "\"slow\";r=3;t=1, \"fast\";r=0;t=1");
+    assert_eq!(headers["ratelimit"], "\"slow\";r=3;t=50, \"fast\";r=0;t=1");
     assert_eq!(headers["x-ratelimit-limit"], "1");
 }
 

@@ -20,7 +20,7 @@ use super::hash_slot::HASH_SLOT_COUNT;
 use super::routing::{self, HashSlotRange};
 use super::script_transfer::is_proxy_refusal;
 use super::scripts::ScriptLibrary;
-use super::sentinel::SentinelGroup;
+use super::sentinel::{self, SentinelGroup};
 use super::{RedisAddress, RedisSettings, RedisTopology};
 use crate::limiter::{Algorithm, Key, KeyBuilder};
 use futures_util::future::join_all;
@@ -95,7 +95,7 @@ pub async fn diagnose_redis(settings: &RedisSettings, algorithms: &[Algorithm]) 
     diagnosis
 }
 
-/// Asks every sentinel for the master. The first answer decides.
+/// Asks every sentinel for the master, and chooses it as the connections do.
 async fn find_master(
     settings: &RedisSettings,
     diagnosis: &mut RedisDiagnosis,
@@ -111,21 +111,20 @@ async fn find_master(
             master.unwrap_or_else(|elapsed| Err(elapsed.into())),
         )
     });
-    let mut named_master = None;
-    for (sentinel, master) in join_all(answers).await {
-        if let Ok(master) = &master {
-            named_master.get_or_insert_with(|| master.clone());
-        }
-        diagnosis.sentinels.push(SentinelAnswer {
-            sentinel: sentinel.to_string(),
-            master: master.map(|master| master.to_string()),
-        });
-    }
-    let key = KeyBuilder::new(PROBE_POLICY_NAME).finish();
-    named_master
-        .map(|master| (master, key))
+    let answers = join_all(answers).await;
+    let named = answers
+        .iter()
+        .filter_map(|(_, master)| master.as_ref().ok());
+    let master = sentinel::choose_master(named).cloned();
+    diagnosis.sentinels = answers
         .into_iter()
-        .collect()
+        .map(|(sentinel, master)| SentinelAnswer {
+            sentinel: sentinel.to_string(),
+            master: master.map(|master| master.address.to_string()),
+        })
+        .collect();
+    let key = KeyBuilder::new(PROBE_POLICY_NAME).finish();
+    master.map(|master| (master, key)).into_iter().collect()
 }
 
 /// Asks all configured servers for the slot map. The first one in their order that has it decides.

@@ -1,0 +1,94 @@
+//! Exchanges with the upstream that go on without their client, because their concurrency slot is
+//! held until the upstream's response ends (`release = "upstream"`).
+
+use super::forward_error::{ForwardError, await_until_deadline};
+use crate::enforcer::ConcurrencySlotGuard;
+use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::upstream::UpstreamClient;
+use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
+use http::{Request, Response};
+use std::cell::Cell;
+use std::net::IpAddr;
+use std::pin::{Pin, pin};
+use std::rc::Rc;
+use std::task::{Context, Poll};
+use tokio::task::spawn_local;
+use tokio::time::Instant;
+
+/// The result of an exchange, and whether the upstream may have received a part of the request.
+type ExchangeResult = (Result<Response<ResponseBody>, ForwardError>, bool);
+
+/// An exchange that goes on in a task of its own if it is dropped after the upstream may have
+/// received a part of the request. The task discards the response.
+pub(super) struct HeldExchange {
+    /// `None` after its end.
+    exchange: Option<Pin<Box<dyn Future<Output = ExchangeResult>>>>,
+    was_sent: Rc<Cell<bool>>,
+}
+
+impl HeldExchange {
+    /// The arguments are those of [`UpstreamClient::send`]. The response body takes the guard. If
+    /// there is no response although the upstream may still work on the request, the guard is kept
+    /// until the end of its time.
+    pub(super) fn new(
+        upstream: UpstreamClient,
+        request: Request<RequestBody>,
+        client: IpAddr,
+        now: Instant,
+        mut interim: InformationalForwarder,
+        guard: Option<ConcurrencySlotGuard>,
+    ) -> Self {
+        let was_sent = Rc::new(Cell::new(false));
+        let sent = Rc::clone(&was_sent);
+        let exchange = async move {
+            let deadline = guard.as_ref().and_then(ConcurrencySlotGuard::held_until);
+            let send = upstream.send(request, client, now, &mut interim, &sent);
+            let mut result = await_until_deadline(deadline, pin!(send)).await;
+            match (&mut result, guard) {
+                (Ok(response), Some(guard)) => response.body_mut().attach_slot_guard(guard),
+                (Err(ForwardError::Upstream(error)), Some(guard))
+                    if sent.get() && !has_upstream_ended(error) =>
+                {
+                    guard.keep_without_exchange();
+                }
+                _ => {}
+            }
+            (result, sent.get())
+        };
+        Self {
+            exchange: Some(Box::pin(exchange)),
+            was_sent,
+        }
+    }
+}
+
+fn has_upstream_ended(error: &UpstreamError) -> bool {
+    use UpstreamErrorKind as Kind;
+    matches!(error.kind, Kind::ConnectionTerminated | Kind::StreamReset)
+}
+
+impl Future for HeldExchange {
+    type Output = ExchangeResult;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<ExchangeResult> {
+        let Some(exchange) = &mut self.exchange else {
+            return Poll::Pending;
+        };
+        let result = exchange.as_mut().poll(cx);
+        if result.is_ready() {
+            self.exchange = None;
+        }
+        result
+    }
+}
+
+impl Drop for HeldExchange {
+    fn drop(&mut self) {
+        if let Some(exchange) = self.exchange.take()
+            && self.was_sent.get()
+        {
+            // The response body reads itself to its end when it is dropped.
+            spawn_local(async move { drop(exchange.await) });
+        }
+    }
+}
