@@ -6,7 +6,7 @@ mod client;
 mod server;
 mod trusted_certificates;
 
-pub use certificate::{CertificateSubject, ParsedCertificate};
+pub use certificate::{CertificateSubject, ParsedCertificate, select_issuers};
 pub use client::{ClientTls, describe_tls_error, suggest_remedy};
 pub use server::{
     ClientAuth, ClientAuthSettings, IdentityError, ReloadableServerTls, RevocationLists,

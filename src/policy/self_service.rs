@@ -7,7 +7,7 @@
 use super::key_part::KeyPart;
 use super::{
     Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
-    PolicyTable, Quota, RequestAmounts, SelfServiceSettings, read_request_amounts,
+    PolicyTable, Quota, RequestAmounts, read_request_amounts,
 };
 use crate::limiter::{Key, KeyBuilder};
 use http::HeaderName;
@@ -122,11 +122,7 @@ impl PolicyTable {
             | KeyPart::ClientCertSan
             | KeyPart::ClientCertCn
             | KeyPart::Const(_) => true,
-            KeyPart::Header(name) => {
-                let trusts_header =
-                    |settings: &SelfServiceSettings| settings.trusted_headers.contains(name);
-                is_peer_trusted && self.self_service_settings().is_some_and(trusts_header)
-            }
+            KeyPart::Header(name) => is_peer_trusted && self.trusted_headers.contains(name),
             // Without a signature check, only the proxy in front has verified the token.
             KeyPart::Claim(_) => {
                 is_peer_trusted

@@ -24,6 +24,8 @@ pub struct PolicyTable {
     /// Request header with the names of the policies in [mode `Mark`](super::PolicyMode::Mark)
     /// whose limit a request exceeds. tidegate removes this header from the requests of clients.
     pub mark_header: HeaderName,
+    /// Headers that the gateway in front always sets or removes.
+    pub trusted_headers: Vec<HeaderName>,
     /// Origins with access to local replies; none by default.
     pub cors: CorsOrigins,
     /// In the order of their application.
@@ -77,6 +79,7 @@ impl PolicyTable {
             client,
             rate_limit_headers,
             mark_header: DEFAULT_MARK_HEADER,
+            trusted_headers: Vec::new(),
             cors: CorsOrigins::default(),
             policies,
             policy_index,
@@ -113,7 +116,8 @@ impl PolicyTable {
     /// those that policies read: the app may read them.
     #[must_use]
     pub fn with_trusted_headers(mut self, names: Vec<HeaderName>) -> Self {
-        self.referenced_headers.extend(names);
+        self.referenced_headers.extend(names.iter().cloned());
+        self.trusted_headers = names;
         self
     }
 
@@ -132,11 +136,6 @@ impl PolicyTable {
             self_service: settings,
             ..self
         }
-    }
-
-    /// The settings of self-service, if it is on.
-    pub(super) fn self_service_settings(&self) -> Option<&SelfServiceSettings> {
-        self.self_service.as_ref()
     }
 
     /// The settings of self-service, if `path` is its path.

@@ -14,6 +14,7 @@ mod tests;
 mod upstream;
 
 pub use http::body::{BodyError, RequestBody, ResponseBody};
+pub use http::client_cert::is_client_cert_field;
 pub use http::hop_by_hop::is_stripped_before_policies;
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
 pub use http::informational_responses::InformationalForwarder;
@@ -22,6 +23,7 @@ pub use http::tunnel::Tunnel;
 pub use rate_limit_service::MAX_MESSAGE_BYTES;
 pub use rate_limit_service::call_result::RlsCallResult;
 pub use server::ProxyServer;
+pub use server::blocking_thread::{BLOCKING_THREAD_KEEP_ALIVE, start_blocking_thread};
 pub use server::close_reason::ConnectionCloseReason;
 pub use server::connection_load::ServerLoad;
 pub use server::handler::RequestHandler;

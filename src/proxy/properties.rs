@@ -2,6 +2,7 @@
 //! in `fuzz/`.
 
 use crate::policy::{JsonPointer, PolicyTable};
+use crate::proxy::http::client_cert::is_client_cert_field;
 use crate::proxy::http::headers::{self, AddressText, ForwardingContext};
 use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::inbound_request::InboundRequest;
@@ -76,6 +77,7 @@ pub fn assert_forwarded_request(bytes: &[u8], table: &PolicyTable) {
         parts.method
     );
     check_body_framing(fields);
+    assert!(!fields.keys().any(is_client_cert_field), "{fields:?}");
     assert_hop_by_hop_headers(&before, fields, wants_upgrade);
     assert!(
         header_occurs_at_most_once(fields, "x-forwarded-for")

@@ -17,6 +17,9 @@ pub struct ListenSettings {
     /// Networks of the load balancers that may connect. Each connection must start with a PROXY
     /// header. `None` if connections start without a PROXY header.
     pub proxy_protocol_from: Option<Vec<IpNet>>,
+    /// Whether clients of cleartext connections use TLS to the load balancer in front. A PROXY
+    /// header that states it takes precedence.
+    pub assumes_https: bool,
     /// Maximum concurrent connections. At the limit, a new connection replaces the one that is idle
     /// longest, or waits in the kernel's backlog if all have requests.
     pub max_connections: usize,

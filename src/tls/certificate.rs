@@ -110,6 +110,22 @@ pub(super) fn verify_trusted_certificate(
     }
 }
 
+/// Selects the issuers in the chain that a peer sent with its own certificate first: the
+/// certificates of which each one is named as the issuer of the one before.
+pub fn select_issuers<'c, 'd>(chain: &'c [CertificateDer<'d>]) -> &'c [CertificateDer<'d>] {
+    let is_issued = |subject: &CertificateDer<'_>, issuer: &CertificateDer<'_>| {
+        let subject = X509Certificate::from_der(subject);
+        let issuer = X509Certificate::from_der(issuer);
+        subject.is_ok_and(|(_, subject)| {
+            issuer.is_ok_and(|(_, issuer)| subject.issuer().as_raw() == issuer.subject().as_raw())
+        })
+    };
+    let (_, others) = chain.split_at_checked(1).unwrap_or_default();
+    let pairs = chain.iter().zip(others);
+    let count = pairs.take_while(|(one, next)| is_issued(one, next)).count();
+    others.get(..count).unwrap_or_default()
+}
+
 /// The public key of a certificate of version 1. Returns `None` for later versions.
 pub(super) fn read_version1_public_key(der: &[u8]) -> Option<SubjectPublicKeyInfoDer<'_>> {
     let (_, certificate) = X509Certificate::from_der(der).ok()?;

@@ -36,6 +36,8 @@ pub struct ClientAuthSettings {
     pub ca: Option<Vec<u8>>,
     /// Revoked certificates. `None` disables the revocation check.
     pub crl: Option<RevocationLists>,
+    /// Whether the upstream receives the certificate.
+    pub forwards_certificate: bool,
 }
 
 /// Certificate revocation lists.
@@ -65,6 +67,7 @@ pub struct ServerTls {
     config: Arc<ServerConfig>,
     /// Source and expiry of each certificate.
     certificate_expiries: Vec<(String, u64)>,
+    forwards_client_cert: bool,
     /// Digest of all inputs, for comparison.
     digest: [u8; 32],
 }
@@ -184,7 +187,7 @@ impl ServerTls {
         for (_, identity) in &identities {
             hash.update(identity.digest);
         }
-        hash.update([clients.auth as u8]);
+        hash.update([clients.auth as u8, u8::from(clients.forwards_certificate)]);
         hash.update(digest_texts([clients.ca.as_deref().unwrap_or_default()]));
         hash.update(digest_texts(
             clients
@@ -207,6 +210,7 @@ impl ServerTls {
         Ok(Self {
             config: Arc::new(config),
             certificate_expiries,
+            forwards_client_cert: clients.forwards_certificate,
             digest: hash.finalize().into(),
         })
     }
@@ -214,6 +218,11 @@ impl ServerTls {
     /// Configuration for handshakes of new connections.
     pub fn config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.config)
+    }
+
+    /// Whether the upstream receives the client's certificate.
+    pub fn forwards_client_cert(&self) -> bool {
+        self.forwards_client_cert
     }
 
     /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix

@@ -5,7 +5,7 @@ use crate::limiter::Algorithm;
 use crate::policy::{
     KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, Quota, client, path,
 };
-use crate::proxy::is_stripped_before_policies;
+use crate::proxy::{is_client_cert_field, is_stripped_before_policies};
 use http::HeaderName;
 use std::sync::Arc;
 
@@ -52,7 +52,9 @@ pub(in crate::config) struct PolicyWithReader<'a> {
 impl PolicyContext {
     /// Whether tidegate removes the header before policies see it.
     pub(in crate::config) fn is_removed_header(&self, name: &HeaderName) -> bool {
-        *name == self.mark_header || is_stripped_before_policies(name)
+        *name == self.mark_header
+            || is_stripped_before_policies(name)
+            || (is_client_cert_field(name) && !self.trusted_headers.contains(name))
     }
 
     pub(in crate::config) fn is_client_chosen(&self, part: &KeyPart) -> bool {

@@ -2,7 +2,7 @@
 
 use super::key::*;
 
-pub(super) static LISTEN: [SchemaKey; 10] = [
+pub(super) static LISTEN: [SchemaKey; 11] = [
     key(
         "address",
         Text("an IP address and port such as \"[::]:8080\", or \"unix:/path\""),
@@ -20,6 +20,12 @@ pub(super) static LISTEN: [SchemaKey; 10] = [
         TextList("networks such as \"10.0.0.0/8\""),
         Default(""),
         "Load balancers that send the PROXY header. Other connections are closed.",
+    ),
+    key(
+        "forwarded_proto",
+        Keyword(&["auto", "https"]),
+        Default("auto"),
+        "Protocol of clients, for X-Forwarded-Proto, Forwarded and traces. \"auto\": https if TLS ends here, or if a PROXY header of version 2 says so (PP2_TYPE_SSL). \"https\": also without that, for a load balancer that ends TLS and does not say so.",
     ),
     key(
         "max_connections",
@@ -58,7 +64,7 @@ pub(super) static LISTEN: [SchemaKey; 10] = [
     ),
 ];
 
-pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
+pub(super) static LISTEN_TLS: [SchemaKey; 7] = [
     required(
         "cert",
         PEM_PATH,
@@ -84,6 +90,12 @@ pub(super) static LISTEN_TLS: [SchemaKey; 6] = [
         Keyword(&["none", "optional", "require"]),
         Default("none"),
         "Client certificates. \"optional\": may be absent, but not invalid. Invalid ones fail the handshake.",
+    ),
+    key(
+        "client_cert_header",
+        Bool,
+        Default("false"),
+        "Send the client's certificate to the app: Client-Cert, and Client-Cert-Chain with the issuers that the client sent, up to 16 KiB (RFC 9440). Clients' own such headers never reach the app.",
     ),
     optional(
         "certificates",
@@ -365,7 +377,7 @@ pub(super) static PATH: [SchemaKey; 13] = [
         "invalid_utf8",
         Keyword(&["reject", "allow"]),
         Default("reject"),
-        "Paths that do not decode to UTF-8, or in which decoding makes an escape of a % that begins none (%6%31): 400, or matched byte by byte. \"allow\", for Latin-1 paths: an app that drops or replaces such bytes has unlimited spellings of a limited path.",
+        "Paths that are not UTF-8 when decoded, or that have a new escape then (%6%31 becomes %61): 400, or matched byte by byte. \"allow\", for Latin-1 paths: an app that drops or replaces such bytes has unlimited spellings of a limited path.",
     ),
     key(
         "trailing_slash",

@@ -44,7 +44,6 @@ pub(super) fn build_self_service_settings(
             unit: None,
             limit,
         },
-        trusted_headers: read_trusted_headers(&root.get_table("client")),
     }))
 }
 

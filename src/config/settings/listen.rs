@@ -17,6 +17,7 @@ pub(super) fn build_listen_settings(
     Some(ListenSettings {
         address: reader.get_parsed("address", values::parse_listen_address)?,
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
+        assumes_https: read_forwarded_proto(reader)?,
         max_connections: reader.get_integer("max_connections")?,
         max_connections_per_client: reader.get_integer("max_connections_per_client")?,
         max_connection_age: Some(reader.get_duration("max_connection_age")?)
@@ -76,9 +77,15 @@ fn build_service_listener(
     reader: &TableReader<'_>,
     proxy: Option<&ListenSettings>,
 ) -> Option<ExtraListenerSettings> {
-    let tls = reader
-        .get_optional_table("tls")
-        .map(|tls| listen_tls::build_server_tls(&tls));
+    let tls = reader.get_optional_table("tls").map(|tls| {
+        if tls.get_bool("client_cert_header") == Some(true) {
+            tls.report_warning(
+                "client_cert_header",
+                "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header",
+            );
+        }
+        listen_tls::build_server_tls(&tls)
+    });
     let address = reader.get_parsed("address", values::parse_listen_address);
     let max_connections = reader.get_integer("max_connections")?;
     let is_rls = kind == ListenerKind::RateLimitService;
@@ -90,6 +97,7 @@ fn build_service_listener(
     let listen = ListenSettings {
         address: address?,
         proxy_protocol_from: None,
+        assumes_https: false,
         max_connections,
         max_connections_per_client: 0,
         max_body_bytes: if is_rls {
@@ -105,6 +113,19 @@ fn build_service_listener(
         None => None,
     };
     Some(ExtraListenerSettings { kind, listen, tls })
+}
+
+/// Reads whether clients use TLS to a load balancer that does not say so.
+fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
+    let assumes_https =
+        reader.get_keyword("forwarded_proto", &[("auto", false), ("https", true)])?;
+    if assumes_https && reader.contains_key("tls") {
+        reader.report_warning(
+            "forwarded_proto",
+            "without effect: with [listen.tls], all clients use https; expected \"auto\"",
+        );
+    }
+    Some(assumes_https)
 }
 
 /// Reads the networks that may send a PROXY header. The inner `None` means that the PROXY protocol

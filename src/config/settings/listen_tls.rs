@@ -49,6 +49,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         auth,
         ca: client_ca,
         crl: client_crl,
+        forwards_certificate: reader.get_bool("client_cert_header")?,
     };
     let server = ServerTls::new(identities, &clients);
     server
@@ -76,6 +77,7 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
         auth: ClientAuth::None,
         ca: None,
         crl: None,
+        forwards_certificate: false,
     };
     are_set.then(|| ServerTls::new(Vec::new(), &clients).ok())?
 }
@@ -91,8 +93,13 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
         }
         return;
     }
-    for key in ["client_ca", "client_crl"] {
-        if is_path_set(reader, key) {
+    let forwards_certificate = reader.get_bool("client_cert_header") == Some(true);
+    for (key, is_set) in [
+        ("client_ca", is_path_set(reader, "client_ca")),
+        ("client_crl", is_path_set(reader, "client_crl")),
+        ("client_cert_header", forwards_certificate),
+    ] {
+        if is_set {
             reader.report_warning(
                 key,
                 "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",

@@ -1,5 +1,6 @@
 //! A validated request as policies see it: target, client, path interpretations and token.
 
+use super::client_cert::{is_client_cert_field, remove_untrusted_client_cert};
 use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
 use crate::policy::client::ClientAddress;
@@ -7,7 +8,7 @@ use crate::policy::jwt::{RequestToken, TokenError};
 use crate::policy::path::{self, ForwardedPath, PathError, PathInterpretations};
 use crate::policy::{Facts, HeaderValueError, PolicyTable};
 use crate::tls::CertificateSubject;
-use http::{Uri, request};
+use http::{HeaderName, Uri, request};
 use std::net::IpAddr;
 
 /// Request properties for policies, except the headers. The properties are owned, so that the
@@ -51,13 +52,17 @@ impl InboundRequest {
         let mut target = request_validation::validate_and_rewrite_request(parts, &|name| {
             *name == table.mark_header || table.reads_header(name)
         })?;
-        // Only tidegate marks requests: policies and the upstream never see a client's own mark.
-        // The names are compared first: without that header, this is cheaper than a lookup.
-        if parts.headers.keys().any(|name| *name == table.mark_header) {
+        let client = ClientAddress::identify(peer, &parts.headers, &table.client);
+        // Only tidegate marks requests and states certificates: policies and the upstream never see
+        // what a client writes there. The names are compared first: without such a header, this is
+        // cheaper than lookups.
+        let is_own_header =
+            |name: &HeaderName| *name == table.mark_header || is_client_cert_field(name);
+        if parts.headers.keys().any(is_own_header) {
             parts.headers.remove(&table.mark_header);
+            remove_untrusted_client_cert(&mut parts.headers, &client, table);
         }
         table.check_header_values(&parts.headers)?;
-        let client = ClientAddress::identify(peer, &parts.headers, &table.client);
         let path_settings = path::Settings {
             forward,
             ..table.path

@@ -3,6 +3,7 @@
 
 pub(in crate::proxy) mod access_log;
 pub(in crate::proxy) mod body;
+pub(in crate::proxy) mod client_cert;
 pub(in crate::proxy) mod header_lines;
 pub(in crate::proxy) mod headers;
 pub(in crate::proxy) mod hop_by_hop;

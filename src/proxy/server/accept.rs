@@ -18,7 +18,8 @@ use super::peer::ConnectionPeer;
 use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::server::accept::proxy_header::ProxyHeaderParseError;
+use crate::proxy::http::client_cert::ClientCertFields;
+use crate::proxy::server::accept::proxy_header::{ProxyHeader, ProxyHeaderParseError};
 use crate::proxy::settings::ListenSettings;
 use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
 
@@ -34,6 +35,7 @@ const TLS_ALERT_TIMEOUT: Duration = Duration::from_secs(3);
 pub(in crate::proxy) struct HandshakeAcceptor {
     proxy_protocol_from: Option<Arc<[IpNet]>>,
     tls: tls::ReloadableServerTls,
+    assumes_https: bool,
     /// Time limit for the PROXY header and the TLS handshake together.
     handshake_timeout: Duration,
 }
@@ -74,6 +76,7 @@ impl HandshakeAcceptor {
         Self {
             proxy_protocol_from: from.map(Arc::from),
             tls: Arc::clone(tls),
+            assumes_https: settings.assumes_https,
             handshake_timeout: settings.header_timeout,
         }
     }
@@ -90,22 +93,18 @@ impl HandshakeAcceptor {
         admit: impl FnOnce(SocketAddr) -> Result<Option<ClientCountGuard>, ()>,
     ) -> Result<CompletedHandshake, FailedHandshake> {
         let deadline = Instant::now() + self.handshake_timeout;
-        let mut client = addr;
+        let (mut client, mut is_https) = (addr, self.assumes_https);
         if let Some(from) = &self.proxy_protocol_from {
             // Boxed, so that the connection's future does not reserve space for reading the PROXY
             // header.
-            let source = Box::pin(read_client_from_proxy_header(
-                &mut socket,
-                addr,
-                from,
-                deadline,
-            ))
-            .await;
+            let header = Box::pin(read_proxy_header(&mut socket, addr, from, deadline)).await;
             let to_failure = |error: Option<ProxyHeaderError>| FailedHandshake {
                 error: error.map(HandshakeError::ProxyHeader),
                 alert_socket: None,
             };
-            client = source.map_err(to_failure)?.unwrap_or(addr);
+            let header = header.map_err(to_failure)?;
+            client = header.source.unwrap_or(addr);
+            is_https = header.is_tls.unwrap_or(is_https);
         }
         let client_count = admit(client).map_err(|()| FailedHandshake {
             error: None,
@@ -114,7 +113,10 @@ impl HandshakeAcceptor {
         let Some(tls) = self.tls.load_full() else {
             return Ok(CompletedHandshake {
                 socket: ClientTransport::Plain(socket),
-                peer: ConnectionPeer::new(client),
+                peer: ConnectionPeer {
+                    is_https,
+                    ..ConnectionPeer::new(client)
+                },
                 negotiated_http2: None,
                 client_count,
             });
@@ -127,14 +129,13 @@ impl HandshakeAcceptor {
     }
 }
 
-/// Reads the PROXY header. Returns the client address in the header, if any, and puts back the
-/// bytes that follow the header.
-async fn read_client_from_proxy_header(
+/// Reads the PROXY header, and puts back the bytes that follow it.
+async fn read_proxy_header(
     socket: &mut SocketBelowTls,
     addr: SocketAddr,
     from: &[IpNet],
     deadline: Instant,
-) -> Result<Option<SocketAddr>, Option<ProxyHeaderError>> {
+) -> Result<ProxyHeader, Option<ProxyHeaderError>> {
     let reject = |error: ProxyHeaderError| {
         tracing::debug!(peer = %addr, kind = error.into_str(), "PROXY header rejected; connection closed");
         Some(error)
@@ -158,7 +159,7 @@ async fn read_client_from_proxy_header(
             proxy_header::parse_proxy_header(&received).map_err(|error| reject(error.into()))?
         {
             socket.put_back(received.get(header.len..).unwrap_or_default());
-            return Ok(header.source);
+            return Ok(header);
         }
     }
 }
@@ -202,9 +203,14 @@ async fn run_tls_handshake(
         tracing::debug!(peer = %client, "TLS session resumption rejected; client certificate expired");
         FailedHandshake { error: Some(HandshakeError::Tls(error)), alert_socket: None }
     })?;
+    let client_cert_fields = match session.peer_certificates() {
+        Some(chain) if tls.forwards_client_cert() => ClientCertFields::from_chain(chain),
+        _ => None,
+    };
     let peer = ConnectionPeer {
-        is_tls: true,
+        is_https: true,
         certificate_subject: certificate,
+        client_cert_fields: client_cert_fields.map(Box::new),
         ..ConnectionPeer::new(client)
     };
     Ok(CompletedHandshake {

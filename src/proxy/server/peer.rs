@@ -2,20 +2,24 @@
 
 use std::net::SocketAddr;
 
+use crate::proxy::http::client_cert::ClientCertFields;
 use crate::proxy::http::headers::AddressText;
 use crate::proxy::settings::ListenerKind;
 use crate::tls::CertificateSubject;
 
-/// Client of a connection: its address, TLS state and certificate.
+/// Client of a connection: its address, protocol and certificate.
 #[derive(Debug)]
 pub struct ConnectionPeer {
     pub listener_kind: ListenerKind,
     /// Client address. A PROXY header overrides the socket's address. IPv4-mapped IPv6 addresses
     /// appear as IPv4, and Unix socket clients as 127.0.0.1.
     pub addr: SocketAddr,
-    pub is_tls: bool,
+    /// Whether the client uses TLS, to tidegate or to the load balancer in front.
+    pub is_https: bool,
     /// Subject of the client certificate, if the client presented one.
     pub certificate_subject: Option<CertificateSubject>,
+    /// The client certificate for the upstream, if `listen.tls.client_cert_header` is on.
+    pub(in crate::proxy) client_cert_fields: Option<Box<ClientCertFields>>,
     /// Client IP formatted for forwarding headers, once per connection.
     pub(in crate::proxy) address_text: AddressText,
 }
@@ -26,8 +30,9 @@ impl ConnectionPeer {
         Self {
             listener_kind: ListenerKind::Proxy,
             addr,
-            is_tls: false,
+            is_https: false,
             certificate_subject: None,
+            client_cert_fields: None,
             address_text: AddressText::new(addr.ip()),
         }
     }

@@ -24,7 +24,7 @@ impl RequestHandler for ProxyService {
     ) -> Response<ResponseBody> {
         let active = self
             .metrics
-            .begin_http_request(request.method(), peer.is_tls);
+            .begin_http_request(request.method(), peer.is_https);
         let mut response = match peer.listener_kind {
             ListenerKind::Proxy => {
                 self.handle_proxy_request(request, &peer, &mut interim)

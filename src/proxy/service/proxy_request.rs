@@ -8,6 +8,7 @@ use super::self_service::OwnLimitsRequest;
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
 use crate::policy::PolicyTable;
 use crate::proxy::client_counts::ClientCountGuard;
+use crate::proxy::http::client_cert::add_client_cert;
 use crate::proxy::http::headers::{self, ForwardingContext};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::informational_responses::InformationalForwarder;
@@ -174,7 +175,7 @@ impl ProxyService {
         let context = ForwardingContext {
             peer: &peer.address_text,
             client: summary.client,
-            is_https: peer.is_tls,
+            is_https: peer.is_https,
             version_in: summary.version,
             ip_header: &table.client.ip_header,
             has_body: !body.is_empty(),
@@ -182,6 +183,9 @@ impl ProxyService {
             upstream_authority: self.upstream.authority(),
         };
         headers::rewrite_request_headers(parts, &summary.target, &context);
+        if let Some(fields) = &peer.client_cert_fields {
+            add_client_cert(&mut parts.headers, fields, &summary.client, table);
+        }
         if estimates.iter().any(EstimatedCharge::is_settled_from_body) {
             headers::ask_upstream_for_full_identity_body(&mut parts.headers);
         }
@@ -357,7 +361,7 @@ fn select_error_type(kind: UpstreamErrorKind) -> ProxyErrorType {
         Kind::ConnectTimeout => ProxyErrorType::ConnectTimeout,
         Kind::Dns => ProxyErrorType::DnsError,
         Kind::Tls => ProxyErrorType::TlsError,
-        Kind::QueueFull | Kind::QueueTimeout => ProxyErrorType::QueueFull,
+        Kind::LocalResources | Kind::QueueFull | Kind::QueueTimeout => ProxyErrorType::QueueFull,
         Kind::TunnelLimit => ProxyErrorType::TunnelLimit,
         Kind::ResponseTimeout => ProxyErrorType::ResponseTimeout,
         Kind::ConnectionTerminated | Kind::StreamReset => ProxyErrorType::ConnectionTerminated,

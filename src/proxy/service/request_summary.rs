@@ -71,7 +71,7 @@ impl ProxyService {
             host: inbound.target.host(),
             path: inbound.target.path(),
             client: inbound.client.ip,
-            is_tls: peer.is_tls,
+            is_https: peer.is_https,
         };
         tracer.start_recording_if_sampled(
             incoming_trace,

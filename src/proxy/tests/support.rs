@@ -42,6 +42,7 @@ pub(super) fn listen_settings() -> ListenSettings {
     ListenSettings {
         address: ListenAddress::Ip("127.0.0.1:0".parse().unwrap()),
         proxy_protocol_from: None,
+        assumes_https: false,
         max_connections: 100,
         max_connections_per_client: 0,
         max_connection_age: None,

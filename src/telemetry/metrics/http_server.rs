@@ -20,7 +20,7 @@ const OTHER_METHOD: &str = "_OTHER";
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct HttpRequestAttributes {
     pub(super) method: &'static str,
-    pub(super) is_tls: bool,
+    pub(super) is_https: bool,
 }
 
 /// What selects a histogram: the request, and the status of its response, if there was one. `None`
@@ -47,10 +47,10 @@ pub struct ActiveHttpRequest {
 }
 
 impl ActiveHttpRequest {
-    pub(super) fn begin(metrics: &Arc<HttpServerMetrics>, method: &Method, is_tls: bool) -> Self {
+    pub(super) fn begin(metrics: &Arc<HttpServerMetrics>, method: &Method, is_https: bool) -> Self {
         let attributes = HttpRequestAttributes {
             method: standard_method_name(method).unwrap_or(OTHER_METHOD),
-            is_tls,
+            is_https,
         };
         *metrics.0.lock().active.entry(attributes).or_default() += 1;
         Self {

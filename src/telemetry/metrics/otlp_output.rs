@@ -93,7 +93,10 @@ impl Metrics {
 fn request_attributes(request: HttpRequestAttributes) -> Vec<KeyValue> {
     vec![
         string_attribute("http.request.method", request.method),
-        string_attribute("url.scheme", if request.is_tls { "https" } else { "http" }),
+        string_attribute(
+            "url.scheme",
+            if request.is_https { "https" } else { "http" },
+        ),
     ]
 }
 

@@ -117,10 +117,12 @@ impl WorkerMetrics {
     pub fn begin_http_request(
         &self,
         method: &Method,
-        is_tls: bool,
+        is_https: bool,
     ) -> Option<Box<ActiveHttpRequest>> {
         let metrics = self.http_server.as_ref()?;
-        Some(Box::new(ActiveHttpRequest::begin(metrics, method, is_tls)))
+        Some(Box::new(ActiveHttpRequest::begin(
+            metrics, method, is_https,
+        )))
     }
 
     /// Records a response and the time until its head was ready.

@@ -35,7 +35,7 @@ pub struct TracedRequest<'a> {
     /// The path without the query, which may contain secrets.
     pub path: &'a str,
     pub client: IpAddr,
-    pub is_tls: bool,
+    pub is_https: bool,
 }
 
 /// The response to a request and its rate-limit decision.
@@ -100,7 +100,10 @@ impl RequestRecording {
         let method = standard_method_name(request.method);
         let mut attributes = vec![
             string_attribute("http.request.method", method.unwrap_or("_OTHER")),
-            string_attribute("url.scheme", if request.is_tls { "https" } else { "http" }),
+            string_attribute(
+                "url.scheme",
+                if request.is_https { "https" } else { "http" },
+            ),
             string_attribute("url.path", request.path),
             string_attribute("server.address", request.host),
             string_attribute("client.address", &request.client.to_string()),

@@ -63,6 +63,20 @@ impl CertificateAuthority {
         fs::write(self.path(&format!("{file}.key")), key.serialize_pem()).unwrap();
     }
 
+    /// An authority whose certificate, `ca.pem`, this one has signed.
+    pub fn sign_authority(&self, name: &str) -> Self {
+        let folder = TempDir::new().unwrap();
+        let mut params = certificate_params(name, Vec::new());
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.issuer).unwrap();
+        fs::write(folder.path().join("ca.pem"), certificate.pem()).unwrap();
+        Self {
+            folder,
+            issuer: Issuer::new(params, key),
+        }
+    }
+
     /// Writes the revocation list `file` with these serial numbers, valid until the end of the year
     /// `until`.
     pub fn write_revocation_list(&self, file: &str, serials: &[u64], until: i32) {
@@ -245,11 +259,11 @@ impl TlsClient {
         Self(match certificate {
             None => config.with_no_client_auth(),
             Some((signer, file)) => {
-                let chain =
-                    CertificateDer::from_pem_file(signer.path(&format!("{file}.pem"))).unwrap();
+                let chain = CertificateDer::pem_file_iter(signer.path(&format!("{file}.pem")));
+                let chain = chain.unwrap().collect::<Result<_, _>>().unwrap();
                 let key =
                     PrivateKeyDer::from_pem_file(signer.path(&format!("{file}.key"))).unwrap();
-                config.with_client_auth_cert(vec![chain], key).unwrap()
+                config.with_client_auth_cert(chain, key).unwrap()
             }
         })
     }

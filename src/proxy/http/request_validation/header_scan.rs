@@ -2,6 +2,7 @@
 
 use super::error::RequestValidationError;
 use crate::policy::parse_whole_number;
+use crate::proxy::http::client_cert::is_client_cert_field;
 use crate::proxy::http::hop_by_hop::{headers_named_in_connection, is_hop_by_hop, list_elements};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use smallvec::SmallVec;
@@ -102,6 +103,7 @@ fn is_protected(name: &HeaderName, reads_header: &dyn Fn(&HeaderName) -> bool) -
             | header::VIA
     ) || name.as_str() == "x-real-ip"
         || name.as_str().starts_with("x-forwarded-")
+        || is_client_cert_field(name)
         || reads_header(name)
 }
 

@@ -19,6 +19,10 @@ const V2_INET6_ADDRESSES_BYTES: usize = 36;
 const V2_UNIX_ADDRESSES_BYTES: usize = 216;
 /// Type of the extension with a checksum of the whole header ("2.2.5. The type PP2_TYPE_CRC32C").
 const TLV_TYPE_CRC32C: u8 = 0x03;
+/// Type of the extension about TLS between the client and the load balancer ("2.2.6. The
+/// PP2_TYPE_SSL type and subtypes"), and the bit of its first byte for a client that uses TLS.
+const TLV_TYPE_SSL: u8 = 0x20;
+const SSL_CLIENT_BIT: u8 = 0x01;
 
 /// Parsed PROXY header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +30,9 @@ pub(super) struct ProxyHeader {
     /// Client address. `None` if the peer itself is the client (LOCAL, UNKNOWN, or a family other
     /// than IP).
     pub(super) source: Option<SocketAddr>,
+    /// Whether the client uses TLS towards the load balancer. `None` if the header does not state
+    /// it.
+    pub(super) is_tls: Option<bool>,
     /// Length of the header in bytes. The client's own bytes follow the header.
     pub(super) len: usize,
 }
@@ -92,6 +99,7 @@ fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     };
     Ok(Some(ProxyHeader {
         source,
+        is_tls: None,
         len: end + 2,
     }))
 }
@@ -146,13 +154,24 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     let Some(header) = bytes.get(..len) else {
         return Ok(None);
     };
+    let peer_header = |is_tls| ProxyHeader {
+        source: None,
+        is_tls,
+        len,
+    };
     // "the receiver must … discard the protocol block including the family which is ignored"
-    if is_local || family >> 4 == 0 {
-        return Ok(Some(ProxyHeader { source: None, len }));
+    if is_local {
+        return Ok(Some(peer_header(None)));
     }
     let block = header
         .get(V2_FIXED_PART_BYTES..)
         .ok_or(ProxyHeaderParseError::Malformed)?;
+    // HAProxy sends no addresses then, only extensions; other senders may send anything.
+    if family >> 4 == 0 {
+        return Ok(Some(peer_header(
+            read_extensions(header, block).unwrap_or(None),
+        )));
+    }
     let address_bytes = match family >> 4 {
         1 => V2_INET_ADDRESSES_BYTES,
         2 => V2_INET6_ADDRESSES_BYTES,
@@ -161,14 +180,18 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     let (addresses, extensions) = block
         .split_at_checked(address_bytes)
         .ok_or(ProxyHeaderParseError::Malformed)?;
-    validate_extensions(header, extensions)?;
+    let is_tls = read_extensions(header, extensions)?;
     // Addresses of datagrams do not apply to a connection and are ignored.
     let source = if family & 0xf == 1 {
         parse_v2_source_address(addresses)
     } else {
         None
     };
-    Ok(Some(ProxyHeader { source, len }))
+    Ok(Some(ProxyHeader {
+        source,
+        is_tls,
+        len,
+    }))
 }
 
 /// Reads the source address and port. Ignores the destination address and port.
@@ -189,9 +212,13 @@ fn parse_v2_source_address(addresses: &[u8]) -> Option<SocketAddr> {
     Some(SocketAddr::new(IpAddr::V6(ip).to_canonical(), port))
 }
 
-/// Validates the list of extensions (type, length, value) and the checksum, if present.
-fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHeaderParseError> {
-    let mut rest = extensions;
+/// Validates the list of extensions (type, length, value) and the checksum, if present. Returns
+/// whether the client uses TLS, if stated.
+fn read_extensions(
+    header: &[u8],
+    extensions: &[u8],
+) -> Result<Option<bool>, ProxyHeaderParseError> {
+    let (mut rest, mut is_tls) = (extensions, None);
     while let Some((&[kind, high, low], behind)) = rest.split_first_chunk::<3>() {
         let len = usize::from(u16::from_be_bytes([high, low]));
         let (value, further) = behind
@@ -210,10 +237,17 @@ fn validate_extensions(header: &[u8], extensions: &[u8]) -> Result<(), ProxyHead
                 return Err(ProxyHeaderParseError::Checksum);
             }
         }
+        if kind == TLV_TYPE_SSL {
+            // The bits, and four bytes that state whether the client's certificate is valid.
+            let [bits, _, _, _, _, ..] = value else {
+                return Err(ProxyHeaderParseError::Malformed);
+            };
+            is_tls = Some(bits & SSL_CLIENT_BIT != 0);
+        }
         rest = further;
     }
     if rest.is_empty() {
-        Ok(())
+        Ok(is_tls)
     } else {
         Err(ProxyHeaderParseError::Malformed)
     }

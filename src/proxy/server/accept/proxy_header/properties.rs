@@ -1,7 +1,8 @@
 //! Properties of the PROXY header parser for arbitrary bytes.
 
 use super::{
-    ProxyHeaderParseError, TLV_TYPE_CRC32C, V2_MAX_BYTES, V2_SIGNATURE, crc32c, parse_proxy_header,
+    ProxyHeaderParseError, TLV_TYPE_CRC32C, TLV_TYPE_SSL, V2_MAX_BYTES, V2_SIGNATURE, crc32c,
+    parse_proxy_header,
 };
 use std::net::{IpAddr, SocketAddr};
 
@@ -109,7 +110,7 @@ fn build_v2_header(source: SocketAddr, extensions: &[u8], is_checked: bool) -> V
     for byte in extensions
         .iter()
         .take(100)
-        .filter(|byte| **byte != TLV_TYPE_CRC32C)
+        .filter(|byte| ![TLV_TYPE_CRC32C, TLV_TYPE_SSL].contains(byte))
     {
         block.extend([*byte, 0, byte % 16]);
         block.extend(std::iter::repeat_n(*byte, usize::from(byte % 16)));
