@@ -343,12 +343,12 @@ impl TokenClaims {
         Ok(())
     }
 
-    /// Total size of all texts in bytes.
-    fn total_text_bytes(&self) -> usize {
+    /// Memory of all texts in bytes. A list of empty texts takes memory too.
+    fn memory_bytes(&self) -> usize {
         self.claims
             .iter()
             .flat_map(ClaimValue::texts)
-            .map(<[u8]>::len)
+            .map(|text| size_of::<Box<str>>() + text.len())
             .sum()
     }
 }
@@ -392,7 +392,7 @@ const CACHE_SHARD_COUNT: usize = 16;
 /// Maximum tokens per shard: 4096 in total, of a few hundred bytes each.
 const MAX_TOKENS_PER_SHARD: usize = 256;
 /// Tokens with more claim data are verified every time, which bounds the cache's memory.
-const MAX_CACHED_CLAIM_BYTES: usize = 1 << 10;
+const MAX_CACHED_CLAIM_BYTES: usize = 2 << 10;
 
 impl VerifiedTokenCache {
     fn shard(&self, id: &[u8; 32]) -> Option<&Mutex<TokenCacheShard>> {
@@ -404,7 +404,7 @@ impl VerifiedTokenCache {
     }
 
     fn insert(&self, id: [u8; 32], claims: &Arc<TokenClaims>, generation: KeyGeneration) {
-        if claims.total_text_bytes() > MAX_CACHED_CLAIM_BYTES {
+        if claims.memory_bytes() > MAX_CACHED_CLAIM_BYTES {
             return;
         }
         let Some(shard) = self.shard(&id) else { return };

@@ -318,3 +318,42 @@ async fn incomplete_decoded_heads_count() {
     wait_for_closes(&proxy, 50.0).await;
     assert_eq!(proxy.get("/").await.status, 200);
 }
+
+/// Without counting decoded trailers, they take 385 MiB.
+#[tokio::test]
+async fn decoded_trailers_stay_below_the_memory_limit() {
+    // Neither the start of a gRPC call nor trailers behind it are read before the request has an
+    // upstream connection; the whole body of another request is.
+    for content_type in ["application/grpc", "text/plain"] {
+        let upstream = Upstream::with_handler(|_| std::future::pending()).await;
+        let config = "[listen]\nmax_memory = '153MiB'\nhttp.max_requests_waiting = 10000\n\
+            [upstream]\nmax_connections = 1\nqueue_timeout = '60s'\n\
+            [[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
+        let proxy = Proxy::start(config, upstream.address).await;
+        assert_eq!(proxy.get("/deny").await.status, 403);
+        let mut clients = Vec::new();
+        for _ in 0..16 {
+            let mut client = FrameClient::connect(proxy.address, &[]).await;
+            let mut fields = get_fields_with("content-type", content_type);
+            fields[0].1 = "POST";
+            let head = encode_header_block(&fields);
+            let mut frames = Vec::new();
+            for n in 0..200 {
+                frames.extend(encode_frame(HEADERS, END_HEADERS, 2 * n + 1, &head));
+            }
+            client.send(frames).await;
+            for n in 0..200 {
+                let block = [encode_indexed_literal("cookie", "a"), vec![0xbe; 1_500]].concat();
+                let trailers = encode_frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, block);
+                client.send(trailers).await;
+            }
+            assert_eq!(proxy.get("/deny").await.status, 403);
+            clients.push(client);
+        }
+        wait_for_closes(&proxy, 5.0).await;
+        let kib = proxy.anonymous_kib();
+        println!("{content_type}: {kib} KiB");
+        assert!(kib < 200 << 10, "{content_type}: {kib} KiB");
+        assert_eq!(proxy.get("/deny").await.status, 403);
+    }
+}

@@ -35,6 +35,16 @@ enum InstanceAnswer {
     Body(Bytes),
 }
 
+/// A ranking of the fleet. The text of an entry is a key or a path.
+#[derive(Debug, Default)]
+struct RankingSum {
+    /// By policy and text.
+    entries: HashMap<(String, String), RankedSum>,
+    refused: u64,
+    unseen: u64,
+    since_s: Option<u64>,
+}
+
 /// One ranked key or path of the fleet.
 #[derive(Debug, Default)]
 struct RankedSum {
@@ -98,31 +108,31 @@ pub(super) fn build_fleet_view(view: &AdminBackend, answers: &FleetAnswers) -> V
         total,
         problem,
     } = answers;
-    let summaries: Vec<Result<Value, String>> = asked
-        .iter()
-        .map(|one| one.read_summary(&view.instance.host))
-        .collect();
-    let instances: Vec<Value> = asked
-        .iter()
-        .zip(&summaries)
-        .map(|(asked, summary)| instance_json(view, &asked.instance, summary, *total))
-        .collect();
-    let answered: Vec<&Value> = summaries
-        .iter()
-        .filter_map(|one| one.as_ref().ok())
-        .collect();
-    let rate: f64 = answered.iter().filter_map(|one| decisions_per_s(one)).sum();
+    let (mut keys, mut paths) = (RankingSum::default(), RankingSum::default());
+    let (mut answered, mut rate) = (0_usize, 0.0);
+    // One summary is parsed at a time: as a tree it takes sixteen times its bytes.
+    let mut read_instance = |one: &AskedInstance| {
+        let summary = one.read_summary(&view.instance.host);
+        if let Ok(summary) = &summary {
+            answered += 1;
+            rate += decisions_per_s(summary).unwrap_or_default();
+            keys.add(summary.get("keys"), "key");
+            paths.add(summary.get("paths"), "path");
+        }
+        instance_json(view, &one.instance, &summary, *total)
+    };
+    let instances: Vec<Value> = asked.iter().map(&mut read_instance).collect();
     json!({
         "store": view.instance.store,
         "shared": view.instance.store != "memory",
         "total": total,
         "listed": instances.len(),
-        "answered": answered.len(),
+        "answered": answered,
         "problem": problem,
         "decisions_per_s": rate,
         "instances": instances,
-        "keys": merge_rankings(&answered, "keys", "key"),
-        "paths": merge_rankings(&answered, "paths", "path"),
+        "keys": keys.into_json("key"),
+        "paths": paths.into_json("path"),
     })
 }
 
@@ -138,6 +148,7 @@ fn instance_json(
 ) -> Value {
     let field = |name: &str| {
         let value = summary.as_ref().ok().and_then(|summary| summary.get(name));
+        let value = value.filter(|value| !value.is_array() && !value.is_object());
         value.cloned().unwrap_or(Value::Null)
     };
     let counted = field("instances").as_u64();
@@ -167,51 +178,54 @@ fn instance_json(
     })
 }
 
-/// Adds up one ranking. As in the ranking of an instance, the true count of an entry lies between
-/// `count - error` and `count`: an instance that does not list an entry may have seen it up to
-/// `unseen_at_most` times.
-fn merge_rankings(summaries: &[&Value], name: &str, text_key: &str) -> Value {
-    let number = |value: &Value, key: &str| value.get(key).and_then(Value::as_u64).unwrap_or(0);
-    let mut sums: HashMap<(String, String), RankedSum> = HashMap::new();
-    let (mut refused, mut unseen, mut since_s) = (0_u64, 0_u64, None::<u64>);
-    for ranking in summaries.iter().filter_map(|summary| summary.get(name)) {
+impl RankingSum {
+    /// Adds the ranking of one instance.
+    fn add(&mut self, ranking: Option<&Value>, text_key: &str) {
+        let Some(ranking) = ranking else { return };
+        let number = |value: &Value, key: &str| value.get(key).and_then(Value::as_u64).unwrap_or(0);
         let bound = number(ranking, "unseen_at_most");
-        refused = refused.saturating_add(number(ranking, "refused"));
-        unseen = unseen.saturating_add(bound);
-        let ranking_since_s = ranking.get("since_s").and_then(Value::as_u64);
-        since_s = [since_s, ranking_since_s].into_iter().flatten().min();
+        self.refused = self.refused.saturating_add(number(ranking, "refused"));
+        self.unseen = self.unseen.saturating_add(bound);
+        let since_s = ranking.get("since_s").and_then(Value::as_u64);
+        self.since_s = [self.since_s, since_s].into_iter().flatten().min();
         let entries = ranking.get("entries").and_then(Value::as_array);
-        for entry in entries.into_iter().flatten() {
+        for entry in entries.into_iter().flatten().take(MAX_SUMMARY_ENTRIES) {
             let text = |key| Some(entry.get(key)?.as_str()?.to_owned());
             let Some(key) = text("policy").zip(text(text_key)) else {
                 continue;
             };
-            let sum = sums.entry(key).or_default();
+            let sum = self.entries.entry(key).or_default();
             sum.count = sum.count.saturating_add(number(entry, "count"));
             sum.error = sum.error.saturating_add(number(entry, "error"));
             sum.seen_bounds = sum.seen_bounds.saturating_add(bound);
         }
     }
-    let mut entries: Vec<_> = sums.into_iter().collect();
-    for (_, sum) in &mut entries {
-        let unlisted = unseen.saturating_sub(sum.seen_bounds);
-        sum.count = sum.count.saturating_add(unlisted);
-        sum.error = sum.error.saturating_add(unlisted);
+
+    /// As in the ranking of an instance, the true count of an entry lies between `count - error`
+    /// and `count`: an instance that does not list an entry may have seen it up to
+    /// `unseen_at_most` times.
+    fn into_json(self, text_key: &str) -> Value {
+        let mut entries: Vec<_> = self.entries.into_iter().collect();
+        for (_, sum) in &mut entries {
+            let unlisted = self.unseen.saturating_sub(sum.seen_bounds);
+            sum.count = sum.count.saturating_add(unlisted);
+            sum.error = sum.error.saturating_add(unlisted);
+        }
+        entries.sort_by(|(a_key, a), (b_key, b)| b.count.cmp(&a.count).then(a_key.cmp(b_key)));
+        entries.truncate(MAX_SUMMARY_ENTRIES);
+        let entries: Vec<Value> = entries
+            .into_iter()
+            .map(|((policy, text), sum)| {
+                let mut fields = Map::new();
+                fields.insert("policy".to_owned(), json!(policy));
+                fields.insert(text_key.to_owned(), json!(text));
+                fields.insert("count".to_owned(), json!(sum.count));
+                fields.insert("error".to_owned(), json!(sum.error));
+                Value::Object(fields)
+            })
+            .collect();
+        json!({ "since_s": self.since_s.unwrap_or(0), "refused": self.refused, "unseen_at_most": self.unseen, "entries": entries })
     }
-    entries.sort_by(|(a_key, a), (b_key, b)| b.count.cmp(&a.count).then(a_key.cmp(b_key)));
-    entries.truncate(MAX_SUMMARY_ENTRIES);
-    let entries: Vec<Value> = entries
-        .into_iter()
-        .map(|((policy, text), sum)| {
-            let mut fields = Map::new();
-            fields.insert("policy".to_owned(), json!(policy));
-            fields.insert(text_key.to_owned(), json!(text));
-            fields.insert("count".to_owned(), json!(sum.count));
-            fields.insert("error".to_owned(), json!(sum.error));
-            Value::Object(fields)
-        })
-        .collect();
-    json!({ "since_s": since_s.unwrap_or(0), "refused": refused, "unseen_at_most": unseen, "entries": entries })
 }
 
 #[cfg(test)]
@@ -232,8 +246,12 @@ mod tests {
             "entries": [{ "policy": "api", "key": "bob", "count": 5, "error": 0 }, { "key": 1 }],
         }});
         let malformed = json!({ "keys": [] });
+        let mut sum = RankingSum::default();
+        for summary in [&first, &second, &malformed] {
+            sum.add(summary.get("keys"), "key");
+        }
         assert_eq!(
-            merge_rankings(&[&first, &second, &malformed], "keys", "key"),
+            sum.into_json("key"),
             json!({
                 "since_s": 90, "refused": 17, "unseen_at_most": 3,
                 "entries": [

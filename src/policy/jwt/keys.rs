@@ -8,6 +8,8 @@ use serde_json::Value;
 /// Maximum number of keys tried for one token. An invalid token without a key id must not cost one
 /// verification per key of a large set.
 const MAX_KEYS_TRIED: usize = 4;
+/// Maximum number of keys in a set. Each one takes memory, and a log line if it cannot be used.
+const MAX_KEYS: usize = 1000;
 /// Minimum secret size for HMAC with SHA-256 (RFC 7518, section 3.2).
 const MIN_SECRET_BYTES: usize = 32;
 
@@ -75,6 +77,12 @@ impl VerificationKeys {
         let Some(Value::Array(keys)) = set.get_mut("keys").map(Value::take) else {
             return Err(EXPECTED.to_owned());
         };
+        if keys.len() > MAX_KEYS {
+            return Err(format!(
+                "it has {} keys; expected at most {MAX_KEYS}",
+                keys.len()
+            ));
+        }
         let (mut trusted, mut warnings) = (Vec::new(), Vec::new());
         for (number, key) in (1..).zip(keys) {
             let is_private = key.get("d").is_some();

@@ -444,6 +444,10 @@ fn rejects_unusable_key_sets_without_revealing_their_content() {
             "{text}: {error}"
         );
     }
+    // Each key that cannot be used would be a line in the log.
+    let many = json!({ "keys": vec![0; 1_001] }).to_string();
+    let error = VerificationKeys::from_jwks(&many).unwrap_err();
+    assert!(error.contains("expected at most 1000"), "{error}");
     let mut private = EC_ISSUER.jwk.clone();
     private["d"] = json!("hunter2");
     let short = json!({ "kty": "oct", "k": "c2hvcnQ" });
@@ -550,14 +554,20 @@ fn the_token_cache_is_bounded() {
     }
     assert_eq!(cached_tokens(), CACHE_SHARD_COUNT * MAX_TOKENS_PER_SHARD);
     present_token(&"x".repeat(MAX_CACHED_CLAIM_BYTES + 1));
-    let max_text_bytes = |shard: &Mutex<IndexMap<_, VerifiedToken, _>>| {
+    // Empty texts take memory too.
+    let claims = json!({ "sub": vec![""; 2_000] });
+    let key = EncodingKey::from_secret(SECRET);
+    let token = jsonwebtoken::encode(&Header::default(), &claims, &key).unwrap();
+    let headers = make_headers("authorization", &format!("Bearer {token}"));
+    assert!(self::subject_claim(&reader, &headers, NOW_S).is_ok());
+    let max_bytes = |shard: &Mutex<IndexMap<_, VerifiedToken, _>>| {
         shard
             .lock()
             .values()
-            .map(|cached| cached.claims.total_text_bytes())
+            .map(|cached| cached.claims.memory_bytes())
             .max()
     };
-    assert!(reader.cache.0.iter().filter_map(max_text_bytes).max() <= Some(MAX_CACHED_CLAIM_BYTES));
+    assert!(reader.cache.0.iter().filter_map(max_bytes).max() <= Some(MAX_CACHED_CLAIM_BYTES));
 }
 
 #[test]

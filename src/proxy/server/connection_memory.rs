@@ -76,6 +76,9 @@ pub(in crate::proxy) struct ConnectionMemory {
     streams: Cell<usize>,
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
     unread_body_bytes: Cell<usize>,
+    /// HTTP/2 request trailers that no handler read, and their memory.
+    trailers: Cell<usize>,
+    trailer_bytes: Cell<usize>,
     /// Open HTTP/2 request bodies.
     http2_bodies: Cell<usize>,
     /// Bytes that TLS received since it last returned plaintext or ended its handshake.
@@ -93,6 +96,8 @@ impl ConnectionMemory {
             active_head_bytes: Cell::new(0),
             streams: Cell::new(0),
             unread_body_bytes: Cell::new(0),
+            trailers: Cell::new(0),
+            trailer_bytes: Cell::new(0),
             http2_bodies: Cell::new(0),
             tls_input_bytes: Cell::new(0),
             activity,
@@ -166,6 +171,23 @@ impl ConnectionMemory {
             .set(self.unread_body_bytes.get().saturating_sub(bytes));
     }
 
+    /// Records received bytes of trailers, of which `count` begin in them. h2 keeps them decoded
+    /// until a handler reads the body to its end.
+    pub(super) fn add_trailers(&self, count: usize, bytes: usize) {
+        let decoded = (bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES * count.max(1));
+        self.trailers.set(self.trailers.get() + count);
+        self.trailer_bytes
+            .set(self.trailer_bytes.get() + bytes.max(decoded));
+    }
+
+    /// Records that the handler read trailers. Which ones is unknown, so the mean counts.
+    pub(in crate::proxy) fn remove_trailers(&self) {
+        let (count, bytes) = (self.trailers.get(), self.trailer_bytes.get());
+        self.trailer_bytes
+            .set(bytes - bytes.checked_div(count).unwrap_or(0));
+        self.trailers.set(count.saturating_sub(1));
+    }
+
     /// Records a new HTTP/2 request body.
     pub(in crate::proxy) fn begin_http2_body(&self) {
         self.http2_bodies.set(self.http2_bodies.get() + 1);
@@ -176,17 +198,22 @@ impl ConnectionMemory {
         self.http2_bodies.set(self.http2_bodies.get() - 1);
         if self.http2_bodies.get() == 0 {
             self.unread_body_bytes.set(0);
+            self.trailers.set(0);
+            self.trailer_bytes.set(0);
         }
     }
 
     /// Memory of open HTTP/2 request bodies: at most that of frames of one byte, as many as flow
-    /// control lets the client send.
+    /// control lets the client send, and trailers.
     fn unread_body_bytes(&self) -> usize {
+        if self.http2_bodies.get() == 0 {
+            return 0;
+        }
         let window = self
             .http2_bodies
             .get()
             .saturating_mul(H2_STREAM_WINDOW_BYTES as usize * (1 + UNREAD_FRAME_BYTES));
-        self.unread_body_bytes.get().min(window)
+        self.unread_body_bytes.get().min(window) + self.trailer_bytes.get()
     }
 
     /// Records bytes that TLS received and may keep.

@@ -55,6 +55,8 @@ pub(in crate::proxy) struct FrameScanner {
     frame_type: u8,
     /// Whether the last frame belongs to a field block that a later CONTINUATION ends.
     is_block_open: bool,
+    /// Whether the last field block is trailers.
+    is_trailer_block: bool,
     /// Whether the last frame is marked trailers, which lose their padding.
     drops_padding: bool,
 }
@@ -87,6 +89,9 @@ pub(in crate::proxy) struct FrameScan {
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
     pub(in crate::proxy) heads: u32,
     pub(in crate::proxy) head_bytes: usize,
+    /// Number of trailers that begin in these bytes, and bytes of their field blocks.
+    pub(in crate::proxy) trailers: usize,
+    pub(in crate::proxy) trailer_bytes: usize,
     /// Number of DATA frames whose header ends in these bytes, and bytes of their payloads.
     pub(in crate::proxy) data_frames: usize,
     pub(in crate::proxy) data_bytes: usize,
@@ -140,6 +145,7 @@ impl FrameScanner {
                 scan.field_block_bytes += bytes.len();
                 if matches!(self.frame_type, HEADERS | CONTINUATION) {
                     scan.head_bytes += bytes.len();
+                    scan.trailer_bytes += bytes.len() * usize::from(self.is_trailer_block);
                 }
             }
             FramePart::Header(header) => {
@@ -173,6 +179,7 @@ impl FrameScanner {
         if !is_valid {
             return Err(INVALID_FIRST_FRAME.into());
         }
+        scan.trailers = trailers.len();
         let mut start = std::mem::replace(&mut self.splitter, splitter);
         scan.is_rewritten = !trailers.is_empty()
             || start.header_len > 0
@@ -227,13 +234,17 @@ impl FrameScanner {
         match kind {
             HEADERS if stream > self.last_stream => {
                 self.last_stream = stream;
+                self.is_trailer_block = false;
                 if !ends_stream {
                     self.open_uploads.truncate(MAX_OPEN_UPLOADS - 1);
                     self.open_uploads.push_front(stream);
                 }
                 false
             }
-            HEADERS => self.end_upload(stream),
+            HEADERS => {
+                self.is_trailer_block = self.end_upload(stream);
+                self.is_trailer_block
+            }
             DATA if ends_stream => {
                 self.end_upload(stream);
                 false

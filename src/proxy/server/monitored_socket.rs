@@ -344,6 +344,11 @@ impl AsyncRead for MonitoredSocket {
             this.monitor
                 .memory()
                 .add_unread_frames(scan.data_frames, scan.data_bytes);
+            if scan.trailer_bytes > 0 {
+                this.monitor
+                    .memory()
+                    .add_trailers(scan.trailers, scan.trailer_bytes);
+            }
             if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
                 this.remaining_pauses = scan.heads;
             }

@@ -69,6 +69,7 @@ struct RequestBodyStream {
     is_grpc: bool,
     /// Bytes that were read ahead, and still count as unread.
     prefetched_bytes: usize,
+    has_prefetched_trailers: bool,
     is_prefetching: bool,
     replay_buffer: ReplayBuffer,
     /// Whether the whole body was read from the client.
@@ -135,6 +136,7 @@ impl RequestBody {
             multiplexed,
             is_grpc,
             prefetched_bytes: 0,
+            has_prefetched_trailers: false,
             is_prefetching: false,
             replay_buffer: ReplayBuffer::default(),
             is_complete: false,
@@ -252,12 +254,10 @@ async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
                 return;
             };
             let bytes = frame.data_ref().map_or(0, Bytes::len);
-            let stream = body.borrow();
-            stream
-                .active
-                .monitor()
-                .memory()
-                .remove_unread_bytes(bytes + UNREAD_FRAME_BYTES);
+            let mut stream = body.borrow_mut();
+            stream.prefetched_bytes += bytes + UNREAD_FRAME_BYTES;
+            stream.has_prefetched_trailers = frame.is_trailers();
+            stream.release_prefetched_bytes();
             discarded += u64::try_from(bytes).unwrap_or(u64::MAX);
         }
         pending().await
@@ -362,13 +362,10 @@ impl RequestBodyStream {
     fn check_and_record_frame(&mut self, frame: Frame<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let bytes = frame.data_ref().map_or(0, Bytes::len);
         let held_bytes = bytes + UNREAD_FRAME_BYTES;
-        match self.is_prefetching {
-            true => self.prefetched_bytes += held_bytes,
-            false => self
-                .active
-                .monitor()
-                .memory()
-                .remove_unread_bytes(held_bytes),
+        self.prefetched_bytes += held_bytes;
+        self.has_prefetched_trailers = frame.is_trailers();
+        if !self.is_prefetching {
+            self.release_prefetched_bytes();
         }
         let received = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.received = self.received.saturating_add(received);

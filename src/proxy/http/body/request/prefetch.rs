@@ -51,7 +51,11 @@ impl RequestBodyStream {
     /// Counts the bytes that were read ahead as read.
     pub(super) fn release_prefetched_bytes(&mut self) {
         let bytes = std::mem::take(&mut self.prefetched_bytes);
-        self.active.monitor().memory().remove_unread_bytes(bytes);
+        let memory = self.active.monitor().memory();
+        memory.remove_unread_bytes(bytes);
+        if std::mem::take(&mut self.has_prefetched_trailers) {
+            memory.remove_trailers();
+        }
     }
 }
 
