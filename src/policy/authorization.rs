@@ -25,6 +25,7 @@ pub(super) fn read_credentials(field: &[u8]) -> CredentialValues<'_> {
     let credentials = match is_basic {
         // Node reads `-` and `_` as digits, Python and PHP drop them.
         true if first.iter().any(|byte| matches!(byte, b'-' | b'_')) => None,
+        true if has_data_after_end(first) => None,
         true => {
             fold_base64(first).map(|folded| format!("Basic {}", STANDARD.encode(folded)).into())
         }
@@ -80,6 +81,14 @@ fn fold_token(token: &[u8]) -> Option<Cow<'_, [u8]>> {
     let signed = token.get(..token.len() - signature.len())?;
     let signature = URL_SAFE_NO_PAD.encode(fold_base64(signature)?);
     Some(Cow::Owned([signed, signature.as_bytes()].concat()))
+}
+
+/// Whether data follows a character outside of base64. Node and PHP skip such a character, Apache
+/// httpd ends there.
+fn has_data_after_end(text: &[u8]) -> bool {
+    let is_digit = |byte: &u8| byte.is_ascii_alphanumeric() || b"+/-_".contains(byte);
+    let mut rest = text.iter().skip_while(|byte| is_digit(byte));
+    rest.any(is_digit)
 }
 
 /// Decodes base64 as lenient parsers do: both alphabets, without other characters and unused bits.
@@ -138,7 +147,7 @@ mod tests {
                 "Bearer eyJhbGciOiJub25lIn0.e30.AA",
             ),
             (b"Basic YWxpY2U6c2VjcmV0", "Basic YWxpY2U6c2VjcmV0"),
-            (b"basic  YWxp*Y2U6c2VjcmV0==", "Basic YWxpY2U6c2VjcmV0"),
+            (b"basic  YWxpY2U6c2VjcmV0*==;", "Basic YWxpY2U6c2VjcmV0"),
             (b"Basic YTpi", "Basic YTpi"),
             (b"Basic YTo+", "Basic YTo+"),
             (b"Basic YTp=", "Basic YTo="),
@@ -167,6 +176,9 @@ mod tests {
             b"Basic YTo=YTpi",
             b"Basic -YWxpY2U6c2VjcmV0",
             b"Basic YTo_",
+            b"Basic YWxp*Y2U6c2VjcmV0",
+            b"Basic YWxpY2U6c2VjcmV0,bob",
+            b"Basic \"YWxpY2U6c2VjcmV0y\";x,",
         ] {
             assert_eq!(read_one(spelling), None, "{}", spelling.escape_ascii());
         }
