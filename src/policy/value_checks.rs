@@ -22,15 +22,15 @@ pub struct ValueChecks {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeaderValueError {
     #[error(
-        "a header that a policy reads has white space around its value or control characters in it (setting client.outer_white_space)"
+        "a header that a policy reads has white space around its value or control characters in it; expected the value without them (setting client.outer_white_space)"
     )]
     OuterWhiteSpace,
     #[error(
-        "a header that a policy reads has an encoded word of RFC 2047 (setting client.ambiguous_header)"
+        "a header that a policy reads has an encoded word of RFC 2047, =?…?=; expected plain text (setting client.ambiguous_header)"
     )]
     EncodedWord,
     #[error(
-        "the Authorization header can be read as several credentials (setting client.ambiguous_header)"
+        "the Authorization header can be read as several credentials; expected one scheme and one credential (setting client.ambiguous_header)"
     )]
     SeveralCredentials,
 }

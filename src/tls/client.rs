@@ -50,7 +50,11 @@ impl ClientTls {
 /// Describes why the connection to a TLS server failed, and what to do about it.
 pub fn describe_tls_error(error: &io::Error) -> String {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
-    match inner.and_then(suggest_remedy) {
+    let remedy = match inner {
+        Some(inner) => suggest_remedy(inner),
+        None => (error.kind() == io::ErrorKind::UnexpectedEof).then_some(NO_TLS),
+    };
+    match remedy {
         Some(remedy) => format!("{error}; {remedy}"),
         None => error.to_string(),
     }
@@ -58,11 +62,41 @@ pub fn describe_tls_error(error: &io::Error) -> String {
 
 const NAME_IT_IN_CA: &str =
     "ca must be a file with the certificate of its issuer, or with this certificate itself";
-const SET_CERT: &str = "the server may require a client certificate: set cert and key";
-const RENEW: &str = "renew the certificate, in ca too if that names it, or check the clocks";
+const SET_CERT: &str = "the server requires a client certificate that it trusts: set cert and key";
+const RENEW: &str =
+    "renew the server's certificate, in ca too if that names it, or check the clocks";
+const NO_TLS: &str = "the server may speak no TLS on this port";
 
-/// Names in the debug text of rustls' errors, and what to do about them.
-const REMEDIES: [(&str, &str); 13] = [
+/// Names in the debug text of rustls' errors, and what to do about them. The first one counts.
+const REMEDIES: [(&str, &str); 20] = [
+    // Alerts of the server.
+    (
+        "CertificateExpired",
+        "the server takes the client certificate for expired: renew cert and key",
+    ),
+    (
+        "CertificateRevoked",
+        "the client certificate is revoked: set cert and key to another one",
+    ),
+    ("CertificateRequired", SET_CERT),
+    ("CertificateUnknown", SET_CERT),
+    ("BadCertificate", SET_CERT),
+    ("UnknownCA", SET_CERT),
+    (
+        "HandshakeFailure",
+        "the server may require a client certificate (set cert and key), or has no cipher in common with TLS 1.2 and 1.3",
+    ),
+    ("ProtocolVersion", "the server must support TLS 1.2 or 1.3"),
+    (
+        "UnrecognisedName",
+        "set server_name to a name that the server has a certificate for",
+    ),
+    // Errors of the client.
+    (
+        "ServerDoesNotSupportTls12Or13",
+        "the server must support TLS 1.2 or 1.3",
+    ),
+    ("InvalidContentType", NO_TLS),
     ("UnknownIssuer", NAME_IT_IN_CA),
     ("CaUsedAsEndEntity", NAME_IT_IN_CA),
     ("BadSignature", NAME_IT_IN_CA),
@@ -78,16 +112,12 @@ const REMEDIES: [(&str, &str); 13] = [
     ("NotValidYet", RENEW),
     (
         "InvalidPurpose",
-        "issue the certificate for servers (extendedKeyUsage=serverAuth)",
+        "issue the server's certificate for servers (extendedKeyUsage=serverAuth)",
     ),
     (
-        "InvalidContentType",
-        "the server may speak no TLS on this port",
+        "NoApplicationProtocol",
+        "the server must offer h2 or http/1.1 by ALPN, or no ALPN",
     ),
-    ("CertificateRequired", SET_CERT),
-    ("HandshakeFailure", SET_CERT),
-    ("CertificateUnknown", SET_CERT),
-    ("UnknownCA", SET_CERT),
 ];
 
 /// What to do about an error of the connection to a TLS server, if the error shows it.

@@ -78,7 +78,12 @@ async fn a_certificate_in_the_ca_file_is_verified_and_the_error_names_the_remedy
         ("good", "other.pem", "", "or with this certificate itself"),
         ("name_only", "name_only.pem", "", "-addext subjectAltName"),
         ("good", "good.pem", server_name, "set server_name"),
-        ("expired", "expired.pem", "", "renew the certificate"),
+        (
+            "expired",
+            "expired.pem",
+            "",
+            "renew the server's certificate",
+        ),
         ("client", "client.pem", "", "extendedKeyUsage=serverAuth"),
     ] {
         let (status, proxy) = request_with(&authority, file, ca, more).await;

@@ -10,8 +10,6 @@ use std::mem::discriminant;
 /// More counters of a single policy than this are no misspelled ones.
 const MAX_SUGGESTED_COUNTERS: usize = 16;
 
-const CROSSED_LIMITS: &str = "each policy has a limit below that of the other; expected all lower limits in one of the two policies";
-
 /// Reports policies of one counter that cannot share it, and counters of one policy only.
 pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
     let mut by_counter: BTreeMap<&str, Vec<(&PolicyWithReader<'_>, &Quota)>> = BTreeMap::new();
@@ -45,10 +43,7 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
         // The first difference suffices: each of the policies has to be like the first.
         for &sharing in others {
             let difference = find_difference(sharing, first).map(|problem| (first.0, problem));
-            let difference = difference.or_else(|| {
-                let crossed = insert_into_chains(sharing, &mut chains)?;
-                Some((crossed, CROSSED_LIMITS.to_owned()))
-            });
+            let difference = difference.or_else(|| insert_into_chains(sharing, &mut chains));
             if let Some((other, problem)) = difference {
                 let other = other.quote_name_and_position();
                 sharing.0.reader.report_error(
@@ -64,17 +59,18 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
 type LimitChain<'p, 'r> = Vec<(&'p PolicyWithReader<'r>, &'p [NamedLimit])>;
 
 /// Inserts the limits of a policy and of its overrides, each into its chain. Returns a policy that
-/// is neither tighter nor wider.
+/// is neither tighter nor wider, and the difference.
 fn insert_into_chains<'p, 'r>(
     (spanned, quota): (&'p PolicyWithReader<'r>, &'p Quota),
     chains: &mut [LimitChain<'p, 'r>],
-) -> Option<&'p PolicyWithReader<'r>> {
+) -> Option<(&'p PolicyWithReader<'r>, String)> {
     let mut crossed = None;
     for (chain, limits) in chains.iter_mut().zip(limit_groups(quota)) {
         let at = chain.partition_point(|(_, others)| has_tighter(others, limits));
         let tighter = at.checked_sub(1).and_then(|at| chain.get(at));
-        match tighter.filter(|(_, others)| has_tighter(limits, others)) {
-            Some((other, _)) => crossed = Some(*other),
+        match tighter.and_then(|(other, others)| Some((*other, describe_crossed(limits, others)?)))
+        {
+            Some(found) => crossed = Some(found),
             None => chain.insert(at, (spanned, limits)),
         }
     }
@@ -91,6 +87,19 @@ fn limit_groups(quota: &Quota) -> impl Iterator<Item = &[NamedLimit]> {
 fn has_tighter(limits: &[NamedLimit], others: &[NamedLimit]) -> bool {
     let mut pairs = limits.iter().zip(others);
     pairs.any(|(one, other)| one.limit.is_tighter_than(&other.limit))
+}
+
+/// Describes that each of two policies has a limit that is tighter than in the other one.
+fn describe_crossed(limits: &[NamedLimit], others: &[NamedLimit]) -> Option<String> {
+    let mut pairs = limits.iter().zip(others);
+    let (_, higher) = pairs
+        .clone()
+        .find(|(one, other)| one.limit.is_tighter_than(&other.limit))?;
+    let (_, lower) = pairs.find(|(one, other)| other.limit.is_tighter_than(&one.limit))?;
+    Some(format!(
+        "its limit \"{}\" has lower requests or burst than here, and \"{}\" higher ones; expected all lower limits in one of the two policies",
+        lower.name, higher.name
+    ))
 }
 
 /// Why two policies cannot have one counter.
@@ -203,8 +212,7 @@ fn find_limit_difference(
                 .to_owned(),
         );
     }
-    let is_crossed = has_tighter(limits, others) && has_tighter(others, limits);
-    is_crossed.then(|| CROSSED_LIMITS.to_owned())
+    describe_crossed(limits, others)
 }
 
 /// Where a request states the amount of a limit, with the default; `None` if it does not.

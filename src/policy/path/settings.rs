@@ -82,21 +82,31 @@ pub enum EscapedDelimiters {
 /// Why a path cannot be matched safely. Clients see the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PathError {
-    #[error("the path contains an escaped slash or a backslash (setting path.escaped_slashes)")]
+    #[error(
+        "the path contains %2F, %5C or a backslash; expected plain slashes between segments (setting path.escaped_slashes)"
+    )]
     EscapedSlash,
     #[error(
-        "the path contains an escaped question mark or number sign (setting path.escaped_delimiters)"
+        "the path contains %3F or %23; expected a path without ? and # (setting path.escaped_delimiters)"
     )]
     EscapedDelimiter,
     #[error("the path contains an escaped NUL")]
     Nul,
-    #[error("the path contains a control character (setting path.control_characters)")]
+    #[error(
+        "the path contains a control character, %01 to %1F or %7F; expected printable characters (setting path.control_characters)"
+    )]
     ControlCharacter,
-    #[error("the path does not decode to UTF-8 (setting path.invalid_utf8)")]
+    #[error(
+        "the path is not UTF-8 when its escapes are decoded; expected for example %C3%A9 for é, not %E9 (setting path.invalid_utf8)"
+    )]
     InvalidUtf8,
-    #[error("the path has an escape that others complete (setting path.invalid_utf8)")]
+    #[error(
+        "the path has a new escape when its escapes are decoded, as %6%31 becomes %61; expected %25 for a percent sign (setting path.invalid_utf8)"
+    )]
     CompletedEscape,
-    #[error("the path can be read in too many ways (setting path.max_readings_size)")]
+    #[error(
+        "the path can be read in too many ways; expected fewer escapes, dot segments and parameters (setting path.max_readings_size)"
+    )]
     TooManyReadings,
     #[error("the path does not start with a slash")]
     NotAbsolute,

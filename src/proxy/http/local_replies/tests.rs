@@ -191,7 +191,7 @@ fn denied_invalid_key_and_unavailable_are_403_400_and_503() {
         parse_json_body(&bad)["detail"]
             .as_str()
             .unwrap()
-            .ends_with("header x occurs more than once.")
+            .ends_with("header x occurs more than once; expected one.")
     );
     let unavailable = build_outcome_reply(
         RequestOutcome::Unavailable {
