@@ -3,7 +3,7 @@
 
 mod admin_overrides;
 mod admin_view;
-mod descriptor_limit;
+pub(crate) mod descriptor_limit;
 pub(crate) mod doctor;
 pub(crate) mod explanation;
 mod instance_name;
@@ -24,9 +24,9 @@ use crate::enforcer::{ActivePolicies, DecisionSource, Enforcer, PolicyDecision, 
 use crate::jwks::KeyFetcher;
 use crate::listen::ListenAddress;
 use crate::proxy::{
-    ConnectionCloseReason, ProxyHeaderError, ProxyServer, ProxyService, RlsCallResult,
-    ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind, UpstreamSharedState,
-    UpstreamUrlError,
+    BLOCKING_THREAD_KEEP_ALIVE, ConnectionCloseReason, ProxyHeaderError, ProxyServer, ProxyService,
+    RlsCallResult, ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind,
+    UpstreamSharedState, UpstreamUrlError, start_blocking_thread,
 };
 use crate::reload::{ConfigReloader, CredentialPublisher};
 use crate::store::redis;
@@ -91,9 +91,15 @@ pub fn main(
 ) -> ExitCode {
     let result = Builder::new_current_thread()
         .enable_all()
+        .thread_keep_alive(BLOCKING_THREAD_KEEP_ALIVE)
         .build_local(LocalOptions::default())
         .map_err(AppError::Io)
-        .and_then(|runtime| runtime.block_on(run_proxy(config, sources, on_listening)));
+        .and_then(|runtime| {
+            runtime.block_on(async {
+                start_blocking_thread()?;
+                run_proxy(config, sources, on_listening).await
+            })
+        });
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

@@ -1,6 +1,7 @@
 //! `tidegate check`: validates a configuration and describes its policies.
 
 use super::output::diagnostic_to_json;
+use crate::app::descriptor_limit::describe_lowered_connections;
 use crate::config::{self, Config, ConfigErrors, ConfigSources};
 use serde_json::{Map, Value, json};
 use std::io::Write;
@@ -88,7 +89,7 @@ impl CheckResult {
     fn format_diagnostics(&self) -> String {
         match &self.loaded {
             Ok(config) => {
-                let notes = config.notes();
+                let notes = notes_of(config);
                 let notes = notes.iter().map(|note| format!("note: {note}\n"));
                 let groups = config::group_diagnostics(&config.warnings);
                 let warnings = groups.iter().map(ToString::to_string);
@@ -111,10 +112,7 @@ impl CheckResult {
             ),
             Err(report) => ([].as_slice(), [].as_slice(), report.diagnostics.as_slice()),
         };
-        let notes = self
-            .loaded
-            .as_ref()
-            .map_or_else(|_| Vec::new(), Config::notes);
+        let notes = self.loaded.as_ref().map_or_else(|_| Vec::new(), notes_of);
         let policies = policies.iter().map(
             |words| json!({ "policy": words.policy, "off": words.is_off, "means": words.sentence }),
         );
@@ -133,6 +131,12 @@ impl CheckResult {
             "notes": notes,
         })
     }
+}
+
+fn notes_of(config: &Config) -> Vec<String> {
+    let mut notes = config.notes();
+    notes.extend(describe_lowered_connections(config));
+    notes
 }
 
 #[cfg(test)]

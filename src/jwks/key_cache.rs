@@ -63,8 +63,8 @@ impl KeyCache {
         let path = self.path.clone();
         let write = move || -> io::Result<()> {
             let new = path.with_extension(format!("{}.tmp", fastrand::u32(..)));
-            fs::write(&new, text)?;
-            fs::rename(&new, &path)
+            let written = fs::write(&new, text).and_then(|()| fs::rename(&new, &path));
+            written.inspect_err(|_| drop(fs::remove_file(&new)))
         };
         if let Ok(Err(error)) = spawn_blocking(write).await {
             tracing::warn!(file = %self.path.display(), %error, "cannot store token keys");

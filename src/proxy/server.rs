@@ -7,6 +7,7 @@
 
 pub(in crate::proxy) mod accept;
 mod allocator_trim;
+pub(in crate::proxy) mod blocking_thread;
 pub(in crate::proxy) mod close_reason;
 mod connection;
 mod connection_activity;
@@ -122,7 +123,9 @@ impl ProxyServer {
     pub(super) fn listen(&self) -> io::Result<()> {
         self.listeners
             .iter()
-            .try_for_each(|listener| listener.socket.listen(listener::LISTEN_BACKLOG))
+            .try_for_each(|listener| listener.socket.listen(listener::LISTEN_BACKLOG))?;
+        listener::warn_if_backlog_is_cut();
+        Ok(())
     }
 
     /// Live counters of the server, for metrics.

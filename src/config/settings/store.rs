@@ -6,6 +6,7 @@ use crate::config::table_reader::TableReader;
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use std::fs::{self, OpenOptions};
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSettings> {
@@ -15,11 +16,17 @@ pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSett
     let redis = redis::build_redis_settings(&reader.get_table("redis"), use_redis, memory)?;
     let state_dir = reader.get_parsed("state_dir", |path| match path {
         "" => Ok(None),
-        path if use_redis && reader.input().reads_key_files() => {
-            check_state_directory(path).map(Some)
+        path if use_redis && reader.input().reads_key_files() && !Path::new(path).is_dir() => {
+            Err("not a directory; expected an existing directory".to_owned())
         }
-        path => Ok(Some(path.into())),
+        path => Ok(Some(PathBuf::from(path))),
     })?;
+    if let Some(path) = &state_dir
+        && use_redis
+        && reader.input().reads_key_files()
+    {
+        warn_if_not_writable(reader, path);
+    }
     if state_dir.is_some() && !use_redis {
         reader.report_warning(
             "state_dir",
@@ -41,18 +48,20 @@ pub(in crate::config) fn build_memory_settings(reader: &TableReader<'_>) -> Opti
     })
 }
 
-/// Checks that a file can be created in the directory.
-fn check_state_directory(path: &str) -> Result<PathBuf, String> {
-    let directory = Path::new(path);
-    if !directory.is_dir() {
-        return Err("not a directory; expected an existing directory".to_owned());
-    }
+/// Warns if no file can be created in the directory. A full disk must neither stop the process from
+/// serving nor reject new policies.
+fn warn_if_not_writable(reader: &TableReader<'_>, directory: &Path) {
     let probe = directory.join(format!("tidegate-check-{}.tmp", std::process::id()));
-    OpenOptions::new()
+    let written = OpenOptions::new()
         .write(true)
         .create_new(true)
         .open(&probe)
-        .and_then(|_| fs::remove_file(&probe))
-        .map_err(|error| format!("can't be written: {error}; expected a writable directory"))?;
-    Ok(directory.to_owned())
+        .and_then(|mut file| file.write_all(b"probe"));
+    drop(fs::remove_file(&probe));
+    if let Err(error) = written {
+        reader.report_warning(
+            "state_dir",
+            &format!("can't be written: {error}; a restart during an outage of Redis loses usage; expected a writable directory with free space"),
+        );
+    }
 }

@@ -132,6 +132,21 @@ impl SocketListener {
     }
 }
 
+/// Warns if the kernel keeps fewer new connections than the listeners ask for, which it does not
+/// report.
+pub(in crate::proxy) fn warn_if_backlog_is_cut() {
+    let limit = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap_or_default();
+    if let Ok(somaxconn) = limit.trim().parse::<i32>()
+        && somaxconn < LISTEN_BACKLOG
+    {
+        tracing::warn!(
+            somaxconn,
+            wanted = LISTEN_BACKLOG,
+            "a burst of new connections is dropped earlier; raise net.core.somaxconn"
+        );
+    }
+}
+
 /// Makes the kernel drop the first packet of new connections (SYN). A connection that completes
 /// between the last accept and the close of the listener would be reset with its request.
 fn refuse_new_handshakes(listener: &std::net::TcpListener) {

@@ -15,6 +15,9 @@ use tokio::task::{JoinError, JoinSet};
 
 use super::accept::HandshakeAcceptor;
 use super::allocator_trim::AllocatorTrim;
+use super::blocking_thread::{
+    BLOCKING_THREAD_KEEP_ALIVE, describe_spawn_error, start_blocking_thread,
+};
 use super::close_reason::ConnectionCloseReason;
 use super::connection::protocols::HttpServerSettings;
 use super::connection::serve_connection;
@@ -101,6 +104,7 @@ impl WorkerThread {
                 let runtime = match Builder::new_current_thread()
                     .enable_all()
                     .max_blocking_threads(DNS_LOOKUP_THREADS)
+                    .thread_keep_alive(BLOCKING_THREAD_KEEP_ALIVE)
                     .build_local(LocalOptions::default())
                 {
                     Ok(runtime) => runtime,
@@ -110,6 +114,10 @@ impl WorkerThread {
                     }
                 };
                 let cut = runtime.block_on(async {
+                    if let Err(error) = start_blocking_thread() {
+                        drop(ready_tx.send(Err(error)));
+                        return 0;
+                    }
                     let handler = make_handler(index).await;
                     drop(ready_tx.send(Ok(())));
                     let listeners = build_worker_listener_settings(listener_configs, &load);
@@ -126,6 +134,9 @@ impl WorkerThread {
                 // lookups.
                 runtime.shutdown_background();
                 cut
+            })
+            .map_err(|error| {
+                describe_spawn_error(&format!("worker thread {}", index + 1), &error)
             })?;
         Ok(Self {
             thread,

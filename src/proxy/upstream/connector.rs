@@ -3,9 +3,11 @@
 use arc_swap::ArcSwap;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
+use rustix::io::Errno;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -29,6 +31,9 @@ const HAPPY_EYEBALLS_DELAY: Duration = Duration::from_millis(250);
 /// Idle time before TCP keep-alive probes start. Three unanswered probes, ten seconds apart, close
 /// the connection.
 const TCP_KEEPALIVE_IDLE_TIME: Duration = Duration::from_secs(60);
+
+/// Delay between attempts while the backlog of a Unix socket is full.
+const UNIX_BACKLOG_RETRY_DELAY: Duration = Duration::from_millis(5);
 
 /// The upstream URL has a host that is not valid in a `Host` header.
 #[derive(Debug, thiserror::Error)]
@@ -86,9 +91,7 @@ impl UpstreamConnector {
         let (host, port, scheme) = match &settings.url {
             UpstreamUrl::Net { host, port, scheme } => (host, *port, *scheme),
             UpstreamUrl::Unix(path) => {
-                let socket = with_connect_timeout(limit, async {
-                    UnixStream::connect(path).await.map_err(map_connect_error)
-                });
+                let socket = with_connect_timeout(limit, connect_unix(path));
                 return Ok(UpstreamSocket::new(
                     SocketTransport::Unix(socket.await?),
                     false,
@@ -170,6 +173,19 @@ async fn perform_tls_handshake(
     ))
 }
 
+/// Connects to a Unix socket. Unlike TCP, the kernel refuses a connection at once while the
+/// upstream's backlog is full.
+async fn connect_unix(path: &Path) -> Result<UnixStream, UpstreamError> {
+    loop {
+        match UnixStream::connect(path).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                sleep(UNIX_BACKLOG_RETRY_DELAY).await;
+            }
+            connected => return connected.map_err(map_connect_error),
+        }
+    }
+}
+
 /// Resolves the upstream's host name and opens a TCP connection.
 ///
 /// DNS is queried for each new connection, because addresses change in a cluster. The addresses are
@@ -228,14 +244,22 @@ fn set_socket_options(socket: &TcpStream) -> io::Result<()> {
 }
 
 fn map_connect_error(error: io::Error) -> UpstreamError {
-    let kind = match error.kind() {
-        io::ErrorKind::ConnectionRefused => UpstreamErrorKind::ConnectRefused,
-        io::ErrorKind::TimedOut => UpstreamErrorKind::ConnectTimeout,
-        _ => UpstreamErrorKind::ConnectFailed,
+    let (kind, remedy) = match Errno::from_io_error(&error) {
+        Some(Errno::CONNREFUSED) => (UpstreamErrorKind::ConnectRefused, ""),
+        Some(Errno::TIMEDOUT) => (UpstreamErrorKind::ConnectTimeout, ""),
+        Some(Errno::ADDRNOTAVAIL) => (
+            UpstreamErrorKind::LocalResources,
+            "; no local port is left (widen net.ipv4.ip_local_port_range, or lower upstream.max_connections), or this machine has no address of this family",
+        ),
+        Some(Errno::MFILE | Errno::NFILE) => (
+            UpstreamErrorKind::LocalResources,
+            "; raise the hard limit (ulimit -Hn)",
+        ),
+        _ => (UpstreamErrorKind::ConnectFailed, ""),
     };
     UpstreamError {
         kind,
-        detail: format_error_chain(&error),
+        detail: format_error_chain(&error) + remedy,
     }
 }
 

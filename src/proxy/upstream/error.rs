@@ -21,6 +21,8 @@ pub enum UpstreamErrorKind {
     ConnectRefused,
     /// Connecting failed, but was neither refused nor timed out.
     ConnectFailed,
+    /// This machine has no port or file descriptor left for a connection.
+    LocalResources,
     /// No connection was established within `connect_timeout`.
     ConnectTimeout,
     /// The upstream's host name did not resolve.
@@ -67,7 +69,9 @@ pub enum UpstreamErrorOrigin {
 impl UpstreamErrorKind {
     pub fn origin(self) -> UpstreamErrorOrigin {
         match self {
-            Self::QueueFull | Self::QueueTimeout => UpstreamErrorOrigin::Proxy,
+            Self::LocalResources | Self::QueueFull | Self::QueueTimeout => {
+                UpstreamErrorOrigin::Proxy
+            }
             Self::TunnelLimit
             | Self::RequestBodyTimeout
             | Self::RequestBodyTooLarge
@@ -100,6 +104,7 @@ impl UpstreamErrorKind {
     pub const FAULTS: &[usize] = &[
         Self::ConnectRefused as usize,
         Self::ConnectFailed as usize,
+        Self::LocalResources as usize,
         Self::ConnectTimeout as usize,
         Self::Dns as usize,
         Self::Tls as usize,

@@ -62,6 +62,10 @@ impl UsageDirectory {
         }
     }
 
+    pub(in crate::store) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Locks and reads the newest file that no process has locked. Unusable files are renamed.
     /// Returns the time (µs) since the file was saved, by the wall clock.
     pub(in crate::store) fn lock_and_read_newest_file(

@@ -37,7 +37,7 @@ impl SharedRedisState {
                     "stored usage admitted without redis"
                 ),
                 Err(error) => {
-                    tracing::warn!(%error, "cannot store usage admitted without redis");
+                    tracing::warn!(directory = %directory.path().display(), %error, "cannot store usage admitted without redis");
                     return;
                 }
             }
