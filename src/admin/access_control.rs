@@ -179,24 +179,16 @@ pub(super) async fn require_known_host(
 
 /// Whether the browser reports that a page of another origin made the request.
 fn is_cross_origin(headers: &HeaderMap) -> bool {
-    let site = headers.get_all("sec-fetch-site").iter();
-    let foreign = site
-        .filter(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"))
-        .count()
-        > 0;
+    let mut sites = headers.get_all("sec-fetch-site").iter();
+    let foreign = sites.any(|site| !matches!(site.as_bytes(), b"same-origin" | b"none"));
     let host = headers.get(HOST).map(http::HeaderValue::as_bytes);
     let is_ours = |origin: &http::HeaderValue| {
-        let uri = origin
-            .to_str()
-            .ok()
-            .and_then(|origin| origin.parse::<Uri>().ok());
-        let authority = uri
-            .as_ref()
-            .and_then(Uri::authority)
-            .map(|authority| authority.as_str().as_bytes());
-        authority
-            .zip(host)
-            .is_some_and(|(authority, host)| authority.eq_ignore_ascii_case(host))
+        let origin = origin.to_str().ok();
+        let uri = origin.and_then(|origin| origin.parse::<Uri>().ok());
+        let authority = uri.as_ref().and_then(Uri::authority).zip(host);
+        authority.is_some_and(|(authority, host)| {
+            authority.as_str().as_bytes().eq_ignore_ascii_case(host)
+        })
     };
     foreign || !headers.get_all(ORIGIN).iter().all(is_ours)
 }

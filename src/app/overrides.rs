@@ -94,19 +94,15 @@ pub(crate) fn resolve_override(
             ));
         }
     };
-    if input
-        .expires_at_ms
-        .is_some_and(|at_ms| at_ms <= now_us / 1000)
-    {
-        return Err(invalid("the expiry is in the past".to_owned()));
-    }
-    if input
-        .expires_at_ms
-        .is_some_and(|at_ms| at_ms > MAX_EXPIRY_MS)
-    {
-        return Err(invalid(
-            "the expiry is after the year 9999; expected an earlier one, or none".to_owned(),
-        ));
+    let wrong_expiry = match input.expires_at_ms {
+        Some(at_ms) if at_ms <= now_us / 1000 => Some("the expiry is in the past"),
+        Some(at_ms) if at_ms > MAX_EXPIRY_MS => {
+            Some("the expiry is after the year 9999; expected an earlier one, or none")
+        }
+        _ => None,
+    };
+    if let Some(why) = wrong_expiry {
+        return Err(invalid(why.to_owned()));
     }
     Ok(StoredOverride {
         key,

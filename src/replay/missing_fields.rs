@@ -309,27 +309,12 @@ impl<'a> MissingFieldCheck<'a> {
             .iter()
             .filter(|header| !self.has_header(&header.name));
         missing.extend(headers.map(|header| format!("header {}", header.name)));
-        if !self.has_header(&COOKIE) {
-            missing.extend(
-                cookies
-                    .iter()
-                    .map(|cookie| format!("cookie {}", cookie.name)),
-            );
-        }
-        if !self.log_has_query() {
-            missing.extend(
-                query
-                    .iter()
-                    .map(|query| format!("query parameter {}", query.name)),
-            );
-        }
-        if !self.log_has_token() {
-            missing.extend(
-                claims
-                    .iter()
-                    .map(|claim| format!("claim {}", claim.name.as_ref())),
-            );
-        }
+        let cookies = cookies.iter().filter(|_| !self.has_header(&COOKIE));
+        missing.extend(cookies.map(|cookie| format!("cookie {}", cookie.name)));
+        let query = query.iter().filter(|_| !self.log_has_query());
+        missing.extend(query.map(|query| format!("query parameter {}", query.name)));
+        let claims = claims.iter().filter(|_| !self.log_has_token());
+        missing.extend(claims.map(|claim| format!("claim {}", claim.name.as_ref())));
         if !hosts.is_empty() && self.coverage.with_host == 0 {
             missing.insert("the host".to_owned());
         }

@@ -124,11 +124,8 @@ impl<'t> PolicySimulator<'t> {
 
     /// Returns the number of active counters that the stores evicted at their size limits.
     pub(super) fn evicted_counters(&self) -> u64 {
-        self.memory.eviction_count()
-            + self
-                .peaks
-                .as_ref()
-                .map_or(0, PeakDemandTracker::evicted_counters)
+        let peaks = self.peaks.as_ref();
+        self.memory.eviction_count() + peaks.map_or(0, PeakDemandTracker::evicted_counters)
     }
 
     /// Simulates one request and returns whether it is forwarded. A request older than the previous
@@ -137,11 +134,9 @@ impl<'t> PolicySimulator<'t> {
         let stats = &mut self.stats;
         let now_us = request.arrival_us.max(stats.last_request_us);
         stats.late_requests += u64::from(now_us > request.arrival_us);
-        stats.first_request_us = if stats.field_coverage.requests == 0 {
-            now_us
-        } else {
-            stats.first_request_us
-        };
+        if stats.field_coverage.requests == 0 {
+            stats.first_request_us = now_us;
+        }
         stats.last_request_us = now_us;
         self.in_flight
             .renew_and_release_due_slots(now_us, &self.memory, &self.clock_control);
@@ -257,11 +252,8 @@ impl<'t> PolicySimulator<'t> {
             }
         }
         if !request.host.is_empty() && self.table.reads_header(&http::header::HOST) {
-            headers.extend(
-                HeaderValue::from_bytes(request.host)
-                    .ok()
-                    .map(|host| (http::header::HOST, host)),
-            );
+            let host = HeaderValue::from_bytes(request.host).ok();
+            headers.extend(host.map(|host| (http::header::HOST, host)));
         }
         headers
     }

@@ -141,11 +141,9 @@ impl TrafficHistory {
                 durations: read_duration_histograms(&self.metrics),
             };
             state.duration_samples.push_back(sample);
-            let more = state
-                .duration_samples
-                .len()
-                .saturating_sub(DURATION_SAMPLES_KEPT);
-            state.duration_samples.drain(..more);
+            if state.duration_samples.len() > DURATION_SAMPLES_KEPT {
+                state.duration_samples.pop_front();
+            }
         }
     }
 

@@ -144,10 +144,7 @@ impl CurlOptions {
             let takes_value = long.is_some_and(option_takes_value)
                 || IGNORED_SHORT_VALUE_OPTIONS.contains(letter);
             if !takes_value {
-                match long {
-                    Some(long) => self.apply_flag(long),
-                    None => self.add_unknown_option_note(&format!("-{letter}")),
-                }
+                self.apply_flag(long.unwrap_or(&format!("-{letter}")));
                 continue;
             }
             let value = match letters.as_str() {
@@ -194,7 +191,7 @@ impl CurlOptions {
             "--get" => self.is_get = true,
             "--compressed" => self.push_header("accept-encoding", "deflate, gzip, br, zstd"),
             "--list-only" | "--use-ascii" => {}
-            name => self.add_unknown_option_note(name),
+            name => self.notes.push(format!("ignored: {name}")),
         }
     }
 
@@ -284,10 +281,6 @@ impl CurlOptions {
             self.notes
                 .push(format!("the data in the file {name} is not read"));
         }
-    }
-
-    fn add_unknown_option_note(&mut self, option: &str) {
-        self.notes.push(format!("ignored: {option}"));
     }
 
     fn into_request(mut self) -> Result<ImportedRequest, String> {

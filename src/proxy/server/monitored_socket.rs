@@ -57,7 +57,9 @@ pub(in crate::proxy) struct MonitoredSocket {
     transport: ClientTransport,
     monitor: Rc<ConnectionMonitor>,
     read_ahead: Vec<u8>,
-    frame_scanner: FrameScanner,
+    /// Set with the first bytes of HTTP/2. Boxed, because most connections are HTTP/1.
+    frame_scanner: Option<Box<FrameScanner>>,
+    max_head_bytes: usize,
     query_escaper: QueryEscaper,
     /// Number of reads to be delayed: see [`MIN_PAUSED_HEAD_BYTES`].
     remaining_pauses: u32,
@@ -110,7 +112,8 @@ impl MonitoredSocket {
             transport,
             monitor,
             read_ahead: Vec::new(),
-            frame_scanner: FrameScanner::new(max_head_bytes),
+            frame_scanner: None,
+            max_head_bytes,
             query_escaper: QueryEscaper::default(),
             remaining_pauses: 0,
             is_half_close: false,
@@ -336,14 +339,18 @@ impl AsyncRead for MonitoredSocket {
                 }
                 return Poll::Ready(Ok(()));
             }
-            let scan = this.frame_scanner.scan(received, &mut this.read_ahead)?;
+            let max_head_bytes = this.max_head_bytes;
+            let new_scanner = || Box::new(FrameScanner::new(max_head_bytes));
+            let scanner = this.frame_scanner.get_or_insert_with(new_scanner);
+            let scan = scanner.scan(received, &mut this.read_ahead)?;
+            let is_within_field_block = scanner.is_within_field_block();
             this.charge_frames(&scan);
             this.monitor.record_scan(&scan);
             if this.monitor.frame_budget().is_exhausted() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
             this.monitor
-                .record_field_block(this.frame_scanner.is_within_field_block(), &scan);
+                .record_field_block(is_within_field_block, &scan);
             this.monitor
                 .memory()
                 .add_unread_frames(scan.data_frames, scan.data_bytes);

@@ -30,20 +30,17 @@ const MAX_EXTRA_FIELDS: usize = 32;
 
 impl ClfLineParser {
     pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
-        let extras: Vec<_> = (1..=MAX_EXTRA_FIELDS)
+        let mut extra_headers: Vec<_> = (1..=MAX_EXTRA_FIELDS)
             .map(|number| required_headers.indices_for_field(&format!("extra{number}"), None))
             .collect();
-        let used = extras
-            .iter()
-            .rposition(|places| !places.is_empty())
-            .map_or(0, |last| last + 1);
+        while extra_headers.pop_if(|places| places.is_empty()).is_some() {}
         Self {
             time_parser: ClfTimeParser::new(),
             user_headers: required_headers.indices_for_field("remote_user", None),
             referer_headers: required_headers.indices_for_field("referer", Some("referer")),
             user_agent_headers: required_headers
                 .indices_for_field("user_agent", Some("user-agent")),
-            extra_headers: extras.into_iter().take(used).collect(),
+            extra_headers,
         }
     }
 

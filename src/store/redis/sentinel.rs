@@ -246,10 +246,14 @@ impl<'a> SentinelGroup<'a> {
     ) -> Result<NamedMaster, RedisConnectionError> {
         let mut command = cmd("SENTINEL");
         command.arg("MASTER").arg(self.master_name);
-        // The user may lack the permission.
         let details = command.query_async::<HashMap<String, String>>(connection);
-        let details = timeout(self.timeout_per_sentinel() / 2, details).await;
-        let details = details.ok().and_then(Result::ok).unwrap_or_default();
+        let details = match timeout(self.timeout_per_sentinel() / 2, details).await {
+            Ok(Ok(details)) => details,
+            // The next command would not learn why the connection broke.
+            Ok(Err(error)) if error.is_io_error() => return Err(error.into()),
+            // The user may lack the permission.
+            Ok(Err(_)) | Err(_) => HashMap::new(),
+        };
         let config_epoch = details
             .get("config-epoch")
             .and_then(|epoch| epoch.parse().ok());
