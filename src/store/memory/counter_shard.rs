@@ -413,6 +413,14 @@ mod tests {
 
     /// The estimate is at most 10 % below the allocated memory, also for policies with few counters
     /// in a shard, and after removals.
+    fn time_at(now_us: u64) -> StoreTime {
+        StoreTime {
+            now_us,
+            wall_us: now_us,
+            newest_wall_us: now_us,
+        }
+    }
+
     #[test]
     fn the_estimate_covers_the_allocated_memory() {
         let algorithms = [
@@ -448,8 +456,9 @@ mod tests {
                     key.push_key_value(Some(number.to_string().as_bytes()));
                     let key = key.finish();
                     let charge = Charge::new(&limit, &key, 1);
-                    let charge_state = |state: &mut CounterState| state.charge(&charge, 5);
-                    shard.change_counter(&usage, &charge, 5, charge_state);
+                    let charge_state =
+                        |state: &mut CounterState, at_us| state.charge(&charge, at_us);
+                    shard.change_counter(&usage, &charge, time_at(5), charge_state);
                 }
                 check(&shard, "filled");
                 while shard.totals().0 > policies * keys / 3 {
@@ -466,6 +475,7 @@ mod tests {
     fn the_totals_follow_every_change() {
         let (mut shard, usage) = (CounterShard::default(), MemoryUsage::default());
         let mut random = fastrand::Rng::with_seed(11);
+        let (clock, _) = Clock::manual(0);
         for now_us in 1..20_000 {
             // Policies come and go: about ten of them have counters at a time.
             let policy = now_us / 500 + random.u64(..10);
@@ -481,13 +491,14 @@ mod tests {
             );
             let charge = Charge::new(&limit, &key, 1);
             match random.u8(..10) {
-                0 => shard.sweep_expired(&usage, now_us, 20),
+                0 => shard.sweep_expired(&usage, (now_us, &clock), 20),
                 1 => drop(shard.remove_counter(&usage, &charge)),
                 2 => drop(shard.evict_counter(&usage, now_us, StoreBound::Keys)),
                 3 => drop(shard.evict_counter(&usage, now_us, StoreBound::Bytes)),
                 _ => {
-                    let charge_state = |state: &mut CounterState| state.charge(&charge, now_us);
-                    shard.change_counter(&usage, &charge, now_us, charge_state);
+                    let charge_state =
+                        |state: &mut CounterState, at_us| state.charge(&charge, at_us);
+                    shard.change_counter(&usage, &charge, time_at(now_us), charge_state);
                 }
             }
             if now_us % 50 == 0 {
