@@ -412,7 +412,7 @@ impl<'s> RedisDecisionPath<'s> {
         match result {
             Ok(decision) if decision.admitted => {
                 cache_statuses(&decision);
-                self.deny_cache.forget_refusals(charges);
+                self.deny_cache.forget_refusals(charges, &decision.statuses);
                 Ok((decision, DecisionSource::Redis))
             }
             Ok(decision) => {
