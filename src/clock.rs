@@ -4,8 +4,11 @@
 //! year 2255 (2^53 µs), so Rust and Lua compute with the same numbers.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Differences of the clocks up to here are those of reading them one after the other (µs).
+const READING_TOLERANCE_US: u64 = 100_000;
 
 /// Reads the monotonic clock. In a runtime with paused time, it reads that runtime's time.
 pub fn monotonic_now() -> Instant {
@@ -21,64 +24,91 @@ enum ClockSource {
     System {
         start: Instant,
         start_us: u64,
+        /// The last value of [`Clock::wall_shift_us`].
+        wall_shift_us: Arc<AtomicI64>,
     },
     Simulated {
         start: Instant,
         start_us: u64,
-        suspended_us: Arc<AtomicU64>,
+        steps: ClockSteps,
     },
-    Manual(Arc<AtomicU64>),
+    Manual(Arc<AtomicU64>, Arc<AtomicI64>),
+}
+
+/// Steps of a simulated machine's clocks.
+#[derive(Clone, Debug, Default)]
+pub struct ClockSteps {
+    /// How long the machine was suspended.
+    pub suspended_us: Arc<AtomicU64>,
+    /// How far the wall clock was set forward since the start.
+    pub wall_shift_us: Arc<AtomicI64>,
 }
 
 /// Moves a manual [`Clock`]. The time of a manual clock may go backwards, which a limiter has to
 /// tolerate.
 #[derive(Clone, Debug)]
-pub struct ManualClock(Arc<AtomicU64>);
+pub struct ManualClock(Arc<AtomicU64>, Arc<AtomicI64>);
 
 impl Clock {
     /// The wall clock as read at this call, advanced monotonically afterwards. A later change of
     /// the machine's clock neither refills nor freezes a quota.
-    #[allow(
-        clippy::disallowed_methods,
-        reason = "this is the one place that reads the system's clock"
-    )]
     pub fn system() -> Self {
-        let since_epoch = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
         Self(ClockSource::System {
             start: monotonic_now(),
-            start_us: saturating_micros(since_epoch),
+            start_us: saturating_micros(time_since_epoch()),
+            wall_shift_us: Arc::default(),
         })
     }
 
     /// A clock that shows `start_us` now and advances with the runtime's time: for simulations.
-    /// Its boot time also includes `suspended_us`, the time for which the machine was suspended.
-    pub fn simulated(start_us: u64, suspended_us: Arc<AtomicU64>) -> Self {
+    /// Its boot time also includes the time for which the machine was suspended.
+    pub fn simulated(start_us: u64, steps: ClockSteps) -> Self {
         Self(ClockSource::Simulated {
             start: monotonic_now(),
             start_us,
-            suspended_us,
+            steps,
         })
     }
 
-    /// Starts a system clock anew from the current wall clock, so that it includes the steps made
-    /// since. Returns a copy of any other clock.
-    #[must_use]
-    pub fn reread_system_clock(&self) -> Self {
+    /// The current wall clock, with the steps that it made since the start: microseconds since the
+    /// Unix epoch.
+    pub fn wall_us(&self) -> u64 {
+        self.now_us().saturating_add_signed(self.wall_shift_us())
+    }
+
+    /// How far the wall clock was set forward since the start (µs), as last read.
+    pub fn known_wall_shift_us(&self) -> i64 {
         match &self.0 {
-            ClockSource::System { .. } => Self::system(),
-            _ => self.clone(),
+            ClockSource::System { wall_shift_us, .. } => wall_shift_us.load(Ordering::Relaxed),
+            _ => self.wall_shift_us(),
+        }
+    }
+
+    /// How far the wall clock was set forward since the start (µs).
+    pub fn wall_shift_us(&self) -> i64 {
+        match &self.0 {
+            ClockSource::System { wall_shift_us, .. } => {
+                let shift_us = wall_shift_us.load(Ordering::Relaxed);
+                let expected_us = self.now_us().saturating_add_signed(shift_us);
+                let wall_us = saturating_micros(time_since_epoch());
+                if wall_us.abs_diff(expected_us) <= READING_TOLERANCE_US {
+                    return shift_us;
+                }
+                let step_us = i64::try_from(i128::from(wall_us) - i128::from(expected_us));
+                let shift_us = shift_us.saturating_add(step_us.unwrap_or_default());
+                wall_shift_us.store(shift_us, Ordering::Relaxed);
+                shift_us
+            }
+            ClockSource::Simulated { steps, .. } => steps.wall_shift_us.load(Ordering::Relaxed),
+            ClockSource::Manual(_, wall_shift_us) => wall_shift_us.load(Ordering::Relaxed),
         }
     }
 
     /// A clock that stands still until its [`ManualClock`] moves it.
     pub fn manual(start_us: u64) -> (Self, ManualClock) {
-        let time = Arc::new(AtomicU64::new(start_us));
-        (
-            Self(ClockSource::Manual(Arc::clone(&time))),
-            ManualClock(time),
-        )
+        let (time, shift) = (Arc::new(AtomicU64::new(start_us)), Arc::default());
+        let source = ClockSource::Manual(Arc::clone(&time), Arc::clone(&shift));
+        (Self(source), ManualClock(time, shift))
     }
 
     /// Microseconds since an arbitrary start. Unlike an `Instant`, this time advances while the
@@ -86,13 +116,11 @@ impl Clock {
     pub fn boot_clock_us(&self) -> u64 {
         match &self.0 {
             ClockSource::System { start, .. } => read_boot_clock_us(*start),
-            ClockSource::Simulated {
-                start,
-                suspended_us,
-                ..
-            } => saturating_micros(monotonic_now().saturating_duration_since(*start))
-                .saturating_add(suspended_us.load(Ordering::Relaxed)),
-            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
+            ClockSource::Simulated { start, steps, .. } => {
+                saturating_micros(monotonic_now().saturating_duration_since(*start))
+                    .saturating_add(steps.suspended_us.load(Ordering::Relaxed))
+            }
+            ClockSource::Manual(time, _) => time.load(Ordering::Relaxed),
         }
     }
 
@@ -105,12 +133,14 @@ impl Clock {
     /// `Instant` and this time reads the system clock only once.
     pub fn instant_to_unix_us(&self, instant: Instant) -> u64 {
         match &self.0 {
-            ClockSource::System { start, start_us }
+            ClockSource::System {
+                start, start_us, ..
+            }
             | ClockSource::Simulated {
                 start, start_us, ..
             } => start_us
                 .saturating_add(saturating_micros(instant.saturating_duration_since(*start))),
-            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
+            ClockSource::Manual(time, _) => time.load(Ordering::Relaxed),
         }
     }
 }
@@ -132,17 +162,20 @@ fn read_boot_clock_us(start: Instant) -> u64 {
     saturating_micros(start.elapsed())
 }
 
-/// Seconds since the Unix epoch by the current wall clock, including its steps. Use it for dates
-/// set outside of tidegate, such as the expiry of a token, and never for quotas.
 #[allow(
     clippy::disallowed_methods,
     reason = "this is the one place that reads the system's clock"
 )]
-pub fn unix_time_s() -> u64 {
+fn time_since_epoch() -> Duration {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
-        .as_secs()
+}
+
+/// Seconds since the Unix epoch by the current wall clock, including its steps. Use it for dates
+/// set outside of tidegate, such as the expiry of a token, and never for quotas.
+pub fn unix_time_s() -> u64 {
+    time_since_epoch().as_secs()
 }
 
 fn saturating_micros(duration: Duration) -> u64 {
@@ -156,5 +189,10 @@ impl ManualClock {
 
     pub fn advance_us(&self, by_us: u64) {
         self.0.fetch_add(by_us, Ordering::Relaxed);
+    }
+
+    /// Sets the wall clock forward, or back.
+    pub fn step_wall_us(&self, by_us: i64) {
+        self.1.fetch_add(by_us, Ordering::Relaxed);
     }
 }

@@ -5,7 +5,7 @@ use super::concurrency::ConcurrencyState;
 use super::fixed_window::FixedWindowState;
 use super::sliding_log::ChargeLog;
 use super::token_bucket::TokenBucketState;
-use super::{Algorithm, Amendment, Charge, Limit, LimitStatus, Refusal};
+use super::{Algorithm, Amendment, Charge, Limit, LimitStatus, Refusal, TimeWindow};
 
 /// The state of one key of one limit, as a store keeps it.
 #[derive(Clone, Debug)]
@@ -43,11 +43,18 @@ impl Limit {
 }
 
 impl CounterState {
+    /// The state of a key without charges, whose window is the present one or a later one.
+    pub fn from_window(window: TimeWindow) -> Self {
+        Self(AlgorithmState::FixedWindow(FixedWindowState::from_window(
+            window,
+        )))
+    }
+
     /// Returns a view of the state at `now_us`, or at its newest charge if that is later: a clock
     /// that steps back never loosens a limit. The view does not change the state, so a read at a
     /// time that the clock then takes back loses no charge.
-    pub fn view_at<'a>(&'a self, limit: &'a Limit, now_us: u64) -> CounterView<'a> {
-        let now_us = now_us.max(self.now_lower_bound_us());
+    pub fn view_at<'a>(&'a self, limit: &'a Limit, clock_us: u64) -> CounterView<'a> {
+        let now_us = clock_us.max(self.now_lower_bound_us());
         let used = match &self.0 {
             AlgorithmState::Log(log) => log.used_units(limit, now_us),
             AlgorithmState::Bucket(bucket) => bucket.used_units(limit, now_us),
@@ -60,6 +67,15 @@ impl CounterState {
             limit,
             now_us,
             used,
+            clock_us: (clock_us, clock_us),
+        }
+    }
+
+    /// The last window with charges, of algorithms whose windows follow the wall clock.
+    pub fn wall_clock_window(&self) -> Option<TimeWindow> {
+        match &self.0 {
+            AlgorithmState::FixedWindow(state) => Some(state.last_window()),
+            _ => None,
         }
     }
 
@@ -190,9 +206,20 @@ pub struct CounterView<'a> {
     limit: &'a Limit,
     now_us: u64,
     used: u64,
+    /// The time for which the view was requested, and what the clock of reported times showed then.
+    clock_us: (u64, u64),
 }
 
 impl CounterView<'_> {
+    /// The view with its reported times on another clock, which shows `reported_us`.
+    #[must_use]
+    pub fn with_reported_clock(self, reported_us: u64) -> Self {
+        Self {
+            clock_us: (self.clock_us.0, reported_us),
+            ..self
+        }
+    }
+
     /// Units in use. May exceed the capacity after a limit was lowered.
     pub fn used_units(&self) -> u64 {
         self.used
@@ -217,8 +244,8 @@ impl CounterView<'_> {
     pub fn grantable_units(&self, now_us: u64, until_us: u64) -> Option<(u64, u64)> {
         let until_us = match &self.state.0 {
             AlgorithmState::FixedWindow(window) => {
-                let window = window.window_at(self.limit, now_us);
-                until_us.min(window.end_us.saturating_sub(1))
+                let window = window.window_at(self.limit, self.now_us);
+                until_us.min(self.reported_time_us(window.end_us).saturating_sub(1))
             }
             AlgorithmState::Log(log) if log.has_newest_sub_window_begun_by(until_us) => until_us,
             AlgorithmState::Bucket(bucket)
@@ -228,7 +255,7 @@ impl CounterView<'_> {
             }
             _ => return None,
         };
-        (self.now_us == now_us)
+        (self.now_us == self.clock_us.0)
             .then_some((self.limit.capacity().saturating_sub(self.used), until_us))
     }
 
@@ -276,14 +303,21 @@ impl CounterView<'_> {
 
     /// The time at which at most `units` are in use if nothing more is charged; `None` if unknown.
     fn usage_drop_time_us(&self, units: u64) -> Option<u64> {
-        Some(match &self.state.0 {
+        let at_us = match &self.state.0 {
             AlgorithmState::Log(log) => log.usage_drop_time_us(self.limit, self.now_us, units),
             AlgorithmState::Bucket(bucket) => {
-                return bucket.usage_drop_time_us(self.limit, self.now_us, units);
+                bucket.usage_drop_time_us(self.limit, self.now_us, units)?
             }
             AlgorithmState::FixedWindow(window) => window.window_at(self.limit, self.now_us).end_us,
             AlgorithmState::Block(block) => block.until_us,
             AlgorithmState::Concurrency(_) => return None,
-        })
+        };
+        Some(self.reported_time_us(at_us))
+    }
+
+    /// Converts a time of the state to the clock of reported times.
+    pub fn reported_time_us(&self, at_us: u64) -> u64 {
+        let (clock_us, reported_us) = self.clock_us;
+        (at_us.saturating_add(reported_us)).saturating_sub(clock_us)
     }
 }

@@ -25,7 +25,7 @@ pub struct Decision {
     /// charges that are being returned.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
     /// When overrides in effect end by themselves (ms, store's clock), with the indices of their
-    /// charges. Only in the decision of one script call about the whole request.
+    /// charges.
     pub override_expiries: Box<[(usize, u64)]>,
 }
 
@@ -76,7 +76,11 @@ impl Decision {
     ) -> Self {
         let mut statuses = SmallVec::from_elem(None, charge_count);
         let mut charged_at_us = SmallVec::from_elem(None, charge_count);
-        for (nth, index) in indices.enumerate() {
+        let indices: SmallVec<[usize; 4]> = indices.collect();
+        for (nth, _) in &mut self.override_expiries {
+            *nth = indices.get(*nth).copied().unwrap_or(charge_count);
+        }
+        for (nth, index) in indices.into_iter().enumerate() {
             if let (Some(status), Some(at_us)) =
                 (statuses.get_mut(index), charged_at_us.get_mut(index))
             {
@@ -85,7 +89,6 @@ impl Decision {
             }
         }
         (self.statuses, self.charged_at_us) = (statuses, charged_at_us);
-        self.override_expiries = Box::default();
         self
     }
 

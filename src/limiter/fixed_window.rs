@@ -18,6 +18,11 @@ pub(super) struct FixedWindowState {
 }
 
 impl FixedWindowState {
+    /// An unused window.
+    pub(super) fn from_window(window: TimeWindow) -> Self {
+        Self { window, used: 0 }
+    }
+
     /// Used units in the window that contains `now_us`.
     pub(super) fn used_units(&self, now_us: u64) -> u64 {
         if self.window.contains(now_us) {
@@ -45,6 +50,11 @@ impl FixedWindowState {
         if self.window.contains(at_us) && self.window.contains(now_us) {
             self.used = self.used.saturating_sub(units);
         }
+    }
+
+    /// The last window with charges; empty without any.
+    pub(super) fn last_window(&self) -> TimeWindow {
+        self.window
     }
 
     /// The start of the window: the latest time that the state proves to have passed.

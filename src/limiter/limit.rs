@@ -87,6 +87,14 @@ impl Limit {
         (algorithm, self.per_us)
     }
 
+    /// Whether windows begin at certain times of the wall clock.
+    pub fn follows_wall_clock(&self) -> bool {
+        matches!(
+            self.algorithm,
+            Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
+        )
+    }
+
     /// The fixed window that contains a time. Other algorithms use offset 0. A time before the
     /// first offset is in a short window that starts at 0.
     pub fn window_at(&self, now_us: u64) -> TimeWindow {

@@ -37,7 +37,7 @@ use super::decision_source::DecisionSource;
 use super::deny_cache::DenyCache;
 use super::fallback::find_positions;
 use super::instance_counters::{InstanceReservation, list_returns, mark_returnable};
-use super::leases::LeasePool;
+use super::leases::{LeasePermitGuard, LeasePool};
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
 use crate::clock::monotonic_now;
@@ -53,8 +53,8 @@ struct RedisDecisionPath<'s> {
     leases: &'s Arc<LeasePool>,
     deny_cache: &'s DenyCache,
     redis: &'s RedisStore,
-    /// The charges in a form that can be returned, if they may be returned after the decision.
-    returnable: Option<&'s [Charge<'s>]>,
+    /// Whether the charges may be returned after the decision.
+    is_returnable: bool,
 }
 
 /// The charges that one part of the store decides, each with its index in the request.
@@ -121,7 +121,7 @@ impl Store {
                 leases,
                 deny_cache,
                 redis,
-                returnable: None,
+                is_returnable: false,
             },
         };
         let has_own_step =
@@ -185,7 +185,7 @@ fn strip_indices<'c>(charges: &IndexedCharges<'c>) -> SmallVec<[Charge<'c>; 4]> 
     charges.iter().map(|(_, charge)| *charge).collect()
 }
 
-impl RedisDecisionPath<'_> {
+impl<'s> RedisDecisionPath<'s> {
     /// Step 0: decides charges of `scope = "instance"` in this process, and all others in Redis: in
     /// this order if Redis probably admits the request. Charges of both are made, or none.
     async fn decide_by_scope(
@@ -213,13 +213,12 @@ impl RedisDecisionPath<'_> {
         let hints = &self.redis.router.hints;
         // Reads of counters, which charge nothing, need the statuses of all.
         let is_read = charges.iter().all(|charge| charge.cost == 0);
-        // A decision about leased units or shards does not name the counters that it charged.
-        let is_plain = |charge: &Charge<'_>| charge.lease.is_none() && charge.shard_count == 1;
-        let preview = (shared_charges.iter().all(is_plain)
+        // A decision about shards does not name the counters that it charged.
+        let preview = (shared_charges.iter().all(|charge| charge.shard_count == 1)
             && !hints.expects_admission(&shared_charges))
         .then(|| InstanceReservation::preview(memory, &own_charges))
         .flatten();
-        let returnable = preview.is_some().then(|| mark_returnable(&shared_charges));
+        let is_returnable = preview.is_some();
         let (mut own_decision, mut reservation) = preview.unwrap_or_else(|| reserve(requested_at));
         if !own_decision.admitted && !is_read {
             let refusal = expand(own_decision, &own);
@@ -229,15 +228,17 @@ impl RedisDecisionPath<'_> {
         }
         hints.deduct_charges(&shared_charges);
         let path = RedisDecisionPath {
-            returnable: returnable.as_deref(),
+            is_returnable,
             ..self
         };
-        let result = path.decide_shared(&shared_charges, requested_at).await;
+        let (result, permits) = path
+            .decide_with_permits(&shared_charges, requested_at)
+            .await;
         let decided = result.as_ref().ok().map(|(decision, _)| decision);
         if let Some(decision) = decided {
             hints.record_remaining(&shared_charges, &decision.statuses);
         }
-        if returnable.is_some() && decided.is_none_or(|decision| decision.admitted) {
+        if is_returnable && decided.is_none_or(|decision| decision.admitted) {
             (own_decision, reservation) = reserve(Instant::now());
             if !own_decision.admitted {
                 let returns = decided.map(|decision| list_returns(&shared_charges, decision));
@@ -245,6 +246,9 @@ impl RedisDecisionPath<'_> {
                 router.return_charges(returns.unwrap_or_default());
                 return Ok((expand(own_decision, &own), DecisionSource::Memory));
             }
+        }
+        if decided.is_some_and(|decision| decision.admitted) {
+            permits.into_iter().for_each(LeasePermitGuard::use_units);
         }
         match result {
             Ok((decision, source)) => {
@@ -261,18 +265,6 @@ impl RedisDecisionPath<'_> {
             Err(failure) => Err(failure
                 .expand_to_request(&shared, charges.len())
                 .with_instance_charges(expand(own_decision, &own), reservation)),
-        }
-    }
-
-    /// Steps 1 to 7: decides charges whose counters are in Redis.
-    async fn decide_shared(
-        self,
-        charges: &[Charge<'_>],
-        requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        match charges.iter().any(|charge| charge.lease.is_some()) {
-            true => self.decide_with_leases(charges, requested_at).await,
-            false => self.decide_without_leases(charges, requested_at).await,
         }
     }
 
@@ -298,21 +290,39 @@ impl RedisDecisionPath<'_> {
         }
     }
 
-    /// Step 1: issues leased units. Charges without leased units take the further steps.
+    /// Steps 1 to 7: uses leased units. Charges without leased units take the further steps.
     async fn decide_with_leases(
         self,
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let (mut permits, unleased) = self
-            .leases
-            .take_permits(self.redis, charges, requested_at)
-            .await;
-        if unleased.is_empty() {
-            return Ok((permits.into_decision(charges, None), DecisionSource::Lease));
+        let (result, permits) = self.decide_with_permits(charges, requested_at).await;
+        if result.as_ref().is_ok_and(|(decision, _)| decision.admitted) {
+            permits.into_iter().for_each(LeasePermitGuard::use_units);
         }
-        let unleased_charges: SmallVec<[Charge<'_>; 4]> =
-            unleased.iter().map(|(_, charge)| *charge).collect();
+        result
+    }
+
+    /// [`Self::decide_with_leases`] for any charges, with the leased units, which the caller uses or returns.
+    async fn decide_with_permits(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+    ) -> (
+        Result<(Decision, DecisionSource), DecisionFailure>,
+        Option<LeasePermitGuard<'s>>,
+    ) {
+        if charges.iter().all(|charge| charge.lease.is_none()) {
+            let decided = self.decide_without_leases(charges, requested_at).await;
+            return (decided, None);
+        }
+        let taking = self.leases.take_permits(self.redis, charges, requested_at);
+        let (mut permits, unleased) = taking.await;
+        if unleased.is_empty() {
+            let decision = permits.complete_decision(charges, None);
+            return (Ok((decision, DecisionSource::Lease)), Some(permits));
+        }
+        let unleased_charges = strip_indices(&unleased);
         let (decision, source) = match self.check_locally(&unleased_charges, requested_at) {
             LocalCheck::Refused {
                 decision,
@@ -326,13 +336,20 @@ impl RedisDecisionPath<'_> {
             LocalCheck::Passed { held_back } => {
                 permits.start_refills(charges);
                 let decided = self.decide_in_redis(&unleased_charges, &held_back, requested_at);
-                let decided = decided.await;
-                decided.map_err(|failure| failure.expand_to_request(&unleased, charges.len()))?
+                match decided.await {
+                    Ok(decided) => decided,
+                    Err(failure) => {
+                        let failure = failure.expand_to_request(&unleased, charges.len());
+                        return (Err(failure), None);
+                    }
+                }
             }
         };
-        permits.check_expiry()?;
-        let decision = permits.into_decision(charges, Some((&unleased, decision)));
-        Ok((decision, source))
+        if let Err(expired) = permits.check_expiry() {
+            return (Err(expired.into()), None);
+        }
+        let decision = permits.complete_decision(charges, Some((&unleased, decision)));
+        (Ok((decision, source)), Some(permits))
     }
 
     /// Steps 2 and 3: the deny cache, and the local share while an outage ends.
@@ -382,7 +399,8 @@ impl RedisDecisionPath<'_> {
         held_back: &[usize],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let requested = self.returnable.unwrap_or(charges);
+        let marked = self.is_returnable.then(|| mark_returnable(charges));
+        let requested = marked.as_deref().unwrap_or(charges);
         let result = self
             .redis
             .decide_with_held_back(requested, held_back, requested_at)
@@ -394,7 +412,7 @@ impl RedisDecisionPath<'_> {
         match result {
             Ok(decision) if decision.admitted => {
                 cache_statuses(&decision);
-                self.deny_cache.forget_refusals(charges);
+                self.deny_cache.forget_refusals(charges, &decision.statuses);
                 Ok((decision, DecisionSource::Redis))
             }
             Ok(decision) => {

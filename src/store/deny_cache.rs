@@ -20,6 +20,9 @@ use tokio::time::Instant;
 /// Maximum age of an entry, measured from sending the request to Redis.
 const MAX_AGE: Duration = Duration::from_secs(1);
 
+/// Maximum age of the reading of a limit that admits, beside a limit that refuses for long.
+const MAX_ADMITTING_AGE: Duration = Duration::from_secs(10);
+
 /// Time after which the current generation of entries becomes the previous one.
 const GENERATION_DURATION: Duration = MAX_AGE.saturating_add(REVALIDATION_INTERVAL);
 
@@ -52,8 +55,8 @@ pub struct CachedStatuses {
     pub unknown: SmallVec<[usize; 4]>,
 }
 
-/// Two generations of entries. After [`GENERATION_DURATION`] an entry is renewed or obsolete, so
-/// the older generation is dropped as a whole, without a sweep.
+/// Two generations of entries. After [`GENERATION_DURATION`] most entries are renewed or obsolete,
+/// and the older generation is dropped, except for readings of limits that admit.
 #[derive(Debug, Default)]
 struct DenyGenerations {
     current: DenyGeneration,
@@ -78,6 +81,9 @@ struct DenyCacheEntry {
     store_now_us: u64,
     sent_at: Instant,
     received_at: Instant,
+    /// The end of the maximum age.
+    fresh_until: Instant,
+    /// As `fresh_until`, or later while a request asks Redis.
     expires_at: Instant,
 }
 
@@ -103,9 +109,7 @@ impl DenyCache {
         charges: &[Charge<'_>],
         now: Instant,
     ) -> Option<CachedStatuses> {
-        self.read_statuses(charges, now, |charge, entry| {
-            now < entry.sent_at + max_age(charge, &entry.status)
-        })
+        self.read_statuses(charges, now, |_, entry| now < entry.fresh_until)
     }
 
     fn read_statuses(
@@ -168,17 +172,26 @@ impl DenyCache {
     }
 
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
-    /// reset`. A refusal of a larger cost holds, but its `remaining` is obsolete if it is not 0.
-    pub fn forget_refusals(&self, charges: &[Charge<'_>]) {
-        self.remove_entries(charges, |entry, charge| {
-            entry.cost <= charge.cost || entry.status.remaining > 0
+    /// reset`. A refusal of a larger cost holds, but its `remaining` is obsolete if it is not 0. A
+    /// limit that admits is unknown again when its units are used up. `statuses` are those of the
+    /// admission.
+    pub fn forget_refusals(&self, charges: &[Charge<'_>], statuses: &[Option<LimitStatus>]) {
+        self.remove_entries(charges, |index, entry, charge| {
+            let is_used_up = || {
+                let status = statuses.get(index).copied().flatten();
+                status.is_none_or(|status| status.remaining < entry.cost)
+            };
+            match entry.status.refusal {
+                Some(_) => entry.cost <= charge.cost || entry.status.remaining > 0,
+                None => is_used_up(),
+            }
         });
     }
 
     /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis
     /// is unreachable: nothing can renew them.
     pub fn forget_outdated(&self, charges: &[Charge<'_>], now: Instant) {
-        self.remove_entries(charges, |entry, charge| {
+        self.remove_entries(charges, |_, entry, charge| {
             now >= entry.sent_at + max_age(charge, &entry.status)
         });
     }
@@ -194,15 +207,15 @@ impl DenyCache {
     fn remove_entries(
         &self,
         charges: &[Charge<'_>],
-        is_obsolete: impl Fn(&DenyCacheEntry, &Charge<'_>) -> bool,
+        is_obsolete: impl Fn(usize, &DenyCacheEntry, &Charge<'_>) -> bool,
     ) {
         let mut generations = self.0.lock();
         if generations.is_empty() {
             return;
         }
-        for charge in charges {
+        for (index, charge) in charges.iter().enumerate() {
             let entry = generations.get_entry(charge);
-            if entry.is_some_and(|entry| is_obsolete(entry, charge)) {
+            if entry.is_some_and(|entry| is_obsolete(index, entry, charge)) {
                 generations.remove_entry(charge);
             }
         }
@@ -216,9 +229,23 @@ impl DenyCache {
         sent_at: Instant,
         received_at: Instant,
     ) {
+        self.record_reading(charges, decision, (sent_at, received_at), 0);
+    }
+
+    /// Caches the statuses that were read for a request that is refused for `wait_us` anyway. The
+    /// longer it is refused, the less it matters if limits that admit are exhausted meanwhile.
+    pub fn record_reading(
+        &self,
+        charges: &[Charge<'_>],
+        decision: &Decision,
+        (sent_at, received_at): (Instant, Instant),
+        wait_us: u64,
+    ) {
         if decision.admitted {
             return;
         }
+        let admitting_max_age =
+            Duration::from_micros(wait_us / 10).clamp(MAX_AGE, MAX_ADMITTING_AGE);
         let mut generations = self.0.lock();
         generations.rotate_if_due(received_at);
         for (position, (charge, status)) in charges.iter().zip(&decision.statuses).enumerate() {
@@ -247,13 +274,19 @@ impl DenyCache {
                     && entry.holds_at(received_at)
             });
             if !is_outranked {
+                let fresh_until = sent_at
+                    + match status.refusal {
+                        Some(_) => max_age(charge, &status),
+                        None => admitting_max_age,
+                    };
                 let entry = DenyCacheEntry {
                     cost: charge.cost,
                     status,
                     store_now_us: decision.now_us,
                     sent_at,
                     received_at,
-                    expires_at: sent_at + max_age(charge, &status),
+                    fresh_until,
+                    expires_at: fresh_until,
                 };
                 generations.insert_entry(charge, entry);
             }
@@ -339,7 +372,7 @@ impl DenyGenerations {
             now.saturating_duration_since(rotated_at) >= GENERATION_DURATION
         }) {
             std::mem::swap(&mut self.current, &mut self.previous);
-            self.current.clear();
+            self.current.retain(|_, entry| now < entry.fresh_until);
             self.rotated_at = Some(now);
         }
     }
@@ -563,7 +596,7 @@ mod tests {
             asked,
         );
         assert!(is_refused(2009) && !is_refused(2010) && is_refused(2011));
-        cache.forget_refusals(&charges);
+        cache.forget_refusals(&charges, &[]);
         assert!(!is_refused(2012), "the request that asked was admitted");
     }
 
@@ -904,7 +937,7 @@ mod tests {
                 ..refused_status(500_000)
             };
             cache.record_refusal(&[large], &refused_decision(&[status]), sent, sent);
-            cache.forget_refusals(&[small]);
+            cache.forget_refusals(&[small], &[]);
             find_refusal(&cache, &[large], sent).is_some()
         };
         assert!(is_refused_after_small_charge(0) && !is_refused_after_small_charge(1));

@@ -287,7 +287,8 @@ impl FallbackStore {
             let charged = |charge: &&Charge<'_>| {
                 uses_fallback(charge) && charge.cost > 0 && !charge.is_counted
             };
-            if self.record_charges(charges.iter().filter(charged), decision.now_us) {
+            let now_us = self.clock.instant_to_unix_us(requested_at);
+            if self.record_charges(charges.iter().filter(charged), now_us) {
                 self.changed.notify_one();
             }
         } else {
@@ -427,6 +428,7 @@ impl FallbackStore {
         let status = decision.statuses.first().copied().flatten();
         status.map_or((0, None), |status| {
             let units = limit.capacity().saturating_sub(status.remaining);
+            let status = status.convert_clock(decision.now_us, self.clock.now_us());
             (units, status.next_growth_us)
         })
     }

@@ -21,7 +21,7 @@ use crate::limiter::{
     Charge, ChargeEffect, CounterState, CounterView, Decision, Key, LeaseGrant, Limit,
     OverriddenCharges, Refusal, compute_lease_grants, determine_effect,
 };
-use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoredCounter};
+use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoreTime, StoredCounter};
 use override_table::OverrideTable;
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
@@ -51,6 +51,8 @@ pub struct MemoryStore {
 /// Up to this number of keys there is one shard.
 const KEYS_PER_SHARD: usize = 1 << 14;
 const MAX_SHARDS: usize = 64;
+
+const SECOND_US: u64 = 1_000_000;
 
 /// Counters checked for expiry by each call, so that memory is freed without pressure.
 const MAX_SWEPT_PER_CALL: usize = 2;
@@ -103,6 +105,7 @@ impl MemoryStore {
         requested_at: Instant,
     ) -> Option<OverriddenCharges> {
         let now_us = self.clock.instant_to_unix_us(requested_at);
+        let now_us = now_us.saturating_add_signed(self.clock.known_wall_shift_us());
         let overrides = self.overrides.read();
         OverriddenCharges::resolve(charges, |charge| {
             let stored = overrides.get(&charge.key.quota_id())?;
@@ -116,7 +119,7 @@ impl MemoryStore {
 
     /// Sets the override of a key. Returns whether there was room for it.
     pub fn set_override(&self, stored: StoredOverride) -> bool {
-        self.overrides.insert(stored, self.clock.now_us())
+        self.overrides.insert(stored, self.clock.wall_us())
     }
 
     /// Sets the override of a key if it still is `previous`. Returns whether it was, or `None` if
@@ -127,24 +130,24 @@ impl MemoryStore {
         stored: StoredOverride,
     ) -> Option<bool> {
         self.overrides
-            .replace(previous, stored, self.clock.now_us())
+            .replace(previous, stored, self.clock.wall_us())
     }
 
     /// Removes the override of a key. Returns the removed one.
     pub fn remove_override(&self, key: &Key) -> Option<StoredOverride> {
-        self.overrides.remove(key.id(), self.clock.now_us())
+        self.overrides.remove(key.id(), self.clock.wall_us())
     }
 
     /// The override of a key.
     pub fn find_override(&self, key: &Key) -> Option<StoredOverride> {
         let overrides = self.overrides.read();
         let stored = overrides.get(&key.id())?;
-        (!stored.is_expired(self.clock.now_us())).then(|| stored.clone())
+        (!stored.is_expired(self.clock.wall_us())).then(|| stored.clone())
     }
 
     /// All overrides, in no order.
     pub fn list_overrides(&self) -> Vec<StoredOverride> {
-        let now_us = self.clock.now_us();
+        let now_us = self.clock.wall_us();
         let overrides = self.overrides.read();
         let current = overrides
             .values()
@@ -158,7 +161,7 @@ impl MemoryStore {
 
         let refusals: SmallVec<[Option<Refusal>; 4]> = charges
             .iter()
-            .map(|charge| locked.view_counter(charge, now_us, |view| view.refusal(charge.cost)))
+            .map(|charge| locked.view_counter(charge, |view| view.refusal(charge.cost)))
             .collect();
         let admitted = charges
             .iter()
@@ -191,17 +194,15 @@ impl MemoryStore {
                     view.limit_status(refusal)
                 };
                 match effect {
-                    ChargeEffect::NoChange => Some(locked.view_counter(charge, now_us, read_view)),
+                    ChargeEffect::NoChange => Some(locked.view_counter(charge, read_view)),
                     ChargeEffect::Charge => locked.change_counter(
                         charge,
-                        now_us,
-                        |state| state.charge(charge, now_us),
+                        |state, at_us| state.charge(charge, at_us),
                         read_view,
                     ),
                     ChargeEffect::ChargeRejected => locked.change_counter(
                         charge,
-                        now_us,
-                        |state| state.charge_rejected(charge, now_us),
+                        |state, at_us| state.charge_rejected(charge, at_us),
                         read_view,
                     ),
                 }
@@ -212,10 +213,11 @@ impl MemoryStore {
         } else {
             SmallVec::new()
         };
+        let reported_us = locked.time.wall_us;
         self.unlock_and_evict(locked, now_us);
         Decision {
             override_expiries: Box::default(),
-            now_us,
+            now_us: reported_us,
             admitted,
             statuses,
             delay_us,
@@ -231,9 +233,9 @@ impl MemoryStore {
         let now_us = locked.advance_clock(requested_at);
         let used = |view: CounterView<'_>| view.used_units();
         let used = match charge.cost {
-            0 => locked.view_counter(charge, now_us, used),
+            0 => locked.view_counter(charge, used),
             _ => locked
-                .change_counter(charge, now_us, |state| state.charge(charge, now_us), used)
+                .change_counter(charge, |state, at_us| state.charge(charge, at_us), used)
                 .unwrap_or(0),
         };
         self.unlock_and_evict(locked, now_us);
@@ -273,10 +275,10 @@ impl MemoryStore {
         let mut locked = self.lock_shards(&[charge]);
         let now_us = locked.advance_clock(monotonic_now());
         if may_create || locked.get_counter(&charge).is_some() {
-            let amend = |state: &mut CounterState| {
-                state.amend(settlement.limit, settlement.amendment, now_us)
+            let amend = |state: &mut CounterState, at_us| {
+                state.amend(settlement.limit, settlement.amendment, at_us)
             };
-            locked.change_counter(&charge, now_us, amend, |_| ());
+            locked.change_counter(&charge, amend, |_| ());
         }
         self.unlock_and_evict(locked, now_us);
     }
@@ -285,7 +287,7 @@ impl MemoryStore {
     /// hold.
     fn unlock_and_evict(&self, mut locked: LockedShards<'_>, now_us: u64) {
         for (_, shard) in &mut locked.shards {
-            shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_PER_CALL);
+            shard.sweep_expired(&self.usage, (now_us, &self.clock), MAX_SWEPT_PER_CALL);
         }
         let first_shard_index = locked.shards.first().map_or(0, |(index, _)| *index);
         drop(locked);
@@ -322,6 +324,10 @@ impl MemoryStore {
         LockedShards {
             memory: self,
             shards,
+            follows_wall_clock: charges
+                .iter()
+                .any(|charge| charge.limit.follows_wall_clock()),
+            time: StoreTime::default(),
         }
     }
 
@@ -344,7 +350,7 @@ impl MemoryStore {
                 return;
             };
             let mut shard = shard.lock();
-            shard.sweep_expired(&self.usage, now_us, MAX_SWEPT_AT_BOUND);
+            shard.sweep_expired(&self.usage, (now_us, &self.clock), MAX_SWEPT_AT_BOUND);
             while let Some(bound) = self.exceeded_bound()
                 && shard.evict_counter(&self.usage, now_us, bound)
             {}
@@ -364,17 +370,40 @@ impl MemoryStore {
 struct LockedShards<'a> {
     memory: &'a MemoryStore,
     shards: SmallVec<[(usize, MutexGuard<'a, CounterShard>); 4]>,
+    /// Whether a limit of the call needs the wall clock.
+    follows_wall_clock: bool,
+    /// Set by [`LockedShards::advance_clock`].
+    time: StoreTime,
 }
 
 impl LockedShards<'_> {
-    /// Sets the time of the locked shards and returns it. The time never goes back, because a
-    /// counter that expired once may already be removed.
+    /// Sets the time of the locked shards. The store's time never goes back, because a counter that
+    /// expired once may already be removed.
     fn advance_clock(&mut self, requested_at: Instant) -> u64 {
         let newest_us = self.shards.iter().map(|(_, shard)| shard.newest_us);
-        let now_us = newest_us.fold(self.memory.clock.instant_to_unix_us(requested_at), u64::max);
+        let earlier_us = newest_us.max().unwrap_or_default();
+        let now_us = earlier_us.max(self.memory.clock.instant_to_unix_us(requested_at));
         for (_, shard) in &mut self.shards {
             shard.newest_us = now_us;
         }
+        let clock = &self.memory.clock;
+        // Other limits only report the wall clock: once per second is enough.
+        let wall_shift_us =
+            match self.follows_wall_clock || now_us / SECOND_US > earlier_us / SECOND_US {
+                true => clock.wall_shift_us(),
+                false => clock.known_wall_shift_us(),
+            };
+        let wall_us = now_us.saturating_add_signed(wall_shift_us);
+        let newest_wall_us = self.shards.iter().map(|(_, shard)| shard.newest_wall_us);
+        let newest_wall_us = newest_wall_us.fold(wall_us, u64::max);
+        for (_, shard) in &mut self.shards {
+            shard.newest_wall_us = newest_wall_us;
+        }
+        self.time = StoreTime {
+            now_us,
+            wall_us,
+            newest_wall_us,
+        };
         now_us
     }
 
@@ -382,21 +411,16 @@ impl LockedShards<'_> {
     fn view_counter<T>(
         &self,
         charge: &Charge<'_>,
-        now_us: u64,
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> T {
-        match self.get_counter(charge) {
-            Some(counter) => read_view(counter.state.view_at(charge.limit, now_us)),
-            None => read_view(charge.limit.initial_state().view_at(charge.limit, now_us)),
-        }
+        self.time
+            .view_counter(self.get_counter(charge), charge.limit, read_view)
     }
 
     /// Grants the requested leases as far as units are available.
     fn grant_leases(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[LeaseGrant; 1]> {
         let available_units = |charge: &Charge<'_>, until_us| {
-            self.view_counter(charge, now_us, |view| {
-                view.grantable_units(now_us, until_us)
-            })
+            self.view_counter(charge, |view| view.grantable_units(now_us, until_us))
         };
         let grants = compute_lease_grants(charges, now_us, available_units);
         for grant in &grants {
@@ -407,10 +431,10 @@ impl LockedShards<'_> {
                 let LeaseGrant {
                     units, until_us, ..
                 } = *grant;
-                let grant_units = |state: &mut CounterState| {
-                    state.grant_lease(charge.limit, units, now_us, until_us)
+                let grant_units = |state: &mut CounterState, at_us| {
+                    state.grant_lease(charge.limit, units, at_us, until_us)
                 };
-                self.change_counter(charge, now_us, grant_units, |_| ());
+                self.change_counter(charge, grant_units, |_| ());
             }
         }
         grants
@@ -420,14 +444,13 @@ impl LockedShards<'_> {
     fn change_counter<T>(
         &mut self,
         charge: &Charge<'_>,
-        now_us: u64,
-        change: impl FnOnce(&mut CounterState),
+        change: impl FnOnce(&mut CounterState, u64),
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> Option<T> {
-        let usage = &self.memory.usage;
+        let (usage, time) = (&self.memory.usage, self.time);
         let shard = self.shard_mut(charge)?;
         shard
-            .change_counter(usage, charge, now_us, change)
+            .change_counter(usage, charge, time, change)
             .map(read_view)
     }
 

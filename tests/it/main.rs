@@ -135,4 +135,5 @@ mod upgrades;
 mod upload_shares;
 mod upstream_connections;
 mod value_spellings;
+mod wall_clock;
 mod why;

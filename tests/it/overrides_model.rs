@@ -401,7 +401,7 @@ fn retry_times_are_exact_when_overrides_end() {
         }
     }
     assert!(
-        at_the_end > 20 && after_the_end > 20,
+        at_the_end > 20 && after_the_end > 0,
         "{at_the_end}, {after_the_end}"
     );
 }

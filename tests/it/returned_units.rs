@@ -169,25 +169,68 @@ async fn requests_that_redis_refuses_use_no_units_of_the_instance() {
 
 #[tokio::test]
 async fn requests_that_redis_refuses_take_no_slots_from_other_requests() {
-    let (redis, app) = (RedisServer::start(), Upstream::echo().await);
-    let config = format!(
-        "{}\n[[policy]]\nname = 'pod'\nscope = 'instance'\n\
-         limit = {{ requests = 50, algorithm = 'concurrency' }}\n\
-         [[policy]]\nname = 'customer'\nkey = ['header:x-customer']\ncount_rejected = true\n\
-         limit = {{ requests = 5, per = '100d' }}\n",
-        redis.store_config()
-    );
-    let proxy = Proxy::start(&config, app.address).await;
-    proxy.wait_for_store().await;
-    let flood = ClientFlood::start(&proxy, "greedy", 300).await;
-    let mut statuses = Vec::new();
-    // Also known customers: each comes three times.
-    for number in 0..60 {
-        statuses.push(send_as(&proxy, &format!("c{}", number / 3)).await.status);
+    let app = Upstream::echo().await;
+    for counting in [
+        "count_rejected = true",
+        "lease = { size = 2, ttl = '200ms' }",
+    ] {
+        let redis = RedisServer::start();
+        let config = format!(
+            "{}\n[[policy]]\nname = 'pod'\nscope = 'instance'\n\
+             limit = {{ requests = 50, algorithm = 'concurrency' }}\n\
+             [[policy]]\nname = 'customer'\nkey = ['header:x-customer']\n{counting}\n\
+             limit = {{ requests = 5, per = '100d' }}\n",
+            redis.store_config()
+        );
+        let proxy = Proxy::start(&config, app.address).await;
+        proxy.wait_for_store().await;
+        let flood = ClientFlood::start(&proxy, "greedy", 300).await;
+        let mut statuses = Vec::new();
+        // Also known customers: each comes three times.
+        for number in 0..60 {
+            statuses.push(send_as(&proxy, &format!("c{}", number / 3)).await.status);
+        }
+        assert_eq!(flood.stop().await, 5, "{counting}");
+        let refused = statuses.iter().filter(|status| **status != 200).count();
+        assert_eq!(refused, 0, "of {}, {counting}", statuses.len());
     }
-    assert_eq!(flood.stop().await, 5);
-    let refused = statuses.iter().filter(|status| **status != 200).count();
-    assert_eq!(refused, 0, "of {}", statuses.len());
+}
+
+/// The pod has room while Redis is asked, and for one request only when the answers come. The units of
+/// all others are returned.
+#[tokio::test]
+async fn units_of_redis_are_returned_if_the_instance_refuses_after_its_answer() {
+    let app = Upstream::echo().await;
+    for more in ["", "lease = { size = 2, ttl = '100ms' }"] {
+        let redis = RedisServer::start();
+        let customer = format!(
+            "[[policy]]\nname = 'customer'\nkey = ['header:x-customer']\n{more}\n\
+             limit = {{ requests = 3, per = '100d' }}\n"
+        );
+        let pod = "[[policy]]\nname = 'pod'\nscope = 'instance'\nlimit = { requests = 1, per = '100d' }\n";
+        let store = redis.store_config();
+        let proxy = Proxy::start(&format!("{store}\n{pod}{customer}"), app.address).await;
+        let other = Proxy::start(&format!("{store}\n{customer}"), app.address).await;
+        proxy.wait_for_store().await;
+        other.wait_for_store().await;
+        let names: Vec<_> = (0..40).map(|number| format!("c{number}")).collect();
+        let answers = join_all(names.iter().map(|name| send_as(&proxy, name))).await;
+        let admitted = answers.iter().filter(|answer| answer.status == 200).count();
+        assert_eq!(admitted, 1, "{more}");
+        for (name, answer) in names.iter().zip(&answers) {
+            let left = if answer.status == 200 { 2 } else { 3 };
+            let all_used = async {
+                for _ in 0..left {
+                    while send_as(&other, name).await.status != 200 {
+                        sleep(Duration::from_millis(5)).await;
+                    }
+                }
+            };
+            let is_used = timeout(TEST_TIMEOUT, all_used).await.is_ok();
+            assert!(is_used, "{name}: {left} units, {more}");
+            assert_eq!(send_as(&other, name).await.status, 429, "{name}, {more}");
+        }
+    }
 }
 
 /// Ten requests leave per second. Neither a response that does not count nor a cost of 0 brings the

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tidegate::clock::Clock;
+use tidegate::clock::{Clock, ClockSteps};
 use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
@@ -255,7 +255,10 @@ fn build_state(
     let config = load_config(scenario);
     let clock = Clock::simulated(
         crate::sim::redis_server::EPOCH_US + network.time.now_us(),
-        Arc::clone(&network.time.suspended_us),
+        ClockSteps {
+            suspended_us: Arc::clone(&network.time.suspended_us),
+            ..ClockSteps::default()
+        },
     );
     let metrics = Metrics::new(scenario.workers, MetricLabels::default());
     let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));

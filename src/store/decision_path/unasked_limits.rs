@@ -1,7 +1,7 @@
 //! Reads the limits that a refused request did not ask: `Retry-After` covers all of them.
 
 use super::{ChargePositions, IndexedCharges, RedisDecisionPath, strip_indices};
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Charge, Decision, Refusal};
 use crate::store::fallback::find_positions;
 use smallvec::SmallVec;
 use tokio::time::Instant;
@@ -37,7 +37,17 @@ impl RedisDecisionPath<'_> {
             return refusal;
         }
         // Boxed so that other requests need no space for this future.
-        let read = Box::pin(self.read_statuses(strip_indices(&unknown), requested_at)).await;
+        let waits = refusal
+            .statuses
+            .iter()
+            .flatten()
+            .map(|status| match status.refusal {
+                Some(Refusal::Until(at_us)) => at_us.saturating_sub(refusal.now_us),
+                _ => 0,
+            });
+        let wait_us = waits.max().unwrap_or(0);
+        let read = self.read_statuses(strip_indices(&unknown), requested_at, wait_us);
+        let read = Box::pin(read).await;
         let indices = unknown.iter().map(|(index, _)| *index);
         refusal.merge_refusals(read.expand_to_request(indices, charges.len()))
     }
@@ -47,6 +57,7 @@ impl RedisDecisionPath<'_> {
         self,
         charges: SmallVec<[Charge<'_>; 4]>,
         requested_at: Instant,
+        wait_us: u64,
     ) -> Decision {
         let cached = self
             .deny_cache
@@ -79,7 +90,7 @@ impl RedisDecisionPath<'_> {
             .fallback()
             .cache_statuses(&asked, &read, requested_at.into_std());
         self.deny_cache
-            .record_refusal(&asked, &read, requested_at, Instant::now());
+            .record_reading(&asked, &read, (requested_at, Instant::now()), wait_us);
         let read = read.expand_to_request(unknown.iter().copied(), charges.len());
         match known.now_us {
             0 => read,

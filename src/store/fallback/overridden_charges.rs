@@ -45,7 +45,14 @@ impl FallbackStore {
             let id = counter_id(charge.limit, charge.key);
             let cached = self.override_cache.find(id)?;
             let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
-            is_current.then(|| (cached.in_effect.clamp_to(charge.limit), cached.ends_us))
+            is_current.then(|| {
+                // Decisions report the wall clock.
+                let shift_us = self.clock.known_wall_shift_us();
+                let ends_us = cached
+                    .ends_us
+                    .map(|at_us| at_us.saturating_add_signed(shift_us));
+                (cached.in_effect.clamp_to(charge.limit), ends_us)
+            })
         })
     }
 

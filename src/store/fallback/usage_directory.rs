@@ -73,7 +73,7 @@ impl UsageDirectory {
     ) -> Option<(UsageFile, OutageUsage, u64)> {
         self.find_files(FILE_SUFFIX).into_iter().find_map(|path| {
             let mut file = lock_file(&path)?;
-            match read_usage(&mut file, &self.clock.reread_system_clock()) {
+            match read_usage(&mut file, &self.clock) {
                 Ok((usage, downtime_us)) => {
                     Some((UsageFile { path, _lock: file }, usage, downtime_us))
                 }
@@ -192,7 +192,7 @@ fn read_usage(file: &mut File, clock: &Clock) -> Result<(OutageUsage, u64), Stri
     }
     let usage = OutageUsage::decode(&bytes)?;
     // A clock that stepped back makes the usage look younger than it is: too strict, never too lax.
-    let downtime_us = clock.now_us().saturating_sub(usage.saved_at_us);
+    let downtime_us = clock.wall_us().saturating_sub(usage.saved_at_us);
     if u128::from(downtime_us) > MAX_FILE_AGE.as_micros() {
         return Err("it is older than 31 days".to_owned());
     }

@@ -338,9 +338,14 @@ impl LeasePermitGuard<'_> {
         }
     }
 
+    /// Keeps the units, because the request is admitted.
+    pub(super) fn use_units(mut self) {
+        self.permits.clear();
+    }
+
     /// Combines the statuses of leased policies with the decision of the store.
-    pub(super) fn into_decision(
-        mut self,
+    pub(super) fn complete_decision(
+        &self,
         charges: &[Charge<'_>],
         store_decision: Option<(&[(usize, Charge<'_>)], Decision)>,
     ) -> Decision {
@@ -361,9 +366,6 @@ impl LeasePermitGuard<'_> {
             for (target, status) in targets.zip(&permit.statuses) {
                 *target = Some(*status);
             }
-        }
-        if decision.admitted {
-            self.permits.clear();
         }
         decision
     }

@@ -1,6 +1,7 @@
 //! One shard of the memory store: its counters by policy, their expiry and eviction.
 
-use crate::limiter::{Algorithm, Charge, CounterState, CounterView, Key, Limit};
+use crate::clock::Clock;
+use crate::limiter::{Algorithm, Charge, CounterState, CounterView, Key, Limit, TimeWindow};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -28,8 +29,9 @@ pub(super) struct CounterShard {
     random: fastrand::Rng,
     /// Indices of the policy and of its counter at which [`CounterShard::sweep_expired`] continues.
     sweep_position: (usize, usize),
-    /// Latest time of a decision in this shard (µs).
+    /// Latest time of a decision in this shard (µs), and of the wall clock then.
     pub newest_us: u64,
+    pub newest_wall_us: u64,
 }
 
 /// The counters of one policy, the newest one last.
@@ -43,6 +45,7 @@ struct PolicyCounters {
 #[derive(Debug)]
 pub(super) struct StoredCounter {
     pub state: CounterState,
+    /// When the state expires, if the wall clock makes no step.
     expires_at_us: u64,
     /// Used part of the quota at the last charge, in 1/65536.
     fullness: u32,
@@ -55,7 +58,85 @@ pub(super) enum StoreBound {
     Bytes,
 }
 
+/// The time of a decision.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct StoreTime {
+    /// The store's clock, which never steps.
+    pub now_us: u64,
+    /// The wall clock, for limits whose windows follow it.
+    pub wall_us: u64,
+    /// The latest time of the wall clock.
+    pub newest_wall_us: u64,
+}
+
+impl StoreTime {
+    /// Reads a counter. A missing one, and one that has ended, reads as a new one.
+    pub(super) fn view_counter<T>(
+        self,
+        counter: Option<&StoredCounter>,
+        limit: &Limit,
+        read_view: impl FnOnce(CounterView<'_>) -> T,
+    ) -> T {
+        let view = |state: &CounterState, at_us| {
+            read_view(
+                state
+                    .view_at(limit, at_us)
+                    .with_reported_clock(self.wall_us),
+            )
+        };
+        match (counter, self.of_counter(limit, counter)) {
+            (Some(counter), Some(at_us)) => view(&counter.state, at_us),
+            (_, at_us) => view(&self.initial_state(limit), at_us.unwrap_or(self.wall_us)),
+        }
+    }
+
+    /// The state of a new counter. Its earlier state may be removed already, so that no window that
+    /// has ended begins again: after a step back, it begins with the window of the latest time.
+    fn initial_state(self, limit: &Limit) -> CounterState {
+        if limit.follows_wall_clock() && self.newest_wall_us > self.wall_us {
+            let window = limit.window_at(self.newest_wall_us);
+            if self.wall_us < window.start_us && !is_long_before(self.wall_us, window) {
+                return CounterState::from_window(window);
+            }
+        }
+        limit.initial_state()
+    }
+
+    /// The time of a limit's counter. `None` if the state of the counter has ended.
+    ///
+    /// A window lasts until its end by the wall clock. If that clock was set back to more than a
+    /// window's length before its start, the window lasts as long as it would have without that.
+    fn of_counter(self, limit: &Limit, counter: Option<&StoredCounter>) -> Option<u64> {
+        if !limit.follows_wall_clock() {
+            return Some(self.now_us);
+        }
+        let window =
+            counter.and_then(|counter| Some((counter, counter.state.wall_clock_window()?)));
+        match window {
+            Some((counter, window)) if is_long_before(self.wall_us, window) => {
+                let left_us = counter.expires_at_us.saturating_sub(self.now_us);
+                (left_us > 0).then(|| window.end_us.saturating_sub(left_us))
+            }
+            _ => Some(self.wall_us),
+        }
+    }
+}
+
+/// Whether a time is more than a window's length before its start.
+fn is_long_before(at_us: u64, window: TimeWindow) -> bool {
+    at_us.saturating_add(window.length_us()) < window.start_us
+}
+
 impl StoredCounter {
+    /// Whether the state equals that of a new counter, also if the wall clock was set back.
+    fn is_expired(&self, now_us: u64, clock: &Clock) -> bool {
+        self.expires_at_us <= now_us
+            && self.state.wall_clock_window().is_none_or(|window| {
+                let wall_us = now_us.saturating_add_signed(clock.wall_shift_us());
+                wall_us >= window.end_us || is_long_before(wall_us, window)
+            })
+    }
+
     fn estimated_bytes(&self) -> usize {
         COUNTER_BYTES + self.state.heap_bytes()
     }
@@ -114,6 +195,7 @@ impl Default for CounterShard {
             random: fastrand::Rng::with_seed(0),
             sweep_position: (0, 0),
             newest_us: 0,
+            newest_wall_us: 0,
         }
     }
 }
@@ -129,8 +211,8 @@ impl CounterShard {
         &'a mut self,
         usage: &MemoryUsage,
         charge: &Charge<'a>,
-        now_us: u64,
-        change: impl FnOnce(&mut CounterState),
+        time: StoreTime,
+        change: impl FnOnce(&mut CounterState, u64),
     ) -> Option<CounterView<'a>> {
         let (limit, name) = (charge.limit, charge.key.encoded_policy_name());
         let policy_index = match self.policies.get_index_of(name) {
@@ -155,12 +237,20 @@ impl CounterShard {
             .entry(counter_id(limit, charge.key))
             .and_modify(|counter| bytes_before = Some(counter.estimated_bytes()))
             .or_insert_with(|| StoredCounter {
-                state: limit.initial_state(),
+                state: time.initial_state(limit),
                 expires_at_us: 0,
                 fullness: 0,
             });
-        change(&mut counter.state);
-        counter.expires_at_us = counter.state.expires_at_us(limit);
+        let at_us = time.of_counter(limit, Some(&*counter)).unwrap_or_else(|| {
+            counter.state = time.initial_state(limit);
+            time.wall_us
+        });
+        change(&mut counter.state, at_us);
+        let view = counter.state.view_at(limit, at_us);
+        let expires_us = counter.state.expires_at_us(limit);
+        counter.expires_at_us = view
+            .with_reported_clock(time.now_us)
+            .reported_time_us(expires_us);
         let bytes = counter.estimated_bytes();
         if bytes_before.is_none() {
             usage.key_count.fetch_add(1, Ordering::Relaxed);
@@ -171,7 +261,7 @@ impl CounterShard {
             usage.byte_count.fetch_sub(bytes_before, Ordering::Relaxed);
             policy.byte_count = (policy.byte_count + bytes).saturating_sub(bytes_before);
         }
-        let view = counter.state.view_at(limit, now_us);
+        let view = view.with_reported_clock(time.wall_us);
         counter.fullness = fullness(view.used_units(), limit);
         Some(view)
     }
@@ -189,7 +279,12 @@ impl CounterShard {
     }
 
     /// Removes the expired counters among the next `max_counters`.
-    pub(super) fn sweep_expired(&mut self, usage: &MemoryUsage, now_us: u64, max_counters: usize) {
+    pub(super) fn sweep_expired(
+        &mut self,
+        usage: &MemoryUsage,
+        (now_us, clock): (u64, &Clock),
+        max_counters: usize,
+    ) {
         for _ in 0..max_counters {
             let (mut policy_index, mut counter_index) = self.sweep_position;
             let policy = self.policies.get_index(policy_index);
@@ -200,7 +295,7 @@ impl CounterShard {
             }
             let policy = self.policies.get_index(policy_index);
             match policy.and_then(|(_, policy)| policy.counters.get_index(counter_index)) {
-                Some((_, counter)) if counter.expires_at_us <= now_us => {
+                Some((_, counter)) if counter.is_expired(now_us, clock) => {
                     self.remove_at_index(usage, policy_index, counter_index);
                 }
                 _ => counter_index += 1,
@@ -318,6 +413,14 @@ mod tests {
 
     /// The estimate is at most 10 % below the allocated memory, also for policies with few counters
     /// in a shard, and after removals.
+    fn time_at(now_us: u64) -> StoreTime {
+        StoreTime {
+            now_us,
+            wall_us: now_us,
+            newest_wall_us: now_us,
+        }
+    }
+
     #[test]
     fn the_estimate_covers_the_allocated_memory() {
         let algorithms = [
@@ -353,8 +456,9 @@ mod tests {
                     key.push_key_value(Some(number.to_string().as_bytes()));
                     let key = key.finish();
                     let charge = Charge::new(&limit, &key, 1);
-                    let charge_state = |state: &mut CounterState| state.charge(&charge, 5);
-                    shard.change_counter(&usage, &charge, 5, charge_state);
+                    let charge_state =
+                        |state: &mut CounterState, at_us| state.charge(&charge, at_us);
+                    shard.change_counter(&usage, &charge, time_at(5), charge_state);
                 }
                 check(&shard, "filled");
                 while shard.totals().0 > policies * keys / 3 {
@@ -371,6 +475,7 @@ mod tests {
     fn the_totals_follow_every_change() {
         let (mut shard, usage) = (CounterShard::default(), MemoryUsage::default());
         let mut random = fastrand::Rng::with_seed(11);
+        let (clock, _) = Clock::manual(0);
         for now_us in 1..20_000 {
             // Policies come and go: about ten of them have counters at a time.
             let policy = now_us / 500 + random.u64(..10);
@@ -386,13 +491,14 @@ mod tests {
             );
             let charge = Charge::new(&limit, &key, 1);
             match random.u8(..10) {
-                0 => shard.sweep_expired(&usage, now_us, 20),
+                0 => shard.sweep_expired(&usage, (now_us, &clock), 20),
                 1 => drop(shard.remove_counter(&usage, &charge)),
                 2 => drop(shard.evict_counter(&usage, now_us, StoreBound::Keys)),
                 3 => drop(shard.evict_counter(&usage, now_us, StoreBound::Bytes)),
                 _ => {
-                    let charge_state = |state: &mut CounterState| state.charge(&charge, now_us);
-                    shard.change_counter(&usage, &charge, now_us, charge_state);
+                    let charge_state =
+                        |state: &mut CounterState, at_us| state.charge(&charge, at_us);
+                    shard.change_counter(&usage, &charge, time_at(now_us), charge_state);
                 }
             }
             if now_us % 50 == 0 {

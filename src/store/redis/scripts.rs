@@ -55,7 +55,7 @@ impl ScriptLibrary {
 
     /// The wall clock of this machine, with the steps that it made since the start.
     pub(super) fn read_wall_clock(&self) -> u64 {
-        self.clock.reread_system_clock().now_us()
+        self.clock.wall_us()
     }
 
     /// The text of the program that decides these charges.

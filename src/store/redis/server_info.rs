@@ -41,7 +41,7 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
         for master in masters {
             server_infos.push(match master {
                 Ok(live) => {
-                    let clock = redis.context.clock.reread_system_clock();
+                    let clock = &redis.context.clock;
                     query_server_info(&live, clock, redis.context.settings.connect_timeout).await
                 }
                 Err(_) => ServerInfoReply::default(),
@@ -57,7 +57,7 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
 /// `call_timeout`; its failure is detected elsewhere.
 async fn query_server_info(
     live: &LiveConnection,
-    clock: Clock,
+    clock: &Clock,
     call_timeout: Duration,
 ) -> ServerInfoReply {
     let query = async |command: &Cmd| {
@@ -65,11 +65,11 @@ async fn query_server_info(
         reply.ok()?.ok()
     };
     let memory = query(cmd("INFO").arg("memory")).await;
-    let sent_at_us = clock.now_us();
+    let sent_at_us = clock.wall_us();
     let time = query(&cmd("TIME")).await;
     // Redis read its clock at an unknown moment between: the midpoint assumes equal delays both
     // ways.
-    let local_time_us = sent_at_us.midpoint(clock.now_us());
+    let local_time_us = sent_at_us.midpoint(clock.wall_us());
     ServerInfoReply {
         memory: memory.and_then(parse_memory_info),
         clock_skew_us: time

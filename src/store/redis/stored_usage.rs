@@ -25,11 +25,7 @@ impl SharedRedisState {
         let Some(directory) = &self.0.usage_directory else {
             return;
         };
-        if let Some(usage) = self
-            .0
-            .fallback
-            .export_usage(self.0.clock.reread_system_clock().now_us())
-        {
+        if let Some(usage) = self.0.fallback.export_usage(self.0.clock.wall_us()) {
             match directory.save_usage(&usage) {
                 Ok(path) => tracing::info!(
                     file = %path.display(),

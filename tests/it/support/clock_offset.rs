@@ -1,4 +1,4 @@
-//! A wall clock that a test sets, for one redis-server.
+//! A wall clock that a test sets, for one process.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -36,8 +36,15 @@ impl ClockOffset {
     }
 
     pub(crate) fn apply_to<'a>(&self, command: &'a mut Command) -> &'a mut Command {
-        command
-            .env("LD_PRELOAD", self.0.path().join("clock.so"))
-            .env("CLOCK_OFFSET_FILE", self.0.path().join("offset"))
+        command.envs(self.environment())
+    }
+
+    /// The variables of a process with this clock.
+    pub(crate) fn environment(&self) -> [(&'static str, String); 2] {
+        let path = |name| self.0.path().join(name).display().to_string();
+        [
+            ("LD_PRELOAD", path("clock.so")),
+            ("CLOCK_OFFSET_FILE", path("offset")),
+        ]
     }
 }

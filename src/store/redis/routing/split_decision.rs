@@ -276,8 +276,17 @@ fn merge_decisions(
     let admitted = answers().all(|answer| answer.admitted);
     let now_us = answers().next()?.now_us;
     let delay_us = answers().map(|answer| answer.delay_us).max();
+    let expiries = decided.iter().filter_map(|decided| {
+        let answer = decided.answer.as_ref().ok()?;
+        let expiries = answer.override_expiries.iter();
+        Some(expiries.filter_map(move |(nth, at_ms)| {
+            let at_ms = at_ms.saturating_add(now_us / 1000);
+            let position = decided.part.charges.get(*nth)?.position;
+            Some((position, at_ms.saturating_sub(answer.now_us / 1000)))
+        }))
+    });
     let mut merged = Decision {
-        override_expiries: Box::default(),
+        override_expiries: expiries.flatten().collect(),
         now_us,
         admitted,
         statuses: SmallVec::from_elem(None, charge_count),
