@@ -179,10 +179,10 @@ impl From<io::Error> for RedisConnectionError {
 impl From<&RedisError> for RedisConnectionError {
     fn from(error: &RedisError) -> Self {
         let tls_remedy = find_tls_error(error).and_then(tls::suggest_remedy);
-        let message = match (tls_remedy, error.kind(), error.code(), error.detail()) {
+        let message = match (tls_remedy, error.code(), error.detail()) {
             (Some(remedy), ..) => format!("{error}; {remedy}"),
             // As Redis wrote it.
-            (None, ErrorKind::Server(_), Some(code), Some(detail)) => format!("{code} {detail}"),
+            (None, Some(code), Some(detail)) => format!("{code} {detail}"),
             _ => error.to_string(),
         };
         Self::new(RedisErrorKind::from(error), message)
