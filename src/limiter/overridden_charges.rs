@@ -30,8 +30,8 @@ impl KeyOverride {
 }
 
 impl OverriddenCharges {
-    /// Finds the overrides of charges, and when they end by themselves (µs). `None` if no charge has
-    /// one.
+    /// Finds the overrides of charges, and when they end by themselves (µs). `None` if no charge
+    /// has one.
     pub fn resolve(
         charges: &[Charge<'_>],
         mut find: impl FnMut(&Charge<'_>) -> Option<(OverrideInEffect, Option<u64>)>,

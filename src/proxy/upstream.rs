@@ -153,11 +153,10 @@ impl UpstreamClient {
             let mut budget = RetryBudget::new(self.settings(), &request);
             let upload = Some(request.body());
             let upload = upload.filter(|body| body.may_be_read_ahead() && self.pool.is_scarce());
-            let taken = match upload {
-                None => self.pool.try_take_share(&client).ok(),
-                Some(_) => None,
-            };
-            let share = match taken {
+            let taken = upload
+                .is_none()
+                .then(|| self.pool.try_take_share(&client).ok());
+            let share = match taken.flatten() {
                 Some(share) => share,
                 None => {
                     let share = Box::pin(self.wait_for_share(client(), upload)).await?;
@@ -180,8 +179,8 @@ impl UpstreamClient {
                 }
                 let is_reused = connection.is_reused();
                 let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
-                let retry = (is_http2 || is_reused && budget.may_retry_idempotent)
-                    .then(|| RetryRequest::from_request(&request));
+                let may_retry = is_http2 || is_reused && budget.may_retry_idempotent;
+                let retry = may_retry.then(|| RetryRequest::from_request(&request));
                 match is_http2 {
                     // An HTTP/2 upstream may refuse a request unprocessed even after the whole body
                     // was sent, so the body is kept for a retry.
@@ -190,17 +189,9 @@ impl UpstreamClient {
                 }
                 let yield_first = is_reused && !budget.may_retry_idempotent;
                 let was_sent_before = was_sent.replace(true);
-                match self
-                    .exchange_request(
-                        connection,
-                        request,
-                        is_upgrade,
-                        sent_at,
-                        interim,
-                        yield_first,
-                    )
-                    .await
-                {
+                let order = (is_upgrade, yield_first);
+                let exchange = self.exchange_request(connection, request, sent_at, interim, order);
+                match exchange.await {
                     Ok(mut response) => {
                         retry.inspect(|copy| copy.body.disable_replay());
                         if let ResponseBody::Upstream(body) = response.body_mut() {

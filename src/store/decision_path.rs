@@ -223,8 +223,11 @@ impl<'s> RedisDecisionPath<'s> {
         if !own_decision.admitted && !is_read {
             let refusal = expand(own_decision, &own);
             let unknown = find_unasked_limits(charges, &refusal);
-            let refusal = self.complete_refusal(charges, refusal, &unknown, requested_at);
-            return Ok((refusal.await, DecisionSource::Memory));
+            let reading = match self.complete_refusal(charges, refusal, &unknown, requested_at) {
+                Ok(refusal) => return Ok((refusal, DecisionSource::Memory)),
+                Err(reading) => reading,
+            };
+            return Ok((reading.await, DecisionSource::Memory));
         }
         hints.deduct_charges(&shared_charges);
         let path = RedisDecisionPath {
@@ -280,8 +283,12 @@ impl<'s> RedisDecisionPath<'s> {
                 source,
                 unknown,
             } => {
-                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
-                Ok((refusal.await, source))
+                let reading = match self.complete_refusal(charges, decision, &unknown, requested_at)
+                {
+                    Ok(refusal) => return Ok((refusal, source)),
+                    Err(reading) => reading,
+                };
+                Ok((reading.await, source))
             }
             LocalCheck::Passed { held_back } => {
                 self.decide_in_redis(charges, &held_back, requested_at)
@@ -328,11 +335,10 @@ impl<'s> RedisDecisionPath<'s> {
                 decision,
                 source,
                 unknown,
-            } => {
-                let refusal =
-                    self.complete_refusal(&unleased_charges, decision, &unknown, requested_at);
-                (refusal.await, source)
-            }
+            } => match self.complete_refusal(&unleased_charges, decision, &unknown, requested_at) {
+                Ok(refusal) => (refusal, source),
+                Err(reading) => (reading.await, source),
+            },
             LocalCheck::Passed { held_back } => {
                 permits.start_refills(charges);
                 let decided = self.decide_in_redis(&unleased_charges, &held_back, requested_at);
@@ -420,8 +426,12 @@ impl<'s> RedisDecisionPath<'s> {
                 self.deny_cache
                     .record_refusal(charges, &decision, requested_at, Instant::now());
                 let unknown = find_unasked_limits(charges, &decision);
-                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
-                Ok((refusal.await, DecisionSource::Redis))
+                let reading = match self.complete_refusal(charges, decision, &unknown, requested_at)
+                {
+                    Ok(refusal) => return Ok((refusal, DecisionSource::Redis)),
+                    Err(reading) => reading,
+                };
+                Ok((reading.await, DecisionSource::Redis))
             }
             // After a failed call, a cached refusal without an exact retry time is better than no
             // decision.

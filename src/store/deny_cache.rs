@@ -584,9 +584,9 @@ mod tests {
             sent,
             sent,
         );
-        let answers = [999, 1000, 1001, 1249, 1250, 1251].map(|after_ms| is_refused(after_ms));
+        let answers = [999, 1000, 1001, 1249, 1250, 1251].map(&is_refused);
         assert_eq!(answers, [true, false, true, true, false, true]);
-        let answers = [1250, 1999, 2000].map(|after_ms| is_refused_after_failure(after_ms));
+        let answers = [1250, 1999, 2000].map(is_refused_after_failure);
         assert_eq!(answers, [true, true, false], "until the refusal ends");
         let asked = sent + ms(1010);
         cache.record_refusal(

@@ -71,8 +71,8 @@ pub struct SecondCounts {
     pub decisions: [u32; REQUEST_DECISION_COUNT],
     /// Responses by status class, from 1xx to 5xx.
     pub status_classes: [u32; STATUS_CLASS_COUNT],
-    /// Requests without a response from the upstream by no fault of the client, and responses of the
-    /// upstream with a status from 500 on.
+    /// Requests without a response from the upstream by no fault of the client, and responses
+    /// of the upstream with a status from 500 on.
     pub failures: [u32; 2],
 }
 

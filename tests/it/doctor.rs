@@ -624,7 +624,8 @@ async fn start_refusing_server(line: &'static str) -> u16 {
     let port = listener.local_addr().unwrap().port();
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
-            stream.read(&mut [0; 4096]).await.ok();
+            let mut request = [0; 16];
+            stream.read_exact(&mut request).await.ok();
             stream.write_all(line.as_bytes()).await.ok();
         }
     });

@@ -52,7 +52,8 @@ fn join_header_lines<'v>(
         .expect("valid values joined by visible ASCII are valid")
 }
 
-/// Joins the lines of `Cookie`, and releases the memory of the lines. Returns the memory of the map.
+/// Joins the lines of `Cookie`, and releases the memory of the lines. Returns the memory of the
+/// map.
 ///
 /// HPACK needs one byte for a line that takes [`FIELD_LINE_BYTES`].
 pub(in crate::proxy) fn compact_header_map(headers: &mut HeaderMap) -> usize {

@@ -36,22 +36,20 @@ impl HeldExchange {
         client: IpAddr,
         now: Instant,
         mut interim: InformationalForwarder,
-        guard: Option<ConcurrencySlotGuard>,
+        guard: ConcurrencySlotGuard,
     ) -> Self {
         let was_sent = Rc::new(Cell::new(false));
         let sent = Rc::clone(&was_sent);
         let exchange = async move {
-            let deadline = guard.as_ref().and_then(ConcurrencySlotGuard::held_until);
+            let deadline = guard.held_until();
             let send = upstream.send(request, is_upgrade, || client, now, &mut interim, &sent);
             let mut result = await_until_deadline(deadline, pin!(send)).await;
-            match (&mut result, guard) {
-                (Ok(response), Some(guard)) => response.body_mut().attach_slot_guard(guard),
-                (Err(ForwardError::Upstream(error)), Some(guard))
-                    if sent.get() && !has_upstream_ended(error) =>
-                {
+            match &mut result {
+                Ok(response) => response.body_mut().attach_slot_guard(guard),
+                Err(ForwardError::Upstream(error)) if sent.get() && !has_upstream_ended(error) => {
                     guard.keep_without_exchange();
                 }
-                _ => {}
+                Err(_) => {}
             }
             (result, sent.get())
         };

@@ -23,6 +23,7 @@ use crate::telemetry::trace::{RequestRecording, TraceParent};
 use bytes::Bytes;
 use http::{Request, Response, request};
 use std::cell::Cell;
+use std::net::IpAddr;
 use std::pin::pin;
 use tokio::time::Instant;
 
@@ -61,9 +62,8 @@ impl ProxyService {
         let mut verdict = match &tunnel_count {
             Ok(_) => {
                 let facts = inbound.facts(&parts, peer.certificate_subject.as_ref());
-                self.enforcer
-                    .decide_request(&policies, &facts, arrived_at)
-                    .await
+                let decide = self.enforcer.decide_request(&policies, &facts, arrived_at);
+                decide.await
             }
             Err(_) => Verdict::undecided(),
         };
@@ -94,36 +94,51 @@ impl ProxyService {
         self.prepare_upstream_request(&mut parts, &mut summary, peer, table, &estimates, &body);
         add_mark_header(&mut parts.headers, table, &verdict);
         let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
-        let upstream_request = Request::from_parts(parts, body);
         let is_upgrade = summary.target.upgrade_request.is_some();
-        let ip = summary.client.ip;
-        let client = || table.client.client_prefix(ip);
-        let is_held = |guard: &ConcurrencySlotGuard| guard.held_until().is_some();
-        let result = if slot_guard.as_ref().is_some_and(is_held) {
-            let (upstream, interim) = (self.upstream.clone(), std::mem::take(interim));
-            let request = (upstream_request, is_upgrade);
-            let guard = slot_guard.take();
-            let exchange = HeldExchange::new(upstream, request, client(), ready_at, interim, guard);
-            let (result, sent) = exchange.await;
-            was_sent.set(sent);
-            result
-        } else {
-            let send = pin!(self.upstream.send(
-                upstream_request,
-                is_upgrade,
-                client,
-                ready_at,
-                interim,
-                &was_sent
-            ));
-            await_until_deadline(deadline, send).await
-        };
+        let request = (Request::from_parts(parts, body), is_upgrade);
+        let slot = (&mut slot_guard, deadline);
+        let client = (summary.client.ip, table);
+        let forward = self.forward(request, client, ready_at, interim, slot, &was_sent);
+        let result = forward.await;
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());
         let response = self.respond_to_result(result, sent, estimates, &mut summary, style);
         let response = self.complete_response(response, &mut summary, &verdict, table, style);
         attach_slot_and_recording(response, slot_guard, summary.recording.take())
+    }
+
+    /// Sends a request until the deadline of its slot, if it has one. An exchange that may outlive
+    /// its client takes the slot.
+    #[allow(
+        clippy::manual_async_fn,
+        reason = "an async fn stores and copies its arguments twice"
+    )]
+    fn forward<'a>(
+        &'a self,
+        (request, is_upgrade): (Request<RequestBody>, bool),
+        (client_ip, table): (IpAddr, &'a PolicyTable),
+        ready_at: Instant,
+        interim: &'a mut InformationalForwarder,
+        (slot_guard, deadline): (&'a mut Option<ConcurrencySlotGuard>, Option<Instant>),
+        was_sent: &'a Cell<bool>,
+    ) -> impl Future<Output = Result<Response<ResponseBody>, ForwardError>> {
+        async move {
+            let client = || table.client.client_prefix(client_ip);
+            let is_held = |guard: &mut ConcurrencySlotGuard| guard.held_until().is_some();
+            if let Some(guard) = slot_guard.take_if(is_held) {
+                let (upstream, interim) = (self.upstream.clone(), std::mem::take(interim));
+                let request = (request, is_upgrade);
+                let exchange =
+                    HeldExchange::new(upstream, request, client(), ready_at, interim, guard);
+                let (result, sent) = exchange.await;
+                was_sent.set(sent);
+                return result;
+            }
+            let upstream = &self.upstream;
+            let send = upstream.send(request, is_upgrade, client, ready_at, interim, was_sent);
+            await_until_deadline(deadline, pin!(send)).await
+        }
     }
 
     /// Responds to a request that a policy rejected.

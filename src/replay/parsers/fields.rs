@@ -23,8 +23,11 @@ pub(super) fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
     (is_method && !target.is_empty()).then_some((method, target))
 }
 
+/// Method and target.
+type RequestLine<'t> = (Cow<'t, [u8]>, Cow<'t, [u8]>);
+
 /// Like [`parse_request_line`], for an unescaped text.
-pub(super) fn split_request_line(text: Cow<'_, [u8]>) -> Option<(Cow<'_, [u8]>, Cow<'_, [u8]>)> {
+pub(super) fn split_request_line(text: Cow<'_, [u8]>) -> Option<RequestLine<'_>> {
     match text {
         Cow::Borrowed(text) => {
             let (method, target) = parse_request_line(text)?;

@@ -3,8 +3,8 @@
 use super::{ChargePositions, IndexedCharges, RedisDecisionPath, strip_indices};
 use crate::limiter::{Charge, Decision, Refusal};
 use crate::store::fallback::find_positions;
-use futures_util::future::{Either, ready};
 use smallvec::SmallVec;
+use std::pin::Pin;
 use tokio::time::Instant;
 
 /// The limits that may refuse for longer than a refusal says. Charges with a time were admitted:
@@ -20,14 +20,18 @@ pub(super) fn find_unasked_limits(charges: &[Charge<'_>], refusal: &Decision) ->
 impl RedisDecisionPath<'_> {
     /// Adds the refusals of the limits at `unknown` to a refusal, so that the client retries when
     /// all limits admit. Reads the counters without a charge. Limits whose counters give no answer
-    /// stay unknown. The reading is boxed, so that other requests need no space for it.
+    /// stay unknown. Returns the refusal, or the future that reads: boxed, so that other requests
+    /// need no space for it.
     pub(super) fn complete_refusal<'a>(
         self,
         charges: &'a [Charge<'a>],
         refusal: Decision,
         unknown: &[usize],
         requested_at: Instant,
-    ) -> impl Future<Output = Decision> {
+    ) -> Result<Decision, Pin<Box<dyn Future<Output = Decision> + 'a>>>
+    where
+        Self: 'a,
+    {
         let unknown = unknown
             .iter()
             .filter_map(|at| Some((*at, *charges.get(*at)?)));
@@ -35,9 +39,9 @@ impl RedisDecisionPath<'_> {
             .filter(|(_, charge)| !self.leases.has_units_for(charge))
             .collect();
         if unknown.is_empty() {
-            return Either::Left(ready(refusal));
+            return Ok(refusal);
         }
-        Either::Right(Box::pin(async move {
+        Err(Box::pin(async move {
             let waits = refusal
                 .statuses
                 .iter()

@@ -2,7 +2,7 @@
 
 use super::access::RedisAccess;
 use super::circuit_breaker::RedisCircuitBreaker;
-use super::hash_slot::hash_slot_for_name;
+use super::hash_slot::{hash_slot_for_key, hash_slot_for_name};
 use super::member_list::MemberDescription;
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelDisagreements;
@@ -48,6 +48,15 @@ pub(super) struct RedisContext {
     /// Whether the servers are behind a proxy that accepts only commands with keys.
     pub(super) is_behind_proxy: AtomicBool,
     pub(super) script_text_notice: Once,
+}
+
+/// An empty fallback store with the partitions of the topology.
+pub(super) fn new_fallback(settings: &RedisSettings, clock: Clock) -> FallbackStore {
+    let fallback = FallbackStore::new(settings.initial_instances, clock);
+    fallback.with_partitions(match settings.topology {
+        RedisTopology::Cluster => hash_slot_for_key,
+        _ => |_| SINGLE_PARTITION,
+    })
 }
 
 impl RedisContext {

@@ -72,9 +72,8 @@ use crate::telemetry::metrics::RedisServerMetrics;
 use access::RedisAccess;
 use circuit_breaker::RedisCircuitBreaker;
 use connector::AbortOnDropTask;
-use context::RedisContext;
+use context::{RedisContext, new_fallback};
 use futures_util::future::join_all;
-use hash_slot::hash_slot_for_key;
 use live_connection::LiveConnection;
 use node::RedisNode;
 use parking_lot::Mutex;
@@ -240,15 +239,6 @@ impl SharedRedisState {
     pub fn error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.0.breaker.failure_counts()
     }
-}
-
-/// An empty fallback store with the partitions of the topology.
-fn new_fallback(settings: &RedisSettings, clock: Clock) -> FallbackStore {
-    let fallback = FallbackStore::new(settings.initial_instances, clock);
-    fallback.with_partitions(match settings.topology {
-        RedisTopology::Cluster => hash_slot_for_key,
-        _ => |_| SINGLE_PARTITION,
-    })
 }
 
 impl RedisStore {

@@ -15,8 +15,10 @@ struct HistoryFixture {
 
 impl HistoryFixture {
     fn new() -> Self {
-        let mut labels = MetricLabels::default();
-        labels.decision_sources = &["redis"];
+        let mut labels = MetricLabels {
+            decision_sources: &["redis"],
+            ..MetricLabels::default()
+        };
         for table in [
             &mut labels.request_decisions[..],
             &mut labels.policy_history,

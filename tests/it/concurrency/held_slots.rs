@@ -164,10 +164,10 @@ async fn clients_that_leave_do_not_put_more_work_on_the_app_than_the_limit() {
 
 #[tokio::test]
 async fn the_rest_of_a_response_is_read_without_its_client() {
-    let (senders, mut bodies) = tokio::sync::mpsc::unbounded_channel();
+    let (senders, mut bodies) = tokio::sync::mpsc::channel(64);
     let upstream = Upstream::with_handler(move |_request| {
         let (sender, body) = channel_body();
-        senders.send(sender).unwrap();
+        senders.try_send(sender).unwrap();
         async { Response::new(body) }
     })
     .await;

@@ -1,5 +1,6 @@
 //! Request bodies, received from the client.
 
+mod http2_rest;
 mod read_ahead;
 
 use bytes::Bytes;
@@ -7,14 +8,15 @@ use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use std::cell::{Cell, RefCell};
-use std::future::{pending, poll_fn};
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 
+use self::http2_rest::discard_http2_rest;
 use self::read_ahead::is_message_stream;
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
@@ -30,14 +32,6 @@ use crate::proxy::server::lazy_timer::LazyTimer;
 const MAX_DISCARD_BYTES: u64 = 256 * 1024;
 
 const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Maximum bytes of an unwanted HTTP/2 request body that are read and dropped. After these bytes
-/// the client has to wait for the end of the response.
-const MAX_HTTP2_DISCARD_BYTES: u64 = 16 * 1024 * 1024;
-
-/// Time between the end of a response and the reset of its unwanted HTTP/2 request body. Common
-/// clients lose a response that arrives together with a reset, even with `NO_ERROR`.
-const HTTP2_RESET_DELAY: Duration = Duration::from_secs(1);
 
 /// Limits of request bodies.
 #[derive(Clone, Copy, Debug)]
@@ -248,33 +242,6 @@ impl RequestBodyProgress {
     pub(in crate::proxy) fn record_response_end(&self) {
         self.record_response_start();
         self.response_ended.notify_one();
-    }
-}
-
-/// Reads and drops the rest of an HTTP/2 request body. Dropping `body` resets the stream if the
-/// client has not ended or reset it. The reset waits until [`HTTP2_RESET_DELAY`] after the
-/// response. No more than [`MAX_HTTP2_DISCARD_BYTES`] are read.
-async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
-    let progress = Rc::clone(&body.borrow().progress);
-    let rest = async {
-        let mut discarded = 0;
-        while discarded <= MAX_HTTP2_DISCARD_BYTES {
-            let incoming = poll_fn(|cx| Pin::new(&mut body.borrow_mut().incoming).poll_frame(cx));
-            let Some(Ok(frame)) = incoming.await else {
-                return;
-            };
-            body.borrow().release_frame(&frame);
-            discarded += frame.data_ref().map_or(0, |data| data.len() as u64);
-        }
-        pending().await
-    };
-    let delay = async {
-        progress.response_ended.notified().await;
-        sleep(HTTP2_RESET_DELAY).await;
-    };
-    tokio::select! {
-        () = rest => {}
-        () = delay => {}
     }
 }
 

@@ -37,10 +37,9 @@ impl UpstreamClient {
         &self,
         mut connection: Box<UpstreamConnection>,
         mut request: Request<RequestBody>,
-        is_upgrade: bool,
         sent_at: Instant,
         interim: &mut InformationalForwarder,
-        yield_first: bool,
+        (is_upgrade, yield_first): (bool, bool),
     ) -> impl Future<Output = Result<Response<ResponseBody>, ExchangeError>> {
         async move {
             let UpstreamConnection {
