@@ -138,17 +138,17 @@ impl LimitStatus {
 
     /// Whether the status has a time after `ends_us`, or none.
     pub(super) fn has_times_after(&self, ends_us: u64) -> bool {
-        self.refusal > Some(Refusal::Until(ends_us))
-            || self.next_growth_us.is_none_or(|at_us| at_us > ends_us)
+        self.refusal >= Some(Refusal::Until(ends_us))
+            || self.next_growth_us.is_none_or(|at_us| at_us >= ends_us)
     }
 
     /// Replaces the times after `ends_us`, when the override ends, by those of `later`, the status
     /// of the counter without the override.
     pub(super) fn apply_override_end(&mut self, ends_us: u64, later: &Self) {
-        if self.refusal > Some(Refusal::Until(ends_us)) {
+        if self.refusal >= Some(Refusal::Until(ends_us)) {
             self.refusal = later.refusal.max(Some(Refusal::Until(ends_us)));
         }
-        if self.next_growth_us.is_none_or(|at_us| at_us > ends_us) {
+        if self.next_growth_us.is_none_or(|at_us| at_us >= ends_us) {
             self.next_growth_us = match later.remaining > self.remaining {
                 true => Some(ends_us),
                 false => later.next_growth_us.map(|at_us| at_us.max(ends_us)),

@@ -162,7 +162,9 @@ fn no_day_begins_twice_whatever_the_clock_does() {
         let limit = daily_limits()[round % 2];
         let (store, hands) = start_store();
         let key = key("daily");
-        let mut units = 0;
+        // The store has seen this day.
+        exhaust(&store, &limit, &key);
+        let mut units = limit.requests;
         let mut wall_us = MIDNIGHT_US + 12 * HOUR_US;
         let mut latest_us = wall_us;
         for _ in 0..100 {

@@ -172,11 +172,11 @@ local function apply_override(n, charge)
   return variant
 end
 
--- The times of a status, if they are after the end of the override: from then on the limit without
+-- The times of a status, if they are not before the end of the override: from then on the limit without
 -- it applies.
 local function apply_override_end(key, charge, until_us, growth_us, remaining)
   local ends_at, after = charge.ends_at, charge.after
-  local is_late, grows_late = until_us == -1 or until_us > ends_at, growth_us == 0 or growth_us > ends_at
+  local is_late, grows_late = until_us == -1 or until_us >= ends_at, growth_us == 0 or growth_us >= ends_at
   local state = (is_late or grows_late) and after.rule.read(key, time, after.per, after.parameters)
   if not state then return until_us, growth_us end
   local later_until = refused_until(after.rule.release_time, state, charge.cost, after.capacity)
