@@ -277,7 +277,7 @@ impl<'s> RedisDecisionPath<'s> {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        match self.check_locally(charges, requested_at) {
+        let held_back = match self.check_locally(charges, requested_at) {
             LocalCheck::Refused {
                 decision,
                 source,
@@ -288,13 +288,13 @@ impl<'s> RedisDecisionPath<'s> {
                     Ok(refusal) => return Ok((refusal, source)),
                     Err(reading) => reading,
                 };
-                Ok((reading.await, source))
+                return Ok((reading.await, source));
             }
-            LocalCheck::Passed { held_back } => {
-                self.decide_in_redis(charges, &held_back, requested_at)
-                    .await
-            }
-        }
+            LocalCheck::Passed { held_back } => held_back,
+        };
+        // Outside of the match, so that the future has no space for a refusal here.
+        let decide = self.decide_in_redis(charges, &held_back, requested_at);
+        decide.await
     }
 
     /// Steps 1 to 7: uses leased units. Charges without leased units take the further steps.
