@@ -202,12 +202,14 @@ async fn malformed_requests_through_a_trusted_proxy_end_no_other_request() {
         let malformed = get_fields_with("connection", "close");
         client.send(request_frame(1 + 2 * n, &malformed)).await;
         client
-            .wait_for_frame("a reset", |frame| matches!(frame.kind, RST_STREAM | GOAWAY))
+            .wait_for_frame("a rejection", |frame| frame.status() == Some(400))
             .await;
     }
     client.send(get_frame(2_001, "/")).await;
     let answer = client
-        .wait_for_frame("an answer", |frame| matches!(frame.kind, HEADERS | GOAWAY))
+        .wait_for_frame("an answer", |frame| {
+            frame.stream == 2_001 || frame.kind == GOAWAY
+        })
         .await;
     assert_eq!(answer.status(), Some(200));
     assert!(!client.wait_for_close(TEST_TIMEOUT / 50).await.0);

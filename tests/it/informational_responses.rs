@@ -382,7 +382,7 @@ async fn http2_clients_that_expect_100_continue_get_it() {
 #[tokio::test]
 async fn a_rejected_http2_request_gets_no_100_continue() {
     let upstream = Upstream::echo().await;
-    let config = "[listen.http]\nmax_body_bytes = 1000\n[[policy]]\nname = 'p'\nkey = []\nlimit = { requests = 1, per = '1h' }\n";
+    let config = "[listen.http]\nmax_body_bytes = '1000'\n[[policy]]\nname = 'p'\nkey = []\nlimit = { requests = 1, per = '1h' }\n";
     let proxy = Proxy::start(config, upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     let field = |name, value: &str| encode_header_block(&[(name, value)]);

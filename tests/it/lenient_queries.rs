@@ -164,6 +164,7 @@ async fn http2_queries_are_escaped_as_over_http1() {
 async fn both_versions_accept_the_same_targets() {
     let (proxy, _upstream) = start_proxy("").await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client.send(window_update_frame(0, 1 << 30)).await;
     let mut stream = 1;
     for byte in 0x21..0x7f_u8 {
         for target in [

@@ -23,7 +23,8 @@ const MAX_FRAME_BYTES: usize = 16_384;
 /// Lower bound for the size of a block that is kept until it is complete.
 const MIN_BLOCK_BYTES: usize = 64 * 1024;
 
-/// Maximum size of a field that the replacement of a malformed head keeps.
+/// Maximum size of a field that the replacement of a malformed head keeps, and of a target that is
+/// checked without the `http` crate.
 const MAX_KEPT_BYTES: usize = 1024;
 
 /// Space for the `expect` field that is added to a head.
@@ -34,7 +35,7 @@ fn is_name_byte(byte: &u8) -> bool {
     matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'!' | b'#'..=b'\'' | b'*' | b'+' | b'^' | b'`' | b'|' | b'~')
 }
 
-/// Whether every sequence of such bytes is a valid path and query. There are others.
+/// Whether a slash and such bytes are always a valid path and query. There are others.
 fn is_plain_path_byte(byte: &u8) -> bool {
     matches!(byte, b'a'..=b'z' | b'A'..=b'Z' | b'/'..=b';' | b'%'..=b'.' | b'?' | b'=' | b'_' | b'~' | b'!' | b'$' | b'@')
 }
@@ -53,8 +54,6 @@ pub(super) enum FieldBlockKind {
 #[derive(Debug)]
 pub(super) struct ReplacedBlock {
     pub(super) frames: Vec<u8>,
-    /// Whether the request is malformed.
-    pub(super) is_malformed: bool,
     /// Whether the head ends with a mark.
     pub(super) is_marked: bool,
 }
@@ -98,7 +97,7 @@ impl FieldBlockFilter {
         let mut fields = FieldList::with_max_bytes(self.max_list_bytes.saturating_sub(1));
         self.decoder.decode(block, &mut fields)?;
         let mut output = Vec::new();
-        let (mut is_malformed, mut is_marked) = (false, false);
+        let mut is_marked = false;
         match kind {
             FieldBlockKind::RequestHead => {
                 let mut head = RequestHead::default();
@@ -109,14 +108,13 @@ impl FieldBlockFilter {
                         head.encode(&fields, stream, &mut output);
                     }
                     Err(error) => {
-                        (is_malformed, is_marked) = (true, true);
+                        is_marked = true;
                         head.encode_malformed(&fields, error, &mut output);
                     }
                 }
             }
             FieldBlockKind::Trailers if are_malformed_trailers(&fields) => {
                 // The request's body rejects the white space.
-                is_malformed = true;
                 encode_field(b"x", b" ", &mut output);
             }
             _ if !self.is_table_unknown => return Ok(None),
@@ -125,7 +123,6 @@ impl FieldBlockFilter {
         self.is_table_unknown = true;
         Ok(Some(ReplacedBlock {
             frames: encode_frames(stream, ends_stream, &output),
-            is_malformed,
             is_marked,
         }))
     }
@@ -229,10 +226,10 @@ impl<'f> RequestHead<'f> {
             return Err(RequestValidationError::Method);
         }
         let (is_connect, is_extended) = (method == b"CONNECT", self.protocol.is_some());
+        let is_scheme =
+            |text: &[u8]| matches!(text, b"http" | b"https") || Scheme::try_from(text).is_ok();
         let has_target = match (self.scheme, self.path) {
-            (Some(scheme), Some(_)) => {
-                matches!(scheme, b"http" | b"https") || Scheme::try_from(scheme).is_ok()
-            }
+            (Some(scheme), Some(_)) if is_scheme(scheme) => true,
             (None, None) => false,
             _ => return Err(RequestValidationError::PseudoFields),
         };
@@ -259,15 +256,17 @@ impl<'f> RequestHead<'f> {
                 colons += usize::from(*byte == b':');
                 is_plain &= matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'.' | b'-' | b':');
             }
-            is_plain && colons <= 1 && text.len() > colons || Authority::try_from(text).is_ok()
+            let is_short = (colons + 1..=MAX_KEPT_BYTES).contains(&text.len());
+            is_plain && is_short && colons <= 1 || Authority::try_from(text).is_ok()
         })
     }
 
     fn has_valid_path(&self) -> bool {
         let path = &*self.path_for_h2;
-        !path.is_empty()
-            && (path.iter().all(is_plain_path_byte)
-                || str::from_utf8(path).is_ok() && PathAndQuery::try_from(path).is_ok())
+        let is_plain = path.starts_with(b"/")
+            && path.len() <= MAX_KEPT_BYTES
+            && path.iter().all(is_plain_path_byte);
+        is_plain || PathAndQuery::try_from(path).is_ok()
     }
 
     /// Whether h2 must not see the head as it is.
@@ -550,6 +549,6 @@ mod tests {
             (CONTINUATION, END_HEADERS, false),
         ];
         assert_eq!(seen, expected);
-        assert!(rest.is_empty() && replaced.is_marked && !replaced.is_malformed);
+        assert!(rest.is_empty() && replaced.is_marked);
     }
 }

@@ -25,9 +25,6 @@ const ACK: u8 = 1;
 /// Payload below which a DATA frame spends credit. gRPC messages and WebSocket frames are larger.
 const MIN_DATA_BYTES: usize = 5;
 
-/// Credit that a malformed head or trailers spend, as a request that is cancelled early.
-const MALFORMED_BLOCK_COST: u32 = 20;
-
 /// Length of one setting: identifier and value (RFC 9113, 6.5.1).
 const SETTING_BYTES: usize = 6;
 /// Identifier of SETTINGS_HEADER_TABLE_SIZE.
@@ -346,9 +343,6 @@ impl FrameScanner {
                 output.rewrite().extend_from_slice(&replaced.frames);
                 self.is_filter_disabled |= output.is_too_large();
                 scan.has_head_mark |= replaced.is_marked;
-                if replaced.is_malformed {
-                    scan.costly_frames += MALFORMED_BLOCK_COST;
-                }
             }
             Err(InvalidFieldBlock) => return self.disable_filter(output),
         }
