@@ -322,7 +322,7 @@ async fn invalid_arguments_get_helpful_errors() {
         .run_successfully(&["explain", "GET", "/api/pay/1"])
         .await;
     assert!(
-        output.contains("The state of the limits is unknown: the store gave no answer (refused): "),
+        output.contains("The state of the limits is unknown: the store gave no answer (refused)"),
         "{output}"
     );
 }

@@ -314,9 +314,13 @@ pub(super) async fn connect_and_probe(
     let disagreements = &context.sentinel_disagreements;
     let address = target.resolve_address(&access, disagreements).await?;
     let attempt = |login| open_and_probe(context, target, &access.settings, &address, login);
-    let (opened, login) = access.server_login.try_logins(attempt).await?;
-    access.server_login.record_accepted(login);
-    Ok(opened)
+    match access.server_login.try_logins(attempt).await {
+        Ok((opened, login)) => {
+            access.server_login.record_accepted(login);
+            Ok(opened)
+        }
+        Err(error) => Err(connector::find_refusal(&address, &access.settings, error).await),
+    }
 }
 
 /// Connects to an address with a login and probes the connection.

@@ -7,7 +7,7 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -23,6 +23,12 @@ const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 /// Minimum TCP user timeout. The peer must acknowledge sent data within `connect_timeout`, or
 /// within this time if it is longer.
 const MIN_TCP_USER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Maximum length of the reason for a refused connection.
+const MAX_REFUSAL_BYTES: u64 = 512;
+
+/// Time that a server has to state why it refuses a connection.
+const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// A task that is aborted when its owner is dropped.
 #[derive(Debug)]
@@ -60,6 +66,36 @@ pub(super) async fn open_connection(
                     start_session(stream, credentials, database).await
                 }
             }
+        }
+    }
+}
+
+/// Replaces the error of a connection that the server closed by what the server states about it. In
+/// protected mode, or with too many clients, Redis sends an error at once and closes. The text is
+/// lost to a client that sends a command, so a further connection only reads.
+pub(super) async fn find_refusal(
+    address: &RedisAddress,
+    settings: &RedisSettings,
+    error: RedisConnectionError,
+) -> RedisConnectionError {
+    let RedisAddress::Tcp { host, port } = address else {
+        return error;
+    };
+    let is_real = matches!(settings.dialer, RedisDialer::Network) && settings.tls.is_none();
+    if !is_real || error.kind != RedisErrorKind::Connection {
+        return error;
+    }
+    let mut text = Vec::new();
+    let read = async {
+        let socket = TcpStream::connect((host.as_str(), *port)).await?;
+        socket.take(MAX_REFUSAL_BYTES).read_to_end(&mut text).await
+    };
+    drop(timeout(REFUSAL_TIMEOUT, read).await);
+    match text.strip_prefix(b"-").map(String::from_utf8_lossy) {
+        None => error,
+        Some(text) => {
+            let kind = RedisErrorKind::from_error_text(&text);
+            RedisConnectionError::new(kind, text.trim_end())
         }
     }
 }

@@ -85,6 +85,10 @@ pub async fn diagnose_redis(settings: &RedisSettings, algorithms: &[Algorithm]) 
         let scripts = &scripts;
         async move {
             let result = diagnose_server(settings, scripts, &address, &probe_key, algorithms).await;
+            let result = match result {
+                Ok(facts) => Ok(facts),
+                Err(error) => Err(connector::find_refusal(&address, settings, error).await),
+            };
             ServerDiagnosis {
                 address: address.to_string(),
                 result,
