@@ -133,7 +133,8 @@ impl Store {
                 false => Box::pin(path.decide_with_leases(charges, requested_at)).await,
             };
         }
-        path.decide_without_leases(charges, requested_at).await
+        // Boxed so that requests without Redis need no space for this future.
+        Box::pin(path.decide_without_leases(charges, requested_at)).await
     }
 
     /// Decides charges of `local` policies that Redis left undecided, by this instance's share.

@@ -198,6 +198,7 @@ async fn malformed_requests_through_a_trusted_proxy_end_no_other_request() {
         .start()
         .await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client.send(window_update_frame(0, 1 << 30)).await;
     for n in 0..600 {
         let malformed = get_fields_with("connection", "close");
         client.send(request_frame(1 + 2 * n, &malformed)).await;

@@ -3,8 +3,8 @@
 use super::{ChargePositions, IndexedCharges, RedisDecisionPath, strip_indices};
 use crate::limiter::{Charge, Decision, Refusal};
 use crate::store::fallback::find_positions;
+use futures_util::future::BoxFuture;
 use smallvec::SmallVec;
-use std::pin::Pin;
 use tokio::time::Instant;
 
 /// The limits that may refuse for longer than a refusal says. Charges with a time were admitted:
@@ -28,7 +28,7 @@ impl RedisDecisionPath<'_> {
         refusal: Decision,
         unknown: &[usize],
         requested_at: Instant,
-    ) -> Result<Decision, Pin<Box<dyn Future<Output = Decision> + 'a>>>
+    ) -> Result<Decision, BoxFuture<'a, Decision>>
     where
         Self: 'a,
     {
