@@ -224,20 +224,18 @@ impl<'s> RedisDecisionPath<'s> {
         if !own_decision.admitted && !is_read {
             let refusal = expand(own_decision, &own);
             let unknown = find_unasked_limits(charges, &refusal);
-            let reading = match self.complete_refusal(charges, refusal, &unknown, requested_at) {
-                Ok(refusal) => return Ok((refusal, DecisionSource::Memory)),
-                Err(reading) => reading,
+            return match self.complete_refusal(charges, refusal, &unknown, requested_at) {
+                Ok(refusal) => Ok((refusal, DecisionSource::Memory)),
+                Err(reading) => Ok((reading.await, DecisionSource::Memory)),
             };
-            return Ok((reading.await, DecisionSource::Memory));
         }
         hints.deduct_charges(&shared_charges);
         let path = RedisDecisionPath {
             is_returnable,
             ..self
         };
-        let (result, permits) = path
-            .decide_with_permits(&shared_charges, requested_at)
-            .await;
+        let decide = path.decide_with_permits(&shared_charges, requested_at);
+        let (result, permits) = decide.await;
         let decided = result.as_ref().ok().map(|(decision, _)| decision);
         if let Some(decision) = decided {
             hints.record_remaining(&shared_charges, &decision.statuses);
