@@ -224,10 +224,8 @@ impl<'s> RedisDecisionPath<'s> {
         if !own_decision.admitted && !is_read {
             let refusal = expand(own_decision, &own);
             let unknown = find_unasked_limits(charges, &refusal);
-            return match self.complete_refusal(charges, refusal, &unknown, requested_at) {
-                Ok(refusal) => Ok((refusal, DecisionSource::Memory)),
-                Err(reading) => Ok((reading.await, DecisionSource::Memory)),
-            };
+            let refusal = self.complete_refusal(charges, refusal, &unknown, requested_at);
+            return Ok((refusal.await, DecisionSource::Memory));
         }
         hints.deduct_charges(&shared_charges);
         let path = RedisDecisionPath {
@@ -276,24 +274,20 @@ impl<'s> RedisDecisionPath<'s> {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let held_back = match self.check_locally(charges, requested_at) {
+        match self.check_locally(charges, requested_at) {
             LocalCheck::Refused {
                 decision,
                 source,
                 unknown,
             } => {
-                let reading = match self.complete_refusal(charges, decision, &unknown, requested_at)
-                {
-                    Ok(refusal) => return Ok((refusal, source)),
-                    Err(reading) => reading,
-                };
-                return Ok((reading.await, source));
+                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
+                Ok((refusal.await, source))
             }
-            LocalCheck::Passed { held_back } => held_back,
-        };
-        // Outside of the match, so that the future has no space for a refusal here.
-        let decide = self.decide_in_redis(charges, &held_back, requested_at);
-        decide.await
+            LocalCheck::Passed { held_back } => {
+                self.decide_in_redis(charges, &held_back, requested_at)
+                    .await
+            }
+        }
     }
 
     /// Steps 1 to 7: uses leased units. Charges without leased units take the further steps.
@@ -309,7 +303,8 @@ impl<'s> RedisDecisionPath<'s> {
         result
     }
 
-    /// [`Self::decide_with_leases`] for any charges, with the leased units, which the caller uses or returns.
+    /// [`Self::decide_with_leases`] for any charges. Returns the leased units, too: the caller uses
+    /// or returns them.
     async fn decide_with_permits(
         self,
         charges: &[Charge<'_>],
@@ -334,10 +329,11 @@ impl<'s> RedisDecisionPath<'s> {
                 decision,
                 source,
                 unknown,
-            } => match self.complete_refusal(&unleased_charges, decision, &unknown, requested_at) {
-                Ok(refusal) => (refusal, source),
-                Err(reading) => (reading.await, source),
-            },
+            } => {
+                let refusal =
+                    self.complete_refusal(&unleased_charges, decision, &unknown, requested_at);
+                (refusal.await, source)
+            }
             LocalCheck::Passed { held_back } => {
                 permits.start_refills(charges);
                 let decided = self.decide_in_redis(&unleased_charges, &held_back, requested_at);
@@ -425,12 +421,8 @@ impl<'s> RedisDecisionPath<'s> {
                 self.deny_cache
                     .record_refusal(charges, &decision, requested_at, Instant::now());
                 let unknown = find_unasked_limits(charges, &decision);
-                let reading = match self.complete_refusal(charges, decision, &unknown, requested_at)
-                {
-                    Ok(refusal) => return Ok((refusal, DecisionSource::Redis)),
-                    Err(reading) => reading,
-                };
-                Ok((reading.await, DecisionSource::Redis))
+                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
+                Ok((refusal.await, DecisionSource::Redis))
             }
             // After a failed call, a cached refusal without an exact retry time is better than no
             // decision.

@@ -3,7 +3,6 @@
 use super::{ChargePositions, IndexedCharges, RedisDecisionPath, strip_indices};
 use crate::limiter::{Charge, Decision, Refusal};
 use crate::store::fallback::find_positions;
-use futures_util::future::BoxFuture;
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
@@ -20,42 +19,34 @@ pub(super) fn find_unasked_limits(charges: &[Charge<'_>], refusal: &Decision) ->
 impl RedisDecisionPath<'_> {
     /// Adds the refusals of the limits at `unknown` to a refusal, so that the client retries when
     /// all limits admit. Reads the counters without a charge. Limits whose counters give no answer
-    /// stay unknown. Returns the refusal, or the future that reads: boxed, so that other requests
-    /// need no space for it.
-    pub(super) fn complete_refusal<'a>(
+    /// stay unknown.
+    pub(super) async fn complete_refusal(
         self,
-        charges: &'a [Charge<'a>],
+        charges: &[Charge<'_>],
         refusal: Decision,
         unknown: &[usize],
         requested_at: Instant,
-    ) -> Result<Decision, BoxFuture<'a, Decision>>
-    where
-        Self: 'a,
-    {
+    ) -> Decision {
         let unknown = unknown
             .iter()
             .filter_map(|at| Some((*at, *charges.get(*at)?)));
-        let unknown: IndexedCharges<'a> = unknown
+        let unknown: IndexedCharges<'_> = unknown
             .filter(|(_, charge)| !self.leases.has_units_for(charge))
             .collect();
         if unknown.is_empty() {
-            return Ok(refusal);
+            return refusal;
         }
-        Err(Box::pin(async move {
-            let waits = refusal
-                .statuses
-                .iter()
-                .flatten()
-                .map(|status| match status.refusal {
-                    Some(Refusal::Until(at_us)) => at_us.saturating_sub(refusal.now_us),
-                    _ => 0,
-                });
-            let wait_us = waits.max().unwrap_or(0);
-            let read = self.read_statuses(strip_indices(&unknown), requested_at, wait_us);
-            let read = read.await;
-            let indices = unknown.iter().map(|(index, _)| *index);
-            refusal.merge_refusals(read.expand_to_request(indices, charges.len()))
-        }))
+        let statuses = refusal.statuses.iter().flatten();
+        let waits = statuses.map(|status| match status.refusal {
+            Some(Refusal::Until(at_us)) => at_us.saturating_sub(refusal.now_us),
+            _ => 0,
+        });
+        let wait_us = waits.max().unwrap_or(0);
+        // Boxed, because most refusals need no reading.
+        let read = self.read_statuses(strip_indices(&unknown), requested_at, wait_us);
+        let read = Box::pin(read).await;
+        let indices = unknown.iter().map(|(index, _)| *index);
+        refusal.merge_refusals(read.expand_to_request(indices, charges.len()))
     }
 
     /// Reads counters in Redis without a charge, or their statuses in the deny cache.
