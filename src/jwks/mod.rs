@@ -1,7 +1,7 @@
 //! Fetches the keys of token issuers in the background.
 //!
 //! One task per URL fetches the keys and publishes them in a [`KeyCell`]. No request waits for a
-//! fetch. [Decision 0063](../docs/decisions/0063-keys-by-url.md) gives the reasons.
+//! fetch. [Decision 63](../docs/decisions/0063-keys-by-url.md) gives the reasons.
 
 mod key_cache;
 mod key_request;

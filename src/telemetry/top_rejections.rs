@@ -1,7 +1,7 @@
 //! The keys and paths with the most rejections, in bounded memory.
 //!
 //! Clients choose keys and paths, so counting all of them would need unbounded memory. Each worker
-//! keeps space-saving sketches instead; see `docs/decisions/0032-top-rejections.md`. A ranking
+//! keeps space-saving sketches instead; see `docs/decisions/0016-admin-interface.md`. A ranking
 //! covers the last 30 to 60 minutes.
 
 use foldhash::HashMap;

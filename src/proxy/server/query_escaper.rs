@@ -1,7 +1,7 @@
 //! Escapes characters in the query of an HTTP/1 request line that `http::Uri` does not accept.
 //!
 //! Clients send `"`, `<` and `>` as they are, and other proxies accept them in a query. Browsers
-//! escape them. See `docs/decisions/0082-queries-and-parse-errors.md`.
+//! escape them. See `docs/decisions/0014-ambiguous-paths.md`.
 
 use memchr::{memchr, memchr3};
 use std::borrow::Cow;

@@ -1,6 +1,6 @@
 //! Logins and TLS settings in use, which are replaced when their files change.
 //!
-//! [Decision 0062](../../../docs/decisions/0062-rotated-redis-credentials.md) gives the reasons.
+//! [Decision 22](../../../docs/decisions/0022-redis-connections.md) gives the reasons.
 
 use super::circuit_breaker::PROBLEM_LOG_INTERVAL;
 use super::error::{RedisConnectionError, RedisErrorKind};

@@ -1,4 +1,4 @@
-//! How the texts of scripts reach a server (docs/decisions/0092-redis-proxies.md).
+//! How the texts of scripts reach a server (docs/decisions/0092-redis-topologies.md).
 
 use super::context::RedisContext;
 use super::error::RedisErrorKind;

@@ -2,7 +2,7 @@
 //!
 //! Half of `max_connections` are for any request. Of the other half each client takes at most
 //! `max_connections_per_client`; its further requests wait. See
-//! `docs/decisions/0085-uploads-and-shares.md`.
+//! `docs/decisions/0020-upstream-connections.md`.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
