@@ -230,7 +230,7 @@ sim-coverage: ## Print the lines of src/store and src/enforcer that simulations 
 
 # Uses a release build; a debug build takes ten minutes.
 .PHONY: scale
-scale: ## Compare the formulas of docs/SCALE.md with a simulated fleet of 1,000 sidecars
+scale: ## Compare the formulas of benches/SCALE.md with a simulated fleet of 1,000 sidecars
 	TIDEGATE_SCALE=1000 cargo test --locked --release --lib leases::tests::scale_simulation -- --nocapture --test-threads 1
 
 .PHONY: lint

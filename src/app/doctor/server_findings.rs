@@ -173,7 +173,7 @@ fn judge_memory(findings: &mut FindingList, info: &InfoFields) {
         format_bytes(used),
         format_bytes(max)
     );
-    let advice = "raise maxmemory, shorten periods, or use an algorithm with less memory than sliding_log (docs/SCALE.md)";
+    let advice = "raise maxmemory, shorten periods, or use an algorithm with less memory than sliding_log (docs/ALGORITHMS.md)";
     match percent {
         MEMORY_FAULT_PERCENT.. => findings.add_fault("memory", found, advice),
         MEMORY_WARNING_PERCENT.. => findings.add_warning("memory", found, advice),
