@@ -4,23 +4,15 @@ use super::diagnostic::ConfigErrors;
 use super::file_set::FileSet;
 use super::files;
 use super::input::ConfigInput;
-use super::loaded_config::{CREDENTIAL_KEYS, Config, StoreSettings};
+use super::loaded_config::{Config, StoreSettings};
 use super::raw_config::RawConfig;
-use super::schema;
+use super::schema::{self, AppliedAt};
 use super::settings;
 use super::sources::FileSource;
 use super::table_reader::TableReader;
 use crate::admin::AdminToken;
 use crate::store::redis::{RedisSettings, RedisTopology};
 use std::path::PathBuf;
-
-/// The keys of files with logins to Redis.
-const LOGIN_FILE_KEYS: [&str; 4] = [
-    "store.redis.username_file",
-    "store.redis.password_file",
-    "store.redis.sentinel_username_file",
-    "store.redis.sentinel_password_file",
-];
 
 /// Logins and TLS of Redis, and the admin token.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,19 +44,26 @@ impl Config {
     /// Where the credentials of this configuration come from.
     pub fn credential_source(&self) -> CredentialSource {
         let mut files = FileSet::default();
-        for key in CREDENTIAL_KEYS {
-            if let Some(value) = self.raw.value_or_default(key)
-                && let Some(path) = value.as_str()
-                && self.files.contains(path.as_ref())
-            {
-                files.insert_file(path.into());
-            }
-        }
+        let paths = credential_values(&self.raw, |_| true).map(PathBuf::from);
+        paths
+            .filter(|path| self.files.contains(path))
+            .for_each(|path| files.insert_file(path));
         CredentialSource {
             raw: self.raw.clone(),
             files,
         }
     }
+}
+
+/// The values of the credential keys whose path `is_wanted`.
+fn credential_values(
+    raw: &RawConfig,
+    is_wanted: impl Fn(&str) -> bool,
+) -> impl Iterator<Item = String> {
+    let leaves = schema::leaf_keys().into_iter();
+    leaves
+        .filter(move |leaf| leaf.applied_at == AppliedAt::CredentialReload && is_wanted(&leaf.path))
+        .filter_map(|leaf| raw.value_or_default(&leaf)?.into_string())
 }
 
 impl Credentials {
@@ -88,10 +87,8 @@ impl Credentials {
 impl CredentialSource {
     /// Whether a login to Redis comes from a file that `config` names, too.
     pub fn shares_login_files_with(&self, config: &Config) -> bool {
-        let paths = LOGIN_FILE_KEYS.iter().filter_map(|key| {
-            let value = self.raw.value_or_default(key)?;
-            value.as_str().map(PathBuf::from)
-        });
+        let is_login = |key: &str| key.starts_with("store.redis.") && key.ends_with("_file");
+        let paths = credential_values(&self.raw, is_login).map(PathBuf::from);
         let mut paths = paths.filter(|path| self.files.contains(path));
         paths.any(|path| config.files.contains(&path))
     }

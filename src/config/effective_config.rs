@@ -1,14 +1,11 @@
 //! The effective configuration as JSON: every key with its value, and the policies as written.
 
-use super::loaded_config::{Config, RestartOnlySettings, is_reloadable_key};
-use super::schema::{self, ValueKind};
+use super::loaded_config::{Config, RestartOnlySettings};
+use super::schema::{self, AppliedAt};
 use crate::policy::{KeyComponent, KeyTemplate};
 use figment::value::Value;
 use serde_json::{Map, Value as Json};
 use sha2::{Digest, Sha256};
-
-/// Tables in which instances may differ, such as pod addresses or a changed log level.
-const PER_INSTANCE_TABLES: [&str; 6] = ["listen", "admin", "log", "trace", "metrics", "shutdown"];
 
 impl Config {
     /// The effective configuration as JSON: reloadable keys from `self`, all others from `running`.
@@ -19,26 +16,20 @@ impl Config {
 
     fn effective_values(&self, running: &RestartOnlySettings) -> Map<String, Json> {
         let mut top = Map::new();
-        for path in schema::key_paths() {
-            let source = if is_reloadable_key(&path) {
-                &self.raw
-            } else {
-                &running.raw
+        for leaf in schema::leaf_keys() {
+            let source = match leaf.applied_at {
+                AppliedAt::Restart => &running.raw,
+                AppliedAt::Reload | AppliedAt::CredentialReload => &self.raw,
             };
-            let Some(value) = source.value_or_default(&path) else {
+            let Some(value) = source.value_or_default(&leaf) else {
                 continue;
             };
-            let shown = match (
-                schema::find_key_by_path(path.split('.')).map(|key| &key.kind),
-                &value,
-            ) {
-                (Some(ValueKind::SecretList(_)), Value::Array(_, urls)) => {
-                    urls.iter().map(mask_login).collect()
-                }
-                (Some(ValueKind::Secret(_) | ValueKind::SecretList(_)), url) => mask_login(url),
-                _ => to_json(&value),
+            let shown = match &value {
+                value if !leaf.key.is_secret => to_json(value),
+                Value::Array(_, urls) => urls.iter().map(mask_login).collect(),
+                url => mask_login(url),
             };
-            insert_at_path(&mut top, &path, shown);
+            insert_at_path(&mut top, &leaf.path, shown);
         }
         let mut policies = self
             .raw
@@ -71,11 +62,13 @@ impl Config {
     }
 
     /// Hash of the effective settings that all instances of a service should share. Leaves out the
-    /// tables in `PER_INSTANCE_TABLES`. The hash has 48 bits, so that a double represents it
-    /// exactly.
+    /// tables in which instances may differ, such as pod addresses or a changed log level. The hash
+    /// has 48 bits, so that a double represents it exactly.
     pub fn shared_settings_hash(&self, running: &RestartOnlySettings) -> u64 {
         let mut top = self.effective_values(running);
-        top.retain(|table, _| !PER_INSTANCE_TABLES.contains(&table.as_str()));
+        top.retain(|table, _| {
+            schema::find_key(&schema::ROOT, table).is_none_or(|table| !table.is_per_instance)
+        });
         // Instances with different secrets have different counters.
         if let Some(fingerprint) = self.key_hasher.fingerprint() {
             top.insert("hash_secret".to_owned(), fingerprint.into());

@@ -106,8 +106,8 @@ impl SchemaTables {
             }),
             ValueKind::ByteSize { .. } => json!({ "type": "string", "pattern": SIZE_PATTERN }),
             ValueKind::Keyword(words) => json!({ "enum": words }),
-            ValueKind::Text(_) | ValueKind::Secret(_) => json!({ "type": "string" }),
-            ValueKind::TextList(_) | ValueKind::SecretList(_) => json!({
+            ValueKind::Text(_) => json!({ "type": "string" }),
+            ValueKind::TextList(_) => json!({
                 "anyOf": [{ "type": "array", "items": { "type": "string" } }, { "type": "string" }]
             }),
             ValueKind::StatusList => json!({

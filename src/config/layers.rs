@@ -113,7 +113,7 @@ fn parse_env_override<'a>(
 
 fn suggest_variable(key: &str) -> String {
     let likeness = |path: &String| strsim::jaro_winkler(path, key);
-    let paths = schema::key_paths().into_iter();
+    let paths = schema::leaf_keys().into_iter().map(|leaf| leaf.path);
     let best = paths
         .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
         .filter(|path| likeness(path) > 0.8);

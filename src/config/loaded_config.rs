@@ -5,7 +5,7 @@ use super::diagnostic::ConfigDiagnostic;
 use super::diagnostic_groups::{DiagnosticGroup, group_diagnostics};
 use super::file_set::FileSet;
 use super::raw_config::RawConfig;
-use super::schema;
+use super::schema::{self, AppliedAt};
 use crate::admin::AdminSettings;
 use crate::policy::jwt::{ClaimName, TokenReader};
 use crate::policy::{KeyHasher, PolicyAction, PolicyTable};
@@ -118,35 +118,6 @@ pub struct RestartOnlySettings {
     metric_export: Option<MetricExportSettings>,
 }
 
-/// Key prefixes that a reload applies, beside the policies.
-pub(super) const RELOADABLE_KEY_PREFIXES: [&str; 10] = [
-    "include",
-    "listen.tls.",
-    "rls.tls.",
-    "check.tls.",
-    "client.",
-    "path.",
-    "defaults.",
-    "response.",
-    "self_service.",
-    "upstream.tls.",
-];
-
-/// Other keys that a reload applies: logins, TLS to Redis and the admin token.
-pub(super) const CREDENTIAL_KEYS: [&str; 11] = [
-    "store.redis.username",
-    "store.redis.username_file",
-    "store.redis.password_file",
-    "store.redis.sentinel_username",
-    "store.redis.sentinel_username_file",
-    "store.redis.sentinel_password_file",
-    "store.redis.ca",
-    "store.redis.cert",
-    "store.redis.key",
-    "store.redis.server_name",
-    "admin.token_file",
-];
-
 impl Config {
     /// TLS settings of a service listener. `None` if the listener is not configured, `Some(None)`
     /// for cleartext.
@@ -176,9 +147,10 @@ impl Config {
 impl RestartOnlySettings {
     /// Keys that differ in `newer` and take effect only at a restart.
     pub fn changed_keys(&self, newer: &Config) -> Vec<String> {
-        let mut keys = schema::key_paths();
-        keys.retain(|path| !is_reloadable_key(path));
-        keys.retain(|path| self.raw.value_or_default(path) != newer.raw.value_or_default(path));
+        let mut leaves = schema::leaf_keys();
+        leaves.retain(|leaf| leaf.applied_at == AppliedAt::Restart);
+        leaves.retain(|leaf| self.raw.value_or_default(leaf) != newer.raw.value_or_default(leaf));
+        let mut keys: Vec<String> = leaves.into_iter().map(|leaf| leaf.path).collect();
         if !keys.iter().any(|path| path.starts_with("trace.")) && self.trace != newer.trace {
             keys.push("trace (contents of a file)".to_owned());
         }
@@ -189,12 +161,4 @@ impl RestartOnlySettings {
         }
         keys
     }
-}
-
-/// Whether a reload applies the key.
-pub(super) fn is_reloadable_key(path: &str) -> bool {
-    RELOADABLE_KEY_PREFIXES
-        .iter()
-        .any(|prefix| path.starts_with(prefix))
-        || CREDENTIAL_KEYS.contains(&path)
 }

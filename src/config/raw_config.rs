@@ -1,6 +1,7 @@
 //! The merged values of a configuration, before they are interpreted.
 
-use super::{schema, text_conversion};
+use super::schema::{KeyRequirement, LeafKey};
+use super::text_conversion;
 use figment::value::{Dict, Value};
 use std::fmt;
 
@@ -40,19 +41,16 @@ impl RawConfig {
     }
 
     /// The value of a key, or its default.
-    pub(super) fn value_or_default(&self, path: &str) -> Option<Value> {
-        let mut names = path.split('.');
-        let last = names.next_back()?;
-        let table = names.try_fold(&self.0, |table, name| table.get(name)?.as_dict());
-        table
-            .and_then(|table| table.get(last).cloned())
-            .or_else(|| match schema::find_key_by_path(path.split('.'))? {
-                schema::SchemaKey {
-                    kind,
-                    requirement: schema::KeyRequirement::Default(text),
-                    ..
-                } => Some(text_conversion::value_from_text(kind, text)),
-                _ => None,
-            })
+    pub(super) fn value_or_default(&self, leaf: &LeafKey) -> Option<Value> {
+        let (tables, name) = leaf.path.rsplit_once('.').unwrap_or(("", &leaf.path));
+        let mut tables = tables.split_terminator('.');
+        let table = tables.try_fold(&self.0, |table, name| table.get(name)?.as_dict());
+        let value = table.and_then(|table| table.get(name).cloned());
+        value.or_else(|| match leaf.key.requirement {
+            KeyRequirement::Default(text) => {
+                Some(text_conversion::value_from_text(&leaf.key.kind, text))
+            }
+            _ => None,
+        })
     }
 }

@@ -3,8 +3,7 @@
 //! Each table is between `<!-- keys: NAME -->` and `<!-- end -->`. With `UPDATE_FIXTURES=1` the
 //! test rewrites the tables: read the difference before you commit it.
 
-use super::loaded_config::RELOADABLE_KEY_PREFIXES;
-use super::schema::{KeyRequirement, ROOT, SchemaKey, ValueKind};
+use super::schema::{AppliedAt, KeyRequirement, ROOT, SchemaKey, ValueKind};
 use super::values::format_duration;
 use std::fs;
 use std::time::Duration;
@@ -15,10 +14,10 @@ const PAGE_PATH: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/CONFIGURATION
 fn configuration_page_matches_the_schema() {
     let page = fs::read_to_string(PAGE_PATH).unwrap();
     let mut tables = Vec::new();
-    collect_tables("", &ROOT, &mut tables);
-    let fresh = tables.iter().fold(page.clone(), |page, (path, table)| {
-        replace_table(&page, path, table)
-    });
+    collect_tables("", AppliedAt::Restart, &ROOT, &mut tables);
+    let fresh = tables
+        .iter()
+        .fold(page.clone(), |page, table| replace_table(&page, table));
     if std::env::var_os("UPDATE_FIXTURES").is_some() {
         fs::write(PAGE_PATH, &fresh).unwrap();
         return;
@@ -29,17 +28,29 @@ fn configuration_page_matches_the_schema() {
     );
 }
 
-/// Collects every schema table once, under the first path that leads to it.
+/// A table of the schema, under the first path that leads to it.
+struct SchemaTable {
+    path: String,
+    applied_at: AppliedAt,
+    keys: &'static [SchemaKey],
+}
+
+/// Collects every schema table once.
 fn collect_tables(
     path: &str,
-    table: &'static [SchemaKey],
-    tables: &mut Vec<(String, &'static [SchemaKey])>,
+    applied_at: AppliedAt,
+    keys: &'static [SchemaKey],
+    tables: &mut Vec<SchemaTable>,
 ) {
-    if tables.iter().any(|(_, known)| std::ptr::eq(*known, table)) {
+    if tables.iter().any(|known| std::ptr::eq(known.keys, keys)) {
         return;
     }
-    tables.push((path.to_owned(), table));
-    for key in table {
+    tables.push(SchemaTable {
+        path: path.to_owned(),
+        applied_at,
+        keys,
+    });
+    for key in keys {
         if let ValueKind::Table(inner)
         | ValueKind::TableList(inner)
         | ValueKind::IntegerOrTable { table: inner, .. }
@@ -47,6 +58,7 @@ fn collect_tables(
         {
             collect_tables(
                 format!("{path}.{}", key.name).trim_start_matches('.'),
+                key.applied_at.within(applied_at),
                 inner,
                 tables,
             );
@@ -56,7 +68,12 @@ fn collect_tables(
 
 /// Replaces the rows of one table in the page. Checks that the heading has ↻ if a reload applies
 /// the table.
-fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
+fn replace_table(page: &str, table: &SchemaTable) -> String {
+    let SchemaTable {
+        path,
+        applied_at,
+        keys,
+    } = table;
     let mark = format!(
         "<!-- keys: {} -->\n",
         if path.is_empty() { "top level" } else { path }
@@ -72,16 +89,13 @@ fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
         .rfind(|line| line.starts_with('#'))
         .unwrap_or_default();
     let is_policy = path.starts_with("policy");
-    let is_reloadable = is_policy
-        || RELOADABLE_KEY_PREFIXES
-            .iter()
-            .any(|prefix| format!("{path}.").starts_with(prefix));
+    let is_reloadable = is_policy || *applied_at == AppliedAt::Reload;
     assert_eq!(
         is_reloadable,
         heading.contains('↻') && !path.is_empty(),
         "the ↻ of {heading}"
     );
-    let rows = table.iter().filter(|key| {
+    let rows = keys.iter().filter(|key| {
         is_policy || !matches!(key.kind, ValueKind::Table(_) | ValueKind::TableList(_))
     });
     let rows: String = rows.map(format_row).collect();
@@ -93,9 +107,7 @@ fn replace_table(page: &str, path: &str, table: &[SchemaKey]) -> String {
 fn format_row(key: &SchemaKey) -> String {
     let default = match (&key.requirement, &key.kind) {
         (KeyRequirement::Required, _) => "required".to_owned(),
-        (KeyRequirement::Default(""), ValueKind::TextList(_) | ValueKind::SecretList(_)) => {
-            "`[]`".to_owned()
-        }
+        (KeyRequirement::Default(""), ValueKind::TextList(_)) => "`[]`".to_owned(),
         (
             KeyRequirement::Default(text),
             ValueKind::Bool

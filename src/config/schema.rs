@@ -1,7 +1,9 @@
-//! Schema of the configuration: every key with its type, range, default and description.
+//! Schema of the configuration: one row per key declares its description, name, kind, range and
+//! default, when a change takes effect, and whether the value is secret.
 //!
-//! Unknown keys, defaults, ranges, the "expected …" part of messages and the tables of
-//! `docs/CONFIGURATION.md` all come from here, so they cannot differ.
+//! Unknown keys, defaults, ranges, the "expected …" part of messages, the effective configuration,
+//! the JSON Schema and the tables of `docs/CONFIGURATION.md` all come from here, so they cannot
+//! differ.
 
 mod client;
 mod key;
@@ -9,7 +11,7 @@ mod policy;
 mod proxy;
 mod store;
 
-pub(super) use key::{KeyRequirement, SchemaKey, ValueKind};
+pub(super) use key::{AppliedAt, KeyRequirement, SchemaKey, ValueKind};
 pub(super) use policy::{COST, LIMIT, MATCH, VALUE_CONDITION};
 pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
@@ -20,234 +22,159 @@ use proxy::{CHECK, LISTEN, PATH, RLS, UPSTREAM, UPSTREAM_TLS};
 use std::time::Duration;
 use store::STORE;
 
-/// Keys of the main file.
-pub(super) static ROOT: [SchemaKey; 17] = [
-    key(
-        "include",
-        TextList("paths or globs such as \"policies/*.toml\""),
-        Default(""),
-        "More files, relative to this file. They may contain only [[policy]] tables. Their policies follow those of this file, sorted by file name. An unreadable path is an error.",
-    ),
-    table("listen", &LISTEN, "Where clients connect."),
-    table(
-        "upstream",
-        &UPSTREAM,
-        "The server that requests are forwarded to. May be absent if rls or check is set: then nothing listens at listen.address.",
-    ),
-    table(
-        "rls",
-        &RLS,
-        "Envoy's rate-limit service (gRPC); see docs/ENVOY.md. Absent: off.",
-    ),
-    table(
-        "check",
-        &CHECK,
-        "Authorization service for nginx (auth_request), Traefik (forwardAuth) and Envoy (ext_authz); see docs/ENVOY.md. Absent: off.",
-    ),
-    table("client", &CLIENT, "How the client address is found."),
-    table(
-        "path",
-        &PATH,
-        "How paths are normalized for matches and keys.",
-    ),
-    table("store", &STORE, "Where counters are stored."),
-    table("defaults", &DEFAULTS, "Defaults of policies."),
-    table("response", &RESPONSE, "Rate-limit fields of responses."),
-    table("shutdown", &SHUTDOWN, "Graceful shutdown."),
-    table(
-        "admin",
-        &ADMIN,
-        "A separate port for operators: health, metrics, policy statistics, keys, explanations.",
-    ),
-    table("log", &LOG, "Logging to stderr."),
-    table(
-        "trace",
-        &TRACE,
-        "Export of spans by OTLP. Absent: tidegate only forwards the client's traceparent.",
-    ),
-    table(
-        "metrics",
-        &METRICS,
-        "Export of metrics by OTLP, beside the Prometheus page.",
-    ),
-    optional("policy", TableList(&POLICY), "The policies."),
-    table(
-        "self_service",
-        &SELF_SERVICE,
-        "A path that answers a client with its own limits. Absent: off.",
-    ),
-];
+schema_table! {
+    /// Keys of the main file.
+    pub(super) static ROOT {
+        /// More files, relative to this file. They may contain only [[policy]] tables. Their
+        /// policies follow those of this file, sorted by file name. An unreadable path is an error.
+        include: TextList("paths or globs such as \"policies/*.toml\""), default = "", reload;
+        /// Where clients connect.
+        listen: Table(&LISTEN), per_instance;
+        /// The server that requests are forwarded to. May be absent if rls or check is set: then
+        /// nothing listens at listen.address.
+        upstream: Table(&UPSTREAM);
+        /// Envoy's rate-limit service (gRPC); see docs/ENVOY.md. Absent: off.
+        rls: Table(&RLS);
+        /// Authorization service for nginx (auth_request), Traefik (forwardAuth) and Envoy
+        /// (ext_authz); see docs/ENVOY.md. Absent: off.
+        check: Table(&CHECK);
+        /// How the client address is found.
+        client: Table(&CLIENT), reload;
+        /// How paths are normalized for matches and keys.
+        path: Table(&PATH), reload;
+        /// Where counters are stored.
+        store: Table(&STORE);
+        /// Defaults of policies.
+        defaults: Table(&DEFAULTS), reload;
+        /// Rate-limit fields of responses.
+        response: Table(&RESPONSE), reload;
+        /// Graceful shutdown.
+        shutdown: Table(&SHUTDOWN), per_instance;
+        /// A separate port for operators: health, metrics, policy statistics, keys, explanations.
+        admin: Table(&ADMIN), per_instance;
+        /// Logging to stderr.
+        log: Table(&LOG), per_instance;
+        /// Export of spans by OTLP. Absent: tidegate only forwards the client's traceparent.
+        trace: Table(&TRACE), per_instance;
+        /// Export of metrics by OTLP, beside the Prometheus page.
+        metrics: Table(&METRICS), per_instance;
+        /// The policies.
+        policy: TableList(&POLICY);
+        /// A path that answers a client with its own limits. Absent: off.
+        self_service: Table(&SELF_SERVICE), reload;
+    }
 
-/// Keys of an included file.
-pub(super) static INCLUDED_ROOT: [SchemaKey; 1] =
-    [optional("policy", TableList(&POLICY), "The policies.")];
+    /// Keys of an included file.
+    pub(super) static INCLUDED_ROOT {
+        /// The policies.
+        policy: TableList(&POLICY);
+    }
 
-static DEFAULTS: [SchemaKey; 4] = [
-    key(
-        "on_store_failure",
-        ON_STORE_FAILURE,
-        Default("open"),
-        "If the store fails: forward the request; reject it with 503 and Retry-After; or limit in this process, by its share of the limits.",
-    ),
-    key(
-        "algorithm",
-        ALGORITHM,
-        Default("sliding_log"),
-        "How a limit counts; see ALGORITHMS.",
-    ),
-    key(
-        "missing_key",
-        MISSING_KEY,
-        Default("shared"),
-        "If a key part is absent or empty: one quota for all such requests; the policy does not apply, so clients can avoid it; reject with 400.",
-    ),
-    key(
-        "mark_header",
-        Text("the name of a header that starts with \"x-\""),
-        Default("X-Tidegate-Over"),
-        "Request header to your app: the policies with mode \"mark\" whose limit the request exceeds. tidegate removes this header from the requests of clients.",
-    ),
-];
+    static DEFAULTS {
+        /// If the store fails: forward the request; reject it with 503 and Retry-After; or limit in
+        /// this process, by its share of the limits.
+        on_store_failure: ON_STORE_FAILURE, default = "open";
+        /// How a limit counts; see ALGORITHMS.
+        algorithm: ALGORITHM, default = "sliding_log";
+        /// If a key part is absent or empty: one quota for all such requests; the policy does not
+        /// apply, so clients can avoid it; reject with 400.
+        missing_key: MISSING_KEY, default = "shared";
+        /// Request header to your app: the policies with mode "mark" whose limit the request
+        /// exceeds. tidegate removes this header from the requests of clients.
+        mark_header: Text("the name of a header that starts with \"x-\""), default = "X-Tidegate-Over";
+    }
 
-static RESPONSE_CORS: [SchemaKey; 1] = [key(
-    "allow_origins",
-    TextList("origins such as \"https://app.example.com\", or \"*\""),
-    Default(""),
-    "Origins with scripts that may read tidegate's own responses, such as a 429, and the rate-limit fields of your app's. A first label \"*\" covers subdomains.",
-)];
+    static RESPONSE_CORS {
+        /// Origins with scripts that may read tidegate's own responses, such as a 429, and the
+        /// rate-limit fields of your app's. A first label "*" covers subdomains.
+        allow_origins: TextList("origins such as \"https://app.example.com\", or \"*\""), default = "";
+    }
 
-static RESPONSE: [SchemaKey; 3] = [
-    key(
-        "headers",
-        Keyword(&["standard", "legacy", "both", "none"]),
-        Default("both"),
-        "RateLimit and RateLimit-Policy with all applied limits; X-RateLimit-* with the tightest; both; none.",
-    ),
-    key(
-        "legacy_reset",
-        Keyword(&["delta", "epoch"]),
-        Default("delta"),
-        "X-RateLimit-Reset in seconds from now, or as Unix time.",
-    ),
-    table("cors", &RESPONSE_CORS, "CORS of tidegate's own responses."),
-];
+    static RESPONSE {
+        /// RateLimit and RateLimit-Policy with all applied limits; X-RateLimit-* with the tightest;
+        /// both; none.
+        headers: Keyword(&["standard", "legacy", "both", "none"]), default = "both";
+        /// X-RateLimit-Reset in seconds from now, or as Unix time.
+        legacy_reset: Keyword(&["delta", "epoch"]), default = "delta";
+        /// CORS of tidegate's own responses.
+        cors: Table(&RESPONSE_CORS);
+    }
 
-static SHUTDOWN: [SchemaKey; 2] = [
-    key(
-        "delay",
-        DURATION,
-        Default("0s"),
-        "How long to keep serving after SIGTERM.",
-    ),
-    key(
-        "grace",
-        DURATION,
-        Default("25s"),
-        "How long requests in flight may then take to finish.",
-    ),
-];
+    static SHUTDOWN {
+        /// How long to keep serving after SIGTERM.
+        delay: DURATION, default = "0s";
+        /// How long requests in flight may then take to finish.
+        grace: DURATION, default = "25s";
+    }
 
-static ADMIN: [SchemaKey; 5] = [
-    key(
-        "address",
-        Text("an IP address and port such as \"127.0.0.1:9090\", or \"unix:/path\""),
-        Default("127.0.0.1:9090"),
-        "Never expose it to clients. Outside loopback, token_file is required. A Unix socket has mode 0660.",
-    ),
-    key(
-        "probes",
-        Text("an IP address and port such as \"[::]:9091\""),
-        Default(""),
-        "A second port with only /livez, /readyz and /metrics, for the kubelet and Prometheus. Empty: none.",
-    ),
-    key(
-        "token_file",
-        Text("the path of a file that holds the token"),
-        Default(""),
-        "Bearer token for commands that change state; without it they are disabled. Outside loopback, everything but health and metrics needs it.",
-    ),
-    key(
-        "advertise",
-        Text("a host, and optionally a port, such as \"10.0.0.7\""),
-        Default(""),
-        "Address of this port for other instances, which query it for the fleet view. Empty: address; if that is 0.0.0.0 or [::], the environment variable POD_IP.",
-    ),
-    key(
-        "allowed_hosts",
-        TextList("host names such as \"admin.internal\""),
-        Default(""),
-        "Accepted names in Host, besides localhost and IP addresses. Protects against DNS rebinding.",
-    ),
-];
+    static ADMIN {
+        /// Never expose it to clients. Outside loopback, token_file is required. A Unix socket has
+        /// mode 0660.
+        address: Text("an IP address and port such as \"127.0.0.1:9090\", or \"unix:/path\""),
+            default = "127.0.0.1:9090";
+        /// A second port with only /livez, /readyz and /metrics, for the kubelet and Prometheus.
+        /// Empty: none.
+        probes: Text("an IP address and port such as \"[::]:9091\""), default = "";
+        /// Bearer token for commands that change state; without it they are disabled. Outside
+        /// loopback, everything but health and metrics needs it.
+        token_file: Text("the path of a file that holds the token"), default = "", credential;
+        /// Address of this port for other instances, which query it for the fleet view. Empty:
+        /// address; if that is 0.0.0.0 or [::], the environment variable POD_IP.
+        advertise: Text("a host, and optionally a port, such as \"10.0.0.7\""), default = "";
+        /// Accepted names in Host, besides localhost and IP addresses. Protects against DNS
+        /// rebinding.
+        allowed_hosts: TextList("host names such as \"admin.internal\""), default = "";
+    }
 
-static LOG: [SchemaKey; 4] = [
-    key(
-        "format",
-        Keyword(&["json", "text"]),
-        Default("json"),
-        "JSON lines or text.",
-    ),
-    key(
-        "level",
-        Text(
-            "\"error\", \"warn\", \"info\", \"debug\", \"trace\" or \"off\", optionally with exceptions such as \"info,tidegate::proxy=debug\"",
-        ),
-        Default("info"),
-        "Least severe level logged.",
-    ),
-    key(
-        "access",
-        Keyword(&["off", "rejected", "all"]),
-        Default("rejected"),
-        "Requests that are logged.",
-    ),
-    key(
-        "access_sample",
-        Fraction,
-        Default("1.0"),
-        "Fraction of those requests that are logged.",
-    ),
-];
+    static LOG {
+        /// JSON lines or text.
+        format: Keyword(&["json", "text"]), default = "json";
+        /// Least severe level logged.
+        level: LOG_LEVEL, default = "info";
+        /// Requests that are logged.
+        access: Keyword(&["off", "rejected", "all"]), default = "rejected";
+        /// Fraction of those requests that are logged.
+        access_sample: Fraction, default = "1.0";
+    }
 
-static TRACE: [SchemaKey; 4] = [
-    required(
-        "otlp",
-        Text("a collector such as \"http://127.0.0.1:4317\""),
-        "Collector of spans. Uses HTTP if the port is 4318 or the URL has a path, otherwise gRPC.",
-    ),
-    optional(
-        "headers_file",
-        Text("the path of a file with a \"name: value\" per line"),
-        "Header fields for every export, such as an API key. Lines that begin with # are comments.",
-    ),
-    table("tls", &UPSTREAM_TLS, "TLS to an https collector."),
-    key(
-        "sample",
-        Fraction,
-        Default("0.01"),
-        "Fraction of requests recorded. The sampled flag of a client's traceparent takes precedence.",
-    ),
-];
+    static TRACE {
+        /// Collector of spans. Uses HTTP if the port is 4318 or the URL has a path, otherwise gRPC.
+        otlp: Text("a collector such as \"http://127.0.0.1:4317\""), required;
+        /// Header fields for every export, such as an API key. Lines that begin with # are
+        /// comments.
+        headers_file: Text("the path of a file with a \"name: value\" per line");
+        /// TLS to an https collector.
+        tls: Table(&UPSTREAM_TLS);
+        /// Fraction of requests recorded. The sampled flag of a client's traceparent takes
+        /// precedence.
+        sample: Fraction, default = "0.01";
+    }
 
-static METRICS: [SchemaKey; 4] = [
-    required(
-        "otlp",
-        Text("a collector such as \"http://127.0.0.1:4317\""),
-        "Collector of metrics. Uses HTTP if the port is 4318 or the URL has a path, otherwise gRPC.",
-    ),
-    optional(
-        "headers_file",
-        Text("the path of a file with a \"name: value\" per line"),
-        "As in [trace].",
-    ),
-    table("tls", &UPSTREAM_TLS, "TLS to an https collector."),
-    key(
-        "interval",
-        duration(Duration::from_secs(1), Duration::from_secs(3600)),
-        Default("60s"),
-        "Interval of exports.",
-    ),
-];
+    static METRICS {
+        /// Collector of metrics. Uses HTTP if the port is 4318 or the URL has a path, otherwise
+        /// gRPC.
+        otlp: Text("a collector such as \"http://127.0.0.1:4317\""), required;
+        /// As in [trace].
+        headers_file: Text("the path of a file with a \"name: value\" per line");
+        /// TLS to an https collector.
+        tls: Table(&UPSTREAM_TLS);
+        /// Interval of exports.
+        interval: duration(Duration::from_secs(1), Duration::from_secs(3600)), default = "60s";
+    }
+}
+
+const LOG_LEVEL: ValueKind = Text(
+    "\"error\", \"warn\", \"info\", \"debug\", \"trace\" or \"off\", optionally with exceptions such as \"info,tidegate::proxy=debug\"",
+);
+
+/// A key outside policies that is no table.
+pub(super) struct LeafKey {
+    /// Dotted path from the root.
+    pub path: String,
+    pub key: &'static SchemaKey,
+    /// When a change of the key, or of a table around it, takes effect.
+    pub applied_at: AppliedAt,
+}
 
 /// Finds a key in a table.
 pub(super) fn find_key(table: &'static [SchemaKey], name: &str) -> Option<&'static SchemaKey> {
@@ -286,28 +213,36 @@ pub(super) fn suggest_key(table: &'static [SchemaKey], name: &str) -> String {
             .trim_end_matches('.');
         return format!("did you mean \"{}\"? ({gist}.)", key.name);
     }
-    if let Some(path) = key_paths()
-        .into_iter()
-        .find(|path| path.rsplit('.').next() == Some(name))
-    {
-        return format!("did you mean {path}?");
+    if let Some(leaf) = leaf_keys().into_iter().find(|leaf| leaf.key.name == name) {
+        return format!("did you mean {}?", leaf.path);
     }
     let known: Vec<&str> = table.iter().map(|key| key.name).collect();
     format!("expected {}", join_alternatives(&known))
 }
 
-/// Dotted paths of all keys outside policies, without tables.
-pub(super) fn key_paths() -> Vec<String> {
-    fn collect_paths(table: &'static [SchemaKey], above: &str, paths: &mut Vec<String>) {
+/// All keys outside policies that are no tables.
+pub(super) fn leaf_keys() -> Vec<LeafKey> {
+    fn collect_leaves(
+        table: &'static [SchemaKey],
+        above: &str,
+        above_applied_at: AppliedAt,
+        leaves: &mut Vec<LeafKey>,
+    ) {
         for key in table {
+            let path = format!("{above}{}", key.name);
+            let applied_at = key.applied_at.within(above_applied_at);
             match &key.kind {
-                Table(inner) => collect_paths(inner, &format!("{above}{}.", key.name), paths),
+                Table(inner) => collect_leaves(inner, &format!("{path}."), applied_at, leaves),
                 TableList(_) if above.is_empty() => {}
-                _ => paths.push(format!("{above}{}", key.name)),
+                _ => leaves.push(LeafKey {
+                    path,
+                    key,
+                    applied_at,
+                }),
             }
         }
     }
-    let mut paths = Vec::new();
-    collect_paths(&ROOT, "", &mut paths);
-    paths
+    let mut leaves = Vec::new();
+    collect_leaves(&ROOT, "", AppliedAt::Restart, &mut leaves);
+    leaves
 }

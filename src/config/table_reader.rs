@@ -82,15 +82,12 @@ impl<'a> TableReader<'a> {
     /// default that is absent or invalid.
     pub(super) fn get(&self, name: &str) -> Option<ConfigValue<'a>> {
         let value = self.values?.get(name)?;
-        let secret = self
-            .schema_key(name)
-            .is_some_and(|key| matches!(key.kind, ValueKind::Secret(_) | ValueKind::SecretList(_)));
         Some(ConfigValue {
             input: self.input,
             document: self.document,
             value,
             path: self.path.with_key(name),
-            is_secret: secret,
+            is_secret: self.schema_key(name).is_some_and(|key| key.is_secret),
         })
     }
 

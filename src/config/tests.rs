@@ -190,14 +190,14 @@ fn the_example_names_every_key_with_its_default() {
     }
     let filled = load(&make_text_sources(&all)).unwrap();
     let fresh = load(&make_text_sources(UPSTREAM_LINE)).unwrap();
-    for path in schema::key_paths() {
-        let here = filled.raw.value_or_default(&path);
-        let has_default = fresh.raw.value_or_default(&path).is_some();
+    for leaf in schema::leaf_keys() {
+        let here = filled.raw.value_or_default(&leaf);
+        let default = fresh.raw.value_or_default(&leaf);
+        let (path, name) = (&leaf.path, leaf.key.name);
         assert!(
-            !has_default || here == fresh.raw.value_or_default(&path),
+            default.is_none() || here == default,
             "{path} is not its default"
         );
-        let name = path.rsplit('.').next().unwrap();
         assert!(
             settings.contains(&format!("{name} = ")),
             "{path} is not in the example"

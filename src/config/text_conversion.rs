@@ -16,7 +16,7 @@ pub(super) fn value_from_text(kind: &ValueKind, text: &str) -> Value {
         ValueKind::Fraction => text
             .parse::<f64>()
             .map_or_else(|_| text.into(), Value::from),
-        ValueKind::TextList(_) | ValueKind::SecretList(_) => Value::from(parse_list(text)),
+        ValueKind::TextList(_) => Value::from(parse_list(text)),
         _ => text.into(),
     }
 }

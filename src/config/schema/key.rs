@@ -12,6 +12,31 @@ pub(in crate::config) struct SchemaKey {
     pub requirement: KeyRequirement,
     /// Description for `docs/CONFIGURATION.md`. Messages quote its first sentence.
     pub doc: &'static str,
+    pub applied_at: AppliedAt,
+    /// No message quotes the value, and the effective configuration masks it.
+    pub is_secret: bool,
+    /// The keys of the table may differ between the instances of a service.
+    pub is_per_instance: bool,
+}
+
+/// When a change of a key takes effect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::config) enum AppliedAt {
+    Restart,
+    Reload,
+    /// Logins, TLS to Redis and the admin token: read again even if the rest of the configuration
+    /// is invalid.
+    CredentialReload,
+}
+
+impl AppliedAt {
+    /// When a change takes effect in a table that `outer` applies to.
+    pub(in crate::config) fn within(self, outer: Self) -> Self {
+        match self {
+            Self::Restart => outer,
+            own => own,
+        }
+    }
 }
 
 /// Whether a key must be present, and its default.
@@ -62,25 +87,17 @@ pub(in crate::config) enum ValueKind {
     Keyword(&'static [&'static str]),
     /// A string, with its description.
     Text(&'static str),
-    /// A string that no message quotes.
-    Secret(&'static str),
     /// A list of strings, or one string.
     TextList(&'static str),
     /// A list of statuses: integers, or classes such as `"4xx"`.
     StatusList,
-    /// A list of strings that no message quotes.
-    SecretList(&'static str),
     Table(&'static [SchemaKey]),
     TableList(&'static [SchemaKey]),
     /// A table with user-defined keys.
     Map(&'static str),
 }
 
-pub(super) use KeyRequirement::{Default, Optional, Required};
-
-pub(super) use ValueKind::{
-    Bool, Fraction, Keyword, Map, Secret, SecretList, Table, TableList, Text, TextList,
-};
+pub(super) use ValueKind::{Bool, Fraction, Keyword, Map, Table, TableList, Text, TextList};
 
 /// Largest integer that a double represents exactly. Redis scripts compute with doubles.
 pub(super) const MAX_UNITS: i64 = 1 << 53;
@@ -107,36 +124,76 @@ pub(super) const ALGORITHM: ValueKind = Keyword(&[
     "concurrency",
 ]);
 
+pub(super) const PEM_PATH: ValueKind = Text("the path of a PEM file");
+
+/// Names of policies, limits and counters.
+pub(super) const NAME: ValueKind =
+    Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\"");
+
 pub(super) const MISSING_KEY: ValueKind = Keyword(&["shared", "skip", "reject"]);
 
-pub(super) const fn key(
-    name: &'static str,
-    kind: ValueKind,
-    requirement: KeyRequirement,
-    doc: &'static str,
-) -> SchemaKey {
-    SchemaKey {
-        name,
-        kind,
-        requirement,
-        doc,
+/// Declares tables of keys. A row has the key's description, its name and its kind, and then
+/// methods of [`SchemaKey`], such as `default = "1s"`.
+macro_rules! schema_table {
+    ($(
+        $(#[$about:meta])*
+        $visibility:vis static $table:ident {
+            $($(#[doc = $doc:literal])+ $name:ident: $kind:expr $(, $method:ident $(= $value:expr)?)*;)+
+        }
+    )+) => {$(
+        $(#[$about])*
+        $visibility static $table: [SchemaKey; [$(stringify!($name)),+].len()] = [$(
+            SchemaKey::new(stringify!($name), $kind, concat!($($doc),+)) $(.$method($($value)?))*
+        ),+];
+    )+};
+}
+
+pub(super) use schema_table;
+
+impl SchemaKey {
+    /// A key that may be absent and takes effect at a restart.
+    pub(super) const fn new(name: &'static str, kind: ValueKind, doc: &'static str) -> Self {
+        Self {
+            name,
+            kind,
+            requirement: KeyRequirement::Optional,
+            doc: doc.trim_ascii_start(),
+            applied_at: AppliedAt::Restart,
+            is_secret: false,
+            is_per_instance: false,
+        }
     }
-}
 
-pub(super) const fn optional(name: &'static str, kind: ValueKind, doc: &'static str) -> SchemaKey {
-    key(name, kind, Optional, doc)
-}
+    pub(super) const fn required(mut self) -> Self {
+        self.requirement = KeyRequirement::Required;
+        self
+    }
 
-pub(super) const fn required(name: &'static str, kind: ValueKind, doc: &'static str) -> SchemaKey {
-    key(name, kind, Required, doc)
-}
+    pub(super) const fn default(mut self, text: &'static str) -> Self {
+        self.requirement = KeyRequirement::Default(text);
+        self
+    }
 
-pub(super) const fn table(
-    name: &'static str,
-    keys: &'static [SchemaKey],
-    doc: &'static str,
-) -> SchemaKey {
-    key(name, Table(keys), Optional, doc)
+    /// A reload applies the key, or all keys of the table.
+    pub(super) const fn reload(mut self) -> Self {
+        self.applied_at = AppliedAt::Reload;
+        self
+    }
+
+    pub(super) const fn credential(mut self) -> Self {
+        self.applied_at = AppliedAt::CredentialReload;
+        self
+    }
+
+    pub(super) const fn secret(mut self) -> Self {
+        self.is_secret = true;
+        self
+    }
+
+    pub(super) const fn per_instance(mut self) -> Self {
+        self.is_per_instance = true;
+        self
+    }
 }
 
 pub(super) const fn duration(min: Duration, max: Duration) -> ValueKind {
@@ -191,8 +248,8 @@ impl fmt::Display for ValueKind {
                 }
             }
             Keyword(words) => f.write_str(&join_alternatives(words)),
-            Text(description) | Secret(description) | Map(description) => f.write_str(description),
-            TextList(description) | SecretList(description) => write!(f, "a list of {description}"),
+            Text(description) | Map(description) => f.write_str(description),
+            TextList(description) => write!(f, "a list of {description}"),
             ValueKind::StatusList => f.write_str("a list of statuses such as 401 or \"4xx\""),
             Table(_) => f.write_str("a table"),
             TableList(_) => f.write_str("a list of tables"),
