@@ -13,8 +13,8 @@ mod connection;
 mod connection_activity;
 pub(in crate::proxy) mod connection_load;
 pub(in crate::proxy) mod connection_memory;
+pub(in crate::proxy) mod connection_monitor;
 mod connection_registry;
-pub(in crate::proxy) mod connection_timeouts;
 pub(in crate::proxy) mod continue_responses;
 mod dispatch;
 mod field_block_filter;
@@ -47,7 +47,7 @@ use tokio::time::{Instant, sleep};
 
 use crate::listen::ListenAddress;
 use crate::proxy::server::connection_load::ServerLoad;
-use crate::proxy::server::connection_timeouts::ConnectionDrain;
+use crate::proxy::server::connection_monitor::ConnectionDrain;
 use crate::proxy::server::dispatch::{ListenerAcceptor, PendingConnections};
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::listener::ServerListener;

@@ -213,6 +213,17 @@ async fn empty_header_blocks_end_the_connection() {
     .await;
 }
 
+/// Each is answered, with a reason, until the connection has too many.
+#[tokio::test]
+async fn malformed_heads_end_the_connection() {
+    let fields = [&GET_FIELDS[..], &[("x y", "z")]].concat();
+    let block = encode_header_block(&fields);
+    assert_flood_is_stopped("malformed heads", "", 100_000, |n| {
+        encode_frame(HEADERS, END_STREAM | END_HEADERS, stream_id(n), &block)
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn endless_continuation_frames_end_the_connection() {
     let junk = encode_header_block(&[("x-junk", &"j".repeat(1_000))]);

@@ -8,7 +8,7 @@ use http::{HeaderMap, StatusCode, Version, response};
 use std::rc::Rc;
 
 use super::headers;
-use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::connection_monitor::ConnectionMonitor;
 
 /// Maximum number of informational responses forwarded per request; further ones are dropped.
 pub(in crate::proxy) const MAX_INFORMATIONAL_RESPONSES: usize = 16;

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 use super::websocket_frames::{CLOSE_TO_CLIENT, CLOSE_TO_UPSTREAM, WebSocketFrames};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::server::connection_timeouts::ConnectionMonitor;
+use crate::proxy::server::connection_monitor::ConnectionMonitor;
 use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::tunnel_io::TunnelUpstream;
 use crate::telemetry::metrics::ActiveHttpRequest;

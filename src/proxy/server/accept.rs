@@ -276,7 +276,7 @@ impl FailedHandshake {
             return;
         };
         let monitor = socket.monitor();
-        monitor.set_unread_input();
+        monitor.exchange.has_unread_input.set(true);
         let mut socket = MonitoredSocket::new(ClientTransport::Plain(socket), monitor, 0);
         if !matches!(
             timeout(TLS_ALERT_TIMEOUT, socket.shutdown()).await,

@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::accept::CompletedHandshake;
-use super::connection_timeouts::ConnectionMonitor;
+use super::connection_monitor::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::monitored_socket::MonitoredSocket;
 use crate::proxy::server::connection::close::{close_gracefully, close_timed_out_connection};

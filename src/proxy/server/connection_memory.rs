@@ -1,11 +1,11 @@
 //! Estimated memory of one client connection, from its state and the bytes that its socket read.
 
 use std::cell::{Cell, OnceCell};
-use std::fmt::Debug;
 use std::rc::Rc;
 use std::sync::Arc;
 
 use super::connection_activity::ConnectionActivity;
+use super::memory_budget::WorkerMemory;
 
 /// Measured memory of a connection that is idle, that has buffers for a request and an upstream
 /// connection, and more for each HTTP/2 stream and for a client that does not read: 3, 20, 8 and at
@@ -38,22 +38,6 @@ pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
 /// What h2 keeps for an unread DATA frame beside its payload.
 pub(in crate::proxy) const UNREAD_FRAME_BYTES: usize = 256;
 
-/// Adds up the memory of connections.
-pub(in crate::proxy) trait MemoryBudget: Debug {
-    /// Records that a connection holds `after` instead of `before` bytes.
-    fn update(&self, before: usize, after: usize);
-
-    /// Whether the budget is exceeded while connections are being closed for it.
-    fn is_being_freed(&self) -> bool;
-
-    /// Records that a connection that is not closed for the budget holds `after` instead of
-    /// `before` bytes. Called before [`MemoryBudget::update`].
-    fn update_unclosable(&self, before: usize, after: usize);
-
-    /// Records that a connection which was closed for the budget has freed its bytes.
-    fn record_freed(&self, bytes: usize);
-}
-
 /// State of a connection that determines its memory.
 pub(super) struct ConnectionBuffers {
     /// Number of open streams. `None` for HTTP/1.
@@ -85,7 +69,7 @@ pub(in crate::proxy) struct ConnectionMemory {
     tls_input_bytes: Cell<usize>,
     /// Holds the memory as last reported.
     activity: Arc<ConnectionActivity>,
-    budget: OnceCell<Rc<dyn MemoryBudget>>,
+    budget: OnceCell<Rc<WorkerMemory>>,
 }
 
 impl ConnectionMemory {
@@ -105,7 +89,7 @@ impl ConnectionMemory {
         }
     }
 
-    pub(super) fn set_budget(&self, budget: Rc<dyn MemoryBudget>) {
+    pub(super) fn set_budget(&self, budget: Rc<WorkerMemory>) {
         // Set once per connection, so the cell is empty.
         drop(self.budget.set(budget));
     }

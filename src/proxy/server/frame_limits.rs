@@ -23,6 +23,9 @@ const RESPONSE_CREDIT: u32 = 16;
 /// forwarded. The budget allows 500 early cancellations in a burst, then 5 per second, and more in
 /// proportion to the responses sent.
 const EARLY_RESET_COST: u32 = 20;
+/// Credit spent for a request with a malformed head, which is answered with a head and a body: as
+/// for an early cancellation, beyond the credit that the answer earns.
+const MALFORMED_HEAD_COST: u32 = EARLY_RESET_COST + 2 * RESPONSE_CREDIT;
 /// Age of a request from which its cancellation is free. Late cancellations are limited by the
 /// number of concurrent streams.
 const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
@@ -57,6 +60,11 @@ impl FrameBudget {
         if age < EARLY_RESET_WINDOW {
             self.charge_frames(EARLY_RESET_COST);
         }
+    }
+
+    /// Spends credit for a request with a malformed head.
+    pub(in crate::proxy) fn charge_malformed_head(&self) {
+        self.charge_frames(MALFORMED_HEAD_COST);
     }
 
     /// Spends one credit for each costly frame.

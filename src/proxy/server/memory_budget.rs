@@ -7,7 +7,6 @@
 use std::time::{Duration, Instant};
 
 use super::connection_load::{ConnectionBytes, ServerLoad};
-use super::connection_memory::MemoryBudget;
 use crate::telemetry::LogThrottle;
 
 /// Minimum interval between warnings about the budget.
@@ -85,8 +84,10 @@ impl ConnectionBytes {
     }
 }
 
-impl MemoryBudget for WorkerMemory {
-    fn update(&self, before: usize, after: usize) {
+impl WorkerMemory {
+    /// Records that a connection holds `after` instead of `before` bytes. Above the limit, the
+    /// largest connections are closed.
+    pub(super) fn update(&self, before: usize, after: usize) {
         let used = self.load.update_connection_bytes(before, after);
         if let Some(limit) = self.limit.filter(|limit| after > before && used > *limit)
             && self.load.connection_bytes().excess(limit) > 0
@@ -95,25 +96,29 @@ impl MemoryBudget for WorkerMemory {
         }
     }
 
-    fn is_being_freed(&self) -> bool {
+    /// Whether the budget is exceeded while connections are being closed for it.
+    pub(super) fn is_being_freed(&self) -> bool {
         self.limit.is_some_and(|limit| {
             let bytes = self.load.connection_bytes();
             bytes.closing > 0 && bytes.exceeds_with_closing(limit)
         })
     }
 
-    fn update_unclosable(&self, before: usize, after: usize) {
+    /// Records that a connection that is not closed for the budget holds `after` instead of
+    /// `before` bytes. Called before [`WorkerMemory::update`].
+    pub(super) fn update_unclosable(&self, before: usize, after: usize) {
         self.load.update_unclosable_bytes(before, after);
     }
 
-    fn record_freed(&self, bytes: usize) {
+    /// Records that a connection which was closed for the budget has freed its bytes.
+    pub(super) fn record_freed(&self, bytes: usize) {
         self.load.end_memory_close(bytes);
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{MemoryBudget, ServerLoad, WorkerMemory};
+    use super::{ServerLoad, WorkerMemory};
     use crate::proxy::server::connection_activity::OpenConnection;
 
     fn open_connection(memory: &WorkerMemory, bytes: usize) -> OpenConnection {

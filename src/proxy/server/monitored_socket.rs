@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
-use super::connection_timeouts::ConnectionMonitor;
+use super::connection_monitor::ConnectionMonitor;
 use super::frame_scanner::{FrameScan, FrameScanner};
 use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
@@ -167,7 +167,7 @@ impl MonitoredSocket {
 
     /// Records that further input will not be read.
     pub(in crate::proxy) fn record_unread_input(&self) {
-        self.monitor.set_unread_input();
+        self.monitor.exchange.has_unread_input.set(true);
     }
 
     /// Writes the queued informational heads before hyper's output.
@@ -187,7 +187,7 @@ impl MonitoredSocket {
     /// Waits while the memory budget is exceeded and other connections are being closed for it, for
     /// a limited time.
     fn poll_memory(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        while self.monitor.memory().is_budget_being_freed() {
+        while self.monitor.memory.is_budget_being_freed() {
             let wait = self.memory_wait.get_or_insert_with(|| {
                 Box::new(MemoryWait {
                     check_at: Instant::now() + MEMORY_CHECK_INTERVAL,
@@ -220,10 +220,11 @@ impl MonitoredSocket {
             }
             let now = Instant::now();
             let silence = now.saturating_duration_since(half_close.last_output_at);
-            if silence >= PROBE_DELAY && self.monitor.awaits_body() {
+            if silence >= PROBE_DELAY && self.monitor.exchange.awaits_body.get() {
                 return Poll::Ready(Ok(()));
             }
-            let can_be_probed = !self.monitor.is_responding() && !self.monitor.is_close_delimited();
+            let can_be_probed = !self.monitor.exchange.is_responding.get()
+                && !self.monitor.exchange.is_close_delimited.get();
             if silence >= PROBE_DELAY && can_be_probed && !half_close.is_probed {
                 half_close.is_probed = true;
                 self.monitor.queue_informational_head(PROBE);
@@ -241,12 +242,11 @@ impl MonitoredSocket {
     fn charge_frames(&self, scan: &FrameScan) {
         let mut frames = scan.costly_frames;
         if scan.connection_wide_frames > 0 {
-            let streams =
-                self.monitor.memory().stream_count() + self.monitor.unsent_responses().len();
+            let streams = self.monitor.memory.stream_count() + self.monitor.unsent_responses.len();
             let streams = u32::try_from(streams).unwrap_or(u32::MAX);
             frames = frames.saturating_add(scan.connection_wide_frames.saturating_mul(streams));
         }
-        self.monitor.frame_budget().charge_frames(frames);
+        self.monitor.frame_budget.charge_frames(frames);
     }
 
     fn record_output(&mut self) {
@@ -258,7 +258,7 @@ impl MonitoredSocket {
     /// If hyper responds to input that is not a valid request, queues a response that says so
     /// instead. The next flush writes it.
     fn queue_parse_error_reply(&self, output: &[u8]) -> bool {
-        if self.monitor.is_http2() || !self.monitor.is_between_responses() {
+        if self.monitor.is_http2.get() || !self.monitor.output.is_between_responses.get() {
             return false;
         }
         let Some(reply) = describe_parse_error(output, self.parse_error_status) else {
@@ -281,12 +281,14 @@ impl MonitoredSocket {
             let mut into = ReadBuf::new(&mut scratch);
             match Pin::new(self.transport.socket_below_tls()).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
-                    self.monitor.set_unread_input();
+                    self.monitor.exchange.has_unread_input.set(true);
                     linger.remaining_bytes =
                         linger.remaining_bytes.saturating_sub(into.filled().len());
                 }
                 Poll::Ready(_) => return Poll::Ready(()),
-                Poll::Pending if !self.monitor.has_unread_input() => return Poll::Ready(()),
+                Poll::Pending if !self.monitor.exchange.has_unread_input.get() => {
+                    return Poll::Ready(());
+                }
                 Poll::Pending => break,
             }
         }
@@ -320,7 +322,7 @@ impl AsyncRead for MonitoredSocket {
             let received = into.filled().get(before..).unwrap_or_default();
             if received.is_empty() {
                 let may_read_response = this.monitor.has_active_requests()
-                    && !this.monitor.is_http2()
+                    && !this.monitor.is_http2.get()
                     && !this.is_half_close;
                 return if may_read_response && into.remaining() > 0 {
                     this.poll_half_closed(cx)
@@ -332,7 +334,7 @@ impl AsyncRead for MonitoredSocket {
                 this.query_escaper.start_line();
             }
             this.monitor.record_read(received.len());
-            if !this.monitor.is_http2() {
+            if !this.monitor.is_http2.get() {
                 if this.query_escaper.scan(received, &mut this.read_ahead) {
                     into.set_filled(before);
                     move_buffered_bytes(&mut this.read_ahead, into);
@@ -346,17 +348,17 @@ impl AsyncRead for MonitoredSocket {
             let is_within_field_block = scanner.is_within_field_block();
             this.charge_frames(&scan);
             this.monitor.record_scan(&scan);
-            if this.monitor.frame_budget().is_exhausted() {
+            if this.monitor.frame_budget.is_exhausted() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
             this.monitor
                 .record_field_block(is_within_field_block, &scan);
             this.monitor
-                .memory()
+                .memory
                 .add_unread_frames(scan.data_frames, scan.data_bytes);
             if scan.trailer_bytes > 0 {
                 this.monitor
-                    .memory()
+                    .memory
                     .add_trailers(scan.trailers, scan.trailer_bytes);
             }
             if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
@@ -435,7 +437,7 @@ impl AsyncWrite for MonitoredSocket {
 mod tests {
     use super::MonitoredSocket;
     use crate::proxy::server::connection_activity::ConnectionActivity;
-    use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
+    use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
     use crate::proxy::server::transport::{ClientSocket, ClientTransport, SocketBelowTls};
     use std::future::poll_fn;
     use std::pin::Pin;

@@ -8,7 +8,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 
-use super::connection_timeouts::ConnectionMonitor;
+use super::connection_monitor::ConnectionMonitor;
 
 /// Client socket, TCP or Unix.
 #[derive(Debug)]
@@ -157,7 +157,7 @@ impl AsyncRead for SocketBelowTls {
         let received = into.filled().len() - before;
         this.has_received |= received > 0;
         if this.is_below_tls {
-            this.monitor.memory().add_tls_input(received);
+            this.monitor.memory.add_tls_input(received);
         }
         read
     }
@@ -211,7 +211,7 @@ impl AsyncRead for ClientTransport {
                 let before = into.filled().len();
                 let read = Pin::new(&mut **stream).poll_read(cx, into);
                 if into.filled().len() > before {
-                    stream.get_ref().0.monitor.memory().end_tls_input();
+                    stream.get_ref().0.monitor.memory.end_tls_input();
                 }
                 read
             }

@@ -23,7 +23,7 @@ use super::connection::protocols::HttpServerSettings;
 use super::connection::serve_connection;
 use super::connection_activity::OpenConnection;
 use super::connection_load::{ConnectionCountGuard, ServerLoad};
-use super::connection_timeouts::{ConnectionDrain, ConnectionMonitor};
+use super::connection_monitor::{ConnectionDrain, ConnectionMonitor};
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
 use super::memory_budget::WorkerMemory;
@@ -240,7 +240,7 @@ async fn run_worker<H: RequestHandler>(
                     monitor.request_drain(drain);
                 }
                 if !listener.kind.is_public() {
-                    monitor.memory().set_unclosable();
+                    monitor.memory.set_unclosable();
                 }
                 let serving = serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor, load.clone());
                 connections.spawn_local(async move {
@@ -321,7 +321,7 @@ async fn serve_queued_connection<H: RequestHandler>(
             return Ok(None);
         }
         let Some(client) = handler.counted_client(client.ip()) else {
-            monitor.memory().set_from_trusted_proxy();
+            monitor.memory.set_from_trusted_proxy();
             return Ok(None);
         };
         if limit == 0 {

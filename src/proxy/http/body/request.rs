@@ -23,7 +23,7 @@ use super::replay_buffer::ReplayBuffer;
 use crate::proxy::http::request_validation::has_outer_white_space;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_memory::UNREAD_FRAME_BYTES;
-use crate::proxy::server::connection_timeouts::ActiveRequestGuard;
+use crate::proxy::server::connection_monitor::ActiveRequestGuard;
 use crate::proxy::server::continue_responses::ContinuePermit;
 use crate::proxy::server::lazy_timer::LazyTimer;
 
@@ -116,9 +116,9 @@ impl RequestBody {
             limits.min_rate = 0;
         }
         let multiplexed = request.version == http::Version::HTTP_2;
-        active.monitor().set_awaits_body(!multiplexed);
+        active.monitor().exchange.awaits_body.set(!multiplexed);
         if multiplexed {
-            active.monitor().memory().begin_http2_body();
+            active.monitor().memory.begin_http2_body();
         }
         let progress = RequestBodyProgress {
             state: Cell::new(RequestBodyState::Transferring),
@@ -358,7 +358,7 @@ impl RequestBodyStream {
 
     /// Counts a frame as read.
     fn release_frame(&self, frame: &Frame<Bytes>) {
-        let memory = self.active.monitor().memory();
+        let memory = &self.active.monitor().memory;
         memory.remove_unread_bytes(unread_bytes(frame));
         if frame.is_trailers() {
             memory.remove_trailers();
@@ -393,14 +393,14 @@ impl RequestBodyStream {
     /// Records that the client has sent the whole body.
     fn record_end(&self) {
         self.progress.state.set(RequestBodyState::Finished);
-        self.active.monitor().set_awaits_body(false);
+        self.active.monitor().exchange.awaits_body.set(false);
     }
 
     fn mark_rest_unread(&self) {
         // HTTP/2 is exempt: the unread rest of a stream blocks no other request.
         let is_read = self.is_complete || self.incoming.is_end_stream();
         if !self.multiplexed && !is_read && self.progress.state() != RequestBodyState::Finished {
-            self.active.monitor().set_unread_input();
+            self.active.monitor().exchange.has_unread_input.set(true);
         }
     }
 
@@ -429,7 +429,7 @@ impl Drop for RequestBodyStream {
         self.record_drop();
         self.release_read_ahead_bytes();
         if self.multiplexed {
-            self.active.monitor().memory().end_http2_body();
+            self.active.monitor().memory.end_http2_body();
         }
     }
 }
@@ -438,7 +438,7 @@ impl RequestBodyStream {
     /// Records that the rest of the body is not wanted.
     fn record_drop(&self) {
         self.mark_rest_unread();
-        self.active.monitor().set_awaits_body(false);
+        self.active.monitor().exchange.awaits_body.set(false);
         match self.progress.state() {
             RequestBodyState::AwaitingClient | RequestBodyState::Transferring => {
                 self.progress.state.set(RequestBodyState::Finished)

@@ -6,7 +6,7 @@ use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 const REQUEST_TIMEOUT_RESPONSE: &[u8] =

@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use tokio::time::Instant;
 
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
@@ -24,7 +24,7 @@ pub(super) struct ConnectionDriver {
 impl ConnectionDriver {
     pub(super) fn new(monitor: Rc<ConnectionMonitor>) -> Self {
         Self {
-            is_new_in_drain: monitor.is_drain_pending(),
+            is_new_in_drain: monitor.drain.requested.get().is_some(),
             monitor,
             timer: LazyTimer::default(),
             close_at: None,
@@ -81,7 +81,7 @@ impl ConnectionDriver {
                         continue;
                     }
                     // Counted if the client does not read then either.
-                    TimeoutKind::UnsentResponse => self.monitor.restart_unsent_timeout(),
+                    TimeoutKind::UnsentResponse => self.monitor.unsent_responses.restart_timeout(),
                     _ => return Poll::Ready(Err(overdue)),
                 }
                 if let Poll::Ready(end) = self.request_close(cx, &mut work) {
@@ -95,11 +95,11 @@ impl ConnectionDriver {
 
     /// Sets the time of the close if the connection was asked to drain.
     fn begin_requested_drain(&mut self) {
-        if let Some(drain) = self.monitor.take_drain_request()
+        if let Some(drain) = self.monitor.drain.requested.take()
             && !self.is_closing
         {
             let now = Instant::now();
-            self.close_at = Some(match self.monitor.is_http2() && !self.is_new_in_drain {
+            self.close_at = Some(match self.monitor.is_http2.get() && !self.is_new_in_drain {
                 true => now,
                 false => drain.closes_from.max(now + drain.request_delay),
             });
@@ -110,7 +110,7 @@ impl ConnectionDriver {
         let next = self.monitor.next_deadline();
         let close = self.close_at.map(|at| (at, TimeoutKind::Idle));
         // A drain, which sets the time of the close, ends the wait for the age.
-        let age = || Some((self.monitor.age_ends_at()?, TimeoutKind::Age));
+        let age = || Some((self.monitor.drain.age_ends_at.get()?, TimeoutKind::Age));
         match close.or_else(age) {
             None => next,
             fixed => fixed.into_iter().chain(next).min_by_key(|(at, _)| *at),

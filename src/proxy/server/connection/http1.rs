@@ -15,7 +15,7 @@ use super::protocols::HttpServerSettings;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::TimeoutKind;
+use crate::proxy::server::connection_monitor::TimeoutKind;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Serves HTTP/1 until the connection ends. hyper and its buffers, about 20 KiB, exist only while
@@ -33,7 +33,7 @@ pub(super) async fn serve_http1<S>(
     S: Service<Request<Incoming>, Response = Response<TrackedResponseBody>, Error = Infallible>,
 {
     loop {
-        driver.monitor.set_has_buffers(true);
+        driver.monitor.has_buffers.set(true);
         let idle_connection = Box::pin(serve_http1_until_idle(
             socket,
             protocols,
@@ -43,7 +43,7 @@ pub(super) async fn serve_http1<S>(
             &record_unreadable,
         ))
         .await;
-        driver.monitor.set_has_buffers(false);
+        driver.monitor.has_buffers.set(false);
         match idle_connection {
             Some(idle) => {
                 (socket, requests) = idle;
@@ -120,7 +120,7 @@ where
                 driver.monitor.record_close(ConnectionCloseReason::Protocol);
                 record_unreadable(status);
             }
-            if error.is_user() && driver.monitor.is_close_delimited() {
+            if error.is_user() && driver.monitor.exchange.is_close_delimited.get() {
                 connection.into_parts().io.into_inner().abort();
             }
         }

@@ -14,7 +14,7 @@ use super::protocols::HttpServerSettings;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::frame_scanner::INVALID_FRAME;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
@@ -70,7 +70,7 @@ fn classify_connection_error(
     error: &hyper::Error,
     monitor: &ConnectionMonitor,
 ) -> Option<ConnectionCloseReason> {
-    if monitor.frame_budget().is_exhausted() {
+    if monitor.frame_budget.is_exhausted() {
         return Some(ConnectionCloseReason::Flood);
     }
     let error = error

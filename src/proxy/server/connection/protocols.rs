@@ -11,7 +11,7 @@ use crate::proxy::http::body::RequestBodyLimits;
 use crate::proxy::server::allocator_trim::AllocatorTrim;
 use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_memory::{H2_CONNECTION_WINDOW_BYTES, H2_STREAM_WINDOW_BYTES};
-use crate::proxy::server::connection_timeouts::{ConnectionMonitor, ConnectionTimeouts};
+use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 
 /// Header limit for which hyper's parser keeps the headers on the stack. Any other header limit
@@ -115,7 +115,7 @@ impl HttpServerSettings {
     /// timeouts of milliseconds, and carry many clients, of which one must not end the requests of
     /// others.
     fn reset_limits(&self, monitor: &ConnectionMonitor) -> (usize, Option<usize>) {
-        match self.listener_kind.is_public() && !monitor.memory().is_from_trusted_proxy() {
+        match self.listener_kind.is_public() && !monitor.memory.is_from_trusted_proxy() {
             true => (H2_MAX_PENDING_RESETS, Some(H2_MAX_LOCAL_RESETS)),
             false => {
                 let streams = usize::try_from(self.settings.max_concurrent_streams);

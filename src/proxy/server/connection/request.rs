@@ -20,7 +20,7 @@ use crate::proxy::http::body::{
 use crate::proxy::http::header_lines;
 use crate::proxy::http::hop_by_hop;
 use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::server::connection_timeouts::{
+use crate::proxy::server::connection_monitor::{
     ActiveRequestGuard, ConnectionMonitor, StreamProgress,
 };
 use crate::proxy::server::continue_responses::ContinuePermit;
@@ -56,19 +56,19 @@ pub(super) fn handle_request<H: RequestHandler>(
         handover.set_upgrade_requested();
     }
     if head.version == Version::HTTP_10 {
-        monitor.set_close_delimited();
+        monitor.exchange.is_close_delimited.set(true);
     }
     let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
-    let permit = take_mark(&mut head, monitor);
+    let is_shared = monitor.memory.is_from_trusted_proxy();
+    let charges_faults = is_http2 && peer.listener_kind.is_public() && !is_shared;
+    let permit = take_mark(&mut head, monitor, charges_faults);
     let body = RequestBody::new(&head, incoming, limits, permit, &active);
     let head_bytes = count_head(monitor, &mut head, is_http2);
-    let is_shared = monitor.memory().is_from_trusted_proxy();
-    let charges_early_reset = is_http2 && peer.listener_kind.is_public() && !is_shared;
     let mut guard = RequestGuard {
         request: active,
         head_bytes,
         body: body.progress(),
-        arrived_at: charges_early_reset.then(Instant::now),
+        arrived_at: charges_faults.then(Instant::now),
         is_complete: false,
     };
     let (handler, handover) = (Rc::clone(handler), Rc::clone(handover));
@@ -82,7 +82,9 @@ pub(super) fn handle_request<H: RequestHandler>(
             let polled = handling.as_mut().poll(cx);
             if polled.is_pending() {
                 let monitor = guard.request.monitor();
-                monitor.record_stream_progress(StreamProgress::AwaitsUpstream);
+                monitor
+                    .stream_progress
+                    .set(Some(StreamProgress::AwaitsUpstream));
             }
             polled
         });
@@ -90,7 +92,7 @@ pub(super) fn handle_request<H: RequestHandler>(
         guard.record_response_start();
         let monitor = guard.request.monitor();
         if !is_http2
-            && (monitor.is_draining() || monitor.has_unread_input())
+            && (monitor.drain.is_draining.get() || monitor.exchange.has_unread_input.get())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
         {
             // A request that the client sends after the last response is lost unless that response
@@ -123,15 +125,22 @@ pub(super) fn handle_request<H: RequestHandler>(
 }
 
 /// Takes the mark of an HTTP/2 head. Returns the permit if the client expects `100 Continue`. The
-/// error of a malformed head becomes an extension.
-fn take_mark(head: &mut request::Parts, monitor: &ConnectionMonitor) -> Option<ContinuePermit> {
-    if !monitor.has_head_marks() {
+/// error of a malformed head becomes an extension and, if `charges_faults`, spends frame credit.
+fn take_mark(
+    head: &mut request::Parts,
+    monitor: &ConnectionMonitor,
+    charges_faults: bool,
+) -> Option<ContinuePermit> {
+    if !monitor.output.has_head_marks.get() {
         return None;
     }
     match take_head_mark(&mut head.headers)? {
         HeadMark::Stream(stream) => Some(ContinuePermit::new(stream)),
         HeadMark::Malformed(error) => {
             head.extensions.insert(error);
+            if charges_faults {
+                monitor.frame_budget.charge_malformed_head();
+            }
             None
         }
     }
@@ -143,7 +152,7 @@ fn count_head(monitor: &ConnectionMonitor, head: &mut request::Parts, is_http2: 
         true => header_lines::compact_header_map(&mut head.headers),
         false => 0,
     };
-    monitor.memory().begin_head(is_http2, decoded_bytes)
+    monitor.memory.begin_head(is_http2, decoded_bytes)
 }
 
 /// Drops the body of a response that has none. hyper omits it over HTTP/1 only.
@@ -174,8 +183,8 @@ impl RequestGuard {
         if let Some(body) = &self.body {
             body.record_response_start();
         }
-        self.request.monitor().frame_budget().credit_response();
-        self.request.monitor().set_responding();
+        self.request.monitor().frame_budget.credit_response();
+        self.request.monitor().exchange.is_responding.set(true);
     }
 }
 
@@ -186,11 +195,11 @@ impl Drop for RequestGuard {
         if let Some(body) = &self.body {
             body.record_response_end();
         }
-        self.request.monitor().memory().end_head(self.head_bytes);
+        self.request.monitor().memory.end_head(self.head_bytes);
         if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
             self.request
                 .monitor()
-                .frame_budget()
+                .frame_budget
                 .charge_early_reset(arrived.elapsed());
         }
     }
@@ -241,7 +250,9 @@ impl Body for TrackedResponseBody {
     ) -> Poll<Option<Result<Frame<ResponseChunk>, BodyError>>> {
         // hyper polls for more data once h2 has taken the last chunk.
         let monitor = self.guard.request.monitor();
-        monitor.record_stream_progress(StreamProgress::AwaitsUpstream);
+        monitor
+            .stream_progress
+            .set(Some(StreamProgress::AwaitsUpstream));
         // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more
         // data stays with the upstream.
         ready!(monitor.poll_write_progress(cx));
@@ -265,11 +276,13 @@ impl Body for TrackedResponseBody {
             }
         }
         let monitor = self.guard.request.monitor();
-        monitor.frame_budget().credit_response();
-        monitor.record_stream_progress(StreamProgress::AwaitsClient);
+        monitor.frame_budget.credit_response();
+        monitor
+            .stream_progress
+            .set(Some(StreamProgress::AwaitsClient));
         let (max_bytes, unsent) = match self.is_http2 {
             true => {
-                let responses = Rc::clone(monitor.unsent_responses());
+                let responses = Rc::clone(&monitor.unsent_responses);
                 let output = self
                     .output
                     .get_or_insert_with(|| StreamOutput::new(&responses));

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_load::ServerLoad;
-use crate::proxy::server::connection_timeouts::{ConnectionMonitor, StreamProgress};
+use crate::proxy::server::connection_monitor::{ConnectionMonitor, StreamProgress};
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Runs each stream of an HTTP/2 connection in its own task and resets streams that make no
@@ -56,7 +56,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
         let (monitor, handover) = (Rc::clone(&self.monitor), Rc::clone(&self.handover));
         let panic_reporter = StreamPanicReporter(self.load.clone());
         if let Some(upgraded_request) = handover.take() {
-            let tunnel = upgraded_request.serve_http2_tunnel(stream, monitor.write_stall_timeout());
+            let tunnel = upgraded_request.serve_http2_tunnel(stream, monitor.timeouts.write_stall);
             tokio::task::spawn_local(async move {
                 let _panic_reporter = panic_reporter;
                 tunnel.await;
@@ -68,7 +68,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
             let (mut stream, mut timer) = (Box::pin(stream), LazyTimer::default());
             let mut stalled_since = None;
             poll_fn(|cx| {
-                monitor.take_stream_progress();
+                monitor.stream_progress.take();
                 let done = stream.as_mut().poll(cx);
                 // A request still in the handover is dropped: its client disconnected before the
                 // upgrade.
@@ -76,7 +76,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
                 if done.is_ready() {
                     return Poll::Ready(());
                 }
-                match monitor.take_stream_progress() {
+                match monitor.stream_progress.take() {
                     // The upstream wakes the task. Only later can the client delay the stream.
                     Some(StreamProgress::AwaitsUpstream) => {
                         stalled_since = None;
@@ -87,7 +87,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
                 }
                 let since = *stalled_since.get_or_insert_with(Instant::now);
                 timer
-                    .poll(since + monitor.write_stall_timeout(), cx)
+                    .poll(since + monitor.timeouts.write_stall, cx)
                     .map(|()| monitor.record_close(ConnectionCloseReason::SlowRead))
             })
             .await;

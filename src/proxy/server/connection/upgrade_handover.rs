@@ -17,7 +17,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::close::close_gracefully;
 use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_timeouts::{ActiveRequestGuard, ConnectionMonitor};
+use crate::proxy::server::connection_monitor::{ActiveRequestGuard, ConnectionMonitor};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Slot in which a request leaves its tunnel for the connection driver or the stream task.
@@ -73,8 +73,8 @@ impl UpgradedRequest {
     ) {
         socket.set_half_close(true);
         // hyper and its buffers have ended.
-        self.active.monitor().set_has_buffers(false);
-        self.active.monitor().memory().set_unclosable();
+        self.active.monitor().has_buffers.set(false);
+        self.active.monitor().memory.set_unclosable();
         self.active.monitor().report_memory();
         let end_reason = self
             .tunnel
@@ -108,7 +108,7 @@ impl UpgradedRequest {
                 return tracing::debug!(%error, "http/2 stream ended before its tunnel started");
             }
         };
-        self.active.monitor().memory().begin_stream();
+        self.active.monitor().memory.begin_stream();
         let mut stream = Http2TunnelStream {
             io,
             sending: Some(Box::pin(sending)),
@@ -158,7 +158,7 @@ struct Http2TunnelStream<S> {
 
 impl<S> Drop for Http2TunnelStream<S> {
     fn drop(&mut self) {
-        self.active.monitor().memory().end_stream();
+        self.active.monitor().memory.end_stream();
     }
 }
 
@@ -193,7 +193,7 @@ impl<S: Future<Output = ()>> AsyncWrite for Http2TunnelStream<S> {
         let this = self.get_mut();
         let written = Pin::new(&mut this.io).poll_write(cx, bytes);
         if written.is_ready() {
-            this.active.monitor().frame_budget().credit_response();
+            this.active.monitor().frame_budget.credit_response();
         }
         this.poll_sending_half(cx);
         written

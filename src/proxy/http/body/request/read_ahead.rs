@@ -34,7 +34,7 @@ impl RequestBody {
                 let frame = frame?;
                 // Counts as unread until the upstream takes it.
                 let bytes = unread_bytes(&frame);
-                body.active.monitor().memory().add_unread_frames(0, bytes);
+                body.active.monitor().memory.add_unread_frames(0, bytes);
                 body.read_ahead_bytes += bytes;
                 body.replay_buffer.append_frame(&frame);
             }
@@ -48,7 +48,7 @@ impl RequestBodyStream {
     /// Counts the bytes that were read ahead as read.
     pub(super) fn release_read_ahead_bytes(&mut self) {
         let bytes = std::mem::take(&mut self.read_ahead_bytes);
-        self.active.monitor().memory().remove_unread_bytes(bytes);
+        self.active.monitor().memory.remove_unread_bytes(bytes);
     }
 }
 

@@ -1,6 +1,8 @@
 //! Drain of one connection: at shutdown, or because of its age.
 
+use std::cell::Cell;
 use std::time::Duration;
+use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
 use super::ConnectionMonitor;
@@ -19,43 +21,49 @@ pub(in crate::proxy) struct ConnectionDrain {
     pub(in crate::proxy) websockets_close_at: Option<Instant>,
 }
 
+/// Progress of a connection's drain.
+#[derive(Debug, Default)]
+pub(in crate::proxy) struct DrainState {
+    /// The request of [`ConnectionMonitor::request_drain`], until the driving task takes it.
+    pub(in crate::proxy) requested: Cell<Option<ConnectionDrain>>,
+    /// Whether a drain was requested: the next response is the last one.
+    pub(in crate::proxy) is_draining: Cell<bool>,
+    /// End of `max_connection_age`, until the drain that it causes.
+    pub(in crate::proxy) age_ends_at: Cell<Option<Instant>>,
+    websockets_close_at: Cell<Option<Instant>>,
+    websocket_close_signal: Notify,
+}
+
 impl ConnectionMonitor {
     /// Asks the connection to close gracefully once its current work is finished.
     pub(in crate::proxy) fn request_drain(&self, drain: ConnectionDrain) {
-        self.age_ends_at.set(None);
-        self.drain_requested.set(Some(drain));
-        self.is_draining.set(true);
+        let state = &self.drain;
+        state.age_ends_at.set(None);
+        state.requested.set(Some(drain));
+        state.is_draining.set(true);
         if drain.websockets_close_at.is_some() {
-            self.websockets_close_at.set(drain.websockets_close_at);
-            self.websocket_close_signal.notify_waiters();
+            state.websockets_close_at.set(drain.websockets_close_at);
+            state.websocket_close_signal.notify_waiters();
         }
         self.wake_driver();
     }
 
     /// Waits for the time at which a WebSocket must close because the server shuts down.
     pub(in crate::proxy) async fn wait_for_websocket_close(&self) {
-        let signal = self.websocket_close_signal.notified();
-        if self.websockets_close_at.get().is_none() {
+        let signal = self.drain.websocket_close_signal.notified();
+        if self.drain.websockets_close_at.get().is_none() {
             signal.await;
         }
-        if let Some(at) = self.websockets_close_at.get() {
+        if let Some(at) = self.drain.websockets_close_at.get() {
             sleep_until(at).await;
         }
     }
 
-    /// Whether [`ConnectionMonitor::request_drain`] was called: the next response is the last one.
-    pub(in crate::proxy) fn is_draining(&self) -> bool {
-        self.is_draining.get()
-    }
-
     /// Sets the time after which the connection drains.
     pub(in crate::proxy) fn set_age_limit(&self, limit: Option<Duration>) {
-        self.age_ends_at
+        self.drain
+            .age_ends_at
             .set(limit.map(|limit| Instant::now() + limit));
-    }
-
-    pub(in crate::proxy) fn age_ends_at(&self) -> Option<Instant> {
-        self.age_ends_at.get()
     }
 
     /// Starts the drain of a connection that is too old. Without a request it stays open until its
@@ -66,15 +74,5 @@ impl ConnectionMonitor {
             request_delay: Duration::ZERO,
             websockets_close_at: None,
         });
-    }
-
-    /// Whether a drain request is waiting for the driving task.
-    pub(in crate::proxy) fn is_drain_pending(&self) -> bool {
-        self.drain_requested.get().is_some()
-    }
-
-    /// Takes the request of [`ConnectionMonitor::request_drain`].
-    pub(in crate::proxy) fn take_drain_request(&self) -> Option<ConnectionDrain> {
-        self.drain_requested.take()
     }
 }

@@ -7,9 +7,10 @@
 
 mod deadlines;
 mod drain;
-mod interim;
+mod output;
 
-pub(in crate::proxy) use drain::ConnectionDrain;
+pub(in crate::proxy) use drain::{ConnectionDrain, DrainState};
+pub(in crate::proxy) use output::OutputState;
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -18,15 +19,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
-use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::close_reason::ConnectionCloseReason;
 use super::connection_activity::ConnectionActivity;
-use super::connection_memory::{ConnectionBuffers, ConnectionMemory, MemoryBudget};
-use super::continue_responses::ContinueQueue;
+use super::connection_memory::{ConnectionBuffers, ConnectionMemory};
 use super::frame_limits::FrameBudget;
 use super::frame_scanner::FrameScan;
+use super::memory_budget::WorkerMemory;
 use super::unsent_responses::UnsentResponses;
 use crate::telemetry::metrics::WorkerMetrics;
 
@@ -74,7 +74,7 @@ pub(in crate::proxy) enum StreamProgress {
 /// State of one connection, from which its next deadline follows.
 #[derive(Debug)]
 pub(in crate::proxy) struct ConnectionMonitor {
-    timeouts: ConnectionTimeouts,
+    pub(in crate::proxy) timeouts: ConnectionTimeouts,
     phase: Cell<ConnectionPhase>,
     /// Requests with an unfinished handler, request body or response body.
     active_requests: Cell<usize>,
@@ -84,46 +84,47 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Tasks whose response bodies wait for the end of a blocked write.
     write_waiters: RefCell<Vec<Waker>>,
     closing_since: Cell<Option<Instant>>,
-    is_http2: Cell<bool>,
-    /// Whether the connection holds buffers that it can release.
-    has_buffers: Cell<bool>,
-    has_unread_input: Cell<bool>,
-    /// Whether the rest of an HTTP/1 request body is still expected.
-    awaits_body: Cell<bool>,
-    /// Whether the response of the active HTTP/1 request has begun.
-    is_responding: Cell<bool>,
-    /// Whether the client may take the end of the connection as the end of a response (HTTP/1.0).
-    is_close_delimited: Cell<bool>,
-    /// Last progress of a stream since [`ConnectionMonitor::take_stream_progress`].
-    stream_progress: Cell<Option<StreamProgress>>,
-    unsent_responses: Rc<UnsentResponses>,
-    drain_requested: Cell<Option<ConnectionDrain>>,
-    /// End of `max_connection_age`, until the drain that it causes.
-    age_ends_at: Cell<Option<Instant>>,
-    /// Whether the connection was asked to drain.
-    is_draining: Cell<bool>,
-    websockets_close_at: Cell<Option<Instant>>,
-    websocket_close_signal: Notify,
-    frame_budget: FrameBudget,
+    pub(in crate::proxy) is_http2: Cell<bool>,
+    /// Whether the connection holds buffers that it can release when it is idle.
+    pub(in crate::proxy) has_buffers: Cell<bool>,
+    pub(in crate::proxy) exchange: ExchangeState,
+    /// Last progress of a stream, until the driving task takes it.
+    pub(in crate::proxy) stream_progress: Cell<Option<StreamProgress>>,
+    pub(in crate::proxy) unsent_responses: Rc<UnsentResponses>,
+    pub(in crate::proxy) drain: DrainState,
+    /// Credit of an HTTP/2 client for costly frames.
+    pub(in crate::proxy) frame_budget: FrameBudget,
     metrics: Option<Arc<WorkerMetrics>>,
     /// Waker of the task that drives the connection.
     driver_waker: RefCell<Option<Waker>>,
-    /// Informational (1xx) heads to be written before the next response. hyper does not know of
-    /// these heads.
-    informational_heads: RefCell<Vec<u8>>,
-    /// HTTP/2 streams whose clients wait for `100 Continue`.
-    continue_queue: ContinueQueue,
-    /// Whether an HTTP/2 request head had a mark.
-    has_head_marks: Cell<bool>,
-    /// Whether hyper has written and flushed all its output.
-    is_flushed: Cell<bool>,
+    pub(in crate::proxy) output: OutputState,
     /// Idle time, for the acceptor.
     activity: Arc<ConnectionActivity>,
-    memory: ConnectionMemory,
+    pub(in crate::proxy) memory: ConnectionMemory,
     /// Why the connection is to be closed early.
     close_request: Cell<Option<ConnectionCloseReason>>,
-    /// Whether the next output begins a response: no request began since all output was flushed.
-    is_between_responses: Cell<bool>,
+}
+
+/// State of the active HTTP/1 request and its response.
+#[derive(Debug, Default)]
+pub(in crate::proxy) struct ExchangeState {
+    /// Whether the client sends input that will not be read.
+    pub(in crate::proxy) has_unread_input: Cell<bool>,
+    /// Whether the rest of the request's body is still expected.
+    pub(in crate::proxy) awaits_body: Cell<bool>,
+    /// Whether the response has begun.
+    pub(in crate::proxy) is_responding: Cell<bool>,
+    /// Whether the client may take the end of the connection as the end of the response (HTTP/1.0).
+    pub(in crate::proxy) is_close_delimited: Cell<bool>,
+}
+
+impl ExchangeState {
+    fn reset(&self) {
+        self.has_unread_input.set(false);
+        self.awaits_body.set(false);
+        self.is_responding.set(false);
+        self.is_close_delimited.set(false);
+    }
 }
 
 /// Phase of a connection without active requests.
@@ -151,33 +152,22 @@ impl ConnectionMonitor {
             closing_since: Cell::new(None),
             is_http2: Cell::new(false),
             has_buffers: Cell::new(false),
-            has_unread_input: Cell::new(false),
-            awaits_body: Cell::new(false),
-            is_responding: Cell::new(false),
-            is_close_delimited: Cell::new(false),
+            exchange: ExchangeState::default(),
             stream_progress: Cell::new(None),
             unsent_responses: Rc::default(),
-            drain_requested: Cell::new(None),
-            age_ends_at: Cell::new(None),
-            is_draining: Cell::new(false),
-            websockets_close_at: Cell::new(None),
-            websocket_close_signal: Notify::new(),
+            drain: DrainState::default(),
             frame_budget: FrameBudget::new(now),
             metrics,
             driver_waker: RefCell::new(None),
-            informational_heads: RefCell::default(),
-            continue_queue: ContinueQueue::default(),
-            has_head_marks: Cell::new(false),
-            is_flushed: Cell::new(true),
+            output: OutputState::default(),
             memory: ConnectionMemory::new(Arc::clone(&activity)),
             activity,
             close_request: Cell::new(None),
-            is_between_responses: Cell::new(true),
         })
     }
 
     /// Sets the budget to which the connection reports its memory.
-    pub(super) fn set_memory_budget(&self, budget: Rc<dyn MemoryBudget>) {
+    pub(super) fn set_memory_budget(&self, budget: Rc<WorkerMemory>) {
         self.memory.set_budget(budget);
         self.report_memory();
     }
@@ -191,20 +181,13 @@ impl ConnectionMonitor {
         });
     }
 
-    pub(in crate::proxy) fn memory(&self) -> &ConnectionMemory {
-        &self.memory
-    }
-
     /// Registers a request as active until all clones of the returned guard are dropped.
     pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
         if self.active_requests.get() == 0 || !self.is_http2.get() {
-            self.has_unread_input.set(false);
-            self.is_responding.set(false);
-            self.is_close_delimited.set(false);
-            self.awaits_body.set(false);
+            self.exchange.reset();
             self.activity.set_busy();
         }
-        self.is_between_responses.set(false);
+        self.output.is_between_responses.set(false);
         self.active_requests.set(self.active_requests.get() + 1);
         ActiveRequestGuard(Rc::clone(self))
     }
@@ -225,75 +208,6 @@ impl ConnectionMonitor {
     pub(in crate::proxy) fn set_http2(&self) {
         self.is_http2.set(true);
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
-    }
-
-    pub(in crate::proxy) fn is_http2(&self) -> bool {
-        self.is_http2.get()
-    }
-
-    /// Sets whether the connection holds buffers that it can release when it is idle.
-    pub(in crate::proxy) fn set_has_buffers(&self, has_buffers: bool) {
-        self.has_buffers.set(has_buffers);
-    }
-
-    /// Records that the client sends input that will not be read.
-    pub(in crate::proxy) fn set_unread_input(&self) {
-        self.has_unread_input.set(true);
-    }
-
-    pub(in crate::proxy) fn has_unread_input(&self) -> bool {
-        self.has_unread_input.get()
-    }
-
-    /// Sets whether the rest of an HTTP/1 request body is still expected.
-    pub(in crate::proxy) fn set_awaits_body(&self, awaits_body: bool) {
-        self.awaits_body.set(awaits_body);
-    }
-
-    pub(super) fn awaits_body(&self) -> bool {
-        self.awaits_body.get()
-    }
-
-    /// Records that the response of the active HTTP/1 request has begun.
-    pub(in crate::proxy) fn set_responding(&self) {
-        self.is_responding.set(true);
-    }
-
-    pub(super) fn is_responding(&self) -> bool {
-        self.is_responding.get()
-    }
-
-    /// Records an HTTP/1.0 client: a response to it may end with the connection.
-    pub(in crate::proxy) fn set_close_delimited(&self) {
-        self.is_close_delimited.set(true);
-    }
-
-    pub(in crate::proxy) fn is_close_delimited(&self) -> bool {
-        self.is_close_delimited.get()
-    }
-
-    /// Records that the client does not delay its response: see [`StreamProgress`].
-    pub(in crate::proxy) fn record_stream_progress(&self, progress: StreamProgress) {
-        self.stream_progress.set(Some(progress));
-    }
-
-    /// Takes the last progress since the last call.
-    pub(in crate::proxy) fn take_stream_progress(&self) -> Option<StreamProgress> {
-        self.stream_progress.take()
-    }
-
-    /// Restarts the timeout for reading HTTP/2 responses.
-    pub(super) fn restart_unsent_timeout(&self) {
-        self.unsent_responses.restart_timeout();
-    }
-
-    pub(super) fn unsent_responses(&self) -> &Rc<UnsentResponses> {
-        &self.unsent_responses
-    }
-
-    /// Credit of an HTTP/2 client for costly frames.
-    pub(in crate::proxy) fn frame_budget(&self) -> &FrameBudget {
-        &self.frame_budget
     }
 
     /// Counts a connection or stream that the server closed for this reason.
@@ -386,26 +300,16 @@ impl ConnectionMonitor {
 
     /// Sets whether hyper has written and flushed all its output.
     pub(super) fn set_flushed(&self, is_flushed: bool) {
-        self.is_flushed.set(is_flushed);
+        self.output.is_flushed.set(is_flushed);
         if is_flushed && !self.has_active_requests() {
-            self.is_between_responses.set(true);
+            self.output.is_between_responses.set(true);
         }
-    }
-
-    /// Whether the next output begins a response. May be `false` for a while after a response.
-    pub(super) fn is_between_responses(&self) -> bool {
-        self.is_between_responses.get()
-    }
-
-    /// Time limit for a blocked write.
-    pub(in crate::proxy) fn write_stall_timeout(&self) -> Duration {
-        self.timeouts.write_stall
     }
 
     /// Whether the next bytes of the client begin a request: the last one was read to its end.
     pub(super) fn awaits_request_line(&self) -> bool {
         let is_idle = matches!(self.phase.get(), ConnectionPhase::Idle(_));
-        is_idle && self.active_requests.get() == 0 && !self.has_unread_input.get()
+        is_idle && self.active_requests.get() == 0 && !self.exchange.has_unread_input.get()
     }
 
     /// Records received bytes, which may belong to a request head.
@@ -487,10 +391,11 @@ impl Drop for ActiveRequestGuard {
 mod tests {
     use super::deadlines::BUFFER_RELEASE_DELAY;
     use super::{
-        ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts, FrameScan, MemoryBudget,
-        TimeoutKind,
+        ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts, FrameScan, TimeoutKind,
+        WorkerMemory,
     };
     use crate::proxy::server::connection_activity::ConnectionActivity;
+    use crate::proxy::server::connection_load::ServerLoad;
     use crate::proxy::server::unsent_responses::StreamOutput;
     use std::rc::Rc;
     use std::sync::Arc;
@@ -562,7 +467,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_idle_connection_releases_its_buffers_before_its_timeout() {
         let monitor = new_monitor(TIMEOUTS);
-        monitor.set_has_buffers(true);
+        monitor.has_buffers.set(true);
         assert_eq!(
             monitor.next_deadline(),
             Some((
@@ -583,7 +488,7 @@ mod tests {
             idle: BUFFER_RELEASE_DELAY,
             ..TIMEOUTS
         });
-        short_idle.set_has_buffers(true);
+        short_idle.has_buffers.set(true);
         assert_eq!(
             short_idle.next_deadline(),
             Some((Instant::now() + BUFFER_RELEASE_DELAY, TimeoutKind::Idle))
@@ -618,17 +523,17 @@ mod tests {
     async fn a_request_that_begins_before_the_last_guard_is_dropped_starts_anew() {
         let monitor = new_monitor(TIMEOUTS);
         let first = monitor.begin_request();
-        monitor.set_responding();
+        monitor.exchange.is_responding.set(true);
         let body = first.clone();
         drop(first);
-        assert!(monitor.is_responding.get());
+        assert!(monitor.exchange.is_responding.get());
         let second = monitor.begin_request();
-        assert!(!monitor.is_responding.get());
-        monitor.set_responding();
+        assert!(!monitor.exchange.is_responding.get());
+        monitor.exchange.is_responding.set(true);
         drop(body);
         assert!(monitor.has_active_requests());
         drop(second.clone());
-        assert!(monitor.is_responding.get());
+        assert!(monitor.exchange.is_responding.get());
     }
 
     #[tokio::test(start_paused = true)]
@@ -674,8 +579,8 @@ mod tests {
     async fn heads_and_unread_bodies_count_until_their_requests_end() {
         let activity = Arc::new(ConnectionActivity::new(Instant::now()));
         let monitor = ConnectionMonitor::new(TIMEOUTS, None, Arc::clone(&activity));
-        monitor.set_memory_budget(Rc::new(UnlimitedBudget));
-        monitor.set_has_buffers(true);
+        monitor.set_memory_budget(Rc::new(WorkerMemory::new(ServerLoad::new(1), None)));
+        monitor.has_buffers.set(true);
         let kib = || {
             monitor.report_memory();
             activity.memory_bytes() / 1024
@@ -683,9 +588,9 @@ mod tests {
         monitor.record_read(60 * 1024);
         assert_eq!(kib(), 80);
         let request = monitor.begin_request();
-        let head = monitor.memory().begin_head(false, 0);
+        let head = monitor.memory.begin_head(false, 0);
         assert_eq!(kib(), 80, "the request holds its head");
-        monitor.memory().end_head(head);
+        monitor.memory.end_head(head);
         drop(request);
         assert_eq!(kib(), 20);
         monitor.set_http2();
@@ -694,30 +599,18 @@ mod tests {
         monitor.record_field_block(false, &scan_of(0));
         let request = monitor.begin_request();
         let _body = request.clone();
-        let head = monitor.memory().begin_head(true, 0);
+        let head = monitor.memory.begin_head(true, 0);
         assert_eq!(kib(), 68, "a request with a body is one stream");
-        monitor.memory().end_head(head);
-        let _stream = monitor.memory().begin_head(true, 0);
-        monitor.memory().begin_http2_body();
+        monitor.memory.end_head(head);
+        let _stream = monitor.memory.begin_head(true, 0);
+        monitor.memory.begin_http2_body();
         for _ in 0..100 {
-            monitor.memory().add_unread_frames(100 * 1024, 100 * 1024);
+            monitor.memory.add_unread_frames(100 * 1024, 100 * 1024);
         }
         assert_eq!(kib(), 28 + 256 * 257, "frames of one byte fill the window");
-        monitor.memory().end_http2_body();
-        monitor.memory().begin_http2_body();
+        monitor.memory.end_http2_body();
+        monitor.memory.begin_http2_body();
         assert_eq!(kib(), 28);
-    }
-
-    #[derive(Debug)]
-    struct UnlimitedBudget;
-
-    impl MemoryBudget for UnlimitedBudget {
-        fn update(&self, _before: usize, _after: usize) {}
-        fn update_unclosable(&self, _before: usize, _after: usize) {}
-        fn is_being_freed(&self) -> bool {
-            false
-        }
-        fn record_freed(&self, _bytes: usize) {}
     }
 
     #[tokio::test(start_paused = true)]
@@ -741,7 +634,7 @@ mod tests {
     async fn a_closing_connection_waits_for_unsent_responses() {
         let monitor = new_monitor(TIMEOUTS);
         monitor.set_http2();
-        let unsent = StreamOutput::new(monitor.unsent_responses()).begin_chunk();
+        let unsent = StreamOutput::new(&monitor.unsent_responses).begin_chunk();
         monitor.set_closing();
         assert_eq!(
             seconds_to_next_deadline(&monitor),
@@ -771,7 +664,7 @@ mod tests {
             is_kept
         };
         assert!(!is_kept());
-        let unsent = StreamOutput::new(monitor.unsent_responses()).begin_chunk();
+        let unsent = StreamOutput::new(&monitor.unsent_responses).begin_chunk();
         assert!(is_kept());
         drop(unsent);
         assert!(!is_kept());

@@ -1,0 +1,76 @@
+//! Output of one connection, and informational (1xx) responses that hyper does not know of.
+
+use std::cell::{Cell, RefCell, RefMut};
+
+use super::ConnectionMonitor;
+use crate::proxy::server::continue_responses::{ContinuePermit, ContinueQueue};
+use crate::proxy::server::frame_scanner::FrameScan;
+
+/// What hyper has written, and what is written beside it.
+#[derive(Debug)]
+pub(in crate::proxy) struct OutputState {
+    /// Informational heads to be written before the next response.
+    informational_heads: RefCell<Vec<u8>>,
+    /// HTTP/2 streams whose clients wait for `100 Continue`.
+    continue_queue: ContinueQueue,
+    /// Whether an HTTP/2 request head had a mark.
+    pub(in crate::proxy::server) has_head_marks: Cell<bool>,
+    /// Whether hyper has written and flushed all its output.
+    pub(super) is_flushed: Cell<bool>,
+    /// Whether the next output begins a response: no request began since all output was flushed.
+    /// May be `false` for a while after a response.
+    pub(in crate::proxy::server) is_between_responses: Cell<bool>,
+}
+
+impl Default for OutputState {
+    fn default() -> Self {
+        Self {
+            informational_heads: RefCell::default(),
+            continue_queue: ContinueQueue::default(),
+            has_head_marks: Cell::new(false),
+            is_flushed: Cell::new(true),
+            is_between_responses: Cell::new(true),
+        }
+    }
+}
+
+impl ConnectionMonitor {
+    /// Queues an informational head for an HTTP/1.1 client, ahead of all later output of hyper. The
+    /// head is dropped if output of earlier responses is still unwritten.
+    ///
+    /// hyper flushes the socket if and only if it has written all its output.
+    pub(in crate::proxy) fn queue_informational_head(&self, head: &[u8]) {
+        if self.output.is_flushed.get() {
+            let mut heads = self.output.informational_heads.borrow_mut();
+            heads.extend_from_slice(head);
+            self.wake_driver();
+        }
+    }
+
+    /// Queues `100 Continue` for the client of an HTTP/2 stream.
+    pub(in crate::proxy) fn queue_continue(&self, permit: &ContinuePermit) {
+        if self.output.continue_queue.push(permit) {
+            self.wake_driver();
+        }
+    }
+
+    /// Informational heads that are not written yet. Those for HTTP/2 are added only between two
+    /// frames of h2, which also flushes if and only if it has written all its output.
+    pub(in crate::proxy::server) fn pending_informational_heads(&self) -> RefMut<'_, Vec<u8>> {
+        let mut heads = self.output.informational_heads.borrow_mut();
+        if self.output.is_flushed.get() {
+            self.output.continue_queue.drain_frames(&mut heads);
+        }
+        heads
+    }
+
+    /// Records what the frame scanner found for the requests and responses of the connection.
+    pub(in crate::proxy::server) fn record_scan(&self, scan: &FrameScan) {
+        if scan.has_head_mark {
+            self.output.has_head_marks.set(true);
+        }
+        if let Some(bytes) = scan.table_bytes {
+            self.output.continue_queue.set_table_bytes(bytes);
+        }
+    }
+}
