@@ -24,7 +24,8 @@ pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
 pub use own_limits::{OwnLimits, OwnPolicyLimits};
 pub use rate_limit_call::{CallVerdict, DescriptorVerdict};
 pub use verdict::{
-    LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections, Verdict,
+    LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, UnenforcedRejections,
+    Verdict,
 };
 
 use charge_plan::{ChargePlan, untaken_slot_action};

@@ -300,7 +300,11 @@ impl AdminViewState {
             .read_status(&self.store_backend.open_for_key(&resolved_key.key).await)
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
-        let mut response = resolved_key.status_to_json(&status);
+        let now_us = status.now_us;
+        let stored = resolved_key
+            .read_override(&self.store_backend, now_us)
+            .await?;
+        let mut response = resolved_key.status_to_json(&status, stored.as_ref());
         let counters = self.redis_counter_keys(&resolved_key);
         add_fields(&mut response, json!({ "counters": counters }));
         Ok(response)

@@ -471,6 +471,22 @@ pub(crate) fn describe_rule(rule: &KeyOverride) -> String {
     limits.collect::<Vec<_>>().join("; ")
 }
 
+/// Describes who changed what until when: `blocked by an override of ann until
+/// 2027-01-31T00:00:00Z: abuse`.
+pub(crate) fn describe_override(stored: &StoredOverride) -> String {
+    let mut text = format!("{} by an override", describe_rule(&stored.rule));
+    if let Some(author) = &stored.author {
+        text.push_str(&format!(" of {}", author.escape_debug()));
+    }
+    if let Some(expires_at) = stored.expires_at_ms.and_then(format_time_ms) {
+        text.push_str(&format!(" until {expires_at}"));
+    }
+    if let Some(note) = &stored.note {
+        text.push_str(&format!(": {}", note.escape_debug()));
+    }
+    text
+}
+
 /// A time such as `2027-01-31T00:00:00Z`.
 pub(crate) fn format_time_ms(at_ms: u64) -> Option<String> {
     let at = OffsetDateTime::from_unix_timestamp_nanos(i128::from(at_ms) * 1_000_000).ok()?;

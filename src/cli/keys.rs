@@ -175,9 +175,11 @@ async fn show_key(
     as_json: bool,
 ) -> Result<String, String> {
     let found = selector.resolve_against_config(config)?;
-    let store = StoreBackend::new(&config.store).open_for_inspection().await;
+    let stores = StoreBackend::new(&config.store);
+    let store = stores.open_for_inspection().await;
     let state = found.read_status(&store).await.map_err(format_error)?;
-    let status = found.status_to_json(&state);
+    let stored = found.read_override(&stores, state.now_us).await;
+    let status = found.status_to_json(&state, stored.map_err(format_error)?.as_ref());
     Ok(match as_json {
         true => format_json(&status),
         false => format_key_status(&status),

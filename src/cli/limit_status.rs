@@ -4,6 +4,7 @@ use super::json_fields::{is_true_at, list_at, text_at, value_at};
 use crate::config::format_period;
 use crate::limiter::{Algorithm, Limit, LimitStatus, OverrideInEffect};
 use crate::policy::NamedLimit;
+use crate::text::escape_unprintable;
 use serde_json::Value;
 use std::time::Duration;
 
@@ -18,20 +19,22 @@ pub(super) fn format_limit_line(named: &NamedLimit, status: Option<(&LimitStatus
         match status.in_effect {
             None => status_text,
             Some(OverrideInEffect::Unlimited) => "unlimited by an override".to_owned(),
-            Some(OverrideInEffect::Blocked) => format!("{status_text}, blocked by an override"),
+            Some(OverrideInEffect::Blocked) => "blocked by an override".to_owned(),
             Some(OverrideInEffect::StatedAmounts { .. }) => {
                 format!("{status_text}, as the request states")
             }
             Some(OverrideInEffect::Amounts { .. }) => format!("{status_text}, by an override"),
         }
     });
-    format!(
-        "{:<16} {:<32} {status_text}",
-        named.name,
-        format_limit(&in_effect)
-    )
-    .trim_end()
-    .to_owned()
+    let is_blocked =
+        status.is_some_and(|(status, _)| status.in_effect == Some(OverrideInEffect::Blocked));
+    let limit = match is_blocked {
+        true => String::new(),
+        false => format_limit(&in_effect),
+    };
+    format!("{:<16} {limit:<32} {status_text}", named.name)
+        .trim_end()
+        .to_owned()
 }
 
 /// Formats the status of a key as the admin API reports it: the key, its block, and its limits.
@@ -42,6 +45,9 @@ pub(super) fn format_key_status(status: &Value) -> String {
             "  blocked for {}\n",
             format_wait(seconds_to_micros(blocked_s))
         ));
+    }
+    if let Some(words) = value_at(status, "/override_words").as_str() {
+        text.push_str(&format!("  {}\n", escape_unprintable(words)));
     }
     if text_at(status, "/scope") == "instance" {
         text.push_str("  counted per instance: usage of this instance only\n");
@@ -86,8 +92,8 @@ fn format_limit_status(limit: &Value) -> String {
         ),
         None => format!("{} at a time, {}", field("requests"), field("algorithm")),
     };
-    if text_at(limit, "/override") == "unlimited" {
-        return format!("{:<16} unlimited by an override", field("name"));
+    if let kind @ ("unlimited" | "blocked") = text_at(limit, "/override") {
+        return format!("{:<16} {kind} by an override", field("name"));
     }
     let stated = value_at(limit, "/requests_from").as_str();
     let stated = stated.map_or_else(String::new, |field| {
@@ -106,7 +112,6 @@ fn format_limit_status(limit: &Value) -> String {
         field("remaining"),
         match text_at(limit, "/override") {
             "" => "",
-            "blocked" => ", blocked by an override",
             _ => ", by an override",
         }
     )

@@ -4,7 +4,7 @@
 mod csv_records;
 mod export;
 mod import;
-mod store_client;
+pub(super) mod store_client;
 
 use super::admin_client::AdminClient;
 use super::output::{CommandError, block_on, format_json};
@@ -133,7 +133,11 @@ pub(super) fn run(
     })?)
 }
 
-async fn open_store(sources: &ConfigSources, config: &Config) -> Result<StoreClient, String> {
+/// Opens the overrides of the configured store.
+pub(super) async fn open_store(
+    sources: &ConfigSources,
+    config: &Config,
+) -> Result<StoreClient, String> {
     match &config.store {
         StoreSettings::Redis(redis) => {
             let inspector = CounterInspector::connect((**redis).clone()).await;

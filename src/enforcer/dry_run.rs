@@ -1,12 +1,12 @@
 //! Decides recorded requests by the same policies, charges and algorithms, with counters in memory
 //! and no waiting.
 
-use super::RequestOutcome;
 use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
+use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Key, Limit};
 use crate::policy::{Facts, NamedLimit, PolicyTable};
-use crate::store::MemoryStore;
+use crate::store::{MemoryStore, SettlementQueue};
 use smallvec::SmallVec;
 use std::time::Instant;
 
@@ -50,14 +50,16 @@ pub struct DryRunResult {
     pub slot_counters: SmallVec<[(Limit, Key); 1]>,
     /// Maximum duration of the request (µs), if bounded.
     pub max_duration_us: Option<u64>,
+    /// Charges that the response settles.
+    pub estimated_charges: Vec<EstimatedCharge>,
 }
 
-/// Decides a request at the time of `memory`'s clock. `slot` is unique among the slots of this
+/// Decides a request at the time of `memory`'s clock. `settlements` are those of `memory`. `slot` is unique among the slots of this
 /// memory. `requested_at` is any moment, because that clock is a manual one. The decision of each
 /// matching policy is passed to `report`. Policies for whose index `is_included` returns false do
 /// not apply.
 pub fn dry_run_request<'t>(
-    memory: &MemoryStore,
+    (memory, settlements): (&MemoryStore, &SettlementQueue),
     table: &'t PolicyTable,
     facts: &Facts<'_>,
     (slot, requested_at): (u128, Instant),
@@ -69,6 +71,7 @@ pub fn dry_run_request<'t>(
         delay_us: 0,
         slot_counters: SmallVec::new(),
         max_duration_us: None,
+        estimated_charges: Vec::new(),
     };
     let matching = table.matching_policies(facts);
     let plan =
@@ -90,11 +93,6 @@ pub fn dry_run_request<'t>(
         };
     let charges = plan.build_charges(1, slot);
     let decision = memory.decide_at(&charges, requested_at);
-    // Every request counts: the statuses in a log are those under other limits.
-    let counted = charges.iter().filter(|charge| charge.is_counted);
-    for charge in counted.filter(|_| decision.admitted) {
-        memory.charge_unconditionally_at(charge, requested_at);
-    }
     plan.record_decisions(&decision, |at, _, decision| {
         let planned_policy = plan
             .planned_policies
@@ -124,5 +122,6 @@ pub fn dry_run_request<'t>(
             .map(|charge| (*charge.limit, charge.key.clone()))
             .collect(),
         max_duration_us: terms.max_duration_us,
+        estimated_charges: plan.estimated_charges(&decision, settlements),
     }
 }

@@ -2,7 +2,9 @@
 
 use super::explain::separate_shared_counters;
 use super::planned_policy::PlannedPolicy;
-use super::{Enforcer, LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
+use super::{
+    Enforcer, LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, Verdict,
+};
 use crate::limiter::{Charge, Refusal};
 use crate::policy::{ClientQuotas, Policy, SelfServiceSettings};
 use smallvec::{SmallVec, smallvec};
@@ -143,8 +145,10 @@ fn reject_question<'t>(
         is_reported: true,
         violated_limits: smallvec![&*settings.limit.name],
         retry,
+        reason: RejectionReason::TooFewUnits,
         is_blocked: false,
         custom_response: None,
+        key: None,
     };
     let report = status.map(|status| LimitReport {
         limit: &settings.limit,

@@ -3,9 +3,9 @@
 use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
 use super::planned_policy::{PlannedPolicy, PolicyStatuses};
-use super::{LimitRejection, LimitReport, RequestOutcome, RetryHint, Verdict};
+use super::{LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, Key, LimitStatus, Refusal};
-use crate::policy::{NamedLimit, OnStoreFailure, Policy, PolicyMode};
+use crate::policy::{NamedLimit, OnStoreFailure, PolicyMode};
 use crate::store::StoreUnavailable;
 use smallvec::SmallVec;
 use std::mem::take;
@@ -45,7 +45,9 @@ impl<'t> ChargePlan<'t> {
                     key_id: planned_policy.key.id(),
                 });
                 if let Some(refusal) = status.refusal {
-                    refusals.add_refusal(planned_policy.policy, limit, refusal);
+                    let is_penalty = statuses.is_blocked();
+                    let reason = RejectionReason::from_status(&limit.limit, &status, is_penalty);
+                    refusals.add_refusal(planned_policy, limit, (refusal, reason));
                 }
             }
         }
@@ -214,41 +216,52 @@ fn blocked_status(status: Option<LimitStatus>, until_us: u64) -> LimitStatus {
 
 /// Collects the refusals of a request.
 #[derive(Default)]
-struct RefusalSummary<'t> {
-    longest_refusal: Option<(&'t Policy, Refusal)>,
+struct RefusalSummary<'t, 'p> {
+    longest_refusal: Option<(&'p PlannedPolicy<'t>, Refusal, RejectionReason)>,
     violated_limits: SmallVec<[&'t str; 2]>,
     is_blocked: bool,
 }
 
-impl<'t> RefusalSummary<'t> {
-    fn add_refusal(&mut self, policy: &'t Policy, limit: &'t NamedLimit, refusal: Refusal) {
-        if policy.is_reported {
+impl<'t, 'p> RefusalSummary<'t, 'p> {
+    fn add_refusal(
+        &mut self,
+        planned_policy: &'p PlannedPolicy<'t>,
+        limit: &'t NamedLimit,
+        (refusal, reason): (Refusal, RejectionReason),
+    ) {
+        if planned_policy.policy.is_reported {
             self.violated_limits.push(&limit.name);
         }
         if self
             .longest_refusal
-            .is_none_or(|(_, longest)| refusal > longest)
+            .is_none_or(|(_, longest, _)| refusal > longest)
         {
-            self.longest_refusal = Some((policy, refusal));
+            self.longest_refusal = Some((planned_policy, refusal, reason));
         }
     }
 
     /// Builds the rejection, if any limit refused. The policy with the longest refusal wins: it
     /// determines the retry time and the response.
     fn into_rejection(self, now_us: u64) -> Option<LimitRejection<'t>> {
-        let (policy, refusal) = self.longest_refusal?;
+        let (planned_policy, refusal, reason) = self.longest_refusal?;
+        let (policy, key) = (planned_policy.policy, &planned_policy.key);
         let retry = match refusal {
             Refusal::Until(at_us) => RetryHint::After(at_us.saturating_sub(now_us)),
             Refusal::Never => RetryHint::Never,
             Refusal::Unknown => RetryHint::Unknown,
         };
+        let has_parts = policy
+            .quota()
+            .is_some_and(|quota| quota.key.value_count() > 1);
         Some(LimitRejection {
             policy: &policy.name,
             is_reported: policy.is_reported,
             violated_limits: self.violated_limits,
             retry,
+            reason,
             is_blocked: self.is_blocked,
             custom_response: policy.reject_response.as_ref(),
+            key: has_parts.then(|| Box::new(key.clone())),
         })
     }
 }

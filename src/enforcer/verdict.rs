@@ -1,7 +1,7 @@
 //! The verdict about one request.
 
 use super::EstimatedCharge;
-use crate::limiter::{Limit, LimitStatus};
+use crate::limiter::{Key, Limit, LimitStatus, OverrideInEffect, Refusal};
 use crate::policy::{KeyError, NamedLimit, Policy, PolicyMode, RejectResponse};
 use crate::store::{ConcurrencySlotGuard, DecisionSource};
 use smallvec::SmallVec;
@@ -105,9 +105,39 @@ pub struct LimitRejection<'t> {
     /// The names of all reported limits that refused, as in the rate-limit headers.
     pub violated_limits: SmallVec<[&'t str; 2]>,
     pub retry: RetryHint,
+    /// Why the limit with the longest wait refuses.
+    pub reason: RejectionReason,
     /// Whether a block was already in effect.
     pub is_blocked: bool,
     pub custom_response: Option<&'t RejectResponse>,
+    /// The key at that policy, if it has several values. Boxed, because the verdict is moved with
+    /// every request.
+    pub key: Option<Box<Key>>,
+}
+
+/// Why a limit refuses a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RejectionReason {
+    /// Too few units are left, or the cost is more than the limit.
+    TooFewUnits,
+    /// Earlier rejections block the key (`block_for`).
+    Penalty,
+    /// An override blocks the key.
+    Override,
+    /// The limit is 0.
+    ZeroLimit,
+}
+
+impl RejectionReason {
+    /// The reason of a refusal. `is_penalty` is whether `block_for` applies.
+    pub(super) fn from_status(limit: &Limit, status: &LimitStatus, is_penalty: bool) -> Self {
+        match status.in_effect {
+            Some(OverrideInEffect::Blocked) => Self::Override,
+            _ if status.limit_in_effect(limit).requests == 0 => Self::ZeroLimit,
+            _ if is_penalty && status.refusal != Some(Refusal::Never) => Self::Penalty,
+            _ => Self::TooFewUnits,
+        }
+    }
 }
 
 /// Time after which the same request would be admitted.
@@ -197,7 +227,7 @@ impl RequestOutcome<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, Refusal};
+    use crate::limiter::Algorithm;
 
     #[test]
     fn of_equal_refusals_the_first_limit_is_the_tightest() {

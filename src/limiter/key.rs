@@ -315,6 +315,21 @@ impl Key {
         values.collect()
     }
 
+    /// 64 bits of SHA-256 over each value, with its position and the policy's name: log lines have
+    /// them, so that one value of a key can be searched for.
+    pub fn value_ids(&self) -> Vec<u64> {
+        let mut text = String::new();
+        self.append_full_text_to(&mut text);
+        let mut parts = text.split('/').filter(|part| !part.starts_with('='));
+        let name = parts.next().unwrap_or_default();
+        let id = |(position, value): (usize, &str)| {
+            let digest = Sha256::digest(format!("{name}/{position}/{value}"));
+            let first = digest.iter().take(8);
+            first.fold(0, |id, byte| id << 8 | u64::from(*byte))
+        };
+        parts.enumerate().map(id).collect()
+    }
+
     /// The policy's name.
     pub fn policy_name(&self) -> &str {
         let name = match self.encoded_policy_name() {

@@ -26,7 +26,7 @@ pub struct LimitAmounts {
 
 /// What decided one charge instead of the limit of the configuration. `burst` counts only for a
 /// token bucket.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum OverrideInEffect {
     Unlimited,
     Blocked,

@@ -191,7 +191,12 @@ impl ProxyService {
         let logged_descriptor = over_limit
             .map(|(_, descriptor)| descriptor)
             .or(descriptors.first());
+        let key = match &verdict.outcome {
+            RequestOutcome::Limited(limited) => limited.key.as_deref(),
+            _ => None,
+        };
         self.access_log.write(&AccessLogEntry {
+            key,
             method: "RLS",
             host: logged_descriptor.map_or("", |descriptor| descriptor.domain),
             path: &logged_descriptor

@@ -6,8 +6,8 @@ use crate::limiter::Algorithm;
 use crate::policy::{
     ActualCostSource, AmountField, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota,
 };
-use http::HeaderName;
 use http::header::COOKIE;
+use http::{HeaderName, StatusCode};
 use std::collections::BTreeSet;
 
 /// Numbers of requests for which the log has, or lacks, certain fields.
@@ -17,6 +17,8 @@ pub(super) struct FieldCoverage {
     pub(super) with_peer: u64,
     pub(super) with_host: u64,
     pub(super) with_duration: u64,
+    /// Requests with a status.
+    pub(super) with_status: u64,
     /// Requests that the server answered with status 429 at the time of the log.
     pub(super) answered_429: u64,
     /// Requests with a header, by the header's index in [`RequiredHeaders`].
@@ -41,6 +43,7 @@ impl FieldCoverage {
         self.with_peer += u64::from(request.peer.is_some());
         self.with_host += u64::from(!request.host.is_empty());
         self.with_duration += u64::from(request.duration_us.is_some());
+        self.with_status += u64::from(StatusCode::from_u16(request.status).is_ok());
         self.answered_429 += u64::from(request.status == 429);
         self.without_query += u64::from(!request.log_has_query);
         self.hidden_clients += u64::from(is_client_hidden);
@@ -218,10 +221,14 @@ impl<'a> MissingFieldCheck<'a> {
             CostSource::Estimate(cost)
                 if matches!(cost.actual_source, ActualCostSource::Status(_)) =>
             {
-                texts.push(format!(
-                    "every request counted, as if it had the status {}: the log's responses are those of other limits",
-                    cost.actual_source
-                ));
+                let without = self.coverage.requests - self.coverage.with_status;
+                if without > 0 {
+                    texts.push(format!(
+                        "{without} of {} requests have no status, so each counted as if it had one of {}",
+                        self.coverage.requests,
+                        cost.actual_source.to_string().trim_start_matches("status ")
+                    ));
+                }
             }
             CostSource::Estimate(cost) => {
                 texts.push(format!(

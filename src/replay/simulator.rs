@@ -6,20 +6,24 @@ use super::parsers::RequiredHeaders;
 use super::statistics::{ReplayKeyTable, RequestSeries};
 use super::suggestions::PeakDemandTracker;
 use crate::clock::{Clock, ManualClock};
-use crate::enforcer::{DryRunOutcome, PolicyDecision, PolicyOutcome, dry_run_request};
+use crate::enforcer::{
+    DryRunOutcome, EstimatedCharge, PolicyDecision, PolicyOutcome, dry_run_request,
+};
 use crate::limiter::{Amendment, Key, Limit};
 use crate::policy::client::ClientAddress;
 use crate::policy::jwt::RequestToken;
 use crate::policy::path::{self, PathInterpretations};
 use crate::policy::{Facts, Policy, PolicyTable};
 use crate::proxy::normalize_host;
-use crate::store::{MemorySettings, MemoryStore, Settlement};
-use http::{HeaderMap, HeaderValue, Method};
+use crate::store::{MemorySettings, MemoryStore, Settlement, SettlementQueue, Store};
+use crate::telemetry::metrics::{MetricLabels, Metrics};
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::net::{IpAddr, Ipv4Addr};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Limits of the counter store of one policy set. Suggestions use a second store of the same size.
@@ -44,7 +48,8 @@ const MAX_HOLD_US: u64 = 86_400_000_000;
 pub(super) struct PolicySimulator<'t> {
     pub(super) table: &'t PolicyTable,
     required_headers: &'t RequiredHeaders,
-    memory: MemoryStore,
+    memory: Arc<MemoryStore>,
+    settlements: SettlementQueue,
     clock_control: ManualClock,
     /// Constant time argument for store calls, because the manual clock supplies the log time.
     fixed_instant: Instant,
@@ -106,12 +111,16 @@ impl<'t> PolicySimulator<'t> {
         let (clock, clock_control) = Clock::manual(0);
         let policy_count = table.policies().len();
         let max_keys = (MAX_TRACKED_KEYS / policy_count.max(1)).max(1 << 10);
+        let memory = MemoryStore::new(COUNTER_STORE_SETTINGS, clock.clone());
+        let memory = Arc::new(memory);
+        let metrics = Metrics::new(0, MetricLabels::default()).worker_metrics(0);
         Self {
             table,
             required_headers,
+            settlements: SettlementQueue::new(Store::Memory(Arc::clone(&memory)), metrics),
             peaks: with_suggestions
                 .then(|| PeakDemandTracker::new(table, COUNTER_STORE_SETTINGS, clock.clone())),
-            memory: MemoryStore::new(COUNTER_STORE_SETTINGS, clock),
+            memory,
             clock_control,
             fixed_instant: Instant::now(),
             in_flight: InFlightRequests::default(),
@@ -187,10 +196,15 @@ impl<'t> PolicySimulator<'t> {
             is_peer_trusted: client.is_peer_trusted,
             descriptor: None,
         };
-        self.apply_policies(&facts, now_us, request.duration_us)
+        self.apply_policies(&facts, now_us, request)
     }
 
-    fn apply_policies(&mut self, facts: &Facts<'_>, now_us: u64, duration_us: Option<u64>) -> bool {
+    fn apply_policies(
+        &mut self,
+        facts: &Facts<'_>,
+        now_us: u64,
+        request: &LoggedRequest<'_>,
+    ) -> bool {
         let (stats, peaks, table) = (&mut self.stats, &mut self.peaks, self.table);
         let slot = self.in_flight.allocate_slot_id();
         let instant = self.fixed_instant;
@@ -198,7 +212,7 @@ impl<'t> PolicySimulator<'t> {
         let is_included = |at: usize| left_out.binary_search(&at).is_err();
         let slot_and_time = (slot, instant);
         let result = dry_run_request(
-            &self.memory,
+            (&self.memory, &self.settlements),
             table,
             facts,
             slot_and_time,
@@ -215,20 +229,22 @@ impl<'t> PolicySimulator<'t> {
             },
         );
         stats.record_request_outcome(result.outcome, result.delay_us, now_us);
-        if !result.slot_counters.is_empty() {
+        if !result.slot_counters.is_empty() || !result.estimated_charges.is_empty() {
             // The delay is added, because a delayed request holds its slot while it waits.
-            let duration_us = duration_us
+            let duration_us = request
+                .duration_us
                 .unwrap_or_default()
                 .saturating_add(result.delay_us);
             let duration_us = duration_us
                 .min(result.max_duration_us.unwrap_or(MAX_HOLD_US))
                 .min(MAX_HOLD_US);
-            self.in_flight.add_request(
-                slot,
-                result.slot_counters,
-                now_us,
-                now_us.saturating_add(duration_us),
-            );
+            let in_flight = InFlightRequest {
+                counters: result.slot_counters,
+                estimated_charges: result.estimated_charges,
+                status: StatusCode::from_u16(request.status).ok(),
+                ends_us: now_us.saturating_add(duration_us),
+            };
+            self.in_flight.add_request(slot, in_flight, now_us);
         }
         result.outcome == DryRunOutcome::Forwarded
     }
@@ -371,7 +387,7 @@ impl ReplayPolicyStats {
     }
 }
 
-/// Requests that hold concurrency slots. Their slots are renewed and released when due, as in the
+/// Requests that hold concurrency slots, or whose response settles charges. Their slots are renewed and released when due, as in the
 /// proxy.
 #[derive(Debug, Default)]
 struct InFlightRequests {
@@ -384,20 +400,28 @@ struct InFlightRequests {
 #[derive(Debug)]
 struct InFlightRequest {
     counters: SmallVec<[(Limit, Key); 1]>,
+    estimated_charges: Vec<EstimatedCharge>,
+    /// The logged status of the response. Without one, estimates stand.
+    status: Option<StatusCode>,
     ends_us: u64,
 }
 
 impl InFlightRequest {
     /// Returns the time of the next renewal, or the end of the request if that is earlier.
     fn next_due_us(&self, now_us: u64) -> u64 {
-        let shortest_us = self
-            .counters
-            .iter()
-            .map(|(limit, _)| limit.per_us)
-            .min()
-            .unwrap_or_default();
-        self.ends_us
-            .min(now_us.saturating_add((shortest_us / 3).max(1)))
+        let shortest_us = self.counters.iter().map(|(limit, _)| limit.per_us).min();
+        shortest_us.map_or(self.ends_us, |shortest_us| {
+            self.ends_us
+                .min(now_us.saturating_add((shortest_us / 3).max(1)))
+        })
+    }
+
+    fn settle_charges(self) {
+        if let Some(status) = self.status {
+            for charge in self.estimated_charges {
+                charge.settle_by_status(status);
+            }
+        }
     }
 }
 
@@ -407,19 +431,10 @@ impl InFlightRequests {
         self.last_slot_id
     }
 
-    fn add_request(
-        &mut self,
-        slot: u128,
-        counters: SmallVec<[(Limit, Key); 1]>,
-        now_us: u64,
-        ends_us: u64,
-    ) {
-        let ends_us = if self.requests_by_slot.len() < MAX_IN_FLIGHT {
-            ends_us
-        } else {
-            now_us
-        };
-        let request = InFlightRequest { counters, ends_us };
+    fn add_request(&mut self, slot: u128, mut request: InFlightRequest, now_us: u64) {
+        if self.requests_by_slot.len() >= MAX_IN_FLIGHT {
+            request.ends_us = now_us;
+        }
         self.due_queue
             .push(Reverse((request.next_due_us(now_us), slot)));
         self.requests_by_slot.insert(slot, request);
@@ -456,11 +471,11 @@ impl InFlightRequests {
                     amendment,
                 }]);
             }
-            if has_ended {
-                self.requests_by_slot.remove(&slot);
-            } else {
-                self.due_queue
-                    .push(Reverse((request.next_due_us(due_us), slot)));
+            if !has_ended {
+                let next_due_us = request.next_due_us(due_us);
+                self.due_queue.push(Reverse((next_due_us, slot)));
+            } else if let Some(ended) = self.requests_by_slot.remove(&slot) {
+                ended.settle_charges();
             }
         }
     }

@@ -582,3 +582,83 @@ fn a_policy_is_judged_before_the_first_request_with_its_field() {
         "{set:#}"
     );
 }
+
+/// Log-ins of one client, one a second, with these statuses.
+fn login_log(statuses: &[u16]) -> String {
+    let lines = statuses.iter().zip(0..);
+    lines
+        .map(|(status, at_s)| {
+            log_line(at_s, "1.1.1.1", "POST /login").replace(" 200 ", &format!(" {status} "))
+        })
+        .collect()
+}
+
+#[test]
+fn the_logged_status_decides_what_counts_and_what_blocks() {
+    let policy = |limit: &str| {
+        format!(
+            "[[policy]]\nname = 'login'\nkey = ['client_ip']\ncount_when = {{ status = [401, 403] }}\n{limit}\n"
+        )
+    };
+    let mixed = [200, 200, 200, 200, 401, 200, 403, 200, 401, 200, 401];
+    for (limit, statuses, refused) in [
+        // Three of the failures fill the limit; everything after them is refused.
+        ("limit = { requests = 3, per = '1h' }", &mixed[..], 2),
+        ("limit = { requests = 9, per = '1h' }", &mixed, 0),
+        ("limit = { requests = 3, per = '1h' }", &[200; 20], 0),
+        ("limit = { requests = 3, per = '1h' }", &[401; 5], 2),
+        // The cost of those that count.
+        ("limit = { requests = 6, per = '1h' }\ncost = 2", &mixed, 2),
+        // The limit has ended when the last request comes, and the block has not.
+        (
+            "limit = { requests = 1, per = '2s' }\nblock_for = '1h'",
+            &[401, 200, 200, 200, 200, 200],
+            5,
+        ),
+        (
+            "limit = { requests = 1, per = '2s' }\nblock_for = '1h'",
+            &[200, 200, 200, 200, 401, 500],
+            1,
+        ),
+        (
+            "limit = { requests = 1, per = '2s' }\nblock_for = '1h'",
+            &[200; 6],
+            0,
+        ),
+    ] {
+        let fixture = ReplayFixture::new(&policy(limit)).with_log("a", login_log(statuses));
+        let set = &fixture.run_replay_as_json()["sets"][0];
+        assert_eq!(set["limited"], refused, "{limit} {statuses:?}: {set:#}");
+        assert_eq!(set["lacks"], serde_json::json!([]), "{limit}");
+    }
+    // Without a status, each request counts, and the report says so.
+    let line = "{\"msec\":1795000000.5,\"request_method\":\"GET\",\"request_uri\":\"/\",\"remote_addr\":\"1.1.1.1\"}\n";
+    let fixture = ReplayFixture::new(&policy("limit = { requests = 3, per = '1h' }"));
+    let set = &fixture.with_log("a", line.repeat(5)).run_replay_as_json()["sets"][0];
+    assert_eq!(set["limited"], 2, "{set:#}");
+    let lacks = set["lacks"][0].as_str().unwrap();
+    assert!(
+        lacks.contains(
+            "5 of 5 requests have no status, so each counted as if it had one of 401, 403"
+        ),
+        "{lacks}"
+    );
+}
+
+/// A response counts when it has been given, not when its request arrives.
+#[test]
+fn a_status_counts_at_the_end_of_its_request() {
+    let line = |at_s: u64, status: u16| {
+        format!(
+            "{{\"ts\":{},\"duration\":30,\"status\":{status},\"request\":{{\"remote_ip\":\"1.1.1.1\",\"method\":\"GET\",\"uri\":\"/\"}}}}\n",
+            1_795_000_030 + at_s
+        )
+    };
+    let policy = "[[policy]]\nname = 'p'\nkey = ['client_ip']\ncount_when = { status = [401] }\nlimit = { requests = 2, per = '1h' }\n";
+    // Two requests in flight reserve the limit, so the third is refused; the fourth comes later.
+    let log = [line(0, 200), line(1, 200), line(2, 200), line(40, 200)].concat();
+    let set = &ReplayFixture::new(policy)
+        .with_log("a", log)
+        .run_replay_as_json()["sets"][0];
+    assert_eq!((&set["forwarded"], &set["limited"]), (&3.into(), &1.into()));
+}

@@ -4,6 +4,7 @@ mod admin_port;
 mod combinations;
 mod expiry;
 mod input;
+mod reasons;
 
 use crate::support::TEST_TIMEOUT;
 use crate::support::admin_proxy::AdminProxy;

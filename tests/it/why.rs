@@ -336,3 +336,61 @@ async fn absurd_numbers_in_a_log_are_reported_as_very_large() {
     assert_eq!(report.status.code(), Some(0), "{}", report.stderr);
     assert!(report.stdout.contains("refused once"), "{}", report.stdout);
 }
+
+const TWO_PARTS: &str = r#"
+[[policy]]
+name = "plans"
+key = ["header:x-user-id", "header:x-plan", "client_ip"]
+limit = { requests = 1, per = "1h" }
+"#;
+
+#[tokio::test]
+async fn a_part_of_a_key_finds_all_keys_that_have_it_and_says_so() {
+    let fixture = LogFixture::new();
+    fs::write(fixture.path("config.toml"), TWO_PARTS).unwrap();
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(TWO_PARTS, upstream.address).await;
+    for (user, plan, times) in [
+        ("ann", "free", 4),
+        ("ann", "gold", 3),
+        ("bob", "free", 3),
+        ("free", "ann", 2),
+    ] {
+        for _ in 0..times {
+            let request = proxy.request("GET", "/").header("x-user-id", user);
+            request.header("x-plan", plan).send_for_status().await;
+        }
+    }
+    fs::write(fixture.path("log"), read_log(&proxy, 8).await).unwrap();
+    for (keys, refused, distinct) in [
+        (&["ann"][..], 3 + 2 + 1, 3),
+        (&["gold"], 2, 1),
+        (&["free"], 3 + 2 + 1, 3),
+        // The policy's order counts, and the address may be left out as in any line.
+        (&["ann", "free"], 3, 1),
+        (&["free", "ann"], 1, 1),
+        (&["free", "127.0.0.1"], 3 + 2 + 1, 3),
+        (&["127.0.0.1"], 8, 4),
+        (&["ann", "free", "127.0.0.1"], 3, 0),
+        (&["zed"], 0, 0),
+    ] {
+        let mut args: Vec<&str> = keys.iter().flat_map(|key| ["--key", key]).collect();
+        args.push("log");
+        let report = fixture.run_for_report(&args).await;
+        assert_eq!(report["refused"], refused, "{keys:?}: {report:#}");
+        let partial = report["partial_keys"].as_array().unwrap();
+        assert_eq!(partial.len(), distinct, "{keys:?}: {report:#}");
+        let sum: u64 = partial
+            .iter()
+            .filter_map(|key| key["refused"].as_u64())
+            .sum();
+        assert!(distinct == 0 || sum == refused, "{keys:?}: {report:#}");
+    }
+    let text = fixture.run(&["--key", "gold", "log"]).await.stdout;
+    assert!(text.contains("part of a key"), "{text}");
+    assert!(
+        text.contains("partial match: header:x-plan of the key "),
+        "{text}"
+    );
+    assert!(text.contains("2 refused"), "{text}");
+}

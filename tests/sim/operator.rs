@@ -16,7 +16,8 @@ use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::policy::path::PathInterpretations;
 use tidegate::policy::{Descriptor, Facts, PolicyTable, jwt::RequestToken};
 use tidegate::store::redis::{CounterInspector, RedisSettings, SharedRedisState, diagnose_redis};
-use tidegate::store::{MemorySettings, MemoryStore, Store};
+use tidegate::store::{MemorySettings, MemoryStore, SettlementQueue, Store};
+use tidegate::telemetry::metrics::{MetricLabels, Metrics};
 use tokio::time::{Instant, sleep_until};
 
 /// The configuration of each instance.
@@ -185,13 +186,15 @@ async fn replay_requests(scenario: &Scenario, table: &PolicyTable) {
         max_keys: 10_000,
         max_bytes: 1 << 24,
     };
-    let memory = MemoryStore::new(settings, clock);
+    let memory = Arc::new(MemoryStore::new(settings, clock));
+    let metrics = Metrics::new(0, MetricLabels::default()).worker_metrics(0);
+    let settlements = SettlementQueue::new(Store::Memory(Arc::clone(&memory)), metrics);
     let now = StdInstant::now();
     for (slot, request) in (1..).zip(scenario.requests.iter().take(REPLAYED)) {
         manual_clock.set_us(EPOCH_US + request.at_us);
         with_facts(table, request, async |facts| {
             drop(dry_run_request(
-                &memory,
+                (&memory, &settlements),
                 table,
                 facts,
                 (slot, now),

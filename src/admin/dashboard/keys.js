@@ -5,6 +5,9 @@
 /** Returns a readable key (`policy/value/value`) without its policy. */
 const keyWithoutPolicy = (text) => text.split('/').slice(1).join('/') || '(no key)';
 
+/** Returns a text with a capital letter. */
+const capitalize = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
 /** Returns the values of a readable key, or `null` if they are hashed or truncated. */
 function parseKeyValues(text) {
   const parts = text.split('/').slice(1);
@@ -128,16 +131,18 @@ class PolicyDialog {
   }
 
   renderLimitStatus(key) {
-    const verdict = key.blocked_s !== null ? `✕ Blocked for ${formatDuration(key.blocked_s)} more.` : key.admitted ? '✓ The next request passes.' : '✕ The next request is refused.';
+    const isBlocked = key.limits.some((limit) => limit.override === 'blocked');
+    const verdict = isBlocked ? `✕ ${key.override_words ? capitalize(key.override_words) : 'Blocked by an override'}.` : key.blocked_s !== null ? `✕ Blocked for ${formatDuration(key.blocked_s)} more.` : key.admitted ? '✓ The next request passes.' : '✕ The next request is refused.';
     const row = (limit) => {
-      if (limit.override === 'unlimited') return createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', { colspan: '4' }, 'unlimited by an override'));
+      if (limit.override === 'unlimited' || limit.override === 'blocked') return createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', { colspan: '4' }, `${limit.override} by an override`));
+      if (limit.used + limit.remaining === 0) return createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', { colspan: '4' }, 'the limit is 0'));
       const all = limit.used + limit.remaining;
       const full = createElement('i', {});
       full.style.width = `${all ? (100 * limit.used) / all : 0}%`;
       return createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', {}, createElement('div', { class: limit.remaining ? 'meter' : 'meter full', 'aria-hidden': 'true' }, full)),
         createElement('td', { class: 'num' }, `${integerFormat.format(limit.used)} used`), createElement('td', { class: 'num' }, `${integerFormat.format(limit.remaining)} left`), createElement('td', { class: 'num quiet' }, limit.grows_in_s === null ? 'unused' : `more in ${limit.grows_in_s < 10 ? formatLatency(limit.grows_in_s) : formatDuration(limit.grows_in_s)}`));
     };
-    return [createElement('p', {}, createElement('strong', {}, key.mode && key.mode !== 'enforce' ? `${verdict} (A policy in mode ${key.mode} does not refuse requests.)` : verdict), ' ', createElement('code', { class: 'wrap', title: key.key }, decodeNonAscii(key.key))),
+    return [!isBlocked && key.override_words && createElement('p', {}, `${capitalize(key.override_words)}.`), createElement('p', {}, createElement('strong', {}, key.mode && key.mode !== 'enforce' ? `${verdict} (A policy in mode ${key.mode} does not refuse requests.)` : verdict), ' ', createElement('code', { class: 'wrap', title: key.key }, decodeNonAscii(key.key))),
       createElement('div', { class: 'scroll' }, createElement('table', { class: 'stand' }, createElement('caption', { class: 'unseen' }, 'State of the key'), createElement('tbody', {}, key.limits.map(row))))];
   }
 

@@ -18,13 +18,13 @@ use std::sync::Arc;
 /// Most overrides that the admin port lists.
 const MAX_LISTED_BY_ADMIN_PORT: usize = 10_000;
 
-pub(super) enum StoreClient {
+pub(in crate::cli) enum StoreClient {
     Redis(OverrideStore),
     AdminPort(AdminClient, Arc<PolicyTable>),
 }
 
 impl StoreClient {
-    pub(super) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
+    pub(in crate::cli) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
         match self {
             Self::Redis(store) => store.find(key).await.map_err(to_message),
             Self::AdminPort(client, _) => {

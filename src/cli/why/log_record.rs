@@ -1,5 +1,6 @@
 //! Parses one line of tidegate's own JSON log.
 
+use crate::limiter::OverrideInEffect;
 use crate::replay::parse_rfc3339;
 use serde_json::{Map, Value};
 use std::net::IpAddr;
@@ -30,12 +31,16 @@ pub(super) struct LoggedRequest {
     pub(super) decision: String,
     /// The policy that rejected the request.
     pub(super) policy: Option<String>,
-    /// Shadow policies that would have rejected the request.
     /// The policies that would have rejected the request, each with its decision.
     pub(super) unenforced_rejections: Vec<(String, &'static str)>,
     pub(super) limit: Option<String>,
     /// The hash of the key: [`Key::id`](crate::limiter::Key::id).
     pub(super) key_id: Option<u128>,
+    /// The hash of each value of a key with several:
+    /// [`Key::value_ids`](crate::limiter::Key::value_ids).
+    pub(super) key_parts: Vec<u64>,
+    /// What decided instead of the limit of the configuration.
+    pub(super) in_effect: Option<OverrideInEffect>,
     pub(super) retry_after_ms: Option<u64>,
     pub(super) method: String,
     pub(super) host: String,
@@ -91,12 +96,32 @@ fn read_request(fields: &Map<String, Value>) -> LoggedRequest {
             .collect(),
         limit: text("limit"),
         key_id: text("key").and_then(|hex| u128::from_str_radix(&hex, 16).ok()),
+        key_parts: text("key_parts").map_or(Vec::new(), |parts| {
+            let ids = parts.split(',').map(|hex| u64::from_str_radix(hex, 16));
+            ids.collect::<Result<_, _>>().unwrap_or_default()
+        }),
+        in_effect: read_override(text("override"), text("stated")),
         retry_after_ms: number_field(fields, "retry_after_ms"),
         method: text("method").unwrap_or_default(),
         host: text("host").unwrap_or_default(),
         path: text("path").unwrap_or_default(),
         client_ip: text("client_ip").and_then(|address| address.parse().ok()),
     }
+}
+
+/// Reads the amounts of an override, or those that the request stated.
+fn read_override(of_key: Option<String>, stated: Option<String>) -> Option<OverrideInEffect> {
+    let is_stated = of_key.is_none();
+    let text = of_key.or(stated)?;
+    if text == "blocked" {
+        return Some(OverrideInEffect::Blocked);
+    }
+    let (requests, burst) = text.split_once('+').unwrap_or((&text, &text));
+    let (requests, burst) = (requests.parse().ok()?, burst.parse().ok()?);
+    Some(match is_stated {
+        true => OverrideInEffect::StatedAmounts { requests, burst },
+        false => OverrideInEffect::Amounts { requests, burst },
+    })
 }
 
 fn text_field(fields: &Map<String, Value>, name: &str) -> Option<String> {

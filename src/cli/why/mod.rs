@@ -6,11 +6,13 @@ mod report_json;
 mod report_text;
 mod searched_policy;
 
-use super::output::CommandError;
+use super::output::{CommandError, block_on};
+use super::overrides::open_store;
 use super::replay::new_progress_bar;
-use crate::clock;
-use crate::config::{self, ConfigSources, parse_duration};
+use crate::clock::{self, Clock};
+use crate::config::{self, Config, ConfigSources, parse_duration};
 use crate::replay::{AccessLogReader, RawLogLine, parse_rfc3339};
+use crate::store::StoredOverride;
 use crate::telemetry::{AccessLogFilter, LogSettings};
 use log_record::{LogEvent, LogRecord, LoggedRequest, UNENFORCED_DECISIONS, parse_log_record};
 use refusal_history::{MAX_SERIES, OTHER_DECISION, RefusalHistory, SeriesName};
@@ -29,8 +31,8 @@ const MAX_QUOTED_CHARS: usize = 80;
 
 pub(super) const EXAMPLES_HELP_FOOTER: &str = "\
 LOG is tidegate's log as JSON, also gzip-compressed, or as kubectl and container runtimes store it.
-A policy is searched if its key has as many values as --key is given, without counting values that
-each line contains: client address, method, host, path segments.
+Values that each line contains (client address, method, host, path segments) may be left out. Fewer
+values than a key has match it at any position, in their order.
 
 Examples:
   kubectl logs --since=24h deploy/shop -c tidegate | tidegate why --key acme
@@ -71,6 +73,8 @@ struct WhyReport<'t> {
     searched: Vec<SearchedPolicy<'t>>,
     skipped: Vec<SkippedPolicy<'t>>,
     history: RefusalHistory,
+    /// Keys of which the given values are only a part.
+    partial_keys: BTreeMap<(Box<str>, u128), PartialKey>,
     /// Requests with the key that were not refused.
     admitted: u64,
     /// Refused requests that no line attributes to a key, by policy and decision.
@@ -81,6 +85,14 @@ struct WhyReport<'t> {
     dropped: u64,
     lines: LineCounts,
     log: LogSettings,
+}
+
+/// A key of which the given values are a part.
+#[derive(Debug, Default)]
+struct PartialKey {
+    /// The positions of the given values.
+    positions: Vec<usize>,
+    refused: u64,
 }
 
 /// The lines that were read.
@@ -119,6 +131,7 @@ pub(super) fn run(
         searched,
         skipped,
         history: RefusalHistory::new(),
+        partial_keys: BTreeMap::new(),
         admitted: 0,
         without_key: BTreeMap::new(),
         omitted: BTreeMap::new(),
@@ -131,12 +144,40 @@ pub(super) fn run(
     if report.lines.own == 0 {
         return Err(CommandError::Message(report.lines.describe_foreign_input()));
     }
+    read_overrides(sources, &config, &mut report.searched)?;
     Ok(if arguments.json {
         report_json::render_json(&report)
     } else if arguments.plot {
         report_text::render_plot(&report)
     } else {
         report_text::render_table(&report)
+    })
+}
+
+/// Reads the present overrides of the searched keys from the store.
+fn read_overrides(
+    sources: &ConfigSources,
+    config: &Config,
+    searched: &mut [SearchedPolicy<'_>],
+) -> Result<(), CommandError> {
+    let is_dynamic = |one: &&mut SearchedPolicy<'_>| one.quota.is_dynamic && one.key.is_some();
+    let mut dynamic = searched.iter_mut().filter(is_dynamic).peekable();
+    if dynamic.peek().is_none() {
+        return Ok(());
+    }
+    block_on(async {
+        let store = open_store(sources, config).await;
+        let now_us = Clock::system().now_us();
+        for policy in dynamic {
+            if let Some(key) = &policy.key {
+                let stored = match &store {
+                    Ok(store) => store.find(key).await,
+                    Err(error) => Err(error.clone()),
+                };
+                let is_current = |stored: &StoredOverride| !stored.is_expired(now_us);
+                policy.stored = stored.map(|stored| stored.filter(is_current));
+            }
+        }
     })
 }
 
@@ -214,8 +255,10 @@ impl WhyReport<'_> {
                 return;
             };
             if policy.has_key_of(request) {
+                let positions = policy.matched_positions(request);
+                self.add_partial_key(name, positions, request);
                 self.add_refusal(at_us, name, &request.decision, request);
-            } else if request.key_id.is_none() && !policy.is_key_in_line(request) {
+            } else if policy.is_undecided(request) {
                 self.add_without_key(name, &request.decision);
             }
             return;
@@ -236,6 +279,18 @@ impl WhyReport<'_> {
         }
     }
 
+    fn add_partial_key(&mut self, policy: &str, at: Option<Vec<usize>>, request: &LoggedRequest) {
+        let (Some(positions), Some(key_id)) = (at, request.key_id) else {
+            return;
+        };
+        let name = (policy.into(), key_id);
+        if self.partial_keys.len() < MAX_SERIES || self.partial_keys.contains_key(&name) {
+            let found = self.partial_keys.entry(name).or_default();
+            found.positions = positions;
+            found.refused += 1;
+        }
+    }
+
     fn add_without_key(&mut self, policy: &str, decision: &str) {
         let mut name = (policy.to_owned(), decision.to_owned());
         if self.without_key.len() >= MAX_SERIES && !self.without_key.contains_key(&name) {
@@ -251,6 +306,7 @@ impl WhyReport<'_> {
             policy: policy.into(),
             limit: request.limit.clone().filter(|_| is_enforced),
             decision: decision.to_owned(),
+            in_effect: request.in_effect.filter(|_| is_enforced),
         };
         self.history.add(series, at_us, request);
     }
@@ -266,7 +322,7 @@ impl WhyReport<'_> {
         let mut gaps = Vec::new();
         for (policy, lines) in &self.omitted {
             gaps.push(format!(
-                "{lines} requests refused by {policy} were not logged (more than 100 per second); some may have this key"
+                "{lines} requests refused by {policy} were not logged (too many per second); some may have this key"
             ));
         }
         for ((policy, decision), count) in &self.without_key {

@@ -1,6 +1,7 @@
 //! The refusals of one key over time, in bounded memory.
 
 use super::log_record::{LoggedRequest, UNENFORCED_DECISIONS};
+use crate::limiter::OverrideInEffect;
 use crate::text::truncate_text;
 use std::collections::BTreeMap;
 
@@ -37,6 +38,8 @@ pub(super) struct SeriesName {
     pub(super) limit: Option<String>,
     /// The decision of the access log, such as `rejected`, or `shadow_rejected` or `marked`.
     pub(super) decision: String,
+    /// What decided instead of the limit of the configuration.
+    pub(super) in_effect: Option<OverrideInEffect>,
 }
 
 /// The refusals of one series in one period, or in one episode.
@@ -63,7 +66,7 @@ impl RefusalHistory {
     /// Adds one refused request.
     pub(super) fn add(&mut self, mut name: SeriesName, at_us: u64, request: &LoggedRequest) {
         if self.series.len() >= MAX_SERIES && !self.series.contains_key(&name) {
-            name.limit = None;
+            (name.limit, name.in_effect) = (None, None);
             if name.is_enforced() {
                 name.decision = OTHER_DECISION.to_owned();
             }
@@ -190,6 +193,7 @@ mod tests {
             policy: "api".into(),
             limit: Some(limit.to_owned()),
             decision: "rejected".to_owned(),
+            in_effect: None,
         }
     }
 

@@ -3,6 +3,7 @@
 use super::WhyReport;
 use super::refusal_history::{RefusalPeriod, SeriesName};
 use crate::admin::add_fields;
+use crate::limiter::OverrideInEffect;
 use crate::policy::PolicyMode;
 use crate::replay::format_time;
 use serde_json::{Value, json};
@@ -16,6 +17,7 @@ pub(super) fn render_json(report: &WhyReport<'_>) -> String {
             "shadow": searched.policy.mode == PolicyMode::Shadow,
             "key": searched.key.as_ref().map(ToString::to_string),
             "key_hash": searched.key.as_ref().map(|key| format!("{:032x}", key.id())),
+            "override": searched.describe_override(),
         })
     });
     let skipped = report
@@ -40,8 +42,20 @@ pub(super) fn render_json(report: &WhyReport<'_>) -> String {
         .first_unreadable
         .as_ref()
         .map(|(log, number, quoted)| json!({ "log": log, "line": number, "text": quoted }));
+    let partial_keys = report.partial_keys.iter().map(|((policy, key_id), found)| {
+        let parts = report
+            .find_searched(policy)
+            .map(|one| one.describe_positions(&found.positions));
+        json!({
+            "policy": policy,
+            "key_hash": format!("{key_id:032x}"),
+            "parts": parts,
+            "refused": found.refused,
+        })
+    });
     let document = json!({
         "key": report.values,
+        "partial_keys": partial_keys.collect::<Vec<_>>(),
         "refused": report.history.total_refused(true),
         "shadow_rejected": report.history.total_refused(false),
         "admitted": report.admitted,
@@ -75,12 +89,27 @@ fn period_to_json(name: &SeriesName, period: &RefusalPeriod) -> Value {
         "policy": name.policy,
         "limit": name.limit,
         "decision": name.decision,
+        "override": name.in_effect.map(describe_amounts),
         "refused": period.refused,
         "from": rfc3339(period.first_us),
         "to": rfc3339(period.last_us),
         "min_wait_ms": period.wait_ms.map(|(shortest, _)| shortest),
         "max_wait_ms": period.wait_ms.map(|(_, longest)| longest),
     })
+}
+
+/// What decided instead of the limit of the configuration.
+fn describe_amounts(in_effect: OverrideInEffect) -> Value {
+    match in_effect {
+        OverrideInEffect::Unlimited => json!("unlimited"),
+        OverrideInEffect::Blocked => json!("blocked"),
+        OverrideInEffect::Amounts { requests, burst } => {
+            json!({ "requests": requests, "burst": burst })
+        }
+        OverrideInEffect::StatedAmounts { requests, burst } => {
+            json!({ "requests": requests, "burst": burst, "stated": true })
+        }
+    }
 }
 
 /// A time such as `2026-11-22T09:14:03Z`.

@@ -2,8 +2,10 @@
 
 use super::WhyReport;
 use super::refusal_history::{RefusalPeriod, SeriesName};
+use super::searched_policy::SearchedPolicy;
 use crate::cli::limit_status::{format_limit, format_wait};
 use crate::config::format_duration;
+use crate::limiter::{Limit, OverrideInEffect};
 use crate::replay::{format_count, format_time, format_time_range};
 use std::time::Duration;
 
@@ -34,7 +36,7 @@ pub(super) fn render_table(report: &WhyReport<'_>) -> String {
             format_range(episode.first_us, episode.last_us),
             format_count(episode.refused),
             describe_series(report, name),
-            describe_wait(name, episode),
+            describe_wait(report, name, episode),
             episode.last_request.escape_debug()
         ));
     }
@@ -110,12 +112,17 @@ fn render_heading(report: &WhyReport<'_>) -> String {
     }
     text.push_str(".\n");
     for searched in &report.searched {
-        let key = searched.key.as_ref().map_or_else(
-            || "the key depends on each request".to_owned(),
-            |key| format!("key {key}, in the log {:032x}", key.id()),
-        );
+        let key = match &searched.key {
+            Some(key) => format!("key {key}, in the log {:032x}", key.id()),
+            None if searched.is_partial_only() => "part of a key: any key with it".to_owned(),
+            None => "the key depends on each request".to_owned(),
+        };
         let mode = searched.policy.mode.suffix();
         text.push_str(&format!("  {:<16} {key}{mode}\n", searched.policy.name));
+        if let Some(now) = searched.describe_override() {
+            text.push_str(&format!("  {:<16} {now}\n", ""));
+        }
+        push_partial_keys(&mut text, report, searched);
     }
     for skipped in report.skipped.iter().take(MAX_SKIPPED_POLICIES) {
         let (name, reason) = (&skipped.policy.name, &skipped.reason);
@@ -125,6 +132,19 @@ fn render_heading(report: &WhyReport<'_>) -> String {
         text.push_str(&format!("  {more} more policies are not searched\n"));
     }
     text
+}
+
+/// Lists the keys of which the given values are only a part.
+fn push_partial_keys(text: &mut String, report: &WhyReport<'_>, searched: &SearchedPolicy<'_>) {
+    let found = report.partial_keys.iter();
+    for ((_, key_id), found) in found.filter(|((name, _), _)| *name == searched.policy.name) {
+        let parts = searched.describe_positions(&found.positions).join(", ");
+        let refused = format_count(found.refused);
+        text.push_str(&format!(
+            "  {:<16} partial match: {parts} of the key {key_id:032x} in the log, {refused} refused\n",
+            ""
+        ));
+    }
 }
 
 fn render_coverage(report: &WhyReport<'_>) -> String {
@@ -169,13 +189,26 @@ fn push_omitted_rows(text: &mut String, rows: usize) {
 
 /// Policy and limit: `api/api-2, 1000 per 1h, fixed_window`.
 fn describe_series(report: &WhyReport<'_>, name: &SeriesName) -> String {
-    let limit = name.limit.as_deref();
-    let searched = report.find_searched(&name.policy);
-    let found = limit.and_then(|limit| searched?.find_limit(limit));
-    match found {
-        Some(limit) => format!("{}, {}", name_series(name), format_limit(&limit.limit)),
-        None => name_series(name),
+    let text = name_series(name);
+    let limit = find_limit(report, name).map(|limit| format_limit(&limit));
+    match (limit, name.in_effect) {
+        (_, Some(OverrideInEffect::Blocked)) => format!("{text}, blocked by an override"),
+        (None, _) => text,
+        (Some(limit), Some(OverrideInEffect::Amounts { .. })) => {
+            format!("{text}, {limit}, by an override")
+        }
+        (Some(limit), Some(OverrideInEffect::StatedAmounts { .. })) => {
+            format!("{text}, {limit}, as the request stated")
+        }
+        (Some(limit), _) => format!("{text}, {limit}"),
     }
+}
+
+/// The limit that refused, with the amounts that were in effect.
+fn find_limit(report: &WhyReport<'_>, name: &SeriesName) -> Option<Limit> {
+    let searched = report.find_searched(&name.policy)?;
+    let named = searched.find_limit(name.limit.as_deref()?)?;
+    Some(named.limit.with_override(name.in_effect))
 }
 
 /// `POLICY`, or `POLICY/LIMIT` if the names differ, and the decision unless a limit refused.
@@ -198,7 +231,8 @@ fn name_series(name: &SeriesName) -> String {
     text
 }
 
-fn describe_wait(name: &SeriesName, episode: &RefusalPeriod) -> String {
+fn describe_wait(report: &WhyReport<'_>, name: &SeriesName, episode: &RefusalPeriod) -> String {
+    let is_zero = || find_limit(report, name).is_some_and(|limit| limit.requests == 0);
     match episode.wait_ms {
         Some((shortest, longest)) => {
             let (shortest, longest) = (
@@ -212,6 +246,8 @@ fn describe_wait(name: &SeriesName, episode: &RefusalPeriod) -> String {
             }
         }
         None if !name.is_enforced() => "none".to_owned(),
+        None if name.in_effect == Some(OverrideInEffect::Blocked) => "until removed".to_owned(),
+        None if is_zero() => "never: limit 0".to_owned(),
         None => "unknown".to_owned(),
     }
 }

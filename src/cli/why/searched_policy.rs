@@ -2,9 +2,13 @@
 
 use super::log_record::LoggedRequest;
 use crate::app::key_status::resolve_key;
+use crate::app::overrides::describe_override;
 use crate::limiter::Key;
 use crate::policy::path::PathInterpretations;
-use crate::policy::{KeyPart, NamedLimit, Policy, PolicyAction, PolicyMode, PolicyTable, Quota};
+use crate::policy::{
+    KeyPart, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
+};
+use crate::store::StoredOverride;
 
 /// A policy whose key fits the given values.
 #[derive(Debug)]
@@ -12,10 +16,18 @@ pub(super) struct SearchedPolicy<'t> {
     table: &'t PolicyTable,
     pub(super) policy: &'t Policy,
     pub(super) quota: &'t Quota,
-    /// One value per position of the key; `None` where each request's line has it.
-    values: Vec<Option<String>>,
+    /// One value per position of the key; `None` where each request's line has it. `None` if the
+    /// values are only a part of the key.
+    values: Option<Vec<Option<String>>>,
+    /// If fewer values than the key has are given: the hash of each of them at each position.
+    /// `None` where the value is invalid.
+    part_ids: Vec<Vec<Option<u64>>>,
     /// The key, if all its values are given.
     pub(super) key: Option<Key>,
+    /// What the configuration's override does with the key.
+    pub(super) rule: Option<OverrideRule>,
+    /// The key's override in the store at present, or why it cannot be read.
+    pub(super) stored: Result<Option<StoredOverride>, String>,
 }
 
 /// A policy whose key cannot be formed from the given values, and why.
@@ -80,36 +92,89 @@ impl<'t> SearchedPolicy<'t> {
         let positions = quota.key.value_count();
         let parts: Vec<Option<&KeyPart>> = (0..positions).map(|at| quota.key.part_at(at)).collect();
         let is_given = |part: &Option<&KeyPart>| !part.is_some_and(is_logged_part);
-        let values: Vec<Option<String>> = if given.len() == positions {
-            given.iter().cloned().map(Some).collect()
+        let values: Option<Vec<Option<String>>> = if given.len() == positions {
+            Some(given.iter().cloned().map(Some).collect())
         } else if given.len() == parts.iter().filter(|part| is_given(part)).count() {
             let mut given = given.iter().cloned();
             let assigned = parts.iter().map(|part| match part {
                 part if is_given(part) => given.next(),
                 _ => None,
             });
-            assigned.collect()
+            Some(assigned.collect())
         } else {
-            let words = quota.key.describe_positions().join(", ");
-            return Err(format!("its key has {positions} values ({words})"));
+            None
         };
         let mut searched = Self {
             table,
             policy,
             quota,
-            values,
+            part_ids: Vec::new(),
             key: None,
+            rule: None,
+            stored: Ok(None),
+            values,
         };
-        let complete: Option<Vec<String>> = searched.values.iter().cloned().collect();
-        if let Some(values) = complete {
-            searched.key = Some(searched.build_key(&values)?);
+        if given.len() < positions {
+            searched.part_ids = given
+                .iter()
+                .map(|value| searched.part_ids_of(value))
+                .collect();
+        }
+        let is_part = |ids: &Vec<Option<u64>>| ids.iter().any(Option::is_some);
+        if searched.values.is_none()
+            && (searched.part_ids.is_empty() || !searched.part_ids.iter().all(is_part))
+        {
+            let words = quota.key.describe_positions().join(", ");
+            return Err(format!("its key has {positions} values ({words})"));
+        }
+        if let Some(values) = searched.complete_values() {
+            let resolved = resolve_key(table, &policy.name, &values);
+            let resolved = resolved.map_err(|error| error.to_string())?;
+            (searched.key, searched.rule) = (Some(resolved.key), Some(resolved.rule));
         }
         Ok(searched)
     }
 
-    /// Whether a logged request has the client's key in this policy. A line about a request that no
+    /// The hash of a value at each position of the key.
+    fn part_ids_of(&self, value: &str) -> Vec<Option<u64>> {
+        let positions = self.quota.key.value_count();
+        let id_at = |position| {
+            let mut values = vec![String::new(); positions];
+            value.clone_into(values.get_mut(position)?);
+            self.build_key(&values)
+                .ok()?
+                .value_ids()
+                .get(position)
+                .copied()
+        };
+        (0..positions).map(id_at).collect()
+    }
+
+    /// The positions of the given values in the key of a logged request, if they are a part of it.
+    pub(super) fn matched_positions(&self, request: &LoggedRequest) -> Option<Vec<usize>> {
+        let mut logged = request.key_parts.iter().enumerate();
+        let mut find = |ids: &Vec<Option<u64>>| {
+            let is_id = |(at, id): &(usize, &u64)| ids.get(*at) == Some(&Some(**id));
+            logged.find(is_id).map(|(at, _)| at)
+        };
+        let is_partial = !self.part_ids.is_empty();
+        is_partial.then(|| self.part_ids.iter().map(&mut find).collect())?
+    }
+
+    /// Whether a refusal without the hashes of its key's values may be of the client.
+    pub(super) fn is_undecided(&self, request: &LoggedRequest) -> bool {
+        match self.values {
+            Some(_) => request.key_id.is_none() && !self.is_key_in_line(request),
+            None => request.key_parts.is_empty(),
+        }
+    }
+
+    /// Whether a logged request has the client's key in this policy, or the given part of a key. A line about a request that no
     /// limit decided has no key; it counts if it contains all values of the policy's key.
     pub(super) fn has_key_of(&self, request: &LoggedRequest) -> bool {
+        if self.matched_positions(request).is_some() {
+            return true;
+        }
         let wanted = self.wanted_key_id(request);
         let logged = request.key_id.or_else(|| self.read_logged_key_id(request));
         wanted.is_some() && wanted == logged
@@ -144,12 +209,41 @@ impl<'t> SearchedPolicy<'t> {
     fn wanted_key_id(&self, request: &LoggedRequest) -> Option<u128> {
         match &self.key {
             Some(key) => Some(key.id()),
-            None => self.key_id_from_line(request, &self.values),
+            None => self.key_id_from_line(request, self.values.as_ref()?),
         }
     }
 
     fn read_logged_key_id(&self, request: &LoggedRequest) -> Option<u128> {
-        self.key_id_from_line(request, &vec![None; self.values.len()])
+        self.key_id_from_line(request, &vec![None; self.quota.key.value_count()])
+    }
+
+    /// Whether only a part of the key is given.
+    pub(super) fn is_partial_only(&self) -> bool {
+        self.values.is_none()
+    }
+
+    /// The parts of the key at these positions.
+    pub(super) fn describe_positions(&self, positions: &[usize]) -> Vec<String> {
+        let all = self.quota.key.describe_positions();
+        let described = positions.iter().filter_map(|at| all.get(*at).cloned());
+        described.collect()
+    }
+
+    /// What an override does with the key at present, if there is one.
+    pub(super) fn describe_override(&self) -> Option<String> {
+        let by_file = match self.rule {
+            Some(OverrideRule::Allow) => Some("exempt"),
+            Some(OverrideRule::Deny) => Some("denied"),
+            Some(OverrideRule::Off) => Some("off for this key"),
+            Some(OverrideRule::Limit(_)) | None => None,
+        };
+        if let Some(word) = by_file {
+            return Some(format!("now {word} by an override of the configuration"));
+        }
+        match &self.stored {
+            Ok(stored) => Some(format!("now {}", describe_override(stored.as_ref()?))),
+            Err(error) => Some(format!("its override cannot be read: {}", error.trim_end())),
+        }
     }
 
     /// The limit of this name that applies to the key.
@@ -165,10 +259,14 @@ impl<'t> SearchedPolicy<'t> {
     }
 
     fn limits_of_key(&self) -> &'t [NamedLimit] {
-        let complete: Option<Vec<String>> = self.values.iter().cloned().collect();
-        complete
+        self.complete_values()
             .and_then(|values| resolve_key(self.table, &self.policy.name, &values).ok())
             .map_or(&[], |resolved| resolved.limits)
+    }
+
+    /// The values of the key, if all are given.
+    fn complete_values(&self) -> Option<Vec<String>> {
+        self.values.as_ref()?.iter().cloned().collect()
     }
 
     /// The key with the values that are known, and the others from a line; `None` if the line lacks

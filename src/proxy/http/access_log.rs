@@ -4,6 +4,7 @@
 //! them.
 
 use crate::enforcer::{DecisionSource, LimitReport, RequestDecision, UnenforcedRejections};
+use crate::limiter::{Key, OverrideInEffect};
 use crate::policy::PolicyMode;
 use crate::telemetry::trace::TraceId;
 use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
@@ -72,6 +73,8 @@ pub(in crate::proxy) struct AccessLogEntry<'a> {
     pub(in crate::proxy) unenforced_rejections: Option<&'a UnenforcedRejections<'a>>,
     /// The wait after which a rejected request would be admitted, if it is known.
     pub(in crate::proxy) retry_after_us: Option<u64>,
+    /// The key that was rejected, if it has several values.
+    pub(in crate::proxy) key: Option<&'a Key>,
     /// The evaluated limits; the line reports the one with the least remaining.
     pub(in crate::proxy) limits: &'a [LimitReport<'a>],
     /// Source of the decision, such as Redis or a lease.
@@ -95,6 +98,7 @@ impl AccessLogEntry<'_> {
             policy: None,
             unenforced_rejections: None,
             retry_after_us: None,
+            key: None,
             limits: &[],
             source: None,
             time_to_decision: None,
@@ -190,6 +194,7 @@ impl AccessLog {
             }
         }
         let tightest = LimitReport::find_tightest_limit(entry.limits);
+        let in_effect = tightest.and_then(|limit| limit.status.in_effect);
         tracing::info!(
             target: "access",
             method = &*shorten_client_text(entry.method),
@@ -203,6 +208,9 @@ impl AccessLog {
             marked = join_policy_names(unenforced_in(PolicyMode::Mark)),
             limit = tightest.map(|limit| &*limit.limit.name),
             key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
+            key_parts = entry.key.map(format_value_ids),
+            "override" = in_effect.and_then(format_override),
+            stated = in_effect.and_then(format_stated_amounts),
             remaining = tightest.map(|limit| limit.status.remaining),
             retry_after_ms = entry.retry_after_us.map(|wait_us| wait_us.div_ceil(1000)),
             source = entry.source.as_ref().map(DecisionSource::into_str),
@@ -219,6 +227,40 @@ fn join_policy_names<'a>(names: impl Iterator<Item = &'a str>) -> Option<String>
     (!names.is_empty()).then(|| names.join(","))
 }
 
+/// The hash of each value of a key, in order.
+fn format_value_ids(key: &Key) -> String {
+    let ids = key.value_ids();
+    let ids: Vec<String> = ids.iter().map(|id| format!("{id:016x}")).collect();
+    ids.join(",")
+}
+
+/// What an override of the key decided: `blocked`, or its requests and burst, such as `5` or `5+8`.
+fn format_override(in_effect: OverrideInEffect) -> Option<String> {
+    match in_effect {
+        OverrideInEffect::Blocked => Some("blocked".to_owned()),
+        OverrideInEffect::Amounts { requests, burst } => Some(format_amounts(requests, burst)),
+        OverrideInEffect::Unlimited | OverrideInEffect::StatedAmounts { .. } => None,
+    }
+}
+
+/// The amounts that the request states, as [`format_override`] writes them.
+fn format_stated_amounts(in_effect: OverrideInEffect) -> Option<String> {
+    match in_effect {
+        OverrideInEffect::StatedAmounts { requests, burst } => {
+            Some(format_amounts(requests, burst))
+        }
+        _ => None,
+    }
+}
+
+fn format_amounts(requests: u64, burst: u64) -> String {
+    match requests == burst {
+        true => requests.to_string(),
+        false => format!("{requests}+{burst}"),
+    }
+}
+
+/// Milliseconds, rounded to microseconds.
 fn to_millis(time: Duration) -> f64 {
-    time.as_secs_f64() * 1000.0
+    (time.as_secs_f64() * 1e6).round() / 1e3
 }

@@ -27,7 +27,7 @@ use self::text_encoding::to_sentence;
 use super::inbound_request::InboundRequestError;
 use super::rate_limit_headers;
 use super::request_validation::RequestValidationError;
-use crate::enforcer::{LimitRejection, RequestOutcome, RetryHint, Verdict};
+use crate::enforcer::{LimitRejection, RejectionReason, RequestOutcome, RetryHint, Verdict};
 use crate::policy::RateLimitHeaderSettings;
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, Version, header};
@@ -116,14 +116,14 @@ fn describe_policy(policy: &str, is_reported: bool) -> Cow<'static, str> {
 fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) -> Response<Bytes> {
     let reported_name = limited.is_reported.then_some(limited.policy);
     let policy = || describe_policy(limited.policy, limited.is_reported);
-    let detail = match (limited.retry, limited.retry.retry_after_s()) {
-        (RetryHint::Unknown, _) => {
+    let detail = match (limited.reason, limited.retry, limited.retry.retry_after_s()) {
+        (RejectionReason::TooFewUnits, RetryHint::Unknown, _) => {
             format!(
                 "{} has no free slot for this request. It is not known when one becomes free.",
                 policy()
             )
         }
-        (_, Some(seconds)) => {
+        (RejectionReason::TooFewUnits, _, Some(seconds)) => {
             let mut buffer = itoa::Buffer::new();
             let [before, name, after] = match reported_name {
                 Some(name) => ["Over the limit of policy \"", name, "\". Try again in "],
@@ -131,10 +131,22 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
             };
             [before, name, after, buffer.format(seconds), " s."].concat()
         }
-        (_, None) => format!(
+        (RejectionReason::TooFewUnits, ..) => format!(
             "{} never allows this request: its cost is more than the limit. Retrying will not help.",
             policy()
         ),
+        (reason, _, seconds) => {
+            let why = match reason {
+                RejectionReason::Override => "blocks this client",
+                RejectionReason::Penalty => "blocks this client after requests over the limit",
+                _ => "allows no request of this client: its limit is 0",
+            };
+            let retry = match seconds {
+                Some(seconds) => format!("Try again in {seconds} s."),
+                None => "Retrying will not help.".to_owned(),
+            };
+            format!("{} {why}. {retry}", policy())
+        }
     };
     ProblemReply {
         type_uri: QUOTA_EXCEEDED_TYPE,

@@ -104,9 +104,13 @@ impl ProxyService {
         status: StatusCode,
         responded_at: Instant,
     ) {
+        let mut key = None;
         let policy = match &verdict.outcome {
             RequestOutcome::Forward => None,
-            RequestOutcome::Limited(limited) => Some(limited.policy),
+            RequestOutcome::Limited(limited) => {
+                key = limited.key.as_deref();
+                Some(limited.policy)
+            }
             RequestOutcome::Denied { policy, .. }
             | RequestOutcome::InvalidKey { policy, .. }
             | RequestOutcome::Unavailable { policy, .. } => Some(*policy),
@@ -126,6 +130,7 @@ impl ProxyService {
             policy,
             unenforced_rejections: Some(&verdict.unenforced_rejections),
             retry_after_us: verdict.outcome.retry_after_us(),
+            key,
             limits: &verdict.limits,
             source: verdict.source,
             time_to_decision: verdict.decided_at.map(|at| at - summary.arrived_at),

@@ -1,7 +1,7 @@
 use super::cors_headers::CorsDecision;
 use super::reply_style::ReplyFormat;
 use super::*;
-use crate::enforcer::UnenforcedRejections;
+use crate::enforcer::{RejectionReason, UnenforcedRejections};
 use crate::policy::path::PathError;
 use crate::policy::{KeyError, RejectResponse};
 use http::HeaderName;
@@ -54,8 +54,10 @@ fn limited_outcome(
         is_reported: true,
         violated_limits: smallvec!["login", "login-2"],
         retry,
+        reason: RejectionReason::TooFewUnits,
         is_blocked: false,
         custom_response,
+        key: None,
     })
 }
 

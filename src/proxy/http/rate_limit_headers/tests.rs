@@ -1,6 +1,6 @@
 use super::*;
 use crate::enforcer::{
-    LimitRejection, LimitReport, RequestOutcome, RetryHint, UnenforcedRejections,
+    LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, UnenforcedRejections,
 };
 use crate::limiter::{Algorithm, Limit, LimitStatus, Refusal};
 use crate::policy::NamedLimit;
@@ -198,8 +198,10 @@ fn reset_parameter_is_that_of_its_own_limit() {
         is_reported: true,
         violated_limits: smallvec!["fast"],
         retry: RetryHint::After(300_000),
+        reason: RejectionReason::TooFewUnits,
         is_blocked: false,
         custom_response: None,
+        key: None,
     };
     let limits = [
         build_reported_limit(&slow, 3, Some(50_000_000)),
