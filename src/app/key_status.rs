@@ -1,8 +1,6 @@
 //! Reads and resets one key of a policy, for `tidegate keys` and the admin endpoint.
 
 use super::limit_json;
-use super::override_store::OverrideStore;
-use super::overrides::describe_override;
 use super::store_backend::StoreBackend;
 use crate::admin::{AdminError, add_fields};
 use crate::limiter::{Algorithm, Charge, Key, LimitStatus, ListedValue};
@@ -10,7 +8,7 @@ use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
 use crate::store::redis::{CounterInspector, RedisConnectionError};
-use crate::store::{Store, StoreUnavailable, StoredOverride};
+use crate::store::{Store, StoreUnavailable};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
@@ -187,25 +185,9 @@ impl ResolvedKey<'_> {
                 .any(|status| status.remaining < min_cost)
     }
 
-    /// Reads the key's override in the store, if the policy has such overrides.
-    pub(crate) async fn read_override(
-        &self,
-        stores: &StoreBackend,
-        now_us: u64,
-    ) -> Result<Option<StoredOverride>, AdminError> {
-        if !self.quota.is_dynamic {
-            return Ok(None);
-        }
-        let found = OverrideStore::open(stores).await?.find(&self.key).await?;
-        Ok(found.filter(|stored| !stored.is_expired(now_us)))
-    }
-
-    /// Returns the status of the key as JSON, with the key's override in the store.
-    pub(crate) fn status_to_json(
-        &self,
-        status: &KeyStatus,
-        stored: Option<&StoredOverride>,
-    ) -> Value {
+    /// Returns the status of the key as JSON. `override_words` describes the key's override in the
+    /// store.
+    pub(crate) fn status_to_json(&self, status: &KeyStatus, override_words: Option<&str>) -> Value {
         let limits = self.limits.iter().zip(&status.limit_statuses);
         let limits = limits.map(|(named, limit_status)| {
             limit_json::limit_with_status_to_json(named, limit_status, status.now_us)
@@ -229,8 +211,7 @@ impl ResolvedKey<'_> {
             "blocked_s": status.blocked_until_us.map(left),
             "limits": limits.collect::<Vec<Value>>(),
         });
-        if let Some(stored) = stored {
-            let words = describe_override(stored);
+        if let Some(words) = override_words {
             add_fields(&mut status_json, json!({ "override_words": words }));
         }
         let rule = match self.rule {

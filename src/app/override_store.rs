@@ -1,6 +1,7 @@
 //! The overrides of the store that a configuration names.
 
-use super::overrides::merge_amounts;
+use super::key_status::ResolvedKey;
+use super::overrides::{describe_override, merge_amounts};
 use super::store_backend::StoreBackend;
 use crate::admin::AdminError;
 use crate::limiter::Key;
@@ -135,6 +136,26 @@ fn override_table_full_error() -> AdminError {
     AdminError::Unavailable(format!(
         "the memory store holds at most {MAX_MEMORY_OVERRIDES} overrides; remove some, or use store.kind = \"redis\""
     ))
+}
+
+/// Describes the key's override in the store, if it has one.
+///
+/// # Errors
+/// If Redis does not answer.
+pub(crate) async fn describe_key_override(
+    stores: &StoreBackend,
+    resolved: &ResolvedKey<'_>,
+    now_us: u64,
+) -> Result<Option<String>, AdminError> {
+    if !resolved.quota.is_dynamic {
+        return Ok(None);
+    }
+    let stored = OverrideStore::open(stores)
+        .await?
+        .find(&resolved.key)
+        .await?;
+    let current = stored.filter(|stored| !stored.is_expired(now_us));
+    Ok(current.as_ref().map(describe_override))
 }
 
 /// Collects the overrides of all policies, or of one, up to a maximum.
