@@ -6,6 +6,7 @@ use super::instance_name::instance_name;
 use super::key_status::{self, ResolvedKey};
 use super::limit_json;
 use super::listener_set::ListenerSet;
+use super::override_store::describe_key_override;
 use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
@@ -301,10 +302,8 @@ impl AdminViewState {
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
         let now_us = status.now_us;
-        let stored = resolved_key
-            .read_override(&self.store_backend, now_us)
-            .await?;
-        let mut response = resolved_key.status_to_json(&status, stored.as_ref());
+        let words = describe_key_override(&self.store_backend, &resolved_key, now_us).await?;
+        let mut response = resolved_key.status_to_json(&status, words.as_deref());
         let counters = self.redis_counter_keys(&resolved_key);
         add_fields(&mut response, json!({ "counters": counters }));
         Ok(response)

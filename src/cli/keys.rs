@@ -10,6 +10,7 @@ use crate::admin::{add_fields, escape_json_for_display};
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, resolve_key};
 use crate::app::limit_json;
+use crate::app::override_store::describe_key_override;
 use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
@@ -178,8 +179,8 @@ async fn show_key(
     let stores = StoreBackend::new(&config.store);
     let store = stores.open_for_inspection().await;
     let state = found.read_status(&store).await.map_err(format_error)?;
-    let stored = found.read_override(&stores, state.now_us).await;
-    let status = found.status_to_json(&state, stored.map_err(format_error)?.as_ref());
+    let words = describe_key_override(&stores, &found, state.now_us).await;
+    let status = found.status_to_json(&state, words.map_err(format_error)?.as_deref());
     Ok(match as_json {
         true => format_json(&status),
         false => format_key_status(&status),
