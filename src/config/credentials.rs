@@ -100,7 +100,7 @@ impl CredentialSource {
     pub fn load_redis(&self) -> Result<Option<RedisSettings>, ConfigErrors> {
         self.load_with(|root| {
             let store = root.get_table("store");
-            let uses_redis = store.get_keyword("kind", &[("memory", false), ("redis", true)])?;
+            let uses_redis = store.is_keyword("kind", "redis")?;
             let memory = settings::build_memory_settings(&store.get_table("memory"))?;
             let redis = store.get_table("redis");
             let redis = settings::build_redis_settings(&redis, uses_redis, memory)?;

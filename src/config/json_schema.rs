@@ -17,14 +17,15 @@ type SchemaTable = &'static [SchemaKey];
 pub fn json_schema() -> String {
     let mut tables = SchemaTables::default();
     let mut root = tables.describe_table(&ROOT, "");
-    if let Some(fields) = root.as_object_mut() {
-        fields.insert(
+    root.extend([
+        (
             "$schema".to_owned(),
             "https://json-schema.org/draft/2020-12/schema".into(),
-        );
-        fields.insert("title".to_owned(), "tidegate configuration".into());
-        fields.insert("$defs".to_owned(), Value::Object(tables.definitions));
-    }
+        ),
+        ("title".to_owned(), "tidegate configuration".into()),
+        ("$defs".to_owned(), Value::Object(tables.definitions)),
+    ]);
+    let root = Value::Object(root);
     format!("{root:#}\n")
 }
 
@@ -36,16 +37,19 @@ struct SchemaTables {
 }
 
 impl SchemaTables {
-    fn describe_table(&mut self, table: SchemaTable, path: &str) -> Value {
+    fn describe_table(&mut self, table: SchemaTable, path: &str) -> Map<String, Value> {
         let properties: Map<String, Value> = table
             .iter()
             .map(|key| (key.name.to_owned(), self.describe_key(key, path)))
             .collect();
-        let mut described = json!({
-            "type": "object",
-            "properties": properties,
-            "additionalProperties": false,
-        });
+        let mut described = Map::from_iter([
+            ("type".to_owned(), "object".into()),
+            ("properties".to_owned(), properties.into()),
+            ("additionalProperties".to_owned(), false.into()),
+        ]);
+        if !path.starts_with("policy") {
+            return described;
+        }
         let is_required = |key: &&SchemaKey| matches!(key.requirement, KeyRequirement::Required);
         let required: Vec<&str> = table
             .iter()
@@ -53,23 +57,17 @@ impl SchemaTables {
             .map(|key| key.name)
             .collect();
         // A cost is either in a header or in the response; an amount in the file or in a request.
-        let kinds: Option<[&[&str]; 2]> = if std::ptr::eq(table, schema::COST.as_slice()) {
-            Some([&["header"], &["estimate", "actual"]])
+        if std::ptr::eq(table, schema::COST.as_slice()) {
+            let kinds = [json!(["header"]), json!(["estimate", "actual"])];
+            described.insert("oneOf".to_owned(), require_one_of(kinds));
         } else if std::ptr::eq(table, schema::LIMIT.as_slice()) {
-            Some([&["requests"], &["requests_from", "default", "max"]])
-        } else {
-            None
-        };
-        if let Some(fields) = described
-            .as_object_mut()
-            .filter(|_| path.starts_with("policy"))
-        {
-            if let Some(kinds) = kinds {
-                let kinds = kinds.map(|keys| json!({ "required": keys }));
-                fields.insert("oneOf".to_owned(), json!(kinds));
-            } else if !required.is_empty() {
-                fields.insert("required".to_owned(), json!(required));
-            }
+            let kinds = [
+                json!(["requests"]),
+                json!(["requests_from", "default", "max"]),
+            ];
+            described.insert("oneOf".to_owned(), require_one_of(kinds));
+        } else if !required.is_empty() {
+            described.insert("required".to_owned(), json!(required));
         }
         described
     }
@@ -77,14 +75,12 @@ impl SchemaTables {
     fn describe_key(&mut self, key: &SchemaKey, path: &str) -> Value {
         let path = format!("{path}.{}", key.name);
         let mut described = self.describe_kind(&key.kind, path.trim_start_matches('.'));
-        if let Some(fields) = described.as_object_mut() {
-            fields.insert("description".to_owned(), key.doc.into());
-            if let KeyRequirement::Default(text) = key.requirement
-                && let Ok(value) =
-                    serde_json::to_value(text_conversion::value_from_text(&key.kind, text))
-            {
-                fields.insert("default".to_owned(), value);
-            }
+        described["description"] = key.doc.into();
+        if let KeyRequirement::Default(text) = key.requirement
+            && let Ok(value) =
+                serde_json::to_value(text_conversion::value_from_text(&key.kind, text))
+        {
+            described["default"] = value;
         }
         described
     }
@@ -147,7 +143,7 @@ impl SchemaTables {
             None => {
                 self.names.push((table, path.to_owned()));
                 let described = self.describe_table(table, path);
-                self.definitions.insert(path.to_owned(), described);
+                self.definitions.insert(path.to_owned(), described.into());
                 path.to_owned()
             }
         };
@@ -155,17 +151,15 @@ impl SchemaTables {
     }
 }
 
+fn require_one_of(kinds: [Value; 2]) -> Value {
+    json!(kinds.map(|keys| json!({ "required": keys })))
+}
+
 fn describe_integer(min: i64, max: i64) -> Value {
-    let mut described = json!({ "type": "integer" });
-    if let Some(fields) = described.as_object_mut() {
-        if min > i64::MIN {
-            fields.insert("minimum".to_owned(), min.into());
-        }
-        if max < i64::MAX {
-            fields.insert("maximum".to_owned(), max.into());
-        }
+    match (min, max) {
+        (i64::MIN, i64::MAX) => json!({ "type": "integer" }),
+        (min, max) => json!({ "type": "integer", "minimum": min, "maximum": max }),
     }
-    described
 }
 
 #[cfg(test)]

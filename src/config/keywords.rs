@@ -1,19 +1,7 @@
-//! Keywords that `[defaults]` and `[[policy]]` share.
+//! Keywords of several tables that are no plain enum.
 
 use crate::limiter::Algorithm;
-use crate::policy::{MissingKeyAction, OnStoreFailure, PolicyMode, SlotRelease};
-
-pub(super) const ON_STORE_FAILURE_MODES: [(&str, OnStoreFailure); 3] = [
-    ("open", OnStoreFailure::Open),
-    ("closed", OnStoreFailure::Closed),
-    ("local", OnStoreFailure::Local),
-];
-
-pub(super) const MISSING_KEY_MODES: [(&str, MissingKeyAction); 3] = [
-    ("shared", MissingKeyAction::Shared),
-    ("skip", MissingKeyAction::Skip),
-    ("reject", MissingKeyAction::Reject),
-];
+use crate::policy::PolicyMode;
 
 pub(super) const ALGORITHMS: [(&str, Algorithm); 6] = [
     ("sliding_log", Algorithm::SlidingLog),
@@ -33,11 +21,6 @@ pub(super) const ALGORITHMS: [(&str, Algorithm); 6] = [
         },
     ),
     ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }),
-];
-
-pub(super) const SLOT_RELEASES: [(&str, SlotRelease); 2] = [
-    (SlotRelease::Response.name(), SlotRelease::Response),
-    (SlotRelease::Upstream.name(), SlotRelease::Upstream),
 ];
 
 /// The modes of a policy; `None`: the policy is only validated.

@@ -12,15 +12,17 @@ mod proxy;
 mod store;
 
 pub(super) use key::{AppliedAt, KeyRequirement, SchemaKey, ValueKind};
-pub(super) use policy::{COST, LIMIT, MATCH, VALUE_CONDITION};
+pub(super) use policy::{COST, LIMIT, VALUE_CONDITION};
 pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
+use crate::telemetry::{AccessLogFilter, LogFormat};
 use client::{CLIENT, SELF_SERVICE};
 use key::*;
 use policy::POLICY;
 use proxy::{CHECK, LISTEN, PATH, RLS, UPSTREAM, UPSTREAM_TLS};
 use std::time::Duration;
 use store::STORE;
+use strum::VariantNames;
 
 schema_table! {
     /// Keys of the main file.
@@ -128,11 +130,11 @@ schema_table! {
 
     static LOG {
         /// JSON lines or text.
-        format: Keyword(&["json", "text"]), default = "json";
+        format: Keyword(LogFormat::VARIANTS), default = "json";
         /// Least severe level logged.
         level: LOG_LEVEL, default = "info";
         /// Requests that are logged.
-        access: Keyword(&["off", "rejected", "all"]), default = "rejected";
+        access: Keyword(AccessLogFilter::VARIANTS), default = "rejected";
         /// Fraction of those requests that are logged.
         access_sample: Fraction, default = "1.0";
     }

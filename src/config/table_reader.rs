@@ -9,6 +9,7 @@ use super::input::ConfigInput;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
 use super::{suggestions, text_conversion, values};
 use figment::value::{Dict, Num, Value};
+use std::str::FromStr;
 use std::time::Duration;
 
 /// Reads the keys of one table.
@@ -64,6 +65,11 @@ impl<'a> TableReader<'a> {
 
     pub(super) fn contains_key(&self, name: &str) -> bool {
         self.values.is_some_and(|values| values.contains_key(name))
+    }
+
+    /// The keys of the schema that have a value.
+    pub(super) fn present_keys(&self) -> impl Iterator<Item = &'static SchemaKey> {
+        self.keys.iter().filter(|key| self.contains_key(key.name))
     }
 
     /// Whether the table or a table in it has a value.
@@ -146,8 +152,28 @@ impl<'a> TableReader<'a> {
         })
     }
 
+    /// Reads a keyword. The schema's keywords are the variants of `T`.
+    pub(super) fn get_keyword<T: FromStr>(&self, name: &str) -> Option<T> {
+        self.read_value(name, |_, value| {
+            let variant = value.as_str().and_then(|word| word.parse().ok());
+            variant.ok_or(ConfigValueError::SchemaMismatch)
+        })
+    }
+
+    /// Whether the value is `keyword`, one of the schema's.
+    pub(super) fn is_keyword(&self, name: &str, keyword: &str) -> Option<bool> {
+        self.read_value(name, |kind, value| match (kind, value.as_str()) {
+            (ValueKind::Keyword(words), Some(word)) if words.contains(&word) => Ok(word == keyword),
+            _ => Err(ConfigValueError::SchemaMismatch),
+        })
+    }
+
     /// Reads a keyword. `meanings` maps every keyword of the schema to its value.
-    pub(super) fn get_keyword<T: Copy>(&self, name: &str, meanings: &[(&str, T)]) -> Option<T> {
+    pub(super) fn get_mapped_keyword<T: Copy>(
+        &self,
+        name: &str,
+        meanings: &[(&str, T)],
+    ) -> Option<T> {
         self.read_value(name, |_, value| {
             let meaning = meanings
                 .iter()

@@ -11,6 +11,7 @@ use super::key_text::{
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
 use std::fmt;
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
 /// A key value longer than this many bytes is stored as its hash. No value is truncated.
 const MAX_VERBATIM_BYTES: usize = 64;
@@ -23,7 +24,8 @@ pub struct Key {
 }
 
 /// Where the counters of a policy are.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames, IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum CounterScope {
     /// In the store, shared by all instances.
     #[default]
@@ -35,10 +37,7 @@ pub enum CounterScope {
 impl CounterScope {
     /// The name in the configuration and in reports.
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Shared => "shared",
-            Self::Instance => "instance",
-        }
+        self.into_str()
     }
 }
 

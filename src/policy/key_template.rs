@@ -10,6 +10,7 @@ use super::value_pattern::{ValuePattern, split_at_wildcards};
 use super::{Facts, client, path};
 use crate::limiter::{CounterScope, Key, KeyBuilder, ListedValue, SOURCES_BYTES};
 use std::borrow::Cow;
+use strum::{EnumString, VariantNames};
 
 /// The parts of a policy's key, in order. An empty template gives all matching requests one quota.
 #[derive(Clone, Debug, Default)]
@@ -31,7 +32,8 @@ pub struct KeyTemplate {
 const SHARED_COUNTER_MARK: &str = "@";
 
 /// The action if a part is absent or empty.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum MissingKeyAction {
     /// All requests without the part share one quota.
     Shared,

@@ -74,6 +74,7 @@ pub use whole_number::parse_whole_number;
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
+use strum::{EnumString, VariantNames};
 
 /// A named rule: the requests it matches, how they are keyed, and how much is allowed.
 #[derive(Clone, Debug)]
@@ -103,7 +104,8 @@ pub enum PolicyAction {
 }
 
 /// The action of a policy when the store is unavailable.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum OnStoreFailure {
     Open,
     Closed,

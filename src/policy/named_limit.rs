@@ -2,6 +2,7 @@
 
 use super::amount_source::AmountSource;
 use crate::limiter::{Limit, LimitName};
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
 /// A limit and its name in the rate-limit headers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,7 +20,8 @@ pub struct NamedLimit {
 }
 
 /// What ends a request in flight, so that its concurrency slot becomes free.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames, IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum SlotRelease {
     /// The end of the response to the client, which may disconnect earlier.
     #[default]
@@ -31,10 +33,7 @@ pub enum SlotRelease {
 impl SlotRelease {
     /// The name in the configuration.
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Response => "response",
-            Self::Upstream => "upstream",
-        }
+        self.into_str()
     }
 }
 

@@ -6,6 +6,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
+use strum::{EnumString, VariantNames};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::reload::Handle;
 
@@ -20,14 +21,16 @@ pub struct LogSettings {
     pub access_sample: f64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum LogFormat {
     /// One JSON object per line, with times in RFC 3339.
     Json,
     Text,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum AccessLogFilter {
     Off,
     Rejected,

@@ -7,6 +7,7 @@ use arc_swap::ArcSwapOption;
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::sync::Arc;
+use strum::{EnumString, VariantNames};
 use tokio_rustls::rustls::crypto::aws_lc_rs::{self, Ticketer};
 use tokio_rustls::rustls::pki_types::CertificateRevocationListDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -18,7 +19,8 @@ use tokio_rustls::rustls::sign::CertifiedKey;
 use tokio_rustls::rustls::{Error, ServerConfig};
 
 /// Client certificate requirement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum ClientAuth {
     /// No certificate is requested.
     None,

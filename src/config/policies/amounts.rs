@@ -3,7 +3,7 @@
 use super::context::{ClaimTrust, PolicyContext};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use crate::config::table_reader::TableReader;
-use crate::policy::{AmountField, AmountSource, NamedLimit, OnStoreFailure, Quota};
+use crate::policy::{AmountField, AmountSource};
 
 /// The amount of a limit.
 pub(super) struct LimitAmount {
@@ -136,36 +136,5 @@ pub(super) fn reject_options_with_one_amount(reader: &TableReader<'_>, counts_sl
     }
     if reader.contains_key("warm_up") {
         reader.report_error("warm_up", "not with requests_from: a third of a small amount may be less than the cost of a request; expected no warm_up");
-    }
-}
-
-/// Reports settings that need one amount for all requests of a key.
-pub(super) fn reject_settings_with_one_amount<'q>(
-    reader: &TableReader<'_>,
-    quota: &Quota,
-    mut limits: impl Iterator<Item = &'q NamedLimit>,
-    (on_store_failure, matches_descriptors): (OnStoreFailure, bool),
-) {
-    if !limits.any(|named| named.amount.is_some()) {
-        return;
-    }
-    let limit = match reader.contains_key("limits") {
-        true => "limits",
-        false => "limit",
-    };
-    if matches_descriptors {
-        reader.report_error(limit, "a call of the rate-limit service has no token, header or certificate; expected requests instead of requests_from, or the limit of a descriptor");
-    }
-    if quota.shards > 1 {
-        reader.report_error(
-            "shards",
-            "not with requests_from: shards need a fixed amount; expected no shards",
-        );
-    }
-    if quota.counts_responses() {
-        reader.report_error("block_for", "not with requests_from and count_when together: the response counter of a block needs a fixed amount; expected no block_for");
-    }
-    if on_store_failure == OnStoreFailure::Local {
-        reader.report_error("on_store_failure", "\"local\" not with requests_from: an instance's share needs a fixed amount; expected \"open\" or \"closed\"");
     }
 }

@@ -107,33 +107,47 @@ fn find_difference(
     (one, quota): (&PolicyWithReader<'_>, &Quota),
     (other, other_quota): (&PolicyWithReader<'_>, &Quota),
 ) -> Option<String> {
-    let expected_same = |what: &str| Some(format!("expected the same {what}"));
-    if !have_same_parts(quota, other_quota) {
-        return expected_same("key (header names and ;hash included)");
-    }
-    if one.policy.mode != other.policy.mode {
-        return expected_same("mode; policies that do not reject count separately");
-    }
-    if quota.key.scope() != other_quota.key.scope() {
-        return expected_same("scope");
-    }
-    if one.policy.on_store_failure != other.policy.on_store_failure {
-        return expected_same("on_store_failure");
-    }
-    if quota.shards != other_quota.shards {
-        return expected_same("shards");
-    }
-    if quota.lease != other_quota.lease {
-        return expected_same("lease");
-    }
-    if quota.count_rejected != other_quota.count_rejected {
-        return expected_same("count_rejected");
-    }
-    if quota.block != other_quota.block {
-        return expected_same("block_for; a block holds for all of them");
-    }
-    if quota.cost.as_estimate() != other_quota.cost.as_estimate() {
-        return expected_same("cost or count_when; the response settles it");
+    let (keys, other_keys) = (quota.overrides.as_slice(), other_quota.overrides.as_slice());
+    let has_same_overrides = keys.len() == other_keys.len()
+        && keys
+            .iter()
+            .zip(other_keys)
+            .all(|(one, other)| (&one.values, one.rule) == (&other.values, other.rule));
+    let settings = [
+        (
+            have_same_parts(quota, other_quota),
+            "key (header names and ;hash included)",
+        ),
+        (
+            one.policy.mode == other.policy.mode,
+            "mode; policies that do not reject count separately",
+        ),
+        (quota.key.scope() == other_quota.key.scope(), "scope"),
+        (
+            one.policy.on_store_failure == other.policy.on_store_failure,
+            "on_store_failure",
+        ),
+        (quota.shards == other_quota.shards, "shards"),
+        (quota.lease == other_quota.lease, "lease"),
+        (
+            quota.count_rejected == other_quota.count_rejected,
+            "count_rejected",
+        ),
+        (
+            quota.block == other_quota.block,
+            "block_for; a block holds for all of them",
+        ),
+        (
+            quota.cost.as_estimate() == other_quota.cost.as_estimate(),
+            "cost or count_when; the response settles it",
+        ),
+        (
+            has_same_overrides,
+            "[[policy.override]] keys, actions and modes, in the same order",
+        ),
+    ];
+    if let Some((_, what)) = settings.iter().find(|(is_same, _)| !is_same) {
+        return Some(format!("expected the same {what}"));
     }
     let needs_same_amounts = if quota.lease.is_some() {
         Some("lease, which needs equal amounts")
@@ -142,15 +156,6 @@ fn find_difference(
     } else {
         None
     };
-    let (keys, other_keys) = (quota.overrides.as_slice(), other_quota.overrides.as_slice());
-    let has_same_overrides = keys.len() == other_keys.len()
-        && keys
-            .iter()
-            .zip(other_keys)
-            .all(|(one, other)| (&one.values, one.rule) == (&other.values, other.rule));
-    if !has_same_overrides {
-        return expected_same("[[policy.override]] keys, actions and modes, in the same order");
-    }
     limit_groups(quota)
         .zip(limit_groups(other_quota))
         .find_map(|(limits, others)| find_limit_difference(limits, others, needs_same_amounts))

@@ -2,8 +2,8 @@
 
 use crate::config::table_reader::TableReader;
 use crate::config::values::format_duration;
-use crate::limiter::{Algorithm, LeaseTerms};
-use crate::policy::{CostSource, PolicyMode, Quota};
+use crate::limiter::LeaseTerms;
+use crate::policy::{PolicyMode, Quota};
 use std::time::Duration;
 
 /// Default lease TTL, unless half of the policy's shortest period is less.
@@ -17,7 +17,6 @@ pub(super) fn build_lease(
     uses_memory_store: bool,
 ) -> Option<LeaseTerms> {
     let item = reader.get("lease")?;
-    reject_incompatible_settings(reader, quota);
     let shortest_us = quota
         .all_limits()
         .map(|named| named.limit.shortest_period_us())
@@ -45,7 +44,7 @@ pub(super) fn build_lease(
             ttl_us: u64::try_from(ttl.as_micros()).ok()?,
         }
     } else {
-        reader.get_keyword("lease", &[("auto", ())])?;
+        reader.get_mapped_keyword("lease", &[("auto", ())])?;
         LeaseTerms {
             size: None,
             ttl_us: DEFAULT_TTL_US.min(shortest_us / 2).max(1),
@@ -66,46 +65,4 @@ pub(super) fn build_lease(
         _ => return Some(lease),
     }
     None
-}
-
-/// Reports settings that leased units cannot implement.
-fn reject_incompatible_settings(reader: &TableReader<'_>, quota: &Quota) {
-    let incompatible = quota
-        .all_limits()
-        .find_map(|named| match named.limit.algorithm {
-            _ if named.amount.is_some() => Some("requests_from: a lease needs a fixed amount"),
-            Algorithm::LeakyBucket { .. } => {
-                Some("algorithm = \"leaky_bucket\": each request takes its own place in the queue")
-            }
-            Algorithm::Concurrency { .. } => {
-                Some("algorithm = \"concurrency\": each request takes a slot and returns it")
-            }
-            Algorithm::TokenBucket {
-                warm_up_us: 1.., ..
-            } => Some("warm_up: leased units that are not used yet would warm the bucket up"),
-            _ => None,
-        });
-    let incompatible = incompatible
-        .or_else(|| {
-            quota
-                .block
-                .map(|_| "block_for: a block must apply at once in all instances")
-        })
-        .or_else(|| {
-            quota
-                .count_rejected
-                .then_some("count_rejected: the store must count every rejection")
-        })
-        .or_else(|| {
-            let is_estimate = matches!(quota.cost, CostSource::Estimate(_));
-            is_estimate.then_some(
-                "an estimate as cost or count_when: a settlement needs a charge at a time known to the store",
-            )
-        });
-    if let Some(incompatible) = incompatible {
-        reader.report_error(
-            "lease",
-            &format!("not with {incompatible}; expected no lease"),
-        );
-    }
 }

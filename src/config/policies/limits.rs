@@ -3,7 +3,7 @@
 use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
 use super::calendar::{build_calendar_limit, read_calendar_unit, reject_time_zone};
 use super::context::PolicyContext;
-use crate::config::keywords::{ALGORITHMS, SLOT_RELEASES};
+use crate::config::keywords::ALGORITHMS;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
@@ -112,7 +112,7 @@ fn build_limit(
         Some(_) => None,
     };
     let slot_ttl = reader.get_duration("lease_ttl");
-    let configured_algorithm = reader.get_keyword("algorithm", &ALGORITHMS);
+    let configured_algorithm = reader.get_mapped_keyword("algorithm", &ALGORITHMS);
     let offset = reader.get_duration("offset");
     if configured_algorithm.is_none() && reader.contains_key("algorithm") {
         // Without a valid algorithm, the other keys cannot be checked.
@@ -177,7 +177,7 @@ fn build_limit(
 
 /// Reads what ends a request in flight. A slot that outlives its client needs an end.
 fn read_slot_release(reader: &TableReader<'_>, algorithm: Algorithm) -> SlotRelease {
-    let release = reader.get_keyword("release", &SLOT_RELEASES);
+    let release = reader.get_keyword("release");
     if release == Some(SlotRelease::Upstream)
         && algorithm == (Algorithm::Concurrency { max_duration_us: 0 })
     {
@@ -245,27 +245,10 @@ fn read_algorithm_options(
 }
 
 fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorithm) {
-    let own_keys: &[&str] = match algorithm {
-        Algorithm::SlidingLog | Algorithm::Block => &[],
-        Algorithm::SlidingWindow { .. } => &["buckets"],
-        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => &["offset"],
-        Algorithm::TokenBucket { .. } => &["burst", "warm_up"],
-        Algorithm::LeakyBucket { .. } => &["max_delay"],
-        Algorithm::Concurrency { .. } => &["lease_ttl", "max_duration", "release"],
-    };
-    for (key, owner) in [
-        ("buckets", "sliding_window"),
-        ("offset", "fixed_window"),
-        ("burst", "token_bucket"),
-        ("warm_up", "token_bucket"),
-        ("max_delay", "leaky_bucket"),
-        ("lease_ttl", "concurrency"),
-        ("max_duration", "concurrency"),
-        ("release", "concurrency"),
-    ] {
-        if reader.contains_key(key) && !own_keys.contains(&key) {
+    for key in reader.present_keys() {
+        if let Some(owner) = key.algorithm.filter(|owner| *owner != algorithm.into_str()) {
             reader.report_error(
-                key,
+                key.name,
                 &format!(
                     "only for algorithm = \"{owner}\"; expected that algorithm, or no such key"
                 ),

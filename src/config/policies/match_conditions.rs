@@ -18,13 +18,9 @@ const DESCRIPTOR_KEYS: [&str; 3] = ["domain", "descriptors", "descriptors_match"
 pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -> Matcher {
     let matches_descriptors = DESCRIPTOR_KEYS.iter().any(|key| reader.contains_key(key));
     if matches_descriptors {
-        let is_request_key =
-            |key: &&str| !matches!(*key, "any" | "not") && !DESCRIPTOR_KEYS.contains(key);
-        for key in schema::MATCH
-            .iter()
-            .map(|key| key.name)
-            .filter(is_request_key)
-            .filter(|key| reader.contains_key(key))
+        let keys = reader.present_keys().map(|key| key.name);
+        for key in
+            keys.filter(|key| !DESCRIPTOR_KEYS.contains(key) && !["any", "not"].contains(key))
         {
             reader.report_error(key, "not with domain or descriptors: a call of the rate-limit service has descriptors and no request; expected one or the other");
         }
@@ -91,7 +87,7 @@ fn parse_descriptor_conditions(reader: &TableReader<'_>) -> DescriptorConditions
         );
     }
     let accepts_more_entries = reader
-        .get_keyword("descriptors_match", &[("all", false), ("subset", true)])
+        .is_keyword("descriptors_match", "subset")
         .unwrap_or_default();
     let entries = has_entries.then(|| {
         parse_conditions(reader, "descriptors", parse_entry_name, |_, item| {

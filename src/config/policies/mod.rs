@@ -2,6 +2,7 @@
 
 mod amounts;
 mod calendar;
+mod conflicts;
 pub(super) mod context;
 mod cost;
 mod counters;
@@ -11,27 +12,24 @@ mod match_conditions;
 mod overrides;
 mod quota;
 mod reject_response;
-mod restrictions;
-mod scope;
 mod shards;
 
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
-use super::keywords::{ON_STORE_FAILURE_MODES, POLICY_MODES};
+use super::keywords::POLICY_MODES;
 use super::table_reader::TableReader;
 use super::values;
-use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota, RejectResponse};
-use amounts::reject_settings_with_one_amount;
+use crate::limiter::CounterScope;
+use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, RejectResponse};
+use conflicts::PolicyKind;
 use context::{PolicyContext, PolicyWithReader};
 use quota::build_quota;
 use reject_response::build_reject_response;
-use restrictions::{
-    reject_descriptor_key_parts, reject_quota_keys, reject_request_only_settings,
-    reject_response_dependent_settings,
-};
 use std::collections::BTreeMap;
+use strum::{EnumString, IntoStaticStr};
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 enum PolicyActionKind {
     Limit,
     Allow,
@@ -48,7 +46,7 @@ pub(super) fn build_policies<'a>(
     let (mut spanned_policies, mut descriptions) = (Vec::new(), Vec::new());
     for reader in tables {
         reject_duplicate_name(&reader, &mut names);
-        let mode = reader.get_keyword("mode", &POLICY_MODES);
+        let mode = reader.get_mapped_keyword("mode", &POLICY_MODES);
         let is_off = mode == Some(None);
         let mode = mode.flatten().unwrap_or(PolicyMode::Enforce);
         let Some(policy) = build_policy(&reader, context, mode) else {
@@ -89,14 +87,7 @@ fn build_policy(
     mode: PolicyMode,
 ) -> Option<Policy> {
     let name = reader.get_parsed("name", values::parse_name);
-    let action_kind = reader.get_keyword(
-        "action",
-        &[
-            ("limit", PolicyActionKind::Limit),
-            ("allow", PolicyActionKind::Allow),
-            ("deny", PolicyActionKind::Deny),
-        ],
-    )?;
+    let action_kind = reader.get_keyword("action")?;
     let conditions = reader
         .get_optional_table("match")
         .map(|table| match_conditions::build_matcher(&table, context));
@@ -109,31 +100,34 @@ fn build_policy(
             "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"",
         );
     }
+    let is_instance_scoped = reader
+        .get("scope")
+        .is_some_and(|item| item.value.as_str() == Some(CounterScope::Instance.name()));
+    let on_store_failure = match is_instance_scoped {
+        // Redis does not decide this policy.
+        true => OnStoreFailure::Open,
+        false => read_store_failure_mode(reader, context, matches_descriptors),
+    };
+    let kind = PolicyKind {
+        mode,
+        matches_descriptors,
+        on_store_failure,
+    };
+    if action_kind != PolicyActionKind::Limit {
+        reject_quota_keys(reader, action_kind);
+    }
     let mut action = match action_kind {
         PolicyActionKind::Limit => {
-            build_quota(reader, context, name.as_deref().unwrap_or("policy"), mode)
+            build_quota(reader, context, name.as_deref().unwrap_or("policy"), kind)
                 .map(|quota| PolicyAction::Limit(Box::new(quota)))
         }
-        PolicyActionKind::Allow => reject_quota_keys(reader, "allow").map(|()| PolicyAction::Allow),
-        PolicyActionKind::Deny => reject_quota_keys(reader, "deny").map(|()| PolicyAction::Deny),
+        PolicyActionKind::Allow => Some(PolicyAction::Allow),
+        PolicyActionKind::Deny => Some(PolicyAction::Deny),
     };
     let reject_response = build_reject(reader, action_kind, matches_descriptors);
     let is_reported = reader.get_bool("report");
     if let (Some(PolicyAction::Limit(quota)), Some(false)) = (&mut action, is_reported) {
         quota.hide_limits();
-    }
-    let quota = match &action {
-        Some(PolicyAction::Limit(quota)) => Some(&**quota),
-        _ => None,
-    };
-    let on_store_failure = match quota.is_some_and(Quota::is_instance_scoped) {
-        // Redis does not decide this policy.
-        true => OnStoreFailure::Open,
-        false => read_store_failure_mode(reader, context, matches_descriptors),
-    };
-    if let Some(quota) = quota {
-        let scope = (on_store_failure, matches_descriptors);
-        reject_unsupported_settings(reader, context, quota, scope);
     }
     Some(Policy {
         priority: reader.get_integer("priority")?,
@@ -170,23 +164,15 @@ fn build_reject(
     build_reject_response(&table)
 }
 
-/// Reports settings that the kind of the policy does not support.
-fn reject_unsupported_settings(
-    reader: &TableReader<'_>,
-    context: &PolicyContext,
-    quota: &Quota,
-    (on_store_failure, matches_descriptors): (OnStoreFailure, bool),
-) {
-    match matches_descriptors {
-        true => reject_request_only_settings(reader, quota),
-        false => reject_descriptor_key_parts(reader, quota),
+/// Reports quota keys in a policy with action `allow` or `deny`.
+fn reject_quota_keys(reader: &TableReader<'_>, action: PolicyActionKind) {
+    let action: &str = action.into();
+    for key in reader.present_keys().filter(|key| key.is_of_quota) {
+        reader.report_error(
+            key.name,
+            &format!("a policy with action = \"{action}\" has no quota; expected no such key"),
+        );
     }
-    if context.has_ext_authz && !matches_descriptors {
-        reject_response_dependent_settings(reader, quota);
-    }
-    let limits = quota.all_limits();
-    let scope = (on_store_failure, matches_descriptors);
-    reject_settings_with_one_amount(reader, quota, limits, scope);
 }
 
 /// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor
@@ -196,7 +182,7 @@ fn read_store_failure_mode(
     context: &PolicyContext,
     matches_descriptors: bool,
 ) -> OnStoreFailure {
-    let configured = reader.get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES);
+    let configured = reader.get_keyword("on_store_failure");
     if !matches_descriptors {
         return configured.unwrap_or(context.on_store_failure);
     }

@@ -14,10 +14,10 @@ pub(super) fn build_overrides(
     context: &PolicyContext,
     policy: &str,
     key: Option<&KeyTemplate>,
+    is_dynamic: bool,
 ) -> Vec<LimitOverride> {
     let mut positions: HashMap<Vec<ValuePattern>, SourceSpan> = HashMap::new();
     let mut overrides = Vec::new();
-    let is_dynamic = reader.get_bool("dynamic") == Some(true);
     for table in reader.get_tables("override") {
         let Some(one) = build_override(&table, context, policy, key, is_dynamic) else {
             continue;
@@ -92,9 +92,9 @@ fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
         ("allow", OverrideRule::Allow),
         ("deny", OverrideRule::Deny),
     ];
-    let action = reader.get_keyword("action", &actions);
+    let action = reader.get_mapped_keyword("action", &actions);
     let action = action.unwrap_or(OverrideRule::Limit(None));
-    let mode = reader.get_keyword("mode", &POLICY_MODES);
+    let mode = reader.get_mapped_keyword("mode", &POLICY_MODES);
     let is_limit = matches!(action, OverrideRule::Limit(_));
     if mode.is_some() && !is_limit {
         reader.report_error(

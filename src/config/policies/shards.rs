@@ -1,21 +1,17 @@
 //! The key `shards` of a policy.
 
+use super::conflicts::QuotaParts;
 use super::context::PolicyContext;
-use super::limits::is_concurrency_limit;
-use crate::config::keywords::ON_STORE_FAILURE_MODES;
 use crate::config::table_reader::TableReader;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{CostSource, NamedLimit, OnStoreFailure, PolicyMode};
+use crate::policy::{CostSource, PolicyMode};
 
-/// Checks the settings of a sharded policy. One shard decides each request, so settings that need
-/// all counters of a key are errors.
-pub(super) fn check_shards<'a>(
+/// Checks the amounts of a sharded policy, and warns of what sharding changes.
+pub(super) fn check_shards(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     mode: PolicyMode,
-    shards: u16,
-    cost: Option<&CostSource>,
-    limits: impl Iterator<Item = &'a NamedLimit> + Clone,
+    parts: &QuotaParts<'_>,
 ) {
     if !context.uses_redis_cluster {
         reader.report_warning("shards", "without effect: sharding needs a Redis Cluster");
@@ -29,82 +25,18 @@ pub(super) fn check_shards<'a>(
             ),
         );
     }
-    let store_failure_mode = reader
-        .get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES)
-        .unwrap_or(context.on_store_failure);
-    if context.uses_redis_cluster && store_failure_mode == OnStoreFailure::Local {
-        let expected = "expected on_store_failure = \"open\" or \"closed\"";
-        reader.report_error(
-            "shards",
-            &format!("usage during an outage is written back to one counter; {expected}"),
-        );
-    }
-    check_capacity_per_shard(reader, shards, cost, limits.clone());
-    for (algorithm, is_used) in [
-        ("concurrency", limits.clone().any(is_concurrency_limit)),
-        (
-            "leaky_bucket",
-            limits
-                .clone()
-                .any(|named| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. })),
-        ),
-    ] {
-        if is_used {
-            reader.report_error(
-                "shards",
-                &format!(
-                    "algorithm = \"{algorithm}\" can't be sharded; expected another algorithm, or no shards"
-                ),
-            );
-        }
-    }
-    for key in ["block_for", "count_rejected"] {
-        if reader.contains_key(key)
-            && reader
-                .get(key)
-                .is_some_and(|item| item.value.to_bool() != Some(false))
-        {
-            reader.report_error(
-                key,
-                "needs one counter that sees every rejection; expected no shards",
-            );
-        }
-    }
-    if reader.get_bool("dynamic") == Some(true) {
-        reader.report_error(
-            "dynamic",
-            "an override is stored in the slot of one counter; shards are in several slots; expected false, or no shards",
-        );
-    }
-    if reader.contains_key("lease") {
-        reader.report_error(
-            "lease",
-            "units are leased from one counter; expected no shards",
-        );
-    }
-    if cost.is_some_and(|cost| cost.as_estimate().is_some()) {
-        reader.report_error(
-            "shards",
-            "an estimate (also of count_when) is settled on one counter; expected no shards",
-        );
-    }
+    check_capacity_per_shard(reader, parts);
 }
 
 /// Checks that each shard has a unit of every limit, and enough for the largest cost.
-fn check_capacity_per_shard<'a>(
-    reader: &TableReader<'_>,
-    shards: u16,
-    cost: Option<&CostSource>,
-    limits: impl Iterator<Item = &'a NamedLimit> + Clone,
-) {
+fn check_capacity_per_shard(reader: &TableReader<'_>, parts: &QuotaParts<'_>) {
+    let (shards, mut limits) = (u64::from(parts.shards), parts.all_limits());
     let least = |limit: &Limit| match limit.algorithm {
         Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
         _ => limit.requests,
     };
-    if let Some(few) = limits
-        .clone()
-        .find(|named| least(&named.limit) < u64::from(shards))
-    {
+    let max_cost = parts.cost.map_or(0, CostSource::max_units);
+    if let Some(few) = limits.clone().find(|named| least(&named.limit) < shards) {
         let most = least(&few.limit);
         reader.report_error(
             "shards",
@@ -113,9 +45,7 @@ fn check_capacity_per_shard<'a>(
                 few.name
             ),
         );
-    } else if let Some(few) = limits.clone().find(|named| {
-        least(&named.limit) / u64::from(shards) < cost.map_or(0, CostSource::max_units)
-    }) {
+    } else if let Some(few) = limits.find(|named| least(&named.limit) / shards < max_cost) {
         reader.report_warning(
             "shards",
             &format!(

@@ -42,29 +42,29 @@ schema_table! {
         /// as [id]= or ID= beside id=, a ; in the value, invalid UTF-8, more than 1000 parameters:
         /// 400, or only the exact name counts. "allow": if the app's parser is lenient, each
         /// spelling has its own quota and may escape a condition.
-        ambiguous_query: Keyword(&["reject", "allow"]), default = "reject";
+        ambiguous_query: REJECT_OR_ALLOW, default = "reject";
         /// Cookies of keys and conditions with a space, a backslash or a byte above 0x7F in the
         /// value, or a name that lenient parsers fold: 400, or read as sent. "allow": if the app
         /// unescapes, each spelling has its own quota and may escape a condition.
-        ambiguous_cookie: Keyword(&["reject", "allow"]), default = "reject";
+        ambiguous_cookie: REJECT_OR_ALLOW, default = "reject";
         /// Headers of keys and conditions with an encoded word (RFC 2047), such as
         /// =?utf-8?q?alice?=, or authorization with several credentials: 400, or read as sent.
         /// "allow": if the app decodes them, each spelling has its own quota and may escape a
         /// condition.
-        ambiguous_header: Keyword(&["reject", "allow"]), default = "reject";
+        ambiguous_header: REJECT_OR_ALLOW, default = "reject";
         /// Values of keys and conditions with white space around them, in ASCII or Unicode and also
         /// escaped, or with control characters: 400, or read as sent. "allow": if the app trims,
         /// each spelling has its own quota and may escape a condition.
-        outer_white_space: Keyword(&["reject", "allow"]), default = "reject";
+        outer_white_space: REJECT_OR_ALLOW, default = "reject";
         /// With ambiguous_cookie = "reject": cookies of keys and conditions with a comma, a
         /// bracket, an ampersand, a control character, or a quote in the value: 400, or read as
         /// sent. "allow": if the app ends the value there, each spelling has its own quota and may
         /// escape a condition.
-        cookie_octets: Keyword(&["reject", "allow"]), default = "reject";
+        cookie_octets: REJECT_OR_ALLOW, default = "reject";
         /// With ambiguous_cookie = "reject": requests with a cookie __Host-NAME or __Secure-NAME,
         /// if NAME is in a key or condition: 400, or ignored. "allow": an app that reads it as NAME
         /// serves another key than the one charged.
-        cookie_prefixes: Keyword(&["reject", "allow"]), default = "reject";
+        cookie_prefixes: REJECT_OR_ALLOW, default = "reject";
         /// Token verification, for jwt in keys and matches.
         jwt: Table(&CLIENT_JWT);
     }

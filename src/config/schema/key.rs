@@ -1,8 +1,10 @@
 //! Types of the schema, and types and ranges that several tables share.
 
 use crate::config::values::format_duration;
+use crate::policy::{MissingKeyAction, OnStoreFailure};
 use std::fmt;
 use std::time::Duration;
+use strum::VariantNames;
 
 /// One key of a table.
 #[derive(Debug)]
@@ -15,6 +17,10 @@ pub(in crate::config) struct SchemaKey {
     pub applied_at: AppliedAt,
     /// No message quotes the value, and the effective configuration masks it.
     pub is_secret: bool,
+    /// Only for policies with action `limit`.
+    pub is_of_quota: bool,
+    /// The only algorithm that has the key.
+    pub algorithm: Option<&'static str>,
     /// The keys of the table may differ between the instances of a service.
     pub is_per_instance: bool,
 }
@@ -113,7 +119,7 @@ pub(super) const POSITIVE_DURATION: ValueKind = duration(Duration::from_millis(1
 
 pub(super) const DURATION: ValueKind = duration(Duration::ZERO, DAY);
 
-pub(super) const ON_STORE_FAILURE: ValueKind = Keyword(&["open", "closed", "local"]);
+pub(super) const ON_STORE_FAILURE: ValueKind = Keyword(OnStoreFailure::VARIANTS);
 
 pub(super) const ALGORITHM: ValueKind = Keyword(&[
     "sliding_log",
@@ -130,7 +136,13 @@ pub(super) const PEM_PATH: ValueKind = Text("the path of a PEM file");
 pub(super) const NAME: ValueKind =
     Text("a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\"");
 
-pub(super) const MISSING_KEY: ValueKind = Keyword(&["shared", "skip", "reject"]);
+pub(super) const MISSING_KEY: ValueKind = Keyword(MissingKeyAction::VARIANTS);
+
+/// The variants of `PolicyMode`; "off": the policy is only validated.
+pub(super) const POLICY_MODE: ValueKind = Keyword(&["enforce", "mark", "shadow", "off"]);
+
+/// A check that the operator may turn off.
+pub(super) const REJECT_OR_ALLOW: ValueKind = Keyword(&["reject", "allow"]);
 
 /// Declares tables of keys. A row has the key's description, its name and its kind, and then
 /// methods of [`SchemaKey`], such as `default = "1s"`.
@@ -160,6 +172,8 @@ impl SchemaKey {
             doc: doc.trim_ascii_start(),
             applied_at: AppliedAt::Restart,
             is_secret: false,
+            is_of_quota: false,
+            algorithm: None,
             is_per_instance: false,
         }
     }
@@ -187,6 +201,16 @@ impl SchemaKey {
 
     pub(super) const fn secret(mut self) -> Self {
         self.is_secret = true;
+        self
+    }
+
+    pub(super) const fn of_quota(mut self) -> Self {
+        self.is_of_quota = true;
+        self
+    }
+
+    pub(super) const fn only_for(mut self, algorithm: &'static str) -> Self {
+        self.algorithm = Some(algorithm);
         self
     }
 

@@ -1,7 +1,10 @@
 //! Keys of `[[policy]]`.
 
 use super::key::*;
+use crate::limiter::CounterScope;
+use crate::policy::SlotRelease;
 use std::time::Duration;
+use strum::VariantNames;
 
 schema_table! {
     pub(super) static POLICY {
@@ -16,60 +19,60 @@ schema_table! {
         /// It is the default for names such as authorization, api-key, token and session; `;plain`
         /// stores the value. "a | b | c" lists alternatives: the first one present in the request
         /// is used.
-        key: TextList("key parts such as \"client_ip\" or \"header:x-user-id\""), default = "";
+        key: TextList("key parts such as \"client_ip\" or \"header:x-user-id\""), default = "", of_quota;
         /// The limit. Required with action "limit", unless limits is set.
-        limit: Table(&LIMIT);
+        limit: Table(&LIMIT), of_quota;
         /// Several limits.
-        limits: TableList(&LIMIT);
+        limits: TableList(&LIMIT), of_quota;
         /// Limit requests; exempt them from later policies; reject them with 403 without counting.
         action: Keyword(&["limit", "allow", "deny"]), default = "limit";
         /// "mark" forwards requests over the limit with X-Tidegate-Over: POLICY
         /// (defaults.mark_header). "shadow" counts in separate counters and rejects nothing. "off":
         /// only validated.
-        mode: Keyword(&["enforce", "mark", "shadow", "off"]), default = "enforce";
+        mode: POLICY_MODE, default = "enforce";
         /// false: no response has the policy's limits or its name. Logs and metrics have both.
         report: Bool, default = "true";
         /// Units that a request takes from each limit. A table reads them from a header or the
         /// response.
-        cost: ValueKind::IntegerOrTable { min: 0, max: MAX_UNITS, table: &COST, }, default = "1";
+        cost: ValueKind::IntegerOrTable { min: 0, max: MAX_UNITS, table: &COST }, default = "1", of_quota;
         /// Counts a request only if its response has one of these statuses. Units are reserved at
         /// arrival and returned otherwise. Not with lease, shards, count_rejected, [check],
         /// descriptors or a cost that is not a number.
-        count_when: Table(&COUNT_WHEN);
+        count_when: Table(&COUNT_WHEN), of_quota;
         /// After a rejection, reject the same key for this long. Only in mode "enforce".
-        block_for: duration(Duration::from_millis(1), MAX_PERIOD);
+        block_for: duration(Duration::from_millis(1), MAX_PERIOD), of_quota;
         /// true: rejected requests use quota too. Not with concurrency.
-        count_rejected: Bool, default = "false";
+        count_rejected: Bool, default = "false", of_quota;
         /// Redis Cluster only: splits a hot key over this many counters. Not with on_store_failure
         /// = "local".
-        shards: integer(1, 64), default = "1";
+        shards: integer(1, 64), default = "1", of_quota;
         /// Leases units from Redis, to decide without a round trip. Not with leaky_bucket,
         /// concurrency, warm_up, block_for, count_rejected, shards or an estimate.
-        lease: ValueKind::KeywordOrTable { keyword: "auto", table: &LEASE, };
+        lease: ValueKind::KeywordOrTable { keyword: "auto", table: &LEASE }, of_quota;
         /// "instance": each instance counts for itself, in memory (bounded by store.memory), beside
         /// policies in Redis. A request is charged by all or none. Not with lease, shards or
         /// dynamic; on_store_failure has no effect.
-        scope: Keyword(&["shared", "instance"]), default = "shared";
+        scope: Keyword(CounterScope::VARIANTS), default = "shared", of_quota;
         /// Policies with the same counter share one quota per key. They must have the same key,
         /// mode and kind of limits; requests, burst and max_delay may differ. Each policy compares
         /// the shared usage with its own limit. If several match a request, only the strictest
         /// charges it. Not with dynamic.
-        counter: NAME;
+        counter: NAME, of_quota;
         /// As in [defaults].
-        missing_key: MISSING_KEY;
+        missing_key: MISSING_KEY, of_quota;
         /// As in [defaults]. Descriptor policies: "local", or else UNAVAILABLE, and Envoy's
         /// failure_mode_deny decides.
-        on_store_failure: ON_STORE_FAILURE;
+        on_store_failure: ON_STORE_FAILURE, of_quota;
         /// A custom response to rejected requests.
         reject: Table(&REJECT);
         /// Other limits, an action or a mode for specific keys. Precedence: exact keys, then
         /// patterns with more literal text (the first key position decides first), then "*", then
         /// file order.
-        override: TableList(&OVERRIDE);
+        override: TableList(&OVERRIDE), of_quota;
         /// true: `tidegate overrides` and the admin port set limits for single keys, or block them,
         /// in the store. A change holds from the next decision and wins over [[policy.override]].
         /// Not with shards.
-        dynamic: Bool, default = "false";
+        dynamic: Bool, default = "false", of_quota;
     }
 
     pub(super) static COUNT_WHEN {
@@ -101,7 +104,7 @@ schema_table! {
         ttl: duration(Duration::from_millis(1), MAX_PERIOD), default = "100ms";
     }
 
-    pub(in crate::config) static MATCH {
+    pub(super) static MATCH {
         /// Methods. GET includes HEAD.
         methods: TextList("methods such as \"GET\""), default = "";
         /// Hosts without port. "*.example.com" matches every subdomain.
@@ -172,28 +175,28 @@ schema_table! {
         /// As in [defaults].
         algorithm: ALGORITHM;
         /// sliding_window only: buckets per period. Absent: 10.
-        buckets: integer(2, 100);
+        buckets: integer(2, 100), only_for = "sliding_window";
         /// token_bucket only: capacity of the bucket. Absent: requests, also those of
         /// requests_from.
-        burst: integer(1, MAX_UNITS);
+        burst: integer(1, MAX_UNITS), only_for = "token_bucket";
         /// token_bucket only: for apps that are slow after a pause. After this long idle, a third
         /// of burst and rate; both grow back in the same time. No cost may exceed that third.
-        warm_up: duration(Duration::from_millis(1), MAX_WARM_UP);
+        warm_up: duration(Duration::from_millis(1), MAX_WARM_UP), only_for = "token_bucket";
         /// leaky_bucket only: longest delay of a request. One that would wait longer is rejected.
         /// Absent: 1 s.
-        max_delay: DURATION;
+        max_delay: DURATION, only_for = "leaky_bucket";
         /// fixed_window only: offset of window starts from multiples of per since 1970 UTC. Less
         /// than per.
-        offset: duration(Duration::ZERO, MAX_PERIOD);
+        offset: duration(Duration::ZERO, MAX_PERIOD), only_for = "fixed_window";
         /// concurrency only: how long slots of a crashed sidecar stay taken, renewed at a third of
         /// it. Absent: 10 s.
-        lease_ttl: duration(Duration::from_secs(1), Duration::from_secs(3600));
+        lease_ttl: duration(Duration::from_secs(1), Duration::from_secs(3600)), only_for = "concurrency";
         /// concurrency only: ends requests after this time, with 504 or by aborting the response.
         /// Absent or 0: never.
-        max_duration: DURATION;
+        max_duration: DURATION, only_for = "concurrency";
         /// concurrency only: a slot is free at the end of the response to the client, or of the
         /// upstream's response even if the client left. "upstream" needs max_duration.
-        release: Keyword(&["response", "upstream"]), default = "response";
+        release: Keyword(SlotRelease::VARIANTS), default = "response", only_for = "concurrency";
         /// Name in the rate-limit fields. Absent: the policy's name; further limits add -2, -3.
         name: NAME;
         /// Unit counted, if not requests: "tokens" becomes qu="tokens".
@@ -223,6 +226,6 @@ schema_table! {
         /// without counting. Both not with dynamic.
         action: Keyword(&["limit", "allow", "deny"]), default = "limit";
         /// The mode for this key. Absent: the policy's. "off" not with dynamic.
-        mode: Keyword(&["enforce", "mark", "shadow", "off"]);
+        mode: POLICY_MODE;
     }
 }

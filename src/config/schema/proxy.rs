@@ -1,6 +1,9 @@
 //! Keys of `[listen]`, `[rls]`, `[check]`, `[upstream]` and `[path]`.
 
 use super::key::*;
+use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
+use crate::tls::ClientAuth;
+use strum::VariantNames;
 
 schema_table! {
     pub(super) static LISTEN {
@@ -50,7 +53,7 @@ schema_table! {
         client_crl: PEM_PATH;
         /// Client certificates. "optional": may be absent, but not invalid. Invalid ones fail the
         /// handshake.
-        client_auth: Keyword(&["none", "optional", "require"]), default = "none";
+        client_auth: Keyword(ClientAuth::VARIANTS), default = "none";
         /// Send the client's certificate to the app: Client-Cert, and Client-Cert-Chain with the
         /// issuers that the client sent, up to 16 KiB (RFC 9440). Clients' own such headers never
         /// reach the app.
@@ -118,7 +121,7 @@ schema_table! {
         /// Key headers with a comma: 400, because Envoy joins repeated lines with commas and
         /// forwards both lines; or read as sent. Conditions on headers read each part too. "allow":
         /// only if the proxy in front rejects or replaces repeated lines.
-        joined_headers: Keyword(&["reject", "allow"]), default = "reject";
+        joined_headers: REJECT_OR_ALLOW, default = "reject";
         /// TLS with callers.
         tls: Table(&LISTEN_TLS), reload;
     }
@@ -189,7 +192,7 @@ schema_table! {
         /// unneeded escapes decoded, dots resolved, // merged. Escaped slashes are separators with
         /// escaped_slashes = "decode" only; case, parameters and the final slash stay. [check]
         /// matches the path as sent.
-        forward: Keyword(&["unchanged", "normalized"]), default = "unchanged";
+        forward: Keyword(ForwardedPath::VARIANTS), default = "unchanged";
         /// Treat // as /.
         merge_slashes: Bool, default = "true";
         /// Whether //host/a is read also as /a. "ignore": an app that parses the target as a URL
@@ -197,18 +200,18 @@ schema_table! {
         authority: Keyword(&["both", "ignore"]), default = "both";
         /// How %2F, %5C and \ are read: as separator and as part of the segment (two readings);
         /// reject with 400; as part of the segment; as separator.
-        escaped_slashes: Keyword(&["both", "reject", "keep", "decode"]), default = "both";
+        escaped_slashes: Keyword(EscapedSlashes::VARIANTS), default = "both";
         /// How %3F and %23 are read: as the end of the path and as part of it (two readings);
         /// reject with 400; as part of it. "keep": an app that decodes before it splits off the
         /// query is open to them.
-        escaped_delimiters: Keyword(&["both", "reject", "keep"]), default = "both";
+        escaped_delimiters: Keyword(EscapedDelimiters::VARIANTS), default = "both";
         /// Paths with %01 to %1F or %7F: 400, or part of the segment. "allow": an app that strips
         /// them has unlimited spellings of a limited path. %00 is always 400.
-        control_characters: Keyword(&["reject", "allow"]), default = "reject";
+        control_characters: REJECT_OR_ALLOW, default = "reject";
         /// Paths that are not UTF-8 when decoded, or that have a new escape then (%6%31 becomes
         /// %61): 400, or matched byte by byte. "allow", for Latin-1 paths: an app that drops or
         /// replaces such bytes has unlimited spellings of a limited path.
-        invalid_utf8: Keyword(&["reject", "allow"]), default = "reject";
+        invalid_utf8: REJECT_OR_ALLOW, default = "reject";
         /// "ignore": /a/ equals /a.
         trailing_slash: Keyword(&["ignore", "significant"]), default = "ignore";
         /// "strip": /a;x=1 equals /a.

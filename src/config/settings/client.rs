@@ -4,7 +4,6 @@ use crate::config::key_files::{is_path_set, read_text_file};
 use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
 use crate::policy::{
     KeyHasher, NamedLimit, SelfServiceSettings, SlotRelease, ValueChecks, client, path,
 };
@@ -72,8 +71,6 @@ pub(super) fn read_trusted_headers(reader: &TableReader<'_>) -> Vec<HeaderName> 
     reader.get_list("trusted_headers", values::parse_header_name)
 }
 
-const REJECT_OR_ALLOW: [(&str, bool); 2] = [("reject", true), ("allow", false)];
-
 pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::Settings> {
     Some(client::Settings {
         trusted_proxies: reader.get_list("trusted_proxies", values::parse_network),
@@ -85,13 +82,13 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
         ipv4_prefix: reader.get_integer("ipv4_prefix")?,
         nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),
         ipv6_prefix: reader.get_integer("ipv6_prefix")?,
-        rejects_ambiguous_query: reader.get_keyword("ambiguous_query", &REJECT_OR_ALLOW)?,
-        rejects_ambiguous_cookie: reader.get_keyword("ambiguous_cookie", &REJECT_OR_ALLOW)?,
+        rejects_ambiguous_query: reader.is_keyword("ambiguous_query", "reject")?,
+        rejects_ambiguous_cookie: reader.is_keyword("ambiguous_cookie", "reject")?,
         value_checks: ValueChecks {
-            rejects_outer_white_space: reader.get_keyword("outer_white_space", &REJECT_OR_ALLOW)?,
-            rejects_ambiguous_header: reader.get_keyword("ambiguous_header", &REJECT_OR_ALLOW)?,
-            rejects_cookie_prefixes: reader.get_keyword("cookie_prefixes", &REJECT_OR_ALLOW)?,
-            rejects_cookie_octets: reader.get_keyword("cookie_octets", &REJECT_OR_ALLOW)?,
+            rejects_outer_white_space: reader.is_keyword("outer_white_space", "reject")?,
+            rejects_ambiguous_header: reader.is_keyword("ambiguous_header", "reject")?,
+            rejects_cookie_prefixes: reader.is_keyword("cookie_prefixes", "reject")?,
+            rejects_cookie_octets: reader.is_keyword("cookie_octets", "reject")?,
         },
     })
 }
@@ -106,39 +103,19 @@ fn parse_nat64_prefix(text: &str) -> Result<Ipv6Net, String> {
 }
 
 pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Settings> {
-    let escaped_slashes = [
-        ("both", EscapedSlashes::Both),
-        ("reject", EscapedSlashes::Reject),
-        ("keep", EscapedSlashes::Keep),
-        ("decode", EscapedSlashes::Decode),
-    ];
-    let escaped_delimiters = [
-        ("both", EscapedDelimiters::Both),
-        ("reject", EscapedDelimiters::Reject),
-        ("keep", EscapedDelimiters::Keep),
-    ];
-    let forward = [
-        ("unchanged", ForwardedPath::Unchanged),
-        ("normalized", ForwardedPath::Normalized),
-    ];
     Some(path::Settings {
         normalize: reader.get_bool("normalize")?,
-        forward: reader.get_keyword("forward", &forward)?,
+        forward: reader.get_keyword("forward")?,
         merge_slashes: reader.get_bool("merge_slashes")?,
-        reads_authority: reader.get_keyword("authority", &[("both", true), ("ignore", false)])?,
-        escaped_slashes: reader.get_keyword("escaped_slashes", &escaped_slashes)?,
-        escaped_delimiters: reader.get_keyword("escaped_delimiters", &escaped_delimiters)?,
-        rejects_control_characters: reader.get_keyword("control_characters", &REJECT_OR_ALLOW)?,
-        rejects_invalid_utf8: reader.get_keyword("invalid_utf8", &REJECT_OR_ALLOW)?,
-        ignore_trailing_slash: reader.get_keyword(
-            "trailing_slash",
-            &[("ignore", true), ("significant", false)],
-        )?,
-        strip_parameters: reader
-            .get_keyword("path_parameters", &[("strip", true), ("keep", false)])?,
+        reads_authority: reader.is_keyword("authority", "both")?,
+        escaped_slashes: reader.get_keyword("escaped_slashes")?,
+        escaped_delimiters: reader.get_keyword("escaped_delimiters")?,
+        rejects_control_characters: reader.is_keyword("control_characters", "reject")?,
+        rejects_invalid_utf8: reader.is_keyword("invalid_utf8", "reject")?,
+        ignore_trailing_slash: reader.is_keyword("trailing_slash", "ignore")?,
+        strip_parameters: reader.is_keyword("path_parameters", "strip")?,
         case_sensitive: reader.get_bool("case_sensitive")?,
-        rejects_ambiguous_keys: reader
-            .get_keyword("ambiguous_key", &[("reject", true), ("first", false)])?,
+        rejects_ambiguous_keys: reader.is_keyword("ambiguous_key", "reject")?,
         max_readings_size: reader.get_byte_size("max_readings_size")?,
     })
 }

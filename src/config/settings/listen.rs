@@ -65,9 +65,7 @@ pub(super) fn read_ext_authz_settings(check: &TableReader<'_>) -> ExtAuthzSettin
     ExtAuthzSettings {
         denied_status: status.and_then(|status| StatusCode::from_u16(status).ok()),
         // `None` after an error, which `check` has reported.
-        rejects_joined_headers: check
-            .get_keyword("joined_headers", &[("reject", true), ("allow", false)])
-            .unwrap_or(true),
+        rejects_joined_headers: check.is_keyword("joined_headers", "reject").unwrap_or(true),
     }
 }
 
@@ -117,8 +115,7 @@ fn build_service_listener(
 
 /// Reads whether clients use TLS to a load balancer that does not say so.
 fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
-    let assumes_https =
-        reader.get_keyword("forwarded_proto", &[("auto", false), ("https", true)])?;
+    let assumes_https = reader.is_keyword("forwarded_proto", "https")?;
     if assumes_https && reader.contains_key("tls") {
         reader.report_warning(
             "forwarded_proto",
@@ -131,7 +128,7 @@ fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
 /// Reads the networks that may send a PROXY header. The inner `None` means that the PROXY protocol
 /// is off.
 fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
-    let is_required = reader.get_keyword("proxy_protocol", &[("off", false), ("require", true)])?;
+    let is_required = reader.is_keyword("proxy_protocol", "require")?;
     let networks = reader.get_list("proxy_protocol_from", values::parse_network);
     if is_required && reader.get_items("proxy_protocol_from").is_empty() {
         reader.report_error(

@@ -28,7 +28,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         }
         identities.push(identity);
     }
-    let auth = reader.get_keyword("client_auth", &CLIENT_AUTH_MODES)?;
+    let auth = reader.get_keyword("client_auth")?;
     check_client_auth(reader, auth);
     let client_ca = is_path_set(reader, "client_ca")
         .then(|| read_pem_file(reader, "client_ca"))
@@ -59,10 +59,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
 
 /// Checks the keys of the table, and returns settings without a certificate.
 fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
-    check_client_auth(
-        reader,
-        reader.get_keyword("client_auth", &CLIENT_AUTH_MODES)?,
-    );
+    check_client_auth(reader, reader.get_keyword("client_auth")?);
     let certificates = reader.get_tables("certificates");
     let are_set = std::iter::once(reader).chain(&certificates).all(|table| {
         ["cert", "key"].iter().all(|key| {
@@ -107,12 +104,6 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
         }
     }
 }
-
-const CLIENT_AUTH_MODES: [(&str, ClientAuth); 3] = [
-    ("none", ClientAuth::None),
-    ("optional", ClientAuth::Optional),
-    ("require", ClientAuth::Require),
-];
 
 /// Whether the listener requests client certificates, even if other keys are invalid.
 pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {

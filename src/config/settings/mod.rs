@@ -18,7 +18,7 @@ pub(super) use redis::build_redis_settings;
 pub(super) use store::build_memory_settings;
 
 use super::file_set::FileSet;
-use super::keywords::{ALGORITHMS, MISSING_KEY_MODES, ON_STORE_FAILURE_MODES};
+use super::keywords::ALGORITHMS;
 use super::lints;
 use super::lints::context::LintContext;
 use super::loaded_config::{Config, StoreSettings};
@@ -175,9 +175,9 @@ fn build_policy_context(
         path: client::build_path_settings(&root.get_table("path"))?,
         key_hasher,
         trusted_headers: client::read_trusted_headers(&root.get_table("client")),
-        on_store_failure: defaults.get_keyword("on_store_failure", &ON_STORE_FAILURE_MODES)?,
-        algorithm: defaults.get_keyword("algorithm", &ALGORITHMS)?,
-        missing_key: defaults.get_keyword("missing_key", &MISSING_KEY_MODES)?,
+        on_store_failure: defaults.get_keyword("on_store_failure")?,
+        algorithm: defaults.get_mapped_keyword("algorithm", &ALGORITHMS)?,
+        missing_key: defaults.get_keyword("missing_key")?,
         requests_client_certificates: tls_reader
             .is_some_and(listen_tls::requests_client_certificates),
         uses_memory_store: !matches!(store, Some(StoreSettings::Redis(_))),

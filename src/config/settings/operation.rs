@@ -6,7 +6,7 @@ use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::listen::ListenAddress;
 use crate::proxy::ShutdownSettings;
-use crate::telemetry::{AccessLogFilter, LogFormat, LogLevel, LogSettings};
+use crate::telemetry::{LogLevel, LogSettings};
 use std::net::SocketAddr;
 
 pub(super) fn build_shutdown_settings(reader: &TableReader<'_>) -> Option<ShutdownSettings> {
@@ -86,18 +86,10 @@ fn parse_host_name(text: &str) -> Result<String, String> {
 }
 
 pub(super) fn build_log_settings(reader: &TableReader<'_>) -> Option<LogSettings> {
-    let access = [
-        ("off", AccessLogFilter::Off),
-        ("rejected", AccessLogFilter::Rejected),
-        ("all", AccessLogFilter::All),
-    ];
     Some(LogSettings {
-        format: reader.get_keyword(
-            "format",
-            &[("json", LogFormat::Json), ("text", LogFormat::Text)],
-        )?,
+        format: reader.get_keyword("format")?,
         level: reader.get_parsed("level", LogLevel::parse)?,
-        access: reader.get_keyword("access", &access)?,
+        access: reader.get_keyword("access")?,
         access_sample: reader.get_fraction("access_sample")?,
     })
 }

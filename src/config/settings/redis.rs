@@ -9,6 +9,7 @@ use crate::store::MemorySettings;
 use crate::store::redis::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisTopology,
 };
+use strum::EnumString;
 
 /// Builds the Redis settings. Reads files only if `is_used`.
 pub(in crate::config) fn build_redis_settings(
@@ -17,14 +18,7 @@ pub(in crate::config) fn build_redis_settings(
     instance_counter_bounds: MemorySettings,
 ) -> Option<RedisSettings> {
     let breaker = reader.get_table("breaker");
-    let kind = reader.get_keyword(
-        "topology",
-        &[
-            ("standalone", RedisTopologyKind::Standalone),
-            ("sentinel", RedisTopologyKind::Sentinel),
-            ("cluster", RedisTopologyKind::Cluster),
-        ],
-    )?;
+    let kind = reader.get_keyword("topology")?;
     let urls = if kind == RedisTopologyKind::Standalone {
         read_single_url(reader)
     } else {
@@ -90,7 +84,8 @@ pub(in crate::config) fn build_redis_settings(
     })
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, EnumString)]
+#[strum(serialize_all = "snake_case")]
 enum RedisTopologyKind {
     Standalone,
     Sentinel,

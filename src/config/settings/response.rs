@@ -19,13 +19,11 @@ fn build_rate_limit_header_settings(reader: &TableReader<'_>) -> Option<RateLimi
         ("both", (true, true)),
         ("none", (false, false)),
     ];
-    let (standard, legacy) = reader.get_keyword("headers", &kinds)?;
-    let legacy_reset_epoch =
-        reader.get_keyword("legacy_reset", &[("delta", false), ("epoch", true)])?;
+    let (standard, legacy) = reader.get_mapped_keyword("headers", &kinds)?;
     Some(RateLimitHeaderSettings {
         standard,
         legacy,
-        legacy_reset_epoch,
+        legacy_reset_epoch: reader.is_keyword("legacy_reset", "epoch")?,
     })
 }
 

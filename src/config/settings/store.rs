@@ -10,7 +10,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSettings> {
-    let use_redis = reader.get_keyword("kind", &[("memory", false), ("redis", true)])?;
+    let use_redis = reader.is_keyword("kind", "redis")?;
     let memory = build_memory_settings(&reader.get_table("memory"))?;
     // `[store.redis]` is validated even if it is not used.
     let redis = redis::build_redis_settings(&reader.get_table("redis"), use_redis, memory)?;

@@ -1,5 +1,7 @@
 //! Settings of path readings, and the reasons to reject a path.
 
+use strum::{EnumString, VariantNames};
+
 /// How a path is normalized for matching and keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
@@ -47,7 +49,8 @@ impl Settings {
 }
 
 /// The path that the upstream receives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum ForwardedPath {
     /// The path as the client sent it.
     Unchanged,
@@ -56,7 +59,8 @@ pub enum ForwardedPath {
 }
 
 /// How `%2F`, `%5C` and `\` in a path are interpreted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum EscapedSlashes {
     /// Interpreted both as separators and as part of their segment, because upstreams differ.
     Both,
@@ -69,7 +73,8 @@ pub enum EscapedSlashes {
 }
 
 /// How `%3F` and `%23` in a path are interpreted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
 pub enum EscapedDelimiters {
     /// Interpreted both as the end of the path and as part of their segment.
     Both,
