@@ -2,6 +2,7 @@
 
 mod policies;
 mod returns;
+mod variants;
 
 use crate::sim::scenario::{
     Fault, FaultKind, OnFailure, OperatorAction, OperatorSpec, PolicySpec, RequestSpec, Rule,
@@ -26,7 +27,6 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
         policies: Vec::new(),
         has_shadow_policies: false,
         requests: Vec::new(),
-        crowded_route: None,
         is_rate_limit_service: false,
         operations: Vec::new(),
         faults: Vec::new(),
@@ -44,6 +44,7 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
     set_faults(&mut scenario, &mut rng);
     set_operations(&mut scenario, &mut rng);
     add_login_rotation(&mut scenario, &mut rng);
+    variants::add_variants(&mut scenario);
     returns::add_returns(&mut scenario);
     scenario.faults.sort_by_key(|fault| fault.at_us);
     scenario.requests.sort_by_key(|request| request.at_us);

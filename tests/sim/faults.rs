@@ -6,6 +6,7 @@ use crate::sim::redis_server::{NEW_PASSWORD, Role, Server};
 use crate::sim::scenario::{FaultKind, Topology};
 use crate::sim::world::{Event, FaultStep, TERMINATION_US, World};
 use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
 
 /// Until a half-open connection is reset by TCP.
 const HALF_OPEN_RESET_US: u64 = 30_000_000;
@@ -74,6 +75,10 @@ impl World {
                 self.servers[server].clock.offset_us += by_us;
                 let now_ms = self.servers[server].clock.time_us(now_us) / 1000;
                 self.servers[server].dataset.delete_expired(now_ms);
+            }
+            FaultKind::WallClockStep { instance, by_us } => {
+                let shift_us = &self.instances[instance].network.time.steps.wall_shift_us;
+                shift_us.fetch_add(by_us, Ordering::Relaxed);
             }
             FaultKind::Crash { .. } | FaultKind::Terminate { .. } | FaultKind::Freeze { .. } => {
                 self.apply_instance_fault(kind);

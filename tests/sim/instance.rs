@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tidegate::clock::{Clock, ClockSteps};
+use tidegate::clock::Clock;
 use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
-use tidegate::limiter::{Algorithm, Charge, CounterScope, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Charge, CounterScope, Key, KeyBuilder, Limit};
 use tidegate::policy::Descriptor;
 use tidegate::store::redis::{
     RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStore, SharedRedisState,
@@ -165,7 +165,7 @@ impl Instance {
         self.is_frozen = false;
         let late_us = at_us.saturating_sub(self.now_us());
         if is_suspended && self.is_running() {
-            let suspended_us = &self.network.time.suspended_us;
+            let suspended_us = &self.network.time.steps.suspended_us;
             suspended_us.fetch_add(late_us, Ordering::Relaxed);
             return;
         }
@@ -210,8 +210,6 @@ impl Instance {
 
     /// The slots and units in use of the policy `pod`. `None` without that policy or a process.
     pub(crate) fn pod_usage(&self) -> Option<(u64, u64)> {
-        let counters = self.shared.redis.as_ref()?.instance_counters();
-        let _guard = self.runtime.as_ref()?.enter();
         if !self.shared.has_pod_policy {
             return None;
         }
@@ -222,12 +220,19 @@ impl Instance {
                 per_us,
                 algorithm,
             };
-            let decision = counters.decide(&[Charge::new(&limit, &key, 0)]);
-            decision.statuses[0].map(|status| limit.requests - status.remaining)
+            self.used_units(&key, &limit)
         };
         let slots = used(HOUR, Algorithm::Concurrency { max_duration_us: 0 })?;
         let units = used(300 * 24 * HOUR, Algorithm::SlidingLog)?;
         Some((slots, units))
+    }
+
+    /// The units in use of a counter of this process.
+    pub(crate) fn used_units(&self, key: &Key, limit: &Limit) -> Option<u64> {
+        let counters = self.shared.redis.as_ref()?.instance_counters();
+        let _guard = self.runtime.as_ref()?.enter();
+        let decision = counters.decide(&[Charge::new(limit, key, 0)]);
+        decision.statuses[0].map(|status| limit.requests - status.remaining)
     }
 
     /// The instances that share the limits, as this one has counted them.
@@ -255,10 +260,7 @@ fn build_state(
     let config = load_config(scenario);
     let clock = Clock::simulated(
         crate::sim::redis_server::EPOCH_US + network.time.now_us(),
-        ClockSteps {
-            suspended_us: Arc::clone(&network.time.suspended_us),
-            ..ClockSteps::default()
-        },
+        network.time.steps.clone(),
     );
     let metrics = Metrics::new(scenario.workers, MetricLabels::default());
     let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
+use tidegate::clock::ClockSteps;
 use tidegate::store::redis::{RedisAddress, RedisStream, RedisStreamFuture, RedisTransport};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
@@ -59,8 +60,9 @@ impl Inbox {
 pub(crate) struct InstanceTime {
     start: Instant,
     start_us: u64,
-    /// How long the machine was suspended: the runtime's time does not include it.
-    pub(crate) suspended_us: Arc<AtomicU64>,
+    /// How long the machine was suspended: the runtime's time does not include it. How far its
+    /// wall clock was set.
+    pub(crate) steps: ClockSteps,
 }
 
 impl InstanceTime {
@@ -69,7 +71,7 @@ impl InstanceTime {
         Self {
             start: Instant::now(),
             start_us,
-            suspended_us: Arc::default(),
+            steps: ClockSteps::default(),
         }
     }
 
@@ -82,7 +84,7 @@ impl InstanceTime {
     }
 
     fn first_us(&self) -> u64 {
-        self.start_us + self.suspended_us.load(Ordering::Relaxed)
+        self.start_us + self.steps.suspended_us.load(Ordering::Relaxed)
     }
 }
 

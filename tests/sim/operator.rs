@@ -43,6 +43,12 @@ pub(crate) async fn with_facts<R>(
     let mut headers = HeaderMap::new();
     headers.insert("x-client", request.client.to_string().parse().unwrap());
     headers.insert("x-cost", request.cost.to_string().parse().unwrap());
+    if let Some(amount) = request.stated_amount() {
+        headers.insert("x-amount", amount.parse().unwrap());
+    }
+    if let Some(value) = RequestSpec::api_header(request.client) {
+        headers.insert("x-api", value.parse().unwrap());
+    }
     let path = format!("/r{}", request.route);
     let paths = PathInterpretations::parse(&path, &table.path).unwrap();
     let facts = Facts {
@@ -55,7 +61,7 @@ pub(crate) async fn with_facts<R>(
         token: RequestToken::without_token_reader(),
         client_cert: None,
         has_joined_headers: false,
-        is_peer_trusted: false,
+        is_peer_trusted: true,
         descriptor: None,
     };
     use_facts(&facts).await

@@ -2,9 +2,9 @@
 //! changes for their requests; keys that no client uses are blocked or unlimited.
 
 use super::instance::InstanceState;
-use super::judge::counter_key;
 use super::redis_server::EPOCH_US;
 use super::scenario::{PolicySpec, RequestSpec, Rule, Scenario};
+use std::sync::atomic::Ordering;
 use tidegate::limiter::{Key, KeyBuilder, KeyOverride, LimitAmounts};
 use tidegate::store::redis::{CounterInspector, RedisConnectionError};
 use tidegate::store::{MemoryStore, Store, StoredOverride};
@@ -19,7 +19,14 @@ pub(crate) async fn change_overrides(
     scenario: &Scenario,
     request: &RequestSpec,
 ) {
-    let now_ms = (EPOCH_US + state.network.time.now_us()) / 1000;
+    let now_us = EPOCH_US + state.network.time.now_us();
+    let wall_shift_us = state
+        .network
+        .time
+        .steps
+        .wall_shift_us
+        .load(Ordering::Relaxed);
+    let now_ms = now_us.saturating_add_signed(wall_shift_us) / 1000;
     let stored = |key: Key, rule: KeyOverride, has_end: bool| StoredOverride {
         key,
         rule,
@@ -33,12 +40,12 @@ pub(crate) async fn change_overrides(
         stored(unused("unlimited"), KeyOverride::Unlimited, true),
     ];
     let matching = scenario.policies.iter().enumerate();
-    for (number, policy) in matching.filter(|(_, policy)| policy.route == request.route) {
+    for (number, policy) in matching.filter(|(_, policy)| policy.applies_to(request)) {
         if policy.is_dynamic && policy.second_limit.is_none() {
             let client = (!policy.is_global).then_some(request.client);
-            let key = counter_key(scenario, number, client);
+            let key = scenario.counter_key(number, client);
             let has_end = request.client.is_multiple_of(2);
-            overrides.push(stored(key, same_amounts(number, policy), has_end));
+            overrides.push(stored(key, same_amounts(number, policy, request), has_end));
         }
     }
     match (store, &state.redis) {
@@ -53,14 +60,14 @@ pub(crate) async fn change_overrides(
     }
 }
 
-fn same_amounts(number: usize, policy: &PolicySpec) -> KeyOverride {
+fn same_amounts(number: usize, policy: &PolicySpec, request: &RequestSpec) -> KeyOverride {
     let burst = match policy.rule {
         Rule::TokenBucket { burst } => Some(burst),
         _ => None,
     };
     KeyOverride::Limits(vec![LimitAmounts {
         limit: format!("p{number}").into(),
-        requests: policy.requests,
+        requests: policy.amount(request),
         burst,
     }])
 }

@@ -2,7 +2,8 @@
 
 use http::StatusCode;
 use std::fmt::Write;
-use tidegate::policy::{KeyPart, path};
+use tidegate::limiter::{CounterScope, Key};
+use tidegate::policy::{KeyComponent, KeyHasher, KeyTemplate, path};
 
 pub(crate) const SECOND: u64 = 1_000_000;
 pub(crate) const HOUR: u64 = 3600 * SECOND;
@@ -11,7 +12,18 @@ pub(crate) const HOUR: u64 = 3600 * SECOND;
 const SHADOW_POLICIES: &str = include_str!("shadow_policies.toml");
 
 const HEADER_KEY_PART: &str = "header:x-client";
+const ALTERNATIVES_KEY_PART: &str = "header:x-api | header:x-client";
 const DESCRIPTOR_KEY_PART: &str = "descriptor:client";
+
+/// What requests state as their amount (`requests_from`).
+const STATED_AMOUNTS: [Option<&str>; 6] = [
+    None,
+    Some("0"),
+    Some("3"),
+    Some("25"),
+    Some("99999999999999999999"),
+    Some("many"),
+];
 
 /// The status that policies with `count_when` count.
 const COUNTED_STATUS: StatusCode = StatusCode::UNAUTHORIZED;
@@ -144,6 +156,22 @@ pub(crate) enum OnFailure {
     Local,
 }
 
+/// The units that a policy admits per period.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Amounts {
+    /// `requests`.
+    Fixed,
+    /// The request states them: at most [`Amounts::MAX_FACTOR`] times `requests`.
+    OfRequest,
+    /// `[[policy.override]]` with patterns: twice for client 0, as in the policy for client 1,
+    /// no limit for client 2 unless `is_dynamic`, and 3 more for all others.
+    OfPattern,
+}
+
+impl Amounts {
+    pub(crate) const MAX_FACTOR: u64 = 3;
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct PolicySpec {
     /// Requests of this route match.
@@ -165,8 +193,14 @@ pub(crate) struct PolicySpec {
     pub(crate) second_limit: Option<u64>,
     /// Overrides in the store apply.
     pub(crate) is_dynamic: bool,
-    /// Whether a second policy matches the same requests and has the same counter.
+    /// Whether a second policy has the same counter. It matches the same requests, or `other_route`.
     pub(crate) shares_counter: bool,
+    pub(crate) other_route: Option<usize>,
+    pub(crate) amounts: Amounts,
+    /// Every other client is known by another header, in the same part of the key.
+    pub(crate) has_alternatives: bool,
+    /// Each instance counts for itself (`scope = "instance"`).
+    pub(crate) is_of_instance: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -188,6 +222,15 @@ pub(crate) struct RequestSpec {
 }
 
 impl RequestSpec {
+    pub(crate) fn stated_amount(&self) -> Option<&'static str> {
+        STATED_AMOUNTS[self.at_us as usize % STATED_AMOUNTS.len()]
+    }
+
+    /// Half of the clients have another header, with the value that `x-client` of another one has.
+    pub(crate) fn api_header(client: u32) -> Option<String> {
+        client.is_multiple_of(2).then(|| (client + 1).to_string())
+    }
+
     /// The status of the response, if there is one.
     pub(crate) fn status(&self) -> StatusCode {
         match self.actual {
@@ -281,6 +324,11 @@ pub(crate) enum FaultKind {
         server: usize,
         by_us: i64,
     },
+    /// The wall clock of an instance's machine is set.
+    WallClockStep {
+        instance: usize,
+        by_us: i64,
+    },
     /// SIGKILL, and a new process after a time.
     Crash {
         instance: usize,
@@ -330,8 +378,6 @@ pub(crate) struct Scenario {
     /// Whether policies without effect come first: they are in mode "shadow", or match no request.
     pub(crate) has_shadow_policies: bool,
     pub(crate) requests: Vec<RequestSpec>,
-    /// The instances have few slots for the requests of this route.
-    pub(crate) crowded_route: Option<usize>,
     /// Requests come as calls of the rate-limit service, each with one descriptor.
     pub(crate) is_rate_limit_service: bool,
     pub(crate) operations: Vec<OperatorSpec>,
@@ -345,7 +391,7 @@ pub(crate) struct Scenario {
 }
 
 /// Slots outlive all pauses of a run, and units return only by hand.
-const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\", \"/r3\"] }\nlimits = [\n\
+const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\", \"/r3\", \"/r10\", \"/r11\", \"/r12\"] }\nlimits = [\n\
     { requests = 1000000, algorithm = \"concurrency\", lease_ttl = \"1h\" },\n\
     { requests = 1000000, algorithm = \"sliding_log\", per = \"300d\" },\n]\n";
 
@@ -411,21 +457,14 @@ impl Scenario {
             .unwrap();
         }
         text.push_str(
-            "[client]\ntrusted_headers = [\"x-client\"]\n[self_service]\npath = \"/limits\"\n",
+            "[client]\ntrusted_headers = [\"x-client\", \"x-api\", \"x-amount\"]\n\
+             trusted_proxies = [\"127.0.0.1\"]\n[self_service]\npath = \"/limits\"\n",
         );
         if self.has_shadow_policies {
             text.push_str(SHADOW_POLICIES);
         }
         if self.has_pod_policy() {
             text.push_str(POD_POLICY);
-        }
-        if let Some(route) = self.crowded_route {
-            writeln!(
-                text,
-                "[[policy]]\nname = \"crowd\"\nscope = \"instance\"\nmatch = {{ path = \"/r{route}\" }}\n\
-                 limit = {{ requests = 30, algorithm = \"concurrency\", lease_ttl = \"1h\" }}"
-            )
-            .unwrap();
         }
         for (number, policy) in self.policies.iter().enumerate() {
             let name = format!("p{number}");
@@ -441,20 +480,41 @@ impl Scenario {
 }
 
 impl Scenario {
-    /// The key part that has the client.
-    pub(crate) fn client_key_part(&self) -> KeyPart {
-        let text = match self.is_rate_limit_service {
-            true => DESCRIPTOR_KEY_PART,
-            false => HEADER_KEY_PART,
+    /// The counter of a policy for a client, or for all.
+    pub(crate) fn counter_key(&self, number: usize, client: Option<u32>) -> Key {
+        let (name, policy) = (format!("p{number}"), &self.policies[number]);
+        let part = policy.key_part(self.is_rate_limit_service);
+        let part = KeyComponent::parse(part, &path::Settings::DEFAULT).unwrap();
+        let parts = client.map(|_| part).into_iter().collect();
+        let template = KeyTemplate::from_components(parts, KeyHasher::default())
+            .with_counter(policy.shares_counter.then(|| name.clone()))
+            .with_scope(match policy.is_of_instance {
+                true => CounterScope::Instance,
+                false => CounterScope::Shared,
+            });
+        let mut key = template.start_key(&name);
+        let Some(client) = client else {
+            return key.finish();
         };
-        KeyPart::parse(text, &path::Settings::DEFAULT).unwrap()
+        let api = RequestSpec::api_header(client);
+        let (label, value) = match api.filter(|_| policy.has_alternatives) {
+            Some(value) => ("header:x-api", value),
+            None => (HEADER_KEY_PART, client.to_string()),
+        };
+        if policy.has_alternatives {
+            key.push_source_label(label.as_bytes());
+        }
+        key.push_key_value(Some(value.as_bytes()));
+        key.finish()
     }
 }
 
 impl PolicySpec {
-    /// A policy with the same counter that refuses no request which this one admits.
+    /// The policy with the same counter. It refuses no request that this one admits.
     fn looser_policy(&self) -> Self {
-        let needs_same_amounts = self.lease.is_some() || self.on_failure == OnFailure::Local;
+        let needs_same_amounts = self.lease.is_some()
+            || self.on_failure == OnFailure::Local
+            || self.amounts == Amounts::OfRequest;
         let has_rate = matches!(
             self.rule,
             Rule::TokenBucket { .. } | Rule::LeakyBucket { .. }
@@ -462,12 +522,55 @@ impl PolicySpec {
         let more = u64::from(!needs_same_amounts && !has_rate) * 3;
         Self {
             requests: self.requests + more,
+            route: self.other_route.unwrap_or(self.route),
+            other_route: None,
             ..self.clone()
         }
     }
 
-    fn config_text(&self, name: &str, is_rate_limit_service: bool) -> String {
-        let limit = |requests: u64, per_us: u64| {
+    pub(crate) fn applies_to(&self, request: &RequestSpec) -> bool {
+        let is_exempt = self.exempts_a_client() && request.client == 2;
+        let is_on_route = [Some(self.route), self.other_route].contains(&Some(request.route));
+        is_on_route && !is_exempt
+    }
+
+    /// An override in the store could not win over an exemption.
+    fn exempts_a_client(&self) -> bool {
+        self.amounts == Amounts::OfPattern && !self.is_dynamic
+    }
+
+    /// The units to which the usage is compared for a request.
+    pub(crate) fn amount(&self, request: &RequestSpec) -> u64 {
+        let requests = match self.other_route == Some(request.route) {
+            true => self.looser_policy().requests,
+            false => self.requests,
+        };
+        match (self.amounts, request.client) {
+            (Amounts::OfRequest, _) => {
+                let is_number = |text: &&str| text.bytes().all(|byte| byte.is_ascii_digit());
+                let stated = request.stated_amount().filter(is_number);
+                stated.map_or(requests, |text| {
+                    let stated = text.parse().unwrap_or(u64::MAX);
+                    stated.min(Amounts::MAX_FACTOR * requests)
+                })
+            }
+            (Amounts::Fixed, _) | (Amounts::OfPattern, 1) => requests,
+            (Amounts::OfPattern, 0) => 2 * requests,
+            (Amounts::OfPattern, _) => requests + 3,
+        }
+    }
+
+    fn key_part(&self, is_rate_limit_service: bool) -> &'static str {
+        match (is_rate_limit_service, self.has_alternatives) {
+            (true, _) => DESCRIPTOR_KEY_PART,
+            (false, true) => ALTERNATIVES_KEY_PART,
+            (false, false) => HEADER_KEY_PART,
+        }
+    }
+
+    /// The setting `limits`. `amount` is the setting with the amount of the first limit.
+    fn limits_text(&self, amount: &str) -> String {
+        let limit = |amount: &str, per_us: u64| {
             let per = format!("per = \"{}ms\"", per_us / 1000);
             let rule = match self.rule {
                 Rule::SlidingLog => format!("algorithm = \"sliding_log\", {per}"),
@@ -490,30 +593,44 @@ impl PolicySpec {
                     )
                 }
             };
-            format!("{{ requests = {requests}, {rule} }}")
+            format!("{{ {amount}, {rule} }}")
         };
-        let (conditions, key) = match is_rate_limit_service {
-            true => (
-                format!(
-                    "domain = \"sim\", descriptors = {{ route = \"{}\", client = \"*\" }}",
-                    self.route
-                ),
-                DESCRIPTOR_KEY_PART,
+        let mut limits = vec![limit(amount, self.per_us)];
+        limits.extend(
+            self.second_limit
+                .map(|requests| limit(&format!("requests = {requests}"), 10 * self.per_us)),
+        );
+        format!("limits = [{}]\n", limits.join(", "))
+    }
+
+    fn config_text(&self, name: &str, is_rate_limit_service: bool) -> String {
+        let conditions = match is_rate_limit_service {
+            true => format!(
+                "domain = \"sim\", descriptors = {{ route = \"{}\", client = \"*\" }}",
+                self.route
             ),
-            false => (format!("path = \"/r{}\"", self.route), HEADER_KEY_PART),
+            false => format!("path = \"/r{}\"", self.route),
         };
         let mut text = format!("[[policy]]\nname = \"{name}\"\nmatch = {{ {conditions} }}\n");
         if !self.is_global {
+            let key = self.key_part(is_rate_limit_service);
             writeln!(text, "key = [\"{key}\"]").unwrap();
         }
-        let mut limits = vec![limit(self.requests, self.per_us)];
-        limits.extend(
-            self.second_limit
-                .map(|requests| limit(requests, 10 * self.per_us)),
-        );
-        writeln!(text, "limits = [{}]", limits.join(", ")).unwrap();
-        let failure = format!("{:?}", self.on_failure).to_lowercase();
-        writeln!(text, "on_store_failure = \"{failure}\"").unwrap();
+        let requests = self.requests;
+        let fixed = |requests: u64| self.limits_text(&format!("requests = {requests}"));
+        text += &match self.amounts {
+            Amounts::OfRequest => self.limits_text(&format!(
+                "requests_from = \"header:x-amount\", default = {requests}, max = {}",
+                Amounts::MAX_FACTOR * requests
+            )),
+            Amounts::Fixed | Amounts::OfPattern => fixed(requests),
+        };
+        if self.is_of_instance {
+            text.push_str("scope = \"instance\"\n");
+        } else {
+            let failure = format!("{:?}", self.on_failure).to_lowercase();
+            writeln!(text, "on_store_failure = \"{failure}\"").unwrap();
+        }
         text.push_str(&self.cost_text(is_rate_limit_service));
         if let Some((0, _)) = self.lease {
             text.push_str("lease = \"auto\"\n");
@@ -537,6 +654,19 @@ impl PolicySpec {
         if self.shares_counter {
             let counter = name.trim_end_matches("-looser");
             writeln!(text, "counter = \"{counter}\"").unwrap();
+        }
+        if self.amounts == Amounts::OfPattern {
+            let mut rules = vec![
+                ("*", fixed(requests + 3)),
+                ("1", fixed(requests)),
+                ("0*", fixed(2 * requests)),
+            ];
+            if self.exempts_a_client() {
+                rules.push(("*2", "action = \"allow\"\n".to_owned()));
+            }
+            for (key, rule) in rules {
+                write!(text, "[[policy.override]]\nkey = [\"{key}\"]\n{rule}").unwrap();
+            }
         }
         text
     }

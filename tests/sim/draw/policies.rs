@@ -1,12 +1,12 @@
 //! Draws the policies of a scenario.
 
 use crate::sim::scenario::{
-    HOUR, OnFailure, PolicySpec, Rule, SECOND, Scenario, ScenarioClass, Topology,
+    Amounts, HOUR, OnFailure, PolicySpec, Rule, SECOND, Scenario, ScenarioClass, Topology,
 };
 use fastrand::Rng;
 
 /// Draws a policy: its period is short, so that units return, or long, so that counters add up.
-fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec {
+pub(super) fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec {
     let mut per_us = [SECOND, 3 * SECOND, 10 * SECOND, HOUR][rng.usize(0..4)];
     let requests = rng.u64(3..40);
     let rule = match rng.u8(0..12) {
@@ -48,20 +48,16 @@ fn draw_policy(rng: &mut Rng, route: usize, on_failure: OnFailure) -> PolicySpec
             per_us
         },
         on_failure,
-        is_global: false,
         estimate,
-        counts_responses: false,
         lease,
         block_for_us,
-        shards: 1,
         second_limit: (is_window && per_us < HOUR && rng.u8(0..4) == 0)
             .then(|| requests * rng.u64(2..8)),
-        is_dynamic: false,
-        shares_counter: false,
+        ..build_policy(|_| {})
     }
 }
 
-fn is_window(rule: Rule) -> bool {
+pub(super) fn is_window(rule: Rule) -> bool {
     matches!(
         rule,
         Rule::SlidingLog | Rule::SlidingWindow | Rule::FixedWindow | Rule::CalendarDay
@@ -263,6 +259,10 @@ pub(super) fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
         second_limit: None,
         is_dynamic: false,
         shares_counter: false,
+        other_route: None,
+        amounts: Amounts::Fixed,
+        has_alternatives: false,
+        is_of_instance: false,
     };
     change(&mut policy);
     policy

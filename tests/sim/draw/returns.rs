@@ -27,11 +27,14 @@ pub(super) fn add_returns(scenario: &mut Scenario) {
     let policy = build_policy(|one| {
         (one.route, one.estimate, one.counts_responses) = (route, Some(1), true);
     });
-    let (policy, requests) = match rng.u8(0..3) {
+    let kind = rng.u8(0..3);
+    let (policy, requests) = match kind {
         0 => draw_parallel_requests(policy, &mut rng),
         1 => draw_queue(policy, &mut rng),
         _ => {
-            scenario.crowded_route = Some(route);
+            scenario
+                .policies
+                .push(draw_crowded_policy(&policy, scenario.seed));
             let crowd = match scenario.class {
                 Class::Cluster => CROWD_OF_CLUSTER,
                 _ => CROWD,
@@ -41,9 +44,9 @@ pub(super) fn add_returns(scenario: &mut Scenario) {
     };
     let requests = requests.into_iter().map(|request| RequestSpec {
         route,
-        instance: match scenario.crowded_route {
-            Some(_) => 0,
-            None => rng.usize(0..scenario.instances),
+        instance: match kind {
+            2 => 0,
+            _ => rng.usize(0..scenario.instances),
         },
         worker: rng.usize(0..scenario.workers),
         ..request
@@ -111,6 +114,24 @@ fn draw_queue(policy: PolicySpec, rng: &mut Rng) -> (PolicySpec, Vec<RequestSpec
         ..policy
     };
     (policy, requests.collect())
+}
+
+/// A limit of the instance for all its clients: few slots, or so many units that it never refuses.
+fn draw_crowded_policy(policy: &PolicySpec, seed: u64) -> PolicySpec {
+    let (rule, requests) = match seed.is_multiple_of(3) {
+        true => (Rule::SlidingLog, 5_000),
+        false => (Rule::Concurrency { ttl_us: HOUR }, 30),
+    };
+    let estimate = None;
+    PolicySpec {
+        rule,
+        requests,
+        estimate,
+        counts_responses: false,
+        is_global: true,
+        is_of_instance: true,
+        ..policy.clone()
+    }
 }
 
 /// A client that Redis refuses beside clients within their limits, and few slots of the instance.

@@ -11,6 +11,7 @@
 //! | eviction | no | at that moment | yes | no |
 //! | clock forward | no | at that moment | yes | no |
 //! | clock backward | refuses until a period after the first refusal | no | no | no |
+//! | wall clock of an instance, its windows in memory | back: refuses until a window after the step | forward: at that moment | no | no |
 //! | crash | of the instance | in an outage, until it is over | in an outage | yes |
 //! | SIGTERM, with `store.state_dir` | of the instance | if the new process starts in another outage than the old one ended in, until it is over | no | yes |
 //! | frozen instance | of the instance | in an outage | in an outage | yes |
@@ -65,6 +66,8 @@ pub(crate) fn list_excuses(scenario: &Scenario) -> Vec<Excuse> {
     let mut excuses: Vec<Excuse> = scenario
         .faults
         .iter()
+        // The judge of each counter knows whether it follows a wall clock.
+        .filter(|fault| !matches!(fault.kind, FaultKind::WallClockStep { .. }))
         .map(|fault| excuse(scenario, fault.at_us, &fault.kind))
         .collect();
     excuses.sort_by_key(|excuse| excuse.from_us);
@@ -185,6 +188,7 @@ fn excuse(scenario: &Scenario, at_us: u64, kind: &FaultKind) -> Excuse {
         },
         FaultKind::ScriptFlush { .. }
         | FaultKind::Migrate { .. }
+        | FaultKind::WallClockStep { .. }
         | FaultKind::RotateLogin { .. } => none,
         FaultKind::Evict { server, .. } => with_loss(on_server(server), true),
         FaultKind::ClockStep { server, by_us } => with_loss(on_server(server), by_us > 0),

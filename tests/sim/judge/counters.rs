@@ -1,7 +1,7 @@
 //! Nothing forwarded, nothing charged; every forwarded request charged once: by the counters in
 //! Redis at the end of the run.
 
-use super::{CounterHistory, FinishedRun, Violation, counter_key};
+use super::{CounterHistory, FinishedRun, Violation};
 use crate::sim::redis_server::EPOCH_US;
 use crate::sim::resp::{Command, Reply};
 use crate::sim::scenario::{CALENDAR_ZONE, HOUR, PolicySpec, Rule};
@@ -18,8 +18,14 @@ pub(super) fn check_counter(
 ) -> Option<Violation> {
     let limit = counted_limit(history.policy)?;
     history.server?;
-    let key = counter_key(&world.scenario, history.policy_number, history.client);
-    let used = used_units(run, world, &key, &limit)?;
+    let key = run
+        .scenario
+        .counter_key(history.policy_number, history.client);
+    let used = match history.instance {
+        Some(_) if !history.wall_clock_steps(run).is_empty() => return None,
+        Some(instance) => world.instances[instance].used_units(&key, &many(limit))?,
+        None => used_units(run, world, &key, &limit)?,
+    };
     let (mut least, mut most) = (0, 0);
     for one in &history.uses {
         let record = &run.records[one.request];
@@ -28,7 +34,10 @@ pub(super) fn check_counter(
         let actual = history.policy.actual_units(request);
         let settled = actual.filter(|_| record.is_settled);
         if one.is_forwarded {
-            least += settled.unwrap_or(cost).min(cost);
+            least += match one.is_healthy_until_settled {
+                true => settled.unwrap_or(cost),
+                false => settled.unwrap_or(cost).min(cost),
+            };
             most += match settled {
                 Some(actual) if one.is_healthy_until_settled => actual,
                 _ => cost.max(settled.unwrap_or(0)),
@@ -73,10 +82,12 @@ pub(super) fn check_counted_responses(
 ) -> Option<Violation> {
     let limit = counted_limit(history.policy)?;
     history.server?;
-    if !history.policy.counts_responses_for_block() {
+    if !history.policy.counts_responses_for_block() || history.instance.is_some() {
         return None;
     }
-    let key = counter_key(&world.scenario, history.policy_number, history.client);
+    let key = run
+        .scenario
+        .counter_key(history.policy_number, history.client);
     let used = used_units(run, world, &key.to_response_counter_key(), &limit)?;
     let (mut least, mut most) = (0, 0);
     for one in &history.uses {
@@ -127,13 +138,17 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
     })
 }
 
+/// With a large limit, usage above the policy's limit shows, too.
+fn many(limit: Limit) -> Limit {
+    Limit {
+        requests: 1 << 40,
+        ..limit
+    }
+}
+
 /// Reads a counter on all servers by the real script.
 fn used_units(run: &FinishedRun<'_>, world: &mut World, key: &Key, limit: &Limit) -> Option<u64> {
-    // With a large limit, usage above the policy's limit shows, too.
-    let limit = Limit {
-        requests: 1 << 40,
-        ..*limit
-    };
+    let limit = many(*limit);
     let charges = [Charge::new(&limit, key, 0)];
     let (clock, _) = Clock::manual(EPOCH_US + run.scenario.end_us);
     let library = ScriptLibrary::with_clock("sim", clock);

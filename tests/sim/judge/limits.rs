@@ -20,24 +20,24 @@ pub(super) fn check_limits(
         uses.sort_by_key(|one| one.decided_us);
         uses
     };
-    let limit = policy.requests;
-    let second = policy
-        .second_limit
-        .map(|second| (second, 10 * policy.per_us));
+    let amount = |one: &CounterUse| policy.amount(&run.scenario.requests[one.request]);
     match policy.rule {
         Rule::SlidingLog | Rule::SlidingWindow => {
-            check_windows(run, history, &forwarded, (limit, policy.per_us))
-                .or_else(|| check_windows(run, history, &forwarded, second?))
+            check_windows(run, history, &forwarded, (&amount, policy.per_us)).or_else(|| {
+                let second = policy.second_limit?;
+                check_windows(run, history, &forwarded, (&|_| second, 10 * policy.per_us))
+            })
         }
         Rule::FixedWindow | Rule::CalendarDay => {
-            check_windows(run, history, &forwarded, (2 * limit, policy.per_us))
+            let largest = forwarded.iter().map(|one| amount(one)).max().unwrap_or(0);
+            check_windows(run, history, &forwarded, (&|_| 2 * largest, policy.per_us))
         }
         Rule::TokenBucket { burst } => check_bucket(run, history, &forwarded, burst),
         Rule::LeakyBucket { max_delay_us } => {
             // Without Redis, each instance may release one request at the same moment.
             let had_outage = run.excuses.iter().any(|excuse| excuse.is_outage);
             let released = u64::from(had_outage) * run.scenario.instances as u64;
-            let capacity = max_delay_us * limit / policy.per_us + 1 + released;
+            let capacity = max_delay_us * policy.requests / policy.per_us + 1 + released;
             check_bucket(run, history, &forwarded, capacity)
                 .or_else(|| check_distances(run, history))
         }
@@ -67,11 +67,15 @@ fn extra_limits(
     let overlaps = |interval: Option<(u64, u64)>| {
         interval.is_some_and(|(start_us, end_us)| start_us <= to_us && from_us <= end_us)
     };
+    let steps = history.wall_clock_steps(run);
+    let forward = steps.iter().filter(|(_, by_us)| *by_us > 0);
+    let begun = forward.filter(|(at_us, _)| overlaps(Some((*at_us, *at_us))));
     run.excuses
         .iter()
         .filter(|excuse| excuse.server.is_none() || excuse.server == history.server)
         .filter(|excuse| overlaps(excuse.extra_limit))
         .count() as u64
+        + begun.count() as u64
 }
 
 /// Units that Redis admitted in a pause of an outage. Instances without a reply about the key do
@@ -101,13 +105,19 @@ fn check_windows(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
     forwarded: &[&CounterUse],
-    (limit, per_us): (u64, u64),
+    (limit_of, per_us): (&dyn Fn(&CounterUse) -> u64, u64),
 ) -> Option<Violation> {
-    let length_us = per_us.saturating_sub(skew_us(run, per_us));
+    let skew_us = skew_us(run, per_us);
+    let length_us = per_us.saturating_sub(skew_us);
     for (number, last) in forwarded.iter().enumerate() {
         let mut units = 0;
-        // Also shorter intervals: a longer one may be excused by a fault before it.
         let window = forwarded[..=number].iter().rev();
+        // Verdicts may come in another order than the decisions.
+        let last_decided = window
+            .clone()
+            .take_while(|one| one.decided_us + skew_us >= last.decided_us);
+        let limit = last_decided.map(|one| limit_of(one)).max().unwrap_or(0);
+        // Also shorter intervals: a longer one may be excused by a fault before it.
         for first in window.take_while(|first| first.decided_us + length_us > last.decided_us) {
             units += first.least_units;
             if units <= limit {
@@ -240,6 +250,14 @@ fn check_slots(
         changes.push((ended_us, -1));
     }
     changes.sort_unstable();
+    let requests = history
+        .uses
+        .iter()
+        .map(|one| &run.scenario.requests[one.request]);
+    let largest = requests
+        .map(|one| history.policy.amount(one))
+        .max()
+        .unwrap_or(0);
     let mut in_flight = 0;
     for (at_us, change) in changes {
         in_flight += change;
@@ -252,11 +270,12 @@ fn check_slots(
                 && history.policy.on_failure != OnFailure::Local
                 && excuse.to_us - excuse.from_us + RECONNECT_US < ttl_us * 2 / 3;
             (excuse.is_outage || excuse.loses_charges)
+                && history.instance.is_none()
                 && !is_renewed_in_time
                 && excuse.from_us <= at_us
                 && at_us <= excuse.to_us + lapse_us
         });
-        let allowed = history.policy.requests * if is_lapsing { 3 } else { 1 };
+        let allowed = largest * if is_lapsing { 3 } else { 1 };
         if in_flight > allowed as i64 {
             return Some(Violation {
                 rule: "more than the limit",

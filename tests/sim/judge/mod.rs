@@ -8,16 +8,18 @@ mod counters;
 mod limits;
 mod lockouts;
 mod pods;
+mod retry;
 mod service;
 
 use crate::sim::instance::{Outcome, RequestRecord};
 use crate::sim::redis_server::cluster::{SLOTS, slot_of};
-use crate::sim::scenario::{FaultKind, OnFailure, PolicySpec, RequestSpec, Scenario, Topology};
+use crate::sim::scenario::{
+    FaultKind, OnFailure, PolicySpec, RequestSpec, Rule, Scenario, Topology,
+};
 use crate::sim::world::World;
 use allowance::{Excuse, is_healthy, list_excuses};
 use std::collections::BTreeMap;
 use tidegate::limiter::Key;
-use tidegate::policy::KeyTemplate;
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Violation {
@@ -49,10 +51,15 @@ pub(crate) struct CounterHistory<'r> {
     pub(crate) policy: &'r PolicySpec,
     pub(crate) policy_number: usize,
     pub(crate) client: Option<u32>,
+    /// The instance that counts, if each one does.
+    pub(crate) instance: Option<usize>,
     pub(crate) server: Option<usize>,
     /// In the order of arrival.
     pub(crate) uses: Vec<CounterUse>,
 }
+
+/// The server of counters that no fault of a server affects.
+const NO_SERVER: Option<usize> = Some(usize::MAX);
 
 /// A finished run.
 pub(crate) struct FinishedRun<'r> {
@@ -89,7 +96,7 @@ pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
 
 impl<'r> FinishedRun<'r> {
     fn histories(&self) -> Vec<CounterHistory<'r>> {
-        let mut histories: BTreeMap<(usize, Option<u32>), CounterHistory<'r>> = BTreeMap::new();
+        let mut histories: BTreeMap<_, CounterHistory<'r>> = BTreeMap::new();
         for (index, (request, record)) in
             self.scenario.requests.iter().zip(self.records).enumerate()
         {
@@ -98,13 +105,18 @@ impl<'r> FinishedRun<'r> {
             };
             for (number, policy) in self.policies_of(request) {
                 let client = (!policy.is_global).then_some(request.client);
+                let instance = policy.is_of_instance.then_some(request.instance);
                 let history = histories
-                    .entry((number, client))
+                    .entry((number, client, instance))
                     .or_insert_with(|| CounterHistory {
                         policy,
                         policy_number: number,
                         client,
-                        server: self.server_of(&counter_key(self.scenario, number, client)),
+                        instance,
+                        server: match instance {
+                            Some(_) => NO_SERVER,
+                            None => self.server_of(&self.scenario.counter_key(number, client)),
+                        },
                         uses: Vec::new(),
                     });
                 let server = history.server;
@@ -156,7 +168,8 @@ impl<'r> FinishedRun<'r> {
         let settled_by_us = record
             .ended_us
             .map_or(0, |us| us + self.scenario.timeout_us);
-        let is_unlimited = record.is_degraded && policy.on_failure == OnFailure::Open;
+        let is_without_limit = policy.on_failure == OnFailure::Open && !policy.is_of_instance;
+        let is_unlimited = record.is_degraded && is_without_limit;
         let cost = policy.cost(request);
         let actual = policy.actual_units(request);
         let is_forwarded = record.outcome == Outcome::Forwarded && !is_unlimited;
@@ -172,6 +185,7 @@ impl<'r> FinishedRun<'r> {
             },
             most_units: match record.outcome {
                 Outcome::Forwarded | Outcome::Unknown => cost.max(actual.unwrap_or(0)),
+                Outcome::Unavailable | Outcome::Refused { .. } if policy.is_of_instance => 0,
                 // A verdict without Redis says nothing about a charge that was sent.
                 Outcome::Unavailable if is_healthy => 0,
                 Outcome::Refused { .. } if is_healthy && !record.is_degraded => 0,
@@ -187,12 +201,8 @@ impl<'r> FinishedRun<'r> {
         &self,
         request: &RequestSpec,
     ) -> impl Iterator<Item = (usize, &'r PolicySpec)> {
-        let route = request.route;
-        self.scenario
-            .policies
-            .iter()
-            .enumerate()
-            .filter(move |(_, policy)| policy.route == route)
+        let policies = self.scenario.policies.iter().enumerate();
+        policies.filter(|(_, policy)| policy.applies_to(request))
     }
 
     /// The master that held a key at the start.
@@ -208,19 +218,32 @@ impl<'r> FinishedRun<'r> {
     }
 }
 
-pub(crate) fn counter_key(scenario: &Scenario, policy: usize, client: Option<u32>) -> Key {
-    let template = KeyTemplate::new(client.iter().map(|_| scenario.client_key_part()).collect());
-    let name = format!("p{policy}");
-    let is_shared = scenario.policies[policy].shares_counter;
-    let template = template.with_counter(is_shared.then(|| name.clone()));
-    let mut key = template.start_key(&name);
-    if let Some(client) = client {
-        key.push_key_value(Some(client.to_string().as_bytes()));
-    }
-    key.finish()
-}
-
 impl CounterHistory<'_> {
+    /// Whether the counter follows the wall clock of a machine.
+    pub(crate) fn follows_wall_clock(&self, run: &FinishedRun<'_>) -> bool {
+        let is_in_memory = matches!(run.scenario.topology, Topology::Memory { .. });
+        let is_aligned = matches!(self.policy.rule, Rule::FixedWindow | Rule::CalendarDay);
+        is_aligned && (is_in_memory || self.policy.is_of_instance)
+    }
+
+    /// The times of the steps of that clock.
+    pub(crate) fn wall_clock_steps(&self, run: &FinishedRun<'_>) -> Vec<(u64, i64)> {
+        let steps = run
+            .scenario
+            .faults
+            .iter()
+            .filter_map(|fault| match fault.kind {
+                FaultKind::WallClockStep { instance, by_us }
+                    if self.instance.is_none_or(|one| one == instance)
+                        && self.follows_wall_clock(run) =>
+                {
+                    Some((fault.at_us, by_us))
+                }
+                _ => None,
+            });
+        steps.collect()
+    }
+
     pub(crate) fn name(&self) -> String {
         let client = self.client.map_or("all clients".to_owned(), |client| {
             format!("client {client}")

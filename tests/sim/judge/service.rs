@@ -2,9 +2,11 @@
 //! everything recovers.
 
 use super::allowance::RECOVERY_US;
-use super::{CounterHistory, CounterUse, FinishedRun, Violation, lockouts};
+use super::{CounterHistory, CounterUse, FinishedRun, Violation, lockouts, retry};
 use crate::sim::instance::Outcome;
-use crate::sim::scenario::{Fault, FaultKind, PolicySpec, Rule, SECOND, ScenarioClass, Topology};
+use crate::sim::scenario::{
+    Amounts, Fault, FaultKind, PolicySpec, Rule, SECOND, ScenarioClass, Topology,
+};
 use crate::sim::world::World;
 use std::collections::BTreeMap;
 
@@ -73,7 +75,7 @@ fn check_request(
                 .any(|(history, one)| may_refuse(run, history, one));
             let names: Vec<String> = uses.iter().map(|(history, _)| history.name()).collect();
             if is_justified {
-                None
+                retry::check_retry(run, uses)
             } else {
                 violation("refused although units are free", names.join(", "))
             }
@@ -113,27 +115,28 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
             && excuse.from_us <= refused.decided_us
             && excuse.to_us + past_us >= refused.arrived_us
     });
-    if had_outage && !matches!(run.scenario.topology, Topology::Memory { .. }) {
+    let is_in_redis =
+        history.instance.is_none() && !matches!(run.scenario.topology, Topology::Memory { .. });
+    let is_set_back = |(at_us, by_us): &(u64, i64)| {
+        let until_us = at_us + by_us.unsigned_abs() + policy.per_us;
+        *by_us < 0 && *at_us <= refused.decided_us && refused.arrived_us <= until_us
+    };
+    if had_outage && is_in_redis || history.wall_clock_steps(run).iter().any(is_set_back) {
         return true;
     }
     if is_behind_clock_step(run, history, refused) {
         return true;
     }
-    let cost = policy.cost(&run.scenario.requests[refused.request]);
+    let request = &run.scenario.requests[refused.request];
+    let cost = policy.cost(request);
     match policy.rule {
         Rule::SlidingLog | Rule::FixedWindow | Rule::CalendarDay | Rule::SlidingWindow => {
-            is_window_full(
-                run,
-                history,
-                refused,
-                cost,
-                (policy.requests, policy.per_us),
-            ) || policy.second_limit.is_some_and(|second| {
-                is_window_full(run, history, refused, cost, (second, 10 * policy.per_us))
-            }) || policy.block_for_us.is_some_and(|block_us| {
-                let may_start = |one: &CounterUse| lockouts::may_start_block(run, history, one);
-                was_refused_since(run, history, refused, block_us, may_start)
-            })
+            lockouts::limits_of(policy, request)
+                .any(|limit| is_window_full(run, history, refused, cost, limit))
+                || policy.block_for_us.is_some_and(|block_us| {
+                    let may_start = |one: &CounterUse| lockouts::may_start_block(run, history, one);
+                    was_refused_since(run, history, refused, block_us, may_start)
+                })
         }
         Rule::TokenBucket { burst } => is_bucket_full(run, history, refused, cost, burst),
         Rule::LeakyBucket { max_delay_us } => {
@@ -155,7 +158,7 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
                     && one.arrived_us <= refused.decided_us
                     && refused.arrived_us <= end_us
             };
-            history.uses.iter().filter(is_held).count() as u64 + cost > policy.requests
+            history.uses.iter().filter(is_held).count() as u64 + cost > policy.amount(request)
         }
     }
 }
@@ -323,6 +326,10 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
         policy.estimate.is_none()
             && policy.lease.is_none()
             && policy.shards == 1
+            && !policy.is_of_instance
+            // A refusal of a larger amount replaces the cached one.
+            && policy.amounts != Amounts::OfRequest
+            && policy.other_route.is_none()
             && !matches!(policy.rule, Rule::Concurrency { .. })
     };
     for history in histories.iter().filter(|history| is_cached(history.policy)) {
