@@ -28,6 +28,9 @@ pub struct Charge<'a> {
     pub has_fallback: bool,
     /// While the store is unreachable, the policy rejects the request.
     pub fails_closed: bool,
+    /// The server of the counter was unreachable when the local share was checked. Redis must not
+    /// decide the charge, even if it can be reached now: it may lack charges of the key.
+    pub is_held_back: bool,
     /// How many counters of a cluster share the limit ([`Limit::shard_limit`]). Other topologies
     /// use one counter and ignore it.
     pub shard_count: u16,
@@ -90,6 +93,7 @@ impl<'a> Charge<'a> {
             slot_id: 0,
             has_fallback: false,
             fails_closed: false,
+            is_held_back: false,
             shard_count: 1,
             lease: None,
             requested_lease_units: 0,

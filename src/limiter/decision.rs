@@ -2,6 +2,7 @@
 
 use super::{Limit, MAX_UNITS, OverrideInEffect};
 use smallvec::SmallVec;
+use std::iter::repeat;
 
 /// The decision about one request. Either all enforced charges were made, or none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,9 +25,9 @@ pub struct Decision {
     /// `None` where it was not made; empty if none will be settled. A refusal has the times of
     /// charges that are being returned.
     pub charged_at_us: SmallVec<[Option<u64>; 1]>,
-    /// When overrides in effect end by themselves (ms, store's clock), with the indices of their
-    /// charges.
-    pub override_expiries: Box<[(usize, u64)]>,
+    /// When the override in effect for each charge ends by itself (ms, store's clock), in order.
+    /// Charges after the last such override have no entry.
+    pub override_expiries_ms: Box<[Option<u64>]>,
 }
 
 /// The status of one limit after the decision.
@@ -65,31 +66,34 @@ pub struct LeaseGrant {
     pub until_us: u64,
 }
 
+/// What a decision did with one charge.
+#[derive(Clone, Copy, Debug)]
+pub struct ChargeOutcome {
+    /// As in [`Decision::statuses`].
+    pub status: Option<LimitStatus>,
+    /// As in [`Decision::charged_at_us`].
+    pub charged_at_us: Option<u64>,
+    /// As in [`Decision::override_expiries_ms`].
+    pub override_expires_at_ms: Option<u64>,
+}
+
 impl Decision {
-    /// Returns the decision for a request of `charge_count` charges, of which it decided those with
-    /// these indices. All other charges have no status.
-    #[must_use]
-    pub fn expand_to_request(
-        mut self,
-        indices: impl Iterator<Item = usize>,
-        charge_count: usize,
-    ) -> Self {
-        let mut statuses = SmallVec::from_elem(None, charge_count);
-        let mut charged_at_us = SmallVec::from_elem(None, charge_count);
-        let indices: SmallVec<[usize; 4]> = indices.collect();
-        for (nth, _) in &mut self.override_expiries {
-            *nth = indices.get(*nth).copied().unwrap_or(charge_count);
-        }
-        for (nth, index) in indices.into_iter().enumerate() {
-            if let (Some(status), Some(at_us)) =
-                (statuses.get_mut(index), charged_at_us.get_mut(index))
-            {
-                *status = self.statuses.get(nth).copied().flatten();
-                *at_us = self.charged_at_us.get(nth).copied().flatten();
-            }
-        }
-        (self.statuses, self.charged_at_us) = (statuses, charged_at_us);
-        self
+    /// The outcome of each charge, in order.
+    pub fn outcomes(&self) -> impl Iterator<Item = ChargeOutcome> {
+        let times_us = self.charged_at_us.iter().copied().chain(repeat(None));
+        let expiries_ms = self
+            .override_expiries_ms
+            .iter()
+            .copied()
+            .chain(repeat(None));
+        let statuses = self.statuses.iter().copied();
+        statuses.zip(times_us).zip(expiries_ms).map(
+            |((status, charged_at_us), override_expires_at_ms)| ChargeOutcome {
+                status,
+                charged_at_us,
+                override_expires_at_ms,
+            },
+        )
     }
 
     /// Merges the decision of another part of the store about this request's remaining charges.
@@ -101,8 +105,12 @@ impl Decision {
             let added = added.map(|added| added.convert_clock(other.now_us, self.now_us));
             *status = status.or(added);
         }
-        for (at_us, added) in self.charged_at_us.iter_mut().zip(other.charged_at_us) {
-            *at_us = at_us.or(added);
+        if self.charged_at_us.is_empty() {
+            self.charged_at_us = other.charged_at_us;
+        } else {
+            for (at_us, added) in self.charged_at_us.iter_mut().zip(other.charged_at_us) {
+                *at_us = at_us.or(added);
+            }
         }
         self.admitted &= other.admitted;
         self.delay_us = match self.admitted {
@@ -111,9 +119,7 @@ impl Decision {
         };
         self
     }
-}
 
-impl Decision {
     /// Adds the refusals of another reading of this request's counters to a refusal. Both must be
     /// expanded to the request. Of two refusals of a limit, the longer one counts.
     #[must_use]

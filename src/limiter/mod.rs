@@ -10,6 +10,7 @@
 mod block;
 mod calendar;
 mod charge;
+mod charge_part;
 mod concurrency;
 mod counter_state;
 mod decision;
@@ -29,8 +30,9 @@ mod token_bucket;
 
 pub use calendar::{Calendar, CalendarUnit, time_zone_names};
 pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
+pub use charge_part::ChargePart;
 pub use counter_state::{CounterState, CounterView};
-pub use decision::{Decision, LeaseGrant, LimitStatus, Refusal};
+pub use decision::{ChargeOutcome, Decision, LeaseGrant, LimitStatus, Refusal};
 pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
 pub use key::{CounterScope, Key, KeyBuilder, SOURCES_BYTES};
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};

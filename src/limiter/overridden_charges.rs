@@ -1,18 +1,19 @@
 //! Charges under the overrides of their keys.
 
-use super::{Charge, Decision, KeyOverride, Limit, LimitStatus, OverrideInEffect};
+use super::{Charge, ChargePart, Decision, KeyOverride, Limit, LimitStatus, OverrideInEffect};
 use smallvec::SmallVec;
 
 /// The charges of a request of which some have an override, with the limits in effect.
 #[derive(Debug)]
-pub struct OverriddenCharges {
-    charges: SmallVec<[OverriddenCharge; 4]>,
-    has_estimates: bool,
+pub struct OverriddenCharges<'c> {
+    charges: &'c [Charge<'c>],
+    /// One per charge.
+    limits: SmallVec<[OverriddenLimit; 4]>,
 }
 
 /// The limit of a charge with its override.
 #[derive(Debug)]
-struct OverriddenCharge {
+struct OverriddenLimit {
     limit: Limit,
     in_effect: Option<OverrideInEffect>,
     /// When the override ends by itself (µs).
@@ -29,105 +30,100 @@ impl KeyOverride {
     }
 }
 
-impl OverriddenCharges {
+impl<'c> OverriddenCharges<'c> {
     /// Finds the overrides of charges, and when they end by themselves (µs). `None` if no charge
     /// has one.
     pub fn resolve(
-        charges: &[Charge<'_>],
+        charges: &'c [Charge<'c>],
         mut find: impl FnMut(&Charge<'_>) -> Option<(OverrideInEffect, Option<u64>)>,
     ) -> Option<Self> {
-        let mut is_overridden = false;
-        let has_estimates = charges.iter().any(|charge| charge.is_estimate);
-        let charges = charges.iter().map(|charge| {
+        let limits = charges.iter().map(|charge| {
             let (in_effect, ends_us) = charge.dynamic.and_then(|_| find(charge)).unzip();
-            is_overridden |= in_effect.is_some();
-            OverriddenCharge {
+            OverriddenLimit {
                 limit: charge.limit.with_override(in_effect),
                 in_effect,
                 ends_us: ends_us.flatten(),
             }
         });
-        let charges = charges.collect();
-        is_overridden.then_some(Self {
-            charges,
-            has_estimates,
-        })
+        let limits: SmallVec<[_; 4]> = limits.collect();
+        let is_overridden = limits.iter().any(|limit| limit.in_effect.is_some());
+        is_overridden.then_some(Self { charges, limits })
     }
 
-    /// The charges with their limits in effect, and their positions in the request. Charges of
-    /// unlimited keys are left out.
-    pub fn limited_charges<'c>(
-        &'c self,
-        charges: &[Charge<'c>],
-    ) -> SmallVec<[(usize, Charge<'c>); 4]> {
-        let numbered = charges.iter().zip(&self.charges).enumerate();
-        let limited = numbered.filter(|(_, (_, overridden))| {
-            !(overridden.in_effect).is_some_and(OverrideInEffect::is_unlimited)
-        });
-        limited
-            .map(|(position, (charge, OverriddenCharge { limit, .. }))| {
-                (position, Charge { limit, ..*charge })
-            })
-            .collect()
-    }
-
-    /// The decision about the whole request, from the one about
-    /// [`OverriddenCharges::limited_charges`].
-    pub fn complete_decision(&self, positions: &[usize], decision: Decision) -> Decision {
-        let positions = positions.iter().copied();
-        let mut decision = decision.expand_to_request(positions, self.charges.len());
-        if !self.has_estimates {
-            decision.charged_at_us.clear();
+    /// Decides the request. `decide` decides charges by their limits in effect. `read` reads the
+    /// charges that the limits of the file decide after the end of an override.
+    pub fn decide(
+        &self,
+        decide: impl FnOnce(&[Charge<'_>]) -> Decision,
+        read: impl FnOnce(&[Charge<'_>]) -> Decision,
+    ) -> Decision {
+        let limited = self.limited_charges();
+        let decision = decide(&limited.charges);
+        let mut decision = self.complete_decision(&limited, decision);
+        let late = self.charges_after_ends(&decision);
+        if !late.charges.is_empty() {
+            self.apply_ends(&mut decision, &late, read(&late.charges));
         }
-        for (status, overridden) in decision.statuses.iter_mut().zip(&self.charges) {
-            match overridden.in_effect {
-                Some(OverrideInEffect::Unlimited) => *status = Some(LimitStatus::UNLIMITED),
-                in_effect => {
-                    if let Some(status) = status {
-                        status.in_effect = in_effect;
-                    }
+        decision
+    }
+
+    /// The charges with their limits in effect, without those of unlimited keys.
+    pub fn limited_charges(&self) -> ChargePart<'_> {
+        let charges = self.charges.iter().zip(&self.limits);
+        let charges =
+            charges.map(|(charge, OverriddenLimit { limit, .. })| Charge { limit, ..*charge });
+        let charges: SmallVec<[Charge<'_>; 4]> = charges.collect();
+        let is_unlimited =
+            |limit: &OverriddenLimit| (limit.in_effect).is_some_and(OverrideInEffect::is_unlimited);
+        ChargePart::new(
+            &charges,
+            self.limits.iter().map(|limit| !is_unlimited(limit)),
+        )
+    }
+
+    /// The decision about the whole request, from the one about `limited`, its
+    /// [`OverriddenCharges::limited_charges`].
+    pub fn complete_decision(&self, limited: &ChargePart<'_>, decision: Decision) -> Decision {
+        let mut decision = limited.expand(decision);
+        if self.charges.iter().any(|charge| charge.is_estimate) {
+            decision.charged_at_us.resize(self.charges.len(), None);
+        }
+        for (status, overridden) in decision.statuses.iter_mut().zip(&self.limits) {
+            match (overridden.in_effect, status) {
+                (Some(OverrideInEffect::Unlimited), status) => {
+                    *status = Some(LimitStatus::UNLIMITED)
                 }
+                (in_effect, Some(status)) => status.in_effect = in_effect,
+                (_, None) => {}
             }
         }
         decision
     }
 
-    /// The charges whose statuses have times after the end of their override, with their positions,
-    /// to be read without it. `charges` are those of the request.
-    pub fn charges_after_ends<'c>(
-        &self,
-        decision: &Decision,
-        charges: &[Charge<'c>],
-    ) -> SmallVec<[(usize, Charge<'c>); 4]> {
-        let statuses = decision.statuses.iter().zip(&self.charges).enumerate();
-        let late = statuses.filter_map(|(position, (status, overridden))| {
-            let ends_us = overridden.ends_us?;
-            let charge = charges.get(position)?;
-            let is_limited = !charge.is_block() && !status.as_ref()?.is_unlimited();
-            let is_late = is_limited && status.as_ref()?.has_times_after(ends_us);
-            is_late.then(|| (position, charge.to_read().without_override()))
+    /// The charges whose statuses have times after the end of their override, to be read without
+    /// it.
+    pub fn charges_after_ends(&self, decision: &Decision) -> ChargePart<'c> {
+        let reads = self.charges.iter();
+        let reads: SmallVec<[Charge<'c>; 4]> = reads
+            .map(|charge| charge.to_read().without_override())
+            .collect();
+        let statuses = decision.statuses.iter().zip(&self.limits);
+        let is_late = statuses.zip(&reads).map(|((status, limit), read)| {
+            let (Some(status), Some(ends_us)) = (status, limit.ends_us) else {
+                return false;
+            };
+            !read.is_block() && !status.is_unlimited() && status.has_times_after(ends_us)
         });
-        late.collect()
+        ChargePart::new(&reads, is_late)
     }
 
     /// Corrects the times after the ends of overrides: from then on the limits apply as `later` has
-    /// read them, the decision about [`OverriddenCharges::charges_after_ends`].
-    pub fn apply_ends(
-        &self,
-        decision: &mut Decision,
-        reads: &[(usize, Charge<'_>)],
-        later: &Decision,
-    ) {
-        for ((position, _), read) in reads.iter().zip(&later.statuses) {
-            let ends_us = self
-                .charges
-                .get(*position)
-                .and_then(|charge| charge.ends_us);
-            let status = decision
-                .statuses
-                .get_mut(*position)
-                .and_then(Option::as_mut);
-            if let (Some(ends_us), Some(status), Some(read)) = (ends_us, status, read) {
+    /// read them, the decision about `late`, the [`OverriddenCharges::charges_after_ends`].
+    pub fn apply_ends(&self, decision: &mut Decision, late: &ChargePart<'_>, later: Decision) {
+        let later = late.expand(later);
+        let statuses = decision.statuses.iter_mut().zip(&later.statuses);
+        for ((status, read), limit) in statuses.zip(&self.limits) {
+            if let (Some(ends_us), Some(status), Some(read)) = (limit.ends_us, status, read) {
                 let read = read.convert_clock(later.now_us, decision.now_us);
                 status.apply_override_end(ends_us, &read);
             }

@@ -35,13 +35,12 @@ mod unasked_limits;
 
 use super::decision_source::DecisionSource;
 use super::deny_cache::DenyCache;
-use super::fallback::find_positions;
 use super::instance_counters::{InstanceReservation, list_returns, mark_returnable};
 use super::leases::{LeasePermitGuard, LeasePool};
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
 use crate::clock::monotonic_now;
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Charge, ChargePart, Decision};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -57,30 +56,21 @@ struct RedisDecisionPath<'s> {
     is_returnable: bool,
 }
 
-/// The charges that one part of the store decides, each with its index in the request.
-type IndexedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
-
-/// Positions of charges in their request.
-type ChargePositions = SmallVec<[usize; 4]>;
-
 /// The result of the checks before a call of Redis.
 #[expect(
     clippy::large_enum_variant,
     reason = "lives for one call; a box would cost each refusal an allocation"
 )]
-enum LocalCheck {
-    /// Refused. The limits at `unknown` may refuse for longer.
+enum LocalCheck<'c> {
     Refused {
         decision: Decision,
         source: DecisionSource,
-        unknown: ChargePositions,
+        /// For each charge: whether its limit may refuse for longer.
+        unknown: SmallVec<[bool; 8]>,
     },
-    Passed {
-        /// The positions of charges that Redis must not decide: while the local share was checked,
-        /// their server was unreachable, so the share is not charged. Redis may lack charges of
-        /// these keys even if the server becomes reachable now. The fallback decides them.
-        held_back: ChargePositions,
-    },
+    /// In an outage, with the charges of which some may be [held back](Charge::is_held_back). The
+    /// fallback decides those.
+    Passed(Option<SmallVec<[Charge<'c>; 4]>>),
 }
 
 impl Store {
@@ -152,13 +142,9 @@ impl Store {
         let Some(partial) = partial else {
             return decide_locally(redis, charges);
         };
-        let undecided = partial.undecided_positions();
-        let undecided_charges: SmallVec<[Charge<'_>; 4]> = undecided
-            .iter()
-            .filter_map(|position| charges.get(*position).copied())
-            .collect();
-        Some(match decide_locally(redis, &undecided_charges) {
-            Some(local) => partial.complete(&undecided, &local),
+        let undecided = partial.undecided_charges(charges);
+        Some(match decide_locally(redis, &undecided.charges) {
+            Some(local) => partial.complete(undecided.expand(local)),
             None => partial.confirm_charges(),
         })
     }
@@ -182,10 +168,6 @@ fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision
     Some(fallback.decide(charges, monotonic_now()))
 }
 
-fn strip_indices<'c>(charges: &IndexedCharges<'c>) -> SmallVec<[Charge<'c>; 4]> {
-    charges.iter().map(|(_, charge)| *charge).collect()
-}
-
 impl<'s> RedisDecisionPath<'s> {
     /// Step 0: decides charges of `scope = "instance"` in this process, and all others in Redis: in
     /// this order if Redis probably admits the request. Charges of both are made, or none.
@@ -194,57 +176,50 @@ impl<'s> RedisDecisionPath<'s> {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let (own, shared): (IndexedCharges<'_>, IndexedCharges<'_>) = charges
-            .iter()
-            .copied()
-            .enumerate()
-            .partition(|(_, charge)| charge.is_instance_scoped());
-        let own_charges = strip_indices(&own);
+        let own = ChargePart::new(charges, charges.iter().map(Charge::is_instance_scoped));
+        let is_shared = |charge: &Charge<'_>| !charge.is_instance_scoped();
+        let shared = ChargePart::new(charges, charges.iter().map(is_shared));
+        let (own_charges, shared_charges) = (&own.charges, &shared.charges);
         let memory = self.redis.instance_counters();
-        if shared.is_empty() {
-            let decision = memory.decide_at(&own_charges, requested_at.into_std());
+        if shared_charges.is_empty() {
+            let decision = memory.decide_at(own_charges, requested_at.into_std());
             return Ok((decision, DecisionSource::Memory));
         }
-        let expand = |decision: Decision, part: &IndexedCharges<'_>| {
-            decision.expand_to_request(part.iter().map(|(index, _)| *index), charges.len())
-        };
-        let reserve =
-            |at: Instant| InstanceReservation::decide(memory, &own_charges, at.into_std());
-        let shared_charges = strip_indices(&shared);
+        let reserve = |at: Instant| InstanceReservation::decide(memory, own_charges, at.into_std());
         let hints = &self.redis.router.hints;
         // Reads of counters, which charge nothing, need the statuses of all.
         let is_read = charges.iter().all(|charge| charge.cost == 0);
         // A decision about shards does not name the counters that it charged.
         let preview = (shared_charges.iter().all(|charge| charge.shard_count == 1)
-            && !hints.expects_admission(&shared_charges))
-        .then(|| InstanceReservation::preview(memory, &own_charges))
+            && !hints.expects_admission(shared_charges))
+        .then(|| InstanceReservation::preview(memory, own_charges))
         .flatten();
         let is_returnable = preview.is_some();
         let (mut own_decision, mut reservation) = preview.unwrap_or_else(|| reserve(requested_at));
         if !own_decision.admitted && !is_read {
-            let refusal = expand(own_decision, &own);
+            let refusal = own.expand(own_decision);
             let unknown = find_unasked_limits(charges, &refusal);
             let refusal = self.complete_refusal(charges, refusal, &unknown, requested_at);
             return Ok((refusal.await, DecisionSource::Memory));
         }
-        hints.deduct_charges(&shared_charges);
+        hints.deduct_charges(shared_charges);
         let path = RedisDecisionPath {
             is_returnable,
             ..self
         };
-        let decide = path.decide_with_permits(&shared_charges, requested_at);
+        let decide = path.decide_with_permits(shared_charges, requested_at);
         let (result, permits) = decide.await;
         let decided = result.as_ref().ok().map(|(decision, _)| decision);
         if let Some(decision) = decided {
-            hints.record_remaining(&shared_charges, &decision.statuses);
+            hints.record_remaining(shared_charges, &decision.statuses);
         }
         if is_returnable && decided.is_none_or(|decision| decision.admitted) {
             (own_decision, reservation) = reserve(Instant::now());
             if !own_decision.admitted {
-                let returns = decided.map(|decision| list_returns(&shared_charges, decision));
+                let returns = decided.map(|decision| list_returns(shared_charges, decision));
                 let router = &self.redis.router;
                 router.return_charges(returns.unwrap_or_default());
-                return Ok((expand(own_decision, &own), DecisionSource::Memory));
+                return Ok((own.expand(own_decision), DecisionSource::Memory));
             }
         }
         if decided.is_some_and(|decision| decision.admitted) {
@@ -257,14 +232,14 @@ impl<'s> RedisDecisionPath<'s> {
                         reservation.keep_charges();
                         own_decision
                     }
-                    false => reservation.return_charges(&own_charges, own_decision),
+                    false => reservation.return_charges(own_charges, own_decision),
                 };
-                let decision = expand(decision, &shared).merge(expand(own_decision, &own));
+                let decision = shared.expand(decision).merge(own.expand(own_decision));
                 Ok((decision, source))
             }
             Err(failure) => Err(failure
-                .expand_to_request(&shared, charges.len())
-                .with_instance_charges(expand(own_decision, &own), reservation)),
+                .expand(&shared)
+                .with_instance_charges(own.expand(own_decision), reservation)),
         }
     }
 
@@ -273,6 +248,16 @@ impl<'s> RedisDecisionPath<'s> {
         self,
         charges: &[Charge<'_>],
         requested_at: Instant,
+    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
+        self.check_and_decide(charges, requested_at, || ()).await
+    }
+
+    /// Steps 2 to 7. Calls `on_passed` if the local checks pass, before Redis decides.
+    async fn check_and_decide(
+        self,
+        charges: &[Charge<'_>],
+        requested_at: Instant,
+        on_passed: impl FnOnce(),
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         match self.check_locally(charges, requested_at) {
             LocalCheck::Refused {
@@ -283,9 +268,10 @@ impl<'s> RedisDecisionPath<'s> {
                 let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
                 Ok((refusal.await, source))
             }
-            LocalCheck::Passed { held_back } => {
-                self.decide_in_redis(charges, &held_back, requested_at)
-                    .await
+            LocalCheck::Passed(marked) => {
+                on_passed();
+                let charges = marked.as_deref().unwrap_or(charges);
+                self.decide_in_redis(charges, requested_at).await
             }
         }
     }
@@ -319,46 +305,30 @@ impl<'s> RedisDecisionPath<'s> {
         }
         let taking = self.leases.take_permits(self.redis, charges, requested_at);
         let (mut permits, unleased) = taking.await;
-        if unleased.is_empty() {
-            let decision = permits.complete_decision(charges, None);
+        if unleased.charges.is_empty() {
+            let decision = permits.decide_request(charges);
             return (Ok((decision, DecisionSource::Lease)), Some(permits));
         }
-        let unleased_charges = strip_indices(&unleased);
-        let (decision, source) = match self.check_locally(&unleased_charges, requested_at) {
-            LocalCheck::Refused {
-                decision,
-                source,
-                unknown,
-            } => {
-                let refusal =
-                    self.complete_refusal(&unleased_charges, decision, &unknown, requested_at);
-                (refusal.await, source)
-            }
-            LocalCheck::Passed { held_back } => {
-                permits.start_refills(charges);
-                let decided = self.decide_in_redis(&unleased_charges, &held_back, requested_at);
-                match decided.await {
-                    Ok(decided) => decided,
-                    Err(failure) => {
-                        let failure = failure.expand_to_request(&unleased, charges.len());
-                        return (Err(failure), None);
-                    }
-                }
-            }
+        let decided = self
+            .check_and_decide(&unleased.charges, requested_at, || permits.start_refills())
+            .await;
+        let (decision, source) = match decided {
+            Ok(decided) => decided,
+            Err(failure) => return (Err(failure.expand(&unleased)), None),
         };
         if let Err(expired) = permits.check_expiry() {
             return (Err(expired.into()), None);
         }
-        let decision = permits.complete_decision(charges, Some((&unleased, decision)));
+        let decision = permits.add_statuses(charges, unleased.expand(decision));
         (Ok((decision, source)), Some(permits))
     }
 
     /// Steps 2 and 3: the deny cache, and the local share while an outage ends.
-    fn check_locally(self, charges: &[Charge<'_>], requested_at: Instant) -> LocalCheck {
+    fn check_locally<'c>(self, charges: &[Charge<'c>], requested_at: Instant) -> LocalCheck<'c> {
         // If the limit of a block is unknown, Redis decides, because a refusal may start the block.
-        let can_be_read = |unknown: &ChargePositions| {
-            let mut unknown = unknown.iter().filter_map(|at| charges.get(*at));
-            !unknown.any(Charge::is_block)
+        let can_be_read = |unknown: &[bool]| {
+            let mut limits = charges.iter().zip(unknown);
+            !limits.any(|(charge, is_unknown)| *is_unknown && charge.is_block())
         };
         let cached = self.deny_cache.find_statuses(charges, requested_at);
         if let Some(cached) =
@@ -372,24 +342,24 @@ impl<'s> RedisDecisionPath<'s> {
         }
         let fallback = self.redis.fallback();
         if !fallback.is_in_outage() {
-            return LocalCheck::Passed {
-                held_back: SmallVec::new(),
-            };
+            return LocalCheck::Passed(None);
         }
-        let held_back = find_positions(charges, |charge| {
-            fallback.uses_share_for(charge) && !self.redis.is_reachable_for(charge)
+        let is_reachable = |charge: &Charge<'_>| self.redis.is_reachable_for(charge);
+        let marked = charges.iter().map(|charge| Charge {
+            is_held_back: fallback.uses_share_for(charge) && !is_reachable(charge),
+            ..*charge
         });
-        let checked =
-            fallback.check_share_during_recovery(charges, &held_back, requested_at.into_std());
+        let marked: SmallVec<[Charge<'c>; 4]> = marked.collect();
+        let checked = fallback.check_share_during_recovery(&marked, requested_at.into_std());
         match checked.filter(|decision| !decision.admitted) {
             Some(decision) => LocalCheck::Refused {
                 decision,
                 source: DecisionSource::Degraded,
-                unknown: find_positions(charges, |charge| {
-                    charge.has_retry_time() && self.redis.is_reachable_for(charge)
-                }),
+                unknown: (charges.iter())
+                    .map(|charge| charge.has_retry_time() && is_reachable(charge))
+                    .collect(),
             },
-            None => LocalCheck::Passed { held_back },
+            None => LocalCheck::Passed(Some(marked)),
         }
     }
 
@@ -397,15 +367,11 @@ impl<'s> RedisDecisionPath<'s> {
     async fn decide_in_redis(
         self,
         charges: &[Charge<'_>],
-        held_back: &[usize],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         let marked = self.is_returnable.then(|| mark_returnable(charges));
         let requested = marked.as_deref().unwrap_or(charges);
-        let result = self
-            .redis
-            .decide_with_held_back(requested, held_back, requested_at)
-            .await;
+        let result = self.redis.decide(requested, requested_at).await;
         let cache_statuses = |decision: &Decision| {
             let fallback = self.redis.fallback();
             fallback.cache_statuses(charges, decision, requested_at.into_std());

@@ -14,6 +14,7 @@ use crate::limiter::{Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
+use std::iter::repeat;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -50,9 +51,9 @@ pub struct CachedStatuses {
     pub decision: Decision,
     /// Whether one of these limits certainly refuses the request.
     pub is_certain: bool,
-    /// The positions of the limits without a fresh entry of this cost, of those that refuse for a
-    /// known time. They may refuse for longer.
-    pub unknown: SmallVec<[usize; 4]>,
+    /// For each charge: whether its limit has no fresh entry of this cost, and may refuse for
+    /// longer, until a known time.
+    pub unknown: SmallVec<[bool; 8]>,
 }
 
 /// Two generations of entries. After [`GENERATION_DURATION`] most entries are renewed or obsolete,
@@ -127,14 +128,19 @@ impl DenyCache {
             is_certain: false,
             unknown: SmallVec::new(),
         };
-        for (position, (charge, entry)) in charges.iter().zip(entries).enumerate() {
-            match entry.filter(|entry| entry.cost == charge.cost) {
-                Some(entry) if entry.status.refusal.is_some() && entry.holds_at(now) => {
-                    found.is_certain |= is_certain(charge);
-                    entry.add_status_to(&mut found.decision, position, now);
-                }
-                None if charge.has_retry_time() => found.unknown.push(position),
-                _ => {}
+        let Decision {
+            statuses, now_us, ..
+        } = &mut found.decision;
+        for ((charge, entry), target) in charges.iter().zip(entries).zip(statuses) {
+            let entry = entry.filter(|entry| entry.cost == charge.cost);
+            let is_unknown = entry.is_none() && charge.has_retry_time();
+            found.unknown.push(is_unknown);
+            if let Some(entry) = entry
+                && entry.status.refusal.is_some()
+                && entry.holds_at(now)
+            {
+                found.is_certain |= is_certain(charge);
+                *target = Some(entry.status_at(now, now_us));
             }
         }
         // Redis must see each rejected request of a policy with `count_rejected`.
@@ -151,7 +157,7 @@ impl DenyCache {
             statuses: SmallVec::from_elem(None, charges.len()),
             ..Decision::default()
         };
-        for (position, charge) in charges.iter().enumerate() {
+        for (charge, target) in charges.iter().zip(&mut refusal.statuses) {
             let entry = generations.get_entry(charge).filter(|entry| {
                 let is_kept = match charge.dynamic {
                     // An override can lift any refusal.
@@ -161,7 +167,7 @@ impl DenyCache {
                 is_kept && is_certain(charge) && charge.cost >= entry.cost && entry.holds_at(now)
             });
             if let Some(entry) = entry.filter(|entry| entry.status.refusal.is_some()) {
-                entry.add_status_to(&mut refusal, position, now);
+                *target = Some(entry.status_at(now, &mut refusal.now_us));
             }
         }
         refusal
@@ -176,22 +182,21 @@ impl DenyCache {
     /// limit that admits is unknown again when its units are used up. `statuses` are those of the
     /// admission.
     pub fn forget_refusals(&self, charges: &[Charge<'_>], statuses: &[Option<LimitStatus>]) {
-        self.remove_entries(charges, |index, entry, charge| {
-            let is_used_up = || {
-                let status = statuses.get(index).copied().flatten();
-                status.is_none_or(|status| status.remaining < entry.cost)
-            };
-            match entry.status.refusal {
+        let statuses = statuses.iter().copied().chain(repeat(None));
+        self.remove_entries(
+            charges.iter().zip(statuses),
+            |entry, charge, status| match entry.status.refusal {
                 Some(_) => entry.cost <= charge.cost || entry.status.remaining > 0,
-                None => is_used_up(),
-            }
-        });
+                None => status.is_none_or(|status| status.remaining < entry.cost),
+            },
+        );
     }
 
     /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis
     /// is unreachable: nothing can renew them.
     pub fn forget_outdated(&self, charges: &[Charge<'_>], now: Instant) {
-        self.remove_entries(charges, |_, entry, charge| {
+        let charges = charges.iter().map(|charge| (charge, ()));
+        self.remove_entries(charges, |entry, charge, ()| {
             now >= entry.sent_at + max_age(charge, &entry.status)
         });
     }
@@ -204,18 +209,18 @@ impl DenyCache {
         }
     }
 
-    fn remove_entries(
+    fn remove_entries<'c, T>(
         &self,
-        charges: &[Charge<'_>],
-        is_obsolete: impl Fn(usize, &DenyCacheEntry, &Charge<'_>) -> bool,
+        charges: impl Iterator<Item = (&'c Charge<'c>, T)>,
+        is_obsolete: impl Fn(&DenyCacheEntry, &Charge<'_>, T) -> bool,
     ) {
         let mut generations = self.0.lock();
         if generations.is_empty() {
             return;
         }
-        for (index, charge) in charges.iter().enumerate() {
+        for (charge, context) in charges {
             let entry = generations.get_entry(charge);
-            if entry.is_some_and(|entry| is_obsolete(index, entry, charge)) {
+            if entry.is_some_and(|entry| is_obsolete(entry, charge, context)) {
                 generations.remove_entry(charge);
             }
         }
@@ -248,16 +253,15 @@ impl DenyCache {
             Duration::from_micros(wait_us / 10).clamp(MAX_AGE, MAX_ADMITTING_AGE);
         let mut generations = self.0.lock();
         generations.rotate_if_due(received_at);
-        for (position, (charge, status)) in charges.iter().zip(&decision.statuses).enumerate() {
-            let charged_at_us = decision.charged_at_us.get(position).copied().flatten();
+        for (charge, outcome) in charges.iter().zip(decision.outcomes()) {
             // A charge with a time was admitted, and is being returned.
-            let admitted = charged_at_us.map(|_| LimitStatus {
+            let admitted = outcome.charged_at_us.map(|_| LimitStatus {
                 remaining: 0,
                 next_growth_us: None,
                 refusal: None,
                 in_effect: None,
             });
-            let Some(mut status) = status.or(admitted) else {
+            let Some(mut status) = outcome.status.or(admitted) else {
                 continue;
             };
             if !is_cacheable(charge) {
@@ -395,15 +399,14 @@ impl DenyCacheEntry {
         )
     }
 
-    /// Adds the status to a refusal, on the clock of its first status.
-    fn add_status_to(&self, refusal: &mut Decision, position: usize, now: Instant) {
+    /// The status for a refusal, on the clock of the refusal's first status. `refusal_us` is its
+    /// time, 0 before the first status.
+    fn status_at(&self, now: Instant, refusal_us: &mut u64) -> LimitStatus {
         let now_us = self.earliest_store_time_us(now);
-        if refusal.now_us == 0 {
-            refusal.now_us = now_us;
+        if *refusal_us == 0 {
+            *refusal_us = now_us;
         }
-        if let Some(target) = refusal.statuses.get_mut(position) {
-            *target = Some(self.status.convert_clock(now_us, refusal.now_us));
-        }
+        self.status.convert_clock(now_us, *refusal_us)
     }
 
     /// Whether the status of the store has certainly not changed with time.
@@ -464,7 +467,7 @@ mod tests {
     fn refused_decision(statuses: &[LimitStatus]) -> Decision {
         let statuses = statuses.iter().copied().map(Some).collect();
         Decision {
-            override_expiries: Box::default(),
+            override_expiries_ms: Box::default(),
             now_us: NOW_US,
             admitted: false,
             statuses,
@@ -477,7 +480,7 @@ mod tests {
     /// A refusal that needs no call.
     fn find_refusal(cache: &DenyCache, charges: &[Charge<'_>], now: Instant) -> Option<Decision> {
         let found = cache.find_statuses(charges, now)?;
-        (found.is_certain && found.unknown.is_empty()).then_some(found.decision)
+        (found.is_certain && !found.unknown.contains(&true)).then_some(found.decision)
     }
 
     fn ms(ms: u64) -> Duration {
@@ -623,7 +626,11 @@ mod tests {
         at: Instant,
     ) -> Option<Vec<usize>> {
         let found = cache.find_statuses(charges, at)?;
-        found.is_certain.then(|| found.unknown.into_vec())
+        let numbered = (0..)
+            .zip(&found.unknown)
+            .filter(|(_, is_unknown)| **is_unknown);
+        let positions = numbered.map(|(position, _)| position).collect();
+        found.is_certain.then_some(positions)
     }
 
     #[test]
@@ -823,7 +830,7 @@ mod tests {
         let refused = [refused_status(500_000), refused_status(500_000)];
         cache.record_refusal(&charges, &refused_decision(&refused), sent, sent);
         let found = cache.find_statuses(&charges, sent).unwrap();
-        assert!(!found.is_certain && found.unknown.is_empty());
+        assert!(!found.is_certain && !found.unknown.contains(&true));
         assert_eq!(found.decision.statuses.as_slice(), [Some(refused[0]), None]);
         assert_eq!(cache.find_any_refusal(&charges, sent), None);
     }

@@ -28,10 +28,11 @@ pub use share::Share;
 pub use status_cache::STATUS_EXCHANGE_US;
 
 use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
-use super::{PendingSettlement, Settlement};
+use super::{PendingSettlement, Settlement, override_end_us};
 use crate::clock::Clock;
 use crate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, Limit, LimitStatus, OverrideInEffect, Refusal,
+    Algorithm, Amendment, Charge, ChargePart, Decision, Key, Limit, LimitStatus, OverrideInEffect,
+    Refusal,
 };
 use counter_cache::CounterCache;
 use parking_lot::Mutex;
@@ -232,7 +233,8 @@ impl FallbackStore {
         received_at: Instant,
     ) {
         let statuses = deduct_new_leases(charges, decision, self.share());
-        for (index, (charge, status)) in charges.iter().zip(statuses.iter()).enumerate() {
+        let outcomes = charges.iter().zip(decision.outcomes());
+        for ((charge, outcome), status) in outcomes.zip(statuses.iter()) {
             let Some(status) = status.filter(|_| uses_fallback(charge)) else {
                 continue;
             };
@@ -240,7 +242,11 @@ impl FallbackStore {
                 let id = counter_id(charge.limit, charge.key);
                 match status.in_effect {
                     Some(in_effect) => {
-                        let ends_us = self.override_end_us(decision, index, received_at);
+                        let ends_us = outcome.override_expires_at_ms.map(|at_ms| {
+                            let left_us = override_end_us(at_ms).saturating_sub(decision.now_us);
+                            let received_us = self.clock.instant_to_unix_us(received_at);
+                            received_us.saturating_add(left_us)
+                        });
                         let cached = CachedOverride { in_effect, ends_us };
                         self.override_cache.insert(id, cached);
                     }
@@ -273,7 +279,6 @@ impl FallbackStore {
 
     /// Decides charges by this instance's share of their limits.
     fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
-        let share = self.share();
         for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
             // A concurrent charge must not be overwritten by the counter that this creates.
             let id = counter_id(charge.limit, charge.key);
@@ -281,8 +286,7 @@ impl FallbackStore {
                 self.apply_status(charge, status, requested_at);
             });
         }
-        let positions = find_positions(charges, uses_fallback);
-        let decision = self.decide_by_share(charges, share, requested_at, &positions);
+        let decision = self.decide_by_share(charges, uses_fallback, requested_at);
         if decision.admitted {
             let charged = |charge: &&Charge<'_>| {
                 uses_fallback(charge) && charge.cost > 0 && !charge.is_counted
@@ -302,19 +306,15 @@ impl FallbackStore {
     }
 
     /// [`Self::check_share_during_recovery`] for charges with their limits in effect.
-    fn check_share(
-        &self,
-        charges: &[Charge<'_>],
-        held_back: &[usize],
-        requested_at: Instant,
-    ) -> Option<Decision> {
-        let mut positions = find_positions(charges, |charge| self.uses_share_for(charge));
-        positions.retain(|position| !held_back.contains(position));
-        for charge in positions.iter().filter_map(|at| charges.get(*at)) {
-            self.record_counter(charge);
-        }
-        (!positions.is_empty())
-            .then(|| self.decide_by_share(charges, self.share(), requested_at, &positions))
+    fn check_share(&self, charges: &[Charge<'_>], requested_at: Instant) -> Option<Decision> {
+        let is_checked = |charge: &Charge<'_>| self.uses_share_for(charge) && !charge.is_held_back;
+        let mut checked = charges
+            .iter()
+            .filter(|charge| is_checked(charge))
+            .peekable();
+        checked.peek()?;
+        checked.for_each(|charge| self.record_counter(charge));
+        Some(self.decide_by_share(charges, is_checked, requested_at))
     }
 
     /// Whether this process decides the charge in an outage, and the outage of its counter has not
@@ -342,37 +342,33 @@ impl FallbackStore {
         self.write_back.lock().record_counter(charge, partition);
     }
 
-    /// Decides the charges at these positions, in ascending order. The others have no status.
+    /// Decides the charges that meet a condition. All other charges have no status.
     fn decide_by_share(
         &self,
         charges: &[Charge<'_>],
-        share: Share,
+        is_decided: impl Fn(&Charge<'_>) -> bool,
         requested_at: Instant,
-        positions: &[usize],
     ) -> Decision {
-        let included = positions.iter().filter_map(|at| charges.get(*at));
-        let limits = included
+        let (share, part) = (
+            self.share(),
+            ChargePart::new(charges, charges.iter().map(is_decided)),
+        );
+        let decided = part.charges.iter();
+        let limits = decided
             .clone()
             .map(|charge| share.scale_limit(charge.limit));
         let limits: SmallVec<[Limit; 4]> = limits.collect();
-        let share_charges: SmallVec<[Charge<'_>; 4]> = included
-            .zip(&limits)
-            .map(|(charge, limit)| Charge { limit, ..*charge })
-            .collect();
-        let mut decision = self.memory.decide_at(&share_charges, requested_at);
+        let scaled = decided.clone().zip(&limits);
+        let scaled = scaled.map(|(charge, limit)| Charge { limit, ..*charge });
+        let scaled: SmallVec<[Charge<'_>; 4]> = scaled.collect();
+        let mut decision = self.memory.decide_at(&scaled, requested_at);
         // Charge times of the local counter do not apply to Redis. Without them, settlements can
         // charge further units, but can't credit any.
         decision.charged_at_us.clear();
-        let share_statuses = std::mem::take(&mut decision.statuses);
-        decision.statuses = SmallVec::from_elem(None, charges.len());
-        for (position, status) in positions.iter().zip(share_statuses) {
-            if let (Some(charge), Some(target)) =
-                (charges.get(*position), decision.statuses.get_mut(*position))
-            {
-                *target = status.map(|status| correct_share_refusal(charge, status));
-            }
+        for (charge, status) in decided.zip(decision.statuses.iter_mut().flatten()) {
+            correct_share_refusal(charge, status);
         }
-        decision
+        part.expand(decision)
     }
 
     /// Whether charges wait for write-back or are being written back.
@@ -456,16 +452,6 @@ fn deduct_new_leases<'d>(
     statuses
 }
 
-/// The positions of the charges that meet a condition.
-pub(super) fn find_positions(
-    charges: &[Charge<'_>],
-    is_met: impl Fn(&Charge<'_>) -> bool,
-) -> SmallVec<[usize; 4]> {
-    let numbered = charges.iter().enumerate();
-    let matching = numbered.filter(|(_, charge)| is_met(charge));
-    matching.map(|(position, _)| position).collect()
-}
-
 /// Whether this process decides the charge in an outage.
 fn uses_fallback(charge: &Charge<'_>) -> bool {
     charge.has_fallback && !charge.shadow
@@ -473,16 +459,11 @@ fn uses_fallback(charge: &Charge<'_>) -> bool {
 
 /// Changes a permanent refusal by the share to one with an unknown end if the request fits the
 /// whole limit: the refusal lasts as long as the outage.
-fn correct_share_refusal(charge: &Charge<'_>, status: LimitStatus) -> LimitStatus {
-    let is_never = status.refusal == Some(Refusal::Never);
-    let fits = charge.limit.capacity() > 0 && charge.cost <= charge.limit.capacity();
-    if is_never && fits {
-        LimitStatus {
-            refusal: Some(Refusal::Unknown),
-            ..status
-        }
-    } else {
-        status
+fn correct_share_refusal(charge: &Charge<'_>, status: &mut LimitStatus) {
+    let capacity = charge.limit.capacity();
+    let fits = capacity > 0 && charge.cost <= capacity;
+    if status.refusal == Some(Refusal::Never) && fits {
+        status.refusal = Some(Refusal::Unknown);
     }
 }
 

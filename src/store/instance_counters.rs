@@ -100,11 +100,11 @@ pub(super) fn mark_returnable<'c>(charges: &[Charge<'c>]) -> SmallVec<[Charge<'c
 /// The amendments that return the charges of an admitted request, which were marked by
 /// [`mark_returnable`].
 pub(super) fn list_returns(charges: &[Charge<'_>], decision: &Decision) -> Vec<PendingSettlement> {
-    let made = charges.iter().zip(&decision.charged_at_us);
-    let made = made.zip(&decision.statuses).filter(|_| decision.admitted);
-    made.filter_map(|((charge, at_us), status)| {
-        let limit = status.as_ref()?.limit_in_effect(charge.limit);
-        let amendment = charge.return_amendment((*at_us)?);
+    let outcomes = decision.outcomes().filter(|_| decision.admitted);
+    let made = charges.iter().zip(outcomes);
+    made.filter_map(|(charge, outcome)| {
+        let limit = outcome.status?.limit_in_effect(charge.limit);
+        let amendment = charge.return_amendment(outcome.charged_at_us?);
         Some(((limit, charge.key.clone()), amendment))
     })
     .collect()

@@ -80,30 +80,20 @@ impl MemoryStore {
 
     /// Like [`MemoryStore::decide`], for a caller that has just read the clock.
     pub fn decide_at(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
+        let decide = |charges: &[Charge<'_>]| self.decide_by_limits(charges, requested_at);
         let is_dynamic = charges.iter().any(|charge| charge.dynamic.is_some());
         if is_dynamic && let Some(overridden) = self.find_overrides(charges, requested_at) {
-            let limited = overridden.limited_charges(charges);
-            let (positions, limited): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
-                limited.into_iter().unzip();
-            let decision = self.decide_by_limits(&limited, requested_at);
-            let mut decision = overridden.complete_decision(&positions, decision);
-            let reads = overridden.charges_after_ends(&decision, charges);
-            if !reads.is_empty() {
-                let read: SmallVec<[_; 4]> = reads.iter().map(|(_, charge)| *charge).collect();
-                let later = self.decide_by_limits(&read, requested_at);
-                overridden.apply_ends(&mut decision, &reads, &later);
-            }
-            return decision;
+            return overridden.decide(decide, decide);
         }
-        self.decide_by_limits(charges, requested_at)
+        decide(charges)
     }
 
     /// The overrides of the keys of charges. All charges of a key get the same one.
-    fn find_overrides(
+    fn find_overrides<'c>(
         &self,
-        charges: &[Charge<'_>],
+        charges: &'c [Charge<'c>],
         requested_at: Instant,
-    ) -> Option<OverriddenCharges> {
+    ) -> Option<OverriddenCharges<'c>> {
         let now_us = self.clock.instant_to_unix_us(requested_at);
         let now_us = now_us.saturating_add_signed(self.clock.known_wall_shift_us());
         let overrides = self.overrides.read();
@@ -216,7 +206,7 @@ impl MemoryStore {
         let reported_us = locked.time.wall_us;
         self.unlock_and_evict(locked, now_us);
         Decision {
-            override_expiries: Box::default(),
+            override_expiries_ms: Box::default(),
             now_us: reported_us,
             admitted,
             statuses,

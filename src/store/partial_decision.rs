@@ -2,8 +2,7 @@
 
 use super::StoreUnavailable;
 use super::instance_counters::InstanceReservation;
-use crate::limiter::{Charge, Decision};
-use smallvec::SmallVec;
+use crate::limiter::{Charge, ChargePart, Decision};
 use tokio::sync::oneshot;
 
 /// Why a request was not decided, and what the reachable part of the store decided.
@@ -37,34 +36,20 @@ impl PartialDecision {
         (partial, confirmed)
     }
 
-    /// The indexes of the charges whose counter gave no answer.
-    pub(super) fn undecided_positions(&self) -> SmallVec<[usize; 4]> {
-        let statuses = self.decision.statuses.iter().enumerate();
-        statuses
-            .filter_map(|(position, status)| status.is_none().then_some(position))
-            .collect()
+    /// The charges of the request whose counter gave no answer.
+    pub(super) fn undecided_charges<'c>(&self, charges: &[Charge<'c>]) -> ChargePart<'c> {
+        let statuses = self.decision.statuses.iter();
+        ChargePart::new(charges, statuses.map(Option::is_none))
     }
 
-    /// Completes the decision with `local`, a local decision on the charges at `positions`. If
-    /// `local` refuses, the statuses of all other charges are left out, because they include units
-    /// that are being returned.
-    pub(super) fn complete(self, positions: &[usize], local: &Decision) -> Decision {
-        let mut completed = match local.admitted {
-            true => self.confirm_charges(),
-            false => Decision {
-                admitted: false,
-                statuses: SmallVec::from_elem(None, self.decision.statuses.len()),
-                delay_us: 0,
-                charged_at_us: SmallVec::new(),
-                ..self.decision
-            },
-        };
-        for (position, status) in positions.iter().zip(&local.statuses) {
-            if let Some(target) = completed.statuses.get_mut(*position) {
-                *target = status.map(|status| status.convert_clock(local.now_us, completed.now_us));
-            }
+    /// Completes the decision with the local decision on all other charges of the request. If
+    /// `local` refuses, the statuses of this decision are left out, because they include units that
+    /// are being returned.
+    pub(super) fn complete(self, local: Decision) -> Decision {
+        match local.admitted {
+            true => self.confirm_charges().merge(local),
+            false => local,
         }
-        completed
     }
 
     /// Keeps the charges, because the request is forwarded.
@@ -81,16 +66,10 @@ impl PartialDecision {
 }
 
 impl DecisionFailure {
-    /// Expands the partial decision to the whole request ([`Decision::expand_to_request`]).
-    pub(super) fn expand_to_request(
-        mut self,
-        included: &[(usize, Charge<'_>)],
-        charge_count: usize,
-    ) -> Self {
+    /// Expands the partial decision to the whole request.
+    pub(super) fn expand(mut self, part: &ChargePart<'_>) -> Self {
         if let Some(partial) = &mut self.partial {
-            let indices = included.iter().map(|(index, _)| *index);
-            let decision = std::mem::take(&mut partial.decision);
-            partial.decision = decision.expand_to_request(indices, charge_count);
+            partial.decision = part.expand(std::mem::take(&mut partial.decision));
         }
         self
     }

@@ -370,7 +370,7 @@ fn retry_times_are_exact_when_overrides_end() {
             });
             let [memory, redis] = decisions;
             let without_ends = Decision {
-                override_expiries: Box::default(),
+                override_expiries_ms: Box::default(),
                 ..redis
             };
             assert_eq!(

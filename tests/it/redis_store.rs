@@ -184,7 +184,7 @@ impl StateModel {
             <_>::default()
         };
         Decision {
-            override_expiries: Box::default(),
+            override_expiries_ms: Box::default(),
             now_us: time_us,
             admitted,
             statuses: statuses.into(),

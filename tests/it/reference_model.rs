@@ -97,7 +97,7 @@ impl NaiveModel {
                 in_effect: None,
             });
         Decision {
-            override_expiries: Box::default(),
+            override_expiries_ms: Box::default(),
             now_us: clock_us,
             admitted,
             statuses: statuses.map(Some).collect(),

@@ -1,39 +1,39 @@
 //! Reads the limits that a refused request did not ask: `Retry-After` covers all of them.
 
-use super::{ChargePositions, IndexedCharges, RedisDecisionPath, strip_indices};
-use crate::limiter::{Charge, Decision, Refusal};
-use crate::store::fallback::find_positions;
+use super::RedisDecisionPath;
+use crate::limiter::{Charge, ChargePart, Decision, Refusal};
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
-/// The limits that may refuse for longer than a refusal says. Charges with a time were admitted:
-/// their units are being returned.
-pub(super) fn find_unasked_limits(charges: &[Charge<'_>], refusal: &Decision) -> ChargePositions {
-    let has_status = |at: &usize| refusal.statuses.get(*at).is_some_and(Option::is_some);
-    let was_charged = |at: &usize| refusal.charged_at_us.get(*at).is_some_and(Option::is_some);
-    let mut unasked = find_positions(charges, |charge| charge.has_retry_time());
-    unasked.retain(|at| !has_status(at) && !was_charged(at));
-    unasked
+/// Finds the limits that may refuse for longer than a refusal says, with one flag per charge.
+/// Charges with a time were admitted: their units are being returned.
+pub(super) fn find_unasked_limits(
+    charges: &[Charge<'_>],
+    refusal: &Decision,
+) -> SmallVec<[bool; 8]> {
+    let outcomes = charges.iter().zip(refusal.outcomes());
+    let is_unasked = outcomes.map(|(charge, outcome)| {
+        charge.has_retry_time() && outcome.status.is_none() && outcome.charged_at_us.is_none()
+    });
+    is_unasked.collect()
 }
 
 impl RedisDecisionPath<'_> {
-    /// Adds the refusals of the limits at `unknown` to a refusal, so that the client retries when
-    /// all limits admit. Reads the counters without a charge. Limits whose counters give no answer
-    /// stay unknown.
+    /// Adds the refusals of `unknown` limits, one flag per charge, to a refusal, so that the client
+    /// retries when all limits admit. Reads the counters without a charge. Limits whose counters
+    /// give no answer stay unknown.
     pub(super) async fn complete_refusal(
         self,
         charges: &[Charge<'_>],
         refusal: Decision,
-        unknown: &[usize],
+        unknown: &[bool],
         requested_at: Instant,
     ) -> Decision {
-        let unknown = unknown
-            .iter()
-            .filter_map(|at| Some((*at, *charges.get(*at)?)));
-        let unknown: IndexedCharges<'_> = unknown
-            .filter(|(_, charge)| !self.leases.has_units_for(charge))
-            .collect();
-        if unknown.is_empty() {
+        let is_read = charges.iter().zip(unknown);
+        let is_read =
+            is_read.map(|(charge, is_unknown)| *is_unknown && !self.leases.has_units_for(charge));
+        let unknown = ChargePart::new(charges, is_read);
+        if unknown.charges.is_empty() {
             return refusal;
         }
         let statuses = refusal.statuses.iter().flatten();
@@ -43,38 +43,28 @@ impl RedisDecisionPath<'_> {
         });
         let wait_us = waits.max().unwrap_or(0);
         // Boxed, because most refusals need no reading.
-        let read = self.read_statuses(strip_indices(&unknown), requested_at, wait_us);
-        let read = Box::pin(read).await;
-        let indices = unknown.iter().map(|(index, _)| *index);
-        refusal.merge_refusals(read.expand_to_request(indices, charges.len()))
+        let read = self.read_statuses(&unknown.charges, requested_at, wait_us);
+        refusal.merge_refusals(unknown.expand(Box::pin(read).await))
     }
 
     /// Reads counters in Redis without a charge, or their statuses in the deny cache.
     async fn read_statuses(
         self,
-        charges: SmallVec<[Charge<'_>; 4]>,
+        charges: &[Charge<'_>],
         requested_at: Instant,
         wait_us: u64,
     ) -> Decision {
-        let cached = self
-            .deny_cache
-            .find_fresh_statuses(&charges, Instant::now());
+        let cached = self.deny_cache.find_fresh_statuses(charges, Instant::now());
         let (known, unknown) = match cached {
             Some(cached) => (cached.decision, cached.unknown),
-            None => (
-                Decision {
-                    statuses: SmallVec::from_elem(None, charges.len()),
-                    ..Decision::default()
-                },
-                (0..charges.len()).collect(),
-            ),
+            None => (Decision::default(), charges.iter().map(|_| true).collect()),
         };
-        if unknown.is_empty() {
+        let asked = ChargePart::new(charges, unknown);
+        if asked.charges.is_empty() {
             return known;
         }
-        let asked = unknown.iter().filter_map(|at| charges.get(*at).copied());
-        let asked: SmallVec<[Charge<'_>; 4]> = asked.collect();
-        let reads: SmallVec<[Charge<'_>; 4]> = asked.iter().copied().map(Charge::to_read).collect();
+        let reads = asked.charges.iter().copied().map(Charge::to_read);
+        let reads: SmallVec<[Charge<'_>; 4]> = reads.collect();
         let read = match self.redis.decide(&reads, requested_at).await {
             Ok(read) => Some(read),
             Err(failure) => failure.partial.map(|partial| partial.decision),
@@ -85,10 +75,11 @@ impl RedisDecisionPath<'_> {
         read.admitted = false;
         self.redis
             .fallback()
-            .cache_statuses(&asked, &read, requested_at.into_std());
+            .cache_statuses(&asked.charges, &read, requested_at.into_std());
+        let times = (requested_at, Instant::now());
         self.deny_cache
-            .record_reading(&asked, &read, (requested_at, Instant::now()), wait_us);
-        let read = read.expand_to_request(unknown.iter().copied(), charges.len());
+            .record_reading(&asked.charges, &read, times, wait_us);
+        let read = asked.expand(read);
         match known.now_us {
             0 => read,
             _ => known.merge_refusals(read),

@@ -482,7 +482,7 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
         in_effect: None,
     };
     let admitted = Decision {
-        override_expiries: Box::default(),
+        override_expiries_ms: Box::default(),
         now_us: START_US,
         admitted: true,
         statuses: [Some(status)].into_iter().collect(),
@@ -826,7 +826,7 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
         in_effect: None,
     };
     let answer = Decision {
-        override_expiries: Box::default(),
+        override_expiries_ms: Box::default(),
         now_us: START_US,
         admitted: true,
         statuses: SmallVec::from_elem(Some(status), 1),

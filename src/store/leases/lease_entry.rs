@@ -60,6 +60,8 @@ pub(super) struct LeaseDemand {
 /// Units issued to one request.
 #[derive(Debug)]
 pub(super) struct LeasePermit {
+    /// As in [`Charge::policy_number`].
+    pub policy_number: u32,
     pub counters: Arc<LeasedCounters>,
     pub units: u64,
     pub store_end_us: u64,
@@ -138,6 +140,7 @@ impl LeaseEntry {
             in_effect: status.in_effect,
         };
         Some(LeasePermit {
+            policy_number: charge.policy_number,
             counters: Arc::clone(&self.counters),
             units,
             store_end_us: lease.store_end_us,

@@ -147,10 +147,7 @@ impl LeaseTable {
         let Some(charge) = charges.first() else {
             return;
         };
-        let grant = decision
-            .grants
-            .iter()
-            .find(|grant| grant.policy_number == charge.policy_number && decision.admitted);
+        let grant = decision.grants.first().filter(|_| decision.admitted);
         let lifetime_us = grant.map_or(0, |grant| {
             (grant.until_us + 1).saturating_sub(decision.now_us)
         });
@@ -363,7 +360,7 @@ mod tests {
             until_us: 5_100_000,
         };
         Decision {
-            override_expiries: Box::default(),
+            override_expiries_ms: Box::default(),
             now_us: 5_000_000,
             admitted: true,
             statuses: SmallVec::from_elem(Some(status), 1),

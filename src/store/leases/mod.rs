@@ -26,7 +26,7 @@ mod lease_table;
 use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Charge, Decision, Limit, LimitName};
+use crate::limiter::{Charge, ChargePart, Decision, Key, LeaseTerms, Limit, LimitName};
 use clock_reading::ClockReading;
 use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
@@ -56,20 +56,20 @@ pub struct LeasePool {
 pub(super) struct LeasePermitGuard<'l> {
     leases: &'l Arc<LeasePool>,
     redis: &'l RedisStore,
-    /// Permits, each with the index of its policy's first charge.
-    permits: SmallVec<[(usize, LeasePermit); 1]>,
-    /// Refills to start, each with the index of its policy's first charge and the units to request.
-    refills: SmallVec<[(usize, u64, LeaseRefillGuard); 1]>,
+    permits: SmallVec<[LeasePermit; 1]>,
+    /// Refills to start.
+    refills: SmallVec<[LeaseRefill; 1]>,
 }
 
-/// Charges that the store has to decide, with their indices in the request.
-type UnleasedCharges<'c> = SmallVec<[(usize, Charge<'c>); 4]>;
-
-/// Guard of the refill of one key; dropping it ends the refill.
+/// The refill of a policy's lease for one key. Dropping it ends the refill.
 #[derive(Debug)]
-struct LeaseRefillGuard {
+struct LeaseRefill {
     leases: Arc<LeasePool>,
-    key: u128,
+    key: Key,
+    limits: SmallVec<[(Limit, Option<LimitName>); 2]>,
+    lease: Option<LeaseTerms>,
+    requested_units: u64,
+    has_fallback: bool,
 }
 
 impl Default for LeasePool {
@@ -90,13 +90,13 @@ impl LeasePool {
     }
 
     /// Issues leased units for charges of which some have a lease. Waits for a refill if waiting
-    /// may help. Returns the charges that leased units do not cover, with their indices.
+    /// may help. Also returns the charges that leased units do not cover.
     pub(super) async fn take_permits<'l, 'c>(
         self: &'l Arc<Self>,
         redis: &'l RedisStore,
         charges: &[Charge<'c>],
         requested_at: Instant,
-    ) -> (LeasePermitGuard<'l>, UnleasedCharges<'c>) {
+    ) -> (LeasePermitGuard<'l>, ChargePart<'c>) {
         let deadline = requested_at + redis.decision_timeout();
         // Waiting for a refill ends early enough to ask Redis afterwards.
         let wait_deadline = requested_at + redis.decision_timeout() / 2;
@@ -190,36 +190,40 @@ impl LeasePool {
         is_running.then_some((credits, next))
     }
 
-    /// Starts a task that requests a lease of `units` for one policy.
-    fn spawn_refill(
-        guard: LeaseRefillGuard,
-        redis: &RedisStore,
-        policy: &[Charge<'_>],
-        units: u64,
-    ) {
-        let Some(Charge {
-            key,
-            lease,
-            has_fallback,
-            ..
-        }) = policy.first()
-        else {
-            return;
-        };
-        let (key, redis) = ((*key).clone(), redis.clone());
-        let (lease, has_fallback) = (*lease, *has_fallback);
-        let limits: SmallVec<[(Limit, Option<LimitName>); 2]> = policy
-            .iter()
-            .map(|charge| (*charge.limit, charge.dynamic.cloned()))
-            .collect();
+    fn ensure_credit_task(self: &Arc<Self>, redis: &RedisStore) {
+        if !std::mem::replace(&mut *self.is_credit_task_running.lock(), true) {
+            tokio::spawn(run_credit_task(Arc::clone(self), redis.clone()));
+        }
+    }
+}
+
+impl LeaseRefill {
+    /// Prepares to request a lease of `units` for one policy.
+    fn new(leases: &Arc<LeasePool>, policy: &[Charge<'_>], first: &Charge<'_>, units: u64) -> Self {
+        let limits = policy.iter();
+        Self {
+            leases: Arc::clone(leases),
+            key: first.key.clone(),
+            limits: limits
+                .map(|charge| (*charge.limit, charge.dynamic.cloned()))
+                .collect(),
+            lease: first.lease,
+            requested_units: units,
+            has_fallback: first.has_fallback,
+        }
+    }
+
+    /// Starts a task that requests the lease.
+    fn spawn(self, redis: &RedisStore) {
+        let redis = redis.clone();
         tokio::spawn(async move {
-            let leases = &guard.leases;
-            let charges = limits.iter().map(|(limit, dynamic)| Charge {
+            let leases = &self.leases;
+            let charges = self.limits.iter().map(|(limit, dynamic)| Charge {
                 dynamic: dynamic.as_ref(),
-                lease,
-                requested_lease_units: units,
-                has_fallback,
-                ..Charge::new(limit, &key, 0)
+                lease: self.lease,
+                requested_lease_units: self.requested_units,
+                has_fallback: self.has_fallback,
+                ..Charge::new(limit, &self.key, 0)
             });
             let (charges, sent_at): (SmallVec<[_; 2]>, _) =
                 (charges.collect(), ClockReading::now(&leases.clock));
@@ -232,12 +236,6 @@ impl LeasePool {
                 leases.ensure_credit_task(&redis);
             }
         });
-    }
-
-    fn ensure_credit_task(self: &Arc<Self>, redis: &RedisStore) {
-        if !std::mem::replace(&mut *self.is_credit_task_running.lock(), true) {
-            tokio::spawn(run_credit_task(Arc::clone(self), redis.clone()));
-        }
     }
 }
 
@@ -257,7 +255,7 @@ async fn run_credit_task(leases: Arc<LeasePool>, redis: RedisStore) {
 
 impl LeasePermitGuard<'_> {
     /// Issues leased units for each policy with a lease. Returns the charges that the store has to
-    /// decide, with their indices.
+    /// decide.
     ///
     /// # Errors
     ///
@@ -267,62 +265,59 @@ impl LeasePermitGuard<'_> {
         charges: &[Charge<'c>],
         deadline: Instant,
         on_exhausted: OnLeaseExhausted,
-    ) -> Result<UnleasedCharges<'c>, OwnedNotified> {
-        let (now, mut remaining) = (ClockReading::now(&self.leases.clock), SmallVec::new());
-        let mut next = 0;
+    ) -> Result<ChargePart<'c>, OwnedNotified> {
+        let now = ClockReading::now(&self.leases.clock);
         for policy in charges.chunk_by(Charge::is_same_policy) {
-            let first = next;
-            next += policy.len();
             let Some(charge) = policy.first().filter(|charge| charge.lease.is_some()) else {
-                remaining.extend((first..).zip(policy.iter().copied()));
                 continue;
             };
-            let new_guard = || LeaseRefillGuard {
-                leases: Arc::clone(self.leases),
-                key: charge.key.id(),
-            };
+            let new_refill = |units| LeaseRefill::new(self.leases, policy, charge, units);
             match self.leases.table.take_permit(policy, now, on_exhausted) {
                 LeaseAction::Permit {
                     permit,
                     units_to_request,
                 } => {
-                    self.permits.push((first, permit));
+                    self.permits.push(permit);
                     if units_to_request > 0 {
-                        LeasePool::spawn_refill(new_guard(), self.redis, policy, units_to_request);
+                        new_refill(units_to_request).spawn(self.redis);
                     }
                 }
                 LeaseAction::WaitForRefill(refill_done) => return Err(refill_done),
                 LeaseAction::QueryStore { units_to_request } => {
                     if units_to_request > 0 {
-                        self.refills.push((first, units_to_request, new_guard()));
+                        self.refills.push(new_refill(units_to_request));
                     }
-                    remaining.extend((first..).zip(policy.iter().copied()));
                 }
             }
         }
-        if !remaining.is_empty() {
+        if !charges.iter().all(|charge| self.covers(charge)) {
             // The store may take until the deadline, so permits that expire before it are returned,
             // and their charges are sent to the store.
-            let (valid, expiring): (SmallVec<[_; 1]>, SmallVec<[_; 1]>) = self
-                .permits
-                .drain(..)
-                .partition(|(_, permit)| permit.expires_at.instant > deadline);
-            self.permits = valid;
-            for (first, permit) in expiring {
-                self.leases.table.return_permit(&permit);
-                remaining.extend((first..).zip(policy_at(charges, first).iter().copied()));
-            }
-            remaining.sort_unstable_by_key(|(index, _)| *index);
+            let table = &self.leases.table;
+            self.permits.retain(|permit| {
+                let is_valid = permit.expires_at.instant > deadline;
+                if !is_valid {
+                    table.return_permit(permit);
+                }
+                is_valid
+            });
         }
-        Ok(remaining)
+        let unleased = charges.iter().map(|charge| !self.covers(charge));
+        Ok(ChargePart::new(charges, unleased))
+    }
+
+    /// Whether units were issued for the policy of a charge.
+    fn covers(&self, charge: &Charge<'_>) -> bool {
+        let mut permits = self.permits.iter();
+        charge.lease.is_some() && permits.any(|permit| permit.policy_number == charge.policy_number)
     }
 
     /// Requests leases in calls of their own, because a lease serves all callers, even if this
     /// caller disconnects or another policy refuses its request. On one connection, the charges and
     /// the lease request share a batch.
-    pub(super) fn start_refills(&mut self, charges: &[Charge<'_>]) {
-        for (first, units, guard) in self.refills.drain(..) {
-            LeasePool::spawn_refill(guard, self.redis, policy_at(charges, first), units);
+    pub(super) fn start_refills(&mut self) {
+        for refill in self.refills.drain(..) {
+            refill.spawn(self.redis);
         }
     }
 
@@ -331,7 +326,7 @@ impl LeasePermitGuard<'_> {
     /// `timeout`.
     pub(super) fn check_expiry(&self) -> Result<(), StoreUnavailable> {
         let now = ClockReading::now(&self.leases.clock);
-        let has_expired = |(_, permit): &(usize, LeasePermit)| now.has_reached(&permit.expires_at);
+        let has_expired = |permit: &LeasePermit| now.has_reached(&permit.expires_at);
         match self.permits.iter().any(has_expired) {
             true => Err(self.redis.unavailable_error("timeout")),
             false => Ok(()),
@@ -343,27 +338,24 @@ impl LeasePermitGuard<'_> {
         self.permits.clear();
     }
 
-    /// Combines the statuses of leased policies with the decision of the store.
-    pub(super) fn complete_decision(
-        &self,
-        charges: &[Charge<'_>],
-        store_decision: Option<(&[(usize, Charge<'_>)], Decision)>,
-    ) -> Decision {
-        let mut decision = match store_decision {
-            Some((rest, decision)) => {
-                let indices = rest.iter().map(|(index, _)| *index);
-                decision.expand_to_request(indices, charges.len())
-            }
-            None => Decision {
-                now_us: (self.permits.first()).map_or(0, |(_, permit)| permit.store_now_us),
-                admitted: true,
-                statuses: SmallVec::from_elem(None, charges.len()),
-                ..Decision::default()
-            },
+    /// The decision about a request of which all charges have leased units.
+    pub(super) fn decide_request(&self, charges: &[Charge<'_>]) -> Decision {
+        let decision = Decision {
+            now_us: (self.permits.first()).map_or(0, |permit| permit.store_now_us),
+            admitted: true,
+            statuses: SmallVec::from_elem(None, charges.len()),
+            ..Decision::default()
         };
-        for (first, permit) in &self.permits {
-            let targets = decision.statuses.iter_mut().skip(*first);
-            for (target, status) in targets.zip(&permit.statuses) {
+        self.add_statuses(charges, decision)
+    }
+
+    /// Adds the statuses of leased policies to the decision of the store about the request.
+    pub(super) fn add_statuses(&self, charges: &[Charge<'_>], mut decision: Decision) -> Decision {
+        for permit in &self.permits {
+            let targets = charges.iter().zip(&mut decision.statuses);
+            let targets =
+                targets.filter(|(charge, _)| charge.policy_number == permit.policy_number);
+            for ((_, target), status) in targets.zip(&permit.statuses) {
                 *target = Some(*status);
             }
         }
@@ -371,25 +363,17 @@ impl LeasePermitGuard<'_> {
     }
 }
 
-/// The charges of the policy whose first charge has the index `first`.
-fn policy_at<'s, 'c>(charges: &'s [Charge<'c>], first: usize) -> &'s [Charge<'c>] {
-    let rest = charges.get(first..).unwrap_or_default();
-    rest.chunk_by(Charge::is_same_policy)
-        .next()
-        .unwrap_or_default()
-}
-
 impl Drop for LeasePermitGuard<'_> {
     fn drop(&mut self) {
-        for (_, permit) in &self.permits {
+        for permit in &self.permits {
             self.leases.table.return_permit(permit);
         }
     }
 }
 
-impl Drop for LeaseRefillGuard {
+impl Drop for LeaseRefill {
     fn drop(&mut self) {
-        self.leases.table.finish_refill(self.key);
+        self.leases.table.finish_refill(self.key.id());
     }
 }
 

@@ -411,7 +411,7 @@ impl RedisStore {
     }
 
     /// Decides charges in Redis, within `timeout` from `requested_at`. No two charges may name the
-    /// same counter.
+    /// same counter. The servers of charges that are held back count as unreachable.
     ///
     /// # Errors
     /// [`DecisionFailure`] with the kind of the failure. Redis may hold a charge for a request that
@@ -421,34 +421,20 @@ impl RedisStore {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Result<Decision, DecisionFailure> {
-        self.decide_with_held_back(charges, &[], requested_at).await
-    }
-
-    /// Like [`RedisStore::decide`]. The servers of the charges at the positions of `held_back`
-    /// count as unreachable, even if they can be reached by now.
-    ///
-    /// # Errors
-    /// [`DecisionFailure`] as for [`RedisStore::decide`].
-    pub(super) async fn decide_with_held_back(
-        &self,
-        charges: &[Charge<'_>],
-        held_back: &[usize],
-        requested_at: Instant,
-    ) -> Result<Decision, DecisionFailure> {
         let deadline = requested_at + self.context.settings.timeout;
         if self.is_breaker_open() {
             return Err(self.unavailable_error("breaker_open").into());
         }
         let result = if self.is_cluster() {
             // Boxed, because every request's future would include its size otherwise.
-            Box::pin(self.router.decide(charges, held_back, deadline)).await
-        } else if held_back.is_empty() {
+            Box::pin(self.router.decide(charges, deadline)).await
+        } else if charges.iter().any(|charge| charge.is_held_back) {
+            Err((self.router.refuse_held_back(SINGLE_PARTITION), None))
+        } else {
             let decision = self
                 .router
                 .request_decision(SINGLE_PARTITION, charges, deadline);
             decision.await.map_err(|failure| (failure, None))
-        } else {
-            Err((self.router.refuse_held_back(SINGLE_PARTITION), None))
         };
         result.map_err(|(failure, partial)| DecisionFailure {
             unavailable: self.unavailable_error(failure.into_str()),

@@ -83,8 +83,7 @@ impl RedisRouter {
         (router, refresh_task)
     }
 
-    /// Decides charges in any slots. The slots of the charges at the positions of `held_back` count
-    /// as unreachable.
+    /// Decides charges in any slots. The slots of charges that are held back count as unreachable.
     ///
     /// # Errors
     /// When a slot gave no reply, and no other slot refuses the request. The partial decision has
@@ -92,18 +91,11 @@ impl RedisRouter {
     pub(super) async fn decide(
         self: &Arc<Self>,
         charges: &[Charge<'_>],
-        held_back: &[usize],
         deadline: Instant,
     ) -> SplitResult {
         match charges.iter().any(|charge| charge.shard_count > 1) {
-            true => {
-                self.decide_across_shards(charges, held_back, deadline)
-                    .await
-            }
-            false => {
-                let decided = self.decide_by_hash_slot(charges, held_back, deadline);
-                decided.await.0
-            }
+            true => self.decide_across_shards(charges, deadline).await,
+            false => self.decide_by_hash_slot(charges, deadline).await.0,
         }
     }
 
@@ -119,22 +111,21 @@ impl RedisRouter {
     async fn decide_by_hash_slot(
         self: &Arc<Self>,
         charges: &[Charge<'_>],
-        held_back: &[usize],
         deadline: Instant,
     ) -> (SplitResult, Option<JoinHandle<()>>) {
         let parts = match spans_several_hash_slots(charges) {
-            true => HashSlotCharges::from_request(charges, held_back),
+            true => HashSlotCharges::from_request(charges),
             false => {
                 let hash_slot = charges
                     .first()
                     .map_or(0, |charge| hash_slot_for_key(charge.key));
-                if !held_back.is_empty() {
+                if charges.iter().any(|charge| charge.is_held_back) {
                     return (Err((self.refuse_held_back(hash_slot), None)), None);
                 }
                 let decision = self.request_decision(hash_slot, charges, deadline);
                 match decision.await {
                     Err(RedisErrorKind::TryAgain) => {
-                        let parts = HashSlotCharges::from_request(charges, &[]).into_iter();
+                        let parts = HashSlotCharges::from_request(charges).into_iter();
                         parts.flat_map(HashSlotCharges::split_by_charge).collect()
                     }
                     result => return (result.map_err(|failure| (failure, None)), None),

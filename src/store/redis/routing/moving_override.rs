@@ -20,38 +20,29 @@ impl RedisRouter {
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
         let in_effect = self.read_override(hash_slot, &charge, deadline).await?;
+        let request = async |charge: Charge<'_>| {
+            let charge = [charge.without_override()];
+            self.request_decision(hash_slot, &charge, deadline).await
+        };
         let charges = [charge];
-        let without_override = |charge| Charge {
-            dynamic: None,
-            ..charge
+        let Some(overridden) = OverriddenCharges::resolve(&charges, |_| in_effect) else {
+            return request(charge).await;
         };
-        let Some(overridden) = OverriddenCharges::resolve(&[charge], |_| in_effect) else {
-            let charge = without_override(charge);
-            return self.request_decision(hash_slot, &[charge], deadline).await;
-        };
-        let limited = overridden.limited_charges(&[charge]);
-        let Some((position, charge)) = limited.first().copied() else {
+        let limited = overridden.limited_charges();
+        let Some(limited_charge) = limited.charges.first() else {
             // An unlimited key is not charged. A call without a cost tells the time.
-            let charge = without_override(Charge { cost: 0, ..charge });
-            let read = self
-                .request_decision(hash_slot, &[charge], deadline)
-                .await?;
             let decision = Decision {
-                now_us: read.now_us,
+                now_us: request(Charge { cost: 0, ..charge }).await?.now_us,
                 admitted: true,
                 ..Decision::default()
             };
-            return Ok(overridden.complete_decision(&[], decision));
+            return Ok(overridden.complete_decision(&limited, decision));
         };
-        let charge = without_override(charge);
-        let decision = self
-            .request_decision(hash_slot, &[charge], deadline)
-            .await?;
-        let mut decision = overridden.complete_decision(&[position], decision);
-        let reads = overridden.charges_after_ends(&decision, &charges);
-        if let [(_, read)] = reads.as_slice() {
-            let later = self.request_decision(hash_slot, &[*read], deadline).await?;
-            overridden.apply_ends(&mut decision, &reads, &later);
+        let decision = request(*limited_charge).await?;
+        let mut decision = overridden.complete_decision(&limited, decision);
+        let late = overridden.charges_after_ends(&decision);
+        if let Some(read) = late.charges.first() {
+            overridden.apply_ends(&mut decision, &late, request(*read).await?);
         }
         Ok(decision)
     }

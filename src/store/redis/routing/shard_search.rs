@@ -52,7 +52,6 @@ impl RedisRouter {
     pub(super) async fn decide_across_shards(
         self: &Arc<Self>,
         charges: &[Charge<'_>],
-        held_back: &[usize],
         deadline: Instant,
     ) -> SplitResult {
         let is_read = |charge: &Charge<'_>| charge.cost == 0 || charge.is_counted;
@@ -79,7 +78,7 @@ impl RedisRouter {
                     ..*charge
                 })
                 .collect();
-            let decided = self.decide_by_hash_slot(&shard_charges, held_back, deadline);
+            let decided = self.decide_by_hash_slot(&shard_charges, deadline);
             let (result, return_task) = decided.await;
             let mut decision = result?;
             let refusing: SmallVec<[&Charge<'_>; 4]> = charges
@@ -140,13 +139,12 @@ impl RedisRouter {
                 Some(Charge {
                     key,
                     limit,
+                    is_held_back: false,
                     ..*charges.get(*position)?
                 })
             });
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
-        let (result, _) = self
-            .decide_by_hash_slot(&shard_charges, &[], deadline)
-            .await;
+        let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
         // A partial decision is dropped: it has the statuses of shards, and charged nothing.
         let shard_decision = result.map_err(|(failure, _)| (failure, None))?;
         let mut merged = Decision {
@@ -254,7 +252,7 @@ mod tests {
             in_effect: None,
         };
         Decision {
-            override_expiries: Box::default(),
+            override_expiries_ms: Box::default(),
             now_us,
             admitted: false,
             statuses: SmallVec::from_iter([Some(status), None]),

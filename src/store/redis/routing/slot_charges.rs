@@ -24,22 +24,21 @@ pub(super) struct OwnedCharge {
     counts_rejected: bool,
     is_counted: bool,
     fails_closed: bool,
+    is_held_back: bool,
     slot_id: u128,
     dynamic: Option<LimitName>,
 }
 
 impl HashSlotCharges {
-    /// Groups the charges of a request by slot. `held_back` has positions of charges.
-    pub(super) fn from_request(charges: &[Charge<'_>], held_back: &[usize]) -> Vec<Self> {
+    /// Groups the charges of a request by slot.
+    pub(super) fn from_request(charges: &[Charge<'_>]) -> Vec<Self> {
         let owned = charges.iter().enumerate();
         let owned = owned.map(|(position, charge)| OwnedCharge::from_charge(position, charge));
         group_by_hash_slot(owned, |charge| hash_slot_for_key(&charge.key))
             .into_iter()
             .map(|(hash_slot, charges)| Self {
                 hash_slot,
-                is_held_back: charges
-                    .iter()
-                    .any(|charge| held_back.contains(&charge.position)),
+                is_held_back: charges.iter().any(|charge| charge.is_held_back),
                 charges,
             })
             .collect()
@@ -110,6 +109,7 @@ impl OwnedCharge {
             counts_rejected: charge.counts_rejected,
             is_counted: charge.is_counted,
             fails_closed: charge.fails_closed,
+            is_held_back: charge.is_held_back,
             slot_id: charge.slot_id,
             dynamic: charge.dynamic.cloned(),
         }

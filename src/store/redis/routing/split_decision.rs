@@ -38,6 +38,7 @@ struct SplitChargeOutcome<'a> {
     now_us: u64,
     status: Option<LimitStatus>,
     charged_at_us: Option<u64>,
+    override_expires_at_ms: Option<u64>,
     /// The effect that one decision of all parts would have had.
     effect: ChargeEffect,
 }
@@ -238,8 +239,8 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     let mut outcomes = Vec::new();
     for DecidedPart { part, answer } in decided {
         let Ok(answer) = answer else { continue };
-        for (nth, charge) in part.charges.iter().enumerate() {
-            let status = answer.statuses.get(nth).copied().flatten();
+        for (charge, outcome) in part.charges.iter().zip(answer.outcomes()) {
+            let status = outcome.status;
             let position = charge.position;
             let charge = charge.to_creditable_charge();
             outcomes.push(SplitChargeOutcome {
@@ -248,7 +249,8 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
                 charge,
                 now_us: answer.now_us,
                 status,
-                charged_at_us: answer.charged_at_us.get(nth).copied().flatten(),
+                charged_at_us: outcome.charged_at_us,
+                override_expires_at_ms: outcome.override_expires_at_ms,
                 effect: ChargeEffect::NoChange,
             });
         }
@@ -276,17 +278,8 @@ fn merge_decisions(
     let admitted = answers().all(|answer| answer.admitted);
     let now_us = answers().next()?.now_us;
     let delay_us = answers().map(|answer| answer.delay_us).max();
-    let expiries = decided.iter().filter_map(|decided| {
-        let answer = decided.answer.as_ref().ok()?;
-        let expiries = answer.override_expiries.iter();
-        Some(expiries.filter_map(move |(nth, at_ms)| {
-            let at_ms = at_ms.saturating_add(now_us / 1000);
-            let position = decided.part.charges.get(*nth)?.position;
-            Some((position, at_ms.saturating_sub(answer.now_us / 1000)))
-        }))
-    });
     let mut merged = Decision {
-        override_expiries: expiries.flatten().collect(),
+        override_expiries_ms: Box::default(),
         now_us,
         admitted,
         statuses: SmallVec::from_elem(None, charge_count),
@@ -294,7 +287,15 @@ fn merge_decisions(
         grants: SmallVec::new(),
         charged_at_us: SmallVec::from_elem(None, charge_count),
     };
+    let mut expiries_ms = Vec::new();
     for outcome in outcomes {
+        if let Some(at_ms) = outcome.override_expires_at_ms {
+            expiries_ms.resize(charge_count, None);
+            let at_ms = at_ms.saturating_add(now_us / 1000);
+            if let Some(expiry_ms) = expiries_ms.get_mut(outcome.position) {
+                *expiry_ms = Some(at_ms.saturating_sub(outcome.now_us / 1000));
+            }
+        }
         let is_returned = !admitted && outcome.is_reserved();
         if let Some(status) = merged.statuses.get_mut(outcome.position) {
             *status = outcome
@@ -306,6 +307,7 @@ fn merge_decisions(
             *charged_at_us = outcome.charged_at_us;
         }
     }
+    merged.override_expiries_ms = expiries_ms.into();
     Some(merged)
 }
 
@@ -337,7 +339,7 @@ mod tests {
             in_effect: None,
         };
         Decision {
-            override_expiries: Box::default(),
+            override_expiries_ms: Box::default(),
             now_us,
             admitted: true,
             statuses: SmallVec::from_iter([Some(status)]),
@@ -360,7 +362,7 @@ mod tests {
         charges: [Charge<'_>; 2],
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Vec<DecidedPart> {
-        let parts = HashSlotCharges::from_request(&charges, &[]).into_iter();
+        let parts = HashSlotCharges::from_request(&charges).into_iter();
         let parts = parts.flat_map(HashSlotCharges::split_by_charge);
         let decided = parts.zip(answers);
         decided

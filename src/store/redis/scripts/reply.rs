@@ -49,11 +49,14 @@ impl ScriptLibrary {
         let (mut admitted, mut statuses, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
         let has_estimates = charges.iter().any(|charge| charge.is_estimate);
         let mut charged_at_us = SmallVec::new();
-        let mut override_expiries = Vec::new();
+        let mut override_expiries_ms = Vec::new();
         for (index, charge) in charges.iter().enumerate() {
             let (status, expires_at_ms) =
                 parse_charge_status(charge, now_us, position, &mut next_number)?;
-            override_expiries.extend(expires_at_ms.map(|at_ms| (index, at_ms)));
+            if expires_at_ms.is_some() {
+                override_expiries_ms.resize(index, None);
+                override_expiries_ms.push(expires_at_ms);
+            }
             if has_estimates {
                 charged_at_us.push(if charge.is_estimate {
                     parse_charged_at_us(now_us, next_number()?)?
@@ -96,7 +99,7 @@ impl ScriptLibrary {
             delay_us,
             grants,
             charged_at_us,
-            override_expiries: override_expiries.into(),
+            override_expiries_ms: override_expiries_ms.into(),
         })
     }
 
