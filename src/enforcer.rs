@@ -130,12 +130,12 @@ impl Enforcer {
                 (verdict, source)
             }
             Ok((mut decision, source)) => {
+                drop(charges);
                 plan.report_amounts(&mut decision);
                 let slot_guard = slot_guard.and_then(|guard| {
                     let untaken = untaken_slot_action(&decision, source);
-                    plan.retain_taken_slots(guard, &charges, &decision, untaken)
+                    plan.retain_taken_slots(guard, &decision, untaken)
                 });
-                drop(charges);
                 plan.record_decisions(&decision, record_decision);
                 let verdict = Verdict {
                     slot_guard,
@@ -154,14 +154,14 @@ impl Enforcer {
                     Some(_) => None,
                     None => self.store.decide_by_fallback(&charges, partial),
                 };
+                drop(charges);
                 if let Some(decision) = &mut decision {
                     plan.report_amounts(decision);
                 }
                 let slot_guard = slot_guard.and_then(|guard| {
                     let decision = decision.as_ref()?;
-                    plan.retain_taken_slots(guard, &charges, decision, UntakenSlotAction::Release)
+                    plan.retain_taken_slots(guard, decision, UntakenSlotAction::Release)
                 });
-                drop(charges);
                 plan.record_degraded_decisions(decision.as_ref(), record_decision);
                 let estimated_charges = decision
                     .as_ref()

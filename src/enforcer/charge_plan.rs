@@ -6,10 +6,10 @@ use super::planned_policy::{
 };
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Algorithm, Charge, Decision, Key, LimitStatus, MAX_UNITS};
+use crate::limiter::{Charge, ChargeOutcome, Decision, Key, MAX_UNITS};
 use crate::policy::{
-    Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, NamedLimit, OnStoreFailure,
-    OverrideRule, Policy, PolicyAction, PolicyTable,
+    Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
+    Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -208,61 +208,11 @@ impl<'t> ChargePlan<'t> {
         cost_of_blocks_and_slots: u64,
         slot: u128,
     ) -> SmallVec<[Charge<'_>; 4]> {
-        (0..)
-            .zip(&self.planned_policies)
-            .flat_map(|(policy_number, planned_policy)| {
-                let block = planned_policy.block.map(|block| {
-                    let name = planned_policy.limits.first();
-                    let name = name.and_then(|named| planned_policy.dynamic_name(named));
-                    (block, cost_of_blocks_and_slots, name)
-                });
-                // A request takes one slot, whatever its cost.
-                let cost = |limit| {
-                    if is_concurrency_limit(limit) {
-                        cost_of_blocks_and_slots
-                    } else {
-                        planned_policy.cost
-                    }
-                };
-                let limits = planned_policy.limits.iter().enumerate();
-                let limits = limits.map(move |(index, named)| {
-                    let limit = planned_policy.limit_at(index, named);
-                    (limit, cost(limit), planned_policy.dynamic_name(named))
-                });
-                let (key, counted_key) = (&planned_policy.key, &planned_policy.counted_key);
-                let counted = counted_key.iter().flat_map(move |key| {
-                    let name = |named| planned_policy.dynamic_name(named);
-                    planned_policy.counted_limits().map(move |(index, named)| {
-                        let limit = planned_policy.limit_at(index, named);
-                        ((limit, planned_policy.cost, name(named)), &**key, true)
-                    })
-                });
-                block
-                    .into_iter()
-                    .chain(limits)
-                    .map(move |charge| (charge, key, false))
-                    .chain(counted)
-                    .map(move |((limit, cost, dynamic), key, is_counted)| Charge {
-                        policy_number,
-                        shadow: !planned_policy.mode.is_enforced(),
-                        counts_rejected: planned_policy.counts_rejected,
-                        // A block is not settled.
-                        is_estimate: planned_policy.estimate.is_some()
-                            && limit.algorithm != Algorithm::Block
-                            && !is_counted,
-                        is_counted,
-                        slot_id: slot,
-                        has_fallback: planned_policy.policy.on_store_failure
-                            == OnStoreFailure::Local,
-                        fails_closed: planned_policy.policy.on_store_failure
-                            == OnStoreFailure::Closed,
-                        shard_count: planned_policy.shards,
-                        lease: planned_policy.lease,
-                        dynamic,
-                        ..Charge::new(limit, key, cost)
-                    })
-            })
-            .collect()
+        let numbered = (0..).zip(&self.planned_policies);
+        let charges = numbered.flat_map(|(policy_number, planned_policy)| {
+            planned_policy.charges(policy_number, cost_of_blocks_and_slots, slot)
+        });
+        charges.collect()
     }
 
     /// Enters the amounts that the request states into the statuses of its charges, so that
@@ -311,14 +261,9 @@ impl<'t> ChargePlan<'t> {
 
     /// Reserves a slot for each concurrency limit.
     pub(super) fn reserve_slots(&self, slots: &ConcurrencySlots) -> Option<ConcurrencySlotGuard> {
-        let counters = self.planned_policies.iter().flat_map(|planned_policy| {
-            let limits = planned_policy
-                .limits
-                .iter()
-                .filter(|named| is_concurrency_limit(&named.limit));
-            limits.map(|named| (named.limit, planned_policy.key.clone()))
-        });
-        let counters: SmallVec<[LimitAndKey; 1]> = counters.collect();
+        let policies = self.planned_policies.iter();
+        let counters: SmallVec<[LimitAndKey; 1]> =
+            policies.flat_map(PlannedPolicy::slot_counters).collect();
         (!counters.is_empty()).then(|| slots.create_slot_guard(counters))
     }
 
@@ -326,15 +271,13 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn retain_taken_slots(
         &self,
         slot_guard: ConcurrencySlotGuard,
-        charges: &[Charge<'_>],
         decision: &Decision,
         untaken: UntakenSlotAction,
     ) -> Option<ConcurrencySlotGuard> {
-        let (taken, terms) = self.taken_slots(charges, decision);
+        let (taken, terms) = self.taken_slots(decision);
         let is_taken = |(limit, key): &LimitAndKey| {
-            taken
-                .iter()
-                .any(|charge| *charge.limit == *limit && charge.key.id() == key.id())
+            let mut taken = taken.iter();
+            taken.any(|(other, other_key)| other == limit && other_key.id() == key.id())
         };
         let mut slot_guard = slot_guard.retain_taken_counters(is_taken, untaken)?;
         let ends_at = terms
@@ -344,33 +287,29 @@ impl<'t> ChargePlan<'t> {
         Some(slot_guard)
     }
 
-    /// The charges that took slots, and the terms on which the request holds them.
-    pub(super) fn taken_slots<'c, 'k>(
+    /// The counters in which the request took slots, and the terms on which it holds them. A policy
+    /// takes them if it charges all its limits.
+    pub(super) fn taken_slots(
         &self,
-        charges: &'c [Charge<'k>],
         decision: &Decision,
-    ) -> (SmallVec<[&'c Charge<'k>; 1]>, SlotTerms) {
-        // A key without limits takes no slot.
-        let is_refused = |status: &Option<LimitStatus>| {
-            status.is_none_or(|status| status.refusal.is_some() || status.is_unlimited())
-        };
-        let is_policy_refused = |taken_charge: &Charge<'_>| {
-            let mut policy_statuses = charges
-                .iter()
-                .zip(&decision.statuses)
-                .filter(|(charge, _)| taken_charge.is_same_policy(charge) && !charge.is_counted);
-            policy_statuses.any(|(_, status)| is_refused(status))
-        };
-        let taken = charges
-            .iter()
-            .filter(|charge| decision.admitted && is_concurrency_limit(charge.limit));
-        let taken: SmallVec<[&Charge<'_>; 1]> =
-            taken.filter(|charge| !is_policy_refused(charge)).collect();
-        let merged = self.merged_slot_terms.as_deref().copied();
-        let mut terms = merged.filter(|_| !taken.is_empty()).unwrap_or_default();
-        for charge in &taken {
-            let policy = self.planned_policies.get(charge.policy_number as usize);
-            terms = policy.map_or(terms, |policy| terms.combine(policy.slot_terms()));
+    ) -> (SmallVec<[LimitAndKey; 1]>, SlotTerms) {
+        let (mut taken, mut terms) = (SmallVec::new(), SlotTerms::default());
+        let outcomes: SmallVec<[ChargeOutcome; 4]> = decision.outcomes().collect();
+        for (planned_policy, positions) in self.policies_with_positions() {
+            let taken_before = taken.len();
+            if decision.admitted && positions.are_charged(&outcomes) {
+                taken.extend(planned_policy.slot_counters());
+            }
+            if taken.len() > taken_before {
+                terms = terms.combine(planned_policy.slot_terms());
+            }
+        }
+        if let Some(merged) = self
+            .merged_slot_terms
+            .as_deref()
+            .filter(|_| !taken.is_empty())
+        {
+            terms = terms.combine(*merged);
         }
         (taken, terms)
     }
@@ -381,55 +320,40 @@ impl<'t> ChargePlan<'t> {
         decision: &Decision,
         settlements: &SettlementQueue,
     ) -> Vec<EstimatedCharge> {
-        let mut estimates = Vec::new();
-        if !decision.admitted {
-            return estimates;
+        let mut planned = self.planned_policies.iter();
+        if !decision.admitted || planned.all(|planned_policy| planned_policy.estimate.is_none()) {
+            return Vec::new();
         }
-        let status_at = |index: usize| decision.statuses.get(index).copied().flatten();
-        let limit_in_effect = |named: &NamedLimit, index| {
-            status_at(index).map_or(named.limit, |status| status.limit_in_effect(&named.limit))
-        };
-        // A charge without a recorded time gets the time 0, so that no units are credited.
-        let charged_at_us = |index: usize| {
-            decision
-                .charged_at_us
-                .get(index)
-                .copied()
-                .flatten()
-                .unwrap_or_default()
-        };
-        let is_charged = |index| {
-            status_at(index)
-                .is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
-        };
-        for (planned_policy, positions) in self.policies_with_positions() {
-            let mut block_and_limits = positions.block.into_iter().chain(positions.limits.clone());
-            let Some(cost) = planned_policy
-                .estimate
-                .filter(|_| block_and_limits.all(is_charged))
-            else {
-                continue;
-            };
-            let limits = planned_policy.limits.iter().zip(positions.limits);
-            let counters = limits
-                .filter(|(named, _)| !is_concurrency_limit(&named.limit))
-                .map(|(named, index)| {
-                    let counter = (limit_in_effect(named, index), planned_policy.key.clone());
-                    (counter, charged_at_us(index))
-                });
-            let response_counters = planned_policy.counted_key.iter().flat_map(|key| {
-                let limits = planned_policy.counted_limits();
-                let limits = limits.zip(positions.response_counters.clone());
-                limits.map(|((_, named), index)| (limit_in_effect(named, index), Key::clone(key)))
+        let outcomes: SmallVec<[ChargeOutcome; 4]> = decision.outcomes().collect();
+        let policies = self.policies_with_positions();
+        let estimates = policies.filter_map(|(planned_policy, positions)| {
+            let cost = planned_policy.estimate?;
+            if !positions.are_charged(&outcomes) {
+                return None;
+            }
+            let limits = planned_policy.limits.iter();
+            let limits = limits.zip(outcomes.get(positions.limits)?);
+            let limits = limits.filter(|(named, _)| !is_concurrency_limit(&named.limit));
+            let counters = limits.map(|(named, outcome)| {
+                let limit = outcome.limit_in_effect(&named.limit);
+                // Without a recorded time, no units are credited.
+                let charged_at_us = outcome.charged_at_us.unwrap_or_default();
+                ((limit, planned_policy.key.clone()), charged_at_us)
             });
-            estimates.push(EstimatedCharge::new(
+            let responses = outcomes.get(positions.response_counters)?;
+            let responses = planned_policy.counted_limits().zip(responses);
+            let counted_key = planned_policy.counted_key.as_deref();
+            let response_counters = responses.filter_map(|((_, named), outcome)| {
+                Some((outcome.limit_in_effect(&named.limit), counted_key?.clone()))
+            });
+            Some(EstimatedCharge::new(
                 Arc::clone(cost),
                 counters.collect(),
                 response_counters.collect(),
                 settlements.clone(),
-            ));
-        }
-        estimates
+            ))
+        });
+        estimates.collect()
     }
 
     /// The enforced policies, in order.

@@ -109,7 +109,7 @@ pub fn dry_run_request<'t>(
             quota_usage,
         });
     });
-    let (taken, terms) = plan.taken_slots(&charges, &decision);
+    let (taken, terms) = plan.taken_slots(&decision);
     DryRunResult {
         outcome: if decision.admitted {
             DryRunOutcome::Forwarded
@@ -117,10 +117,7 @@ pub fn dry_run_request<'t>(
             DryRunOutcome::Limited
         },
         delay_us: decision.delay_us,
-        slot_counters: taken
-            .iter()
-            .map(|charge| (*charge.limit, charge.key.clone()))
-            .collect(),
+        slot_counters: taken,
         max_duration_us: terms.max_duration_us,
         estimated_charges: plan.estimated_charges(&decision, settlements),
     }

@@ -1,10 +1,11 @@
 //! One policy of a charge plan.
 
-use crate::limiter::{Algorithm, Key, LeaseTerms, Limit, LimitName, LimitStatus};
+use crate::limiter::{Algorithm, Charge, ChargeOutcome, Key, LeaseTerms, Limit, LimitStatus};
 use crate::policy::{
-    EstimateCost, Facts, NamedLimit, Policy, PolicyMode, Quota, RequestAmounts, SelectedLimits,
-    SlotRelease, read_request_amounts,
+    EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyMode, Quota, RequestAmounts,
+    SelectedLimits, SlotRelease, read_request_amounts,
 };
+use crate::store::LimitAndKey;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -14,6 +15,15 @@ pub(super) struct ChargePositions {
     pub block: Option<usize>,
     pub limits: Range<usize>,
     pub response_counters: Range<usize>,
+}
+
+impl ChargePositions {
+    /// Whether the policy charged its block and its limits. `outcomes` has those of all charges.
+    pub(super) fn are_charged(&self, outcomes: &[ChargeOutcome]) -> bool {
+        let first = self.block.unwrap_or(self.limits.start);
+        let own = outcomes.get(first..self.limits.end);
+        own.is_some_and(|own| own.iter().all(ChargeOutcome::is_charged))
+    }
 }
 
 /// The statuses of a policy's block and limits in a decision.
@@ -167,9 +177,50 @@ impl<'t> PlannedPolicy<'t> {
             .unwrap_or(&named.limit)
     }
 
-    /// The name of a limit if overrides in the store apply to it.
-    pub(super) fn dynamic_name<'n>(&self, named: &'n NamedLimit) -> Option<&'n LimitName> {
-        self.is_dynamic.then_some(&named.name)
+    /// The charges of the policy: of its block, its limits, and its response counters.
+    pub(super) fn charges(
+        &self,
+        policy_number: u32,
+        cost_of_blocks_and_slots: u64,
+        slot_id: u128,
+    ) -> impl Iterator<Item = Charge<'_>> {
+        let on_store_failure = self.policy.on_store_failure;
+        let new_charge = move |limit, key, cost, named: &'t NamedLimit| Charge {
+            policy_number,
+            shadow: !self.mode.is_enforced(),
+            counts_rejected: self.counts_rejected,
+            slot_id,
+            has_fallback: on_store_failure == OnStoreFailure::Local,
+            fails_closed: on_store_failure == OnStoreFailure::Closed,
+            shard_count: self.shards,
+            lease: self.lease,
+            dynamic: self.is_dynamic.then_some(&named.name),
+            ..Charge::new(limit, key, cost)
+        };
+        let block = self.block.into_iter().zip(self.limits);
+        let block = block.map(move |(block, named)| {
+            new_charge(block, &self.key, cost_of_blocks_and_slots, named)
+        });
+        let limits = self.limits.iter().enumerate().map(move |(index, named)| {
+            let limit = self.limit_at(index, named);
+            // A request takes one slot, whatever its cost.
+            let cost = match is_concurrency_limit(limit) {
+                true => cost_of_blocks_and_slots,
+                false => self.cost,
+            };
+            Charge {
+                is_estimate: self.estimate.is_some(),
+                ..new_charge(limit, &self.key, cost, named)
+            }
+        });
+        let response_counters = self.counted_key.iter().flat_map(move |key| {
+            let limits = self.counted_limits();
+            limits.map(move |(index, named)| Charge {
+                is_counted: true,
+                ..new_charge(self.limit_at(index, named), key, self.cost, named)
+            })
+        });
+        block.chain(limits).chain(response_counters)
     }
 
     /// The limits with response counters and their indices. Their charges follow those of the limits.
@@ -177,6 +228,14 @@ impl<'t> PlannedPolicy<'t> {
         let has_counters = self.counted_key.is_some();
         let limits = self.limits.iter().enumerate();
         limits.filter(move |(_, named)| has_counters && !is_concurrency_limit(&named.limit))
+    }
+
+    /// The counters of requests in flight, in which a request takes a slot.
+    pub(super) fn slot_counters(&self) -> impl Iterator<Item = LimitAndKey> {
+        let limits = self.limits.iter().enumerate();
+        let limits = limits.map(|(index, named)| self.limit_at(index, named));
+        let slots = limits.filter(|limit| is_concurrency_limit(limit));
+        slots.map(|limit| (*limit, self.key.clone()))
     }
 
     /// The positions of this policy's charges, starting at `first`.

@@ -77,6 +77,19 @@ pub struct ChargeOutcome {
     pub override_expires_at_ms: Option<u64>,
 }
 
+impl ChargeOutcome {
+    /// The limit that was decided: `limit`, or with the amounts of the key's override.
+    pub fn limit_in_effect(&self, limit: &Limit) -> Limit {
+        limit.with_override(self.status.and_then(|status| status.in_effect))
+    }
+
+    /// Whether the limit admitted the charge and counts it. A key without limits counts nothing.
+    pub fn is_charged(&self) -> bool {
+        let status = self.status;
+        status.is_some_and(|status| status.refusal.is_none() && !status.is_unlimited())
+    }
+}
+
 impl Decision {
     /// The outcome of each charge, in order.
     pub fn outcomes(&self) -> impl Iterator<Item = ChargeOutcome> {

@@ -124,7 +124,7 @@ impl Store {
             };
         }
         // Boxed so that requests without Redis need no space for this future.
-        Box::pin(path.decide_without_leases(charges, requested_at)).await
+        Box::pin(path.check_and_decide(charges, requested_at, || ())).await
     }
 
     /// Decides charges of `local` policies that Redis left undecided, by this instance's share.
@@ -243,15 +243,6 @@ impl<'s> RedisDecisionPath<'s> {
         }
     }
 
-    /// Steps 2 to 7.
-    async fn decide_without_leases(
-        self,
-        charges: &[Charge<'_>],
-        requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        self.check_and_decide(charges, requested_at, || ()).await
-    }
-
     /// Steps 2 to 7. Calls `on_passed` if the local checks pass, before Redis decides.
     async fn check_and_decide(
         self,
@@ -300,7 +291,7 @@ impl<'s> RedisDecisionPath<'s> {
         Option<LeasePermitGuard<'s>>,
     ) {
         if charges.iter().all(|charge| charge.lease.is_none()) {
-            let decided = self.decide_without_leases(charges, requested_at).await;
+            let decided = self.check_and_decide(charges, requested_at, || ()).await;
             return (decided, None);
         }
         let taking = self.leases.take_permits(self.redis, charges, requested_at);

@@ -104,3 +104,59 @@ impl From<StoreUnavailable> for DecisionFailure {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::{Algorithm, KeyBuilder, Limit, LimitStatus, Refusal};
+    use smallvec::{SmallVec, smallvec};
+
+    fn decision(now_us: u64, delay_us: u64, refusal: Option<Refusal>) -> Decision {
+        let status = LimitStatus {
+            remaining: 1,
+            next_growth_us: None,
+            refusal,
+            in_effect: None,
+        };
+        Decision {
+            now_us,
+            delay_us,
+            admitted: refusal.is_none(),
+            statuses: smallvec![Some(status)],
+            ..Decision::default()
+        }
+    }
+
+    #[test]
+    fn a_request_decided_in_part_waits_for_all_its_queues_and_reports_only_what_stands() {
+        let limit = Limit {
+            requests: 2,
+            per_us: 1_000_000,
+            algorithm: Algorithm::SlidingLog,
+        };
+        let keys = ["a", "b"].map(|name| KeyBuilder::new(name).finish());
+        let charges = keys.each_ref().map(|key| Charge::new(&limit, key, 1));
+        let complete = |redis_delay_us, local: Decision| {
+            let answered = ChargePart::new(&charges, [true, false]);
+            let redis = answered.expand(decision(1_000, redis_delay_us, None));
+            let (partial, _confirmed) = PartialDecision::new(redis);
+            let undecided = partial.undecided_charges(&charges);
+            assert_eq!(undecided.charges.len(), 1);
+            partial.complete(undecided.expand(local))
+        };
+        for (redis_delay_us, local_delay_us) in [(0, 70), (70, 0), (70, 30)] {
+            let completed = complete(redis_delay_us, decision(9, local_delay_us, None));
+            assert!(completed.admitted);
+            assert_eq!((completed.now_us, completed.delay_us), (1_000, 70));
+            assert!(completed.statuses.iter().all(Option::is_some));
+        }
+        let refused = complete(70, decision(9, 0, Some(Refusal::Until(29))));
+        let refusals: SmallVec<[_; 2]> = refused
+            .statuses
+            .iter()
+            .map(|status| status.map(|status| status.refusal))
+            .collect();
+        assert_eq!(refusals.as_slice(), [None, Some(Some(Refusal::Until(29)))]);
+        assert_eq!((refused.now_us, refused.delay_us), (9, 0));
+    }
+}

@@ -53,6 +53,17 @@ pub struct CallerReply {
     position: CallerPosition,
 }
 
+impl ScriptLibrary {
+    /// Builds the command that decides charges: a batch of one request. `time_us` replaces the
+    /// server's clock in tests.
+    pub fn decide_command(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
+        let mut batch = DecisionBatch::default();
+        let read_clock = || time_us.unwrap_or_else(|| self.read_wall_clock());
+        batch.add_request(self, charges, read_clock);
+        batch.build_command(self, &[1], time_us)
+    }
+}
+
 impl DecisionBatch {
     /// Whether further requests must go to another batch.
     pub fn is_full(&self) -> bool {
@@ -78,6 +89,23 @@ impl DecisionBatch {
         if let Some(existing) = mergeable.and_then(|charge| self.find_identical_request(charge)) {
             return existing;
         }
+        let request_index = self.add_request(script, charges, || script.read_wall_clock());
+        if let (Some(request), Some(charge)) = (self.requests.last_mut(), mergeable) {
+            request.mergeable_charge = Some((*charge.limit, charge.cost));
+        }
+        request_index
+    }
+
+    /// Adds a request. Returns its index. `read_clock` is called for a period of a calendar only.
+    fn add_request(
+        &mut self,
+        script: &ScriptLibrary,
+        charges: &[Charge<'_>],
+        read_clock: impl Fn() -> u64,
+    ) -> usize {
+        if self.requests.is_empty() {
+            self.encoded_text.reserve(192 * charges.len());
+        }
         let (request_index, first_charge) = (self.requests.len(), self.encoded_charges.len());
         for (nth, charge) in charges.iter().enumerate() {
             let start = self.encoded_text.len();
@@ -88,7 +116,7 @@ impl DecisionBatch {
                 charge,
                 charge.limit.requests,
                 nth > 0,
-                || script.read_wall_clock(),
+                &read_clock,
             );
             self.script_flags |= scripts::program_flags_for_charge(charge);
             let encoded = EncodedCharge {
@@ -100,10 +128,9 @@ impl DecisionBatch {
             };
             self.encoded_charges.push(encoded);
         }
-        let mergeable_charge = mergeable.map(|charge| (*charge.limit, charge.cost));
         self.requests.push(BatchedRequest {
             charge_range: first_charge..self.encoded_charges.len(),
-            mergeable_charge,
+            mergeable_charge: None,
         });
         request_index
     }
@@ -164,15 +191,15 @@ impl DecisionBatch {
             }
         }
         scripts::push_time_argument(&mut command, time_us);
-        let mut argument = Vec::with_capacity(64);
         for (charge, repeat_count) in repeated_charges() {
-            argument.clear();
-            argument.extend_from_slice(text(&charge.argument_range));
+            let argument = text(&charge.argument_range);
             if repeat_count > 1 {
-                argument.push(b' ');
-                argument.extend_from_slice(itoa::Buffer::new().format(repeat_count).as_bytes());
+                let mut count = itoa::Buffer::new();
+                command
+                    .write_arg(&[argument, b" ", count.format(repeat_count).as_bytes()].concat());
+            } else {
+                command.write_arg(argument);
             }
-            command.write_arg(&argument);
         }
         command
     }

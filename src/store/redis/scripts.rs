@@ -92,37 +92,6 @@ impl ScriptLibrary {
         Some(text_command)
     }
 
-    /// Builds the command that decides charges. `time_us` replaces the server's clock in tests.
-    pub fn decide_command(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
-        let mut command =
-            self.start_evalsha_command(program_flags_for_charges(charges), charges.len());
-        let mut key = String::with_capacity(192);
-        for charge in charges {
-            key.clear();
-            self.push_counter_key(&mut key, charge);
-            command.write_arg(key.as_bytes());
-        }
-        if charges.iter().any(|charge| charge.dynamic.is_some()) {
-            for charge in charges {
-                key.clear();
-                match charge.dynamic {
-                    Some(_) => self.push_override_key(&mut key, charge.key.quota_id()),
-                    None => self.push_counter_key(&mut key, charge),
-                }
-                command.write_arg(key.as_bytes());
-            }
-        }
-        push_time_argument(&mut command, time_us);
-        let now_us = || time_us.unwrap_or_else(|| self.read_wall_clock());
-        write_charge_arguments(
-            &mut command,
-            charges,
-            |charge| charge.limit.requests,
-            now_us,
-        );
-        command
-    }
-
     /// Builds the command that settles charges.
     pub fn settle_command(&self, settlements: &[Settlement<'_>], time_us: Option<u64>) -> Cmd {
         let algorithms = settlements.iter().fold(SETTLE_FLAG, |flags, settlement| {
@@ -156,8 +125,13 @@ impl ScriptLibrary {
             command.write_arg(key.as_bytes());
         }
         push_time_argument(&mut command, None);
-        // With rate 0, a debt is paid back at the rate of its last charge.
-        write_charge_arguments(&mut command, &charges, |_| 0, || self.read_wall_clock());
+        let mut argument = String::with_capacity(64);
+        for (nth, charge) in charges.iter().enumerate() {
+            argument.clear();
+            // With rate 0, a debt is paid back at the rate of its last charge.
+            push_charge_argument(&mut argument, charge, 0, nth > 0, || self.read_wall_clock());
+            command.write_arg(argument.as_bytes());
+        }
         command
     }
 
@@ -188,21 +162,6 @@ impl ScriptLibrary {
 /// Whether the program with these flags applies overrides of keys.
 pub(super) fn has_overrides(flags: usize) -> bool {
     flags & OVERRIDE_FLAG != 0
-}
-
-/// Writes the arguments of the charges of one request.
-fn write_charge_arguments(
-    command: &mut Cmd,
-    charges: &[Charge<'_>],
-    rate: impl Fn(&Charge<'_>) -> u64,
-    read_clock: impl Fn() -> u64,
-) {
-    let mut argument = String::with_capacity(64);
-    for (nth, charge) in charges.iter().enumerate() {
-        argument.clear();
-        push_charge_argument(&mut argument, charge, rate(charge), nth > 0, &read_clock);
-        command.write_arg(argument.as_bytes());
-    }
 }
 
 #[cfg(test)]

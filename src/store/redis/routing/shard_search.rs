@@ -19,31 +19,67 @@ impl EarlierShardStatuses {
     /// shards.
     fn merge_into(&mut self, decision: &mut Decision) {
         let now_us = decision.now_us;
-        for (at, status) in decision.statuses.iter_mut().enumerate() {
-            let earlier = self.statuses.get(at).copied().flatten();
-            *status = merge_shard_statuses(
-                earlier.map(|earlier| earlier.convert_clock(self.now_us, now_us)),
-                *status,
-            );
+        for (status, earlier) in decision.statuses.iter_mut().zip(&self.statuses) {
+            let earlier = earlier.map(|earlier| earlier.convert_clock(self.now_us, now_us));
+            *status = match (earlier, *status) {
+                (Some(earlier), Some(status)) => Some(merge_shard_statuses(earlier, status)),
+                (earlier, status) => status.or(earlier),
+            };
         }
         let is_refusal = |status: &LimitStatus| status.refusal.is_some();
-        let statuses = decision
-            .statuses
-            .iter()
-            .map(|status| status.filter(is_refusal))
-            .collect();
-        *self = Self { now_us, statuses };
+        let statuses = decision.statuses.iter();
+        *self = Self {
+            now_us,
+            statuses: statuses.map(|status| status.filter(is_refusal)).collect(),
+        };
     }
 }
 
-/// The progress of one policy's search.
+/// One policy of a request, and the shard of it that is tried now.
 struct ShardSearch<'c> {
-    /// The first sharded charge of the policy.
-    first_charge: &'c Charge<'c>,
-    /// The shard that is tried now.
+    policy: &'c [Charge<'c>],
+    /// 1 or less: the policy is not sharded.
+    shard_count: u16,
     current_shard: u16,
     /// Shards that were tried before.
     shards_tried: u16,
+}
+
+impl<'c> ShardSearch<'c> {
+    /// Starts from a random shard.
+    fn new(policy: &'c [Charge<'c>]) -> Self {
+        let shard_count = policy.iter().map(|charge| charge.shard_count).max();
+        let shard_count = shard_count.unwrap_or(1).max(1);
+        Self {
+            policy,
+            shard_count,
+            current_shard: fastrand::u16(..shard_count),
+            shards_tried: 0,
+        }
+    }
+
+    fn is_sharded(&self) -> bool {
+        self.shard_count > 1
+    }
+
+    fn is_shadow(&self) -> bool {
+        self.policy.first().is_some_and(|charge| charge.shadow)
+    }
+
+    fn has_tried_all(&self) -> bool {
+        self.shards_tried >= self.shard_count
+    }
+
+    fn try_next_shard(&mut self) {
+        self.shards_tried += 1;
+        self.current_shard = (self.current_shard + 1) % self.shard_count;
+    }
+
+    /// The keys and the limits of the current shard.
+    fn shard_counters(&self) -> impl Iterator<Item = (Key, Limit)> {
+        let charges = self.policy.iter();
+        charges.map(|charge| shard_key_and_limit(charge, self.current_shard, self.shard_count))
+    }
 }
 
 impl RedisRouter {
@@ -58,20 +94,13 @@ impl RedisRouter {
         if charges.iter().all(is_read) {
             return self.read_all_shards(charges, deadline).await;
         }
-        let mut searches = start_searches(charges);
+        let policies = charges.chunk_by(Charge::is_same_policy);
+        let mut searches: SmallVec<[_; 2]> = policies.map(ShardSearch::new).collect();
         let mut earlier = EarlierShardStatuses::default();
         loop {
-            let assigned_shard = |charge: &Charge<'_>| {
-                let search = find_search(&searches, charge)?;
-                Some((search.current_shard, search.first_charge.shard_count))
-            };
-            let shard_counters: SmallVec<[(Key, Limit); 4]> = charges
-                .iter()
-                .map(|charge| shard_key_and_limit(charge, assigned_shard(charge)))
-                .collect();
-            let shard_charges: SmallVec<[Charge<'_>; 4]> = charges
-                .iter()
-                .zip(&shard_counters)
+            let counters = searches.iter().flat_map(ShardSearch::shard_counters);
+            let counters: SmallVec<[(Key, Limit); 4]> = counters.collect();
+            let shard_charges: SmallVec<[Charge<'_>; 4]> = (charges.iter().zip(&counters))
                 .map(|(charge, (key, limit))| Charge {
                     key,
                     limit,
@@ -81,32 +110,24 @@ impl RedisRouter {
             let decided = self.decide_by_hash_slot(&shard_charges, deadline);
             let (result, return_task) = decided.await;
             let mut decision = result?;
-            let refusing: SmallVec<[&Charge<'_>; 4]> = charges
-                .iter()
-                .zip(&decision.statuses)
-                .filter(|(_, status)| status.is_some_and(|status| status.refusal.is_some()))
-                .map(|(charge, _)| charge)
-                .collect();
             // Another shard may admit the request, but only if no other policy refuses.
-            let mut enforced = refusing.iter().filter(|charge| !charge.shadow);
-            let others_refuse = enforced.any(|charge| charge.shard_count <= 1);
-            let (mut is_continued, mut is_exhausted) = (false, false);
+            let (mut is_continued, mut is_final) = (false, decision.admitted);
+            let mut statuses = decision.statuses.as_slice();
             for search in &mut searches {
-                let policy_charge = search.first_charge;
-                if policy_charge.shadow
-                    || !refusing.iter().any(|one| one.is_same_policy(policy_charge))
-                {
+                let own = take_statuses_of_policy(&mut statuses, search.policy);
+                let mut refusals = own.iter().flatten().filter_map(|status| status.refusal);
+                if search.is_shadow() || refusals.next().is_none() {
                     continue;
                 }
-                is_continued = true;
-                search.shards_tried += 1;
-                search.current_shard = (search.current_shard + 1) % policy_charge.shard_count;
-                is_exhausted |= search.shards_tried >= policy_charge.shard_count;
+                if search.is_sharded() {
+                    search.try_next_shard();
+                    is_continued = true;
+                }
+                is_final |= !search.is_sharded() || search.has_tried_all();
             }
-            let is_final = decision.admitted || others_refuse || is_exhausted || !is_continued;
             earlier.merge_into(&mut decision);
-            if is_final {
-                hide_statuses_of_unfinished_searches(charges, &searches, &mut decision);
+            if is_final || !is_continued {
+                hide_statuses_of_unfinished_searches(&searches, &mut decision);
                 return Ok(decision);
             }
             // Waits until the charges of this attempt are returned, so that they do not use up the
@@ -123,104 +144,74 @@ impl RedisRouter {
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> SplitResult {
-        let shard_counters = charges.iter().enumerate().flat_map(|(position, charge)| {
-            let shards = charge.shard_count.max(1);
-            (0..shards).map(move |at| {
-                (
-                    position,
-                    shard_key_and_limit(charge, Some((at, shards)).filter(|_| shards > 1)),
-                )
-            })
+        let by_shard = charges.iter().flat_map(|charge| {
+            let shard_count = charge.shard_count.max(1);
+            (0..shard_count)
+                .map(move |shard| (charge, shard_key_and_limit(charge, shard, shard_count)))
         });
-        let shard_counters: Vec<(usize, (Key, Limit))> = shard_counters.collect();
-        let shard_charges = shard_counters
-            .iter()
-            .filter_map(|(position, (key, limit))| {
-                Some(Charge {
-                    key,
-                    limit,
-                    is_held_back: false,
-                    ..*charges.get(*position)?
-                })
-            });
+        let by_shard: Vec<(&Charge<'_>, (Key, Limit))> = by_shard.collect();
+        let shard_charges = by_shard.iter().map(|(charge, (key, limit))| Charge {
+            key,
+            limit,
+            is_held_back: false,
+            ..**charge
+        });
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
         let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
         // A partial decision is dropped: it has the statuses of shards, and charged nothing.
-        let shard_decision = result.map_err(|(failure, _)| (failure, None))?;
-        let mut merged = Decision {
-            statuses: SmallVec::from_elem(None, charges.len()),
-            charged_at_us: SmallVec::new(),
-            ..shard_decision.clone()
-        };
-        for ((position, _), status) in shard_counters.iter().zip(shard_decision.statuses) {
-            if let (Some(sum), Some(status)) = (merged.statuses.get_mut(*position), status) {
-                let remaining = sum.map_or(0, |sum: LimitStatus| sum.remaining) + status.remaining;
-                *sum = merge_shard_statuses(*sum, Some(status)).map(|either| LimitStatus {
-                    remaining,
-                    ..either
-                });
-            }
-        }
-        Ok(merged)
+        let mut decision = result.map_err(|(failure, _)| (failure, None))?;
+        let mut shard_statuses = std::mem::take(&mut decision.statuses).into_iter();
+        let statuses = charges.iter().map(|charge| {
+            let own = shard_statuses
+                .by_ref()
+                .take(charge.shard_count.max(1).into());
+            own.flatten().reduce(|sum, status| LimitStatus {
+                remaining: sum.remaining + status.remaining,
+                ..merge_shard_statuses(sum, status)
+            })
+        });
+        decision.statuses = statuses.collect();
+        decision.charged_at_us.clear();
+        Ok(decision)
     }
 }
 
-/// Starts a search for each sharded policy, from a random shard.
-fn start_searches<'c>(charges: &'c [Charge<'c>]) -> SmallVec<[ShardSearch<'c>; 2]> {
-    let mut searches: SmallVec<[ShardSearch<'_>; 2]> = SmallVec::new();
-    for charge in charges.iter().filter(|charge| charge.shard_count > 1) {
-        if find_search(&searches, charge).is_none() {
-            searches.push(ShardSearch {
-                first_charge: charge,
-                current_shard: fastrand::u16(..charge.shard_count),
-                shards_tried: 0,
-            });
-        }
-    }
-    searches
-}
-
-/// The search of a charge's policy.
-fn find_search<'s, 'c>(
-    searches: &'s [ShardSearch<'c>],
-    charge: &Charge<'_>,
-) -> Option<&'s ShardSearch<'c>> {
-    let mut searches = searches.iter();
-    searches.find(|search| charge.is_same_policy(search.first_charge))
+/// Takes the statuses of the next policy from those of a request.
+fn take_statuses_of_policy<'d>(
+    statuses: &mut &'d [Option<LimitStatus>],
+    policy: &[Charge<'_>],
+) -> &'d [Option<LimitStatus>] {
+    let own = statuses.split_off(..policy.len().min(statuses.len()));
+    own.unwrap_or_default()
 }
 
 /// Removes the statuses of policies that did not ask all their shards from a refusal, because a
 /// shard that was not asked may admit the request.
-fn hide_statuses_of_unfinished_searches(
-    charges: &[Charge<'_>],
-    searches: &[ShardSearch<'_>],
-    decision: &mut Decision,
-) {
-    for (charge, status) in charges.iter().zip(&mut decision.statuses) {
-        let is_unfinished = find_search(searches, charge)
-            .is_some_and(|search| search.shards_tried < search.first_charge.shard_count);
-        if !decision.admitted && is_unfinished {
-            *status = None;
-        }
+fn hide_statuses_of_unfinished_searches(searches: &[ShardSearch<'_>], decision: &mut Decision) {
+    if decision.admitted {
+        return;
+    }
+    let mut statuses = decision.statuses.iter_mut();
+    for search in searches {
+        let own = statuses.by_ref().take(search.policy.len());
+        let is_hidden = search.is_sharded() && !search.has_tried_all();
+        own.filter(|_| is_hidden).for_each(|status| *status = None);
     }
 }
 
 /// The key and the limit of one shard.
-fn shard_key_and_limit(charge: &Charge<'_>, shard: Option<(u16, u16)>) -> (Key, Limit) {
-    match shard {
-        Some((at, of)) => (charge.key.shard_key(at), charge.limit.shard_limit(at, of)),
-        None => (charge.key.clone(), *charge.limit),
+fn shard_key_and_limit(charge: &Charge<'_>, shard: u16, shard_count: u16) -> (Key, Limit) {
+    match shard_count {
+        0 | 1 => (charge.key.clone(), *charge.limit),
+        _ => (
+            charge.key.shard_key(shard),
+            charge.limit.shard_limit(shard, shard_count),
+        ),
     }
 }
 
 /// Merges the statuses of two shards of a limit: the larger remainder, and the earlier times.
-fn merge_shard_statuses(
-    one: Option<LimitStatus>,
-    other: Option<LimitStatus>,
-) -> Option<LimitStatus> {
-    let (Some(one), Some(other)) = (one, other) else {
-        return other.or(one);
-    };
+fn merge_shard_statuses(one: LimitStatus, other: LimitStatus) -> LimitStatus {
     let earlier =
         |a: Option<u64>, b: Option<u64>| a.zip(b).map_or(a.or(b), |(a, b)| Some(a.min(b)));
     let refusal = match (one.refusal, other.refusal) {
@@ -231,12 +222,12 @@ fn merge_shard_statuses(
         (Some(Refusal::Never), refusal) | (refusal, Some(Refusal::Never)) => refusal,
         (one, other) => one.and(other),
     };
-    Some(LimitStatus {
+    LimitStatus {
         remaining: one.remaining.max(other.remaining),
         next_growth_us: earlier(one.next_growth_us, other.next_growth_us),
         refusal,
         in_effect: one.in_effect,
-    })
+    }
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@
 use super::router::RedisRouter;
 use super::slot_charges::HashSlotCharges;
 use crate::limiter::{
-    Amendment, Charge, ChargeEffect, Decision, Limit, LimitStatus, determine_effect,
+    Amendment, Charge, ChargeEffect, ChargeOutcome, Decision, Limit, LimitStatus, determine_effect,
 };
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::{PartialDecision, Settlement};
@@ -36,9 +36,7 @@ struct SplitChargeOutcome<'a> {
     limit: Limit,
     /// The clock of the part's server.
     now_us: u64,
-    status: Option<LimitStatus>,
-    charged_at_us: Option<u64>,
-    override_expires_at_ms: Option<u64>,
+    outcome: ChargeOutcome,
     /// The effect that one decision of all parts would have had.
     effect: ChargeEffect,
 }
@@ -58,18 +56,18 @@ impl DecidedPart {
 impl SplitChargeOutcome<'_> {
     /// Whether units were charged that a refusal of the request returns.
     fn is_reserved(&self) -> bool {
-        self.charged_at_us.is_some() && !self.charge.is_block()
+        self.outcome.charged_at_us.is_some() && !self.charge.is_block()
     }
 
     /// Whether a block starts that was decided apart from its limit.
     fn starts_block(&self) -> bool {
         let is_start = self.charge.is_block() && self.effect == ChargeEffect::Charge;
-        is_start && self.charged_at_us.is_none()
+        is_start && self.outcome.charged_at_us.is_none()
     }
 
     fn final_status(&self) -> Option<LimitStatus> {
         let ends_us = self.now_us.saturating_add(self.charge.limit.per_us);
-        self.status.map(|status| match self.starts_block() {
+        self.outcome.status.map(|status| match self.starts_block() {
             true => LimitStatus {
                 remaining: 0,
                 next_growth_us: Some(ends_us),
@@ -83,7 +81,7 @@ impl SplitChargeOutcome<'_> {
     /// had. `is_dropped`: the request is not forwarded although no limit refuses it.
     fn correction(&self, is_dropped: bool) -> Option<Settlement<'_>> {
         let is_kept = self.effect != ChargeEffect::NoChange && !is_dropped;
-        let amendment = match self.charged_at_us {
+        let amendment = match self.outcome.charged_at_us {
             Some(at_us) if self.is_reserved() && !is_kept => self.charge.return_amendment(at_us),
             _ if self.starts_block() => Amendment::Charge(1),
             _ => return None,
@@ -240,17 +238,14 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     for DecidedPart { part, answer } in decided {
         let Ok(answer) = answer else { continue };
         for (charge, outcome) in part.charges.iter().zip(answer.outcomes()) {
-            let status = outcome.status;
             let position = charge.position;
             let charge = charge.to_creditable_charge();
             outcomes.push(SplitChargeOutcome {
                 position,
-                limit: status.map_or(*charge.limit, |status| status.limit_in_effect(charge.limit)),
+                limit: outcome.limit_in_effect(charge.limit),
                 charge,
                 now_us: answer.now_us,
-                status,
-                charged_at_us: outcome.charged_at_us,
-                override_expires_at_ms: outcome.override_expires_at_ms,
+                outcome,
                 effect: ChargeEffect::NoChange,
             });
         }
@@ -259,7 +254,7 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
         outcomes.iter().map(|outcome| outcome.charge).collect();
     let refusals: SmallVec<[_; 4]> = outcomes
         .iter()
-        .map(|outcome| outcome.status.and_then(|status| status.refusal))
+        .map(|split| split.outcome.status.and_then(|status| status.refusal))
         .collect();
     for (at, outcome) in outcomes.iter_mut().enumerate() {
         outcome.effect = determine_effect(&charges, &refusals, at);
@@ -289,7 +284,7 @@ fn merge_decisions(
     };
     let mut expiries_ms = Vec::new();
     for outcome in outcomes {
-        if let Some(at_ms) = outcome.override_expires_at_ms {
+        if let Some(at_ms) = outcome.outcome.override_expires_at_ms {
             expiries_ms.resize(charge_count, None);
             let at_ms = at_ms.saturating_add(now_us / 1000);
             if let Some(expiry_ms) = expiries_ms.get_mut(outcome.position) {
@@ -304,7 +299,7 @@ fn merge_decisions(
                 .map(|status| status.convert_clock(outcome.now_us, now_us));
         }
         if let Some(charged_at_us) = merged.charged_at_us.get_mut(outcome.position) {
-            *charged_at_us = outcome.charged_at_us;
+            *charged_at_us = outcome.outcome.charged_at_us;
         }
     }
     merged.override_expiries_ms = expiries_ms.into();
