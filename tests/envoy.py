@@ -657,6 +657,8 @@ http:
     print("   traefik, in flight:", *statuses)
     assert statuses == [{200: 10, 429: 4}] * 2, statuses
 
+    whole_traefik(upstream, tidegate)
+
     # Two instances of each share one quota in Redis.
     page = section("docs/migration/traefik-ratelimit.md", "redis")
     shared = re.sub(r"redis:6379", f"127.0.0.1:{redis}", block("yaml", page=page))
@@ -687,6 +689,35 @@ http:
     toml = block("toml", page=page).replace("burst = 100", "burst = 20")
     side_by_side("envoy, local", lambda number: start_envoy(f"envoy-local-{number}", envoy_config(local, "", app)),
                  tidegate("tidegate-local", toml), seeded(25, 8))
+
+
+def whole_traefik(upstream, tidegate):
+    """The whole configuration of the page, as a file and as labels, gets the same requests as its translation."""
+    page = section("docs/migration/traefik-ratelimit.md", "A whole configuration")
+    service = {"app": {"loadBalancer": {"servers": [{"url": upstream}]}}}
+    labels = {}
+    for name, value in re.findall(r'- "traefik\.([^=]+)=(.*)"', block("yaml", "labels:", page=page)):
+        *parents, last = name.split(".")
+        table = labels
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[last] = value.split(",") if last == "middlewares" else value
+    for router in labels["http"]["routers"].values():
+        router["service"] = "app"
+    labels["http"]["services"] = service
+    text = block("yaml", "routers:", page=page) + indented(f"services: {json.dumps(service)}", 2)
+    fronts = [start_traefik("traefik-whole-file", text), start_traefik("traefik-whole-labels", json.dumps(labels))]
+    for front in fronts:
+        until("its routes", lambda port=front: ask(port, "/ready", Host="shop.example")[0] == 200)
+    ports = fronts + [tidegate("tidegate-whole", block("toml", page=page))()]
+    chosen = random.Random(5)
+    requests = [(chosen.choice(["/api/a", "/apis", "/x"]), chosen.choice(["GET", "GET", "POST"]),
+                 chosen.choice(["ann", "bob", "cid", "dot"])) for _ in range(120)]
+    statuses = [[ask(port, path, method, Host="shop.example", X_User=user)[0] for path, method, user in requests]
+                for port in ports]
+    print("   traefik, a whole configuration: admitted", *(found.count(200) for found in statuses), "of", len(requests))
+    assert statuses[0] == statuses[1] == statuses[2], statuses
+    assert 429 in statuses[2]
 
 
 def redis_cli(port, *command):

@@ -1,6 +1,7 @@
 //! nginx and the proxy get the same requests and must behave as `docs/migration/` describes.
 
 use super::documentation::{CodeBlock, read_code_blocks};
+use super::migration_products::SeededChoices;
 use super::support::TEST_TIMEOUT;
 use super::support::client::{ClientRequest, RawClient};
 use super::support::nginx::Nginx;
@@ -287,5 +288,44 @@ async fn requests_beyond_the_limit_conn_of_nginx_are_refused() {
             );
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
+    }
+}
+
+/// Requests of several clients, with and without API keys, to all locations of one server. Both
+/// give each one the same answer.
+#[tokio::test]
+async fn a_whole_server_of_nginx_is_translated() {
+    let pair = ProxyPair::from_page_section("A whole server").await;
+    let mut answers = Vec::new();
+    for (target, address) in pair.targets() {
+        let mut choices = SeededChoices(11);
+        let mut seen = Vec::new();
+        for _ in 0..300 {
+            let path = *choices.choose(&["/api/a", "/api/b", "/beta/x", "/downloads/x", "/x"]);
+            let client = *choices.choose(&["192.0.2.1", "192.0.2.2", "10.1.2.3", "198.51.100.7"]);
+            let key = *choices.choose(&["", "", "one", "two"]);
+            let mut request =
+                ClientRequest::new(address, "GET", path).header("x-forwarded-for", client);
+            if !key.is_empty() {
+                request = request.header("x-api-key", key);
+            }
+            let answer = request.send().await;
+            let refusal = (answer.status == 429).then(|| answer.text());
+            seen.push((path, client, key, refusal));
+        }
+        let logins = (0..8).map(|_| ClientRequest::new(address, "GET", "/login").send());
+        let logins = join_all(logins).await;
+        let refused = logins.iter().filter(|answer| answer.status == 429);
+        assert_eq!(refused.count(), 4, "{target}: one at once, and three later");
+        answers.push(seen);
+    }
+    for (number, (nginx, tidegate)) in answers[0].iter().zip(&answers[1]).enumerate() {
+        assert_eq!(nginx, tidegate, "request {number}");
+    }
+    for path in ["/api/a", "/x", "/downloads/x"] {
+        let is_refusal = |one: &&(_, _, _, Option<String>)| {
+            one.0 == path && one.3.as_deref() == Some("{\"error\":\"slow down\"}")
+        };
+        assert!(answers[0].iter().any(|one| is_refusal(&one)), "{path}");
     }
 }

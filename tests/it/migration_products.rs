@@ -33,10 +33,10 @@ impl WindowCounts {
 }
 
 /// A reproducible sequence of choices.
-struct SeededChoices(u64);
+pub struct SeededChoices(pub u64);
 
 impl SeededChoices {
-    fn choose<'a, T>(&mut self, from: &'a [T]) -> &'a T {
+    pub fn choose<'a, T>(&mut self, from: &'a [T]) -> &'a T {
         self.0 = self
             .0
             .wrapping_mul(6_364_136_223_846_793_005)
@@ -283,6 +283,41 @@ async fn a_tree_of_descriptors_is_translated() {
         refused += usize::from(!admitted);
     }
     assert!((50..280).contains(&refused), "{refused}");
+}
+
+/// Rules of a `BackendTrafficPolicy`, by their documentation: a request is refused if any rule whose
+/// conditions hold is exceeded, and a header that is absent fits no condition.
+#[tokio::test]
+async fn rules_of_envoy_gateway_are_translated() {
+    let config = page_config("docs/migration/envoy-ratelimit.md", "Envoy Gateway")
+        .replace("requests = 1000,", "requests = 120,")
+        .replace("requests = 100,", "requests = 9,");
+    let config = config.replace("[client]\n", "[client]\ntrusted_proxies = ['127.0.0.1']\n");
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&config, upstream.address).await;
+    let (mut counts, mut choices, mut refused) = (WindowCounts::default(), SeededChoices(21), 0);
+    for n in 0..300 {
+        let client = *choices.choose(&["192.0.2.1", "192.0.2.2", "192.0.2.3"]);
+        let user = *choices.choose(&["", "", "ann", "bob", "cid"]);
+        let plan = *choices.choose(&["", "free", "gold"]);
+        let mut counters = vec![("route".to_owned(), 120)];
+        let mut request = proxy.request("GET", "/").header("X-Forwarded-For", client);
+        if !user.is_empty() {
+            request = request.header("X-User-Id", user);
+            counters.push((format!("user {user}"), 9));
+        }
+        if !plan.is_empty() {
+            request = request.header("X-Plan", plan);
+        }
+        if plan == "free" {
+            counters.push((format!("free {client}"), 10));
+        }
+        let expected = counts.charge_all(&counters);
+        let status = request.send().await.status;
+        assert_eq!(status, if expected { 200 } else { 429 }, "request {n}");
+        refused += usize::from(!expected);
+    }
+    assert!((100..250).contains(&refused), "{refused}");
 }
 
 /// Status of the n-th request, for the examples in the documentation of Kong and APISIX.
