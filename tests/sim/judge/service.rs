@@ -154,7 +154,10 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
                 };
                 let is_left = record.decided_us.is_none() || !one.is_healthy && has_late_calls(run);
                 let end_us = if is_left { end_us + ttl_us } else { end_us };
+                let is_nothing =
+                    policy.is_of_instance && matches!(record.outcome, Outcome::Refused { .. });
                 one.request != refused.request
+                    && !is_nothing
                     && one.arrived_us <= refused.decided_us
                     && refused.arrived_us <= end_us
             };
@@ -222,7 +225,10 @@ fn possible_units(
     let is_recent = one.decided_us + RETURN_US >= refused.arrived_us;
     match record.outcome {
         // A reservation in another slot is returned soon.
-        Outcome::Refused { .. } if is_recent => policy.cost(&run.scenario.requests[one.request]),
+        // An instance keeps nothing for requests that Redis refuses.
+        Outcome::Refused { .. } if is_recent && !policy.is_of_instance => {
+            policy.cost(&run.scenario.requests[one.request])
+        }
         _ if policy.counts_responses => lockouts::possible_units(run, policy, one, refused),
         _ => one.most_units,
     }
