@@ -1,7 +1,7 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
 use super::charge_plan::ChargePlan;
-use super::planned_policy::PlannedPolicy;
+use super::planned_policy::{PlannedPolicy, PolicyStatuses};
 use crate::limiter::{Key, Limit, LimitStatus};
 use crate::policy::{
     Facts, KeyDigests, KeyError, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
@@ -78,40 +78,43 @@ pub async fn explain_request<'t>(
                 )),
                 _ => None,
             });
-    let mut now_us = None;
-    for plan in separate_shared_counters(planned_policies.collect()) {
-        let decision = match store.decide(&plan.build_charges(0, 0)).await {
-            Ok(mut decision) => {
-                plan.report_amounts(&mut decision);
-                decision
-            }
-            Err(unavailable) => {
-                return PolicyExplanation {
-                    steps,
-                    store: Err(unavailable),
-                };
-            }
-        };
-        for (planned_policy, statuses) in plan.policies_with_statuses(&decision) {
+    let read = read_policies(
+        store,
+        planned_policies.collect(),
+        |planned_policy, statuses| {
             let step = steps.get_mut(planned_policy.policy_index);
             if let Some((_, PolicyStep::Limits(limits))) = step {
                 limits.blocked_until_us = statuses.blocked_until_us();
                 limits.statuses = statuses.limits.iter().flatten().copied().collect();
             }
+        },
+    );
+    let store = read.await;
+    PolicyExplanation { steps, store }
+}
+
+/// Reads the counters of planned policies without a charge, and reports the statuses of each
+/// policy. Returns the store's clock at the first reading, `None` without policies.
+pub(super) async fn read_policies<'t>(
+    store: &Store,
+    planned_policies: Vec<PlannedPolicy<'t>>,
+    mut report: impl FnMut(&PlannedPolicy<'t>, PolicyStatuses<'_>),
+) -> Result<Option<u64>, StoreUnavailable> {
+    let mut now_us = None;
+    for plan in separate_shared_counters(planned_policies) {
+        let mut decision = store.decide(&plan.build_charges(0, 0)).await?;
+        plan.report_amounts(&mut decision);
+        for (planned_policy, statuses) in plan.policies_with_statuses(&decision) {
+            report(planned_policy, statuses);
         }
         now_us = now_us.or(Some(decision.now_us));
     }
-    PolicyExplanation {
-        steps,
-        store: Ok(now_us),
-    }
+    Ok(now_us)
 }
 
 /// Divides planned policies so that no plan has a key twice: policies with one `counter` read it
 /// one after the other, each by its own limits.
-pub(super) fn separate_shared_counters(
-    planned_policies: Vec<PlannedPolicy<'_>>,
-) -> Vec<ChargePlan<'_>> {
+fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<ChargePlan<'_>> {
     let mut plans: Vec<ChargePlan<'_>> = Vec::new();
     for planned_policy in planned_policies {
         let lacks_key = |plan: &&mut ChargePlan<'_>| {

@@ -1,6 +1,6 @@
 //! The limits of one client, read for the client itself.
 
-use super::explain::separate_shared_counters;
+use super::explain::read_policies;
 use super::planned_policy::PlannedPolicy;
 use super::{
     Enforcer, LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, Verdict,
@@ -52,40 +52,35 @@ impl Enforcer {
                 policies: Vec::new(),
             };
         }
-        let (mut now_us, mut policies) = (None, Vec::new());
-        for plan in separate_shared_counters(plan_without_cost(client)) {
-            let decision = match self.store.decide(&plan.build_charges(0, 0)).await {
-                Ok(mut decision) => {
-                    plan.report_amounts(&mut decision);
-                    decision
-                }
-                Err(unavailable) => {
-                    return OwnLimits {
-                        verdict: unavailable_verdict(unavailable.retry_after_us),
-                        policies: Vec::new(),
-                    };
-                }
+        let mut policies = Vec::new();
+        let planned_policies = plan_without_cost(client);
+        let read = read_policies(&self.store, planned_policies, |planned_policy, statuses| {
+            let limits = planned_policy.limits.iter().zip(statuses.limits);
+            let reports = limits.filter_map(|(limit, status)| {
+                let status = status.filter(|status| !status.is_unlimited())?;
+                let key_id = planned_policy.key.id();
+                Some(LimitReport {
+                    limit,
+                    status,
+                    key_id,
+                })
+            });
+            let own = OwnPolicyLimits {
+                policy: planned_policy.policy,
+                blocked_until_us: statuses.blocked_until_us(),
+                limits: reports.collect(),
             };
-            for (planned_policy, statuses) in plan.policies_with_statuses(&decision) {
-                let limits = planned_policy.limits.iter().zip(statuses.limits);
-                let reports = limits.filter_map(|(limit, status)| {
-                    let status = status.filter(|status| !status.is_unlimited())?;
-                    let key_id = planned_policy.key.id();
-                    Some(LimitReport {
-                        limit,
-                        status,
-                        key_id,
-                    })
-                });
-                let own = OwnPolicyLimits {
-                    policy: planned_policy.policy,
-                    blocked_until_us: statuses.blocked_until_us(),
-                    limits: reports.collect(),
+            policies.push((planned_policy.policy_index, own));
+        });
+        let now_us = match read.await {
+            Ok(now_us) => now_us,
+            Err(unavailable) => {
+                return OwnLimits {
+                    verdict: unavailable_verdict(unavailable.retry_after_us),
+                    policies: Vec::new(),
                 };
-                policies.push((planned_policy.policy_index, own));
             }
-            now_us = now_us.or(Some(decision.now_us));
-        }
+        };
         policies.sort_by_key(|(policy_index, _)| *policy_index);
         let policies: Vec<OwnPolicyLimits<'t>> = policies.into_iter().map(|(_, own)| own).collect();
         let verdict = Verdict {

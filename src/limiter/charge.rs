@@ -159,9 +159,4 @@ impl<'a> Charge<'a> {
     pub fn is_same_policy(&self, other: &Self) -> bool {
         (self.policy_number, self.shadow) == (other.policy_number, other.shadow)
     }
-
-    /// The policy's number if it is shadow. All enforced charges share `None`.
-    pub(super) fn shadow_policy_number(&self) -> Option<u32> {
-        self.shadow.then_some(self.policy_number)
-    }
 }

@@ -25,13 +25,6 @@ pub fn determine_effect(
     let Some(charge) = charges.get(index).filter(changes) else {
         return ChargeEffect::NoChange;
     };
-    let refuses = |policy_number: Option<u32>| {
-        let limits = charges.iter().zip(refusals);
-        let mut limits = limits.filter(|(other, _)| !other.is_counted);
-        limits.any(|(other, refusal)| {
-            refusal.is_some() && other.shadow_policy_number() == policy_number
-        })
-    };
     if charge.is_block() {
         let is_inactive = refusals.get(index).is_some_and(Option::is_none);
         return match is_inactive && has_reason_to_block(charge, charges, refusals) {
@@ -39,19 +32,18 @@ pub fn determine_effect(
             false => ChargeEffect::NoChange,
         };
     }
-    let admitted = !refuses(None);
-    if admitted && !(charge.shadow && refuses(charge.shadow_policy_number())) {
+    let refusing = || {
+        let limits = charges.iter().zip(refusals);
+        limits.filter(|(other, refusal)| refusal.is_some() && !other.is_counted)
+    };
+    let is_policy_refused = || refusing().any(|(other, _)| charge.is_same_policy(other));
+    let is_admitted = refusing().all(|(other, _)| other.shadow);
+    if is_admitted && !(charge.shadow && is_policy_refused()) {
         return ChargeEffect::Charge;
     }
-    let mut policy_refusals = charges
-        .iter()
-        .zip(refusals)
-        .filter(|(other, _)| charge.is_same_policy(other) && !other.is_counted);
-    let counts = charge.counts_rejected && (admitted || !charge.shadow);
-    if counts && policy_refusals.any(|(_, refusal)| refusal.is_some()) {
-        ChargeEffect::ChargeRejected
-    } else {
-        ChargeEffect::NoChange
+    match charge.counts_rejected && (is_admitted || !charge.shadow) && is_policy_refused() {
+        true => ChargeEffect::ChargeRejected,
+        false => ChargeEffect::NoChange,
     }
 }
 
