@@ -17,7 +17,7 @@ pub(super) fn read_credentials(field: &[u8]) -> CredentialValues<'_> {
     let (scheme, first) = (words.next().unwrap_or_default(), words.next());
     let is_basic = scheme.eq_ignore_ascii_case(b"basic");
     let Some(first) = first else {
-        return SmallVec::from_iter([Cow::Borrowed(field)]);
+        return SmallVec::from_iter([Cow::Borrowed(scheme)]);
     };
     if !is_basic && !scheme.eq_ignore_ascii_case(b"bearer") {
         return SmallVec::from_iter([Cow::Owned(fold_scheme(trim_lenient_spaces(field)))]);
@@ -156,6 +156,7 @@ mod tests {
             (b"tOKEN\tstolen", "Token stolen"),
             (b"aws4-HMAC-SHA256 A=b, C=d", "Aws4-hmac-sha256 A=b, C=d"),
             (b"alice", "alice"),
+            (b"\x85alice\xa0", "alice"),
             (b"", ""),
         ] {
             assert_eq!(

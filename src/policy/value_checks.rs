@@ -111,7 +111,7 @@ fn has_wide_space(value: &[u8]) -> bool {
 }
 
 /// Whether credentials have the name of a scheme elsewhere than at their start. Sanic reads what
-/// follows it, also without a space.
+/// follows the first `Bearer`, else the first `Token`, also without a space.
 fn names_scheme_later(value: &[u8]) -> bool {
     let end = value.iter().position(is_lenient_space);
     let (scheme, rest) = value.split_at(end.unwrap_or(value.len()));
@@ -119,7 +119,7 @@ fn names_scheme_later(value: &[u8]) -> bool {
         let is_scheme = scheme.eq_ignore_ascii_case(name);
         memmem::find(if is_scheme { rest } else { value }, name).is_some()
     };
-    is_named(b"Bearer") || is_named(b"Token")
+    is_named(b"Bearer") || scheme != b"Bearer" && is_named(b"Token")
 }
 
 fn has_outer_white_space(value: &[u8]) -> bool {
@@ -254,6 +254,7 @@ mod tests {
             b"token x",
             b"tokenx",
             b"Bearer",
+            b"Bearer aTokenb",
             b"Digest a=\"b\", c=d",
         ] {
             assert_eq!(check(value), Ok(()), "one spelling in keys");

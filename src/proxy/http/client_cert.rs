@@ -72,6 +72,8 @@ pub(in crate::proxy) fn add_client_cert(
         return;
     }
     headers.insert(&CLIENT_CERT, fields.certificate.clone());
+    // A chain of the gateway would be that of another certificate.
+    headers.remove(&CLIENT_CERT_CHAIN);
     if let Some(chain) = &fields.chain {
         headers.insert(&CLIENT_CERT_CHAIN, chain.clone());
     }

@@ -52,6 +52,8 @@ pub(super) struct ConnectionBuffers {
 pub(in crate::proxy) struct ConnectionMemory {
     /// Bytes of the incomplete request head.
     head_bytes: Cell<usize>,
+    /// Bytes that replace read ones and are not processed.
+    read_ahead_bytes: Cell<usize>,
     /// Bytes of complete HTTP/2 heads whose requests have not begun.
     complete_head_bytes: Cell<usize>,
     /// Bytes of the heads of active requests.
@@ -76,6 +78,7 @@ impl ConnectionMemory {
     pub(super) fn new(activity: Arc<ConnectionActivity>) -> Self {
         Self {
             head_bytes: Cell::new(0),
+            read_ahead_bytes: Cell::new(0),
             complete_head_bytes: Cell::new(0),
             active_head_bytes: Cell::new(0),
             streams: Cell::new(0),
@@ -92,6 +95,11 @@ impl ConnectionMemory {
     pub(super) fn set_budget(&self, budget: Rc<WorkerMemory>) {
         // Set once per connection, so the cell is empty.
         drop(self.budget.set(budget));
+    }
+
+    /// Sets the number of bytes that replace read ones and are not processed.
+    pub(super) fn set_read_ahead(&self, bytes: usize) {
+        self.read_ahead_bytes.set(bytes);
     }
 
     pub(super) fn add_head_bytes(&self, bytes: usize) {
@@ -263,7 +271,8 @@ impl ConnectionMemory {
         let decoded_bytes = (head_bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES);
         // Small heads and TLS records are part of the buffers: ordinary requests report nothing.
         let active_head_bytes = self.active_head_bytes.get() & !(HEAD_STEP_BYTES - 1);
-        let tls_input_bytes = self.tls_input_bytes.get() & !(HEAD_STEP_BYTES - 1);
+        let kept = self.tls_input_bytes.get() + self.read_ahead_bytes.get();
+        let kept_bytes = kept & !(HEAD_STEP_BYTES - 1);
         let unsent = match buffers.is_write_blocked {
             true => BLOCKED_WRITE_BYTES,
             false => 0,
@@ -280,7 +289,7 @@ impl ConnectionMemory {
             None if buffers.has_buffers => CONNECTION_BUFFER_BYTES + head_bytes + active_head_bytes,
             None => IDLE_CONNECTION_BYTES,
         };
-        received + unsent + tls_input_bytes
+        received + unsent + kept_bytes
     }
 }
 

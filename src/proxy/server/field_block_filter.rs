@@ -58,6 +58,9 @@ pub(super) struct ReplacedBlock {
     pub(super) is_marked: bool,
 }
 
+/// A field block that is not valid HPACK (RFC 7541, 6.1): index 0.
+pub(super) const INVALID_BLOCK: [u8; 1] = [0x80];
+
 /// Filter of one connection.
 #[derive(Debug)]
 pub(super) struct FieldBlockFilter {
@@ -67,6 +70,8 @@ pub(super) struct FieldBlockFilter {
     /// Whether h2 has not seen an earlier block, which may have changed the dynamic table. All
     /// later blocks are then encoded anew, without the table.
     is_table_unknown: bool,
+    /// Size of the last block's list, at most `max_list_bytes`.
+    pub(super) last_list_bytes: usize,
 }
 
 impl FieldBlockFilter {
@@ -75,6 +80,7 @@ impl FieldBlockFilter {
             decoder: HpackDecoder::default(),
             max_list_bytes,
             is_table_unknown: false,
+            last_list_bytes: 0,
         }
     }
 
@@ -96,6 +102,7 @@ impl FieldBlockFilter {
     ) -> Result<Option<ReplacedBlock>, InvalidFieldBlock> {
         let mut fields = FieldList::with_max_bytes(self.max_list_bytes.saturating_sub(1));
         self.decoder.decode(block, &mut fields)?;
+        self.last_list_bytes = self.max_list_bytes.saturating_sub(fields.remaining_bytes());
         let mut output = Vec::new();
         let mut is_marked = false;
         match kind {
@@ -379,8 +386,11 @@ fn encode_length(length: usize, output: &mut Vec<u8>) {
 }
 
 /// Divides a field block into HEADERS and CONTINUATION frames.
-fn encode_frames(stream: u32, ends_stream: bool, block: &[u8]) -> Vec<u8> {
-    let parts: SmallVec<[&[u8]; 4]> = block.chunks(MAX_FRAME_BYTES).collect();
+pub(super) fn encode_frames(stream: u32, ends_stream: bool, block: &[u8]) -> Vec<u8> {
+    let mut parts: SmallVec<[&[u8]; 4]> = block.chunks(MAX_FRAME_BYTES).collect();
+    if parts.is_empty() {
+        parts.push(block);
+    }
     let mut frames = Vec::with_capacity(block.len() + 64);
     for (index, part) in parts.iter().enumerate() {
         let mut flags = if index + 1 == parts.len() {
@@ -530,6 +540,17 @@ mod tests {
             .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
             .collect();
         assert_eq!(decode(filter_head(&mut filter, &repeated)), expected);
+    }
+
+    /// The end of an upload would be lost.
+    #[test]
+    fn an_empty_block_that_is_encoded_anew_is_a_frame() {
+        let mut filter = FieldBlockFilter::new(16_384);
+        let malformed = [&encode(&GET)[..], b"\0\x01X\x01y"].concat();
+        assert!(filter_head(&mut filter, &malformed).is_some());
+        let trailers = filter.filter(FieldBlockKind::Trailers, (7, true), b"");
+        let frame = [0, 0, 0, HEADERS, END_STREAM | END_HEADERS, 0, 0, 0, 7];
+        assert_eq!(trailers.unwrap().unwrap().frames, frame);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 
-use super::field_block_filter::{FieldBlockFilter, FieldBlockKind};
+use super::field_block_filter::{FieldBlockFilter, FieldBlockKind, INVALID_BLOCK, encode_frames};
 use super::frame_splitter::{
     CONTINUATION, DATA, END_HEADERS, END_STREAM, FRAME_HEADER_BYTES, FrameHeader, FramePart,
     FrameSplitter, HEADERS,
@@ -18,12 +18,16 @@ use super::hpack::InvalidFieldBlock;
 
 const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
+const PUSH_PROMISE: u8 = 5;
 const GOAWAY: u8 = 7;
 
 const ACK: u8 = 1;
 
 /// Payload below which a DATA frame spends credit. gRPC messages and WebSocket frames are larger.
 const MIN_DATA_BYTES: usize = 5;
+
+/// Bytes of a field list for which it spends one credit: a byte of a block can stand for 4 KiB.
+const LIST_BYTES_PER_CREDIT: usize = 4096;
 
 /// Length of one setting: identifier and value (RFC 9113, 6.5.1).
 const SETTING_BYTES: usize = 6;
@@ -76,6 +80,8 @@ struct FieldBlock {
     kind: FieldBlockKind,
     stream: u32,
     ends_stream: bool,
+    /// Whether the frames are passed on without their priority.
+    drops_priority: bool,
     /// Whether the last frame so far has END_HEADERS.
     has_last_frame: bool,
     /// The frames as received.
@@ -259,11 +265,14 @@ impl FrameScanner {
         self.frame_type = kind;
         self.remaining_frame = header.remaining_len;
         self.setting.clear();
-        let is_dropped = header.is_empty_data() && self.open_uploads.contains(&stream);
+        let is_dropped =
+            header.is_empty_data() && self.block.is_none() && self.open_uploads.contains(&stream);
         scan.data_frames += usize::from(kind == DATA && !is_dropped);
         let is_tiny = kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
         scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_tiny);
         scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
+        // h2 may decode the block of a client's PUSH_PROMISE and go on.
+        self.is_filter_disabled |= kind == PUSH_PROMISE;
         let block_kind = self.follow_stream(kind, flags, stream);
         if let Some(block_kind) = block_kind {
             self.is_trailer_block = block_kind == FieldBlockKind::Trailers;
@@ -284,6 +293,7 @@ impl FrameScanner {
                     kind,
                     stream,
                     ends_stream: flags & END_STREAM != 0,
+                    drops_priority: header.depends_on_itself(),
                     has_last_frame: false,
                     frames: Vec::new(),
                     last_payload: 0..0,
@@ -331,22 +341,43 @@ impl FrameScanner {
         let new_filter = || Box::new(FieldBlockFilter::new(max_head_bytes));
         let filter = self.filter.get_or_insert_with(new_filter);
         if block.frames.len() > filter.max_block_bytes() {
-            return self.disable_filter(output);
+            scan.costly_frames = u32::MAX;
+            return self.reject_block(output);
         }
         if !block.has_last_frame || self.remaining_frame > 0 {
             return;
         }
-        let stream = (block.stream, block.ends_stream);
-        match filter.filter(block.kind, stream, block.complete_payload()) {
+        let (stream, ends_stream) = (block.stream, block.ends_stream);
+        let (kind, drops_priority) = (block.kind, block.drops_priority);
+        let payload = block.complete_payload();
+        match filter.filter(kind, (stream, ends_stream), payload) {
+            Ok(None) if drops_priority => {
+                let frames = encode_frames(stream, ends_stream, payload);
+                output.rewrite().extend_from_slice(&frames);
+            }
             Ok(None) => output.pass(&block.frames),
             Ok(Some(replaced)) => {
                 output.rewrite().extend_from_slice(&replaced.frames);
                 self.is_filter_disabled |= output.is_too_large();
                 scan.has_head_mark |= replaced.is_marked;
             }
-            Err(InvalidFieldBlock) => return self.disable_filter(output),
+            Err(InvalidFieldBlock) => return self.reject_block(output),
         }
+        let credit = filter.last_list_bytes / LIST_BYTES_PER_CREDIT;
+        scan.costly_frames = scan
+            .costly_frames
+            .saturating_add(u32::try_from(credit).unwrap_or(u32::MAX));
         self.block = None;
+    }
+
+    /// Replaces the field block by one for which h2 certainly closes the connection: h2 accepts
+    /// some that are not valid, such as a size update in a CONTINUATION frame.
+    fn reject_block(&mut self, output: &mut ScanOutput<'_>) {
+        self.is_filter_disabled = true;
+        if let Some(block) = self.block.take() {
+            let frames = encode_frames(block.stream, block.ends_stream, &INVALID_BLOCK);
+            output.rewrite().extend_from_slice(&frames);
+        }
     }
 
     /// Passes on a field block for which h2 closes the connection. A request that follows is an
@@ -564,6 +595,10 @@ mod tests {
         let next = build_frame(6, 0, 0, 8);
         let malformed = frame(HEADERS, ends, b"\0\x01x\x01 ");
         let empty = frame(HEADERS, ends | PADDED | PRIORITY, &[]);
+        let (invalid, plain) = (
+            frame(HEADERS, ends, &INVALID_BLOCK),
+            frame(HEADERS, ends, field),
+        );
         for (trailers, expected) in [
             (vec![frame(HEADERS, ends, field)], None),
             (
@@ -590,11 +625,28 @@ mod tests {
             // For h2 to reject: too short for its padding, and no valid HPACK.
             (vec![frame(HEADERS, ends | PADDED, &[9, 0])], None),
             (vec![empty], None),
-            (vec![frame(HEADERS, ends, &[0xff])], None),
+            (vec![frame(HEADERS, ends, &[0xff])], Some(&invalid)),
+            (
+                vec![
+                    frame(HEADERS, END_STREAM, &field[..2]),
+                    frame(CONTINUATION, END_HEADERS, &[&[0x20], &field[2..]].concat()),
+                ],
+                Some(&invalid),
+            ),
+            // A priority that depends on its own stream.
+            (
+                vec![frame(
+                    HEADERS,
+                    ends | PRIORITY,
+                    &[b"\0\0\0\x01\x09", &field[..]].concat(),
+                )],
+                Some(&plain),
+            ),
             (
                 vec![frame(HEADERS, 0, field), frame(DATA, 0, b"12345")],
                 None,
             ),
+            (vec![frame(HEADERS, 0, field), frame(DATA, 0, b"")], None),
         ] {
             let trailers = trailers.concat();
             let input = [&settings[..], &head, &trailers, &next].concat();
@@ -612,9 +664,8 @@ mod tests {
         let settings = build_frame(SETTINGS, 0, 0, 0);
         let head = build_frame(HEADERS, 0, 1, 300);
         let long = build_frame(CONTINUATION, 0, 1, 70_000);
-        scanner
-            .scan(&[settings, head, long].concat(), &mut vec![])
-            .unwrap();
+        let scan = scanner.scan(&[settings, head, long].concat(), &mut vec![]);
+        assert_eq!(scan.unwrap().costly_frames, u32::MAX, "a flood");
         assert!(!scanner.is_within_field_block());
         let next = build_frame(HEADERS, END_HEADERS, 3, 10);
         scanner.scan(&next, &mut vec![]).unwrap_err();

@@ -99,6 +99,17 @@ impl FrameHeader<'_> {
         matches!(*self.fixed, [0, 0, 0, DATA, flags, ..] if flags & END_STREAM == 0)
     }
 
+    /// Whether a HEADERS frame has a priority that depends on its own stream. h2 resets the stream
+    /// without decoding the block; RFC 9113, 5.3 lets a server ignore priorities.
+    pub(super) fn depends_on_itself(&self) -> bool {
+        match *self.prefix {
+            [.., a, b, c, d, _weight] => {
+                u32::from_be_bytes([a, b, c, d]) & (u32::MAX >> 1) == self.stream()
+            }
+            _ => false,
+        }
+    }
+
     pub(super) fn push(&self, into: &mut Vec<u8>) {
         into.extend_from_slice(self.fixed);
         into.extend_from_slice(self.prefix);

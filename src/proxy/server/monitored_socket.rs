@@ -1,5 +1,6 @@
 //! Client socket that reports to the connection's monitor and lingers on shutdown.
 
+use bytes::Bytes;
 use http::StatusCode;
 use std::io;
 use std::pin::Pin;
@@ -56,7 +57,7 @@ const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 pub(in crate::proxy) struct MonitoredSocket {
     transport: ClientTransport,
     monitor: Rc<ConnectionMonitor>,
-    read_ahead: Vec<u8>,
+    read_ahead: Bytes,
     /// Set with the first bytes of HTTP/2. Boxed, because most connections are HTTP/1.
     frame_scanner: Option<Box<FrameScanner>>,
     max_head_bytes: usize,
@@ -111,7 +112,7 @@ impl MonitoredSocket {
         Self {
             transport,
             monitor,
-            read_ahead: Vec::new(),
+            read_ahead: Bytes::new(),
             frame_scanner: None,
             max_head_bytes,
             query_escaper: QueryEscaper::default(),
@@ -135,7 +136,7 @@ impl MonitoredSocket {
 
     /// Puts back bytes, which the next reads return first.
     pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
-        self.read_ahead.splice(0..0, bytes.iter().copied());
+        self.read_ahead = [bytes, &self.read_ahead].concat().into();
     }
 
     /// Waits until the client sends more bytes, which stay readable. Returns `false` if the client
@@ -237,6 +238,12 @@ impl MonitoredSocket {
         }
     }
 
+    /// Returns bytes that were read before or replace read ones. What does not fit counts as memory.
+    fn read_from_buffer(&mut self, into: &mut ReadBuf<'_>) {
+        move_buffered_bytes(&mut self.read_ahead, into);
+        self.monitor.memory.set_read_ahead(self.read_ahead.len());
+    }
+
     /// Spends credit for received frames. A frame for which h2 visits every stream costs as much as
     /// one frame per stream.
     fn charge_frames(&self, scan: &FrameScan) {
@@ -307,7 +314,7 @@ impl AsyncRead for MonitoredSocket {
             return Poll::Ready(Ok(()));
         }
         if !this.read_ahead.is_empty() {
-            move_buffered_bytes(&mut this.read_ahead, into);
+            this.read_from_buffer(into);
             return Poll::Ready(Ok(()));
         }
         ready!(this.poll_memory(cx));
@@ -335,16 +342,19 @@ impl AsyncRead for MonitoredSocket {
             }
             this.monitor.record_read(received.len());
             if !this.monitor.is_http2.get() {
-                if this.query_escaper.scan(received, &mut this.read_ahead) {
+                let mut escaped = Vec::new();
+                if this.query_escaper.scan(received, &mut escaped) {
                     into.set_filled(before);
-                    move_buffered_bytes(&mut this.read_ahead, into);
+                    this.read_ahead = escaped.into();
+                    this.read_from_buffer(into);
                 }
                 return Poll::Ready(Ok(()));
             }
             let max_head_bytes = this.max_head_bytes;
             let new_scanner = || Box::new(FrameScanner::new(max_head_bytes));
             let scanner = this.frame_scanner.get_or_insert_with(new_scanner);
-            let scan = scanner.scan(received, &mut this.read_ahead)?;
+            let mut replacement = Vec::new();
+            let scan = scanner.scan(received, &mut replacement)?;
             let is_within_field_block = scanner.is_within_field_block();
             this.charge_frames(&scan);
             this.monitor.record_scan(&scan);
@@ -368,8 +378,9 @@ impl AsyncRead for MonitoredSocket {
                 return Poll::Ready(Ok(()));
             }
             into.set_filled(before);
-            if !this.read_ahead.is_empty() {
-                move_buffered_bytes(&mut this.read_ahead, into);
+            if !replacement.is_empty() {
+                this.read_ahead = replacement.into();
+                this.read_from_buffer(into);
                 return Poll::Ready(Ok(()));
             }
         }

@@ -1,5 +1,6 @@
 //! Byte stream of a client: a socket, with or without TLS.
 
+use bytes::Bytes;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -26,7 +27,7 @@ pub(in crate::proxy) struct SocketBelowTls {
     stream: ClientSocket,
     monitor: Rc<ConnectionMonitor>,
     /// Bytes received behind the PROXY header. The next reads return these bytes first.
-    read_ahead: Vec<u8>,
+    read_ahead: Bytes,
     /// Whether the client has sent a byte, apart from the PROXY header.
     has_received: bool,
     /// Whether TLS reads from this socket and may keep what it receives.
@@ -69,7 +70,7 @@ impl SocketBelowTls {
         Self {
             stream,
             monitor,
-            read_ahead: Vec::new(),
+            read_ahead: Bytes::new(),
             has_received: false,
             is_below_tls: false,
         }
@@ -78,7 +79,7 @@ impl SocketBelowTls {
     /// Puts back the bytes that follow the PROXY header. All later bytes are the client's own.
     pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
         self.has_received = !bytes.is_empty();
-        self.read_ahead = bytes.to_vec();
+        self.read_ahead = Bytes::copy_from_slice(bytes);
     }
 
     /// Whether the client has sent a byte, apart from the PROXY header.
@@ -131,14 +132,10 @@ impl ClientTransport {
     }
 }
 
-/// Moves bytes from the front of `bytes` into `into`, as many as fit. Frees `bytes` once it is
-/// empty.
-pub(in crate::proxy) fn move_buffered_bytes(bytes: &mut Vec<u8>, into: &mut ReadBuf<'_>) {
+/// Moves bytes from the front of `bytes` into `into`, as many as fit.
+pub(in crate::proxy) fn move_buffered_bytes(bytes: &mut Bytes, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
-    into.put_slice(bytes.drain(..n).as_slice());
-    if bytes.is_empty() {
-        *bytes = Vec::new();
-    }
+    into.put_slice(&bytes.split_to(n));
 }
 
 impl AsyncRead for SocketBelowTls {

@@ -1,5 +1,6 @@
 //! Socket of an HTTP/2 connection: limits what h2 reads at a time, and drops empty DATA frames.
 
+use bytes::Bytes;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -17,7 +18,7 @@ pub(super) struct Http2Socket {
     allowance: ReadAllowance,
     filter: EmptyFrameFilter,
     /// Filtered bytes that the next reads return.
-    read_ahead: Vec<u8>,
+    read_ahead: Bytes,
 }
 
 impl Http2Socket {
@@ -26,7 +27,7 @@ impl Http2Socket {
             socket,
             allowance,
             filter: EmptyFrameFilter::default(),
-            read_ahead: Vec::new(),
+            read_ahead: Bytes::new(),
         }
     }
 }
@@ -52,10 +53,12 @@ impl AsyncRead for Http2Socket {
             ready!(Pin::new(&mut this.socket).poll_read(cx, into))?;
             let received = into.filled().get(before..).unwrap_or_default();
             this.allowance.spend(received.len());
-            if received.is_empty() || !this.filter.filter(received, &mut this.read_ahead) {
+            let mut filtered = Vec::new();
+            if received.is_empty() || !this.filter.filter(received, &mut filtered) {
                 return Poll::Ready(Ok(()));
             }
             into.set_filled(before);
+            this.read_ahead = filtered.into();
         }
     }
 }

@@ -18,8 +18,8 @@ use crate::proxy::upstream::shared_state::{DelaySlotGuard, UpstreamSharedState};
 const MIN_SHARED_CONNECTIONS: usize = 4;
 
 /// Counted as the client of the uploads whose start did not arrive in time. No client has this
-/// address.
-const SLOW_UPLOADS: IpAddr = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+/// address, which is of multicast.
+const SLOW_UPLOADS: IpAddr = IpAddr::V6(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0));
 
 /// The right of one request to use an HTTP/1.1 connection.
 #[derive(Debug)]
