@@ -55,7 +55,10 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 /// Why the proxy could not start, or stopped with an error.
 #[derive(Debug, thiserror::Error)]
 enum AppError {
-    #[error("cannot listen on {address}: {cause}")]
+    #[error(
+        "cannot listen on {address}: {cause}. Stop what uses the address, or choose another one: \
+         listen.address, or --listen"
+    )]
     Listen {
         address: ListenAddress,
         cause: io::Error,

@@ -22,7 +22,7 @@ pub(super) async fn inspect_key(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
-    let query = parameters::parse_key_query(query.as_deref())?;
+    let query = parameters::parse_key_query(query.as_deref(), &[])?;
     query_store(view, StoreRequest::InspectKey(query)).await
 }
 
@@ -30,7 +30,7 @@ pub(super) async fn reset_key(
     State(view): State<AdminBackend>,
     RawQuery(query): RawQuery,
 ) -> Result<JsonResponse, ProblemDetails> {
-    let query = parameters::parse_key_query(query.as_deref())?;
+    let query = parameters::parse_key_query(query.as_deref(), &["limit"])?;
     query_store(view, StoreRequest::ResetKey(query)).await
 }
 

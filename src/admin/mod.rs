@@ -156,6 +156,8 @@ pub struct PolicySummary {
 pub struct KeyQuery {
     pub policy: String,
     pub values: Vec<String>,
+    /// Only the counters of this limit.
+    pub limit: Option<String>,
 }
 
 /// A request about the overrides of the keys of one policy.

@@ -81,15 +81,17 @@ impl QueryParameters {
     }
 }
 
-/// Reads `policy=NAME&key=VALUE`, with one `key` per position of the policy's key.
-pub(super) fn parse_key_query(query: Option<&str>) -> Result<KeyQuery, String> {
-    let query = QueryParameters::parse(query, &["policy", "key"])?;
+/// Reads `policy=NAME&key=VALUE`, with one `key` per position of the policy's key, and the
+/// parameters of `further`.
+pub(super) fn parse_key_query(query: Option<&str>, further: &[&str]) -> Result<KeyQuery, String> {
+    let query = QueryParameters::parse(query, &[&["policy", "key"], further].concat())?;
     let Some(policy) = query.get_one("policy")?.map(str::to_owned) else {
         return Err("policy=NAME is missing; after it comes a key=VALUE for each value of the policy's key, in order".to_owned());
     };
     Ok(KeyQuery {
         policy,
         values: query.get_all("key"),
+        limit: query.get_one("limit")?.map(str::to_owned),
     })
 }
 

@@ -2,11 +2,12 @@
 
 use super::admin_view::AdminViewState;
 use super::key_status::{find_limiting_policy, resolve_override_key};
-use super::override_store::{OverrideListing, OverrideStore};
+use super::override_store::{OverrideChange, OverrideListing, OverrideStore};
 use super::overrides::{override_from_json, override_to_json, resolve_override};
 use crate::admin::{AdminError, OverrideRequest};
 use crate::clock::Clock;
 use crate::limiter::Key;
+use crate::store::StoredOverride;
 use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::time::error::Elapsed;
@@ -58,18 +59,23 @@ impl AdminViewState {
                 }
                 input.policy.clone_from(policy);
                 let mut stored = resolve_override(table, &input, now_us)?;
-                if *keeps_other_limits {
-                    stored = store.merge(&stored, now_us).await?;
+                let old = if *keeps_other_limits {
+                    let merged = store.merge(&stored, now_us).await?;
+                    stored = merged.1;
+                    merged.0
                 } else {
+                    let old = store.find(&stored.key).await.unwrap_or_default();
                     store.set(&stored).await?;
-                }
-                log_change("override set by an operator", &stored.key);
+                    old
+                };
+                log_change(&stored.key, old.as_ref(), Some(&stored));
                 Ok(override_to_json(&stored))
             }
             OverrideRequest::Remove { policy, values } => {
                 let key = resolve_override_key(table, policy, values)?;
+                let old = store.find(&key).await.unwrap_or_default();
                 let is_removed = store.remove(&key).await?;
-                log_change("override removed by an operator", &key);
+                log_change(&key, old.as_ref().filter(|_| is_removed), None);
                 Ok(json!({ "policy": policy, "key": key.value_texts(), "removed": is_removed }))
             }
         }
@@ -84,8 +90,8 @@ fn listing_timeout_error(_elapsed: Elapsed) -> AdminError {
     ))
 }
 
-/// The log line has the hash of the key, because clients choose its values.
-fn log_change(message: &str, key: &Key) {
-    let key_hash = format!("{:032x}", key.id());
-    tracing::info!(policy = key.policy_name(), key = key_hash, "{message}");
+fn log_change(key: &Key, old: Option<&StoredOverride>, new: Option<&StoredOverride>) {
+    if let Some(change) = OverrideChange::new(key, old, new) {
+        change.log();
+    }
 }

@@ -334,10 +334,15 @@ impl AdminViewState {
         let snapshot = self.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
-        let count = resolved_key.reset_counters(&self.store_backend).await?;
+        let limit = query.limit.as_deref();
+        let count = resolved_key
+            .reset_counters(&self.store_backend, limit)
+            .await?;
         // The log line omits the values of the key, because clients choose them.
         tracing::info!(
             policy = query.policy,
+            key = format!("{:032x}", resolved_key.key.id()),
+            limit,
             counters = count,
             "key reset by an operator"
         );

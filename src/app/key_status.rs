@@ -7,7 +7,7 @@ use crate::limiter::{Algorithm, Charge, Key, LimitStatus, ListedValue};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
-use crate::store::redis::{CounterInspector, RedisConnectionError};
+use crate::store::redis::CounterInspector;
 use crate::store::{Store, StoreUnavailable};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -96,6 +96,12 @@ pub(crate) fn find_limiting_policy<'t>(
     let policies = table.policies();
     let Some(policy) = policies.iter().find(|known| *known.name == *policy) else {
         let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
+        if names.is_empty() {
+            return Err(AdminError::NotFound(format!(
+                "unknown policy {policy:?}: the configuration has no policies; expected --config \
+                 with the proxy's configuration"
+            )));
+        }
         let more = if names.len() > MAX_LISTED_NAMES {
             ", ..."
         } else {
@@ -146,18 +152,6 @@ impl ResolvedKey<'_> {
         });
         charges.extend(counted);
         charges
-    }
-
-    /// The number of counters that the key can have: a sharded one has one for each shard.
-    pub(crate) fn counter_count(&self, stores: &StoreBackend) -> usize {
-        let charges = self.all_counters();
-        match stores {
-            StoreBackend::Redis(redis, _) if !self.key.is_instance_scoped() => {
-                let keys = charges.iter().flat_map(|charge| redis.counter_keys(charge));
-                keys.count()
-            }
-            StoreBackend::Memory(_) | StoreBackend::Redis(..) => charges.len(),
-        }
     }
 
     /// Reads the status of all limits at one moment, without changing a counter.
@@ -224,20 +218,35 @@ impl ResolvedKey<'_> {
         status_json
     }
 
-    /// Deletes the counters of the key. Returns how many existed.
+    /// Deletes the counters of the key, or only those of one limit. Returns how many existed.
+    ///
+    /// # Errors
+    /// If the key has no limit of this name, or Redis does not answer.
     pub(crate) async fn reset_counters(
         &self,
         stores: &StoreBackend,
-    ) -> Result<u64, RedisConnectionError> {
+        limit: Option<&str>,
+    ) -> Result<u64, AdminError> {
+        let mut counters = self.all_counters();
+        if let Some(name) = limit {
+            let Some(named) = self.limits.iter().find(|named| *named.name == *name) else {
+                let names: Vec<&str> = self.limits.iter().map(|named| &*named.name).collect();
+                return Err(AdminError::InvalidRequest(format!(
+                    "unknown limit {name:?} of policy {}; expected one of {}",
+                    self.policy.name,
+                    names.join(", ")
+                )));
+            };
+            counters.retain(|charge| *charge.limit == named.limit);
+        }
         match stores {
-            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&self.all_counters())),
+            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&counters)),
             StoreBackend::Redis(redis, _) if self.key.is_instance_scoped() => {
-                let counters = redis.instance_counters();
-                Ok(counters.remove_counters(&self.all_counters()))
+                Ok(redis.instance_counters().remove_counters(&counters))
             }
             StoreBackend::Redis(redis, _) => {
                 let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
-                inspector.reset_counters(&self.all_counters()).await
+                Ok(inspector.reset_counters(&counters).await?)
             }
         }
     }

@@ -1,12 +1,13 @@
 //! The overrides of the store that a configuration names.
 
 use super::key_status::ResolvedKey;
-use super::overrides::{describe_override, merge_amounts};
+use super::overrides::{describe_override, describe_rule, format_time_ms, merge_amounts};
 use super::store_backend::StoreBackend;
 use crate::admin::AdminError;
 use crate::limiter::Key;
 use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
+use serde::Serialize;
 use std::sync::Arc;
 
 /// Attempts to change an override that other commands change at the same time.
@@ -20,7 +21,7 @@ pub(crate) enum OverrideStore {
 
 impl From<RedisConnectionError> for AdminError {
     fn from(error: RedisConnectionError) -> Self {
-        Self::Unavailable(error.to_string())
+        Self::Unavailable(format!("{error}; {}", error.remedy()))
     }
 }
 
@@ -75,7 +76,7 @@ impl OverrideStore {
         }
     }
 
-    /// Sets the amounts that an operator entered. Other limits of the key's override stay.
+    /// Sets the amounts that an operator entered. Returns the override before and after. Other limits of the key's override stay.
     /// Replaces the override only if it is unchanged since it was read, and retries otherwise.
     ///
     /// # Errors
@@ -84,7 +85,7 @@ impl OverrideStore {
         &self,
         entered: &StoredOverride,
         now_us: u64,
-    ) -> Result<StoredOverride, AdminError> {
+    ) -> Result<(Option<StoredOverride>, StoredOverride), AdminError> {
         for _ in 0..MAX_ATTEMPTS {
             let previous = self.find(&entered.key).await?;
             let mut stored = entered.clone();
@@ -92,7 +93,7 @@ impl OverrideStore {
                 merge_amounts(previous, &mut stored).map_err(AdminError::InvalidRequest)?;
             }
             if self.replace(previous.as_ref(), &stored).await? {
-                return Ok(stored);
+                return Ok((previous, stored));
             }
         }
         Err(AdminError::Unavailable(
@@ -129,6 +130,69 @@ impl OverrideStore {
             }
             Self::Redis(inspector) => Ok(inspector.visit_overrides(&mut visit).await?),
         }
+    }
+}
+
+/// A change of one override, as an audit line states it.
+#[derive(Debug, Serialize)]
+pub(crate) struct OverrideChange {
+    #[serde(skip)]
+    pub(crate) message: &'static str,
+    policy: String,
+    /// The hash of the key, as in the access log.
+    key: String,
+    /// The key as text; the digest of a value that the policy hashes.
+    override_key: String,
+    /// The rule before, or `none`.
+    old: String,
+    /// The rule after, or `none`.
+    new: String,
+    expires_at: Option<String>,
+    author: Option<Box<str>>,
+    note: Option<Box<str>>,
+}
+
+impl OverrideChange {
+    /// The change from the override `old` of a key to `new`. `None` if there was and is none.
+    pub(crate) fn new(
+        key: &Key,
+        old: Option<&StoredOverride>,
+        new: Option<&StoredOverride>,
+    ) -> Option<Self> {
+        let rule = |stored: Option<&StoredOverride>| {
+            stored.map_or_else(|| "none".to_owned(), |stored| describe_rule(&stored.rule))
+        };
+        let remarks = new.or(old)?;
+        Some(Self {
+            message: match new {
+                Some(_) => "override set by an operator",
+                None => "override removed by an operator",
+            },
+            policy: key.policy_name().to_owned(),
+            key: format!("{:032x}", key.id()),
+            override_key: key.to_readable_string(),
+            old: rule(old),
+            new: rule(new),
+            expires_at: remarks.expires_at_ms.and_then(format_time_ms),
+            author: remarks.author.clone(),
+            note: remarks.note.clone(),
+        })
+    }
+
+    /// Writes the audit line to the log of this process.
+    pub(crate) fn log(&self) {
+        tracing::info!(
+            policy = self.policy,
+            key = self.key,
+            override_key = self.override_key,
+            old = self.old,
+            new = self.new,
+            expires_at = self.expires_at,
+            author = self.author.as_deref(),
+            note = self.note.as_deref(),
+            "{}",
+            self.message
+        );
     }
 }
 

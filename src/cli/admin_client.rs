@@ -91,7 +91,7 @@ impl AdminClient {
         let token = self.token.as_ref();
         let response =
             send_request_within(response_timeout, address, (method, target), body, token)
-                .map_err(|error| format!("error: {address}: {error}\n"))?;
+                .map_err(|error| format!("error: {}\n", describe_failure(address, &error)))?;
         match (response.status, response.parse_json()) {
             (200, Some(json)) => Ok(json),
             (status, _) => Err(format!(
@@ -139,6 +139,18 @@ pub(super) fn reachable_address(
         });
     }
     Ok(ListenAddress::Ip(address))
+}
+
+/// Describes why there is no answer: the address, the cause, and what to do.
+pub(super) fn describe_failure(address: &ListenAddress, error: &io::Error) -> String {
+    let remedy = match error.kind() {
+        io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
+            "; no proxy listens there: start it, or set admin.address as the running proxy has it \
+             (--config, or TIDEGATE_ADMIN__ADDRESS)"
+        }
+        _ => "",
+    };
+    format!("{address}: {error}{remedy}")
 }
 
 /// Returns the address for connecting to the admin port, or an error if the configured port is 0.

@@ -1,6 +1,6 @@
 //! `tidegate drain`: shuts the proxy on this machine down gracefully and waits for its exit.
 
-use super::admin_client::{AdminClientResponse, admin_address, send_request};
+use super::admin_client::{AdminClientResponse, admin_address, describe_failure, send_request};
 use super::output::CommandError;
 use crate::config::{self, ConfigSources};
 use crate::listen::ListenAddress;
@@ -30,7 +30,7 @@ pub(super) fn run(
     let address = admin_address(&settings)?;
     let requested_at = Instant::now();
     let response = send_request(&address, "POST", "/drain", settings.token.as_ref())
-        .map_err(|error| format!("error: {address}: {error}\n"))?;
+        .map_err(|error| format!("error: {}\n", describe_failure(&address, &error)))?;
     if response.status != 202 {
         let (status, detail) = (response.status, response.problem_detail());
         let colon = if detail.is_empty() { "" } else { ": " };

@@ -21,7 +21,7 @@ pub(super) struct SharedFlags {
     /// [default: $TIDEGATE_CONFIG, or ./config.toml if it exists].
     #[arg(long, value_name = "FILE", global = true)]
     pub(super) config: Vec<PathBuf>,
-    /// Print one JSON object on stdout, also for errors: {"ok": false, "errors": […]}.
+    /// Print JSON on stdout, also for errors: {"ok": false, "errors": […]}.
     #[arg(long, global = true)]
     pub(super) json: bool,
 }

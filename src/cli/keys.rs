@@ -6,15 +6,15 @@ use super::admin_client::AdminClient;
 use super::json_fields::{list_at, number_at, text_at};
 use super::limit_status::{format_key_status, format_wait};
 use super::output::{CommandError, block_on, format_json};
-use crate::admin::{add_fields, escape_json_for_display};
+use crate::admin::{AdminError, add_fields, escape_json_for_display};
 use crate::app::StoreBackend;
-use crate::app::key_status::{ResolvedKey, resolve_key};
+use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
 use crate::app::limit_json;
 use crate::app::override_store::describe_key_override;
 use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
-use crate::store::redis::{CounterInspector, RedisCounter, RedisSettings};
+use crate::store::redis::{CounterInspector, RedisConnectionError, RedisCounter, RedisSettings};
 use serde_json::{Value, json};
 
 /// Most keys that the admin API ranks.
@@ -34,7 +34,13 @@ pub(super) enum KeysCommand {
     /// Show the state of one key of a policy.
     Show(KeySelector),
     /// Reset the counters of one key of a policy. Takes effect on every instance within a second.
-    Reset(KeySelector),
+    Reset {
+        #[command(flatten)]
+        key: KeySelector,
+        /// Only reset the counter of this limit.
+        #[arg(long, value_name = "NAME")]
+        limit: Option<String>,
+    },
 }
 
 /// Selects a key by its policy and values.
@@ -56,6 +62,12 @@ pub(super) fn run(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
+    if let KeysCommand::List {
+        policy: Some(name), ..
+    } = command
+    {
+        find_limiting_policy(&config.policy_table, name).map_err(format_error)?;
+    }
     let redis = match &config.store {
         StoreSettings::Redis(redis) if !command.reads_instance_counters(&config) => redis,
         _ => {
@@ -72,7 +84,9 @@ pub(super) fn run(
                 list_counters(&config, redis, policy.as_deref(), *most, as_json).await
             }
             KeysCommand::Show(selector) => show_key(&config, selector, as_json).await,
-            KeysCommand::Reset(selector) => reset_key(&config, selector, as_json).await,
+            KeysCommand::Reset { key, limit } => {
+                reset_key(&config, key, limit.as_deref(), as_json).await
+            }
         }
     })?;
     Ok(printed?)
@@ -101,7 +115,7 @@ async fn list_counters(
     as_json: bool,
 ) -> Result<String, String> {
     let inspector = CounterInspector::connect(redis.clone()).await;
-    let inspector = inspector.map_err(format_error)?;
+    let inspector = inspector.map_err(|error| describe_redis_failure(redis, error))?;
     let namespace = policy.map(|name| key_namespace(config, name));
     let (mut counters, has_more) = inspector
         .list_counters(namespace, max_counters)
@@ -190,20 +204,29 @@ async fn show_key(
 async fn reset_key(
     config: &Config,
     selector: &KeySelector,
+    limit: Option<&str>,
     as_json: bool,
 ) -> Result<String, String> {
     let found = selector.resolve_against_config(config)?;
     let stores = StoreBackend::new(&config.store);
-    let count = found.reset_counters(&stores).await.map_err(format_error)?;
+    let count = found
+        .reset_counters(&stores, limit)
+        .await
+        .map_err(format_error)?;
     if as_json {
         let result = json!({ "policy": found.policy.name, "key": found.key.to_readable_string(), "forgotten": count });
         return Ok(format_json(&result));
     }
-    Ok(format!(
-        "{}: reset {count} of {} counters\n",
-        found.key,
-        found.counter_count(&stores)
-    ))
+    Ok(format_reset(&found.key.to_readable_string(), count))
+}
+
+fn format_reset(key: &str, count: u64) -> String {
+    let key = key.escape_debug();
+    match count {
+        0 => format!("{key}: no counter to reset\n"),
+        1 => format!("{key}: reset 1 counter\n"),
+        _ => format!("{key}: reset {count} counters\n"),
+    }
 }
 
 /// Runs the command by the admin API of the proxy whose memory holds the counters.
@@ -227,13 +250,14 @@ fn run_by_admin_port(
             let text = format_key_status(&response);
             (response, text)
         }
-        KeysCommand::Reset(selector) => {
-            let response = client.request_json("DELETE", &selector.query_target())?;
-            let text = format!(
-                "{}: reset {} counters\n",
-                text_at(&response, "/key").escape_debug(),
-                number_at(&response, "/counters_forgotten")
-            );
+        KeysCommand::Reset { key, limit } => {
+            let mut target = key.query_target();
+            if let Some(limit) = limit {
+                target.push_str(&format!("&limit={}", encode_query_value(limit)));
+            }
+            let response = client.request_json("DELETE", &target)?;
+            let count = number_at(&response, "/counters_forgotten");
+            let text = format_reset(text_at(&response, "/key"), count);
             (response, text)
         }
     };
@@ -264,6 +288,11 @@ fn encode_query_value(value: &str) -> String {
     percent_encoding::utf8_percent_encode(value, percent_encoding::NON_ALPHANUMERIC).to_string()
 }
 
+/// The address, the cause, and what to do.
+pub(super) fn describe_redis_failure(redis: &RedisSettings, error: RedisConnectionError) -> String {
+    format!("error: {redis}: {}\n", AdminError::from(error))
+}
+
 fn format_error(error: impl std::fmt::Display) -> String {
     format!("error: {error}\n")
 }
@@ -273,7 +302,7 @@ impl KeysCommand {
     fn reads_instance_counters(&self, config: &Config) -> bool {
         let policy = match self {
             Self::List { policy, .. } => policy.as_deref(),
-            Self::Show(selector) | Self::Reset(selector) => Some(&*selector.policy),
+            Self::Show(key) | Self::Reset { key, .. } => Some(&*key.policy),
         };
         policy.is_some_and(|name| {
             let policies = config.policy_table.policies();

@@ -7,8 +7,9 @@ mod import;
 pub(super) mod store_client;
 
 use super::admin_client::AdminClient;
+use super::keys::describe_redis_failure;
 use super::output::{CommandError, block_on, format_json};
-use crate::app::key_status::resolve_override_key;
+use crate::app::key_status::{find_limiting_policy, resolve_override_key};
 use crate::app::override_store::{OverrideListing, OverrideStore};
 use crate::app::overrides::{
     LimitInput, OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry,
@@ -116,6 +117,10 @@ pub(super) fn run(
             OverridesCommand::Remove(key) => remove_override(&store, &config, key, as_json).await,
             OverridesCommand::Show(key) => show_override(&store, &config, key, as_json).await,
             OverridesCommand::List { policy, most } => {
+                if let Some(name) = policy {
+                    let found = find_limiting_policy(&config.policy_table, name);
+                    found.map_err(|error| error.to_string())?;
+                }
                 list_overrides(&store, policy.as_deref(), *most, as_json).await
             }
             OverridesCommand::Import(arguments) => {
@@ -141,7 +146,7 @@ pub(super) async fn open_store(
     match &config.store {
         StoreSettings::Redis(redis) => {
             let inspector = CounterInspector::connect((**redis).clone()).await;
-            let inspector = inspector.map_err(|error| error.to_string())?;
+            let inspector = inspector.map_err(|error| describe_redis_failure(redis, error))?;
             let store = OverrideStore::Redis(Box::new(inspector));
             Ok(StoreClient::Redis(store))
         }

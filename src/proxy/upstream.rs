@@ -83,7 +83,10 @@ impl UpstreamClient {
                 .record_occurrence(std::time::Instant::now()),
         };
         match occurrences {
-            Some(requests) => tracing::warn!(%error, requests, "requests are not forwarded"),
+            Some(requests) => {
+                let upstream = self.authority().to_str().unwrap_or_default();
+                tracing::warn!(%error, upstream, requests, "requests are not forwarded");
+            }
             None => tracing::debug!(%error, "request not forwarded"),
         }
     }

@@ -166,7 +166,7 @@ async fn commands_show_the_usage_by_each_policy_and_reset_it_for_all() {
         assert!(explained.stdout.contains(left), "{}", explained.stdout);
     }
     let reset = admin.run_command(&["keys", "reset", "export", "ann"]).await;
-    assert!(reset.stdout.contains("reset 1 of 1"), "{}", reset.stdout);
+    assert!(reset.stdout.contains("reset 1 counter"), "{}", reset.stdout);
     assert_eq!(
         remaining(&send(&admin.proxy, "/search").await),
         (200, Some(7))
@@ -189,7 +189,7 @@ async fn a_reset_counts_all_counters_of_a_key() {
         let reset = admin.run_command(&["keys", "reset", "login", "ann"]).await;
         reset.stdout.trim().rsplit_once(": ").unwrap().1.to_owned()
     };
-    assert_eq!(reset().await, "reset 0 of 6 counters");
+    assert_eq!(reset().await, "no counter to reset");
     assert_eq!(send(&admin.proxy, "/").await.status, 200);
     while send(&admin.proxy, "/").await.status != 429 {}
     // Log and day, and the response counters of both as soon as they are settled.
@@ -197,7 +197,7 @@ async fn a_reset_counts_all_counters_of_a_key() {
     let count = text.strip_prefix("reset ").unwrap().split(' ').next();
     let count: usize = count.unwrap().parse().unwrap();
     assert!((2..=5).contains(&count), "{text}");
-    assert!(text.ends_with(" of 6 counters"), "{text}");
+    assert!(text.ends_with(" counters"), "{text}");
 }
 
 /// Each descriptor of a call is a hit, also if different policies count it.

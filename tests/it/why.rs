@@ -167,7 +167,7 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
     assert!(plot.stdout.contains('█'), "{}", plot.stdout);
 }
 
-/// The access log writes at most 100 lines per policy, worker and second. All refusals are logged
+/// The access log writes few lines per second. All refusals are logged
 /// or counted as left out.
 #[tokio::test]
 async fn refusals_that_the_log_left_out_are_counted() {

@@ -1,10 +1,10 @@
 //! The overrides of the configured store: in Redis, or in the memory of the proxy on this machine,
 //! by its admin port.
 
-use crate::admin::AdminError;
+use crate::admin::{AdminError, add_fields, escape_json_for_display};
 use crate::app::key_status::find_limiting_policy;
-use crate::app::override_store::OverrideStore;
-use crate::app::overrides::{listed_override_from_json, override_to_json};
+use crate::app::override_store::{OverrideChange, OverrideStore};
+use crate::app::overrides::{format_time_ms, listed_override_from_json, override_to_json};
 use crate::cli::admin_client::AdminClient;
 use crate::cli::json_fields::{is_true_at, list_at};
 use crate::clock::Clock;
@@ -12,7 +12,7 @@ use crate::limiter::Key;
 use crate::policy::PolicyTable;
 use crate::store::StoredOverride;
 use futures_util::future::join_all;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Most overrides that the admin port lists.
@@ -42,7 +42,11 @@ impl StoreClient {
         now_us: u64,
     ) -> Result<StoredOverride, String> {
         match self {
-            Self::Redis(store) => store.merge(entered, now_us).await.map_err(to_message),
+            Self::Redis(store) => {
+                let (old, new) = store.merge(entered, now_us).await.map_err(to_message)?;
+                print_audit_line(&new.key, old.as_ref(), Some(&new));
+                Ok(new)
+            }
             Self::AdminPort(client, _) => {
                 let response = send_override(client, "PATCH", entered)?;
                 let fields = response
@@ -69,7 +73,12 @@ impl StoreClient {
 
     pub(super) async fn remove(&self, key: &Key) -> Result<bool, String> {
         match self {
-            Self::Redis(store) => store.remove(key).await.map_err(to_message),
+            Self::Redis(store) => {
+                let old = store.find(key).await.unwrap_or_default();
+                let is_removed = store.remove(key).await.map_err(to_message)?;
+                print_audit_line(key, old.as_ref().filter(|_| is_removed), None);
+                Ok(is_removed)
+            }
             Self::AdminPort(client, _) => {
                 let response = client.request_json("DELETE", &key_target(key))?;
                 Ok(is_true_at(&response, "/removed"))
@@ -108,6 +117,24 @@ impl StoreClient {
             }
         }
     }
+}
+
+/// Prints what this command has changed in Redis itself, in the form of the proxy's JSON log. A
+/// change by the admin port is in the log of the proxy.
+#[allow(clippy::print_stderr, reason = "data is on stdout")]
+fn print_audit_line(key: &Key, old: Option<&StoredOverride>, new: Option<&StoredOverride>) {
+    let Some(change) = OverrideChange::new(key, old, new) else {
+        return;
+    };
+    let mut line = json!({
+        "timestamp": format_time_ms(Clock::system().now_us() / 1000),
+        "level": "INFO",
+        "message": change.message,
+        "user": std::env::var("USER").ok(),
+        "target": "audit",
+    });
+    add_fields(&mut line, json!(change));
+    eprintln!("{}", escape_json_for_display(&line.to_string()));
 }
 
 fn to_message(error: AdminError) -> String {

@@ -62,7 +62,7 @@ pub(super) struct WhyArguments {
     /// Print a plot by minute.
     #[arg(long, conflicts_with = "json")]
     plot: bool,
-    /// Print the report as one JSON object.
+    /// Print the report as JSON.
     #[arg(long)]
     json: bool,
 }

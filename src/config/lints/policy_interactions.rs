@@ -2,8 +2,8 @@
 
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::policy::{
-    CoverageIndex, KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction, PolicyMode,
-    ValueCondition,
+    CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction,
+    PolicyMode, ValueCondition,
 };
 use indexmap::IndexMap;
 use std::cmp::Reverse;
@@ -28,7 +28,7 @@ pub(super) fn check_policy_interactions(
     warn_duplicate_limit_names(policies, budget);
     warn_skippable_keys(policies, budget);
     warn_overlapping_descriptors(policies, budget);
-    warn_client_chosen_keys(policies, context);
+    warn_client_chosen_keys(policies, context, budget);
 }
 
 impl Default for ComparisonBudget {
@@ -374,11 +374,23 @@ fn describe_entry(entry: &NamedCondition<Box<str>>) -> String {
     format!("{} = {value}", entry.name)
 }
 
-fn warn_client_chosen_keys(policies: &[PolicyWithReader<'_>], context: &PolicyContext) {
+/// Whether the key has the host, and any host matches.
+fn chooses_host(spanned: &PolicyWithReader<'_>) -> bool {
+    let is_exact = |host: &HostPattern| matches!(host, HostPattern::Exact(_));
+    let hosts = &spanned.policy.matcher.hosts;
+    let mut sources = spanned.key_parts().iter().flat_map(KeyPart::alternatives);
+    sources.any(|part| *part == KeyPart::Host) && (hosts.is_empty() || !hosts.iter().all(is_exact))
+}
+
+fn warn_client_chosen_keys(
+    policies: &[PolicyWithReader<'_>],
+    context: &PolicyContext,
+    budget: &mut ComparisonBudget,
+) {
     let has_client_chosen_key = |one: &PolicyWithReader<'_>| {
-        one.key_parts()
-            .iter()
-            .any(|part| context.is_client_chosen(part))
+        let mut sources = one.key_parts().iter().flat_map(KeyPart::alternatives);
+        sources.any(|part| *part != KeyPart::Host && context.is_client_chosen(part))
+            || chooses_host(one)
     };
     // Whether the policy limits a client that invents key values.
     let limits_by_client_ip = |one: &PolicyWithReader<'_>| {
@@ -386,10 +398,21 @@ fn warn_client_chosen_keys(policies: &[PolicyWithReader<'_>], context: &PolicyCo
             && one.key_parts().contains(&KeyPart::ClientIp)
             && !has_client_chosen_key(one)
     };
-    if policies.iter().any(limits_by_client_ip) {
-        return;
+    let guards = policies.iter().filter(|one| limits_by_client_ip(one));
+    let guards = CoverageIndex::new(guards.collect(), |one| &one.policy.matcher);
+    for spanned in policies.iter().filter(|one| chooses_host(one)) {
+        spanned.reader.report_warning(
+            "key",
+            "a client that sends another Host gets another quota; expected the hosts that you serve as match.hosts",
+        );
     }
     for spanned in policies.iter().filter(|one| has_client_chosen_key(one)) {
+        let matcher = &spanned.policy.matcher;
+        let mut candidates = guards.candidates(matcher);
+        let is_limited = candidates.any(|one| !budget.take() || one.policy.matcher.covers(matcher));
+        if is_limited {
+            continue;
+        }
         let chosen = spanned.key_parts().iter().find_map(|part| match part {
             KeyPart::Alternatives(alternatives) => {
                 let (_, earlier) = alternatives.split_last()?;
@@ -406,7 +429,7 @@ fn warn_client_chosen_keys(policies: &[PolicyWithReader<'_>], context: &PolicyCo
         };
         spanned.reader.report_warning(
             "key",
-            &format!("{problem}; add a policy with the key \"client_ip\""),
+            &format!("{problem}; add a policy for these requests with the key \"client_ip\""),
         );
     }
 }

@@ -9,19 +9,33 @@ use crate::policy::PolicyMode;
 use crate::telemetry::trace::TraceId;
 use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 use http::StatusCode;
-use std::cell::RefCell;
-use std::collections::HashMap;
+use parking_lot::Mutex;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::rc::Rc;
 use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep_until};
 
-/// Maximum lines per second, policy and worker if only rejected requests are logged. A client can
-/// cause many rejections.
-const MAX_REJECTION_LINES_PER_SECOND: u32 = 100;
+/// Lines about rejections per second, if only those are logged: a client can cause any number. With
+/// [`REJECTION_LINE_BURST`], a process writes at most 10 lines per second, over 10 seconds.
+const REJECTION_LINES_PER_SECOND: f64 = 5.0;
+
+/// Lines about rejections that may be written at once.
+const REJECTION_LINE_BURST: f64 = 50.0;
+
+/// Lines of the burst that a policy leaves to other policies while its own lines are omitted.
+const RESERVED_LINES: f64 = 10.0;
 
 const SECOND: Duration = Duration::from_secs(1);
+
+/// The lines about rejections of this process. Its workers share them.
+static REJECTION_LINES: Mutex<RejectionLines> = Mutex::new(RejectionLines {
+    available: REJECTION_LINE_BURST,
+    refilled_at: None,
+    summary_due: None,
+    omitted: BTreeMap::new(),
+});
 
 /// Writes access-log lines according to the log settings.
 #[derive(Debug)]
@@ -29,27 +43,77 @@ pub(in crate::proxy) struct AccessLog {
     mode: AccessLogFilter,
     /// Share of the lines that are written, 0.0..=1.0.
     sample_rate: f64,
-    rejection_lines: Rc<RefCell<RejectionLines>>,
 }
 
-/// Lines of the current second by policy; the empty name stands for malformed requests.
-type RejectionLines = HashMap<String, RejectionLineCount>;
-
-/// Lines about one policy's rejections in one second.
+/// A token bucket of lines, and the rejections that were not logged.
 #[derive(Debug)]
-struct RejectionLineCount {
-    started_at: Instant,
-    written: u32,
-    omitted: u32,
+struct RejectionLines {
+    available: f64,
+    refilled_at: Option<Instant>,
+    /// When a worker writes the next summary.
+    summary_due: Option<Instant>,
+    /// Rejections without a line, by policy; the empty name stands for malformed requests.
+    omitted: BTreeMap<String, u64>,
 }
 
-impl RejectionLineCount {
-    /// Writes the number of omitted lines, if any, and resets it.
-    fn write_summary(&mut self, policy: &str) {
-        let lines = std::mem::take(&mut self.omitted);
-        if lines > 0 {
+impl RejectionLines {
+    fn refill(&mut self, now: Instant) {
+        let last = self.refilled_at.replace(now).unwrap_or(now);
+        let elapsed_s = now.saturating_duration_since(last).as_secs_f64();
+        let refilled = self.available + elapsed_s * REJECTION_LINES_PER_SECOND;
+        self.available = refilled.min(REJECTION_LINE_BURST);
+    }
+
+    /// Whether a line about a rejection may be written. Otherwise the next summary counts it.
+    fn take_line(&mut self, policy: &str, now: Instant) -> bool {
+        self.refill(now);
+        let omitted = self.omitted.get_mut(policy);
+        let reserved = omitted.as_ref().map_or(0.0, |_| RESERVED_LINES);
+        if self.available >= 1.0 + reserved {
+            self.available -= 1.0;
+            return true;
+        }
+        match omitted {
+            Some(lines) => *lines += 1,
+            None => drop(self.omitted.insert(policy.to_owned(), 1)),
+        }
+        false
+    }
+
+    /// Writes the numbers of omitted lines, the largest first. Numbers for which no line is
+    /// available stay for the next summary.
+    fn write_summaries(&mut self, now: Instant) {
+        self.refill(now);
+        let mut by_count: Vec<_> = std::mem::take(&mut self.omitted).into_iter().collect();
+        by_count.sort_by_key(|(_, lines)| Reverse(*lines));
+        for (policy, lines) in by_count {
+            if self.available < 1.0 {
+                self.omitted.insert(policy, lines);
+                continue;
+            }
+            self.available -= 1.0;
             tracing::info!(target: "access", policy, lines, "rejected requests not logged");
         }
+    }
+
+    /// The time at which the caller must write a summary. `None` if there is nothing to write, or
+    /// another worker does it.
+    fn schedule_summary(&mut self, now: Instant) -> Option<Instant> {
+        let is_scheduled = self.summary_due.is_some_and(|due| now < due + SECOND);
+        let is_due = !self.omitted.is_empty() && !is_scheduled;
+        is_due.then(|| *self.summary_due.insert(now + SECOND))
+    }
+}
+
+/// Writes a summary each second until no line is omitted.
+async fn write_summaries_from(first: Instant) {
+    let mut next = Some(first);
+    while let Some(at) = next {
+        sleep_until(at).await;
+        let mut lines = REJECTION_LINES.lock();
+        lines.write_summaries(Instant::now());
+        lines.summary_due = None;
+        next = lines.schedule_summary(at);
     }
 }
 
@@ -112,47 +176,18 @@ impl AccessLog {
         Self {
             mode: settings.access,
             sample_rate: settings.access_sample,
-            rejection_lines: Rc::default(),
         }
     }
 
-    /// Whether a line about a rejection may be written. After a second with omitted lines, a
-    /// summary is written.
-    fn take_rejection_line(&self, policy: &str, now: Instant) -> bool {
-        let mut rejection_lines = self.rejection_lines.borrow_mut();
-        let Some(count) = rejection_lines.get_mut(policy) else {
-            let count = RejectionLineCount {
-                started_at: now,
-                written: 1,
-                omitted: 0,
-            };
-            rejection_lines.insert(policy.to_owned(), count);
-            return true;
-        };
-        if now.saturating_duration_since(count.started_at) >= SECOND {
-            count.write_summary(policy);
-            (count.started_at, count.written) = (now, 0);
+    /// Whether a line about a rejection may be written.
+    fn take_rejection_line(policy: &str) -> bool {
+        let now = Instant::now();
+        let mut lines = REJECTION_LINES.lock();
+        let is_allowed = lines.take_line(policy, now);
+        if let Some(due) = lines.schedule_summary(now) {
+            spawn_local(write_summaries_from(due));
         }
-        if count.written < MAX_REJECTION_LINES_PER_SECOND {
-            count.written += 1;
-            return true;
-        }
-        if count.omitted == 0 {
-            self.schedule_summary(policy.to_owned(), count.started_at + SECOND);
-        }
-        count.omitted += 1;
-        false
-    }
-
-    /// Writes the summary at the end of the second, even if no further request is rejected.
-    fn schedule_summary(&self, policy: String, at: Instant) {
-        let rejection_lines = Rc::clone(&self.rejection_lines);
-        spawn_local(async move {
-            sleep_until(at).await;
-            if let Some(count) = rejection_lines.borrow_mut().get_mut(&policy) {
-                count.write_summary(&policy);
-            }
-        });
+        is_allowed
     }
 
     /// Whether the log settings allow a line for a request, before sampling. `is_rejected` says
@@ -189,7 +224,7 @@ impl AccessLog {
                 .policy
                 .or_else(|| unenforced.next())
                 .unwrap_or_default();
-            if !self.take_rejection_line(policy, Instant::now()) {
+            if !Self::take_rejection_line(policy) {
                 return;
             }
         }
@@ -263,4 +298,57 @@ fn format_amounts(requests: u64, burst: u64) -> String {
 /// Milliseconds, rounded to microseconds.
 fn to_millis(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e6).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_flood_writes_ten_lines_a_second_and_leaves_some_to_other_policies() {
+        let start = Instant::now();
+        let mut lines = RejectionLines {
+            available: REJECTION_LINE_BURST,
+            refilled_at: None,
+            summary_due: None,
+            omitted: BTreeMap::new(),
+        };
+        let (mut written, mut others) = (0, 0);
+        for ms in 0..10_000_u64 {
+            let now = start + Duration::from_millis(ms);
+            for _ in 0..5 {
+                written += u32::from(lines.take_line("flood", now));
+            }
+            if ms % 2000 == 1999 {
+                others += u32::from(lines.take_line("other", now));
+            }
+            if lines.schedule_summary(now).is_some() {
+                // The first summary is due a second later, as in `write_summaries_from`.
+                assert!(!lines.omitted.is_empty());
+            }
+        }
+        assert_eq!(others, 5, "each rejection of another policy has a line");
+        assert!((80..=95).contains(&written), "{written}");
+        assert_eq!(lines.omitted["flood"], 50_000 - u64::from(written));
+        lines.write_summaries(start + Duration::from_secs(10));
+        assert!(lines.omitted.is_empty());
+    }
+
+    #[test]
+    fn summaries_without_a_line_are_counted_on() {
+        let start = Instant::now();
+        let mut lines = RejectionLines {
+            available: 0.0,
+            refilled_at: Some(start),
+            summary_due: None,
+            omitted: BTreeMap::new(),
+        };
+        for policy in ["a", "b", "b", "c"] {
+            assert!(!lines.take_line(policy, start));
+        }
+        lines.write_summaries(start + Duration::from_millis(400));
+        assert_eq!(lines.omitted.len(), 1, "two lines were available");
+        assert!(!lines.omitted.contains_key("b"), "the largest comes first");
+        assert!(!lines.take_line("c", start + Duration::from_millis(400)));
+    }
 }

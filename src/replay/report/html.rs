@@ -110,7 +110,9 @@ impl HtmlPage<'_> {
         row("all: forwarded", forwarded(first), forwarded(second));
         for policy in merged_policy_names(first, second) {
             let refused = |set: &PolicySetReport| {
-                set.policy_stats(policy).map_or("–".to_owned(), |stats| {
+                let stats = set.policy_stats(policy);
+                let stats = stats.filter(|stats| stats.matched_count() > 0);
+                stats.map_or("–".to_owned(), |stats| {
                     format!(
                         "{} of {} refused",
                         format_count(stats.refused_count()),
@@ -151,10 +153,23 @@ impl HtmlPage<'_> {
             <th scope=\"col\" class=\"n\">Delayed</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
             <th scope=\"col\">Over time; first and last refusal</th></tr></thead><tbody>",
         );
+        let mut unmatched = Vec::new();
         for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
-            self.write_policy_row(summary, stats);
+            match stats.matched_count() {
+                0 if summary.is_left_out => {}
+                0 => unmatched.push(summary.name.as_str()),
+                _ => self.write_policy_row(summary, stats),
+            }
         }
-        self.push("</tbody></table></div></section>");
+        self.push("</tbody></table></div>");
+        if !unmatched.is_empty() {
+            let names = unmatched.join(", ");
+            self.push(&format!(
+                "<p>No request matched: {}.</p>",
+                EscapedText(&names)
+            ));
+        }
+        self.push("</section>");
     }
 
     fn write_policy_row(&mut self, summary: &ReplayPolicySummary, stats: &ReplayPolicyStats) {

@@ -1,0 +1,251 @@
+//! What commands answer when something is missing or wrong, and the audit lines of changes.
+
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::cluster::RedisCluster;
+use crate::support::process::{run_command, tidegate_command};
+use crate::support::redis::{RedisServer, free_port};
+use serde_json::Value;
+use std::fs;
+use tempfile::TempDir;
+
+const TWO_LIMITS: &str = r#"
+[[policy]]
+name = "api"
+dynamic = true
+key = ["header:x-user-id"]
+block_for = "1h"
+limits = [
+  { requests = 9, per = "1m", name = "minute" },
+  { requests = 10, per = "month", algorithm = "fixed_window", tz = "UTC", name = "month" },
+]
+"#;
+
+/// Resets one limit by the command and by the admin port; the other keeps its usage.
+async fn assert_one_limit_can_be_reset(proxy: &AdminProxy) {
+    let used = async || {
+        let report = proxy.get_json("/keys?policy=api&key=ann").await;
+        let limits = report["limits"].as_array().unwrap();
+        [0, 1].map(|at: usize| limits[at]["used"].as_u64().unwrap())
+    };
+    for _ in 0..3 {
+        assert_eq!(proxy.status_for_user("ann", "/").await, 200);
+    }
+    assert_eq!(used().await, [3, 3]);
+    let reset = proxy
+        .run_command(&["keys", "reset", "api", "ann", "--limit", "minute"])
+        .await;
+    assert_eq!(
+        reset.stdout, "api/ann: reset 1 counter\n",
+        "{}",
+        reset.stderr
+    );
+    assert_eq!(used().await, [0, 3]);
+    assert_eq!(proxy.status_for_user("ann", "/").await, 200);
+    let target = "/keys?policy=api&key=ann&limit=month";
+    let answer = proxy
+        .authorized_request("DELETE", target)
+        .send()
+        .await
+        .json();
+    assert_eq!(answer["counters_forgotten"], 1, "{answer}");
+    assert_eq!(used().await, [1, 0]);
+    let unknown = proxy
+        .run_command(&["keys", "reset", "api", "ann", "--limit", "day"])
+        .await;
+    assert!(!unknown.status.success());
+    assert!(
+        unknown
+            .stderr
+            .contains("unknown limit \"day\" of policy api; expected one of minute, month"),
+        "{}",
+        unknown.stderr
+    );
+    let reset = proxy.run_command(&["keys", "reset", "api", "ann"]).await;
+    assert_eq!(
+        reset.stdout, "api/ann: reset 1 counter\n",
+        "{}",
+        reset.stderr
+    );
+    let reset = proxy.run_command(&["keys", "reset", "api", "ann"]).await;
+    assert_eq!(
+        reset.stdout, "api/ann: no counter to reset\n",
+        "{}",
+        reset.stderr
+    );
+}
+
+#[tokio::test]
+async fn one_limit_of_a_key_can_be_reset_in_every_store() {
+    assert_one_limit_can_be_reset(&AdminProxy::start(TWO_LIMITS).await).await;
+    let redis = RedisServer::start();
+    let proxy = AdminProxy::start(&format!("{}\n{TWO_LIMITS}", redis.store_config())).await;
+    proxy.proxy.wait_for_store().await;
+    assert_one_limit_can_be_reset(&proxy).await;
+    let cluster = RedisCluster::start().await;
+    let lines = cluster.config_lines();
+    let store = format!("[store]\nkind = 'redis'\n[store.redis]\n{lines}\n");
+    let proxy = AdminProxy::start(&format!("{store}{TWO_LIMITS}")).await;
+    proxy.proxy.wait_for_store().await;
+    assert_one_limit_can_be_reset(&proxy).await;
+}
+
+#[tokio::test]
+async fn a_list_for_an_unknown_policy_is_an_error() {
+    let redis = RedisServer::start();
+    for store in [String::new(), redis.store_config()] {
+        let proxy = AdminProxy::start(&format!("{store}\n{TWO_LIMITS}")).await;
+        for words in [
+            ["keys", "list", "--policy", "nope"].as_slice(),
+            &["overrides", "list", "nope"],
+        ] {
+            let ended = proxy.run_command(words).await;
+            assert_eq!(ended.status.code(), Some(1), "{words:?}: {}", ended.stdout);
+            assert_eq!(
+                ended.stderr, "error: unknown policy \"nope\"; expected one of api\n",
+                "{words:?}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_refused_connection_names_the_address_and_the_remedy() {
+    let dir = TempDir::new().unwrap();
+    let (config, port) = (dir.path().join("config.toml"), free_port());
+    let base = format!("upstream.url = 'http://127.0.0.1:1'\nadmin.address = '127.0.0.1:{port}'\n");
+    let redis =
+        format!("[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{port}/0'\n");
+    for (store, words, remedy) in [
+        ("", ["keys", "list"].as_slice(), "set admin.address"),
+        ("", &["keys", "show", "api", "ann"], "set admin.address"),
+        ("", &["overrides", "list"], "set admin.address"),
+        ("", &["drain"], "set admin.address"),
+        (
+            redis.as_str(),
+            &["keys", "list"],
+            "check host and port in store.redis.url",
+        ),
+        (
+            &redis,
+            &["overrides", "list"],
+            "check host and port in store.redis.url",
+        ),
+    ] {
+        fs::write(&config, format!("{base}{store}{TWO_LIMITS}")).unwrap();
+        let mut command = tidegate_command();
+        let ended = run_command(command.args(words).arg("--config").arg(&config)).await;
+        assert_eq!(ended.status.code(), Some(1), "{words:?}");
+        let text = &ended.stderr;
+        assert!(
+            text.contains(&format!("127.0.0.1:{port}")),
+            "{words:?}: {text}"
+        );
+        assert!(
+            text.contains("onnection refused") && text.contains(remedy),
+            "{words:?}: {text}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_command_without_a_configuration_says_that_there_are_no_policies() {
+    let dir = TempDir::new().unwrap();
+    let mut command = tidegate_command();
+    command.current_dir(dir.path());
+    let ended = run_command(command.args(["overrides", "set", "api", "ann", "--block"])).await;
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(
+        ended
+            .stderr
+            .contains("the configuration has no policies; expected --config"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[tokio::test]
+async fn the_demo_says_what_to_do_about_a_busy_port() {
+    let busy = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = busy.local_addr().unwrap().to_string();
+    let mut command = tidegate_command();
+    let ended = run_command(command.args(["demo", "--listen", &address])).await;
+    assert_eq!(ended.status.code(), Some(1));
+    let expected = format!("error: cannot listen on {address}: Address already in use");
+    assert!(ended.stderr.starts_with(&expected), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("--listen 127.0.0.1:0"),
+        "{}",
+        ended.stderr
+    );
+}
+
+/// The audit lines of a text: message, policy, key as text, old and new rule, author.
+fn audit_lines(text: &str) -> Vec<[String; 6]> {
+    let lines = text
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let lines = lines.filter(|line| line["message"].as_str().unwrap().starts_with("override "));
+    let fields = ["message", "policy", "override_key", "old", "new", "author"];
+    lines
+        .map(|line| {
+            assert_eq!(line["key"].as_str().unwrap().len(), 32, "{line}");
+            fields.map(|name| line[name].as_str().unwrap_or("-").to_owned())
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn each_change_of_an_override_has_an_audit_line_with_the_old_and_the_new_value() {
+    let redis = RedisServer::start();
+    let set = |rule: &[&'static str]| [&["overrides", "set", "api", "ann"], rule].concat();
+    for store in [String::new(), redis.store_config()] {
+        let proxy = AdminProxy::start(&format!("{store}\n{TWO_LIMITS}")).await;
+        if !store.is_empty() {
+            proxy.proxy.wait_for_store().await;
+        }
+        let mut written = String::new();
+        for words in [
+            set(&["--requests", "5", "--limit", "minute", "--author", "eve"]),
+            set(&[
+                "--block",
+                "--author",
+                "mallory",
+                "--note",
+                "abuse",
+                "--expires",
+                "2h",
+            ]),
+            ["overrides", "remove", "api", "ann"].to_vec(),
+            ["overrides", "remove", "api", "ann"].to_vec(),
+        ] {
+            let ended = proxy.run_command(&words).await;
+            assert!(ended.status.success(), "{words:?}: {}", ended.stderr);
+            written.push_str(&ended.stderr);
+        }
+        // With Redis, the command changes the store itself; otherwise the proxy does.
+        if store.is_empty() {
+            assert_eq!(written, "");
+            written = proxy.proxy.log_text();
+        }
+        let line = |message: &str, old: &str, new: &str, author: &str| {
+            [message, "api", "api/ann", old, new, author].map(str::to_owned)
+        };
+        let (set, removed) = (
+            "override set by an operator",
+            "override removed by an operator",
+        );
+        assert_eq!(
+            audit_lines(&written),
+            [
+                line(set, "none", "minute 5", "eve"),
+                line(set, "minute 5", "blocked", "mallory"),
+                line(removed, "blocked", "none", "mallory"),
+            ],
+            "{store}: {written}"
+        );
+        assert!(
+            written.contains("\"note\":\"abuse\"") && written.contains("\"expires_at\":\"20"),
+            "{written}"
+        );
+    }
+}
