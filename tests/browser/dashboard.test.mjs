@@ -279,7 +279,7 @@ test('a Redis outage and its end are shown and announced to screen readers', asy
       await page.waitForFunction(() => document.getElementById('spoken').textContent.includes('The store is unavailable'));
       await page.waitForFunction(() => document.querySelector('.tile[data-level=bad] .value')?.textContent === 'Down');
       assert.match(await page.locator('#alerts').innerText(), /requests get 503 by login; nothing is limited by/);
-      await page.waitForFunction(() => /degraded/.test(document.querySelector('#traffic .uplot').getAttribute('aria-label')));
+      await page.waitForFunction(() => /admitted without the store.*refused without the store/.test(document.querySelector('#traffic .uplot').getAttribute('aria-label')));
       // Requests that a closed policy rejects with 503 count as refused.
       const { policies: [, login] } = await until('the refusals', async () => {
         const response = await proxy.fetchAdmin('/policies');

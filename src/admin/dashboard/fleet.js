@@ -21,6 +21,8 @@ function drawFleet({ fleet }, modes, open) {
     values.forEach((value, index) => setText(row.children[index + 1], value));
     row.lastChild.classList.toggle('quiet', Boolean(instance.not_asked));
   });
+  // The tables of a single instance are on the page already.
+  $('fleet-rankings').hidden = fleet.total <= 1;
   drawRanking($('fleet-keys'), fleet.keys, 'key', 'No key was refused recently.', modes, open);
   drawRanking($('fleet-paths'), fleet.paths, 'path', 'No path was refused recently.', modes);
 }

@@ -40,6 +40,7 @@ class PolicyDialog {
       const response = await this.request(`/policies?policy=${encodeURIComponent(name)}`);
       if (this.name !== name) return;
       if (response.policies.length === 0) { replaceChildren($('policy-body'), createElement('p', {}, 'This policy no longer exists.')); return; }
+      splitDegraded(response.policies[0].last_hour);
       this.build(response.policies[0]);
       this.draw(response);
       await this.refresh();
@@ -91,6 +92,7 @@ class PolicyDialog {
     const encodedName = encodeURIComponent(name);
     const [response, top] = await Promise.all([this.request(`/policies?policy=${encodedName}`), this.request(`/top?n=8&policy=${encodedName}`)]);
     if (this.name !== name || !this.chart || response.policies.length === 0) return;
+    splitDegraded(response.policies[0].last_hour);
     this.draw(response);
     drawRanking(this.keys, top.keys, 'key', 'No refusals in the last half hour.', new Map(), (_, key) => this.lookUpText(key));
   }

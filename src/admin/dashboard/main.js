@@ -66,8 +66,10 @@ function render() {
     if (policies.length === 0 && offset > 0) selectPolicies();
   }
   if (state.top) {
-    drawRanking($('keys'), state.top.keys, 'key', 'No key was refused recently.', unenforcedModes, openPolicy);
-    drawRanking($('paths'), state.top.paths, 'path', 'No path was refused recently.', unenforcedModes);
+    drawRanking($('keys'), state.top.keys, 'key', 'No policy refused a key recently.', unenforcedModes, openPolicy);
+    drawRanking($('paths'), state.top.paths, 'path', 'No policy refused a path recently.', unenforcedModes);
+    const withoutStore = sum(state.overview.requests.seconds.degraded_refused);
+    $('keys-note').hidden = !withoutStore;
   }
 }
 
@@ -94,6 +96,8 @@ setInterval(updateConnectionState, 1000);
 async function refresh(round) {
   const [overview, policies, busiest, top] = await Promise.all([fetchJson(`/overview?seconds=${Math.min(MAX_HISTORY_S, selectedSpan() + 1)}`), fetchJson(`/policies?${new URLSearchParams({ limit: POLICIES_PER_PAGE, offset: state.from, sort: $('policies-sort').value, search: selectedSearch() })}`), fetchJson(`/policies?limit=${HEATMAP_POLICIES}&sort=${selectedHeatmap()}`), fetchJson('/top?n=10')]);
   if (round !== currentRound) return;
+  splitDegraded(overview.requests.seconds);
+  for (const { last_hour, last_day } of [...policies.policies, ...busiest.policies]) { splitDegraded(last_hour); splitDegraded(last_day); }
   const known = state.overview?.instance.id;
   const seconds = overview.requests.seconds.at;
   Object.assign(state, { overview, policies, busiest, top, connectionError: null, failures: 0, seen_s: Date.now() / 1000, offset_s: seconds.length ? seconds[seconds.length - 1] - Date.now() / 1000 : 0 });

@@ -137,14 +137,20 @@ const DECISIONS = [
   { id: 'delayed', label: 'delayed', line: '.' },
   { id: 'shadow_rejected', label: 'shadow-rejected', line: '/' },
   { id: 'marked', label: 'marked', line: '-' },
-  { id: 'degraded', label: 'degraded', line: '-' },
+  { id: 'degraded', label: 'admitted without the store', line: '-' },
+  { id: 'degraded_refused', label: 'refused without the store', line: 'x' },
   { id: 'rejected', label: 'rejected', line: '/' },
   { id: 'blocked', label: 'blocked', line: '\\' },
   { id: 'denied', label: 'denied', line: 'x' },
   { id: 'malformed', label: 'malformed', line: '|' },
 ];
-/** Series of refused requests. `degraded_refused` is a part of `degraded` and not in DECISIONS. */
+/** Decisions that refuse a request: what every number of refused requests on this page counts. */
 const REFUSED = ['rejected', 'blocked', 'denied', 'degraded_refused'];
+/** Takes the refused part of `degraded` out of it, in series as the API has them. */
+function splitDegraded(series) {
+  if (series?.degraded) series.degraded = series.degraded.map((n, index) => n - (series.degraded_refused?.[index] ?? 0));
+  return series;
+}
 const createSwatch = (id) => createElement('span', { class: `swatch d d-${id}`, 'aria-hidden': 'true' });
 const sum = (numbers) => (numbers ?? []).reduce((total, n) => total + n, 0);
 const sumRefused = (counts) => REFUSED.reduce((total, id) => total + (counts[id] ?? 0), 0);

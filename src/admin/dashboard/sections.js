@@ -76,13 +76,13 @@ function announceAlerts(alerts) {
 
 function drawTiles({ overview }) {
   const { seconds } = overview.requests;
-  const outcomes = ['allowed', 'delayed', 'rejected', 'blocked', 'denied', 'degraded', 'malformed'];
+  const outcomes = ['allowed', 'delayed', 'rejected', 'blocked', 'denied', 'degraded', 'degraded_refused', 'malformed'];
   const last = (id, n) => sum(seconds[id].slice(-1 - n, -1));
   const span = Math.min(60, Math.max(1, seconds.at.length - 1));
   const all = outcomes.reduce((n, id) => n + last(id, span), 0);
   const now = outcomes.reduce((n, id) => n + last(id, 5), 0) / Math.min(5, span);
   const refused = REFUSED.reduce((n, id) => n + last(id, span), 0);
-  const degraded = last('degraded', span);
+  const [degraded, degradedRefused] = ['degraded', 'degraded_refused'].map((id) => last(id, span));
   const { store, latency, connections, http } = overview;
   const mainSource = Object.entries(latency.decisions).sort(([, a], [, b]) => b.count - a.count)[0];
   const failed = Object.values(http.upstream_errors).reduce((n, m) => n + m, 0);
@@ -90,7 +90,7 @@ function drawTiles({ overview }) {
   const tiles = [
     ['Requests per second', formatRate(now), '', `${pluralize(all, 'request')} in ${formatDuration(span)}`],
     ['Refused', formatPercent(refused, all), '', `${formatCount(refused)} in ${formatDuration(span)}`],
-    ['Decided without the store', formatPercent(degraded, all), '', `${formatCount(degraded)} in ${formatDuration(span)}`, degraded ? 'warn' : ''],
+    ['Decided without the store', formatPercent(degraded + degradedRefused, all), '', `${formatCount(degraded)} admitted, ${formatCount(degradedRefused)} refused in ${formatDuration(span)}`, degraded + degradedRefused ? 'warn' : ''],
     ['Store', store.up ? (store.breaker_open ? 'Breaker open' : 'Up') : 'Down', '', store.kind === 'memory' ? 'in memory' : store.address, store.up && !store.breaker_open ? '' : 'bad'],
     ['Median decision time', mainSource ? formatLatency(mainSource[1].p50_s) : '–', '', mainSource ? `99 % within ${formatLatency(mainSource[1].p99_s)}` : `none in ${formatDuration(span)}`],
     ['Connections', formatCount(connections.open), ` of ${formatCount(connections.max)}`, failures || 'no upstream error'],

@@ -27,8 +27,9 @@ schema_table! {
         /// Limit requests; exempt them from later policies; reject them with 403 without counting.
         action: Keyword(&["limit", "allow", "deny"]), default = "limit";
         /// "mark" forwards requests over the limit with X-Tidegate-Over: POLICY
-        /// (defaults.mark_header). "shadow" counts in separate counters and rejects nothing. "off":
-        /// only validated.
+        /// (defaults.mark_header). "shadow" counts as "enforce" does, and rejects nothing. After a
+        /// change of mode the counts go on, so "enforce" at once rejects what "shadow" reported.
+        /// "off": only validated.
         mode: POLICY_MODE, default = "enforce";
         /// false: no response has the policy's limits or its name. Logs and metrics have both.
         report: Bool, default = "true";
