@@ -45,7 +45,9 @@ pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, Co
     let upstream = start_sample_upstream().map_err(|error| {
         format!("error: the sample upstream cannot listen on 127.0.0.1: {error}\n")
     })?;
-    if let Err(error) = TcpListener::bind(&flags.listen) {
+    if let Err(error) = TcpListener::bind(&flags.listen)
+        && error.kind() == std::io::ErrorKind::AddrInUse
+    {
         return Err(CommandError::Message(format!(
             "error: cannot listen on {}: {error}; choose another address, or a free port by \
              tidegate demo --listen 127.0.0.1:0\n",

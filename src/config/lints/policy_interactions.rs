@@ -399,7 +399,9 @@ fn warn_client_chosen_keys(
             && !has_client_chosen_key(one)
     };
     let guards = policies.iter().filter(|one| limits_by_client_ip(one));
-    let guards = CoverageIndex::new(guards.collect(), |one| &one.policy.matcher);
+    let guards = CoverageIndex::new(guards.collect(), |one: &&PolicyWithReader<'_>| {
+        &one.policy.matcher
+    });
     for spanned in policies.iter().filter(|one| chooses_host(one)) {
         spanned.reader.report_warning(
             "key",
