@@ -90,8 +90,8 @@ pub(super) fn parse_key_query(query: Option<&str>, further: &[&str]) -> Result<K
     };
     Ok(KeyQuery {
         policy,
-        values: query.get_all("key"),
         limit: query.get_one("limit")?.map(str::to_owned),
+        values: query.get_all("key"),
     })
 }
 

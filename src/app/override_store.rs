@@ -7,7 +7,7 @@ use crate::admin::AdminError;
 use crate::limiter::Key;
 use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
-use serde::Serialize;
+use serde_json::{Value, json};
 use std::sync::Arc;
 
 /// Attempts to change an override that other commands change at the same time.
@@ -134,10 +134,9 @@ impl OverrideStore {
 }
 
 /// A change of one override, as an audit line states it.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub(crate) struct OverrideChange {
-    #[serde(skip)]
-    pub(crate) message: &'static str,
+    message: &'static str,
     policy: String,
     /// The hash of the key, as in the access log.
     key: String,
@@ -176,6 +175,20 @@ impl OverrideChange {
             expires_at: remarks.expires_at_ms.and_then(format_time_ms),
             author: remarks.author.clone(),
             note: remarks.note.clone(),
+        })
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        json!({
+            "message": self.message,
+            "policy": self.policy,
+            "key": self.key,
+            "override_key": self.override_key,
+            "old": self.old,
+            "new": self.new,
+            "expires_at": self.expires_at,
+            "author": self.author,
+            "note": self.note,
         })
     }
 

@@ -129,11 +129,10 @@ fn print_audit_line(key: &Key, old: Option<&StoredOverride>, new: Option<&Stored
     let mut line = json!({
         "timestamp": format_time_ms(Clock::system().now_us() / 1000),
         "level": "INFO",
-        "message": change.message,
         "user": std::env::var("USER").ok(),
         "target": "audit",
     });
-    add_fields(&mut line, json!(change));
+    add_fields(&mut line, change.to_json());
     eprintln!("{}", escape_json_for_display(&line.to_string()));
 }
 
