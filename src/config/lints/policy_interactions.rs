@@ -431,7 +431,7 @@ fn warn_client_chosen_keys(
         };
         spanned.reader.report_warning(
             "key",
-            &format!("{problem}; add a policy for these requests with the key \"client_ip\""),
+            &format!("{problem}; add a policy with the key \"client_ip\""),
         );
     }
 }
