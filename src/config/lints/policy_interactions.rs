@@ -402,7 +402,9 @@ fn warn_client_chosen_keys(
     let guards = CoverageIndex::new(guards.collect(), |one: &&PolicyWithReader<'_>| {
         &one.policy.matcher
     });
-    for spanned in policies.iter().filter(|one| chooses_host(one)) {
+    let has_no_hosts = |one: &&PolicyWithReader<'_>| one.policy.matcher.hosts.is_empty();
+    let choosing = policies.iter().filter(|one| chooses_host(one));
+    for spanned in choosing.filter(has_no_hosts) {
         spanned.reader.report_warning(
             "key",
             "a client that sends another Host gets another quota; expected the hosts that you serve as match.hosts",
