@@ -6,7 +6,7 @@ use super::admin_client::AdminClient;
 use super::json_fields::{list_at, number_at, text_at};
 use super::limit_status::{format_key_status, format_wait};
 use super::output::{CommandError, block_on, format_json};
-use crate::admin::{AdminError, add_fields, escape_json_for_display};
+use crate::admin::{add_fields, escape_json_for_display};
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
 use crate::app::limit_json;
@@ -117,7 +117,7 @@ async fn list_counters(
     as_json: bool,
 ) -> Result<String, String> {
     let inspector = CounterInspector::connect(redis.clone()).await;
-    let inspector = inspector.map_err(|error| describe_redis_failure(redis, error))?;
+    let inspector = inspector.map_err(|error| describe_redis_failure(redis, &error))?;
     let namespace = policy.map(|name| key_namespace(config, name));
     let (mut counters, has_more) = inspector
         .list_counters(namespace, max_counters)
@@ -290,9 +290,12 @@ fn encode_query_value(value: &str) -> String {
     percent_encoding::utf8_percent_encode(value, percent_encoding::NON_ALPHANUMERIC).to_string()
 }
 
-/// The address, the cause, and what to do.
-pub(super) fn describe_redis_failure(redis: &RedisSettings, error: RedisConnectionError) -> String {
-    format!("error: {redis}: {}\n", AdminError::from(error))
+/// The cause, the address, and what to do.
+pub(super) fn describe_redis_failure(
+    redis: &RedisSettings,
+    error: &RedisConnectionError,
+) -> String {
+    format!("error: {error} at {redis}; {}\n", error.remedy())
 }
 
 fn format_error(error: impl std::fmt::Display) -> String {

@@ -146,7 +146,7 @@ pub(super) async fn open_store(
     match &config.store {
         StoreSettings::Redis(redis) => {
             let inspector = CounterInspector::connect((**redis).clone()).await;
-            let inspector = inspector.map_err(|error| describe_redis_failure(redis, error))?;
+            let inspector = inspector.map_err(|error| describe_redis_failure(redis, &error))?;
             let store = OverrideStore::Redis(Box::new(inspector));
             Ok(StoreClient::Redis(store))
         }

@@ -12,7 +12,7 @@ const TWO_LIMITS: &str = r#"
 [[policy]]
 name = "api"
 dynamic = true
-key = ["header:x-user-id"]
+key = ["header:x-user"]
 block_for = "1h"
 limits = [
   { requests = 9, per = "1m", name = "minute" },
@@ -133,6 +133,7 @@ async fn a_refused_connection_names_the_address_and_the_remedy() {
     ] {
         fs::write(&config, format!("{base}{store}{TWO_LIMITS}")).unwrap();
         let mut command = tidegate_command();
+        command.env_remove("TIDEGATE_ADMIN__ADDRESS");
         let ended = run_command(command.args(words).arg("--config").arg(&config)).await;
         assert_eq!(ended.status.code(), Some(1), "{words:?}");
         let text = &ended.stderr;
@@ -151,6 +152,7 @@ async fn a_refused_connection_names_the_address_and_the_remedy() {
 async fn a_command_without_a_configuration_says_that_there_are_no_policies() {
     let dir = TempDir::new().unwrap();
     let mut command = tidegate_command();
+    command.env_remove("TIDEGATE_ADMIN__ADDRESS");
     command.current_dir(dir.path());
     let ended = run_command(command.args(["overrides", "set", "api", "ann", "--block"])).await;
     assert_eq!(ended.status.code(), Some(1));

@@ -389,7 +389,7 @@ async fn a_part_of_a_key_finds_all_keys_that_have_it_and_says_so() {
     let text = fixture.run(&["--key", "gold", "log"]).await.stdout;
     assert!(text.contains("part of a key"), "{text}");
     assert!(
-        text.contains("partial match: header:x-plan of the key "),
+        text.contains("partial match: header x-plan of the key "),
         "{text}"
     );
     assert!(text.contains("2 refused"), "{text}");

@@ -374,6 +374,16 @@ fn describe_entry(entry: &NamedCondition<Box<str>>) -> String {
     format!("{} = {value}", entry.name)
 }
 
+/// Whether the conditions list the values that a part of the key may have.
+fn is_listed(part: &KeyPart, matcher: &Matcher) -> bool {
+    let is_list = |condition: &ValueCondition| matches!(condition, ValueCondition::OneOf(_));
+    let KeyPart::Header(name) = part else {
+        return false;
+    };
+    let mut headers = matcher.headers.iter();
+    headers.any(|one| one.name == *name && is_list(&one.condition))
+}
+
 /// Whether the key has the host, and any host matches.
 fn chooses_host(spanned: &PolicyWithReader<'_>) -> bool {
     let is_exact = |host: &HostPattern| matches!(host, HostPattern::Exact(_));
@@ -389,8 +399,10 @@ fn warn_client_chosen_keys(
 ) {
     let has_client_chosen_key = |one: &PolicyWithReader<'_>| {
         let mut sources = one.key_parts().iter().flat_map(KeyPart::alternatives);
-        sources.any(|part| *part != KeyPart::Host && context.is_client_chosen(part))
-            || chooses_host(one)
+        let is_chosen = |part: &KeyPart| {
+            context.is_client_chosen(part) && !is_listed(part, &one.policy.matcher)
+        };
+        sources.any(|part| *part != KeyPart::Host && is_chosen(part)) || chooses_host(one)
     };
     // Whether the policy limits a client that invents key values.
     let limits_by_client_ip = |one: &PolicyWithReader<'_>| {
