@@ -90,7 +90,7 @@ function drawTiles({ overview }) {
   const tiles = [
     ['Requests per second', formatRate(now), '', `${pluralize(all, 'request')} in ${formatDuration(span)}`],
     ['Refused', formatPercent(refused, all), '', `${formatCount(refused)} in ${formatDuration(span)}`],
-    ['Decided without the store', formatPercent(degraded + degradedRefused, all), '', `${formatCount(degraded)} admitted, ${formatCount(degradedRefused)} refused in ${formatDuration(span)}`, degraded + degradedRefused ? 'warn' : ''],
+    ['Decided without the store', formatPercent(degraded + degradedRefused, all), '', `${formatCount(degraded)} admitted, ${formatCount(degradedRefused)} refused`, degraded + degradedRefused ? 'warn' : ''],
     ['Store', store.up ? (store.breaker_open ? 'Breaker open' : 'Up') : 'Down', '', store.kind === 'memory' ? 'in memory' : store.address, store.up && !store.breaker_open ? '' : 'bad'],
     ['Median decision time', mainSource ? formatLatency(mainSource[1].p50_s) : '–', '', mainSource ? `99 % within ${formatLatency(mainSource[1].p99_s)}` : `none in ${formatDuration(span)}`],
     ['Connections', formatCount(connections.open), ` of ${formatCount(connections.max)}`, failures || 'no upstream error'],
