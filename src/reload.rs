@@ -305,23 +305,20 @@ impl ReloadStatus {
 fn describe_changes(old: &[Policy], new: &[Policy]) -> String {
     /// Maximum names in each of the lists of added, removed and changed policies.
     const MAX_LISTED_NAMES: usize = 20;
-    // The `Debug` text of a policy contains all of its settings.
-    let by_name = |policies: &[Policy]| -> BTreeMap<String, String> {
-        let texts = policies.iter();
-        let texts = texts.map(|policy| (policy.name.to_string(), format!("{policy:?}")));
-        texts.collect()
-    };
+    fn by_name(policies: &[Policy]) -> BTreeMap<&str, &Policy> {
+        let policies = policies.iter();
+        policies.map(|policy| (&*policy.name, policy)).collect()
+    }
     let (old, new) = (by_name(old), by_name(new));
     let added = new.keys().filter(|name| !old.contains_key(*name));
     let removed = old.keys().filter(|name| !new.contains_key(*name));
-    let is_changed = |name: &&String| old.contains_key(*name) && old.get(*name) != new.get(*name);
+    let changed = new
+        .iter()
+        .filter(|(name, policy)| old.get(*name).is_some_and(|old| old != *policy));
     let kinds: [(&str, Vec<&str>); 3] = [
-        ("added", added.map(String::as_str).collect()),
-        ("removed", removed.map(String::as_str).collect()),
-        (
-            "changed",
-            new.keys().filter(is_changed).map(String::as_str).collect(),
-        ),
+        ("added", added.copied().collect()),
+        ("removed", removed.copied().collect()),
+        ("changed", changed.map(|(name, _)| *name).collect()),
     ];
     let parts = kinds.iter().filter(|(_, names)| !names.is_empty());
     let parts = parts.map(|(kind, names)| {

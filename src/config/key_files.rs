@@ -3,15 +3,10 @@
 use super::table_reader::TableReader;
 use std::path::Path;
 
-/// Whether `key` names a file.
-pub(super) fn is_path_set(reader: &TableReader<'_>, key: &str) -> bool {
-    reader.get_string(key).is_some_and(|path| !path.is_empty())
-}
-
 /// Reads the text file named by `key`. Returns `None` if the key is empty, after an error, or if
 /// no such file is read.
 pub(super) fn read_text_file(reader: &TableReader<'_>, key: &str, content: &str) -> Option<String> {
-    let path = reader.get_string(key).filter(|path| !path.is_empty())?;
+    let path = reader.get_nonempty_string(key)?;
     if !reader.input().reads_key_files() {
         return None;
     }

@@ -13,7 +13,6 @@ mod store;
 
 pub(super) use key::{AppliedAt, KeyRequirement, SchemaKey, ValueKind};
 pub(super) use policy::{COST, LIMIT, VALUE_CONDITION};
-pub(super) use store::{DEFAULT_KEY_PREFIX, DEFAULT_REDIS_URL};
 
 use crate::telemetry::{AccessLogFilter, LogFormat};
 use client::{CLIENT, SELF_SERVICE};

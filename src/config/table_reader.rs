@@ -201,6 +201,20 @@ impl<'a> TableReader<'a> {
         self.get_parsed(name, |text| Ok(text.to_owned()))
     }
 
+    /// Reads a string. Returns `None` if it is empty.
+    pub(super) fn get_nonempty_string(&self, name: &str) -> Option<String> {
+        self.get_string(name).filter(|text| !text.is_empty())
+    }
+
+    /// Whether the string is absent or the schema's default.
+    pub(super) fn is_default(&self, name: &str) -> bool {
+        let default = self.schema_key(name).map(|key| &key.requirement);
+        self.get(name).is_none_or(|item| match default {
+            Some(KeyRequirement::Default(text)) => item.value.as_str() == Some(*text),
+            _ => false,
+        })
+    }
+
     /// Reads a list of strings with `parse`. Leaves out invalid items.
     pub(super) fn get_list<T>(
         &self,

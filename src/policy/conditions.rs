@@ -2,22 +2,43 @@
 
 use regex::Regex;
 use std::fmt;
+use std::ops::Deref;
 
 /// A condition on a named value.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedCondition<N> {
     pub name: N,
     pub condition: ValueCondition,
 }
 
 /// A condition on the values of a name. One matching value suffices.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ValueCondition {
     OneOf(Box<[Box<str>]>),
-    Regex(Regex),
+    Regex(ConditionRegex),
     /// The name must be present (`true`) or absent (`false`).
     Present(bool),
 }
+
+/// A regular expression of a condition. Equal if the texts are.
+#[derive(Clone, Debug)]
+pub struct ConditionRegex(pub Regex);
+
+impl Deref for ConditionRegex {
+    type Target = Regex;
+
+    fn deref(&self) -> &Regex {
+        &self.0
+    }
+}
+
+impl PartialEq for ConditionRegex {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_str() == other.as_str()
+    }
+}
+
+impl Eq for ConditionRegex {}
 
 /// The condition that a request does not meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -138,7 +138,7 @@ fn covers_any(mine: &[Matcher], others: &[Matcher]) -> bool {
 fn covers_path_regex(mine: &Matcher, other: &Matcher) -> bool {
     match (&mine.path_regex, &other.path_regex) {
         (None, _) => true,
-        (Some(mine), Some(others)) => mine.as_str() == others.as_str(),
+        (Some(mine), Some(others)) => mine == others,
         (Some(_), None) => false,
     }
 }
@@ -202,7 +202,7 @@ impl ValueCondition {
             (Self::OneOf(mine), Self::OneOf(others)) => {
                 covers_alternatives(mine, others, PartialEq::eq)
             }
-            (Self::Regex(mine), Self::Regex(others)) => mine.as_str() == others.as_str(),
+            (Self::Regex(mine), Self::Regex(others)) => mine == others,
             (Self::Regex(mine), Self::OneOf(texts)) => texts.iter().all(|text| mine.is_match(text)),
             _ => false,
         }
@@ -229,6 +229,7 @@ impl HostPattern {
 
 #[cfg(test)]
 mod tests {
+    use super::super::ConditionRegex;
     use super::super::path::Settings;
     use super::*;
     use http::Method;
@@ -313,7 +314,7 @@ mod tests {
             }],
             ..Matcher::default()
         };
-        let regex = |text: &str| ValueCondition::Regex(Regex::new(text).unwrap());
+        let regex = |text: &str| ValueCondition::Regex(ConditionRegex(Regex::new(text).unwrap()));
         assert!(header(ValueCondition::Present(true)).covers(&header(ValueCondition::equals("1"))));
         assert!(header(regex("^a")).covers(&header(ValueCondition::equals("abc"))));
         let either = |alternatives: &[&Matcher]| Matcher {

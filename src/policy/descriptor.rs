@@ -26,7 +26,7 @@ pub struct Descriptor<'a> {
 
 /// Conditions on a descriptor. A matcher with them applies to descriptors only; a matcher without
 /// them applies to requests only.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DescriptorConditions {
     /// `None` matches any domain.
     pub domain: Option<Box<str>>,

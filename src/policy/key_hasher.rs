@@ -66,7 +66,16 @@ impl KeyHasher {
     }
 }
 
-/// The debug output omits the secret. Equal hashers print equally.
+/// Equal if the secrets are.
+impl PartialEq for KeyHasher {
+    fn eq(&self, other: &Self) -> bool {
+        self.fingerprint() == other.fingerprint()
+    }
+}
+
+impl Eq for KeyHasher {}
+
+/// The debug output omits the secret.
 impl fmt::Debug for KeyHasher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

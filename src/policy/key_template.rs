@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use strum::{EnumString, VariantNames};
 
 /// The parts of a policy's key, in order. An empty template gives all matching requests one quota.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyTemplate {
     parts: Vec<KeyPart>,
     /// For each part, whether its value is stored as a digest. Empty if none is.
@@ -59,7 +59,7 @@ impl KeyTemplate {
             hashed.clear();
         }
         let parts: Vec<KeyPart> = components.into_iter().map(|one| one.part).collect();
-        Self {
+        let template = Self {
             sources: digest_sources(&parts),
             has_alternatives: parts
                 .iter()
@@ -69,6 +69,14 @@ impl KeyTemplate {
             hasher,
             scope: CounterScope::Shared,
             counter: None,
+        };
+        if template.has_hashed_part() {
+            return template;
+        }
+        // A secret that the key does not use must not make templates differ.
+        Self {
+            hasher: KeyHasher::default(),
+            ..template
         }
     }
 

@@ -22,8 +22,17 @@ pub struct LimitOverrides {
     pattern_indices: Vec<usize>,
 }
 
+/// The indices follow from the entries and the key.
+impl PartialEq for LimitOverrides {
+    fn eq(&self, other: &Self) -> bool {
+        self.entries == other.entries
+    }
+}
+
+impl Eq for LimitOverrides {}
+
 /// One entry of [`LimitOverrides`].
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LimitOverride {
     /// One per key position (see [`KeyTemplate::value_count`]).
     pub values: Vec<ValuePattern>,

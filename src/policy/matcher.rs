@@ -2,12 +2,11 @@
 
 use super::jwt::{ClaimName, ClaimValue};
 use super::{
-    DescriptorConditions, Facts, KeyError, NamedCondition, PathPattern, UnmetCondition,
-    ValueCondition, client, facts, lenient_names,
+    ConditionRegex, DescriptorConditions, Facts, KeyError, NamedCondition, PathPattern,
+    UnmetCondition, ValueCondition, client, facts, lenient_names,
 };
 use http::{HeaderName, Method};
 use ipnet::IpNet;
-use regex::Regex;
 use std::net::Ipv6Addr;
 
 /// The conditions of a policy. All of them must hold. Within one condition, any alternative
@@ -17,13 +16,13 @@ use std::net::Ipv6Addr;
 /// configuration's `build_matcher` and in the replay's missing fields: each lists all fields. Not
 /// demanded: `first_unmet_condition`, [`UnmetCondition`], `has_client_ip_condition`, `claim_names`,
 /// [`Facts`], the schema of `match`, and the configuration's `describe_conditions`.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matcher {
     pub methods: MethodSet,
     pub hosts: Vec<HostPattern>,
     /// Path patterns; `path` in TOML.
     pub paths: Vec<PathPattern>,
-    pub path_regex: Option<Regex>,
+    pub path_regex: Option<ConditionRegex>,
     pub headers: Vec<NamedCondition<HeaderName>>,
     /// Conditions on query parameters; `query` in TOML.
     pub query: Vec<NamedCondition<Box<str>>>,

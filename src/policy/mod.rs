@@ -45,7 +45,7 @@ mod whole_number;
 
 pub use amount_source::{AmountField, AmountSource};
 pub use canonical_value::{canonicalize_descriptor_value, canonicalize_header_value};
-pub use conditions::{NamedCondition, UnmetCondition, ValueCondition};
+pub use conditions::{ConditionRegex, NamedCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
 pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use counted_statuses::CountedStatuses;
@@ -77,7 +77,7 @@ use http::{HeaderName, HeaderValue, StatusCode};
 use strum::{EnumString, VariantNames};
 
 /// A named rule: the requests it matches, how they are keyed, and how much is allowed.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
     /// `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`, unique in the table.
     pub name: Box<str>,
@@ -94,7 +94,7 @@ pub struct Policy {
 }
 
 /// The action of a policy on a matching request.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PolicyAction {
     Limit(Box<Quota>),
     /// Exempts the request: no later policy applies.

@@ -7,7 +7,7 @@ use super::{
 use crate::limiter::{CounterScope, Key, LeaseTerms, Limit, ListedValue};
 
 /// The key, cost and limits of a policy.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quota {
     pub key: KeyTemplate,
     pub missing_key: MissingKeyAction,

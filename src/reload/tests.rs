@@ -423,6 +423,40 @@ fn describes_added_removed_and_changed_policies() {
     assert_eq!(same, "policies unchanged");
 }
 
+#[test]
+fn a_changed_regex_or_hash_secret_changes_the_policies_that_use_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let load = |secret: &str, regex: &str| {
+        let file = folder.path().join("secret");
+        std::fs::write(&file, secret).unwrap();
+        let text = format!(
+            "upstream.url = \"http://a\"\nclient.hash_secret_file = {file:?}\n\
+             [[policy]]\nname = \"r\"\naction = \"deny\"\nmatch = {{ path_regex = \"{regex}\" }}\n\
+             [[policy]]\nname = \"p\"\nkey = [\"client_ip\"]\nlimit = {{ requests = 1, per = \"1s\" }}\n\
+             [[policy]]\nname = \"h\"\nkey = [\"header:x-api-key\"]\nlimit = {{ requests = 1, per = \"1s\" }}\n"
+        );
+        let file = FileSource::Text {
+            name: "t".into(),
+            text,
+        };
+        let sources = ConfigSources {
+            file,
+            ..ConfigSources::default()
+        };
+        config::load(&sources).unwrap()
+    };
+    let old = load("0123456789abcdef", "^/a");
+    for (secret, regex, expected) in [
+        ("0123456789abcdef", "^/a", "policies unchanged"),
+        ("0123456789abcdef", "^/b", "changed r"),
+        ("fedcba9876543210", "^/a", "changed h"),
+    ] {
+        let new = load(secret, regex);
+        let changes = describe_changes(old.policy_table.policies(), new.policy_table.policies());
+        assert_eq!(changes, expected);
+    }
+}
+
 fn policies_toml(policies: &[(&str, &str)]) -> String {
     policies
         .iter()

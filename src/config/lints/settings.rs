@@ -1,7 +1,6 @@
 //! Lints about settings that conflict with the policies or with each other.
 
 use super::context::LintContext;
-use crate::config::key_files::is_path_set;
 use crate::config::loaded_config::StoreSettings;
 use crate::config::policies::context::PolicyWithReader;
 use crate::listen::ListenAddress;
@@ -39,7 +38,9 @@ fn warn_if_hash_secret_is_unused(policies: &[PolicyWithReader<'_>], context: &Li
         let quota = one.quota();
         quota.is_some_and(|quota| quota.key.has_hashed_part())
     };
-    if is_path_set(&client, "hash_secret_file") && !policies.iter().any(has_hashed_part) {
+    if client.get_nonempty_string("hash_secret_file").is_some()
+        && !policies.iter().any(has_hashed_part)
+    {
         client.report_warning(
             "hash_secret_file",
             "without effect: no key has a hashed part; expected one such as \"header:x-api-key;hash\"",

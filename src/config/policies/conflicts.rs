@@ -292,11 +292,12 @@ fn report_foreign_key_part(reader: &TableReader<'_>, kind: PolicyKind, key: &Key
     let Some(part) = parts.find(|part| part.is_from_descriptor() == foreign) else {
         return;
     };
-    let problem = match kind.matches_descriptors {
-        true => format!(
+    let problem = if kind.matches_descriptors {
+        format!(
             "a call of the rate-limit service has no {part}; expected descriptor:NAME, descriptor or const:TEXT"
-        ),
-        false => format!("a request has no {part}; expected domain or descriptors in match"),
+        )
+    } else {
+        format!("a request has no {part}; expected domain or descriptors in match")
     };
     reader.report_error("key", &problem);
 }

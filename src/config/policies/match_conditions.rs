@@ -5,8 +5,8 @@ use crate::config::table_reader::{ConfigValue, TableReader};
 use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::{
-    DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition, PathPattern,
-    ValueCondition, canonicalize_descriptor_value, canonicalize_header_value,
+    ConditionRegex, DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition,
+    PathPattern, ValueCondition, canonicalize_descriptor_value, canonicalize_header_value,
 };
 use figment::value::{Num, Value};
 use http::{HeaderName, Method};
@@ -52,7 +52,9 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         methods: MethodSet::new(reader.get_list("methods", parse_method)),
         hosts: reader.get_list("hosts", HostPattern::parse),
         paths: reader.get_list("path", |text| PathPattern::parse(text, &context.path)),
-        path_regex: reader.get_parsed("path_regex", values::parse_regex),
+        path_regex: reader
+            .get_parsed("path_regex", values::parse_regex)
+            .map(ConditionRegex),
         headers: parse_conditions(
             reader,
             "headers",
@@ -230,7 +232,7 @@ fn parse_condition(
     match (table.contains_key("regex"), table.contains_key("present")) {
         (true, false) => table
             .get_parsed("regex", values::parse_regex)
-            .map(ValueCondition::Regex),
+            .map(|regex| ValueCondition::Regex(ConditionRegex(regex))),
         (false, true) => table.get_bool("present").map(ValueCondition::Present),
         _ => item.report_error(EXPECTED),
     }

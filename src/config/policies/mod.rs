@@ -103,10 +103,11 @@ fn build_policy(
     let is_instance_scoped = reader
         .get("scope")
         .is_some_and(|item| item.value.as_str() == Some(CounterScope::Instance.name()));
-    let on_store_failure = match is_instance_scoped {
+    let on_store_failure = if is_instance_scoped {
         // Redis does not decide this policy.
-        true => OnStoreFailure::Open,
-        false => read_store_failure_mode(reader, context, matches_descriptors),
+        OnStoreFailure::Open
+    } else {
+        read_store_failure_mode(reader, context, matches_descriptors)
     };
     let kind = PolicyKind {
         mode,

@@ -2,9 +2,6 @@
 
 use super::key::*;
 
-pub(in crate::config) const DEFAULT_REDIS_URL: &str = "redis://127.0.0.1:6379/0";
-pub(in crate::config) const DEFAULT_KEY_PREFIX: &str = "tidegate";
-
 schema_table! {
     pub(super) static STORE {
         /// Counters in this process, lost when it ends; or in Redis, shared by all replicas. Absent
@@ -32,7 +29,7 @@ schema_table! {
         /// Address of a standalone server; valkey:// and valkeys:// mean the same. May contain user
         /// and password, but prefer password_file.
         url: Text("\"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\""),
-            default = DEFAULT_REDIS_URL, secret;
+            default = "redis://127.0.0.1:6379/0", secret;
         /// Addresses of the sentinels (with the database after the slash), or of some cluster
         /// nodes.
         urls: TextList("URLs such as \"redis://host:port\""), default = "", secret;
@@ -62,7 +59,7 @@ schema_table! {
         /// Prefix of all keys. Use one per service: services with equal prefix and policy names
         /// share counters.
         key_prefix: Text("1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\""),
-            default = DEFAULT_KEY_PREFIX;
+            default = "tidegate";
         /// Number of instances for on_store_failure = "local", until tidegate has counted them.
         instances: integer(1, 100_000), default = "1";
         /// Timeout of a decision. Then on_store_failure applies.

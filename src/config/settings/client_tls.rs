@@ -22,7 +22,7 @@ pub(super) fn build_client_tls(
     reader: &TableReader<'_>,
     requirement: TlsRequirement,
 ) -> Option<ClientTls> {
-    let text = |key: &str| reader.get_string(key).filter(|text| !text.is_empty());
+    let text = |key: &str| reader.get_nonempty_string(key);
     if !requirement.is_tls {
         for key in ["ca", "cert", "key", "server_name"]
             .into_iter()
@@ -96,10 +96,7 @@ fn select_trusted_certificates(
     reader: &TableReader<'_>,
     ca: Option<&str>,
 ) -> Option<TrustedCertificates> {
-    let trusted = match (
-        ca,
-        reader.get_string("ca").is_some_and(|path| !path.is_empty()),
-    ) {
+    let trusted = match (ca, reader.get_nonempty_string("ca").is_some()) {
         (Some(pem), _) => tls::parse_trusted_certificates(pem.as_bytes())
             .map_err(|reason| format!("in the file: {reason}")),
         // The error of reading the file has already been reported.

@@ -1,7 +1,7 @@
 //! `[client.jwt]`: tokens, their issuers and keys.
 
 use super::client_tls;
-use crate::config::key_files::{is_path_set, read_text_file};
+use crate::config::key_files::read_text_file;
 use crate::config::policies::context::ClaimTrust;
 use crate::config::table_reader::TableReader;
 use crate::config::values;
@@ -20,7 +20,9 @@ const KEY_SOURCES: [&str; 3] = ["keys_file", "keys_url", "secret_file"];
 pub(super) fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
     match reader.get_bool("verify") {
         Some(false) => Some(ClaimTrust::Unverified),
-        _ if KEY_SOURCES.iter().any(|key| is_path_set(reader, key))
+        _ if KEY_SOURCES
+            .iter()
+            .any(|key| reader.get_nonempty_string(key).is_some())
             || reader.contains_key("issuers") =>
         {
             Some(ClaimTrust::Signed)
@@ -42,7 +44,7 @@ pub(super) fn build_jwt_settings(
         );
         for key in KEY_SOURCES
             .into_iter()
-            .filter(|key| is_path_set(reader, key))
+            .filter(|key| reader.get_nonempty_string(key).is_some())
         {
             reader.report_warning(key, "without effect: verify is false");
         }
@@ -63,8 +65,7 @@ fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
     let fetching = read_fetch_settings(reader, &tables);
     if tables.is_empty() {
         let name = reader
-            .get_string("issuer")
-            .filter(|name| !name.is_empty())
+            .get_nonempty_string("issuer")
             .map(String::into_boxed_str);
         let keys = read_issuer_keys(reader, fetching.as_ref())?;
         return Some(vec![TokenIssuer {
@@ -80,7 +81,7 @@ fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
     }
     let mut names = Vec::new();
     let issuers = tables.iter().map(|table| {
-        let name = table.get_string("issuer").filter(|name| !name.is_empty());
+        let name = table.get_nonempty_string("issuer");
         let is_invalid = name.as_ref().is_none_or(|name| name.contains(' '));
         if is_invalid && table.contains_key("issuer") {
             table.report_error("issuer", "expected the iss of the tokens, without spaces");
@@ -112,7 +113,7 @@ fn read_issuer_keys(
 ) -> Option<IssuerKeys> {
     let mut sources = KEY_SOURCES
         .into_iter()
-        .filter(|key| is_path_set(reader, key));
+        .filter(|key| reader.get_nonempty_string(key).is_some());
     let Some(key) = sources.next() else {
         reader.report_error("keys_url", "missing; expected keys_url or keys_file");
         return None;
@@ -194,8 +195,7 @@ fn read_fetch_settings(
 ) -> Option<KeyFetchSettings> {
     let urls: Vec<String> = std::iter::once(reader)
         .chain(issuers)
-        .filter_map(|table| table.get_string("keys_url"))
-        .filter(|url| !url.is_empty())
+        .filter_map(|table| table.get_nonempty_string("keys_url"))
         .collect();
     let is_tls = urls.iter().any(|url| url.starts_with("https://"));
     let requirement = client_tls::TlsRequirement {

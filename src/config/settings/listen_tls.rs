@@ -1,7 +1,7 @@
 //! `[listen.tls]`: server certificates and client certificate authentication.
 
 use crate::clock;
-use crate::config::key_files::{is_path_set, read_pem_file};
+use crate::config::key_files::read_pem_file;
 use crate::config::table_reader::TableReader;
 use crate::tls::{
     ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
@@ -30,10 +30,12 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
     }
     let auth = reader.get_keyword("client_auth")?;
     check_client_auth(reader, auth);
-    let client_ca = is_path_set(reader, "client_ca")
+    let client_ca = reader
+        .get_nonempty_string("client_ca")
+        .is_some()
         .then(|| read_pem_file(reader, "client_ca"))
         .flatten();
-    let client_crl = match is_path_set(reader, "client_crl") {
+    let client_crl = match reader.get_nonempty_string("client_crl").is_some() {
         true => Some(parse_revocation_lists(
             reader,
             &read_pem_file(reader, "client_crl")?,
@@ -63,7 +65,7 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
     let certificates = reader.get_tables("certificates");
     let are_set = std::iter::once(reader).chain(&certificates).all(|table| {
         ["cert", "key"].iter().all(|key| {
-            let is_set = is_path_set(table, key);
+            let is_set = table.get_nonempty_string(key).is_some();
             if !is_set && table.contains_key(key) {
                 table.report_error(key, "expected the path of a PEM file");
             }
@@ -82,7 +84,7 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
 /// Checks that the keys about client certificates fit `client_auth`.
 fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
     if auth != ClientAuth::None {
-        if !is_path_set(reader, "client_ca") {
+        if !reader.get_nonempty_string("client_ca").is_some() {
             reader.report_error(
                 "client_auth",
                 "no CA to verify client certificates; expected client_ca too",
@@ -92,8 +94,14 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
     }
     let forwards_certificate = reader.get_bool("client_cert_header") == Some(true);
     for (key, is_set) in [
-        ("client_ca", is_path_set(reader, "client_ca")),
-        ("client_crl", is_path_set(reader, "client_crl")),
+        (
+            "client_ca",
+            reader.get_nonempty_string("client_ca").is_some(),
+        ),
+        (
+            "client_crl",
+            reader.get_nonempty_string("client_crl").is_some(),
+        ),
         ("client_cert_header", forwards_certificate),
     ] {
         if is_set {

@@ -1,8 +1,7 @@
 //! `[store.redis]`: servers, credentials, TLS and timeouts of Redis.
 
 use super::client_tls;
-use crate::config::key_files::{is_path_set, read_text_file};
-use crate::config::schema;
+use crate::config::key_files::read_text_file;
 use crate::config::table_reader::TableReader;
 use crate::config::values::{self, RedisUrl};
 use crate::store::MemorySettings;
@@ -36,24 +35,13 @@ pub(in crate::config) fn build_redis_settings(
             credentials: build_sentinel_login(reader, is_used),
         },
     };
-    let sentinel_keys = [
-        ("sentinel_master", "mymaster"),
-        ("sentinel_username", ""),
-        ("sentinel_username_file", ""),
-        ("sentinel_password_file", ""),
-    ];
-    for (key, default) in sentinel_keys {
-        if kind != RedisTopologyKind::Sentinel
-            && reader.get_string(key).is_some_and(|text| text != default)
-        {
+    if kind != RedisTopologyKind::Sentinel {
+        let keys = reader.present_keys().map(|key| key.name);
+        for key in keys.filter(|key| key.starts_with("sentinel_") && !reader.is_default(key)) {
             reader.report_error(key, "is for topology = \"sentinel\" only");
         }
     }
-    if is_used
-        && reader
-            .get_string("key_prefix")
-            .is_some_and(|prefix| prefix == schema::DEFAULT_KEY_PREFIX)
-    {
+    if is_used && reader.is_default("key_prefix") {
         reader.report_warning(
             "key_prefix",
             "the default, so services that share this Redis share counters; expected a prefix per service",
@@ -107,10 +95,7 @@ fn read_single_url(reader: &TableReader<'_>) -> Vec<RedisUrl> {
 
 /// Reads the URLs of sentinels or cluster nodes. They may differ only in host and port.
 fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<RedisUrl> {
-    if reader
-        .get_string("url")
-        .is_some_and(|url| url != schema::DEFAULT_REDIS_URL)
-    {
+    if !reader.is_default("url") {
         reader.report_error(
             "url",
             "is for topology = \"standalone\" only; expected urls",
@@ -163,8 +148,8 @@ fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<Redi
 /// Reads the name of an ACL user from `key`, or from the file named by `key` with `_file`.
 fn read_username(reader: &TableReader<'_>, is_used: bool, key: &str) -> Option<String> {
     let file_key = format!("{key}_file");
-    let username = reader.get_string(key).filter(|name| !name.is_empty());
-    if !is_path_set(reader, &file_key) {
+    let username = reader.get_nonempty_string(key);
+    if !reader.get_nonempty_string(&file_key).is_some() {
         return username;
     }
     if username.is_some() {
