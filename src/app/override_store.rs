@@ -76,8 +76,9 @@ impl OverrideStore {
         }
     }
 
-    /// Sets the amounts that an operator entered. Returns the override before and after. Other limits of the key's override stay.
-    /// Replaces the override only if it is unchanged since it was read, and retries otherwise.
+    /// Sets the amounts that an operator entered. Returns the override before and after. Other
+    /// limits of the key's override stay. Replaces the override only if it is unchanged since it
+    /// was read, and retries otherwise.
     ///
     /// # Errors
     /// If that would change when the other limits end, or the store does not answer.

@@ -601,7 +601,8 @@ fn deep_nesting_is_rejected() {
     }
 }
 
-/// An index finds the policies to compare, so that thousands of others do not use up the comparisons.
+/// An index finds the policies to compare, so that thousands of others do not use up the
+/// comparisons.
 #[test]
 fn lints_compare_each_of_thousands_of_policies() {
     let mut text = UPSTREAM_LINE.to_owned();

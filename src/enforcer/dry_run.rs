@@ -54,10 +54,10 @@ pub struct DryRunResult {
     pub estimated_charges: Vec<EstimatedCharge>,
 }
 
-/// Decides a request at the time of `memory`'s clock. `settlements` are those of `memory`. `slot` is unique among the slots of this
-/// memory. `requested_at` is any moment, because that clock is a manual one. The decision of each
-/// matching policy is passed to `report`. Policies for whose index `is_included` returns false do
-/// not apply.
+/// Decides a request at the time of `memory`'s clock. `settlements` are those of `memory`. `slot`
+/// is unique among the slots of this memory. `requested_at` is any moment, because that clock is a
+/// manual one. The decision of each matching policy is passed to `report`. Policies for whose index
+/// `is_included` returns false do not apply.
 pub fn dry_run_request<'t>(
     (memory, settlements): (&MemoryStore, &SettlementQueue),
     table: &'t PolicyTable,

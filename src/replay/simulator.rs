@@ -387,8 +387,8 @@ impl ReplayPolicyStats {
     }
 }
 
-/// Requests that hold concurrency slots, or whose response settles charges. Their slots are renewed and released when due, as in the
-/// proxy.
+/// Requests that hold concurrency slots, or whose response settles charges. Their slots are renewed
+/// and released when due, as in the proxy.
 #[derive(Debug, Default)]
 struct InFlightRequests {
     last_slot_id: u128,

@@ -169,8 +169,9 @@ impl<'t> SearchedPolicy<'t> {
         }
     }
 
-    /// Whether a logged request has the client's key in this policy, or the given part of a key. A line about a request that no
-    /// limit decided has no key; it counts if it contains all values of the policy's key.
+    /// Whether a logged request has the client's key in this policy, or the given part of a key. A
+    /// line about a request that no limit decided has no key; it counts if it contains all values
+    /// of the policy's key.
     pub(super) fn has_key_of(&self, request: &LoggedRequest) -> bool {
         if self.matched_positions(request).is_some() {
             return true;

@@ -238,7 +238,8 @@ impl MonitoredSocket {
         }
     }
 
-    /// Returns bytes that were read before or replace read ones. What does not fit counts as memory.
+    /// Returns bytes that were read before or replace read ones. What does not fit counts as
+    /// memory.
     fn read_from_buffer(&mut self, into: &mut ReadBuf<'_>) {
         move_buffered_bytes(&mut self.read_ahead, into);
         self.monitor.memory.set_read_ahead(self.read_ahead.len());
@@ -363,13 +364,10 @@ impl AsyncRead for MonitoredSocket {
             }
             this.monitor
                 .record_field_block(is_within_field_block, &scan);
-            this.monitor
-                .memory
-                .add_unread_frames(scan.data_frames, scan.data_bytes);
+            let memory = &this.monitor.memory;
+            memory.add_unread_frames(scan.data_frames, scan.data_bytes);
             if scan.trailer_bytes > 0 {
-                this.monitor
-                    .memory
-                    .add_trailers(scan.trailers, scan.trailer_bytes);
+                memory.add_trailers(scan.trailers, scan.trailer_bytes);
             }
             if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
                 this.remaining_pauses = scan.heads;

@@ -59,8 +59,8 @@ pub(super) fn handle_request<H: RequestHandler>(
         monitor.exchange.is_close_delimited.set(true);
     }
     let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
-    let is_shared = monitor.memory.is_from_trusted_proxy();
-    let charges_faults = is_http2 && peer.listener_kind.is_public() && !is_shared;
+    let charges_faults =
+        is_http2 && peer.listener_kind.is_public() && !monitor.memory.is_from_trusted_proxy();
     let permit = take_mark(&mut head, monitor, charges_faults);
     let body = RequestBody::new(&head, incoming, limits, permit, &active);
     let head_bytes = count_head(monitor, &mut head, is_http2);
@@ -95,11 +95,7 @@ pub(super) fn handle_request<H: RequestHandler>(
             && (monitor.drain.is_draining.get() || monitor.exchange.has_unread_input.get())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
         {
-            // A request that the client sends after the last response is lost unless that response
-            // has `connection: close`. hyper would add the header too late: it is asked to close
-            // only when no more input is expected, and notices an unread body later.
-            let close = HeaderValue::from_static("close");
-            response.headers_mut().insert(header::CONNECTION, close);
+            announce_close(&mut response);
         }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
             handover.put(UpgradedRequest::new(tunnel, client, guard.request.clone()));
@@ -122,6 +118,14 @@ pub(super) fn handle_request<H: RequestHandler>(
             }
         }))
     }
+}
+
+/// A request that the client sends after the last response is lost unless that response has
+/// `connection: close`. hyper would add the header too late: it is asked to close only when no more
+/// input is expected, and notices an unread body later.
+fn announce_close(response: &mut Response<ResponseBody>) {
+    let close = HeaderValue::from_static("close");
+    response.headers_mut().insert(header::CONNECTION, close);
 }
 
 /// Takes the mark of an HTTP/2 head. Returns the permit if the client expects `100 Continue`. The
