@@ -10,8 +10,10 @@
 //! of its slot would take the slot again.
 
 use super::{LimitAndKey, Settlement, Store, wait_until_drained};
+use crate::clock::monotonic_now;
 use crate::limiter::Amendment;
 use crate::policy::SlotRelease;
+use crate::telemetry::LogThrottle;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::hash_map::RandomState;
@@ -26,6 +28,13 @@ use tokio::time::{Instant, sleep_until};
 /// Maximum number of slots of one worker that wait for their release: about 4 MiB. Further slots
 /// are not released: they expire in the store.
 const MAX_ENDED_SLOTS: usize = 1 << 14;
+
+/// Maximum number of slots of one worker that stay taken after their exchange: about 8 MiB. Further
+/// slots are released at the end of the exchange.
+const MAX_KEPT_SLOTS: usize = 10_000;
+
+/// Minimum time between log lines about slots that were released for this reason.
+const KEPT_SLOT_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Maximum number of releases, and of renewals, in a batch. A release waits for at most one batch,
 /// however many renewals are due.
@@ -61,6 +70,7 @@ struct SharedConcurrencySlots {
     changed: Notify,
     /// Notified when all releases are sent.
     drained: Notify,
+    early_release_log: LogThrottle,
 }
 
 #[derive(Debug, Default)]
@@ -72,6 +82,8 @@ struct ConcurrencySlotsState {
     /// Ended slots by the time of their next release and a serial number.
     releases: BTreeMap<(Instant, u64), SlotEntry>,
     task: SlotTask,
+    /// Number of slots that stay taken after their exchange.
+    kept_count: usize,
 }
 
 /// The task that sends renewals and releases.
@@ -120,6 +132,7 @@ impl ConcurrencySlots {
             state: Mutex::default(),
             changed: Notify::new(),
             drained: Notify::new(),
+            early_release_log: LogThrottle::new(KEPT_SLOT_LOG_INTERVAL),
         }))
     }
 
@@ -189,6 +202,22 @@ impl ConcurrencySlots {
         }
     }
 
+    /// Counts a slot that stays taken after its exchange. Returns whether that is possible.
+    fn try_count_kept_slot(&self) -> bool {
+        let mut state = self.0.state.lock();
+        let has_room = state.kept_count < MAX_KEPT_SLOTS;
+        if has_room {
+            state.kept_count += 1;
+        } else if let Some(slots) = self.0.early_release_log.record_occurrence(monotonic_now()) {
+            tracing::warn!(
+                slots,
+                max = MAX_KEPT_SLOTS,
+                "too many concurrency slots outlive their exchange; released before max_duration"
+            );
+        }
+        has_room
+    }
+
     fn wake_or_spawn_task(&self, state: &mut ConcurrencySlotsState) {
         if state.task != SlotTask::Ended {
             return self.0.changed.notify_one();
@@ -238,14 +267,20 @@ impl ConcurrencySlotGuard {
     }
 
     /// Keeps a slot that outlives its client until [`Self::held_until`], because the upstream may
-    /// still work on the request. Releases any other slot.
+    /// still work on the request. Releases any other slot, and all beyond 10,000
+    /// of one worker.
     pub fn keep_without_exchange(self) {
-        if let Some(held_until) = self.held_until() {
-            tokio::spawn(async move {
-                sleep_until(held_until).await;
-                drop(self);
-            });
+        let Some(held_until) = self.held_until() else {
+            return;
+        };
+        if !self.slots.try_count_kept_slot() {
+            return;
         }
+        tokio::spawn(async move {
+            sleep_until(held_until).await;
+            self.slots.0.state.lock().kept_count -= 1;
+            drop(self);
+        });
     }
 
     /// Time at which the request has to be ended, if any.

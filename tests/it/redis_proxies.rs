@@ -1,6 +1,7 @@
 //! Redis behind proxies, and servers that allow no SCRIPT.
 
-use crate::support::fake_redis::{ProxyRefusal, start_redis_proxy};
+use crate::support::TEST_TIMEOUT;
+use crate::support::fake_redis::{ProxyRefusal, start_redis_proxy, start_redis_proxy_for};
 use crate::support::process::{run_command, tidegate_command};
 use crate::support::proxy::Proxy;
 use crate::support::redis::RedisServer;
@@ -9,7 +10,7 @@ use crate::support::upstream::Upstream;
 /// Starts a proxy whose policy allows one request per user.
 async fn start_proxy(url: &str) -> (Proxy, Upstream) {
     let config = format!(
-        "[store]\nkind = 'redis'\n[store.redis]\nurl = '{url}'\ntimeout = '5s'\nkey_prefix = 'test'\n\
+        "listen = {{ threads = 1 }}\n[store]\nkind = 'redis'\n[store.redis]\nurl = '{url}'\ntimeout = '5s'\nkey_prefix = 'test'\n\
          [[policy]]\nname = 'p'\nkey = ['header:x-user']\nlimit = {{ requests = 1, per = '1h' }}\non_store_failure = 'closed'\n"
     );
     let upstream = Upstream::echo().await;
@@ -123,4 +124,38 @@ async fn an_ordinary_server_receives_no_script_text() {
     assert!(!proxy.log_text().contains("EVAL"));
     let calls: String = server.command("INFO commandstats").await;
     assert!(calls.contains("cmdstat_script|load:calls="), "{calls}");
+}
+
+/// A server that restarts closes a connection, too: only two refusals in a row are those of a proxy, and
+/// they count until a connection accepts the call.
+#[tokio::test]
+async fn a_server_that_closes_one_connection_is_no_proxy() {
+    const REFUSES: &str = "redis refuses script calls without keys; treated as a Redis proxy";
+    const ACCEPTS: &str =
+        "redis accepts script calls without keys; no longer treated as a Redis proxy";
+    for closed_connections in [1, 2] {
+        let server = RedisServer::start();
+        let refusal = ProxyRefusal::CloseWithoutKey;
+        let port = start_redis_proxy_for(server.port(), refusal, closed_connections).await;
+        let (proxy, _upstream) = start_proxy(&format!("redis://127.0.0.1:{port}")).await;
+        assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
+        let (log, is_proxy) = (proxy.log_text(), closed_connections == 2);
+        for message in [REFUSES, "this looks like a Redis proxy"] {
+            assert_eq!(
+                log.contains(message),
+                is_proxy,
+                "{closed_connections}: {log}"
+            );
+        }
+        if is_proxy {
+            let _: u64 = server.command("CLIENT KILL TYPE normal").await;
+            proxy
+                .wait_for_log(ACCEPTS, 0, TEST_TIMEOUT, |line| {
+                    line.message_starts_with(ACCEPTS)
+                })
+                .await;
+            proxy.wait_for_store().await;
+            assert_eq!(request_twice(&proxy, "bob").await, [200, 429]);
+        }
+    }
 }

@@ -19,7 +19,7 @@ use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32};
 use std::time::Duration;
 use tokio::sync::{OnceCell, mpsc};
 use tokio::time::{Instant, sleep, timeout};
@@ -331,26 +331,32 @@ async fn open_and_probe(
     address: &RedisAddress,
     login: &RedisCredentials,
 ) -> Result<OpenedConnection, RedisConnectionError> {
-    let is_proxy = context.is_behind_proxy();
-    let opened = open(context, settings, address, login, is_proxy).await?;
-    if !is_proxy {
-        // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
-        // client without login, and reports more as a protocol error: the missing password would
-        // not be reported.
-        let empty_command = context.scripts.decide_command(&[], None);
+    // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a client
+    // without login, and reports more as a protocol error: the missing password would not be
+    // reported.
+    let empty_command = context.scripts.decide_command(&[], None);
+    // A server may close one connection for other reasons than a proxy.
+    let mut is_refusal_expected = context.is_behind_proxy();
+    loop {
+        let opened = open(context, settings, address, login, false).await?;
         match opened.live.send_command(&empty_command, false).await {
             Err(error) if !context.is_cluster() && is_proxy_refusal(&error) => {
+                if !is_refusal_expected {
+                    is_refusal_expected = true;
+                    continue;
+                }
                 let opened = open(context, settings, address, login, true).await?;
                 let probed = probe_writes(context, &opened.live, target).await;
                 probed.map_err(|_further| error)?;
-                context.is_behind_proxy.store(true, Ordering::Relaxed);
+                context.set_behind_proxy(true);
                 return Ok(opened);
             }
             reply => reply?,
         };
+        context.set_behind_proxy(false);
+        probe_writes(context, &opened.live, target).await?;
+        return Ok(opened);
     }
-    probe_writes(context, &opened.live, target).await?;
-    Ok(opened)
 }
 
 async fn open(

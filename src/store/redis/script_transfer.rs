@@ -21,6 +21,23 @@ impl RedisContext {
     pub(super) fn is_behind_proxy(&self) -> bool {
         self.is_behind_proxy.load(Ordering::Relaxed)
     }
+
+    /// Records whether a new connection refuses a call without keys, as a proxy does.
+    pub(super) fn set_behind_proxy(&self, is_behind_proxy: bool) {
+        match (
+            self.is_behind_proxy
+                .swap(is_behind_proxy, Ordering::Relaxed),
+            is_behind_proxy,
+        ) {
+            (false, true) => {
+                tracing::warn!("redis refuses script calls without keys; treated as a Redis proxy")
+            }
+            (true, false) => tracing::info!(
+                "redis accepts script calls without keys; no longer treated as a Redis proxy"
+            ),
+            _ => {}
+        }
+    }
 }
 
 /// Whether a server refused a script call without keys as proxies do, which need a key to choose a

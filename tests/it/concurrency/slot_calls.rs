@@ -16,9 +16,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use tidegate::clock::Clock;
 use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
+use tidegate::policy::SlotRelease;
 use tidegate::store::redis::RedisSettings;
-use tidegate::store::{ConcurrencySlotGuard, ConcurrencySlots, Settlement, Store};
+use tidegate::store::{
+    ConcurrencySlotGuard, ConcurrencySlots, MemorySettings, MemoryStore, Settlement, Store,
+};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 
 /// The reply delay of a Redis server in another data center.
@@ -349,4 +353,42 @@ async fn a_failed_release_is_repeated() {
     };
     let ((), took) = tokio::join!(slots.disconnect_for(Duration::from_millis(200)), release);
     assert!(took < TEST_TIMEOUT / 4, "released after {took:?}");
+}
+
+/// Broken uploads to many keys hold a bounded number of slots, although each key has its own limit.
+#[tokio::test(start_paused = true)]
+async fn at_most_ten_thousand_slots_outlive_their_exchange() {
+    let bounds = MemorySettings {
+        max_keys: 100,
+        max_bytes: 64 << 20,
+    };
+    let store = Store::Memory(Arc::new(MemoryStore::new(bounds, Clock::system())));
+    let slots = ConcurrencySlots::new(store.clone());
+    let limit = Limit {
+        requests: 20_000,
+        per_us: 3_600_000_000,
+        algorithm: Algorithm::Concurrency { max_duration_us: 0 },
+    };
+    let key = KeyBuilder::new("jobs").finish();
+    let count_taken = async || {
+        let read = store.decide(&[Charge::new(&limit, &key, 0)]).await.unwrap();
+        limit.requests - read.statuses[0].unwrap().remaining
+    };
+    // A slot without an exchange has ended before the second round.
+    for round in 0..2 {
+        for _ in 0..10_005 {
+            let mut guard = slots.create_slot_guard(smallvec![(limit, key.clone())]);
+            let charge = Charge {
+                slot_id: guard.slot_id(),
+                ..Charge::new(&limit, &key, 1)
+            };
+            assert!(store.decide(&[charge]).await.unwrap().admitted);
+            let ends_at = Instant::now() + Duration::from_secs(60);
+            guard.set_request_end(Some(ends_at), SlotRelease::Upstream);
+            guard.keep_without_exchange();
+        }
+        assert_eq!(count_taken().await, 10_000, "round {round}");
+        sleep(Duration::from_secs(61)).await;
+        assert_eq!(count_taken().await, 0, "round {round}");
+    }
 }

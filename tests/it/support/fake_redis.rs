@@ -186,13 +186,53 @@ async fn serve_scripted_redis(client: TcpStream, port: u16, fault: Arc<Mutex<Opt
     }
 }
 
+/// Starts a cluster node whose slots move: it refuses scripts with two keys. All overrides are
+/// `override_text`. It makes every charge, but can't read a counter. Returns its port.
+pub(crate) async fn start_node_with_moving_slots(override_text: &'static str) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.unwrap();
+            tokio::spawn(serve_moving_slots(client, port, override_text));
+        }
+    });
+    port
+}
+
+async fn serve_moving_slots(client: TcpStream, port: u16, override_text: &'static str) {
+    let (from, mut to) = client.into_split();
+    let mut from = BufReader::new(from);
+    while let Some(words) = read_command_words(&mut from).await {
+        let group = words.get(5).and_then(|text| text.split(' ').nth(1));
+        let options: u64 = group.map_or(0, |group| group.parse::<u64>().unwrap_or(0) % 32);
+        let reply = match (words[0].as_str(), words.get(2).map(String::as_str)) {
+            ("EVALSHA", Some("2")) => "-TRYAGAIN the slot moves\r\n".to_owned(),
+            ("EVALSHA", _) if options >= 16 => "-ERR the counter can't be read\r\n".to_owned(),
+            ("EVALSHA", _) => admitting_reply(&words),
+            ("MGET", _) => format!("*1\r\n${}\r\n{override_text}\r\n", override_text.len()),
+            ("CLUSTER", _) => {
+                format!("*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:{port}\r\n")
+            }
+            _ => "+OK\r\n".to_owned(),
+        };
+        if to.write_all(reply.as_bytes()).await.is_err() {
+            return;
+        }
+    }
+}
+
 /// The reply of `decide.lua` to at most one charge of one unit, on an unused counter.
 fn admitting_reply(words: &[String]) -> String {
     const NOW_US: u64 = 1_700_000_000_000_000;
     let mut text = NOW_US.to_string();
     if words[2] == "1" {
-        let capacity: u64 = words[5].split(' ').nth(3).unwrap().parse().unwrap();
-        text.push_str(&format!(" 0 {} {}", capacity - 1, NOW_US + 1000));
+        let field = |n| words[5].split(' ').nth(n).unwrap().parse::<u64>().unwrap();
+        text.push_str(&format!(" 0 {} {}", field(3) - 1, NOW_US + 1000));
+        // A charge that will be settled.
+        if field(1) & 4 != 0 {
+            text.push_str(&format!(" {NOW_US}"));
+        }
     }
     format!("${}\r\n{text}\r\n", text.len())
 }
@@ -232,6 +272,16 @@ pub(crate) enum ProxyRefusal {
 
 /// Starts a Redis proxy in front of a server. Returns its port.
 pub(crate) async fn start_redis_proxy(server_port: u16, refusal: ProxyRefusal) -> u16 {
+    start_redis_proxy_for(server_port, refusal, u64::MAX).await
+}
+
+/// Starts a Redis proxy that closes only so many connections at a command without a key.
+pub(crate) async fn start_redis_proxy_for(
+    server_port: u16,
+    refusal: ProxyRefusal,
+    closed_connections: u64,
+) -> u16 {
+    let closes_left = Arc::new(AtomicU64::new(closed_connections));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     tokio::spawn(async move {
@@ -240,13 +290,19 @@ pub(crate) async fn start_redis_proxy(server_port: u16, refusal: ProxyRefusal) -
             let server = TcpStream::connect(("127.0.0.1", server_port))
                 .await
                 .unwrap();
-            tokio::spawn(serve_redis_proxy(client, server, refusal));
+            let closes_left = Arc::clone(&closes_left);
+            tokio::spawn(serve_redis_proxy(client, server, refusal, closes_left));
         }
     });
     port
 }
 
-async fn serve_redis_proxy(client: TcpStream, server: TcpStream, refusal: ProxyRefusal) {
+async fn serve_redis_proxy(
+    client: TcpStream,
+    server: TcpStream,
+    refusal: ProxyRefusal,
+    closes_left: Arc<AtomicU64>,
+) {
     let ((from_client, to_client), (from_server, mut to_server)) =
         (client.into_split(), server.into_split());
     let replies = tokio::spawn(relay_bytes(from_server, to_client, Arc::default()));
@@ -257,7 +313,15 @@ async fn serve_redis_proxy(client: TcpStream, server: TcpStream, refusal: ProxyR
         let lacks_key = is_script && words[2] == "0";
         let is_keyed = is_script || matches!(&*name, "DEL" | "GET" | "SET" | "PING" | "AUTH");
         match refusal {
-            ProxyRefusal::CloseWithoutKey if lacks_key || !is_keyed => break,
+            ProxyRefusal::CloseWithoutKey if lacks_key || !is_keyed => {
+                let (load, store) = (Ordering::Relaxed, Ordering::Relaxed);
+                if closes_left
+                    .fetch_update(load, store, |left| left.checked_sub(1))
+                    .is_ok()
+                {
+                    break;
+                }
+            }
             // The server's own error keeps the order of the replies.
             ProxyRefusal::ErrorWithoutKey if lacks_key => words = vec!["GET".to_owned()],
             ProxyRefusal::OnlyEval if matches!(&*name, "SCRIPT" | "EVALSHA") => {
@@ -302,7 +366,7 @@ async fn read_command(from: &mut BufReader<OwnedReadHalf>) -> Option<String> {
     read_command_words(from).await?.into_iter().next()
 }
 
-async fn read_command_words(from: &mut BufReader<OwnedReadHalf>) -> Option<Vec<String>> {
+pub(crate) async fn read_command_words(from: &mut BufReader<OwnedReadHalf>) -> Option<Vec<String>> {
     let mut line = String::new();
     from.read_line(&mut line).await.ok()?;
     let count: usize = line.trim_end().strip_prefix('*')?.parse().ok()?;
