@@ -3,14 +3,15 @@
 use crate::redis_outage::{
     OutageFixture, POLICIES, PolicyRoute, RequestSample, TIMEOUT, TIMEOUT_SLACK,
 };
+use crate::support::TEST_TIMEOUT;
 use crate::support::proxy::{LogLine, Proxy};
 use crate::support::redis::{RedisServer, connect_redis, list_counter_keys};
-use crate::support::sentinel::{MASTER_NAME, SentinelDeployment, SentinelProcess};
+use crate::support::sentinel::{FakeSentinel, MASTER_NAME, SentinelDeployment, SentinelProcess};
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 /// From the moment the sentinels name another master until the last request without a decision by
 /// Redis.
@@ -340,4 +341,43 @@ async fn a_demoted_master_is_abandoned_though_it_still_replies() {
         remaining_units(&store).await.unwrap() > 990,
         "the new master starts with an empty counter"
     );
+}
+
+/// A slow reply does not make the newest configuration the oldest: the last answer counts.
+#[tokio::test]
+async fn a_slow_sentinel_keeps_its_epoch() {
+    let (old, new) = (RedisServer::start(), RedisServer::start());
+    let sentinels = [
+        FakeSentinel::start(old.port(), 1).await,
+        FakeSentinel::start(new.port(), 2).await,
+    ];
+    let (_shared, redis) = connect_redis(FakeSentinel::settings(&sentinels)).await;
+    let store = Store::from_redis(redis);
+    assert_eq!(remaining_units(&store).await, Ok(999));
+    // Within the time for one sentinel, and beyond it.
+    for (delay_ms, remaining) in [(350, 998), (1_500, 997)] {
+        sentinels[1].delay_epoch(Duration::from_millis(delay_ms));
+        sleep(RECOVERY_TIMEOUT).await;
+        let left = remaining_units(&store).await;
+        assert_eq!(left, Ok(remaining), "with a delay of {delay_ms} ms");
+    }
+    assert!(list_counter_keys(&old).await.is_empty());
+}
+
+#[tokio::test]
+async fn each_of_many_sentinels_has_the_time_of_one() {
+    let master = RedisServer::start();
+    let mut sentinels = Vec::new();
+    for _ in 0..8 {
+        let sentinel = FakeSentinel::start(master.port(), 1).await;
+        sentinel.delay_epoch(Duration::from_millis(300));
+        sentinels.push(sentinel);
+    }
+    let connected = timeout(
+        TEST_TIMEOUT,
+        connect_redis(FakeSentinel::settings(&sentinels)),
+    );
+    let (_shared, redis) = connected.await.expect("the sentinels name a master");
+    let left = remaining_units(&Store::from_redis(redis)).await;
+    assert_eq!(left, Ok(999));
 }

@@ -178,11 +178,10 @@ impl<'a> SentinelGroup<'a> {
         polls.collect()
     }
 
-    /// The timeout for one sentinel. All together have half of `connect_timeout`; the rest is for
-    /// the master.
+    /// The timeout for one sentinel. All are asked at once; the rest of `connect_timeout` is for the
+    /// master.
     fn timeout_per_sentinel(&self) -> Duration {
-        let count = u32::try_from(self.settings.servers.len()).unwrap_or(u32::MAX);
-        self.settings.connect_timeout / 2 / count.max(1)
+        self.settings.connect_timeout / 2
     }
 
     /// Asks one sentinel for the master.
@@ -247,12 +246,11 @@ impl<'a> SentinelGroup<'a> {
         let mut command = cmd("SENTINEL");
         command.arg("MASTER").arg(self.master_name);
         let details = command.query_async::<HashMap<String, String>>(connection);
-        let details = match timeout(self.timeout_per_sentinel() / 2, details).await {
-            Ok(Ok(details)) => details,
-            // The next command would not learn why the connection broke.
-            Ok(Err(error)) if error.is_io_error() => return Err(error.into()),
-            // The user may lack the permission.
-            Ok(Err(_)) | Err(_) => HashMap::new(),
+        let details = match details.await {
+            Ok(details) => details,
+            // An error reply: the user may lack the permission.
+            Err(error) if error.code().is_some() => HashMap::new(),
+            Err(error) => return Err(error.into()),
         };
         let config_epoch = details
             .get("config-epoch")

@@ -1,14 +1,19 @@
 //! A master, its replicas and its sentinels.
 
+use super::fake_redis::read_command_words;
 use super::redis::{RedisServer, free_port, local_address, ping, redis_settings, server_command};
 use super::tls::CertificateAuthority;
 use super::{TEST_TIMEOUT, eventually};
 use redis::FromRedisValue;
 use std::fs;
 use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
+use tokio::io::{AsyncWriteExt, BufReader};
+use tokio::net::{TcpListener, TcpStream};
 
 /// The master's name in the sentinels.
 pub const MASTER_NAME: &str = "shop";
@@ -263,5 +268,79 @@ impl Drop for SentinelProcess {
     fn drop(&mut self) {
         drop(self.child.kill());
         drop(self.child.wait());
+    }
+}
+
+/// A server that names a master with an epoch, as a sentinel does.
+pub struct FakeSentinel {
+    port: u16,
+    /// Delay of the reply to `SENTINEL MASTER`.
+    delay_ms: Arc<AtomicU64>,
+}
+
+impl FakeSentinel {
+    pub async fn start(master_port: u16, config_epoch: u64) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let sentinel = Self {
+            port: listener.local_addr().unwrap().port(),
+            delay_ms: Arc::default(),
+        };
+        let delay_ms = Arc::clone(&sentinel.delay_ms);
+        tokio::spawn(async move {
+            loop {
+                let (client, _) = listener.accept().await.unwrap();
+                let delay_ms = Arc::clone(&delay_ms);
+                tokio::spawn(serve_sentinel(client, master_port, config_epoch, delay_ms));
+            }
+        });
+        sentinel
+    }
+
+    pub fn delay_epoch(&self, by: Duration) {
+        let delay_ms = u64::try_from(by.as_millis()).unwrap();
+        self.delay_ms.store(delay_ms, Ordering::Relaxed);
+    }
+
+    pub fn settings(sentinels: &[Self]) -> RedisSettings {
+        RedisSettings {
+            topology: RedisTopology::Sentinel {
+                master: MASTER_NAME.to_owned(),
+                credentials: RedisCredentials::default(),
+            },
+            servers: sentinels
+                .iter()
+                .map(|sentinel| local_address(sentinel.port))
+                .collect(),
+            connect_timeout: Duration::from_secs(2),
+            ..redis_settings(0)
+        }
+    }
+}
+
+async fn serve_sentinel(
+    client: TcpStream,
+    master_port: u16,
+    config_epoch: u64,
+    delay_ms: Arc<AtomicU64>,
+) {
+    let (from, mut to) = client.into_split();
+    let mut from = BufReader::new(from);
+    while let Some(words) = read_command_words(&mut from).await {
+        let pair = |one: &str, two: String| {
+            let (one_length, two_length) = (one.len(), two.len());
+            format!("*2\r\n${one_length}\r\n{one}\r\n${two_length}\r\n{two}\r\n")
+        };
+        let reply = match words.get(1).map(String::as_str) {
+            Some("MASTER") => {
+                let delay = Duration::from_millis(delay_ms.load(Ordering::Relaxed));
+                tokio::time::sleep(delay).await;
+                pair("config-epoch", config_epoch.to_string())
+            }
+            Some("GET-MASTER-ADDR-BY-NAME") => pair("127.0.0.1", master_port.to_string()),
+            _ => "+OK\r\n".to_owned(),
+        };
+        if to.write_all(reply.as_bytes()).await.is_err() {
+            return;
+        }
     }
 }
