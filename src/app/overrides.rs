@@ -6,7 +6,7 @@ use crate::config::parse_duration;
 use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, LimitAmounts, ListedValue, MAX_UNITS};
 use crate::policy::{NamedLimit, PolicyTable};
 use crate::replay::parse_rfc3339;
-use crate::store::{MAX_REMARK_BYTES, StoredOverride};
+use crate::store::{MAX_OVERRIDE_EXPIRY_MS, MAX_REMARK_BYTES, StoredOverride};
 use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
@@ -26,9 +26,6 @@ pub(crate) const FIELD_NAMES: [&str; 12] = [
     "note",
     "author",
 ];
-
-/// The end of the year 9999 (ms since the epoch). Redis rejects expiries far beyond it.
-const MAX_EXPIRY_MS: u64 = 253_402_300_799_999;
 
 /// An override as it was entered.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -57,7 +54,7 @@ pub(crate) struct LimitInput {
 ///
 /// # Errors
 /// If the policy is not dynamic, or the values do not fit its key, or the amounts its limits, or if
-/// the override ends in the past or after the year 9999.
+/// the override ends in the past or after [`MAX_OVERRIDE_EXPIRY_MS`].
 pub(crate) fn resolve_override(
     table: &PolicyTable,
     input: &OverrideInput,
@@ -96,8 +93,8 @@ pub(crate) fn resolve_override(
     };
     let wrong_expiry = match input.expires_at_ms {
         Some(at_ms) if at_ms <= now_us / 1000 => Some("the expiry is in the past"),
-        Some(at_ms) if at_ms > MAX_EXPIRY_MS => {
-            Some("the expiry is after the year 9999; expected an earlier one, or none")
+        Some(at_ms) if at_ms > MAX_OVERRIDE_EXPIRY_MS => {
+            Some("the expiry is after 2255-06-05T23:47:34.739Z; expected an earlier one, or none")
         }
         _ => None,
     };

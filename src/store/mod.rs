@@ -22,7 +22,9 @@ pub use leases::LeasePool;
 pub use memory::{MAX_MEMORY_OVERRIDES, MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
 pub use settlements::SettlementQueue;
-pub use stored_override::{MAX_REMARK_BYTES, StoredOverride, override_end_us, parse_override_rule};
+pub use stored_override::{
+    MAX_OVERRIDE_EXPIRY_MS, MAX_REMARK_BYTES, StoredOverride, override_end_us, parse_override_rule,
+};
 
 use crate::limiter::{Amendment, Key, Limit};
 use deny_cache::DenyCache;

@@ -10,6 +10,10 @@ use crate::limiter::{Key, KeyOverride, LimitAmounts};
 /// Maximum length of a note and of an author, in bytes.
 pub const MAX_REMARK_BYTES: usize = 500;
 
+/// The latest expiry (ms since the epoch), in June 2255: the end of this millisecond, in µs, is exact
+/// in a script. A stored override that expires later has no end. `decide.lua` has the same number.
+pub const MAX_OVERRIDE_EXPIRY_MS: u64 = (1 << 53) / 1000 - 1;
+
 /// An override, the key that it is for, and remarks for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredOverride {
@@ -46,18 +50,12 @@ impl StoredOverride {
     pub fn from_text(text: &str) -> Option<Self> {
         let mut lines = text.split('\n');
         let (head, key) = lines.next()?.split_once(' ')?;
-        let (rule, expires_at) = match head.split_once('@') {
-            Some((rule, expires_at)) => (rule, Some(expires_at)),
-            None => (head, None),
-        };
+        let (rule, expires_at_ms) = split_rule_and_expiry(head)?;
         let mut next_remark = || lines.next().filter(|line| !line.is_empty()).map(Into::into);
         Some(Self {
             key: Key::from_full_text(key)?,
             rule: parse_override_rule(rule)?,
-            expires_at_ms: match expires_at {
-                Some(expires_at) => Some(expires_at.parse().ok()?),
-                None => None,
-            },
+            expires_at_ms,
             author: next_remark(),
             note: next_remark(),
         })
@@ -80,13 +78,17 @@ pub fn override_end_us(expires_at_ms: u64) -> u64 {
     expires_at_ms.saturating_add(1).saturating_mul(1000)
 }
 
-/// Divides the start of an override's text, `RULE[@EXPIRES_MS] ...`.
-pub(super) fn split_rule_and_expiry(text: &str) -> (&str, Option<u64>) {
+/// Divides the start of an override's text, `RULE[@EXPIRES_MS] ...`, as `decide.lua` does. Returns
+/// `None` if the expiry is not a number.
+pub(super) fn split_rule_and_expiry(text: &str) -> Option<(&str, Option<u64>)> {
     let word = text.split(' ').next().unwrap_or_default();
-    match word.split_once('@') {
-        Some((rule, expiry)) => (rule, expiry.parse().ok()),
-        None => (word, None),
-    }
+    let Some((rule, expiry)) = word.split_once('@') else {
+        return Some((word, None));
+    };
+    let is_number = !expiry.is_empty() && expiry.bytes().all(|byte| byte.is_ascii_digit());
+    let expires_at_ms: Option<u64> = expiry.parse().ok();
+    let expires_at_ms = expires_at_ms.filter(|at_ms| *at_ms <= MAX_OVERRIDE_EXPIRY_MS);
+    is_number.then_some((rule, expires_at_ms))
 }
 
 fn format_rule(rule: &KeyOverride) -> String {
@@ -198,6 +200,20 @@ mod tests {
     }
 
     #[test]
+    fn an_override_that_ends_beyond_exact_times_has_no_end() {
+        for (expiry, expected) in [
+            ("9007199254739", Some(MAX_OVERRIDE_EXPIRY_MS)),
+            ("9007199254740", None),
+            ("253402300799999", None),
+            ("99999999999999999999999999", None),
+        ] {
+            let stored = StoredOverride::from_text(&format!("!@{expiry} api/a")).unwrap();
+            assert_eq!(stored.expires_at_ms, expected, "{expiry}");
+        }
+        assert!(override_end_us(MAX_OVERRIDE_EXPIRY_MS) <= 1 << 53);
+    }
+
+    #[test]
     fn a_foreign_text_is_no_override() {
         for text in [
             "",
@@ -206,6 +222,10 @@ mod tests {
             "x api/a",
             "api=x api/a",
             "api=1@ api/a",
+            "api=1@-1 api/a",
+            "*@+5 api/a",
+            "*@1e30 api/a",
+            "!@1@2 api/a",
             "* api/%zz",
             "* api/#abc",
             "* ",

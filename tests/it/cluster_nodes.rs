@@ -7,11 +7,13 @@ use crate::cluster::{
 use crate::redis_outage::{OutageFixture, POLICIES, PolicyRoute, TIMEOUT, TIMEOUT_SLACK};
 use crate::support::TEST_TIMEOUT;
 use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
+use crate::support::fake_redis::start_node_with_moving_slots;
 use crate::support::proxy::Proxy;
 use crate::support::redis::{RedisServer, connect_redis, redis_settings};
 use crate::support::upstream::Upstream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Limit};
+use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisSettings, RedisTopology};
 use tokio::time::sleep;
@@ -388,4 +390,25 @@ async fn a_server_without_cluster_support_is_reported() {
         ..redis_settings(1)
     };
     assert_eq!(cluster.to_string(), "cluster 127.0.0.1:1");
+}
+
+/// The charge is made: that the limit after the override's end can't be read changes only its times.
+#[tokio::test]
+async fn a_charge_in_a_moving_slot_stands_if_the_limit_of_the_file_can_not_be_read() {
+    let port = start_node_with_moving_slots("api=5@1700000000000 api/ann").await;
+    let (_shared, redis) = connect_redis(RedisSettings {
+        topology: RedisTopology::Cluster,
+        ..redis_settings(port)
+    })
+    .await;
+    let (name, key) = (Arc::<str>::from("api"), KeyBuilder::new("api").finish());
+    let charge = Charge {
+        dynamic: Some(&name),
+        ..Charge::new(&DAILY_LIMIT, &key, 1)
+    };
+    let decision = Store::from_redis(redis).decide(&[charge]).await;
+    let decision = decision.expect("the charge is made");
+    assert!(decision.admitted);
+    let status = decision.statuses[0].unwrap();
+    assert_eq!(status.remaining, 4, "{status:?}");
 }

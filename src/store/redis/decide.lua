@@ -115,10 +115,14 @@ local function make_variant(charge, rule)
   local variant = setmetatable({}, charge.metatable)
   local at, expiry = find(rule, '@', 1, true), ''
   if at then
-    local expires_ms = tonumber(string.sub(rule, at + 1)) or 0
-    -- Redis keeps a key through the whole millisecond of its expiry.
-    variant.ends_at, variant.after = max(time + 1, (expires_ms + 1) * 1000), charge
-    expiry = format('-4 %d ', expires_ms)
+    local expires_ms = tonumber(match(rule, '^%d+$', at + 1))
+    if not expires_ms then return end
+    -- Later times are not exact: such an override has no end.
+    if expires_ms <= 9007199254739 then
+      -- Redis keeps a key through the whole millisecond of its expiry.
+      variant.ends_at, variant.after = max(time + 1, (expires_ms + 1) * 1000), charge
+      expiry = format('-4 %d ', expires_ms)
+    end
     rule = string.sub(rule, 1, at - 1)
   end
   if rule == '' then return end

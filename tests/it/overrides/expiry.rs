@@ -1,6 +1,8 @@
 //! Overrides that end by themselves, and values at their keys that are none.
 
 use super::{OverrideFixture, POLICIES, get, status};
+use crate::support::admin_proxy::AdminProxy;
+use crate::support::redis::RedisServer;
 use std::time::Duration;
 use tokio::time::sleep;
 
@@ -79,5 +81,96 @@ async fn a_value_of_another_type_is_no_override() {
             let shown = fixture.run_command(&words).await;
             assert_ne!(shown.status.code(), Some(0), "{write}: {}", shown.stdout);
         }
+    }
+}
+
+/// The numbers of a reply are exact up to 2^53 us, in June 2255: an override that ends later has no
+/// end. A value whose expiry is no number is none.
+#[tokio::test]
+async fn an_expiry_beyond_exact_times_fails_no_decision() {
+    let fixture = OverrideFixture::start(POLICIES).await;
+    let proxy = fixture.start_proxy().await;
+    for (policy, limit, key_values, refused) in
+        [("api", "api", 1, 403), ("several", "minute", 2, 429)]
+    {
+        let (blocked, unlimited) = ([refused; 3], [200; 3]);
+        let (one, of_file) = ([200, refused, refused], [200, 200, refused]);
+        for (number, (rule, expected)) in [
+            ("!@253402300799999", blocked),
+            ("!@9007199254740", blocked),
+            ("!@9007199254739", blocked),
+            ("!@99999999999999999999999999", blocked),
+            ("*@253402300799999", unlimited),
+            ("*@9007199254739", unlimited),
+            ("LIMIT=1@253402300799999", one),
+            ("LIMIT=1@9007199254739", one),
+            ("LIMIT=0@-1", of_file),
+            ("*@-1", of_file),
+            ("*@1e30", of_file),
+            ("!@nan", of_file),
+            ("!@5.5", of_file),
+            ("!@+5", of_file),
+            ("!@", of_file),
+            ("!@1@2", of_file),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            fixture.redis.command::<()>("FLUSHALL").await;
+            let user = format!("user{number}");
+            let key = [&*user, "sk_live_1"];
+            let words = [&["set", policy], &key[..key_values], &["--block"]].concat();
+            fixture.run_successfully(&words).await;
+            let names: Vec<String> = fixture.redis.command("KEYS *:override").await;
+            let [name] = names.as_slice() else {
+                panic!("{names:?}")
+            };
+            let rule = rule.replace("LIMIT", limit);
+            let script = "redis.call('SET',KEYS[1],ARGV[1]..redis.call('GET',KEYS[1]):sub(2))";
+            let replace = format!("EVAL {script} 1 {name} {rule}");
+            fixture.redis.command::<()>(&replace).await;
+            let path = format!("/{policy}");
+            let mut statuses = Vec::new();
+            for _ in 0..3 {
+                statuses.push(get(&proxy, &path, &user).await.status);
+            }
+            assert_eq!(statuses, expected, "{policy}: {rule}");
+            let degraded =
+                format!("tidegate_requests_total{{policy=\"{policy}\",decision=\"degraded\"}}");
+            assert_eq!(proxy.read_metric(&degraded).await, 0.0, "{policy}: {rule}");
+            let is_listed = !fixture.run_successfully(&["list"]).await.is_empty();
+            assert_eq!(is_listed, expected != of_file, "{policy}: {rule}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn the_latest_expiry_is_accepted_and_enforced() {
+    let redis = RedisServer::start();
+    for store in [String::new(), redis.store_config()] {
+        let proxy = AdminProxy::start(&format!("{store}\n{POLICIES}")).await;
+        for (expires_at, expected) in [
+            ("9999-12-31T23:59:59.999Z", 400),
+            ("2255-06-05T23:47:34.740Z", 400),
+            ("2255-06-05T23:47:34.739Z", 200),
+        ] {
+            let put = proxy.authorized_request("PUT", "/overrides/api");
+            let put = put.header("content-type", "application/json");
+            let body =
+                format!(r#"{{"key": "ann", "blocked": true, "expires_at": "{expires_at}"}}"#);
+            let response = put.body(body).send().await;
+            assert_eq!(response.status, expected, "{}", response.text());
+            let is_rejected = response.text().contains(
+                "the expiry is after 2255-06-05T23:47:34.739Z; expected an earlier one, or none",
+            );
+            assert_eq!(is_rejected, expected == 400, "{}", response.text());
+        }
+        for _ in 0..3 {
+            let response = get(&proxy.proxy, "/api", "ann").await;
+            assert_eq!(response.status, 403, "{store}: {response:?}");
+        }
+        let listed = proxy.get_json("/overrides/api?key=ann").await;
+        let listed = &listed["overrides"][0];
+        assert_eq!(listed["expires_at"], "2255-06-05T23:47:34.739Z", "{listed}");
     }
 }

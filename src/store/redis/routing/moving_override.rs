@@ -41,8 +41,12 @@ impl RedisRouter {
         let decision = request(*limited_charge).await?;
         let mut decision = overridden.complete_decision(&limited, decision);
         let late = overridden.charges_after_ends(&decision);
-        if let Some(read) = late.charges.first() {
-            overridden.apply_ends(&mut decision, &late, request(*read).await?);
+        // As in the script, the times of the override stay if the counter can't be read: the charge is
+        // made.
+        if let Some(read) = late.charges.first()
+            && let Ok(later) = request(*read).await
+        {
+            overridden.apply_ends(&mut decision, &late, later);
         }
         Ok(decision)
     }
@@ -63,7 +67,9 @@ impl RedisRouter {
             return Ok(None);
         };
         let text = String::from_utf8_lossy(&text);
-        let (rule, expiry) = split_rule_and_expiry(&text);
+        let Some((rule, expiry)) = split_rule_and_expiry(&text) else {
+            return Ok(None);
+        };
         let in_effect = parse_override_rule(rule).and_then(|rule| rule.for_charge(charge));
         Ok(in_effect.map(|in_effect| (in_effect, expiry.map(override_end_us))))
     }
