@@ -43,6 +43,14 @@ const MAX_GENERATION_ENTRIES: usize = 8192;
 #[derive(Debug, Default)]
 pub struct DenyCache(Mutex<DenyGenerations>);
 
+/// Of a limit of which nothing else is known.
+const NO_REFUSAL: LimitStatus = LimitStatus {
+    remaining: 0,
+    next_growth_us: None,
+    refusal: None,
+    in_effect: None,
+};
+
 /// What the cache knows about the limits of a request.
 #[derive(Debug, PartialEq, Eq)]
 pub struct CachedStatuses {
@@ -234,37 +242,49 @@ impl DenyCache {
         sent_at: Instant,
         received_at: Instant,
     ) {
-        self.record_reading(charges, decision, (sent_at, received_at), 0);
+        self.record_statuses(charges, decision, (sent_at, received_at), MAX_AGE);
     }
 
     /// Caches the statuses that were read for a request that is refused for `wait_us` anyway. The
-    /// longer it is refused, the less it matters if limits that admit are exhausted meanwhile.
+    /// longer it is refused, the less it matters if limits that admit are exhausted meanwhile. A limit
+    /// without a status gave no answer: its last status counts for another second.
     pub fn record_reading(
         &self,
         charges: &[Charge<'_>],
         decision: &Decision,
-        (sent_at, received_at): (Instant, Instant),
+        times: (Instant, Instant),
         wait_us: u64,
+    ) {
+        let admitting_max_age =
+            Duration::from_micros(wait_us / 10).clamp(MAX_AGE, MAX_ADMITTING_AGE);
+        self.record_statuses(charges, decision, times, admitting_max_age);
+        let mut generations = self.0.lock();
+        for (charge, outcome) in charges.iter().zip(decision.outcomes()) {
+            if outcome.status.is_none() && outcome.charged_at_us.is_none() {
+                generations.prolong_unanswered(charge, times.1);
+            }
+        }
+    }
+
+    fn record_statuses(
+        &self,
+        charges: &[Charge<'_>],
+        decision: &Decision,
+        (sent_at, received_at): (Instant, Instant),
+        admitting_max_age: Duration,
     ) {
         if decision.admitted {
             return;
         }
-        let admitting_max_age =
-            Duration::from_micros(wait_us / 10).clamp(MAX_AGE, MAX_ADMITTING_AGE);
         let mut generations = self.0.lock();
         generations.rotate_if_due(received_at);
         for (charge, outcome) in charges.iter().zip(decision.outcomes()) {
             // A charge with a time was admitted, and is being returned.
-            let admitted = outcome.charged_at_us.map(|_| LimitStatus {
-                remaining: 0,
-                next_growth_us: None,
-                refusal: None,
-                in_effect: None,
-            });
+            let admitted = outcome.charged_at_us.map(|_| NO_REFUSAL);
             let Some(mut status) = outcome.status.or(admitted) else {
                 continue;
             };
-            if !is_cacheable(charge) {
+            if !charge.has_retry_time() {
                 continue;
             }
             if charge.is_block() {
@@ -305,15 +325,10 @@ fn rank_cost(cost: u64) -> u64 {
     cost.wrapping_sub(1)
 }
 
-/// Whether the status of this charge holds until its end time, if no units are returned. Slots may
-/// be released at any time, and `count_rejected` changes the counter with every request.
-fn is_cacheable(charge: &Charge<'_>) -> bool {
-    charge.has_retry_time() && !charge.counts_rejected
-}
-
-/// Whether a cached refusal of this charge refuses requests. Estimates may be returned early.
+/// Whether a cached refusal of this charge refuses requests. Estimates may be returned early, and
+/// `count_rejected` changes the counter with every request.
 fn is_certain(charge: &Charge<'_>) -> bool {
-    !charge.is_estimate
+    !charge.is_estimate && !charge.counts_rejected
 }
 
 /// Maximum age of an entry with this status.
@@ -349,7 +364,7 @@ impl DenyGenerations {
     }
 
     fn get_entry(&mut self, charge: &Charge<'_>) -> Option<&mut DenyCacheEntry> {
-        if !is_cacheable(charge) {
+        if !charge.has_retry_time() {
             return None;
         }
         let counter = DenyCacheKey::from_charge(charge);
@@ -360,9 +375,30 @@ impl DenyGenerations {
 
     fn insert_entry(&mut self, charge: &Charge<'_>, entry: DenyCacheEntry) {
         let counter = DenyCacheKey::from_charge(charge);
+        // Otherwise a rotation could bring an older entry back.
+        self.previous.remove(&counter);
         if self.current.len() < MAX_GENERATION_ENTRIES || self.current.contains_key(&counter) {
             self.current.insert(counter, entry);
         }
+    }
+
+    /// Lets the entry of a limit that gave no answer count for a further second.
+    fn prolong_unanswered(&mut self, charge: &Charge<'_>, at: Instant) {
+        let fresh_until = at + MAX_AGE;
+        if let Some(entry) = self.get_entry(charge) {
+            entry.fresh_until = fresh_until;
+            return;
+        }
+        let entry = DenyCacheEntry {
+            cost: charge.cost,
+            status: NO_REFUSAL,
+            store_now_us: 0,
+            sent_at: at,
+            received_at: at,
+            fresh_until,
+            expires_at: fresh_until,
+        };
+        self.insert_entry(charge, entry);
     }
 
     fn remove_entry(&mut self, charge: &Charge<'_>) {
@@ -468,6 +504,7 @@ mod tests {
         let statuses = statuses.iter().copied().map(Some).collect();
         Decision {
             override_expiries_ms: Box::default(),
+            may_have_charged: false,
             now_us: NOW_US,
             admitted: false,
             statuses,
@@ -617,6 +654,42 @@ mod tests {
         assert!(find(&reading).is_none());
         assert!(find(&charges).is_none(), "this request asks Redis");
         assert!(find(&charges).is_some(), "others wait for its answer");
+    }
+
+    /// The limits of a refused request whose counters give no answer, or count each rejected request,
+    /// are read once per second.
+    #[test]
+    fn a_reading_without_an_answer_or_of_count_rejected_is_cached_for_a_second() {
+        let (cache, sent) = (DenyCache::default(), Instant::now());
+        let (unanswered, outdated, counting) = (key("a"), key("b"), key("c"));
+        let charges = [
+            charge_of_two_units(&LIMIT, &unanswered),
+            charge_of_two_units(&LIMIT, &outdated),
+            Charge {
+                counts_rejected: true,
+                ..charge_of_two_units(&LIMIT, &counting)
+            },
+        ];
+        let refused = refused_decision(&[refused_status(9_000_000)]);
+        cache.record_refusal(&charges[1..2], &refused, sent, sent);
+        let read_at = sent + ms(1500);
+        let mut reading = refused_decision(&[refused_status(9_000_000); 3]);
+        reading.statuses[..2].fill(None);
+        cache.record_reading(&charges, &reading, (read_at, read_at), 0);
+        let found = cache.find_fresh_statuses(&charges, read_at + ms(999));
+        let found = found.unwrap();
+        assert_eq!(found.unknown.as_slice(), [false; 3]);
+        let is_refused = |status: &Option<LimitStatus>| status.is_some();
+        let refusals: Vec<_> = found.decision.statuses.iter().map(is_refused).collect();
+        assert_eq!(refusals, [false, true, true]);
+        let found = cache.find_statuses(&charges, read_at + ms(999)).unwrap();
+        assert!(!found.is_certain, "Redis counts the rejected request");
+        let refusal = cache.find_any_refusal(&charges[2..], read_at + ms(999));
+        assert_eq!(refusal, None, "the call that failed may have counted it");
+        let refusal = cache.find_any_refusal(&charges[..2], read_at + ms(999));
+        assert!(refusal.is_some(), "the refusal that gave no newer answer");
+        let found = cache.find_fresh_statuses(&charges, read_at + ms(1000));
+        assert_eq!(found, None);
     }
 
     /// `None`: no certain refusal. Otherwise the positions that are not known.
@@ -894,6 +967,34 @@ mod tests {
             find_refusal(&cache, &shadow, sent).is_some(),
             "shadow limits need no entry"
         );
+    }
+
+    /// Both generations of a cache can have an entry of one counter, and a rotation brings the older
+    /// one back.
+    #[test]
+    fn an_older_admitting_reading_does_not_return_after_a_rotation() {
+        let (cache, key, start) = (DenyCache::default(), key("a"), Instant::now());
+        let charges = [charge_of_two_units(&LIMIT, &key)];
+        let admitted = LimitStatus {
+            remaining: 5,
+            next_growth_us: None,
+            refusal: None,
+            in_effect: None,
+        };
+        let reading = refused_decision(&[admitted]);
+        cache.record_reading(&charges, &reading, (start, start), 100_000_000);
+        let other = self::key("other");
+        let record_refusal_of = |key: &Key, at: Instant| {
+            let refused = refused_decision(&[refused_status(9_000_000)]);
+            cache.record_refusal(&[charge_of_two_units(&LIMIT, key)], &refused, at, at);
+        };
+        let rotation = GENERATION_DURATION;
+        record_refusal_of(&other, start + rotation);
+        let refused_at = start + rotation + ms(900);
+        record_refusal_of(&key, refused_at);
+        record_refusal_of(&other, start + rotation * 2);
+        let at = refused_at + ms(500);
+        assert!(find_refusal(&cache, &charges, at).is_some());
     }
 
     #[test]

@@ -154,6 +154,58 @@ async fn a_full_instance_reads_each_key_once_per_second() {
     assert_eq!(list_counter_keys(&redis).await.len(), 1, "only of ann");
 }
 
+/// As above, if the decisions of the read limit are not cached, or if reading it fails.
+#[tokio::test]
+async fn a_full_instance_reads_any_limit_once_per_second() {
+    let app = Upstream::echo().await;
+    for (more, is_foreign) in [
+        ("count_rejected = true", false),
+        ("", true),
+        ("count_rejected = true", true),
+    ] {
+        let redis = RedisServer::start();
+        let pod = PathPolicy {
+            name: "pod",
+            paths: "'/all'",
+            per: "100s",
+            more: "scope = 'instance'",
+        };
+        let customer = PathPolicy {
+            name: "customer",
+            paths: "'/all', '/customer'",
+            per: "1000s",
+            more: &format!("key = ['header:x-user']\n{more}"),
+        };
+        let policies = format!("{}{}", pod.to_config(), customer.to_config());
+        let proxy = start_proxy(&redis.store_config(), &policies, &app).await;
+        let other = start_proxy(&redis.store_config(), &policies, &app).await;
+        assert_eq!(send(&other, "/customer", "bob").await.status, 200);
+        if is_foreign {
+            for name in list_counter_keys(&redis).await {
+                let _: () = redis.command(&format!("SET {name} foreign")).await;
+            }
+        }
+        assert_eq!(send(&proxy, "/all", "ann").await.status, 200);
+        let calls = async || -> u64 {
+            let info: String = redis.command("INFO commandstats").await;
+            let (_, rest) = info.split_once("cmdstat_evalsha:calls=").unwrap();
+            rest.split(',').next().unwrap().parse().unwrap()
+        };
+        let before = calls().await;
+        for _ in 0..200 {
+            let wait = retry_after(&send(&proxy, "/all", "bob").await);
+            let expected = if is_foreign { 90..=100 } else { 990..=1000 };
+            assert!(expected.contains(&wait), "{more} {is_foreign}: {wait} s");
+        }
+        let made = calls().await - before;
+        assert!(
+            (1..=20).contains(&made),
+            "{more} {is_foreign}: {made} calls"
+        );
+        assert_eq!(proxy.read_metric(FROM_CACHE).await, 0.0, "the pod refuses");
+    }
+}
+
 /// Limits of one slot each on all nodes of a cluster: whichever slot refuses first, the latest counts.
 #[tokio::test]
 async fn a_refusal_of_one_slot_covers_all_slots() {

@@ -65,13 +65,12 @@ impl RedisDecisionPath<'_> {
         }
         let reads = asked.charges.iter().copied().map(Charge::to_read);
         let reads: SmallVec<[Charge<'_>; 4]> = reads.collect();
-        let read = match self.redis.decide(&reads, requested_at).await {
-            Ok(read) => Some(read),
-            Err(failure) => failure.partial.map(|partial| partial.decision),
-        };
-        let Some(mut read) = read else {
-            return known;
-        };
+        let read = self.redis.decide(&reads, requested_at).await;
+        let mut read = read.unwrap_or_else(|failure| {
+            let partial = failure.partial.map(|partial| partial.decision);
+            partial.unwrap_or_default()
+        });
+        read.statuses.resize(reads.len(), None);
         read.admitted = false;
         self.redis
             .fallback()
