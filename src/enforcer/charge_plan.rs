@@ -372,12 +372,14 @@ impl<'t> ChargePlan<'t> {
 }
 
 /// What to do with slots that a decision of the store has not granted. A split decision has no
-/// status for charges that are being returned, were not made, or gave no answer.
+/// status for charges that are being returned, were not made, or gave no answer. After a call without
+/// an answer, all slots may be taken.
 pub(super) fn untaken_slot_action(
     decision: &Decision,
     source: DecisionSource,
 ) -> UntakenSlotAction {
-    match source == DecisionSource::Redis && decision.statuses.iter().any(Option::is_none) {
+    let is_split = source == DecisionSource::Redis && decision.statuses.iter().any(Option::is_none);
+    match is_split || decision.may_have_charged {
         true => UntakenSlotAction::Release,
         false => UntakenSlotAction::Forget,
     }

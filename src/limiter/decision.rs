@@ -28,6 +28,8 @@ pub struct Decision {
     /// When the override in effect for each charge ends by itself (ms, store's clock), in order.
     /// Charges after the last such override have no entry.
     pub override_expiries_ms: Box<[Option<u64>]>,
+    /// Of a refusal: whether a call of the store, which gave no answer, may have made charges.
+    pub may_have_charged: bool,
 }
 
 /// The status of one limit after the decision.

@@ -219,6 +219,7 @@ impl<'s> RedisDecisionPath<'s> {
                 let returns = decided.map(|decision| list_returns(shared_charges, decision));
                 let router = &self.redis.router;
                 router.return_charges(returns.unwrap_or_default());
+                own_decision.may_have_charged = decided.is_none();
                 return Ok((own.expand(own_decision), DecisionSource::Memory));
             }
         }
@@ -392,10 +393,12 @@ impl<'s> RedisDecisionPath<'s> {
                 if !charges_in_redis.all(|charge| self.redis.is_reachable_for(charge)) {
                     self.deny_cache.forget_outdated(charges, now);
                 }
-                self.deny_cache
+                let mut refusal = self
+                    .deny_cache
                     .find_any_refusal(charges, now)
-                    .map(|refusal| (refusal, DecisionSource::DenyCache))
-                    .ok_or(failure)
+                    .ok_or(failure)?;
+                refusal.may_have_charged = true;
+                Ok((refusal, DecisionSource::DenyCache))
             }
         }
     }

@@ -207,6 +207,7 @@ impl MemoryStore {
         self.unlock_and_evict(locked, now_us);
         Decision {
             override_expiries_ms: Box::default(),
+            may_have_charged: false,
             now_us: reported_us,
             admitted,
             statuses,

@@ -371,6 +371,7 @@ fn retry_times_are_exact_when_overrides_end() {
             let [memory, redis] = decisions;
             let without_ends = Decision {
                 override_expiries_ms: Box::default(),
+                may_have_charged: false,
                 ..redis
             };
             assert_eq!(

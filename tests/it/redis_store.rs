@@ -185,6 +185,7 @@ impl StateModel {
         };
         Decision {
             override_expiries_ms: Box::default(),
+            may_have_charged: false,
             now_us: time_us,
             admitted,
             statuses: statuses.into(),

@@ -98,6 +98,7 @@ impl NaiveModel {
             });
         Decision {
             override_expiries_ms: Box::default(),
+            may_have_charged: false,
             now_us: clock_us,
             admitted,
             statuses: statuses.map(Some).collect(),

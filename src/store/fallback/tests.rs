@@ -483,6 +483,7 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     };
     let admitted = Decision {
         override_expiries_ms: Box::default(),
+        may_have_charged: false,
         now_us: START_US,
         admitted: true,
         statuses: [Some(status)].into_iter().collect(),
@@ -827,6 +828,7 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
     };
     let answer = Decision {
         override_expiries_ms: Box::default(),
+        may_have_charged: false,
         now_us: START_US,
         admitted: true,
         statuses: SmallVec::from_elem(Some(status), 1),

@@ -361,6 +361,7 @@ mod tests {
         };
         Decision {
             override_expiries_ms: Box::default(),
+            may_have_charged: false,
             now_us: 5_000_000,
             admitted: true,
             statuses: SmallVec::from_elem(Some(status), 1),

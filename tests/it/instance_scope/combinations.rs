@@ -5,6 +5,7 @@ use super::{read_remaining, remaining};
 use crate::calendar_limits::zone_far_from_midnight;
 use crate::support::TEST_TIMEOUT;
 use crate::support::client::RawResponse;
+use crate::support::fake_redis::TcpRelay;
 use crate::support::login_app::{check_password, log_in};
 use crate::support::proxy::Proxy;
 use crate::support::redis::RedisServer;
@@ -193,4 +194,52 @@ async fn an_outage_changes_nothing_for_responses_that_the_instance_counts() {
             assert!(app.requests().is_empty());
         }
     }
+}
+
+/// Redis takes the slot, but its reply is late. Meanwhile another request uses up the instance's limit.
+#[tokio::test]
+async fn a_slot_is_released_if_the_instance_refuses_after_a_timeout_of_redis() {
+    let (redis, app) = (RedisServer::start(), Upstream::echo().await);
+    let relay = TcpRelay::start(redis.port()).await;
+    let config = format!(
+        "listen = {{ threads = 1 }}\n[store]\nkind = 'redis'\n[store.redis]\n\
+         url = 'redis://127.0.0.1:{}'\ntimeout = '1s'\n\
+         [[policy]]\nname = 'jobs'\nmatch = {{ path = '/jobs' }}\nkey = ['header:x-user']\n\
+         limit = {{ requests = 5, algorithm = 'concurrency', lease_ttl = '60s' }}\n\
+         [[policy]]\nname = 'pod'\nscope = 'instance'\nlimit = {{ requests = 2, per = '100s' }}\n",
+        relay.port
+    );
+    let proxy = Proxy::start(&config, app.address).await;
+    proxy.wait_for_store().await;
+    let wait_for_slots = async |expected: usize| {
+        let reached = async {
+            while redis
+                .command::<Vec<String>>("KEYS *:concurrency:*")
+                .await
+                .len()
+                != expected
+            {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let what = format!("{expected} counters with slots");
+        timeout(TEST_TIMEOUT, reached).await.expect(&what);
+    };
+    let job = async |user: &str| {
+        let request = proxy.request("GET", "/jobs").header("x-user", user);
+        request.send().await
+    };
+    // Redis then has the script.
+    assert_eq!(job("ann").await.status, 200);
+    wait_for_slots(0).await;
+    relay.delay_replies(Duration::from_secs(2));
+    let fill = async {
+        wait_for_slots(1).await;
+        let other = proxy.request("GET", "/other").send().await;
+        assert_eq!(other.status, 200, "{other:?}");
+    };
+    let (job, ()) = tokio::join!(job("bob"), fill);
+    assert_eq!(job.status, 429, "{job:?}");
+    relay.forward_at_once();
+    wait_for_slots(0).await;
 }

@@ -244,6 +244,7 @@ mod tests {
         };
         Decision {
             override_expiries_ms: Box::default(),
+            may_have_charged: false,
             now_us,
             admitted: false,
             statuses: SmallVec::from_iter([Some(status), None]),

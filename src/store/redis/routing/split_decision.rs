@@ -275,6 +275,7 @@ fn merge_decisions(
     let delay_us = answers().map(|answer| answer.delay_us).max();
     let mut merged = Decision {
         override_expiries_ms: Box::default(),
+        may_have_charged: false,
         now_us,
         admitted,
         statuses: SmallVec::from_elem(None, charge_count),
@@ -335,6 +336,7 @@ mod tests {
         };
         Decision {
             override_expiries_ms: Box::default(),
+            may_have_charged: false,
             now_us,
             admitted: true,
             statuses: SmallVec::from_iter([Some(status)]),

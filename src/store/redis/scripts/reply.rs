@@ -100,6 +100,7 @@ impl ScriptLibrary {
             grants,
             charged_at_us,
             override_expiries_ms: override_expiries_ms.into(),
+            may_have_charged: false,
         })
     }
 
