@@ -75,12 +75,14 @@ impl SchemaTables {
     fn describe_key(&mut self, key: &SchemaKey, path: &str) -> Value {
         let path = format!("{path}.{}", key.name);
         let mut described = self.describe_kind(&key.kind, path.trim_start_matches('.'));
-        described["description"] = key.doc.into();
-        if let KeyRequirement::Default(text) = key.requirement
-            && let Ok(value) =
-                serde_json::to_value(text_conversion::value_from_text(&key.kind, text))
-        {
-            described["default"] = value;
+        if let Some(fields) = described.as_object_mut() {
+            fields.insert("description".to_owned(), key.doc.into());
+            if let KeyRequirement::Default(text) = key.requirement
+                && let Ok(value) =
+                    serde_json::to_value(text_conversion::value_from_text(&key.kind, text))
+            {
+                fields.insert("default".to_owned(), value);
+            }
         }
         described
     }

@@ -57,10 +57,6 @@ struct RedisDecisionPath<'s> {
 }
 
 /// The result of the checks before a call of Redis.
-#[expect(
-    clippy::large_enum_variant,
-    reason = "lives for one call; a box would cost each refusal an allocation"
-)]
 enum LocalCheck<'c> {
     Refused {
         decision: Decision,

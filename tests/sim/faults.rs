@@ -50,11 +50,9 @@ impl World {
                 server,
                 for_us,
             } => {
-                for index in (0..self.instances.len())
-                    .filter(|index| instance.is_none_or(|one| one == *index))
-                {
-                    self.blocked_until.insert((index, server), now_us + for_us);
-                }
+                let cut = instance.map_or(0..self.instances.len(), |one| one..one + 1);
+                let until = cut.map(|index| ((index, server), now_us + for_us));
+                self.blocked_until.extend(until);
             }
             FaultKind::Slow {
                 server,
@@ -77,8 +75,8 @@ impl World {
                 self.servers[server].dataset.delete_expired(now_ms);
             }
             FaultKind::WallClockStep { instance, by_us } => {
-                let shift_us = &self.instances[instance].network.time.steps.wall_shift_us;
-                shift_us.fetch_add(by_us, Ordering::Relaxed);
+                let time = &self.instances[instance].network.time;
+                time.steps.wall_shift_us.fetch_add(by_us, Ordering::Relaxed);
             }
             FaultKind::Crash { .. } | FaultKind::Terminate { .. } | FaultKind::Freeze { .. } => {
                 self.apply_instance_fault(kind);

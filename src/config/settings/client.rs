@@ -57,7 +57,7 @@ fn parse_self_service_path(text: &str) -> Result<String, String> {
 /// Builds the hasher of key values. Returns `None` after an error.
 pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
     const KEY: &str = "hash_secret_file";
-    if !reader.get_nonempty_string(KEY).is_some() || !reader.input().reads_key_files() {
+    if reader.get_nonempty_string(KEY).is_none() || !reader.input().reads_key_files() {
         return Some(KeyHasher::default());
     }
     let secret = read_text_file(reader, KEY, "secret")?;

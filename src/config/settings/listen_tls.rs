@@ -84,7 +84,7 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
 /// Checks that the keys about client certificates fit `client_auth`.
 fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
     if auth != ClientAuth::None {
-        if !reader.get_nonempty_string("client_ca").is_some() {
+        if reader.get_nonempty_string("client_ca").is_none() {
             reader.report_error(
                 "client_auth",
                 "no CA to verify client certificates; expected client_ca too",

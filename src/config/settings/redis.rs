@@ -149,7 +149,7 @@ fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<Redi
 fn read_username(reader: &TableReader<'_>, is_used: bool, key: &str) -> Option<String> {
     let file_key = format!("{key}_file");
     let username = reader.get_nonempty_string(key);
-    if !reader.get_nonempty_string(&file_key).is_some() {
+    if reader.get_nonempty_string(&file_key).is_none() {
         return username;
     }
     if username.is_some() {

@@ -73,7 +73,7 @@ fn build_collector_settings(
 /// Reads the header fields of every export. No message quotes the file, which may hold secrets.
 fn read_export_headers(reader: &TableReader<'_>) -> Option<HeaderMap> {
     const KEY: &str = "headers_file";
-    if !reader.get_nonempty_string(KEY).is_some() || !reader.input().reads_key_files() {
+    if reader.get_nonempty_string(KEY).is_none() || !reader.input().reads_key_files() {
         return Some(HeaderMap::new());
     }
     let text = read_text_file(reader, KEY, "header field per line")?;
