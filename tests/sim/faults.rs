@@ -62,9 +62,8 @@ impl World {
                 self.slow_until.insert(server, (now_us + for_us, extra_us));
             }
             FaultKind::Reset { server } => {
-                self.connections_to(server, None)
-                    .into_iter()
-                    .for_each(|id| self.reset(id));
+                let ids = self.connections_to(server, None);
+                ids.into_iter().for_each(|id| self.reset(id));
             }
             FaultKind::HalfOpen { instance, server } => self.open_halves(instance, server),
             FaultKind::ScriptFlush { server } => self.servers[server].flush_scripts(),
