@@ -69,7 +69,7 @@ pub(super) struct FieldBlockFilter {
     max_list_bytes: usize,
     /// Whether h2 has not seen an earlier block, which may have changed the dynamic table. All
     /// later blocks are then encoded anew, without the table.
-    is_table_unknown: bool,
+    pub(super) is_table_unknown: bool,
     /// Size of the last block's list, at most `max_list_bytes`.
     pub(super) last_list_bytes: usize,
 }

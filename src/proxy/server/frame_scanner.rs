@@ -80,8 +80,8 @@ struct FieldBlock {
     kind: FieldBlockKind,
     stream: u32,
     ends_stream: bool,
-    /// Whether the frames are passed on without their priority.
-    drops_priority: bool,
+    /// Whether h2 resets the stream without decoding the block.
+    depends_on_itself: bool,
     /// Whether the last frame so far has END_HEADERS.
     has_last_frame: bool,
     /// The frames as received.
@@ -293,7 +293,7 @@ impl FrameScanner {
                     kind,
                     stream,
                     ends_stream: flags & END_STREAM != 0,
-                    drops_priority: header.depends_on_itself(),
+                    depends_on_itself: header.depends_on_itself(),
                     has_last_frame: false,
                     frames: Vec::new(),
                     last_payload: 0..0,
@@ -347,15 +347,12 @@ impl FrameScanner {
         if !block.has_last_frame || self.remaining_frame > 0 {
             return;
         }
-        let (stream, ends_stream) = (block.stream, block.ends_stream);
-        let (kind, drops_priority) = (block.kind, block.drops_priority);
-        let payload = block.complete_payload();
-        match filter.filter(kind, (stream, ends_stream), payload) {
-            Ok(None) if drops_priority => {
-                let frames = encode_frames(stream, ends_stream, payload);
-                output.rewrite().extend_from_slice(&frames);
+        let stream = (block.stream, block.ends_stream);
+        match filter.filter(block.kind, stream, block.complete_payload()) {
+            Ok(None) => {
+                filter.is_table_unknown |= block.depends_on_itself;
+                output.pass(&block.frames);
             }
-            Ok(None) => output.pass(&block.frames),
             Ok(Some(replaced)) => {
                 output.rewrite().extend_from_slice(&replaced.frames);
                 self.is_filter_disabled |= output.is_too_large();
@@ -595,10 +592,7 @@ mod tests {
         let next = build_frame(6, 0, 0, 8);
         let malformed = frame(HEADERS, ends, b"\0\x01x\x01 ");
         let empty = frame(HEADERS, ends | PADDED | PRIORITY, &[]);
-        let (invalid, plain) = (
-            frame(HEADERS, ends, &INVALID_BLOCK),
-            frame(HEADERS, ends, field),
-        );
+        let invalid = frame(HEADERS, ends, &INVALID_BLOCK);
         for (trailers, expected) in [
             (vec![frame(HEADERS, ends, field)], None),
             (
@@ -633,15 +627,6 @@ mod tests {
                 ],
                 Some(&invalid),
             ),
-            // A priority that depends on its own stream.
-            (
-                vec![frame(
-                    HEADERS,
-                    ends | PRIORITY,
-                    &[b"\0\0\0\x01\x09", &field[..]].concat(),
-                )],
-                Some(&plain),
-            ),
             (
                 vec![frame(HEADERS, 0, field), frame(DATA, 0, b"12345")],
                 None,
@@ -656,6 +641,25 @@ mod tests {
                 assert_eq!(scan_in_steps(&input, step).1, expected, "steps of {step}");
             }
         }
+    }
+
+    /// h2 does not decode the block of a stream that depends on itself, so later blocks are encoded
+    /// without the table.
+    #[test]
+    fn the_table_is_unknown_after_a_stream_that_depends_on_itself() {
+        let frame = |flags: u8, stream: u8, payload: &[u8]| {
+            let mut frame = build_frame(HEADERS, flags, stream, payload.len());
+            frame.splice(FRAME_HEADER_BYTES.., payload.iter().copied());
+            frame
+        };
+        let ends = END_HEADERS | END_STREAM;
+        let head = b"\0\0\0\x01\x09\x82\x86\x84\x41\x01a\x40\x01x\x01y";
+        let settings = build_frame(SETTINGS, 0, 0, 0);
+        let first = [settings, frame(ends | PRIORITY, 1, head)].concat();
+        let indexed = frame(ends, 3, b"\x82\x86\x84\xbf\xbe");
+        let passed = scan_in_steps(&[&first[..], &indexed].concat(), usize::MAX).1;
+        assert_eq!(passed[..first.len()], first);
+        assert!(passed.ends_with(b"\x01x\x01y") && passed.len() > first.len() + indexed.len());
     }
 
     #[test]

@@ -99,8 +99,7 @@ impl FrameHeader<'_> {
         matches!(*self.fixed, [0, 0, 0, DATA, flags, ..] if flags & END_STREAM == 0)
     }
 
-    /// Whether a HEADERS frame has a priority that depends on its own stream. h2 resets the stream
-    /// without decoding the block; RFC 9113, 5.3 lets a server ignore priorities.
+    /// Whether a HEADERS frame has a priority that depends on its own stream (RFC 7540, 5.3.1).
     pub(super) fn depends_on_itself(&self) -> bool {
         match *self.prefix {
             [.., a, b, c, d, _weight] => {
