@@ -513,6 +513,7 @@ impl PolicySpec {
     /// The policy with the same counter. It refuses no request that this one admits.
     fn looser_policy(&self) -> Self {
         let needs_same_amounts = self.lease.is_some()
+            || self.shards > 1
             || self.on_failure == OnFailure::Local
             || self.amounts == Amounts::OfRequest;
         let has_rate = matches!(

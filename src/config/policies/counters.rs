@@ -153,6 +153,8 @@ fn find_difference(
         Some("lease, which needs equal amounts")
     } else if one.policy.on_store_failure == OnStoreFailure::Local {
         Some("on_store_failure = \"local\", which needs equal amounts")
+    } else if quota.shards > 1 {
+        Some("shards, whose parts need equal amounts")
     } else {
         None
     };

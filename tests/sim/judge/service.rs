@@ -328,13 +328,21 @@ pub(super) fn was_refused_since(
 
 /// A refused key asks Redis at most once per worker and second, while the refusal holds.
 fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> Option<Violation> {
+    let has_amounts = |route: usize| {
+        let mut on_route = run
+            .scenario
+            .policies
+            .iter()
+            .filter(|one| one.route == route);
+        on_route.any(|one| one.amounts == Amounts::OfRequest)
+    };
     let is_cached = |policy: &PolicySpec| {
         policy.estimate.is_none()
             && policy.lease.is_none()
             && policy.shards == 1
             && !policy.is_of_instance
             // A refusal of a larger amount replaces the cached one.
-            && policy.amounts != Amounts::OfRequest
+            && !has_amounts(policy.route)
             && policy.other_route.is_none()
             && !matches!(policy.rule, Rule::Concurrency { .. })
     };
