@@ -55,9 +55,9 @@ schema_table! {
         /// dynamic; on_store_failure has no effect.
         scope: Keyword(CounterScope::VARIANTS), default = "shared", of_quota;
         /// Policies with the same counter share one quota per key. They must have the same key,
-        /// mode and kind of limits; requests, burst and max_delay may differ. Each policy compares
-        /// the shared usage with its own limit. If several match a request, only the strictest
-        /// charges it. Not with dynamic.
+        /// mode and kind of limits; requests, burst and max_delay may differ, but not with shards,
+        /// a lease or "local". Each policy compares the shared usage with its own limit. If several
+        /// match a request, only the strictest charges it. Not with dynamic.
         counter: NAME, of_quota;
         /// As in [defaults].
         missing_key: MISSING_KEY, of_quota;
