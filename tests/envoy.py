@@ -590,10 +590,10 @@ def side_by_side(name, original, translated, schedule, phase_differs=False):
     assert differ[1] <= itself[1] + 3, (itself, differ)
 
 
-def at_once(port, times, path):
+def at_once(port, times, path, **headers):
     """How often each status occurs for requests at the same time."""
     statuses = []
-    threads = [threading.Thread(target=lambda: statuses.append(ask(port, path)[0])) for _ in range(times)]
+    threads = [threading.Thread(target=lambda: statuses.append(ask(port, path, **headers)[0])) for _ in range(times)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -653,7 +653,7 @@ http:
     # Requests in flight, by host.
     page = section("docs/migration/traefik-ratelimit.md", "InFlightReq")
     ports = [traefik("traefik-slots", block("yaml", page=page))(0), tidegate("tidegate-slots", block("toml", page=page))()]
-    statuses = [at_once(port, 14, "/slow") for port in ports]
+    statuses = [at_once(port, 14, "/slow", Host="shop.example.com") for port in ports]
     print("   traefik, in flight:", *statuses)
     assert statuses == [{200: 10, 429: 4}] * 2, statuses
 
