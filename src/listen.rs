@@ -39,8 +39,8 @@ impl ListenAddress {
     }
 
     /// Address with the same meaning on a machine without this address family: `0.0.0.0` for
-    /// `[::]`, and the other loopback address for `127.0.0.1` and `[::1]`. None for `0.0.0.0`, which
-    /// excludes IPv6 clients.
+    /// `[::]`, and the other loopback address for `127.0.0.1` and `[::1]`. None for `0.0.0.0`,
+    /// which excludes IPv6 clients.
     pub(crate) fn substitute(&self) -> Option<SocketAddr> {
         let Self::Ip(address) = self else { return None };
         let ip: IpAddr = match address.ip() {

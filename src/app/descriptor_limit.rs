@@ -3,9 +3,9 @@
 use crate::config::Config;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Descriptors for everything but connections of clients and to the upstream: the admin endpoint and
-/// probes (64 each), DNS lookups, log, reloads; and for each worker its runtime and connections to
-/// Redis.
+/// Descriptors for everything but connections of clients and to the upstream: the admin endpoint
+/// and probes (64 each), DNS lookups, log, reloads; and for each worker its runtime and connections
+/// to Redis.
 const RESERVED_DESCRIPTORS: usize = 256;
 const DESCRIPTORS_PER_WORKER: usize = 8;
 

@@ -68,7 +68,8 @@ pub(crate) fn resolve_key<'t>(
     })
 }
 
-/// The key of an override. Its policy may have lost `dynamic`, so that old overrides can be removed.
+/// The key of an override. Its policy may have lost `dynamic`, so that old overrides can be
+/// removed.
 ///
 /// # Errors
 /// If the policy does not exist or has no limits, or the values do not fit its key.

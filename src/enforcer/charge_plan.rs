@@ -232,8 +232,8 @@ impl<'t> ChargePlan<'t> {
         }
     }
 
-    /// Pairs each planned policy with the positions of its charges. A policy charges its block, then
-    /// its limits, then its response counters.
+    /// Pairs each planned policy with the positions of its charges. A policy charges its block,
+    /// then its limits, then its response counters.
     pub(super) fn policies_with_positions(
         &self,
     ) -> impl Iterator<Item = (&PlannedPolicy<'t>, ChargePositions)> {
@@ -372,8 +372,8 @@ impl<'t> ChargePlan<'t> {
 }
 
 /// What to do with slots that a decision of the store has not granted. A split decision has no
-/// status for charges that are being returned, were not made, or gave no answer. After a call without
-/// an answer, all slots may be taken.
+/// status for charges that are being returned, were not made, or gave no answer. After a call
+/// without an answer, all slots may be taken.
 pub(super) fn untaken_slot_action(
     decision: &Decision,
     source: DecisionSource,

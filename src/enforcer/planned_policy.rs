@@ -223,7 +223,8 @@ impl<'t> PlannedPolicy<'t> {
         block.chain(limits).chain(response_counters)
     }
 
-    /// The limits with response counters and their indices. Their charges follow those of the limits.
+    /// The limits with response counters and their indices. Their charges follow those of the
+    /// limits.
     pub(super) fn counted_limits(&self) -> impl Iterator<Item = (usize, &'t NamedLimit)> {
         let has_counters = self.counted_key.is_some();
         let limits = self.limits.iter().enumerate();

@@ -716,8 +716,8 @@ fn in_10_000_rounds_of_parallel_requests_no_sixth_counted_response_gets_through(
     }
 }
 
-/// A dynamic policy with `count_when` and `block_for`: a bucket of 100, a log, and slots, which have
-/// no response counter.
+/// A dynamic policy with `count_when` and `block_for`: a bucket of 100, a log, and slots, which
+/// have no response counter.
 fn make_lockout_policy(name: &str, bucket_index: usize) -> Policy {
     let mut policy = make_policy_by_responses(name, 100);
     let mut bucket = make_limit("bucket", 100);

@@ -8,8 +8,8 @@ use std::borrow::Cow;
 type CredentialValues<'a> = SmallVec<[Cow<'a, [u8]>; 1]>;
 
 /// The credentials of an `Authorization` field: one value, or several if parsers disagree which
-/// they take. Basic and Bearer credentials are written in one way. Of other schemes, the letter case
-/// of the scheme and the space after it are; the rest stays as sent.
+/// they take. Basic and Bearer credentials are written in one way. Of other schemes, the letter
+/// case of the scheme and the space after it are; the rest stays as sent.
 pub(super) fn read_credentials(field: &[u8]) -> CredentialValues<'_> {
     let mut words = field
         .split(is_lenient_space)

@@ -149,8 +149,8 @@ fn has_encoded_word(value: &[u8]) -> bool {
     })
 }
 
-/// Whether a cookie's raw value has an octet outside of RFC 6265, a bracket or an ampersand. Lenient
-/// parsers end the value at such an octet. One pair of quotes may enclose the value.
+/// Whether a cookie's raw value has an octet outside of RFC 6265, a bracket or an ampersand.
+/// Lenient parsers end the value at such an octet. One pair of quotes may enclose the value.
 pub(super) fn has_unusual_cookie_octet(value: &[u8]) -> bool {
     let quoted = value.strip_prefix(b"\"");
     let unquoted = quoted.and_then(|value| value.strip_suffix(b"\""));

@@ -100,8 +100,8 @@ pub(super) struct ReplayPolicyStats {
 }
 
 impl<'t> PolicySimulator<'t> {
-    /// Creates the simulator of a policy set. Policies whose key is not in `known_coverage` are left
-    /// out until a request has it.
+    /// Creates the simulator of a policy set. Policies whose key is not in `known_coverage` are
+    /// left out until a request has it.
     pub(super) fn new(
         table: &'t PolicyTable,
         required_headers: &'t RequiredHeaders,

@@ -246,8 +246,8 @@ impl DenyCache {
     }
 
     /// Caches the statuses that were read for a request that is refused for `wait_us` anyway. The
-    /// longer it is refused, the less it matters if limits that admit are exhausted meanwhile. A limit
-    /// without a status gave no answer: its last status counts for another second.
+    /// longer it is refused, the less it matters if limits that admit are exhausted meanwhile. A
+    /// limit without a status gave no answer: its last status counts for another second.
     pub fn record_reading(
         &self,
         charges: &[Charge<'_>],
@@ -656,8 +656,8 @@ mod tests {
         assert!(find(&charges).is_some(), "others wait for its answer");
     }
 
-    /// The limits of a refused request whose counters give no answer, or count each rejected request,
-    /// are read once per second.
+    /// The limits of a refused request whose counters give no answer, or count each rejected
+    /// request, are read once per second.
     #[test]
     fn a_reading_without_an_answer_or_of_count_rejected_is_cached_for_a_second() {
         let (cache, sent) = (DenyCache::default(), Instant::now());
@@ -969,8 +969,8 @@ mod tests {
         );
     }
 
-    /// Both generations of a cache can have an entry of one counter, and a rotation brings the older
-    /// one back.
+    /// Both generations of a cache can have an entry of one counter, and a rotation brings the
+    /// older one back.
     #[test]
     fn an_older_admitting_reading_does_not_return_after_a_rotation() {
         let (cache, key, start) = (DenyCache::default(), key("a"), Instant::now());

@@ -10,8 +10,9 @@ use crate::limiter::{Key, KeyOverride, LimitAmounts};
 /// Maximum length of a note and of an author, in bytes.
 pub const MAX_REMARK_BYTES: usize = 500;
 
-/// The latest expiry (ms since the epoch), in June 2255: the end of this millisecond, in µs, is exact
-/// in a script. A stored override that expires later has no end. `decide.lua` has the same number.
+/// The latest expiry (ms since the epoch), in June 2255: the end of this millisecond, in µs, is
+/// exact in a script. A stored override that expires later has no end. `decide.lua` has the same
+/// number.
 pub const MAX_OVERRIDE_EXPIRY_MS: u64 = (1 << 53) / 1000 - 1;
 
 /// An override, the key that it is for, and remarks for people.

@@ -10,8 +10,8 @@ use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Largest number of comparisons of two policies in one load. An index leaves few to compare, except
-/// of policies that differ only in what it does not have, such as `not`. Then some pairs are
+/// Largest number of comparisons of two policies in one load. An index leaves few to compare,
+/// except of policies that differ only in what it does not have, such as `not`. Then some pairs are
 /// skipped: a missed warning does less harm than a reload that takes seconds.
 const MAX_COMPARISONS: usize = 200_000;
 

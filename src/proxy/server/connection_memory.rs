@@ -30,8 +30,8 @@ const HEAD_STEP_BYTES: usize = 4 * 1024;
 
 /// Flow-control windows granted to an HTTP/2 client, per stream and per connection: the bytes of
 /// request bodies that it may send before a handler reads them. Half of the connection's window is
-/// also what h2 lets small frames take before it ends all streams of the connection, so it is large:
-/// `listen.max_memory` bounds what clients hold.
+/// also what h2 lets small frames take before it ends all streams of the connection, so it is
+/// large: `listen.max_memory` bounds what clients hold.
 pub(super) const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
 

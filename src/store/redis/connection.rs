@@ -331,8 +331,8 @@ async fn open_and_probe(
     address: &RedisAddress,
     login: &RedisCredentials,
 ) -> Result<OpenedConnection, RedisConnectionError> {
-    // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a client
-    // without login, and reports more as a protocol error: the missing password would not be
+    // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
+    // client without login, and reports more as a protocol error: the missing password would not be
     // reported.
     let empty_command = context.scripts.decide_command(&[], None);
     // A server may close one connection for other reasons than a proxy.

@@ -178,8 +178,8 @@ impl<'a> SentinelGroup<'a> {
         polls.collect()
     }
 
-    /// The timeout for one sentinel. All are asked at once; the rest of `connect_timeout` is for the
-    /// master.
+    /// The timeout for one sentinel. All are asked at once; the rest of `connect_timeout` is for
+    /// the master.
     fn timeout_per_sentinel(&self) -> Duration {
         self.settings.connect_timeout / 2
     }

@@ -16,8 +16,8 @@ pub(super) struct ConnectionDriver {
     /// Time at which the work is asked to close.
     close_at: Option<Instant>,
     is_closing: bool,
-    /// Whether the drain began before the client could send a request. An HTTP/2 client that is told
-    /// at once would send none on any connection.
+    /// Whether the drain began before the client could send a request. An HTTP/2 client that is
+    /// told at once would send none on any connection.
     is_new_in_drain: bool,
 }
 

@@ -223,8 +223,8 @@ impl Http2Connection {
         }
     }
 
-    /// Takes the unread frames of all streams out of h2, and cancels the abandoned requests that the
-    /// upstream has answered: their responses have no reader.
+    /// Takes the unread frames of all streams out of h2, and cancels the abandoned requests that
+    /// the upstream has answered: their responses have no reader.
     pub(super) fn collect_unread_frames(&self) {
         self.received_streams.collect();
         let mut cx = Context::from_waker(Waker::noop());

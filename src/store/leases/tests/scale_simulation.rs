@@ -1,4 +1,5 @@
-//! A large fleet in virtual time: checks the formulas of benches/SCALE.md for leases and local shares.
+//! A large fleet in virtual time: checks the formulas of benches/SCALE.md for leases and local
+//! shares.
 //!
 //! The sidecars run the real lease table, deny cache and shares, the store the real algorithms. No
 //! faults occur here; [`super::fault_simulation`] covers them.

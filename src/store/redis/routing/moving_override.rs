@@ -41,8 +41,8 @@ impl RedisRouter {
         let decision = request(*limited_charge).await?;
         let mut decision = overridden.complete_decision(&limited, decision);
         let late = overridden.charges_after_ends(&decision);
-        // As in the script, the times of the override stay if the counter can't be read: the charge is
-        // made.
+        // As in the script, the times of the override stay if the counter can't be read: the charge
+        // is made.
         if let Some(read) = late.charges.first()
             && let Ok(later) = request(*read).await
         {
