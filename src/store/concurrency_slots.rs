@@ -267,8 +267,8 @@ impl ConcurrencySlotGuard {
     }
 
     /// Keeps a slot that outlives its client until [`Self::held_until`], because the upstream may
-    /// still work on the request. Releases any other slot, and all beyond 10,000
-    /// of one worker.
+    /// still work on the request. Releases any other slot, and those of the worker beyond
+    /// [`MAX_KEPT_SLOTS`].
     pub fn keep_without_exchange(self) {
         let Some(held_until) = self.held_until() else {
             return;

@@ -269,7 +269,8 @@ impl FrameScanner {
             header.is_empty_data() && self.block.is_none() && self.open_uploads.contains(&stream);
         scan.data_frames += usize::from(kind == DATA && !is_dropped);
         let is_tiny = kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
-        scan.costly_frames += u32::from(is_costly_frame_type(kind) || is_tiny);
+        let cost = u32::from(is_costly_frame_type(kind) || is_tiny);
+        scan.costly_frames = scan.costly_frames.saturating_add(cost);
         scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
         // h2 may decode the block of a client's PUSH_PROMISE and go on.
         self.is_filter_disabled |= kind == PUSH_PROMISE;
@@ -668,7 +669,8 @@ mod tests {
         let settings = build_frame(SETTINGS, 0, 0, 0);
         let head = build_frame(HEADERS, 0, 1, 300);
         let long = build_frame(CONTINUATION, 0, 1, 70_000);
-        let scan = scanner.scan(&[settings, head, long].concat(), &mut vec![]);
+        let ping = build_frame(6, 0, 0, 8);
+        let scan = scanner.scan(&[settings, head, long, ping].concat(), &mut vec![]);
         assert_eq!(scan.unwrap().costly_frames, u32::MAX, "a flood");
         assert!(!scanner.is_within_field_block());
         let next = build_frame(HEADERS, END_HEADERS, 3, 10);
