@@ -157,7 +157,7 @@ struct NaivePathReader {
 }
 
 /// The parts of a path that an upstream may take for the path, the whole path first: what follows
-/// a `//host`, and of both what precedes the first `%3F`, `%23` or semicolon.
+/// a `//host`, and of both what precedes the first `%3F`, `%23`, semicolon or raw space of Latin-1.
 fn split_path_naively<'p>(path: &'p str, settings: &Settings) -> Vec<&'p str> {
     let after = |text: &'p str, at: Option<usize>| at.map_or("", |at| text.split_at(at).1);
     let mut parts = vec![path];
@@ -183,7 +183,13 @@ fn split_path_naively<'p>(path: &'p str, settings: &Settings) -> Vec<&'p str> {
     }
     for part in parts.clone() {
         let lower = part.to_ascii_lowercase();
+        let has_latin1_space = |c: char| {
+            String::from(c)
+                .bytes()
+                .any(|byte| matches!(byte, 0x85 | 0xa0))
+        };
         let cuts = ends.iter().filter_map(|end| lower.find(end));
+        let cuts = cuts.chain(part.find(has_latin1_space));
         parts.extend(cuts.map(|at| part.split_at(at).0));
     }
     parts
@@ -654,7 +660,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn path_interpretations_hold_for_any_path(choice in any::<u8>(), path in "/([a-bA%.;/\\\\0-9fFcC\u{e9} -]|%2[fFeE]|%5[cC]|%3[fF]|%2[35]|%0[aA]|%C3%A9|\\.\\.|//){0,20}") {
+        fn path_interpretations_hold_for_any_path(choice in any::<u8>(), path in "/([a-bA%.;/\\\\0-9fFcC\u{e9}\u{e0}\u{a0} -]|%2[fFeE]|%5[cC]|%3[fF]|%2[35]|%0[aA]|%C3%A9|\\.\\.|//){0,20}") {
             super::assert_path_interpretations(&[&[choice], path.as_bytes()].concat());
         }
 
