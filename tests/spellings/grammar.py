@@ -361,8 +361,8 @@ def draws(seed, count):
     number = 0
     while len(found) < count:
         kind, text = draw(seed, number)
-        # Not a request of its own.
-        if "\r\n\r\n" not in text and "\n\n" not in text and (kind == "fields" or "\r\n" not in text):
+        # Not a request of its own, and one byte per character: `µ` in upper case is outside Latin-1.
+        if max(text, default="") <= "\xff" and "\r\n\r\n" not in text and "\n\n" not in text and (kind == "fields" or "\r\n" not in text):
             found.setdefault((kind, text), number)
         number += 1
     return found
