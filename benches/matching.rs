@@ -15,8 +15,8 @@ use std::hint::black_box;
 use std::time::Instant;
 use tidegate::policy::path::{PathInterpretations, Settings};
 use tidegate::policy::{
-    Facts, HostPattern, Matcher, NamedCondition, OnStoreFailure, PathPattern, Policy, PolicyAction,
-    PolicyMode, PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
+    Facts, HostPattern, KeyPart, Matcher, OnStoreFailure, PartCondition, PathPattern, Policy,
+    PolicyAction, PolicyMode, PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
 };
 
 const TABLE_SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
@@ -128,8 +128,8 @@ fn make_host_matcher(n: usize) -> Matcher {
 fn make_tenant_matcher(n: usize) -> Matcher {
     let condition = ValueCondition::equals(&format!("tenant-{n}"));
     Matcher {
-        headers: vec![NamedCondition {
-            name: TENANT_HEADER.clone(),
+        values: vec![PartCondition {
+            part: KeyPart::Header(TENANT_HEADER.clone()),
             condition,
         }],
         ..Matcher::default()

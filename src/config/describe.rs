@@ -182,8 +182,7 @@ fn describe_override(quota: &Quota, entry: &LimitOverride) -> String {
 
 /// What happens to requests without a part of the key.
 fn describe_missing_key(quota: &Quota, matcher: &Matcher) -> String {
-    let optional = quota.key.parts().iter();
-    let optional = optional.filter(|part| part.may_be_absent(matcher));
+    let optional = quota.key.parts().filter(|part| part.may_be_absent(matcher));
     let optional: Vec<String> = optional.map(ToString::to_string).collect();
     if optional.is_empty() {
         return String::new();

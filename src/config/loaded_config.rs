@@ -7,8 +7,8 @@ use super::file_set::FileSet;
 use super::raw_config::RawConfig;
 use super::schema::{self, AppliedAt};
 use crate::admin::AdminSettings;
-use crate::policy::jwt::{ClaimName, TokenReader};
-use crate::policy::{KeyHasher, PolicyAction, PolicyTable};
+use crate::policy::jwt::TokenReader;
+use crate::policy::{KeyHasher, KeyPart, PolicyAction, PolicyTable};
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
     UpstreamSettings,
@@ -71,8 +71,12 @@ impl Config {
         if self.policy_table.token_reader().is_some_and(has_several) {
             let policies = self.policy_table.policies().iter();
             let policies = policies.filter(|policy| {
-                let claims = policy.matcher.claim_names();
-                !claims.is_empty() && !claims.iter().any(ClaimName::is_issuer)
+                let conditions = policy.matcher.all_values().into_iter();
+                let mut claims = conditions.filter_map(|one| match &one.part {
+                    KeyPart::Claim(name) => Some(name.is_issuer()),
+                    _ => None,
+                });
+                claims.clone().count() > 0 && !claims.any(|is_issuer| is_issuer)
             });
             let names: Vec<&str> = policies.map(|policy| &*policy.name).collect();
             if !names.is_empty() {

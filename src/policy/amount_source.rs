@@ -1,33 +1,36 @@
 //! Where the amount of a limit comes from, if the request states it: a claim, a header of a trusted
 //! proxy or a field of the client certificate.
 
-use super::jwt::ClaimName;
+use super::key_part::KeyPart;
+use super::path;
 use crate::limiter::{Algorithm, Limit};
-use http::HeaderName;
-use std::fmt;
 
 /// Where the amount of a limit comes from (`requests_from`). The limit's own amount is the default.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AmountSource {
-    pub field: AmountField,
+    /// A claim, a header, which is read only from a trusted proxy, or a field of the certificate.
+    pub field: KeyPart,
     /// Larger amounts become this one.
     pub max: u64,
     /// The burst of a token bucket follows the amount, because the limit has no own one.
     pub sets_burst: bool,
 }
 
-/// A field of a request that no client can choose.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AmountField {
-    /// A claim of a verified token.
-    Claim(ClaimName),
-    /// A header, read only from a trusted proxy.
-    Header(HeaderName),
-    ClientCertSan,
-    ClientCertCn,
-}
-
 impl AmountSource {
+    /// Parses a field that no client can choose: `jwt:CLAIM`, `header:NAME`, `client_cert:san` or
+    /// `client_cert:cn`.
+    ///
+    /// # Errors
+    /// Returns a message that states what is wrong.
+    pub fn parse_field(text: &str) -> Result<KeyPart, String> {
+        let kind = text.split(':').next().unwrap_or_default();
+        match KeyPart::parse(text, &path::Settings::DEFAULT) {
+            result if matches!(kind, "jwt" | "header") => result,
+            Ok(part @ (KeyPart::ClientCertSan | KeyPart::ClientCertCn)) => Ok(part),
+            _ => Err("expected jwt:CLAIM, header:NAME (from client.trusted_proxies), client_cert:san or client_cert:cn: a client chooses everything else".to_owned()),
+        }
+    }
+
     /// The limit with an amount, at most `max`.
     pub(super) fn apply_amount(&self, limit: &Limit, amount: u64) -> Limit {
         let requests = amount.min(self.max);
@@ -44,37 +47,6 @@ impl AmountSource {
             requests,
             algorithm,
             ..*limit
-        }
-    }
-}
-
-impl AmountField {
-    /// Parses `jwt:CLAIM`, `header:NAME`, `client_cert:san` or `client_cert:cn`.
-    ///
-    /// # Errors
-    /// Returns a message that states what is wrong.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let (kind, name) = text.split_once(':').unwrap_or((text, ""));
-        match (kind, name) {
-            ("client_cert", "san") => Ok(Self::ClientCertSan),
-            ("client_cert", "cn") => Ok(Self::ClientCertCn),
-            ("jwt" | "header", "") => Err(format!("{kind} needs a name, as in \"{kind}:NAME\"")),
-            ("jwt", name) => ClaimName::parse(name).map(Self::Claim),
-            ("header", name) => HeaderName::from_bytes(name.as_bytes())
-                .map(Self::Header)
-                .map_err(|error| format!("{name:?}: {error}")),
-            _ => Err("expected jwt:CLAIM, header:NAME (from client.trusted_proxies), client_cert:san or client_cert:cn: a client chooses everything else".to_owned()),
-        }
-    }
-}
-
-impl fmt::Display for AmountField {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Claim(name) => write!(f, "claim {name}"),
-            Self::Header(name) => write!(f, "header {name}"),
-            Self::ClientCertSan => f.write_str("client certificate's SAN"),
-            Self::ClientCertCn => f.write_str("client certificate's CN"),
         }
     }
 }

@@ -37,7 +37,7 @@ pub(super) fn canonicalize_piece(
 }
 
 /// Converts a value of a part without alternatives to the form that requests have.
-pub(super) fn canonicalize_part_value(
+pub fn canonicalize_part_value(
     part: &KeyPart,
     text: &str,
     client: &client::Settings,
@@ -74,7 +74,7 @@ pub(super) fn canonicalize_part_value(
 ///
 /// # Errors
 /// Returns a message that states what is wrong.
-pub fn canonicalize_header_value(name: &HeaderName, text: &str) -> Result<Box<str>, String> {
+fn canonicalize_header_value(name: &HeaderName, text: &str) -> Result<Box<str>, String> {
     match *name {
         AUTHORIZATION => match read_credentials(text.as_bytes()).as_slice() {
             [one] => Ok(String::from_utf8_lossy(one).into()),

@@ -1,17 +1,19 @@
 //! Conditions on the values of a request or descriptor.
 
+use super::Facts;
+use super::key_part::KeyPart;
 use regex::Regex;
 use std::fmt;
 use std::ops::Deref;
 
-/// A condition on a named value.
+/// A condition on the values of a header, query parameter, cookie, claim or descriptor entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NamedCondition<N> {
-    pub name: N,
+pub struct PartCondition {
+    pub part: KeyPart,
     pub condition: ValueCondition,
 }
 
-/// A condition on the values of a name. One matching value suffices.
+/// A condition on the values of a part. One matching value suffices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ValueCondition {
     OneOf(Box<[Box<str>]>),
@@ -50,21 +52,35 @@ pub enum UnmetCondition<'a> {
     NestedEscape,
     PathRegex,
     ClientIp,
-    Header(&'a str),
-    Query(&'a str),
-    Cookie(&'a str),
-    Claim(&'a str),
+    /// The values of a part, such as a header or a descriptor entry, do not meet its condition.
+    Value(&'a KeyPart),
     /// The policy is for descriptors and the facts are of a request, or the reverse. The message
     /// names the first case only, because `explain` never has a descriptor.
     RequestKind,
     Domain,
-    Entry(&'a str),
     /// The descriptor has entries that the policy does not list.
     ExtraEntries,
     /// No matcher in `any` holds.
     Alternatives,
     /// All conditions in `not` hold.
     Exclusion,
+}
+
+impl PartCondition {
+    pub(super) fn is_met(&self, facts: &Facts<'_>) -> bool {
+        match (&self.part, &self.condition) {
+            // A list without elements and an object are present and have no values.
+            (KeyPart::Claim(name), ValueCondition::Present(wanted)) => {
+                facts.token.claim(facts.headers, name).is_present() == *wanted
+            }
+            (part, condition) => part.read_values(facts, |values| condition.is_met_by(values)),
+        }
+    }
+
+    /// Whether the condition holds only if the part is present.
+    pub fn requires_value(&self) -> bool {
+        !matches!(self.condition, ValueCondition::Present(false))
+    }
 }
 
 impl ValueCondition {
@@ -120,15 +136,9 @@ impl fmt::Display for UnmetCondition<'_> {
             Self::NestedEscape => f.write_str("no exemption for a path that is escaped twice"),
             Self::PathRegex => f.write_str("path_regex does not match"),
             Self::ClientIp => f.write_str("not for this client address"),
-            Self::Header(name) => write!(f, "the condition on header {name} does not hold"),
-            Self::Query(name) => write!(f, "the condition on query parameter {name} does not hold"),
-            Self::Cookie(name) => write!(f, "the condition on cookie {name} does not hold"),
-            Self::Claim(name) => write!(f, "the condition on claim {name} does not hold"),
+            Self::Value(part) => write!(f, "the condition on {part} does not hold"),
             Self::RequestKind => f.write_str("for calls of the rate-limit service only"),
             Self::Domain => f.write_str("not for this domain"),
-            Self::Entry(name) => {
-                write!(f, "the condition on descriptor entry {name} does not hold")
-            }
             Self::ExtraEntries => f.write_str("the descriptor has additional entries"),
             Self::Alternatives => f.write_str("nothing in its `any` matches"),
             Self::Exclusion => f.write_str("excluded by its `not`"),

@@ -4,7 +4,7 @@
 //! expressions, for example, count as equal only if their texts are equal.
 
 use super::{
-    CoverageIndex, DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition,
+    CoverageIndex, DescriptorConditions, HostPattern, Matcher, MethodSet, PartCondition,
     PathPattern, ValueCondition,
 };
 use foldhash::HashSet;
@@ -22,11 +22,8 @@ impl Matcher {
             hosts,
             paths: _,
             path_regex: _,
-            headers,
-            query,
-            cookies,
             client_ips,
-            claims,
+            values,
             descriptor_conditions,
             any,
             not: _,
@@ -45,10 +42,7 @@ impl Matcher {
             && covers_alternatives(hosts, &other.hosts, HostPattern::covers)
             && self.covers_paths(other)
             && covers_path_regex(self, other)
-            && are_conditions_implied(headers, &other.headers)
-            && are_conditions_implied(query, &other.query)
-            && are_conditions_implied(cookies, &other.cookies)
-            && are_conditions_implied(claims, &other.claims)
+            && are_conditions_implied(values, &other.values)
             && covers_alternatives(client_ips, &other.client_ips, |net, inner| {
                 net.contains(inner)
             })
@@ -79,7 +73,7 @@ impl Matcher {
     /// Returns the conditions that both matchers have in common if they match different sets of
     /// descriptors, but certainly some descriptor both. `None` also if one matches all descriptors
     /// of its domain: a limit for a whole domain is meant to be an additional one.
-    pub fn descriptor_overlap(&self, other: &Self) -> Option<Vec<NamedCondition<Box<str>>>> {
+    pub fn descriptor_overlap(&self, other: &Self) -> Option<Vec<PartCondition>> {
         let (mine, others) = (
             self.descriptor_conditions.as_ref()?,
             other.descriptor_conditions.as_ref()?,
@@ -163,13 +157,13 @@ impl DescriptorConditions {
     /// The stricter condition on each entry, if both conditions list the same entries and no two
     /// conditions on an entry contradict each other. `None` if one accepts more entries: such
     /// limits are meant to apply together.
-    fn common_entries(&self, other: &Self) -> Option<Vec<NamedCondition<Box<str>>>> {
+    fn common_entries(&self, other: &Self) -> Option<Vec<PartCondition>> {
         if self.accepts_more_entries || other.accepts_more_entries {
             return None;
         }
         let (mine, others) = (self.entries.as_ref()?, other.entries.as_ref()?);
-        let stricter = |one: &NamedCondition<Box<str>>| {
-            let other = others.iter().find(|other| other.name == one.name)?;
+        let stricter = |one: &PartCondition| {
+            let other = others.iter().find(|other| other.part == one.part)?;
             match () {
                 () if one.condition.is_implied_by(&other.condition) => Some(other.clone()),
                 () if other.condition.is_implied_by(&one.condition) => Some(one.clone()),
@@ -183,14 +177,11 @@ impl DescriptorConditions {
 }
 
 /// Whether each condition of `mine` follows from one of `others`.
-fn are_conditions_implied<N: PartialEq>(
-    mine: &[NamedCondition<N>],
-    others: &[NamedCondition<N>],
-) -> bool {
+fn are_conditions_implied(mine: &[PartCondition], others: &[PartCondition]) -> bool {
     mine.iter().all(|one| {
         others
             .iter()
-            .any(|other| one.name == other.name && one.condition.is_implied_by(&other.condition))
+            .any(|other| one.part == other.part && one.condition.is_implied_by(&other.condition))
     })
 }
 
@@ -229,8 +220,8 @@ impl HostPattern {
 
 #[cfg(test)]
 mod tests {
-    use super::super::ConditionRegex;
     use super::super::path::Settings;
+    use super::super::{ConditionRegex, KeyPart};
     use super::*;
     use http::Method;
     use regex::Regex;
@@ -308,8 +299,8 @@ mod tests {
         assert!(!hosts(&["*.example.com"]).covers(&hosts(&["example.com"])));
 
         let header = |condition: ValueCondition| Matcher {
-            headers: vec![NamedCondition {
-                name: "x-a".parse().unwrap(),
+            values: vec![PartCondition {
+                part: KeyPart::Header("x-a".parse().unwrap()),
                 condition,
             }],
             ..Matcher::default()
@@ -351,8 +342,8 @@ mod tests {
         domain: Option<&str>,
         entries: Option<&[(&str, Option<&str>)]>,
     ) -> DescriptorConditions {
-        let entry = |(name, value): &(&str, Option<&str>)| NamedCondition {
-            name: (*name).into(),
+        let entry = |(name, value): &(&str, Option<&str>)| PartCondition {
+            part: KeyPart::DescriptorEntry((*name).into()),
             condition: value.map_or(ValueCondition::Present(true), |value| {
                 ValueCondition::equals(value)
             }),

@@ -1,7 +1,7 @@
 //! Finds the few matchers that may cover another one, so that thousands need no comparison in
 //! pairs.
 
-use super::{HostPattern, Matcher, NamedCondition, PathPattern, ValueCondition};
+use super::{HostPattern, KeyPart, Matcher, PathPattern, ValueCondition};
 use foldhash::HashMap;
 use http::Method;
 use ipnet::IpNet;
@@ -27,20 +27,10 @@ pub(super) enum RequiredValue<'m> {
     PathRegex(&'m str),
     Network(IpNet),
     /// Source, name and value.
-    Named(ValueSource, &'m str, &'m str),
-    Regex(ValueSource, &'m str, &'m str),
-    AnyRegex(ValueSource, &'m str),
+    Value(&'m KeyPart, &'m str),
+    Regex(&'m KeyPart, &'m str),
+    AnyRegex(&'m KeyPart),
     Domain(&'m str),
-}
-
-/// Where a named value comes from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum ValueSource {
-    Header,
-    Query,
-    Cookie,
-    Claim,
-    Entry,
 }
 
 impl<'m, T> CoverageIndex<'m, T> {
@@ -120,14 +110,17 @@ pub(super) fn required_values(matcher: &Matcher) -> Vec<Vec<RequiredValue<'_>>> 
         domain.map(RequiredValue::Domain).into_iter().collect(),
         required_alternatives(&matcher.any).unwrap_or_default(),
     ];
-    let named = named_conditions(matcher).filter_map(|(source, name, condition)| match condition {
+    let entries = descriptor.and_then(|conditions| conditions.entries.as_ref());
+    let values = matcher.values.iter().chain(entries.into_iter().flatten());
+    let named = values.filter_map(|one| match &one.condition {
         ValueCondition::OneOf(values) => {
-            let named = |value| RequiredValue::Named(source, name, value);
-            Some(values.iter().map(|value| named(&**value)).collect())
+            let value = |value| RequiredValue::Value(&one.part, value);
+            Some(values.iter().map(|text| value(&**text)).collect())
         }
+        // Two regular expressions are compared by their texts.
         ValueCondition::Regex(regex) => Some(vec![
-            RequiredValue::Regex(source, name, regex.as_str()),
-            RequiredValue::AnyRegex(source, name),
+            RequiredValue::Regex(&one.part, regex.as_str()),
+            RequiredValue::AnyRegex(&one.part),
         ]),
         ValueCondition::Present(_) => None,
     });
@@ -166,27 +159,6 @@ fn required_segments(patterns: &[PathPattern]) -> Vec<Vec<RequiredValue<'_>>> {
     }
 }
 
-/// The conditions on values with names.
-fn named_conditions(
-    matcher: &Matcher,
-) -> impl Iterator<Item = (ValueSource, &str, &ValueCondition)> {
-    fn with_source<N: AsRef<str>>(
-        source: ValueSource,
-        conditions: &[NamedCondition<N>],
-    ) -> impl Iterator<Item = (ValueSource, &str, &ValueCondition)> {
-        conditions
-            .iter()
-            .map(move |one| (source, one.name.as_ref(), &one.condition))
-    }
-    let descriptor = matcher.descriptor_conditions.as_ref();
-    let entries = descriptor.and_then(|conditions| conditions.entries.as_deref());
-    with_source(ValueSource::Header, &matcher.headers)
-        .chain(with_source(ValueSource::Query, &matcher.query))
-        .chain(with_source(ValueSource::Cookie, &matcher.cookies))
-        .chain(with_source(ValueSource::Claim, &matcher.claims))
-        .chain(with_source(ValueSource::Entry, entries.unwrap_or_default()))
-}
-
 /// Values of which each condition of a covering matcher requires one.
 fn offered_values(matcher: &Matcher) -> Vec<RequiredValue<'_>> {
     let mut offered: Vec<_> = required_values(matcher)
@@ -220,9 +192,7 @@ fn first_value(values: Vec<RequiredValue<'_>>) -> Vec<RequiredValue<'_>> {
         RequiredValue::Network(net) => iter::successors(Some(net), IpNet::supernet)
             .map(RequiredValue::Network)
             .collect(),
-        RequiredValue::Named(source, name, _) => {
-            vec![first, RequiredValue::AnyRegex(source, name)]
-        }
+        RequiredValue::Value(part, _) => vec![first, RequiredValue::AnyRegex(part)],
         _ => vec![first],
     }
 }

@@ -1,6 +1,7 @@
 //! Descriptors: the lists of named values in calls to the rate-limit service.
 
-use super::{NamedCondition, NamedLimit, SlotRelease, UnmetCondition};
+use super::matcher::find_unmet_value;
+use super::{Facts, NamedLimit, PartCondition, SlotRelease, UnmetCondition};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use std::borrow::Cow;
 use std::sync::OnceLock;
@@ -31,7 +32,7 @@ pub struct DescriptorConditions {
     /// `None` matches any domain.
     pub domain: Option<Box<str>>,
     /// `descriptors` in TOML: the entries, in any order. `None` matches any entries.
-    pub entries: Option<Vec<NamedCondition<Box<str>>>>,
+    pub entries: Option<Vec<PartCondition>>,
     /// `descriptors_match = "subset"` in TOML: whether a descriptor with further entries matches.
     pub accepts_more_entries: bool,
 }
@@ -154,6 +155,7 @@ impl DescriptorConditions {
     pub(super) fn first_unmet_condition(
         &self,
         descriptor: &Descriptor<'_>,
+        facts: &Facts<'_>,
     ) -> Option<UnmetCondition<'_>> {
         if self
             .domain
@@ -163,32 +165,24 @@ impl DescriptorConditions {
             return Some(UnmetCondition::Domain);
         }
         let wanted = self.entries.as_ref()?;
-        let unmet = wanted
-            .iter()
-            .find(|entry| !entry.condition.is_met_by(descriptor.values(&entry.name)));
-        match unmet {
-            Some(entry) => Some(UnmetCondition::Entry(&entry.name)),
-            None if self.accepts_more_entries => None,
-            // The expected names are distinct and all present, so a different length means
-            // additional or repeated entries.
-            None => {
-                (wanted.len() != descriptor.entries.len()).then_some(UnmetCondition::ExtraEntries)
-            }
-        }
+        find_unmet_value(wanted, facts).or_else(|| {
+            let has_more = wanted.len() != descriptor.entries.len();
+            (has_more && !self.accepts_more_entries).then_some(UnmetCondition::ExtraEntries)
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::ValueCondition;
+    use crate::policy::{KeyPart, ValueCondition};
 
     fn make_conditions(
         domain: Option<&str>,
         entries: Option<&[(&str, Option<&str>)]>,
     ) -> DescriptorConditions {
-        let entry = |(name, value): &(&str, Option<&str>)| NamedCondition {
-            name: (*name).into(),
+        let entry = |(name, value): &(&str, Option<&str>)| PartCondition {
+            part: KeyPart::DescriptorEntry((*name).into()),
             condition: value.map_or(ValueCondition::Present(true), |value| {
                 ValueCondition::equals(value)
             }),
@@ -201,9 +195,10 @@ mod tests {
     }
 
     fn matches_entries(conditions: &DescriptorConditions, entries: &[(&str, &str)]) -> bool {
-        conditions
-            .first_unmet_condition(&Descriptor::new("edge", entries, 1, None))
-            .is_none()
+        let descriptor = Descriptor::new("edge", entries, 1, None);
+        let facts = Facts::from_descriptor(&descriptor);
+        let unmet = conditions.first_unmet_condition(&descriptor, &facts);
+        unmet.is_none()
     }
 
     #[test]

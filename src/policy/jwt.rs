@@ -139,12 +139,6 @@ impl ClaimValue {
         };
         texts.iter().map(|text| text.as_bytes())
     }
-
-    /// The value for a key: a single value, also as the only element of a list (`aud` may be one).
-    pub(super) fn single_text(&self) -> Option<&[u8]> {
-        let mut texts = self.texts();
-        texts.next().filter(|_| texts.next().is_none())
-    }
 }
 
 fn scalar_text(value: &Value) -> Option<Box<str>> {

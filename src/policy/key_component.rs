@@ -1,9 +1,10 @@
 //! Key parts as the configuration writes them, and the digests of their values.
 
 use super::key_hasher::{KeyHasher, ValueDigest};
-use super::key_part::{KeyAlternative, KeyPart};
+use super::key_part::KeyPart;
 use super::path;
 use smallvec::SmallVec;
+use std::fmt;
 
 /// Parts of names that usually stand for credentials, without separators and in lower case.
 const CREDENTIAL_WORDS: [&str; 8] = [
@@ -18,7 +19,7 @@ const CREDENTIAL_WORDS: [&str; 8] = [
 ];
 
 /// A key part as the configuration writes it, such as `header:x-api-key;hash | client_ip`.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct KeyComponent {
     pub part: KeyPart,
     /// The value is stored as its digest.
@@ -39,15 +40,33 @@ impl KeyComponent {
         if !text.contains('|') {
             return Self::parse_alternative(text, settings);
         }
-        let alternatives = text.split('|').map(|one| {
-            let Self { part, is_hashed } = Self::parse_alternative(one.trim(), settings)?;
-            Ok(KeyAlternative { part, is_hashed })
-        });
-        let alternatives = alternatives.collect::<Result<_, String>>()?;
+        let alternatives = text.split('|');
+        let alternatives = alternatives
+            .map(|one| Self::parse_alternative(one.trim(), settings))
+            .collect::<Result<_, String>>()?;
         KeyPart::from_alternatives(alternatives).map(|part| Self {
             part,
             is_hashed: false,
         })
+    }
+
+    /// Whether the value, or that of an alternative, is stored as its digest.
+    pub(super) fn has_hashed_part(&self) -> bool {
+        self.is_hashed
+            || matches!(&self.part, KeyPart::Alternatives(all) if all.iter().any(|one| one.is_hashed))
+    }
+
+    /// Where a value comes from, and the value itself: of a part with alternatives, the alternative
+    /// that its label names and the text after the label. `None` if it has no label of the part.
+    pub(super) fn resolve_source<'v>(&self, value: &'v [u8]) -> Option<(&Self, &'v [u8])> {
+        let KeyPart::Alternatives(alternatives) = &self.part else {
+            return Some((self, value));
+        };
+        let end = value.iter().position(|byte| *byte == b'=')?;
+        let (label, value) = (value.get(..end)?, value.get(end + 1..)?);
+        let mut alternatives = alternatives.iter();
+        let found = alternatives.find(|one| one.part.source_label().as_bytes() == label)?;
+        Some((found, value))
     }
 
     fn parse_alternative(text: &str, settings: &path::Settings) -> Result<Self, String> {
@@ -82,16 +101,20 @@ impl KeyComponent {
     }
 }
 
+/// Text for messages, such as `header x-api-key (hashed)`.
+impl fmt::Display for KeyComponent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hashed = if self.is_hashed { " (hashed)" } else { "" };
+        write!(f, "{}{hashed}", self.part)
+    }
+}
+
 impl KeyPart {
     /// Whether the name of a header, query parameter or cookie says that its value is a credential:
     /// `x-api-key`, `apiKey`, `access_token`.
     pub fn is_credential(&self) -> bool {
-        let name = match self {
-            Self::Header(name) => name.as_str(),
-            Self::Query(name) | Self::Cookie(name) => name,
-            _ => return false,
-        };
-        is_credential_name(name)
+        matches!(self, Self::Header(_) | Self::Query(_) | Self::Cookie(_))
+            && is_credential_name(self.name())
     }
 }
 

@@ -2,21 +2,22 @@
 
 use super::client_network::format_client_network;
 use super::jwt::ClaimName;
+use super::key_component::KeyComponent;
 use super::key_error::KeyError;
-use super::{
-    Facts, Matcher, NamedCondition, PathPattern, ValueCondition, client, facts, lenient_names, path,
-};
+use super::{Facts, Matcher, PathPattern, client, facts, lenient_names, path};
 use http::HeaderName;
+use http::header::COOKIE;
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
-use std::fmt;
 use std::sync::Arc;
+use std::{fmt, iter};
 
 /// Longest source of an alternative, as keys contain it.
 const MAX_LABEL_BYTES: usize = 128;
 
-/// The source of one or more values of a key.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A part of a request or descriptor: the source of one or more values of a key, of the values of a
+/// condition, or of the amount of a limit.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum KeyPart {
     ClientIp,
     Header(HeaderName),
@@ -39,15 +40,7 @@ pub enum KeyPart {
     /// The common name of the client certificate.
     ClientCertCn,
     /// The first of several parts that a request has. Its value is `label=value`.
-    Alternatives(Box<[KeyAlternative]>),
-}
-
-/// One of several parts of which the first present one counts. It has one value.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KeyAlternative {
-    pub part: KeyPart,
-    /// The value is stored as its digest.
-    pub is_hashed: bool,
+    Alternatives(Box<[KeyComponent]>),
 }
 
 /// What a key depends on beside the request.
@@ -102,14 +95,14 @@ impl KeyPart {
     ///
     /// # Errors
     /// Returns a message if an alternative has not one value, or is never used.
-    pub fn from_alternatives(alternatives: Vec<KeyAlternative>) -> Result<Self, String> {
-        let is_for_descriptors = |one: &KeyAlternative| one.part.is_from_descriptor();
+    pub fn from_alternatives(alternatives: Vec<KeyComponent>) -> Result<Self, String> {
+        let is_for_descriptors = |one: &KeyComponent| one.part.is_from_descriptor();
         let kinds: Vec<bool> = alternatives.iter().filter_map(is_for_descriptors).collect();
         if kinds.contains(&true) && kinds.contains(&false) {
             return Err("alternatives mix request and descriptor parts, which never occur together; expected only parts of one kind".to_owned());
         }
         let mut before: Vec<&KeyPart> = Vec::new();
-        for KeyAlternative { part, .. } in &alternatives {
+        for KeyComponent { part, .. } in &alternatives {
             if part.value_count() != 1 {
                 return Err(format!(
                     "the path pattern has {} captures; expected exactly one in an alternative, such as \"path:/{{tenant}}/**\"",
@@ -150,9 +143,36 @@ impl KeyPart {
         }
     }
 
+    /// The part as conditions have it: without the issuers of a claim.
+    pub fn without_issuers(&self) -> Self {
+        match self {
+            Self::Claim(name) => Self::Claim(name.without_issuers()),
+            part => part.clone(),
+        }
+    }
+
+    /// The name of a header, query parameter, cookie, claim or descriptor entry; otherwise empty.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Header(name) => name.as_str(),
+            Self::Query(name) | Self::Cookie(name) | Self::DescriptorEntry(name) => name,
+            Self::Claim(name) => name.as_ref(),
+            _ => "",
+        }
+    }
+
+    /// The header whose lines have the values, if any.
+    pub(super) fn source_header(&self) -> Option<&HeaderName> {
+        match self {
+            Self::Header(name) => Some(name),
+            Self::Cookie(_) => Some(&COOKIE),
+            _ => None,
+        }
+    }
+
     /// The parts of which the first present one counts: usually one.
     pub fn alternatives(&self) -> impl Iterator<Item = &Self> {
-        let (own, alternatives): (_, &[KeyAlternative]) = match self {
+        let (own, alternatives): (_, &[KeyComponent]) = match self {
             Self::Alternatives(alternatives) => (None, alternatives),
             part => (Some(part), &[]),
         };
@@ -209,15 +229,11 @@ impl KeyPart {
     /// Whether requests that the conditions match may lack the value.
     pub fn may_be_absent(&self, matcher: &Matcher) -> bool {
         match self {
-            Self::Header(name) => !requires_value(&matcher.headers, name),
-            Self::Query(name) => !requires_value(&matcher.query, name),
-            Self::Cookie(name) => !requires_value(&matcher.cookies, name),
-            Self::Claim(name) => !requires_value(&matcher.claims, &name.without_issuers()),
-            Self::DescriptorEntry(name) => {
-                let conditions = matcher.descriptor_conditions.as_ref();
-                let entries = conditions.and_then(|conditions| conditions.entries.as_ref());
-                !entries.is_some_and(|entries| requires_value(entries, name))
-            }
+            Self::Header(_)
+            | Self::Query(_)
+            | Self::Cookie(_)
+            | Self::Claim(_)
+            | Self::DescriptorEntry(_) => !matcher.requires_part(&self.without_issuers()),
             Self::PathCaptures(_) | Self::ClientCertSan | Self::ClientCertCn => true,
             Self::ClientIp
             | Self::Method
@@ -263,52 +279,19 @@ impl KeyPart {
         context: &KeyContext<'_>,
         values: &mut KeyValues<'a>,
     ) -> Result<(), KeyError> {
-        let client = context.client;
         let value = match self {
             Self::ClientIp => Some(Cow::Owned(
-                format_client_network(facts.client_ip, client).into_bytes(),
+                format_client_network(facts.client_ip, context.client).into_bytes(),
             )),
-            Self::Header(name) => {
-                let value = self.single_value(facts.canonical_header_values(name));
-                value.map_err(|error| match error {
-                    KeyError::Repeated(part) if facts.has_joined_headers => KeyError::Joined(part),
-                    error => error,
-                })?
-            }
-            Self::Query(name) => {
-                lenient_names::find_query_ambiguity(facts, name, client).map_or(Ok(()), Err)?;
-                self.single_value(facts::query_values(facts.query, name))?
-            }
-            Self::Cookie(name) => {
-                lenient_names::find_cookie_ambiguity(facts.headers, name, client)
-                    .map_or(Ok(()), Err)?;
-                self.single_value(facts::cookie_values(facts.headers, name))?
-            }
-            Self::Claim(name) => facts
-                .token
-                .claim(facts.headers, name)
-                .single_text()
-                .map(Cow::Borrowed),
-            Self::Method => Some(Cow::Borrowed(facts.method.as_str().as_bytes())),
-            Self::Host => Some(Cow::Borrowed(facts.host.as_bytes())),
             Self::WholePath | Self::PathCaptures(_) => {
                 return self.push_path_values(facts, context, values);
             }
-            Self::Const(text) => Some(Cow::Borrowed(text.as_bytes())),
-            Self::DescriptorEntry(name) => match facts.descriptor {
-                Some(descriptor) => self.single_value(descriptor.values(name))?,
-                None => None,
-            },
-            Self::WholeDescriptor => facts
-                .descriptor
-                .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
-            Self::ClientCertSan => facts
-                .client_cert
-                .and_then(|cert| text_bytes(cert.san.as_deref())),
-            Self::ClientCertCn => facts
-                .client_cert
-                .and_then(|cert| text_bytes(cert.cn.as_deref())),
             Self::Alternatives(alternatives) => find_first_present(alternatives, facts, context)?,
+            part => {
+                part.find_ambiguity(facts, context.client)
+                    .map_or(Ok(()), Err)?;
+                part.single_value(facts)?
+            }
         };
         values.push(value.filter(|value| !value.is_empty()));
         Ok(())
@@ -356,7 +339,7 @@ impl KeyPart {
         values: &mut KeyValues<'a>,
     ) -> Result<(), KeyError> {
         let Some(found) = found else {
-            values.extend(std::iter::repeat_n(None, self.value_count()));
+            values.extend(iter::repeat_n(None, self.value_count()));
             return Ok(());
         };
         let decode = |value| Cow::from(percent_encoding::percent_decode_str(value));
@@ -373,27 +356,85 @@ impl KeyPart {
         Ok(())
     }
 
-    /// Rejects repeated values, because the upstream might read a different one.
-    fn single_value<'a>(
+    /// Returns a query parameter or cookie that upstreams may read differently.
+    pub(super) fn find_ambiguity(
         &self,
-        mut values: impl Iterator<Item = Cow<'a, [u8]>>,
-    ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
-        let first = values.next();
-        if values.next().is_some() {
-            return Err(KeyError::Repeated(self.to_string()));
+        facts: &Facts<'_>,
+        client: &client::Settings,
+    ) -> Option<KeyError> {
+        match self {
+            Self::Query(name) => lenient_names::find_query_ambiguity(facts, name, client),
+            Self::Cookie(name) => lenient_names::find_cookie_ambiguity(facts.headers, name, client),
+            _ => None,
         }
-        Ok(first)
+    }
+
+    /// The only value. A list claim with several has none.
+    ///
+    /// # Errors
+    /// Rejects other repeated values, because the upstream might read a different one.
+    pub(super) fn single_value<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+    ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
+        self.read_values(facts, |values| {
+            let first = values.next();
+            match (self, values.next()) {
+                (_, None) => Ok(first),
+                (Self::Claim(_), _) => Ok(None),
+                (Self::Header(_), _) if facts.has_joined_headers => {
+                    Err(KeyError::Joined(self.to_string()))
+                }
+                _ => Err(KeyError::Repeated(self.to_string())),
+            }
+        })
+    }
+
+    /// Passes the values that a request or descriptor has to `read`. Parts whose values depend on
+    /// settings or on the policy (client address, path, alternatives) have none.
+    pub(super) fn read_values<'a, R>(
+        &'a self,
+        facts: &Facts<'a>,
+        read: impl FnOnce(&mut dyn Iterator<Item = Cow<'a, [u8]>>) -> R,
+    ) -> R {
+        let text = |text: Option<&'a str>| text.map(|text| Cow::Borrowed(text.as_bytes()));
+        let cert = facts.client_cert;
+        let value = match self {
+            Self::Header(name) => return read(&mut facts.canonical_header_values(name)),
+            Self::Query(name) => return read(&mut facts::query_values(facts.query, name)),
+            Self::Cookie(name) => return read(&mut facts::cookie_values(facts.headers, name)),
+            Self::Claim(name) => {
+                let claim = facts.token.claim(facts.headers, name);
+                return read(&mut claim.texts().map(Cow::Borrowed));
+            }
+            Self::DescriptorEntry(name) => {
+                let descriptor = facts.descriptor.into_iter();
+                return read(&mut descriptor.flat_map(|descriptor| descriptor.values(name)));
+            }
+            Self::WholeDescriptor => facts
+                .descriptor
+                .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
+            Self::Method => text(Some(facts.method.as_str())),
+            Self::Host => text(Some(facts.host)),
+            Self::Const(constant) => text(Some(constant)),
+            Self::ClientCertSan => text(cert.and_then(|cert| cert.san.as_deref())),
+            Self::ClientCertCn => text(cert.and_then(|cert| cert.cn.as_deref())),
+            Self::ClientIp | Self::WholePath | Self::PathCaptures(_) | Self::Alternatives(_) => {
+                None
+            }
+        };
+        read(&mut value.into_iter())
     }
 }
 
 /// The first value that is present, after its label. An earlier alternative that is ambiguous is an
 /// error, so that no client chooses among alternatives by an ambiguity.
 fn find_first_present<'a>(
-    alternatives: &'a [KeyAlternative],
+    alternatives: &'a [KeyComponent],
     facts: &Facts<'a>,
     context: &KeyContext<'_>,
 ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
-    for KeyAlternative { part, .. } in alternatives {
+    for KeyComponent { part, .. } in alternatives {
         let mut values = KeyValues::new();
         part.push_values(facts, context, &mut values)?;
         if let Some(Some(value)) = values.pop() {
@@ -402,12 +443,6 @@ fn find_first_present<'a>(
         }
     }
     Ok(None)
-}
-
-/// Whether one of the conditions holds only if the name is present.
-fn requires_value<N: PartialEq>(conditions: &[NamedCondition<N>], name: &N) -> bool {
-    let mut conditions = conditions.iter().filter(|named| named.name == *name);
-    conditions.any(|named| !matches!(named.condition, ValueCondition::Present(false)))
 }
 
 /// Suggests the part that an unknown part probably means.
@@ -453,10 +488,6 @@ fn suggest_part(text: &str) -> String {
     }
 }
 
-fn text_bytes(text: Option<&str>) -> Option<Cow<'_, [u8]>> {
-    text.map(|text| Cow::Borrowed(text.as_bytes()))
-}
-
 /// Text for messages, such as `header x-user-id`.
 impl fmt::Display for KeyPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -478,8 +509,7 @@ impl fmt::Display for KeyPart {
             Self::Alternatives(alternatives) => {
                 for (index, one) in alternatives.iter().enumerate() {
                     let join = if index > 0 { ", else " } else { "" };
-                    write!(f, "{join}{}", one.part)?;
-                    f.write_str(if one.is_hashed { " (hashed)" } else { "" })?;
+                    write!(f, "{join}{one}")?;
                 }
                 Ok(())
             }

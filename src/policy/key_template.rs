@@ -5,7 +5,7 @@ use super::key_component::{KeyComponent, KeyDigests};
 use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
 use super::key_part::{KeyContext, KeyPart, KeyValues};
-use super::key_source::{KeyValueSource, digest_sources, missing_source_error, resolve_source};
+use super::key_source::{digest_sources, missing_source_error};
 use super::value_pattern::{ValuePattern, split_at_wildcards};
 use super::{Facts, client, path};
 use crate::limiter::{CounterScope, Key, KeyBuilder, ListedValue, SOURCES_BYTES};
@@ -15,10 +15,9 @@ use strum::{EnumString, VariantNames};
 /// The parts of a policy's key, in order. An empty template gives all matching requests one quota.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyTemplate {
-    parts: Vec<KeyPart>,
-    /// For each part, whether its value is stored as a digest. Empty if none is.
-    hashed: Vec<bool>,
-    has_alternatives: bool,
+    components: Vec<KeyComponent>,
+    /// Keys have the values as they are, without digests and source labels.
+    is_plain: bool,
     hasher: KeyHasher,
     /// Digest of the sources of the values. Keys of `client_ip` only have none, which keeps
     /// counters from 767e699. A part with alternatives stores a source label per value instead.
@@ -54,30 +53,21 @@ impl KeyTemplate {
     }
 
     pub fn from_components(components: Vec<KeyComponent>, hasher: KeyHasher) -> Self {
-        let mut hashed: Vec<bool> = components.iter().map(|one| one.is_hashed).collect();
-        if !hashed.contains(&true) {
-            hashed.clear();
-        }
-        let parts: Vec<KeyPart> = components.into_iter().map(|one| one.part).collect();
-        let template = Self {
-            sources: digest_sources(&parts),
-            has_alternatives: parts
-                .iter()
-                .any(|part| matches!(part, KeyPart::Alternatives(_))),
-            parts,
-            hashed,
-            hasher,
+        let mut template = Self {
+            sources: digest_sources(&components),
+            components,
+            is_plain: true,
+            hasher: KeyHasher::default(),
             scope: CounterScope::Shared,
             counter: None,
         };
-        if template.has_hashed_part() {
-            return template;
-        }
+        let is_labeled = |part: &KeyPart| matches!(part, KeyPart::Alternatives(_));
+        template.is_plain = !template.has_hashed_part() && !template.parts().any(is_labeled);
         // A secret that the key does not use must not make templates differ.
-        Self {
-            hasher: KeyHasher::default(),
-            ..template
+        if template.has_hashed_part() {
+            template.hasher = hasher;
         }
+        template
     }
 
     /// Sets the name of the counter that the policy shares with others.
@@ -108,19 +98,8 @@ impl KeyTemplate {
         self.scope
     }
 
-    /// Whether both store the same positions as digests.
-    pub fn hashes_same_positions(&self, other: &Self) -> bool {
-        self.positions()
-            .map(|(_, is_hashed)| is_hashed)
-            .eq(other.positions().map(|(_, is_hashed)| is_hashed))
-    }
-
     pub fn has_hashed_part(&self) -> bool {
-        let is_hashed = |part: &KeyPart| match part {
-            KeyPart::Alternatives(alternatives) => alternatives.iter().any(|one| one.is_hashed),
-            _ => false,
-        };
-        !self.hashed.is_empty() || self.parts.iter().any(is_hashed)
+        self.components.iter().any(KeyComponent::has_hashed_part)
     }
 
     /// The source of a value at a position. A value of a part with alternatives is split.
@@ -128,9 +107,8 @@ impl KeyTemplate {
         &self,
         position: usize,
         value: &'v [u8],
-    ) -> Option<KeyValueSource<'v, '_>> {
-        let (part, is_hashed) = self.positions().nth(position)?;
-        resolve_source(part, is_hashed, value)
+    ) -> Option<(&KeyComponent, &'v [u8])> {
+        self.positions().nth(position)?.resolve_source(value)
     }
 
     /// Builds the key of policy `name` with these values, one per position. A value beyond the last
@@ -142,7 +120,7 @@ impl KeyTemplate {
         digests: &mut KeyDigests<'t>,
     ) -> Key {
         let mut builder = self.start_key(name);
-        if self.hashed.is_empty() && !self.has_alternatives {
+        if self.is_plain {
             for value in values {
                 builder.push_key_value(value.as_deref());
             }
@@ -156,9 +134,7 @@ impl KeyTemplate {
                 continue;
             };
             match positions.next() {
-                Some((part, is_hashed)) => {
-                    self.push_value(&mut builder, (part, is_hashed), value, digests);
-                }
+                Some(component) => self.push_value(&mut builder, component, value, digests),
                 None if self.has_hashed_part() => builder.push_digest(&self.hasher.digest(value)),
                 None => builder.push_key_value(Some(value)),
             }
@@ -178,19 +154,19 @@ impl KeyTemplate {
     fn push_value<'t>(
         &'t self,
         builder: &mut KeyBuilder,
-        (part, is_hashed): (&'t KeyPart, bool),
+        component: &'t KeyComponent,
         value: &[u8],
         digests: &mut KeyDigests<'t>,
     ) {
-        let Some(source) = resolve_source(part, is_hashed, value) else {
+        let Some((source, value)) = component.resolve_source(value) else {
             return builder.push_key_value(Some(value));
         };
-        if matches!(part, KeyPart::Alternatives(_)) {
+        if matches!(component.part, KeyPart::Alternatives(_)) {
             builder.push_source_label(source.part.source_label().as_bytes());
         }
         match source.is_hashed {
-            true => builder.push_digest(&digests.digest(&self.hasher, source.part, source.value)),
-            false => builder.push_key_value(Some(source.value)),
+            true => builder.push_digest(&digests.digest(&self.hasher, &source.part, value)),
+            false => builder.push_key_value(Some(value)),
         }
     }
 
@@ -206,16 +182,16 @@ impl KeyTemplate {
         (client, path): (&client::Settings, &path::Settings),
         parse: impl Fn(&str) -> ListedValue<'_>,
     ) -> Result<Option<Box<str>>, String> {
-        let Some(positioned) = self.positions().nth(position).filter(|_| !text.is_empty()) else {
+        let Some(component) = self.positions().nth(position).filter(|_| !text.is_empty()) else {
             builder.push_key_value(Some(text.as_bytes()));
             return Ok(None);
         };
-        let source = resolve_source(positioned.0, positioned.1, text.as_bytes());
-        let listed = source.and_then(|source| {
-            let value = std::str::from_utf8(source.value).ok()?;
+        let source = component.resolve_source(text.as_bytes());
+        let listed = source.and_then(|(source, value)| {
+            let value = std::str::from_utf8(value).ok()?;
             Some((source.part.source_label(), parse(value)))
         });
-        let has_label = matches!(positioned.0, KeyPart::Alternatives(_));
+        let has_label = matches!(component.part, KeyPart::Alternatives(_));
         let plain = match &listed {
             Some((label, ListedValue::Digest(digest))) => {
                 if has_label {
@@ -237,16 +213,14 @@ impl KeyTemplate {
             return Ok(None);
         }
         let mut digests = KeyDigests::default();
-        self.push_value(builder, positioned, value.as_bytes(), &mut digests);
+        self.push_value(builder, component, value.as_bytes(), &mut digests);
         Ok(Some(value))
     }
 
     /// Each position with its part, and whether the value is hashed.
-    fn positions(&self) -> impl Iterator<Item = (&KeyPart, bool)> {
-        let hashed = self.hashed.iter().copied().chain(std::iter::repeat(false));
-        self.parts.iter().zip(hashed).flat_map(|(part, is_hashed)| {
-            std::iter::repeat_n((part, is_hashed), part.value_count())
-        })
+    fn positions(&self) -> impl Iterator<Item = &KeyComponent> {
+        let components = self.components.iter();
+        components.flat_map(|one| std::iter::repeat_n(one, one.part.value_count()))
     }
 
     /// The value at a position in the form in which keys store it: its digest if it is hashed.
@@ -256,26 +230,23 @@ impl KeyTemplate {
         value: &[u8],
         digests: &mut KeyDigests<'t>,
     ) -> Vec<u8> {
-        match self.positions().nth(position) {
-            Some((part, is_hashed)) => match resolve_source(part, is_hashed, value) {
-                Some(source) if source.is_hashed => {
-                    let digest = digests.digest(&self.hasher, source.part, source.value);
-                    [source.part.source_label().as_bytes(), &digest].concat()
-                }
-                _ => value.to_vec(),
-            },
-            None => value.to_vec(),
+        match self.value_source(position, value) {
+            Some((source, value)) if source.is_hashed => {
+                let digest = digests.digest(&self.hasher, &source.part, value);
+                [source.part.source_label().as_bytes(), &digest].concat()
+            }
+            _ => value.to_vec(),
         }
     }
 
     /// The value at a position for people: a hashed one as keys show it.
     pub fn format_value<'v>(&self, position: usize, value: &'v str) -> Cow<'v, str> {
         let source = self.value_source(position, value.as_bytes());
-        let hashed = source.filter(|source| source.is_hashed && !source.value.is_empty());
-        let Some(source) = hashed else {
+        let hashed = source.filter(|(source, value)| source.is_hashed && !value.is_empty());
+        let Some((source, hashed)) = hashed else {
             return value.into();
         };
-        let digest = self.hasher.format_value(source.value);
+        let digest = self.hasher.format_value(hashed);
         match self.part_at(position) {
             Some(KeyPart::Alternatives(_)) => {
                 format!("{}={digest}", source.part.source_label()).into()
@@ -286,37 +257,36 @@ impl KeyTemplate {
 
     /// Describes the parts, and which of them are hashed.
     pub fn describe_parts(&self) -> Vec<String> {
-        let hashed = self.hashed.iter().copied().chain(std::iter::repeat(false));
-        let describe = |(part, is_hashed): (&KeyPart, bool)| match is_hashed {
-            true => format!("{part} (hashed)"),
-            false => part.to_string(),
-        };
-        self.parts.iter().zip(hashed).map(describe).collect()
+        self.components.iter().map(ToString::to_string).collect()
     }
 
     /// Describes each position, for messages.
     pub fn describe_positions(&self) -> Vec<String> {
         let repeated = |part: &KeyPart| std::iter::repeat_n(part.to_string(), part.value_count());
-        self.parts.iter().flat_map(repeated).collect()
+        self.parts().flat_map(repeated).collect()
     }
 
-    pub fn parts(&self) -> &[KeyPart] {
-        &self.parts
+    pub fn components(&self) -> &[KeyComponent] {
+        &self.components
+    }
+
+    pub fn parts(&self) -> impl Iterator<Item = &KeyPart> {
+        self.components.iter().map(|one| &one.part)
     }
 
     /// All parts, and instead of those with alternatives each alternative.
     pub fn sources(&self) -> impl Iterator<Item = &KeyPart> {
-        self.parts.iter().flat_map(KeyPart::alternatives)
+        self.parts().flat_map(KeyPart::alternatives)
     }
 
     /// The number of values: one per part, and one per capture of a `path:` part.
     pub fn value_count(&self) -> usize {
-        self.parts.iter().map(KeyPart::value_count).sum()
+        self.parts().map(KeyPart::value_count).sum()
     }
 
     /// The part that supplies the value at a position, counted from 0.
     pub fn part_at(&self, position: usize) -> Option<&KeyPart> {
-        self.positions().nth(position).map(|(part, _)| part)
+        self.positions().nth(position).map(|one| &one.part)
     }
 
     /// Extracts the values of one request.
@@ -332,7 +302,7 @@ impl KeyTemplate {
         missing: MissingKeyAction,
     ) -> Result<KeyValues<'a>, KeyError> {
         let mut values = KeyValues::new();
-        for part in &self.parts {
+        for part in self.parts() {
             let part_start = values.len();
             part.push_values(facts, context, &mut values)?;
             let has_missing_value = || values.iter().skip(part_start).any(Option::is_none);
@@ -362,25 +332,19 @@ impl KeyTemplate {
             };
             return Ok(ValuePattern::Exact(value));
         }
-        let Some(part) = self.part_at(position).filter(|_| text != "*") else {
+        let component = self.positions().nth(position);
+        let Some(component) = component.filter(|_| text != "*") else {
             return Ok(ValuePattern::Any);
         };
-        let mut start = String::new();
-        let part = match (part, pieces.first_mut()) {
-            (KeyPart::Alternatives(_), Some(first)) => {
-                let Some(source) = resolve_source(part, false, first.as_bytes()) else {
-                    return Err(missing_source_error(part, text));
-                };
-                start = format!("{}=", source.part.source_label());
-                let (part, rest) = (
-                    source.part,
-                    String::from_utf8_lossy(source.value).into_owned(),
-                );
-                *first = rest;
-                part
-            }
-            (part, _) => part,
-        };
+        let (mut part, mut start) = (&component.part, String::new());
+        if let (KeyPart::Alternatives(_), Some(first)) = (part, pieces.first_mut()) {
+            let Some((source, value)) = component.resolve_source(first.as_bytes()) else {
+                return Err(missing_source_error(part, text));
+            };
+            let value = String::from_utf8_lossy(value).into_owned();
+            (part, start) = (&source.part, format!("{}=", source.part.source_label()));
+            *first = value;
+        }
         if let (KeyPart::Claim(name), Some(first)) = (part, pieces.first()) {
             name.check_listed_value(first, true)?;
         }
@@ -413,20 +377,19 @@ impl KeyTemplate {
         client: &client::Settings,
         path: &path::Settings,
     ) -> Result<Box<str>, String> {
-        match self.part_at(position) {
-            Some(part @ KeyPart::Alternatives(_)) => {
-                let source = resolve_source(part, false, text.as_bytes());
-                let Some(source) = source.filter(|source| !source.value.is_empty()) else {
-                    return Err(missing_source_error(part, text));
-                };
-                let label = source.part.source_label();
-                let value = String::from_utf8_lossy(source.value);
-                let value = canonicalize_part_value(source.part, &value, client, path)?;
-                Ok(format!("{label}={value}").into())
-            }
-            Some(part) => canonicalize_part_value(part, text, client, path),
-            None => Ok(text.into()),
+        let Some(component) = self.positions().nth(position) else {
+            return Ok(text.into());
+        };
+        if !matches!(component.part, KeyPart::Alternatives(_)) {
+            return canonicalize_part_value(&component.part, text, client, path);
         }
+        let source = component.resolve_source(text.as_bytes());
+        let Some((source, value)) = source.filter(|(_, value)| !value.is_empty()) else {
+            return Err(missing_source_error(&component.part, text));
+        };
+        let value = String::from_utf8_lossy(value);
+        let value = canonicalize_part_value(&source.part, &value, client, path)?;
+        Ok(format!("{}={value}", source.part.source_label()).into())
     }
 }
 

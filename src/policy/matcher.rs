@@ -1,21 +1,19 @@
 //! Matching of a policy's conditions against a request or descriptor.
 
-use super::jwt::{ClaimName, ClaimValue};
 use super::{
-    ConditionRegex, DescriptorConditions, Facts, KeyError, NamedCondition, PathPattern,
-    UnmetCondition, ValueCondition, client, facts, lenient_names,
+    ConditionRegex, DescriptorConditions, Facts, KeyError, KeyPart, PartCondition, PathPattern,
+    UnmetCondition, client,
 };
-use http::{HeaderName, Method};
+use http::Method;
 use ipnet::IpNet;
 use std::net::Ipv6Addr;
 
 /// The conditions of a policy. All of them must hold. Within one condition, any alternative
 /// suffices; an empty list of alternatives always holds.
 ///
-/// For a new condition, the compiler demands code in `covers`, in `header_names`, in the
-/// configuration's `build_matcher` and in the replay's missing fields: each lists all fields. Not
-/// demanded: `first_unmet_condition`, [`UnmetCondition`], `has_client_ip_condition`, `claim_names`,
-/// [`Facts`], the schema of `match`, and the configuration's `describe_conditions`.
+/// A new condition on named values is a [`KeyPart`], and the compiler demands the code that reads
+/// it. For another condition, it demands code in `covers`, `depends_only_on_client`, the
+/// configuration's `build_matcher` and the replay's missing fields: each lists all fields.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matcher {
     pub methods: MethodSet,
@@ -23,13 +21,10 @@ pub struct Matcher {
     /// Path patterns; `path` in TOML.
     pub paths: Vec<PathPattern>,
     pub path_regex: Option<ConditionRegex>,
-    pub headers: Vec<NamedCondition<HeaderName>>,
-    /// Conditions on query parameters; `query` in TOML.
-    pub query: Vec<NamedCondition<Box<str>>>,
-    pub cookies: Vec<NamedCondition<Box<str>>>,
     pub client_ips: Vec<IpNet>,
-    /// Conditions on token claims; `jwt` in TOML.
-    pub claims: Vec<NamedCondition<ClaimName>>,
+    /// `headers`, `query`, `cookies` and `jwt` in TOML. Claims come last, because they may require
+    /// a signature verification.
+    pub values: Vec<PartCondition>,
     /// `domain` and `descriptors` in TOML. Set only in policies for descriptors, in which all
     /// request conditions are empty, also those in `not`.
     pub descriptor_conditions: Option<DescriptorConditions>,
@@ -63,25 +58,16 @@ impl Matcher {
         facts: &Facts<'_>,
         path: &str,
     ) -> Option<UnmetCondition<'_>> {
-        match (&self.descriptor_conditions, facts.descriptor) {
-            (None, None) => {}
+        let unmet = match (&self.descriptor_conditions, facts.descriptor) {
+            (None, None) => self
+                .first_unmet_plain_condition(facts, path)
+                .or_else(|| find_unmet_value(&self.values, facts)),
             (Some(conditions), Some(descriptor)) => {
-                let exclusion = || {
-                    self.not
-                        .as_ref()
-                        .filter(|not| not.excludes(facts, path))
-                        .map(|_| UnmetCondition::Exclusion)
-                };
-                return conditions
-                    .first_unmet_condition(descriptor)
-                    .or_else(|| self.find_unmet_alternatives(facts, path))
-                    .or_else(exclusion);
+                conditions.first_unmet_condition(descriptor, facts)
             }
-            _ => return Some(UnmetCondition::RequestKind),
-        }
-        self.first_unmet_plain_condition(facts, path)
-            .or_else(|| self.first_unmet_query_or_cookie(facts))
-            .or_else(|| self.first_unmet_claim(facts))
+            _ => Some(UnmetCondition::RequestKind),
+        };
+        unmet
             .or_else(|| self.find_unmet_alternatives(facts, path))
             .or_else(|| {
                 let not = self.not.as_ref();
@@ -90,7 +76,7 @@ impl Matcher {
             })
     }
 
-    /// Returns the first unmet condition of those that every upstream reads alike.
+    /// Returns the first unmet condition on the method, host, path or address.
     fn first_unmet_plain_condition(
         &self,
         facts: &Facts<'_>,
@@ -115,38 +101,7 @@ impl Matcher {
         if !is_empty_or_any(&self.client_ips, |net| net.contains(&facts.client_ip)) {
             return Some(UnmetCondition::ClientIp);
         }
-        for header in &self.headers {
-            if !header
-                .condition
-                .is_met_by(facts.canonical_header_values(&header.name))
-            {
-                return Some(UnmetCondition::Header(header.name.as_str()));
-            }
-        }
         None
-    }
-
-    fn first_unmet_query_or_cookie(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
-        for parameter in &self.query {
-            if !is_query_condition_met(parameter, facts) {
-                return Some(UnmetCondition::Query(&parameter.name));
-            }
-        }
-        for cookie in &self.cookies {
-            if !is_cookie_condition_met(cookie, facts) {
-                return Some(UnmetCondition::Cookie(&cookie.name));
-            }
-        }
-        None
-    }
-
-    /// Claims are evaluated last, because they may require a signature verification.
-    fn first_unmet_claim(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
-        let unmet = self.claims.iter().find(|claim| {
-            let value = facts.token.claim(facts.headers, &claim.name);
-            !claim.condition.is_met_by_claim(value)
-        });
-        unmet.map(|claim| UnmetCondition::Claim(claim.name.as_ref()))
     }
 
     fn find_unmet_alternatives(&self, facts: &Facts<'_>, path: &str) -> Option<UnmetCondition<'_>> {
@@ -161,8 +116,8 @@ impl Matcher {
 
     /// Whether any condition reads the query or cookies.
     fn reads_query_or_cookies(&self) -> bool {
-        !self.query.is_empty()
-            || !self.cookies.is_empty()
+        let mut parts = self.values.iter().map(|one| &one.part);
+        parts.any(|part| matches!(part, KeyPart::Query(_) | KeyPart::Cookie(_)))
             || self.nested_matchers().any(Self::reads_query_or_cookies)
     }
 
@@ -174,24 +129,14 @@ impl Matcher {
         path: &str,
         client: &client::Settings,
     ) -> Option<KeyError> {
-        if !self.reads_query_or_cookies()
-            || self.first_unmet_plain_condition(facts, path).is_some()
-            || self.first_unmet_claim(facts).is_some()
+        if !self.reads_query_or_cookies() || self.first_unmet_plain_condition(facts, path).is_some()
         {
             return None;
         }
         let mut found = None;
-        for parameter in &self.query {
-            let name = &parameter.name;
-            match lenient_names::find_query_ambiguity(facts, name, client) {
-                None if !is_query_condition_met(parameter, facts) => return None,
-                ambiguity => found = found.or(ambiguity),
-            }
-        }
-        for cookie in &self.cookies {
-            let name = &cookie.name;
-            match lenient_names::find_cookie_ambiguity(facts.headers, name, client) {
-                None if !is_cookie_condition_met(cookie, facts) => return None,
+        for one in &self.values {
+            match one.part.find_ambiguity(facts, client) {
+                None if !one.is_met(facts) => return None,
                 ambiguity => found = found.or(ambiguity),
             }
         }
@@ -236,79 +181,37 @@ impl Matcher {
             || self.nested_matchers().any(Self::has_path_condition)
     }
 
-    /// Names of the headers that these conditions read.
-    pub(super) fn referenced_header_names(&self) -> Vec<HeaderName> {
-        // Lists all fields without `..`, so that a new condition does not compile until it is
-        // listed.
-        let Self {
-            headers,
-            cookies,
-            any: _,
-            not: _,
-            methods: _,
-            hosts: _,
-            paths: _,
-            path_regex: _,
-            query: _,
-            client_ips: _,
-            claims: _,
-            descriptor_conditions: _,
-        } = self;
-        let mut names: Vec<_> = headers.iter().map(|header| header.name.clone()).collect();
-        if !cookies.is_empty() {
-            names.push(http::header::COOKIE);
-        }
-        names.extend(
-            self.nested_matchers()
-                .flat_map(Self::referenced_header_names),
-        );
-        names
+    /// The conditions on values, also those in `any` and `not`.
+    pub fn all_values(&self) -> Vec<&PartCondition> {
+        let nested = self.nested_matchers().flat_map(Self::all_values);
+        self.values.iter().chain(nested).collect()
     }
 
-    /// Names of the headers whose values these conditions compare.
-    pub(super) fn compared_header_names(&self) -> Vec<HeaderName> {
-        let compares = |one: &&NamedCondition<HeaderName>| !one.condition.is_presence();
-        let own = self.headers.iter().filter(compares);
-        let mut names: Vec<_> = own.map(|header| header.name.clone()).collect();
-        names.extend(self.nested_matchers().flat_map(Self::compared_header_names));
-        names
+    /// Whether a condition, on the request or a descriptor, holds only if the part is present.
+    pub fn requires_part(&self, part: &KeyPart) -> bool {
+        let descriptor = self.descriptor_conditions.as_ref();
+        let entries = descriptor.and_then(|conditions| conditions.entries.as_ref());
+        let mut values = self.values.iter().chain(entries.into_iter().flatten());
+        values.any(|one| one.part == *part && one.requires_value())
     }
 
     /// Whether a condition depends on the client's address.
     pub(super) fn has_client_ip_condition(&self) -> bool {
         !self.client_ips.is_empty() || self.nested_matchers().any(Self::has_client_ip_condition)
     }
-
-    /// The claims that these conditions read.
-    pub fn claim_names(&self) -> Vec<ClaimName> {
-        let mut names: Vec<_> = self.claims.iter().map(|claim| claim.name.clone()).collect();
-        names.extend(self.nested_matchers().flat_map(Self::claim_names));
-        names
-    }
 }
 
-fn is_query_condition_met(parameter: &NamedCondition<Box<str>>, facts: &Facts<'_>) -> bool {
-    let values = facts::query_values(facts.query, &parameter.name);
-    parameter.condition.is_met_by(values)
-}
-
-fn is_cookie_condition_met(cookie: &NamedCondition<Box<str>>, facts: &Facts<'_>) -> bool {
-    let values = facts::cookie_values(facts.headers, &cookie.name);
-    cookie.condition.is_met_by(values)
+/// Returns the first condition that the request or descriptor does not meet.
+pub(super) fn find_unmet_value<'c>(
+    conditions: &'c [PartCondition],
+    facts: &Facts<'_>,
+) -> Option<UnmetCondition<'c>> {
+    let unmet = conditions.iter().find(|one| !one.is_met(facts));
+    unmet.map(|one| UnmetCondition::Value(&one.part))
 }
 
 fn is_empty_or_any<T>(alternatives: &[T], is_met: impl FnMut(&T) -> bool) -> bool {
     alternatives.is_empty() || alternatives.iter().any(is_met)
-}
-
-impl ValueCondition {
-    /// A list claim meets the condition if any of its elements does.
-    pub(super) fn is_met_by_claim(&self, claim: &ClaimValue) -> bool {
-        match self {
-            Self::Present(wanted) => claim.is_present() == *wanted,
-            Self::OneOf(_) | Self::Regex(_) => self.is_met_by(claim.texts()),
-        }
-    }
 }
 
 impl MethodSet {

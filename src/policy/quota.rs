@@ -114,7 +114,7 @@ impl Quota {
     ) -> Result<(Key, SelectedLimits<'t>), String> {
         let width = self.key.value_count();
         if values.len() != width {
-            let parts: Vec<String> = self.key.parts().iter().map(ToString::to_string).collect();
+            let parts: Vec<String> = self.key.parts().map(ToString::to_string).collect();
             let parts = if parts.is_empty() {
                 String::new()
             } else {

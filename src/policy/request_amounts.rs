@@ -1,11 +1,11 @@
 //! Reads the amounts of limits from a request.
 
-use super::amount_source::{AmountField, AmountSource};
+use super::amount_source::AmountSource;
 use super::facts::Facts;
+use super::key_part::KeyPart;
 use super::named_limit::NamedLimit;
 use super::whole_number::parse_whole_number;
 use crate::limiter::{Algorithm, Limit, OverrideInEffect};
-use std::borrow::Cow;
 
 /// The limits of a policy with the amounts of one request, in the same order; `None` for a limit
 /// that does not depend on the request.
@@ -51,33 +51,15 @@ pub fn read_request_amounts(
 /// The limit with the amount of the request: its own without the field, or if the field is no
 /// whole number.
 fn resolve_limit(source: &AmountSource, limit: &Limit, facts: &Facts<'_>) -> Limit {
-    let Some(value) = read_field(&source.field, facts) else {
-        return *limit;
-    };
-    let is_number = !value.is_empty() && value.iter().all(u8::is_ascii_digit);
-    if !is_number {
-        return *limit;
-    }
-    // A number beyond 64 bits is above the maximum, too.
-    source.apply_amount(limit, parse_whole_number(&value).unwrap_or(u64::MAX))
-}
-
-/// The only value of the field. A repeated one counts as absent.
-fn read_field<'a>(field: &AmountField, facts: &Facts<'a>) -> Option<Cow<'a, [u8]>> {
-    let text = |text: &'a Option<Box<str>>| Some(Cow::Borrowed(text.as_deref()?.as_bytes()));
-    match field {
-        AmountField::Claim(name) => facts
-            .token
-            .claim(facts.headers, name)
-            .single_text()
-            .map(Cow::Borrowed),
-        AmountField::Header(name) => {
-            let mut values = facts.header_values(name);
-            let first = values.next().filter(|_| facts.is_peer_trusted)?;
-            values.next().is_none().then_some(first)
+    let is_readable = facts.is_peer_trusted || !matches!(source.field, KeyPart::Header(_));
+    // A repeated field counts as absent.
+    let value = source.field.single_value(facts).ok().flatten();
+    match value.filter(|value| is_readable && !value.is_empty()) {
+        // A number beyond 64 bits is above the maximum, too.
+        Some(value) if value.iter().all(u8::is_ascii_digit) => {
+            source.apply_amount(limit, parse_whole_number(&value).unwrap_or(u64::MAX))
         }
-        AmountField::ClientCertSan => text(&facts.client_cert?.san),
-        AmountField::ClientCertCn => text(&facts.client_cert?.cn),
+        _ => *limit,
     }
 }
 
@@ -115,7 +97,7 @@ mod tests {
                 algorithm,
             },
             amount: Some(Box::new(AmountSource {
-                field: AmountField::parse("header:x-rpm").unwrap(),
+                field: AmountSource::parse_field("header:x-rpm").unwrap(),
                 max: 1000,
                 sets_burst: true,
             })),

@@ -6,11 +6,10 @@
 
 use super::key_part::KeyPart;
 use super::{
-    Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
-    PolicyTable, Quota, RequestAmounts, read_request_amounts,
+    Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, PartCondition, Policy, PolicyAction,
+    PolicyMode, PolicyTable, Quota, RequestAmounts, read_request_amounts,
 };
 use crate::limiter::{Key, KeyBuilder};
-use http::HeaderName;
 
 /// The policy name of the counters that limit queries of quotas. No policy can have this name.
 const SELF_SERVICE_POLICY_NAME: &str = "-self-service";
@@ -61,9 +60,9 @@ impl PolicyTable {
                 }
                 continue;
             };
-            let parts = quota.key.parts();
-            let are_verified = parts
-                .iter()
+            let are_verified = quota
+                .key
+                .parts()
                 .all(|part| self.is_verified_part(part, is_peer_trusted));
             if !are_verified {
                 continue;
@@ -74,8 +73,8 @@ impl PolicyTable {
             };
             // A verified part has one value, so its index is its position.
             let sources = values.iter().enumerate().map(|(position, value)| {
-                let source = quota.key.value_source(position, value.as_deref()?)?;
-                Some((source.part, position, value.as_deref()?))
+                let (source, _) = quota.key.value_source(position, value.as_deref()?)?;
+                Some((&source.part, position, value.as_deref()?))
             });
             // Without one of its values, or by constants alone, the client has no quota of its own.
             let Some(sources) = sources.collect::<Option<Vec<_>>>() else {
@@ -180,23 +179,18 @@ impl Matcher {
     }
 
     fn matches_client(&self, facts: &Facts<'_>) -> bool {
-        let has_header = |name: &HeaderName| facts.headers.contains_key(name);
+        let may_hold = |one: &PartCondition| match &one.part {
+            KeyPart::Claim(_) => one.is_met(facts),
+            KeyPart::Header(name) => !facts.headers.contains_key(name) || one.is_met(facts),
+            _ => true,
+        };
         (self.client_ips.is_empty()
             || self
                 .client_ips
                 .iter()
                 .any(|net| net.contains(&facts.client_ip)))
             && (self.hosts.is_empty() || self.hosts.iter().any(|host| host.matches(facts.host)))
-            && self.claims.iter().all(|claim| {
-                let value = facts.token.claim(facts.headers, &claim.name);
-                claim.condition.is_met_by_claim(value)
-            })
-            && self.headers.iter().all(|header| {
-                !has_header(&header.name)
-                    || header
-                        .condition
-                        .is_met_by(facts.header_values(&header.name))
-            })
+            && self.values.iter().all(may_hold)
     }
 
     /// Whether all conditions are on the client and none on what it requests.
@@ -206,11 +200,8 @@ impl Matcher {
             hosts: _,
             paths,
             path_regex,
-            headers,
-            query,
-            cookies,
             client_ips: _,
-            claims: _,
+            values,
             descriptor_conditions,
             any,
             not,
@@ -218,9 +209,9 @@ impl Matcher {
         methods.is_any()
             && paths.is_empty()
             && path_regex.is_none()
-            && headers.is_empty()
-            && query.is_empty()
-            && cookies.is_empty()
+            && values
+                .iter()
+                .all(|one| matches!(one.part, KeyPart::Claim(_)))
             && descriptor_conditions.is_none()
             && any.iter().all(Self::depends_only_on_client)
             && not.as_ref().is_none_or(|not| not.depends_only_on_client())

@@ -15,17 +15,18 @@ impl PolicyTable {
                 )
             });
         let limits_by_address = self.policies().iter().any(|policy| {
-            let parts = key_parts(policy);
-            let is_client_chosen = parts.iter().any(KeyPart::is_client_chosen);
-            policy.is_enforced() && parts.contains(&KeyPart::ClientIp) && !is_client_chosen
+            let key = policy.quota().map(|quota| &quota.key);
+            policy.is_enforced()
+                && key.is_some_and(|key| key.parts().any(|part| *part == KeyPart::ClientIp))
+                && !key.is_some_and(|key| key.parts().any(KeyPart::is_client_chosen))
         });
         let authorization = (!limits_by_address)
             .then(|| {
                 let authorization = KeyPart::Header(http::header::AUTHORIZATION);
                 let mut policies = self.policies().iter();
                 policies.find(|policy| {
-                    let mut sources = key_parts(policy).iter().flat_map(KeyPart::alternatives);
-                    sources.any(|part| *part == authorization)
+                    let quota = policy.quota();
+                    quota.is_some_and(|quota| quota.key.sources().any(|one| *one == authorization))
                 })
             })
             .flatten()
@@ -43,11 +44,4 @@ fn is_evaded_by_case(policy: &Policy) -> bool {
     let is_restriction = !matches!(policy.action, PolicyAction::Allow) && policy.is_enforced();
     let paths = &policy.matcher.paths;
     is_restriction && !paths.is_empty() && paths.iter().all(|pattern| pattern.has_letters())
-}
-
-fn key_parts(policy: &Policy) -> &[KeyPart] {
-    match &policy.action {
-        PolicyAction::Limit(quota) => quota.key.parts(),
-        PolicyAction::Allow | PolicyAction::Deny => &[],
-    }
 }

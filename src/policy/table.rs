@@ -1,9 +1,9 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
-use super::coverage_index::{RequiredValue, ValueSource, find_rarest_conditions, required_values};
+use super::coverage_index::{RequiredValue, find_rarest_conditions, required_values};
 use super::{
-    AmountField, CorsOrigins, CostSource, Descriptor, Facts, HeaderValueError, KeyContext, KeyPart,
-    Matcher, Policy, PolicyAction, PolicyMode, Quota, SelfServiceSettings, client, jwt, path,
+    CorsOrigins, CostSource, Descriptor, Facts, HeaderValueError, KeyContext, KeyPart, Matcher,
+    Policy, PolicyAction, PolicyMode, SelfServiceSettings, client, jwt, path,
     path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
@@ -235,16 +235,17 @@ fn may_reject(policy: &Policy) -> bool {
 
 /// The headers whose values a policy compares or keys by.
 fn value_headers_of(policy: &Policy) -> Vec<HeaderName> {
-    let mut names = policy.matcher.compared_header_names();
-    let sources = policy
-        .quota()
-        .into_iter()
-        .flat_map(|quota| quota.key.sources());
-    names.extend(sources.filter_map(|part| match part {
+    let conditions = policy.matcher.all_values().into_iter();
+    let compared = conditions.filter(|one| !one.condition.is_presence());
+    let sources = policy.quota().map(|quota| quota.key.sources());
+    let parts = compared
+        .map(|one| &one.part)
+        .chain(sources.into_iter().flatten());
+    let names = parts.filter_map(|part| match part {
         KeyPart::Header(name) => Some(name.clone()),
         _ => None,
-    }));
-    names
+    });
+    names.collect()
 }
 
 fn policy_depends_on_client_ip(policy: &Policy) -> bool {
@@ -253,43 +254,34 @@ fn policy_depends_on_client_ip(policy: &Policy) -> bool {
 }
 
 fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
-    let mut names = policy.matcher.referenced_header_names();
-    if let PolicyAction::Limit(quota) = &policy.action {
-        if let CostSource::Header(cost) = &quota.cost {
-            names.push(cost.name.clone());
-        }
-        names.extend(quota.key.sources().filter_map(|part| match part {
-            KeyPart::Header(name) => Some(name.clone()),
-            KeyPart::Cookie(_) => Some(http::header::COOKIE),
-            _ => None,
-        }));
-        names.extend(amount_fields(quota).filter_map(|field| match field {
-            AmountField::Header(name) => Some(name.clone()),
-            _ => None,
-        }));
-    }
-    names
+    let cost = policy.quota().and_then(|quota| match &quota.cost {
+        CostSource::Header(cost) => Some(&cost.name),
+        _ => None,
+    });
+    let parts = parts_read_by(policy).into_iter();
+    let names = parts.filter_map(KeyPart::source_header).chain(cost);
+    names.cloned().collect()
 }
 
-/// The fields that state amounts of a policy's limits.
-fn amount_fields(quota: &Quota) -> impl Iterator<Item = &AmountField> {
-    let limits = quota.all_limits();
-    limits.filter_map(|named| Some(&named.amount.as_ref()?.field))
+/// The parts of requests that the conditions, the key and the amounts of a policy read.
+fn parts_read_by(policy: &Policy) -> Vec<&KeyPart> {
+    let conditions = policy.matcher.all_values().into_iter();
+    let mut parts: Vec<&KeyPart> = conditions.map(|one| &one.part).collect();
+    if let Some(quota) = policy.quota() {
+        let amounts = quota.all_limits().filter_map(|one| one.amount.as_ref());
+        parts.extend(quota.key.sources().chain(amounts.map(|one| &one.field)));
+    }
+    parts
 }
 
 fn claims_referenced_by(policy: &Policy) -> Vec<jwt::ClaimName> {
-    let mut names = policy.matcher.claim_names();
-    if let PolicyAction::Limit(quota) = &policy.action {
-        names.extend(quota.key.sources().filter_map(|part| match part {
+    let names = parts_read_by(policy)
+        .into_iter()
+        .filter_map(|part| match part {
             KeyPart::Claim(name) => Some(name.clone()),
             _ => None,
-        }));
-        names.extend(amount_fields(quota).filter_map(|field| match field {
-            AmountField::Claim(name) => Some(name.clone()),
-            _ => None,
-        }));
-    }
-    names
+        });
+    names.collect()
 }
 
 /// Finds the few candidate policies for a request by path, and by host or one header value. The
@@ -349,15 +341,13 @@ impl PolicyIndex {
                 let candidates = self.by_host.entry(name.into()).or_default();
                 candidates.insert(matcher, id);
             }
-            RequiredValue::Named(ValueSource::Header, name, value) => {
-                let name = HeaderName::from_bytes(name.as_bytes());
-                let name = name.expect("the name of a header condition");
-                let by_value = self.by_header.entry(name).or_default();
+            RequiredValue::Value(KeyPart::Header(name), value) => {
+                let by_value = self.by_header.entry(name.clone()).or_default();
                 let candidates = by_value.entry(value.as_bytes().into()).or_default();
                 candidates.insert(matcher, id);
             }
-            RequiredValue::Named(_, name, value) => {
-                let by_value = descriptors.by_entry.entry(name.into()).or_default();
+            RequiredValue::Value(KeyPart::DescriptorEntry(name), value) => {
+                let by_value = descriptors.by_entry.entry(name.clone()).or_default();
                 by_value.entry(value.into()).or_default().push(id);
             }
             RequiredValue::Domain(name) => {
@@ -423,7 +413,7 @@ fn is_found_in_facts(value: &RequiredValue<'_>) -> bool {
         value,
         RequiredValue::Host(_)
             | RequiredValue::Domain(_)
-            | RequiredValue::Named(ValueSource::Header | ValueSource::Entry, ..)
+            | RequiredValue::Value(KeyPart::Header(_) | KeyPart::DescriptorEntry(_), _)
     )
 }
 
@@ -442,7 +432,7 @@ impl CandidatePolicies {
 mod tests {
     use super::super::path::PathInterpretations;
     use super::super::{
-        HostPattern, MethodSet, NamedCondition, OnStoreFailure, PathPattern, PolicyMode,
+        HostPattern, MethodSet, OnStoreFailure, PartCondition, PathPattern, PolicyMode,
         ValueCondition,
     };
     use super::*;
@@ -528,9 +518,9 @@ mod tests {
             .collect()
     }
 
-    fn make_header_condition(name: &'static str, value: &str) -> NamedCondition<HeaderName> {
-        NamedCondition {
-            name: HeaderName::from_static(name),
+    fn make_header_condition(name: &'static str, value: &str) -> PartCondition {
+        PartCondition {
+            part: KeyPart::Header(HeaderName::from_static(name)),
             condition: ValueCondition::equals(value),
         }
     }
@@ -582,8 +572,8 @@ mod tests {
     #[test]
     fn the_index_finds_the_same_policies_as_a_scan() {
         let hosts = [vec![], vec!["a"], vec!["a", "b"], vec!["a", "*.b"]];
-        let present = NamedCondition {
-            name: HeaderName::from_static("x"),
+        let present = PartCondition {
+            part: KeyPart::Header(HeaderName::from_static("x")),
             condition: ValueCondition::Present(true),
         };
         let headers = [
@@ -608,7 +598,7 @@ mod tests {
                     .iter()
                     .map(|host| HostPattern::parse(host).unwrap())
                     .collect();
-                policy.matcher.headers = headers.clone();
+                policy.matcher.values = headers.clone();
                 policies.push(policy);
             }
         }
@@ -652,7 +642,7 @@ mod tests {
         let with = |host: &str, tenant: &str| {
             let mut policy = make_policy(&format!("{host}{tenant}"), PolicyAction::Deny, &[]);
             policy.matcher.hosts = vec![HostPattern::parse(host).unwrap()];
-            policy.matcher.headers = vec![make_header_condition("x", tenant)];
+            policy.matcher.values = vec![make_header_condition("x", tenant)];
             policy
         };
         let headers: HeaderMap = [(HeaderName::from_static("x"), "1".parse().unwrap())]
@@ -697,8 +687,8 @@ mod tests {
         let mut not = make_policy("not", PolicyAction::Deny, &["/**"]);
         let inner = Matcher {
             methods: MethodSet::new(vec![Method::GET]),
-            headers: vec![NamedCondition {
-                name: "x-internal".parse().unwrap(),
+            values: vec![PartCondition {
+                part: KeyPart::Header("x-internal".parse().unwrap()),
                 condition: ValueCondition::Present(true),
             }],
             ..Matcher::default()

@@ -3,9 +3,7 @@
 use super::log_merge::LoggedRequest;
 use super::parsers::RequiredHeaders;
 use crate::limiter::Algorithm;
-use crate::policy::{
-    ActualCostSource, AmountField, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota,
-};
+use crate::policy::{ActualCostSource, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota};
 use http::header::COOKIE;
 use http::{HeaderName, StatusCode};
 use std::collections::BTreeSet;
@@ -137,7 +135,7 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn missing_key_parts<'q>(&self, quota: &'q Quota) -> Vec<&'q KeyPart> {
-        let parts = quota.key.parts().iter();
+        let parts = quota.key.parts();
         parts.filter(|part| !self.log_has_key_part(part)).collect()
     }
 
@@ -241,13 +239,8 @@ impl<'a> MissingFieldCheck<'a> {
         let mut limits = quota.all_limits();
         let default_amounts = limits.clone().filter_map(|named| {
             let source = named.amount.as_ref()?;
-            let is_logged = match &source.field {
-                AmountField::Claim(_) => self.log_has_token(),
-                AmountField::Header(name) => self.has_header(name),
-                AmountField::ClientCertSan | AmountField::ClientCertCn => false,
-            };
             let default = named.limit.requests;
-            (!is_logged).then(|| {
+            (!self.log_has_key_part(&source.field)).then(|| {
                 format!(
                     "every request had the default amount {default}, because {} is missing",
                     source.field
@@ -299,10 +292,7 @@ impl<'a> MissingFieldCheck<'a> {
         // The pattern has no `..`, so that a new condition does not compile until it is considered
         // here. An access log always has method, path and client, and no descriptors.
         let Matcher {
-            headers,
-            query,
-            cookies,
-            claims,
+            values,
             hosts,
             any,
             not,
@@ -312,16 +302,9 @@ impl<'a> MissingFieldCheck<'a> {
             client_ips: _,
             descriptor_conditions: _,
         } = matcher;
-        let headers = headers
-            .iter()
-            .filter(|header| !self.has_header(&header.name));
-        missing.extend(headers.map(|header| format!("header {}", header.name)));
-        let cookies = cookies.iter().filter(|_| !self.has_header(&COOKIE));
-        missing.extend(cookies.map(|cookie| format!("cookie {}", cookie.name)));
-        let query = query.iter().filter(|_| !self.log_has_query());
-        missing.extend(query.map(|query| format!("query parameter {}", query.name)));
-        let claims = claims.iter().filter(|_| !self.log_has_token());
-        missing.extend(claims.map(|claim| format!("claim {}", claim.name.as_ref())));
+        let parts = values.iter().map(|one| &one.part);
+        let parts = parts.filter(|part| !self.log_has_key_part(part));
+        missing.extend(parts.map(ToString::to_string));
         if !hosts.is_empty() && self.coverage.with_host == 0 {
             missing.insert("the host".to_owned());
         }

@@ -195,7 +195,7 @@ impl<'t> SearchedPolicy<'t> {
         let limit = request.limit.as_deref()?;
         let enforced = searched.iter().filter(|other| {
             let has_same_key = other.policy.mode != PolicyMode::Shadow
-                && other.quota.key.parts() == self.quota.key.parts();
+                && other.quota.key.parts().eq(self.quota.key.parts());
             has_same_key && other.find_limit(limit).is_some()
         });
         enforced.map(|other| other.has_key_of(request)).max()

@@ -8,10 +8,9 @@ use super::policy_interactions::ComparisonBudget;
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::limiter::Algorithm;
 use crate::policy::{
-    CoverageIndex, KeyPart, LimitOverride, Matcher, NamedCondition, NamedLimit, OverrideRule,
-    PolicyAction, Quota, ValueCondition, is_credential_name,
+    CoverageIndex, KeyPart, LimitOverride, Matcher, NamedLimit, OverrideRule, PartCondition,
+    PolicyAction, Quota, ValueCondition,
 };
-use http::HeaderName;
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 
@@ -31,21 +30,21 @@ pub(super) fn check_forged_headers(
     drop_certain_questions(&mut questions, &enforced);
     // The strictest policies answer most questions.
     enforced.sort_by(|one, other| strictness(one).0.total_cmp(&strictness(other).0));
-    let names: HashSet<&HeaderName> = questions.iter().map(|question| question.name).collect();
-    let without_names = |spanned: &PolicyWithReader<'_>| {
+    let asked: HashSet<&KeyPart> = questions.iter().map(|question| question.header).collect();
+    let without_asked = |spanned: &PolicyWithReader<'_>| {
         let mut rest = spanned.policy.matcher.clone();
-        rest.headers.retain(|one| !names.contains(&one.name));
+        rest.values.retain(|one| !asked.contains(&one.part));
         rest
     };
     let rests: Vec<_> = enforced
         .iter()
-        .map(|one| (without_names(one), *one))
+        .map(|one| (without_asked(one), *one))
         .collect();
     let wider = CoverageIndex::new(rests.iter().collect(), |(rest, _)| rest);
     let asked = questions
         .iter()
         .filter(|question| question.depends_on_others());
-    let asked: Vec<_> = asked.map(|one| (without_names(one.spanned), one)).collect();
+    let asked: Vec<_> = asked.map(|one| (without_asked(one.spanned), one)).collect();
     for (rest, question) in &asked {
         let mut others = wider.candidates(rest).map(|(_, other)| *other);
         let is_answered = others.any(|other| question.is_answered_by(other, budget));
@@ -70,7 +69,7 @@ pub(super) fn check_forged_headers(
 }
 
 /// What to write instead of a limit that depends on the header.
-fn advise(name: &HeaderName) -> String {
+fn advise(name: &str) -> String {
     format!(
         "expected a claim of a verified token (jwt), or client.trusted_headers = [\"{name}\"] if the gateway in front sets or removes this header"
     )
@@ -105,7 +104,7 @@ fn find_forgeable_value<'q>(
     entry: &LimitOverride,
     quota: &'q Quota,
     context: &PolicyContext,
-) -> Option<&'q HeaderName> {
+) -> Option<&'q str> {
     let mut forgeable = None;
     let values = entry.values.iter().enumerate();
     for (position, value) in values {
@@ -113,12 +112,12 @@ fn find_forgeable_value<'q>(
         if value.is_empty() {
             continue;
         }
-        let source = quota.key.value_source(position, value.as_bytes())?;
-        match source.part {
+        let (source, _) = quota.key.value_source(position, value.as_bytes())?;
+        match &source.part {
             part if source.is_hashed || part.is_credential() => return None,
             KeyPart::Const(_) | KeyPart::Method => {}
             part if !context.is_client_chosen(part) => return None,
-            KeyPart::Header(name) => forgeable = Some(name),
+            KeyPart::Header(name) => forgeable = Some(name.as_str()),
             _ => {}
         }
     }
@@ -128,10 +127,10 @@ fn find_forgeable_value<'q>(
 /// Whether a header lets a client choose the policy that limits it, which depends on others.
 struct HeaderQuestion<'p, 'r> {
     spanned: &'p PolicyWithReader<'r>,
-    name: &'p HeaderName,
+    header: &'p KeyPart,
     /// The condition that the client meets by sending the header. `None` if sending it avoids the
     /// policy.
-    met: Option<&'p NamedCondition<HeaderName>>,
+    met: Option<&'p PartCondition>,
     /// Whether a policy limits the requests without the header more, or those with it as much.
     is_answered: Cell<bool>,
 }
@@ -149,16 +148,20 @@ fn ask_about_headers<'p, 'r>(
         PolicyAction::Allow => Vec::new(),
         _ => excluding_headers(matcher, context),
     };
-    let question = |name, met| HeaderQuestion {
+    let question = |header, met| HeaderQuestion {
         spanned,
-        name,
+        header,
         met,
         is_answered: Cell::new(false),
     };
     let raising = met
         .into_iter()
-        .map(move |met| question(&met.name, Some(met)));
-    raising.chain(excluding.into_iter().map(move |name| question(name, None)))
+        .map(move |met| question(&met.part, Some(met)));
+    raising.chain(
+        excluding
+            .into_iter()
+            .map(move |header| question(header, None)),
+    )
 }
 
 /// Drops the questions about a higher limit if no policy about the header has a lower one.
@@ -166,20 +169,20 @@ fn drop_certain_questions(
     questions: &mut Vec<HeaderQuestion<'_, '_>>,
     enforced: &[&PolicyWithReader<'_>],
 ) {
-    let mut lowest: HashMap<&HeaderName, (f64, u64)> = HashMap::new();
+    let mut lowest: HashMap<&KeyPart, (f64, u64)> = HashMap::new();
     for spanned in enforced.iter().filter(|one| one.quota().is_some()) {
         let matcher = &spanned.policy.matcher;
-        let excluded = matcher.not.iter().flat_map(|not| &not.headers);
+        let excluded = matcher.not.iter().flat_map(|not| headers_of(not));
         let (rate, slots) = strictness(spanned);
-        for one in matcher.headers.iter().chain(excluded) {
-            let lowest = lowest.entry(&one.name).or_insert((rate, slots));
+        for one in headers_of(matcher).chain(excluded) {
+            let lowest = lowest.entry(&one.part).or_insert((rate, slots));
             *lowest = (lowest.0.min(rate), lowest.1.min(slots));
         }
     }
     questions.retain(|question| {
         let (rate, slots) = strictness(question.spanned);
         let is_higher = |lowest: &(f64, u64)| rate > lowest.0 || slots > lowest.1;
-        let lowest = lowest.get(question.name);
+        let lowest = lowest.get(question.header);
         question.met.is_none() || !question.depends_on_others() || lowest.is_some_and(is_higher)
     });
 }
@@ -216,17 +219,19 @@ impl HeaderQuestion<'_, '_> {
                     _ => false,
                 };
                 // A policy that requires the header has been reported where it is too lax.
-                is_as_strict || matcher.headers.iter().any(|one| one.name == *self.name)
+                is_as_strict || headers_of(matcher).any(|one| one.part == *self.header)
             }
         };
         decides
             && !std::ptr::eq(other, self.spanned)
             && budget.take()
-            && are_for_same_requests(&self.spanned.policy.matcher, matcher, self.name)
+            && are_for_same_requests(&self.spanned.policy.matcher, matcher, self.header)
     }
 
     fn report_warning(&self, budget: &ComparisonBudget) {
-        let Self { spanned, name, .. } = self;
+        let Self {
+            spanned, header, ..
+        } = self;
         let is_exempt = matches!(spanned.policy.action, PolicyAction::Allow);
         let effect = match self.met {
             Some(_) if is_exempt => "is exempt from all later policies",
@@ -237,90 +242,77 @@ impl HeaderQuestion<'_, '_> {
         spanned.reader.report_warning(
             "match",
             &format!(
-                "a client that sends the header {name} {effect}; {}",
-                advise(name)
+                "a client that sends the {header} {effect}; {}",
+                advise(header.name())
             ),
         );
     }
 }
 
+/// The conditions on headers, without those in `any` and `not`.
+fn headers_of(matcher: &Matcher) -> impl Iterator<Item = &PartCondition> {
+    let values = matcher.values.iter();
+    values.filter(|one| matches!(one.part, KeyPart::Header(_)))
+}
+
 /// The conditions that a client meets by sending a header. Empty if the policy has a condition
 /// that is beyond the client's control.
-fn forgeable_headers<'m>(
-    matcher: &'m Matcher,
-    context: &PolicyContext,
-) -> Vec<&'m NamedCondition<HeaderName>> {
-    let is_secret = |name: &str| is_credential_name(name);
-    let is_guarded = !matcher.client_ips.is_empty()
-        || !matcher.claims.is_empty()
-        || matcher
-            .headers
-            .iter()
-            .any(|one| is_secret(one.name.as_str()))
-        || matcher.cookies.iter().any(|one| is_secret(&one.name));
-    let is_forgeable = |one: &&NamedCondition<HeaderName>| {
-        requires_value(&one.condition) && !context.trusted_headers.contains(&one.name)
+fn forgeable_headers<'m>(matcher: &'m Matcher, context: &PolicyContext) -> Vec<&'m PartCondition> {
+    let is_guard = |one: &PartCondition| match one.part {
+        KeyPart::Claim(_) => true,
+        KeyPart::Query(_) => false,
+        _ => one.part.is_credential(),
     };
-    if is_guarded {
+    if !matcher.client_ips.is_empty() || matcher.values.iter().any(is_guard) {
         return Vec::new();
     }
     let alternatives = matcher.any.iter();
     let alternatives = alternatives.flat_map(|one| forgeable_headers(one, context));
-    matcher
-        .headers
-        .iter()
-        .filter(is_forgeable)
+    headers_of(matcher)
+        .filter(|one| one.requires_value() && context.is_client_chosen(&one.part))
         .chain(alternatives)
         .collect()
 }
 
 /// The headers that end the application of a policy if a client sends them.
-fn excluding_headers<'m>(matcher: &'m Matcher, context: &PolicyContext) -> Vec<&'m HeaderName> {
-    let absent = matcher.headers.iter().filter(|one| {
-        !requires_value(&one.condition)
-            && !context.trusted_headers.contains(&one.name)
-            && !is_credential_name(one.name.as_str())
+fn excluding_headers<'m>(matcher: &'m Matcher, context: &PolicyContext) -> Vec<&'m KeyPart> {
+    let absent = headers_of(matcher).filter(|one| {
+        !one.requires_value() && context.is_client_chosen(&one.part) && !one.part.is_credential()
     });
     let excluded = matcher
         .not
         .iter()
         .flat_map(|not| forgeable_headers(not, context));
-    absent.chain(excluded).map(|one| &one.name).collect()
-}
-
-fn requires_value(condition: &ValueCondition) -> bool {
-    !matches!(condition, ValueCondition::Present(false))
+    absent.chain(excluded).map(|one| &one.part).collect()
 }
 
 /// Whether a matcher excludes requests that meet this condition on a header.
-fn misses_header(matcher: &Matcher, named: &NamedCondition<HeaderName>) -> bool {
-    let differs = |one: &NamedCondition<HeaderName>| {
-        let is_other_value = match (&one.condition, &named.condition) {
-            (ValueCondition::Present(false), _) => true,
-            (ValueCondition::OneOf(one), ValueCondition::OneOf(other)) => {
-                !one.iter().any(|value| other.contains(value))
-            }
-            _ => false,
-        };
-        one.name == named.name && is_other_value
+fn misses_header(matcher: &Matcher, met: &PartCondition) -> bool {
+    let differs = |one: &PartCondition| match (&one.condition, &met.condition) {
+        (ValueCondition::Present(false), _) => true,
+        (ValueCondition::OneOf(one), ValueCondition::OneOf(other)) => {
+            !one.iter().any(|value| other.contains(value))
+        }
+        _ => false,
     };
-    let excludes = |not: &Matcher| {
-        let mut headers = not.headers.iter();
-        headers.any(|one| one.name == named.name && requires_value(&one.condition))
-    };
-    matcher.headers.iter().any(differs) || matcher.not.as_deref().is_some_and(excludes)
+    let mut values = matcher.values.iter();
+    values.any(|one| one.part == met.part && differs(one))
+        || matcher
+            .not
+            .as_deref()
+            .is_some_and(|not| not.requires_part(&met.part))
 }
 
 /// Whether two matchers are for the same requests, apart from their conditions on a header.
-fn are_for_same_requests(one: &Matcher, other: &Matcher, name: &HeaderName) -> bool {
-    let (one, other) = (without_header(one, name), without_header(other, name));
+fn are_for_same_requests(one: &Matcher, other: &Matcher, header: &KeyPart) -> bool {
+    let (one, other) = (without_header(one, header), without_header(other, header));
     one.covers(&other) || other.covers(&one)
 }
 
-fn without_header(matcher: &Matcher, name: &HeaderName) -> Matcher {
+fn without_header(matcher: &Matcher, header: &KeyPart) -> Matcher {
     let mut rest = matcher.clone();
-    rest.headers.retain(|one| one.name != *name);
-    let is_about_header = |not: &Matcher| not.headers.iter().any(|one| one.name == *name);
+    rest.values.retain(|one| one.part != *header);
+    let is_about_header = |not: &Matcher| not.values.iter().any(|one| one.part == *header);
     rest.not = rest.not.filter(|not| !is_about_header(not));
     rest
 }

@@ -2,7 +2,7 @@
 
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::policy::{
-    CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, NamedCondition, PolicyAction,
+    CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, PartCondition, PolicyAction,
     PolicyMode, ValueCondition,
 };
 use indexmap::IndexMap;
@@ -223,7 +223,6 @@ fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<(&'a Key
     quota
         .key
         .parts()
-        .iter()
         .find_map(|part| Some((part, narrow_to_missing_part(&spanned.policy.matcher, part)?)))
 }
 
@@ -237,31 +236,17 @@ fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> 
                 narrower = narrow_to_missing_part(&narrower, one)?;
             }
         }
-        KeyPart::Header(name) => require_absent(&mut narrower.headers, name)?,
-        KeyPart::Query(name) => require_absent(&mut narrower.query, name)?,
-        KeyPart::Cookie(name) => require_absent(&mut narrower.cookies, name)?,
-        KeyPart::Claim(name) => require_absent(&mut narrower.claims, &name.without_issuers())?,
+        KeyPart::Header(_) | KeyPart::Query(_) | KeyPart::Cookie(_) | KeyPart::Claim(_)
+            if part.may_be_absent(matcher) =>
+        {
+            narrower.values.push(PartCondition {
+                part: part.without_issuers(),
+                condition: ValueCondition::Present(false),
+            });
+        }
         _ => return None,
     }
     Some(narrower)
-}
-
-fn require_absent<N: PartialEq + Clone>(
-    conditions: &mut Vec<NamedCondition<N>>,
-    name: &N,
-) -> Option<()> {
-    let requires_value = |test: &ValueCondition| !matches!(test, ValueCondition::Present(false));
-    if conditions
-        .iter()
-        .any(|named| named.name == *name && requires_value(&named.condition))
-    {
-        return None;
-    }
-    conditions.push(NamedCondition {
-        name: name.clone(),
-        condition: ValueCondition::Present(false),
-    });
-    Some(())
 }
 
 /// Envoy's own rate limit service charges one entry per descriptor, the most specific one.
@@ -313,16 +298,16 @@ impl<'p, 'r> DescriptorIndex<'p, 'r> {
         else {
             return Vec::new();
         };
-        let mut names: Vec<&str> = entries.iter().map(|entry| &*entry.name).collect();
+        let mut names: Vec<&str> = entries.iter().map(|entry| entry.part.name()).collect();
         names.sort_unstable();
         let names: Rc<[&str]> = names.into();
         let domain = (None, conditions.domain.as_deref().into_iter().collect());
         let entries = entries.iter().map(|entry| match &entry.condition {
             ValueCondition::OneOf(values) => (
-                Some(&*entry.name),
+                Some(entry.part.name()),
                 values.iter().map(|value| &**value).collect(),
             ),
-            _ => (Some(&*entry.name), Vec::new()),
+            _ => (Some(entry.part.name()), Vec::new()),
         });
         let fields: Vec<(_, Vec<&str>)> = std::iter::once(domain).chain(entries).collect();
         let key = |field, value| (Rc::clone(&names), field, value);
@@ -362,7 +347,7 @@ impl<'p, 'r> DescriptorIndex<'p, 'r> {
     }
 }
 
-fn describe_entry(entry: &NamedCondition<Box<str>>) -> String {
+fn describe_entry(entry: &PartCondition) -> String {
     let value = match &entry.condition {
         ValueCondition::OneOf(values) => match &**values {
             [value] => format!("{value:?}"),
@@ -371,24 +356,22 @@ fn describe_entry(entry: &NamedCondition<Box<str>>) -> String {
         ValueCondition::Regex(regex) => format!("{{ regex = {:?} }}", regex.as_str()),
         ValueCondition::Present(_) => "\"*\"".to_owned(),
     };
-    format!("{} = {value}", entry.name)
+    format!("{} = {value}", entry.part.name())
 }
 
 /// Whether the conditions list the values that a part of the key may have.
 fn is_listed(part: &KeyPart, matcher: &Matcher) -> bool {
-    let is_list = |condition: &ValueCondition| matches!(condition, ValueCondition::OneOf(_));
-    let KeyPart::Header(name) = part else {
-        return false;
+    let lists_part = |one: &PartCondition| {
+        one.part == *part && matches!(one.condition, ValueCondition::OneOf(_))
     };
-    let mut headers = matcher.headers.iter();
-    headers.any(|one| one.name == *name && is_list(&one.condition))
+    matches!(part, KeyPart::Header(_)) && matcher.values.iter().any(lists_part)
 }
 
 /// Whether the key has the host, and any host matches.
 fn chooses_host(spanned: &PolicyWithReader<'_>) -> bool {
     let is_exact = |host: &HostPattern| matches!(host, HostPattern::Exact(_));
     let hosts = &spanned.policy.matcher.hosts;
-    let mut sources = spanned.key_parts().iter().flat_map(KeyPart::alternatives);
+    let mut sources = spanned.key_parts().flat_map(KeyPart::alternatives);
     sources.any(|part| *part == KeyPart::Host) && (hosts.is_empty() || !hosts.iter().all(is_exact))
 }
 
@@ -398,7 +381,7 @@ fn warn_client_chosen_keys(
     budget: &mut ComparisonBudget,
 ) {
     let has_client_chosen_key = |one: &PolicyWithReader<'_>| {
-        let mut sources = one.key_parts().iter().flat_map(KeyPart::alternatives);
+        let mut sources = one.key_parts().flat_map(KeyPart::alternatives);
         let is_chosen = |part: &KeyPart| {
             context.is_client_chosen(part) && !is_listed(part, &one.policy.matcher)
         };
@@ -407,7 +390,7 @@ fn warn_client_chosen_keys(
     // Whether the policy limits a client that invents key values.
     let limits_by_client_ip = |one: &PolicyWithReader<'_>| {
         one.policy.is_enforced()
-            && one.key_parts().contains(&KeyPart::ClientIp)
+            && one.key_parts().any(|part| *part == KeyPart::ClientIp)
             && !has_client_chosen_key(one)
     };
     let guards = policies.iter().filter(|one| limits_by_client_ip(one));
@@ -429,7 +412,7 @@ fn warn_client_chosen_keys(
         if is_limited {
             continue;
         }
-        let chosen = spanned.key_parts().iter().find_map(|part| match part {
+        let chosen = spanned.key_parts().find_map(|part| match part {
             KeyPart::Alternatives(alternatives) => {
                 let (_, earlier) = alternatives.split_last()?;
                 let mut earlier = earlier.iter().map(|one| &one.part);

@@ -344,9 +344,9 @@ fn find_impossible_value_index(
                 return false;
             };
             let source = quota.key.value_source(position, value.as_bytes());
-            source.is_some_and(|source| {
-                let value = String::from_utf8_lossy(source.value);
-                is_impossible_value(&value, source.part, matcher, quota.missing_key)
+            source.is_some_and(|(source, value)| {
+                let value = String::from_utf8_lossy(value);
+                is_impossible_value(&value, &source.part, matcher, quota.missing_key)
             })
         })
 }

@@ -3,7 +3,7 @@
 use super::context::{ClaimTrust, PolicyContext};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use crate::config::table_reader::TableReader;
-use crate::policy::{AmountField, AmountSource};
+use crate::policy::{AmountSource, KeyPart};
 
 /// The amount of a limit.
 pub(super) struct LimitAmount {
@@ -54,7 +54,7 @@ pub(super) fn read_amount(
             "not beside requests_from; expected default, the amount of a request that states none",
         );
     }
-    let field = reader.get_parsed("requests_from", AmountField::parse);
+    let field = reader.get_parsed("requests_from", AmountSource::parse_field);
     if let Some(field) = &field {
         reject_untrusted_field(reader, context, field);
     }
@@ -85,32 +85,32 @@ pub(super) fn read_amount(
 }
 
 /// Reports a field that a client could write.
-fn reject_untrusted_field(reader: &TableReader<'_>, context: &PolicyContext, field: &AmountField) {
+fn reject_untrusted_field(reader: &TableReader<'_>, context: &PolicyContext, field: &KeyPart) {
     let key = "requests_from";
     match (field, context.claim_trust) {
-        (AmountField::Claim(_), None) => {
+        (KeyPart::Claim(_), None) => {
             reader.report_error(key, NO_TRUSTED_TOKENS_ERROR);
         }
-        (AmountField::Claim(_), Some(ClaimTrust::Unverified)) => {
+        (KeyPart::Claim(_), Some(ClaimTrust::Unverified)) => {
             reader.report_error(
                 key,
                 "with client.jwt.verify = false, each client writes its own amount; expected verified tokens",
             );
         }
-        (AmountField::Claim(_), Some(ClaimTrust::Signed)) => {}
-        (AmountField::Header(name), _) if context.client.trusted_proxies.is_empty() => {
+        (KeyPart::Claim(_), Some(ClaimTrust::Signed)) => {}
+        (KeyPart::Header(name), _) if context.client.trusted_proxies.is_empty() => {
             reader.report_error(
                 key,
                 &format!("no proxy is trusted to send {name}; expected client.trusted_proxies with the networks of the gateway in front"),
             );
         }
-        (AmountField::Header(name), _) if context.is_removed_header(name) => {
+        (KeyPart::Header(name), _) if context.is_removed_header(name) => {
             reader.report_error(
                 key,
                 &format!("{name} is never present: tidegate removes it before policies see it; expected another header"),
             );
         }
-        (AmountField::Header(name), _) => {
+        (KeyPart::Header(name), _) => {
             if !context.trusted_headers.contains(name) {
                 reader.report_warning(
                     key,
@@ -118,7 +118,7 @@ fn reject_untrusted_field(reader: &TableReader<'_>, context: &PolicyContext, fie
                 );
             }
         }
-        (AmountField::ClientCertSan | AmountField::ClientCertCn, _) => {
+        _ => {
             if !context.requests_client_certificates {
                 reader.report_error(
                     key,

@@ -287,7 +287,7 @@ fn list_options(
 
 /// Reports a part of the key that requests, or calls of the rate-limit service, do not have.
 fn report_foreign_key_part(reader: &TableReader<'_>, kind: PolicyKind, key: &KeyTemplate) {
-    let mut parts = key.parts().iter();
+    let mut parts = key.parts();
     let foreign = Some(!kind.matches_descriptors);
     let Some(part) = parts.find(|part| part.is_from_descriptor() == foreign) else {
         return;

@@ -74,8 +74,8 @@ impl PolicyWithReader<'_> {
         self.policy.quota()
     }
 
-    pub(in crate::config) fn key_parts(&self) -> &[KeyPart] {
-        self.quota().map_or(&[], |quota| quota.key.parts())
+    pub(in crate::config) fn key_parts(&self) -> impl Iterator<Item = &KeyPart> {
+        self.quota().into_iter().flat_map(|quota| quota.key.parts())
     }
 
     /// The policy's name and position: `"login" (config.toml:12:8)`.

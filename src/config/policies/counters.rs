@@ -165,15 +165,17 @@ fn find_difference(
 
 /// Whether keys with the same values mean the same. The patterns of `path:` parts may differ.
 fn have_same_parts(one: &Quota, other: &Quota) -> bool {
-    let (parts, others) = (one.key.parts(), other.key.parts());
+    let (parts, others) = (one.key.components(), other.key.components());
     parts.len() == others.len()
-        && parts.iter().zip(others).all(|pair| match pair {
-            (KeyPart::PathCaptures(one), KeyPart::PathCaptures(other)) => {
-                one.capture_count() == other.capture_count()
-            }
-            (one, other) => one == other,
+        && parts.iter().zip(others).all(|(one, other)| {
+            let is_same = match (&one.part, &other.part) {
+                (KeyPart::PathCaptures(one), KeyPart::PathCaptures(other)) => {
+                    one.capture_count() == other.capture_count()
+                }
+                (one, other) => one == other,
+            };
+            is_same && one.is_hashed == other.is_hashed
         })
-        && one.key.hashes_same_positions(&other.key)
 }
 
 fn find_limit_difference(

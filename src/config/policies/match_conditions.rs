@@ -5,14 +5,30 @@ use crate::config::table_reader::{ConfigValue, TableReader};
 use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::{
-    ConditionRegex, DescriptorConditions, HostPattern, Matcher, MethodSet, NamedCondition,
-    PathPattern, ValueCondition, canonicalize_descriptor_value, canonicalize_header_value,
+    ConditionRegex, DescriptorConditions, HostPattern, KeyPart, Matcher, MethodSet, PartCondition,
+    PathPattern, ValueCondition, canonicalize_part_value,
 };
 use figment::value::{Num, Value};
-use http::{HeaderName, Method};
+use http::Method;
 
 /// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 3] = ["domain", "descriptors", "descriptors_match"];
+
+type PartParser = fn(&str) -> Result<KeyPart, String>;
+
+/// Keys with conditions on named values, in the order of their evaluation.
+const VALUE_KEYS: [(&str, PartParser); 4] = [
+    ("headers", |name| {
+        values::parse_header_name(name).map(KeyPart::Header)
+    }),
+    ("query", |name| {
+        parse_nonempty_name(name).map(KeyPart::Query)
+    }),
+    ("cookies", |name| {
+        parse_nonempty_name(name).map(KeyPart::Cookie)
+    }),
+    ("jwt", |name| ClaimName::parse(name).map(KeyPart::Claim)),
+];
 
 /// Builds the conditions of a policy.
 pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -> Matcher {
@@ -55,32 +71,29 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         path_regex: reader
             .get_parsed("path_regex", values::parse_regex)
             .map(ConditionRegex),
-        headers: parse_conditions(
-            reader,
-            "headers",
-            values::parse_header_name,
-            parse_header_condition,
-        ),
-        query: parse_conditions(reader, "query", parse_nonempty_name, |_, item| {
-            parse_value_condition(item)
-        }),
-        cookies: parse_conditions(reader, "cookies", parse_nonempty_name, |_, item| {
-            parse_value_condition(item)
-        }),
         client_ips: reader.get_list("client_ips", |text| {
             let net = values::parse_network(text)?;
             context.client.check_client_network(net)
         }),
-        claims: parse_conditions(reader, "jwt", ClaimName::parse, |_, item| {
-            parse_claim_condition(item)
-        }),
-        descriptor_conditions: matches_descriptors.then(|| parse_descriptor_conditions(reader)),
+        values: VALUE_KEYS
+            .iter()
+            .flat_map(|(key, parse_part)| {
+                parse_conditions(reader, key, context, parse_part, |condition, _| {
+                    Some(condition)
+                })
+            })
+            .collect(),
+        descriptor_conditions: matches_descriptors
+            .then(|| parse_descriptor_conditions(reader, context)),
         any: any.iter().map(|one| build_matcher(one, context)).collect(),
         not: not.map(|not| Box::new(build_matcher(&not, context))),
     }
 }
 
-fn parse_descriptor_conditions(reader: &TableReader<'_>) -> DescriptorConditions {
+fn parse_descriptor_conditions(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+) -> DescriptorConditions {
     let has_entries = reader.contains_key("descriptors");
     if reader.contains_key("descriptors_match") && !has_entries {
         reader.report_error(
@@ -92,9 +105,10 @@ fn parse_descriptor_conditions(reader: &TableReader<'_>) -> DescriptorConditions
         .is_keyword("descriptors_match", "subset")
         .unwrap_or_default();
     let entries = has_entries.then(|| {
-        parse_conditions(reader, "descriptors", parse_entry_name, |_, item| {
-            parse_descriptor_condition(item, accepts_more_entries)
-        })
+        let adjust = |condition, item: &ConfigValue<'_>| {
+            adjust_entry_condition(condition, item, accepts_more_entries)
+        };
+        parse_conditions(reader, "descriptors", context, parse_entry, adjust)
     });
     DescriptorConditions {
         domain: reader.get_parsed("domain", parse_nonempty_name),
@@ -133,49 +147,45 @@ fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
 }
 
 /// Parses the name of a descriptor entry. Rejects `*`: a name is literal.
-fn parse_entry_name(text: &str) -> Result<Box<str>, String> {
+fn parse_entry(text: &str) -> Result<KeyPart, String> {
     match text {
         "*" => Err("\"*\" is no name: descriptors lists each entry by its name; expected for example descriptors = { user = \"*\" }, or only domain for all descriptors of a domain".to_owned()),
-        text => parse_nonempty_name(text),
+        text => parse_nonempty_name(text).map(KeyPart::DescriptorEntry),
     }
 }
 
-fn parse_conditions<N>(
+/// Parses the conditions in a table. Their texts get the form in which values are compared.
+fn parse_conditions(
     reader: &TableReader<'_>,
     key: &str,
-    parse_name: impl Fn(&str) -> Result<N, String>,
-    parse_condition: impl Fn(&N, &ConfigValue<'_>) -> Option<ValueCondition>,
-) -> Vec<NamedCondition<N>> {
-    let named_condition = |(name, item): (&str, ConfigValue<'_>)| match parse_name(name) {
-        Ok(name) => {
-            let condition = parse_condition(&name, &item)?;
-            Some(NamedCondition { name, condition })
+    context: &PolicyContext,
+    parse_part: impl Fn(&str) -> Result<KeyPart, String>,
+    adjust: impl Fn(ValueCondition, &ConfigValue<'_>) -> Option<ValueCondition>,
+) -> Vec<PartCondition> {
+    let parse = |(name, item): (&str, ConfigValue<'_>)| {
+        let part = match parse_part(name) {
+            Ok(part) => part,
+            Err(reason) => return item.report_error(&reason),
+        };
+        let condition = adjust(parse_condition(&part, &item)?, &item)?;
+        let rewrite =
+            |text: &str| canonicalize_part_value(&part, text, &context.client, &context.path);
+        match condition.rewrite_texts(rewrite) {
+            Ok(condition) => Some(PartCondition { part, condition }),
+            Err(reason) => item.report_error(&reason),
         }
-        Err(reason) => item.report_error(&reason),
     };
-    reader
-        .get_entries(key)
-        .into_iter()
-        .filter_map(named_condition)
-        .collect()
+    let entries = reader.get_entries(key).into_iter();
+    entries.filter_map(parse).collect()
 }
 
-/// Parses a condition on a claim, whose values may also be booleans and integers.
-fn parse_claim_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
-    let text = |value: &Value| match value {
-        Value::Bool(_, flag) => Some(flag.to_string().into()),
-        Value::Num(_, Num::I64(number)) => Some(number.to_string().into()),
-        value => value.as_str().map(Into::into),
-    };
-    parse_condition(item, text)
-}
-
-/// Parses a condition on a descriptor entry. `"*"` is any value.
-fn parse_descriptor_condition(
+/// Adjusts a condition on a descriptor entry: `"*"` is any value.
+fn adjust_entry_condition(
+    condition: ValueCondition,
     item: &ConfigValue<'_>,
     accepts_more_entries: bool,
 ) -> Option<ValueCondition> {
-    match parse_value_condition(item)? {
+    match condition {
         ValueCondition::OneOf(values) if values.iter().any(|value| **value == *"*") => {
             match values.len() {
                 1 => Some(ValueCondition::Present(true)),
@@ -185,34 +195,22 @@ fn parse_descriptor_condition(
         ValueCondition::Present(false) if !accepts_more_entries => item.report_error(
             "a descriptor with other entries never matches; expected no such condition, or descriptors_match = \"subset\"",
         ),
-        condition => {
-            let rewrite = |text: &str| Ok(canonicalize_descriptor_value(text).into());
-            condition.rewrite_texts(rewrite).ok()
-        }
+        condition => Some(condition),
     }
 }
 
-/// Parses a condition on a header. Its texts get the form in which requests are compared.
-fn parse_header_condition(name: &HeaderName, item: &ConfigValue<'_>) -> Option<ValueCondition> {
-    let condition = parse_value_condition(item)?;
-    let rewrite = |text: &str| canonicalize_header_value(name, text);
-    match condition.rewrite_texts(rewrite) {
-        Ok(condition) => Some(condition),
-        Err(reason) => item.report_error(&reason),
-    }
-}
-
-fn parse_value_condition(item: &ConfigValue<'_>) -> Option<ValueCondition> {
-    parse_condition(item, |value| value.as_str().map(Into::into))
-}
-
-/// Parses a condition on a value. `parse_text` reads one value to compare with.
-fn parse_condition(
-    item: &ConfigValue<'_>,
-    parse_text: impl Fn(&Value) -> Option<Box<str>>,
-) -> Option<ValueCondition> {
+/// Parses a condition on the values of a part. Those of a claim may be booleans and integers.
+fn parse_condition(part: &KeyPart, item: &ConfigValue<'_>) -> Option<ValueCondition> {
     const EXPECTED: &str =
         "expected a text, a list of texts, { regex = \"…\" } or { present = true }";
+    let is_claim = matches!(part, KeyPart::Claim(_));
+    let parse_text = |value: &Value| -> Option<Box<str>> {
+        match value {
+            Value::Bool(_, flag) if is_claim => Some(flag.to_string().into()),
+            Value::Num(_, Num::I64(number)) if is_claim => Some(number.to_string().into()),
+            value => value.as_str().map(Into::into),
+        }
+    };
     if let Some(text) = parse_text(item.value) {
         return Some(ValueCondition::equals(&text));
     }
