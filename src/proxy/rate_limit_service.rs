@@ -4,8 +4,8 @@
 //! store call. If the store fails, the gRPC status is UNAVAILABLE, and Envoy applies its own
 //! `failure_mode_deny`.
 
-pub(in crate::proxy) mod call_result;
-pub(in crate::proxy) mod grpc;
+pub(crate) mod call_result;
+pub(crate) mod grpc;
 #[allow(
     dead_code,
     unreachable_pub,

@@ -5,16 +5,16 @@
 
 mod addresses;
 mod connector;
-pub(in crate::proxy) mod error;
+pub(crate) mod error;
 mod exchange;
 mod http2;
 mod informational_responses;
 mod pool;
 mod read_limit;
-pub(in crate::proxy) mod response_body;
+pub(crate) mod response_body;
 mod retry;
 mod shared_state;
-pub(in crate::proxy) mod tunnel_io;
+pub(crate) mod tunnel_io;
 
 use http::{HeaderValue, Request, Response, Version};
 use std::cell::Cell;

@@ -39,7 +39,7 @@ static REJECTION_LINES: Mutex<RejectionLines> = Mutex::new(RejectionLines {
 
 /// Writes access-log lines according to the log settings.
 #[derive(Debug)]
-pub(in crate::proxy) struct AccessLog {
+pub(crate) struct AccessLog {
     mode: AccessLogFilter,
     /// Share of the lines that are written, 0.0..=1.0.
     sample_rate: f64,
@@ -119,38 +119,38 @@ async fn write_summaries_from(first: Instant) {
 
 /// Fields of one access-log line; all are known once the response head is.
 #[derive(Debug)]
-pub(in crate::proxy) struct AccessLogEntry<'a> {
+pub(crate) struct AccessLogEntry<'a> {
     /// Request method. Like `host` and `path`, empty if the request head could not be parsed; `RLS`
     /// for a rate-limit call.
-    pub(in crate::proxy) method: &'a str,
-    pub(in crate::proxy) host: &'a str,
+    pub(crate) method: &'a str,
+    pub(crate) host: &'a str,
     /// The path as the client sent it. The query is left out, because it may contain secrets.
-    pub(in crate::proxy) path: &'a str,
-    pub(in crate::proxy) client_ip: IpAddr,
-    pub(in crate::proxy) status: StatusCode,
+    pub(crate) path: &'a str,
+    pub(crate) client_ip: IpAddr,
+    pub(crate) status: StatusCode,
     /// Time from the request's arrival to the response head.
-    pub(in crate::proxy) time_to_head: Duration,
+    pub(crate) time_to_head: Duration,
     /// One of `allowed`, `rejected`, `blocked`, `denied`, `degraded`, `malformed`.
-    pub(in crate::proxy) decision: &'static str,
+    pub(crate) decision: &'static str,
     /// The policy that rejected the request, if any.
-    pub(in crate::proxy) policy: Option<&'a str>,
-    pub(in crate::proxy) unenforced_rejections: Option<&'a UnenforcedRejections<'a>>,
+    pub(crate) policy: Option<&'a str>,
+    pub(crate) unenforced_rejections: Option<&'a UnenforcedRejections<'a>>,
     /// The wait after which a rejected request would be admitted, if it is known.
-    pub(in crate::proxy) retry_after_us: Option<u64>,
+    pub(crate) retry_after_us: Option<u64>,
     /// The key that was rejected, if it has several values.
-    pub(in crate::proxy) key: Option<&'a Key>,
+    pub(crate) key: Option<&'a Key>,
     /// The evaluated limits; the line reports the one with the least remaining.
-    pub(in crate::proxy) limits: &'a [LimitReport<'a>],
+    pub(crate) limits: &'a [LimitReport<'a>],
     /// Source of the decision, such as Redis or a lease.
-    pub(in crate::proxy) source: Option<DecisionSource>,
+    pub(crate) source: Option<DecisionSource>,
     /// Time from the request's arrival to the decision.
-    pub(in crate::proxy) time_to_decision: Option<Duration>,
-    pub(in crate::proxy) trace_id: Option<TraceId>,
+    pub(crate) time_to_decision: Option<Duration>,
+    pub(crate) trace_id: Option<TraceId>,
 }
 
 impl AccessLogEntry<'_> {
     /// Creates an entry for a request that could not be parsed: all other fields are empty.
-    pub(in crate::proxy) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
+    pub(crate) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
         Self {
             method: "",
             host: "",
@@ -172,7 +172,7 @@ impl AccessLogEntry<'_> {
 }
 
 impl AccessLog {
-    pub(in crate::proxy) fn new(settings: &LogSettings) -> Self {
+    pub(crate) fn new(settings: &LogSettings) -> Self {
         Self {
             mode: settings.access,
             sample_rate: settings.access_sample,
@@ -192,7 +192,7 @@ impl AccessLog {
 
     /// Whether the log settings allow a line for a request, before sampling. `is_rejected` says
     /// whether the request was rejected.
-    pub(in crate::proxy) fn filter_allows_request(&self, is_rejected: bool) -> bool {
+    pub(crate) fn filter_allows_request(&self, is_rejected: bool) -> bool {
         match self.mode {
             AccessLogFilter::Off => false,
             AccessLogFilter::Rejected => is_rejected,
@@ -200,7 +200,7 @@ impl AccessLog {
         }
     }
 
-    pub(in crate::proxy) fn write(&self, entry: &AccessLogEntry<'_>) {
+    pub(crate) fn write(&self, entry: &AccessLogEntry<'_>) {
         // Tests for a rejecting policy, not for the decision: otherwise each request forwarded as
         // `degraded` during an outage would write a line.
         let is_rejected = entry.policy.is_some() || entry.decision == "malformed";

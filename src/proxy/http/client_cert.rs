@@ -17,7 +17,7 @@ const MAX_CHAIN_BYTES: usize = 16 * 1024;
 
 /// The fields for one connection.
 #[derive(Debug)]
-pub(in crate::proxy) struct ClientCertFields {
+pub(crate) struct ClientCertFields {
     certificate: HeaderValue,
     /// Present if the client sent the issuer of its certificate.
     chain: Option<HeaderValue>,
@@ -27,7 +27,7 @@ impl ClientCertFields {
     /// Formats the certificates of a TLS client, its own first. Of the others, only those count
     /// that are named as issuers, each of the one before: TLS does not verify the rest. Returns
     /// `None` if there is no certificate.
-    pub(in crate::proxy) fn from_chain(chain: &[CertificateDer<'_>]) -> Option<Self> {
+    pub(crate) fn from_chain(chain: &[CertificateDer<'_>]) -> Option<Self> {
         let (certificate, _) = chain.split_first()?;
         let issuers = tls::select_issuers(chain);
         let bytes: usize = issuers.iter().map(|der| der.len()).sum();
@@ -49,7 +49,7 @@ pub fn is_client_cert_field(name: &HeaderName) -> bool {
 
 /// Removes the client's own fields. They stay only if `client.trusted_headers` names them and a
 /// trusted proxy sends the request: other proxies pass on what their clients send.
-pub(in crate::proxy) fn remove_untrusted_client_cert(
+pub(crate) fn remove_untrusted_client_cert(
     headers: &mut HeaderMap,
     client: &ClientAddress,
     table: &PolicyTable,
@@ -62,7 +62,7 @@ pub(in crate::proxy) fn remove_untrusted_client_cert(
 }
 
 /// Adds the fields of the connection, unless the gateway in front states the certificate.
-pub(in crate::proxy) fn add_client_cert(
+pub(crate) fn add_client_cert(
     headers: &mut HeaderMap,
     fields: &ClientCertFields,
     client: &ClientAddress,

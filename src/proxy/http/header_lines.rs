@@ -8,7 +8,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, header};
 const FIELD_LINE_BYTES: usize = 104;
 
 /// The values of a header. Comparing the few names of a request is cheaper than a lookup.
-pub(in crate::proxy) fn header_values<'h>(
+pub(crate) fn header_values<'h>(
     headers: &'h HeaderMap,
     name: &HeaderName,
 ) -> impl Iterator<Item = &'h HeaderValue> {
@@ -17,11 +17,7 @@ pub(in crate::proxy) fn header_values<'h>(
 }
 
 /// Appends `item` to a comma-separated list header and joins all lines of the header into one.
-pub(in crate::proxy) fn append_to_list_header(
-    headers: &mut HeaderMap,
-    name: &HeaderName,
-    item: HeaderValue,
-) {
+pub(crate) fn append_to_list_header(headers: &mut HeaderMap, name: &HeaderName, item: HeaderValue) {
     match headers.entry(name) {
         Entry::Vacant(vacant) => {
             vacant.insert(item);
@@ -56,7 +52,7 @@ fn join_header_lines<'v>(
 /// map.
 ///
 /// HPACK needs one byte for a line that takes [`FIELD_LINE_BYTES`].
-pub(in crate::proxy) fn compact_header_map(headers: &mut HeaderMap) -> usize {
+pub(crate) fn compact_header_map(headers: &mut HeaderMap) -> usize {
     join_cookie_lines(headers);
     let mut compact = HeaderMap::with_capacity(headers.keys_len());
     compact.extend(std::mem::take(headers));

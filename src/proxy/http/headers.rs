@@ -15,26 +15,26 @@ use std::net::IpAddr;
 
 /// Properties of a request, its client and the upstream that determine the forwarded headers.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::proxy) struct ForwardingContext<'a> {
-    pub(in crate::proxy) peer: &'a AddressText,
+pub(crate) struct ForwardingContext<'a> {
+    pub(crate) peer: &'a AddressText,
     /// The client that sent the request; the peer itself if the peer is not trusted.
-    pub(in crate::proxy) client: ClientAddress,
+    pub(crate) client: ClientAddress,
     /// Whether the request came over TLS.
-    pub(in crate::proxy) is_https: bool,
+    pub(crate) is_https: bool,
     /// HTTP version of the client's request.
-    pub(in crate::proxy) version_in: Version,
+    pub(crate) version_in: Version,
     /// Configured header that holds the client's address.
-    pub(in crate::proxy) ip_header: &'a HeaderName,
+    pub(crate) ip_header: &'a HeaderName,
     /// Whether the request has a body. An HTTP/2 request can have a body without any framing
     /// header.
-    pub(in crate::proxy) has_body: bool,
-    pub(in crate::proxy) preserve_host: bool,
-    pub(in crate::proxy) upstream_authority: &'a HeaderValue,
+    pub(crate) has_body: bool,
+    pub(crate) preserve_host: bool,
+    pub(crate) upstream_authority: &'a HeaderValue,
 }
 
 /// The peer's address, formatted for forwarding headers once per connection.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct AddressText {
+pub(crate) struct AddressText {
     ip: IpAddr,
     header_value: HeaderValue,
     /// The address as the `for` parameter of a `Forwarded` element.
@@ -43,7 +43,7 @@ pub(in crate::proxy) struct AddressText {
 
 /// Reason why an upstream's response head is not a valid response to the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(in crate::proxy) enum ResponseValidationError {
+pub(crate) enum ResponseValidationError {
     #[error("the upstream used a transfer coding other than \"chunked\"")]
     TransferEncoding,
     #[error("the upstream sent several Content-Length values that differ")]
@@ -58,7 +58,7 @@ pub(in crate::proxy) enum ResponseValidationError {
 
 impl AddressText {
     /// Formats an address. Converts an IPv4-mapped IPv6 address (from a dual-stack socket) to IPv4.
-    pub(in crate::proxy) fn new(ip: IpAddr) -> Self {
+    pub(crate) fn new(ip: IpAddr) -> Self {
         let ip = ip.to_canonical();
         Self {
             ip,
@@ -76,7 +76,7 @@ static X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 /// Rewrites the headers of a validated request before it is forwarded to the upstream.
 ///
 /// Forwarding headers of a trusted peer are extended; those of an untrusted peer are replaced.
-pub(in crate::proxy) fn rewrite_request_headers(
+pub(crate) fn rewrite_request_headers(
     parts: &mut request::Parts,
     target: &RequestTarget,
     hop: &ForwardingContext<'_>,
@@ -124,7 +124,7 @@ pub(in crate::proxy) fn rewrite_request_headers(
 ///
 /// Without this change, a client could prevent settlement by asking for a content coding or a
 /// range.
-pub(in crate::proxy) fn ask_upstream_for_full_identity_body(headers: &mut HeaderMap) {
+pub(crate) fn ask_upstream_for_full_identity_body(headers: &mut HeaderMap) {
     headers.insert(
         header::ACCEPT_ENCODING,
         HeaderValue::from_static("identity"),
@@ -141,7 +141,7 @@ pub(in crate::proxy) fn ask_upstream_for_full_identity_body(headers: &mut Header
 ///
 /// # Errors
 /// A [`ResponseValidationError`] if the response cannot be forwarded safely.
-pub(in crate::proxy) fn rewrite_response_head(
+pub(crate) fn rewrite_response_head(
     parts: &mut response::Parts,
     version_in: Version,
     upgrade_request: Option<&RequestedProtocolSwitch>,
@@ -217,7 +217,7 @@ pub(in crate::proxy) fn rewrite_response_head(
 }
 
 /// Rewrites an informational (1xx) response for the client: removes hop-by-hop and framing headers.
-pub(in crate::proxy) fn rewrite_informational_headers(parts: &mut response::Parts) {
+pub(crate) fn rewrite_informational_headers(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
     let connection_options = headers
         .get_all(header::CONNECTION)
@@ -308,7 +308,7 @@ fn upgrade_values_for_client(
 
 /// Formats an integer as a header value with one allocation; the `http` crate's conversion needs
 /// two.
-pub(in crate::proxy) fn integer_header_value(value: impl itoa::Integer) -> HeaderValue {
+pub(crate) fn integer_header_value(value: impl itoa::Integer) -> HeaderValue {
     HeaderValue::from_str(itoa::Buffer::new().format(value)).expect("digits are visible ASCII")
 }
 

@@ -4,7 +4,7 @@
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 
 /// Returns the header names in a `Connection` value, without `close` and `keep-alive`.
-pub(in crate::proxy) fn headers_named_in_connection(
+pub(crate) fn headers_named_in_connection(
     value: &HeaderValue,
 ) -> impl Iterator<Item = HeaderName> + '_ {
     list_elements(value)
@@ -15,7 +15,7 @@ pub(in crate::proxy) fn headers_named_in_connection(
 }
 
 /// Returns the non-empty elements of a comma-separated header value. Quotes are not interpreted.
-pub(in crate::proxy) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
+pub(crate) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
     value
         .as_bytes()
         .split(|byte| *byte == b',')
@@ -24,7 +24,7 @@ pub(in crate::proxy) fn list_elements(value: &HeaderValue) -> impl Iterator<Item
 }
 
 /// Whether a header applies to a single connection only; `Connection` can name further ones.
-pub(in crate::proxy) fn is_hop_by_hop(name: &HeaderName) -> bool {
+pub(crate) fn is_hop_by_hop(name: &HeaderName) -> bool {
     matches!(
         *name,
         header::CONNECTION
@@ -40,7 +40,7 @@ pub(in crate::proxy) fn is_hop_by_hop(name: &HeaderName) -> bool {
 
 /// Removes the trailers that apply to a connection or frame a message (RFC 9110, 6.5.1). HTTP/2
 /// clients reset a stream with them; hyper removes them for HTTP/1.1.
-pub(in crate::proxy) fn remove_invalid_trailers(trailers: &mut HeaderMap) {
+pub(crate) fn remove_invalid_trailers(trailers: &mut HeaderMap) {
     let is_framing = |name: &HeaderName| {
         matches!(
             *name,

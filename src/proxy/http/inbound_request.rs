@@ -15,8 +15,8 @@ use std::net::IpAddr;
 /// request head can still change.
 #[derive(Debug)]
 pub struct InboundRequest {
-    pub(in crate::proxy) target: RequestTarget,
-    pub(in crate::proxy) client: ClientAddress,
+    pub(crate) target: RequestTarget,
+    pub(crate) client: ClientAddress,
     paths: PathInterpretations,
     token: RequestToken,
 }
@@ -118,7 +118,7 @@ impl InboundRequest {
 
     /// Returns the parts needed after the decision and drops the others, which can be large: a
     /// hostile path has many interpretations.
-    pub(in crate::proxy) fn into_target_and_client(self) -> (RequestTarget, ClientAddress) {
+    pub(crate) fn into_target_and_client(self) -> (RequestTarget, ClientAddress) {
         (self.target, self.client)
     }
 

@@ -11,7 +11,7 @@ use super::headers;
 use crate::proxy::server::connection_monitor::ConnectionMonitor;
 
 /// Maximum number of informational responses forwarded per request; further ones are dropped.
-pub(in crate::proxy) const MAX_INFORMATIONAL_RESPONSES: usize = 16;
+pub(crate) const MAX_INFORMATIONAL_RESPONSES: usize = 16;
 /// Maximum number of informational responses received per request. An upstream that sends more
 /// floods its worker.
 const MAX_RECEIVED_RESPONSES: usize = 10_000;
@@ -31,7 +31,7 @@ impl InformationalForwarder {
     /// Creates a forwarder. If the request is not HTTP/1.1, it drops all informational responses.
     ///
     /// An HTTP/1.0 client would take an informational response for the final one (RFC 9110, 15.2).
-    pub(in crate::proxy) fn new(request_version: Version, client: &Rc<ConnectionMonitor>) -> Self {
+    pub(crate) fn new(request_version: Version, client: &Rc<ConnectionMonitor>) -> Self {
         let client = (request_version == Version::HTTP_11).then(|| Rc::clone(client));
         Self {
             client,
@@ -42,7 +42,7 @@ impl InformationalForwarder {
     }
 
     /// Counts responses from the upstream, forwarded or not. Returns `false` if there are too many.
-    pub(in crate::proxy) fn count_received(&mut self, responses: usize) -> bool {
+    pub(crate) fn count_received(&mut self, responses: usize) -> bool {
         self.received_responses += responses;
         self.received_responses <= MAX_RECEIVED_RESPONSES
     }
@@ -53,12 +53,7 @@ impl InformationalForwarder {
     /// Drops `100 Continue`, because the proxy answers `Expect` itself and does not forward it.
     /// Also drops heads above the limits, and heads that would have to wait for unread earlier
     /// responses.
-    pub(in crate::proxy) fn forward(
-        &mut self,
-        status: StatusCode,
-        fields: &HeaderMap,
-        version: Version,
-    ) {
+    pub(crate) fn forward(&mut self, status: StatusCode, fields: &HeaderMap, version: Version) {
         let Some(client) = &self.client else { return };
         let is_hop_by_hop = matches!(
             status,

@@ -13,11 +13,11 @@ mod reply_style;
 mod tests;
 mod text_encoding;
 
-pub(in crate::proxy) use own_limits_reply::{
+pub(crate) use own_limits_reply::{
     build_method_not_allowed_reply, build_own_limits_reply, build_unidentified_client_reply,
 };
-pub(in crate::proxy) use proxy_error_type::ProxyErrorType;
-pub(in crate::proxy) use reply_style::ReplyStyle;
+pub(crate) use proxy_error_type::ProxyErrorType;
+pub(crate) use reply_style::ReplyStyle;
 
 use self::problem_reply::{
     GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
@@ -36,7 +36,7 @@ use std::borrow::Cow;
 /// Builds the reply to a request that the verdict does not forward, with rate-limit headers: status
 /// 400, 403, 429 or 503, or a policy's custom response. Returns `None` if the verdict forwards the
 /// request.
-pub(in crate::proxy) fn build_verdict_reply(
+pub(crate) fn build_verdict_reply(
     verdict: &Verdict<'_>,
     header_settings: RateLimitHeaderSettings,
     style: ReplyStyle<'_>,
@@ -162,7 +162,7 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
 
 /// Builds the reply to a request that failed validation. An HTTP/1 connection closes after the
 /// reply.
-pub(in crate::proxy) fn build_invalid_request_reply(
+pub(crate) fn build_invalid_request_reply(
     error: InboundRequestError,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
@@ -189,7 +189,7 @@ pub(in crate::proxy) fn build_invalid_request_reply(
 }
 
 /// Builds the reply to a request that could not be forwarded or completed.
-pub(in crate::proxy) fn build_proxy_error_reply(
+pub(crate) fn build_proxy_error_reply(
     error_type: ProxyErrorType,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {

@@ -5,18 +5,14 @@ use crate::policy::{PolicyMode, PolicyTable};
 use http::{HeaderMap, HeaderValue};
 
 /// Adds the header if the request is marked.
-pub(in crate::proxy) fn add_mark_header(
-    headers: &mut HeaderMap,
-    table: &PolicyTable,
-    verdict: &Verdict<'_>,
-) {
+pub(crate) fn add_mark_header(headers: &mut HeaderMap, table: &PolicyTable, verdict: &Verdict<'_>) {
     if let Some(value) = build_mark_value(verdict) {
         headers.insert(&table.mark_header, value);
     }
 }
 
 /// Builds the value: the names of the policies. Returns `None` if the request is not marked.
-pub(in crate::proxy) fn build_mark_value(verdict: &Verdict<'_>) -> Option<HeaderValue> {
+pub(crate) fn build_mark_value(verdict: &Verdict<'_>) -> Option<HeaderValue> {
     if verdict.unenforced_rejections.is_empty() {
         return None;
     }

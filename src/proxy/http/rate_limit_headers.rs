@@ -9,7 +9,7 @@ mod standard_headers;
 #[cfg(test)]
 mod tests;
 
-pub(in crate::proxy) use legacy_headers::reset_at_us;
+pub(crate) use legacy_headers::reset_at_us;
 
 use self::legacy_headers::write_legacy_headers;
 use self::standard_headers::{RATELIMIT, is_structured_dictionary, write_standard_headers};
@@ -18,7 +18,7 @@ use crate::policy::RateLimitHeaderSettings;
 use http::HeaderMap;
 
 /// Adds the configured rate-limit headers to a response head, if any limit may be reported.
-pub(in crate::proxy) fn write_headers(
+pub(crate) fn write_headers(
     verdict: &Verdict<'_>,
     settings: RateLimitHeaderSettings,
     headers: &mut HeaderMap,

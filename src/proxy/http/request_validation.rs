@@ -18,7 +18,7 @@ mod host;
 mod tests;
 
 pub use error::RequestValidationError;
-pub(in crate::proxy) use header_scan::has_outer_white_space;
+pub(crate) use header_scan::has_outer_white_space;
 pub use host::normalize_host;
 
 use self::header_scan::RequestHeaderScan;
@@ -31,15 +31,15 @@ use hyper::ext::Protocol;
 /// Validated target of a request, with its content length and protocol switch. The data is owned,
 /// so that the request head can still change.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct RequestTarget {
+pub(crate) struct RequestTarget {
     authority: Option<HeaderValue>,
     host: NormalizedHost,
     path_and_query: PathAndQuery,
     /// Declared length of the body in bytes; `None` without `Content-Length` (chunked, HTTP/2 or no
     /// body).
-    pub(in crate::proxy) content_length: Option<u64>,
+    pub(crate) content_length: Option<u64>,
     /// The protocol switch that the request asks for and the upstream may accept with a `101`.
-    pub(in crate::proxy) upgrade_request: Option<RequestedProtocolSwitch>,
+    pub(crate) upgrade_request: Option<RequestedProtocolSwitch>,
 }
 
 /// Validates a request head, removes hop-by-hop headers and rewrites the rest for an HTTP/1.1
@@ -51,7 +51,7 @@ pub(in crate::proxy) struct RequestTarget {
 /// # Errors
 /// Returns a [`RequestValidationError`]; the caller must reply with its status and close an HTTP/1
 /// connection.
-pub(in crate::proxy) fn validate_and_rewrite_request(
+pub(crate) fn validate_and_rewrite_request(
     parts: &mut request::Parts,
     reads_header: &dyn Fn(&HeaderName) -> bool,
 ) -> Result<RequestTarget, RequestValidationError> {
@@ -107,7 +107,7 @@ pub(in crate::proxy) fn validate_and_rewrite_request(
 impl RequestTarget {
     /// The host for policies: lowercase, without port and trailing dot; an IPv6 address in its
     /// shortest form, in brackets. The host of an HTTP/1.0 request can be empty.
-    pub(in crate::proxy) fn host(&self) -> &str {
+    pub(crate) fn host(&self) -> &str {
         match (&self.host, &self.authority) {
             (NormalizedHost::AuthorityRange(range), Some(authority)) => authority
                 .to_str()
@@ -120,12 +120,12 @@ impl RequestTarget {
     }
 
     /// Host and port as the client sent them.
-    pub(in crate::proxy) fn authority(&self) -> Option<&HeaderValue> {
+    pub(crate) fn authority(&self) -> Option<&HeaderValue> {
         self.authority.as_ref()
     }
 
     /// The path for policies, as the client sent it. `*` (`OPTIONS *`) becomes `/`.
-    pub(in crate::proxy) fn path(&self) -> &str {
+    pub(crate) fn path(&self) -> &str {
         match self.path_and_query.path() {
             "*" => "/",
             path => path,
@@ -133,10 +133,7 @@ impl RequestTarget {
     }
 
     /// Replaces the path. The query stays.
-    pub(in crate::proxy) fn replace_path(
-        &mut self,
-        path: &str,
-    ) -> Result<(), RequestValidationError> {
+    pub(crate) fn replace_path(&mut self, path: &str) -> Result<(), RequestValidationError> {
         let replaced = match self.query() {
             Some(query) => PathAndQuery::try_from(format!("{path}?{query}")),
             None => PathAndQuery::try_from(path),
@@ -145,12 +142,12 @@ impl RequestTarget {
         Ok(())
     }
 
-    pub(in crate::proxy) fn path_and_query(&self) -> &PathAndQuery {
+    pub(crate) fn path_and_query(&self) -> &PathAndQuery {
         &self.path_and_query
     }
 
     /// The query without the question mark.
-    pub(in crate::proxy) fn query(&self) -> Option<&str> {
+    pub(crate) fn query(&self) -> Option<&str> {
         self.path_and_query.query()
     }
 }

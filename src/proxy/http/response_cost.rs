@@ -8,7 +8,7 @@ mod json_scanner;
 use crate::enforcer::EstimatedCharge;
 use crate::limiter::MAX_UNITS;
 use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
-pub(in crate::proxy) use crate::proxy::http::response_cost::json_scanner::JsonPointerScanner;
+pub(crate) use crate::proxy::http::response_cost::json_scanner::JsonPointerScanner;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, header, response};
 use http_body::Frame;
@@ -19,12 +19,12 @@ use std::sync::Arc;
 /// If the meter is dropped before the response ends, a charge is settled only if the cost read by
 /// then exceeds the estimate: a client cannot reduce its cost by disconnecting.
 #[derive(Debug)]
-pub(in crate::proxy) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>);
+pub(crate) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>);
 
 impl CostMeter {
     /// Settles the charges that the response head determines and creates a meter for the others.
     /// Returns `None` if no charge depends on the body or the trailers.
-    pub(in crate::proxy) fn settle_head_and_create(
+    pub(crate) fn settle_head_and_create(
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
     ) -> Option<Box<Self>> {
@@ -43,7 +43,7 @@ impl CostMeter {
     }
 
     /// Reads costs from the next frame: body data or trailers.
-    pub(in crate::proxy) fn read_frame(&mut self, frame: &Frame<Bytes>) {
+    pub(crate) fn read_frame(&mut self, frame: &Frame<Bytes>) {
         for (reader, _) in &mut self.0 {
             if let Some(bytes) = frame.data_ref() {
                 reader.read_body_chunk(bytes);
@@ -54,7 +54,7 @@ impl CostMeter {
     }
 
     /// Settles all charges whose cost was found, after the complete body.
-    pub(in crate::proxy) fn settle(mut self) {
+    pub(crate) fn settle(mut self) {
         for (reader, estimate) in self.0.drain(..) {
             if let Some(units) = reader.finish() {
                 estimate.settle(units);

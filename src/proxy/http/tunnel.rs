@@ -52,7 +52,7 @@ pub struct Tunnel {
 
 /// Why a tunnel ended.
 #[derive(Debug, thiserror::Error)]
-pub(in crate::proxy) enum TunnelEndReason {
+pub(crate) enum TunnelEndReason {
     /// Both sides closed their direction.
     #[error("both sides closed the tunnel")]
     Completed,
@@ -80,7 +80,7 @@ pub(in crate::proxy) enum TunnelEndReason {
 }
 
 impl Tunnel {
-    pub(in crate::proxy) fn new(
+    pub(crate) fn new(
         upstream: impl TunnelUpstream + 'static,
         idle_timeout: Option<Duration>,
     ) -> Self {
@@ -102,31 +102,28 @@ impl Tunnel {
 
     /// Keeps the concurrency slot until the tunnel ends, and ends the tunnel at the slot's
     /// `ends_at`.
-    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
+    pub(crate) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
         self.slot_guard = Some(slot_guard);
     }
 
     /// Follows the frames of a WebSocket, to close it properly at a shutdown.
-    pub(in crate::proxy) fn track_websocket_frames(&mut self) {
+    pub(crate) fn track_websocket_frames(&mut self) {
         self.client_to_upstream.frames = Some(WebSocketFrames::default());
         self.upstream_to_client.frames = Some(WebSocketFrames::default());
     }
 
     /// Keeps the client's count until the tunnel ends.
-    pub(in crate::proxy) fn attach_client_count(
-        &mut self,
-        client_count: Option<Box<ClientCountGuard>>,
-    ) {
+    pub(crate) fn attach_client_count(&mut self, client_count: Option<Box<ClientCountGuard>>) {
         self._client_count = client_count;
     }
 
     /// Attaches the trace recording, to end with the tunnel.
-    pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+    pub(crate) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self._recording = recording;
     }
 
     /// Attaches the request's metrics, to end with the tunnel.
-    pub(in crate::proxy) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
+    pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
         self._active_request = Some(active);
     }
 
@@ -137,7 +134,7 @@ impl Tunnel {
     /// upstream closed. `shares_window` means that the client's streams share one flow-control
     /// window, which unread bytes occupy; `stall_timeout` then also limits how long the upstream
     /// may not read. `monitor` tells when a WebSocket must close for a shutdown.
-    pub(in crate::proxy) async fn run<C>(
+    pub(crate) async fn run<C>(
         &mut self,
         client: &mut C,
         monitor: &ConnectionMonitor,

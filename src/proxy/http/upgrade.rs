@@ -16,7 +16,7 @@ const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
 /// How a valid request asks for a protocol switch: HTTP/1.1 `Upgrade` or HTTP/2 extended CONNECT.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::proxy) enum RequestedProtocolSwitch {
+pub(crate) enum RequestedProtocolSwitch {
     /// HTTP/1.1 request with `Upgrade` (RFC 9110, 7.8). Contains the request's `Sec-WebSocket-Key`,
     /// if any.
     Http1Upgrade { websocket_key: Option<HeaderValue> },
@@ -27,14 +27,14 @@ pub(in crate::proxy) enum RequestedProtocolSwitch {
 
 /// Whether `Upgrade` values may be forwarded: not empty, and every protocol well-formed and not
 /// HTTP.
-pub(in crate::proxy) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
+pub(crate) fn is_forwardable_upgrade(list: &[HeaderValue]) -> bool {
     let mut protocols = list.iter().flat_map(list_elements).peekable();
     protocols.peek().is_some()
         && protocols.all(|protocol| is_protocol_token(protocol) && !is_http_protocol(protocol))
 }
 
 /// Whether a `101` response selects only protocols that the request offered.
-pub(in crate::proxy) fn selects_only_offered_protocols(
+pub(crate) fn selects_only_offered_protocols(
     offered: &[HeaderValue],
     response: &HeaderMap,
 ) -> bool {
@@ -53,22 +53,19 @@ pub(in crate::proxy) fn selects_only_offered_protocols(
 }
 
 /// Generates a random `Sec-WebSocket-Key`: 16 bytes in base64 (RFC 6455, 4.1).
-pub(in crate::proxy) fn generate_websocket_key() -> HeaderValue {
+pub(crate) fn generate_websocket_key() -> HeaderValue {
     let nonce = fastrand::u128(..).to_be_bytes();
     HeaderValue::try_from(encode_base64(&nonce)).expect("base64 is visible ASCII")
 }
 
 /// Whether the `Upgrade` header of a request or response names `websocket`.
-pub(in crate::proxy) fn upgrade_names_websocket(head: &HeaderMap) -> bool {
+pub(crate) fn upgrade_names_websocket(head: &HeaderMap) -> bool {
     let mut chosen = head.get_all(header::UPGRADE).iter().flat_map(list_elements);
     chosen.any(|protocol| protocol.eq_ignore_ascii_case(b"websocket"))
 }
 
 /// Whether the response has exactly one `Sec-WebSocket-Accept` and it matches `key`.
-pub(in crate::proxy) fn has_valid_websocket_accept(
-    key: &HeaderValue,
-    response: &HeaderMap,
-) -> bool {
+pub(crate) fn has_valid_websocket_accept(key: &HeaderValue, response: &HeaderMap) -> bool {
     let mut proofs = response.get_all(header::SEC_WEBSOCKET_ACCEPT).iter();
     let expected = compute_websocket_accept(key.as_bytes());
     proofs
@@ -78,7 +75,7 @@ pub(in crate::proxy) fn has_valid_websocket_accept(
 }
 
 /// Computes `Sec-WebSocket-Accept` for `key` (RFC 6455, 4.2.2).
-pub(in crate::proxy) fn websocket_accept_value(key: &HeaderValue) -> HeaderValue {
+pub(crate) fn websocket_accept_value(key: &HeaderValue) -> HeaderValue {
     HeaderValue::try_from(compute_websocket_accept(key.as_bytes()))
         .expect("base64 is visible ASCII")
 }

@@ -22,14 +22,11 @@ const MESSAGE_PREFIX_BYTES: usize = 5;
 /// Error of a gRPC call: status code and text. The client receives the text, which must be ASCII
 /// without percent signs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::proxy) struct GrpcError(
-    pub(in crate::proxy) GrpcStatusCode,
-    pub(in crate::proxy) &'static str,
-);
+pub(crate) struct GrpcError(pub(crate) GrpcStatusCode, pub(crate) &'static str);
 
 /// The gRPC error status codes that the rate-limit service sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::proxy) enum GrpcStatusCode {
+pub(crate) enum GrpcStatusCode {
     Cancelled = 1,
     InvalidArgument = 3,
     NotFound = 5,
@@ -39,7 +36,7 @@ pub(in crate::proxy) enum GrpcStatusCode {
 }
 
 /// Returns the response to a request that is not a gRPC call; `None` for a gRPC call.
-pub(in crate::proxy) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
+pub(crate) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
     let content_type = parts
         .headers
         .get(header::CONTENT_TYPE)
@@ -72,9 +69,7 @@ fn is_grpc_content_type(content_type: &[u8]) -> bool {
 }
 
 /// Reads and decodes the one message of a gRPC call.
-pub(in crate::proxy) async fn read_message<M: Message + Default>(
-    body: RequestBody,
-) -> Result<M, GrpcError> {
+pub(crate) async fn read_message<M: Message + Default>(body: RequestBody) -> Result<M, GrpcError> {
     let mut bytes = match body.collect().await {
         Ok(body) => body.to_bytes(),
         Err(BodyError::TooLarge) => {
@@ -117,7 +112,7 @@ pub(in crate::proxy) async fn read_message<M: Message + Default>(
 }
 
 /// Encodes a gRPC message, preceded by its five-byte prefix.
-pub(in crate::proxy) fn encode_framed_message(message: &impl Message) -> Bytes {
+pub(crate) fn encode_framed_message(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(MESSAGE_PREFIX_BYTES + length);
     bytes.put_u8(0);
@@ -127,9 +122,7 @@ pub(in crate::proxy) fn encode_framed_message(message: &impl Message) -> Bytes {
 }
 
 /// Builds the HTTP response to a gRPC call from an encoded message or an error.
-pub(in crate::proxy) fn build_grpc_response(
-    result: Result<Bytes, GrpcError>,
-) -> Response<ResponseBody> {
+pub(crate) fn build_grpc_response(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
     response.headers_mut().insert(
         header::CONTENT_TYPE,

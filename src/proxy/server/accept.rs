@@ -1,6 +1,6 @@
 //! Handshake of a new connection before HTTP: the PROXY header and TLS, if configured.
 
-pub(in crate::proxy) mod proxy_header;
+pub(crate) mod proxy_header;
 
 use ipnet::IpNet;
 use std::io;
@@ -32,7 +32,7 @@ const TLS_ALERT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Handshake settings of one listener, on one worker.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct HandshakeAcceptor {
+pub(crate) struct HandshakeAcceptor {
     proxy_protocol_from: Option<Arc<[IpNet]>>,
     tls: tls::ReloadableServerTls,
     assumes_https: bool,
@@ -41,19 +41,19 @@ pub(in crate::proxy) struct HandshakeAcceptor {
 }
 
 /// Connection that completed its handshake.
-pub(in crate::proxy) struct CompletedHandshake {
-    pub(in crate::proxy) socket: ClientTransport,
-    pub(in crate::proxy) peer: ConnectionPeer,
+pub(crate) struct CompletedHandshake {
+    pub(crate) socket: ClientTransport,
+    pub(crate) peer: ConnectionPeer,
     /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`); `None` without ALPN.
-    pub(in crate::proxy) negotiated_http2: Option<bool>,
+    pub(crate) negotiated_http2: Option<bool>,
     /// Counts the connection for its client, if the listener limits them.
-    pub(in crate::proxy) client_count: Option<ClientCountGuard>,
+    pub(crate) client_count: Option<ClientCountGuard>,
 }
 
 /// Connection that failed its handshake.
-pub(in crate::proxy) struct FailedHandshake {
+pub(crate) struct FailedHandshake {
     /// Failure to record; `None` for a port probe that sent nothing.
-    pub(in crate::proxy) error: Option<HandshakeError>,
+    pub(crate) error: Option<HandshakeError>,
     /// Socket that delivers a TLS alert to the client before it closes.
     alert_socket: Option<SocketBelowTls>,
 }
@@ -71,7 +71,7 @@ impl From<ProxyHeaderParseError> for ProxyHeaderError {
 
 impl HandshakeAcceptor {
     /// A reload may replace the settings in `tls` while the acceptor is in use.
-    pub(in crate::proxy) fn new(settings: &ListenSettings, tls: &tls::ReloadableServerTls) -> Self {
+    pub(crate) fn new(settings: &ListenSettings, tls: &tls::ReloadableServerTls) -> Self {
         let from = settings.proxy_protocol_from.as_deref();
         Self {
             proxy_protocol_from: from.map(Arc::from),
@@ -86,7 +86,7 @@ impl HandshakeAcceptor {
     ///
     /// # Errors
     /// Returns a [`FailedHandshake`], which the caller records and closes.
-    pub(in crate::proxy) async fn run_handshake(
+    pub(crate) async fn run_handshake(
         &self,
         mut socket: SocketBelowTls,
         addr: SocketAddr,
@@ -271,7 +271,7 @@ impl FailedHandshake {
     /// Closes the connection. Before the close of a connection with a TLS alert, unread input is
     /// discarded: it would turn the close into a reset, which can destroy the alert before the
     /// client reads it.
-    pub(in crate::proxy) async fn close(self) {
+    pub(crate) async fn close(self) {
         let Some(socket) = self.alert_socket else {
             return;
         };

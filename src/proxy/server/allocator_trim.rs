@@ -27,7 +27,7 @@ const SLOW_PATH_ALLOCATION_BYTES: usize = 2048;
 
 /// Trim state of one worker.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct AllocatorTrim {
+pub(crate) struct AllocatorTrim {
     /// Connections released since the last check.
     released_connections: Cell<usize>,
     is_scheduled: Cell<bool>,
@@ -36,7 +36,7 @@ pub(in crate::proxy) struct AllocatorTrim {
 impl AllocatorTrim {
     /// Records a connection that ended, or became idle and released its buffers. Schedules a trim
     /// after a burst of such connections.
-    pub(in crate::proxy) fn record_released_connection(self: &Rc<Self>) {
+    pub(crate) fn record_released_connection(self: &Rc<Self>) {
         self.released_connections
             .set(self.released_connections.get() + 1);
         if self.released_connections.get() >= TRIM_THRESHOLD_CONNECTIONS

@@ -30,7 +30,7 @@ use crate::proxy::server::connection::request::handle_request;
 use crate::proxy::server::connection::upgrade_handover::UpgradeHandover;
 
 /// Serves one connection until it ends.
-pub(in crate::proxy) async fn serve_connection<H: RequestHandler>(
+pub(crate) async fn serve_connection<H: RequestHandler>(
     connection: CompletedHandshake,
     handler: Rc<H>,
     protocols: Rc<HttpServerSettings>,

@@ -15,7 +15,7 @@ const MIN_PRUNE_LEN: usize = 1024;
 /// Idle time and memory of one connection. Its worker writes them; the acceptor and the other
 /// workers read them.
 #[derive(Debug)]
-pub(in crate::proxy) struct ConnectionActivity {
+pub(crate) struct ConnectionActivity {
     /// Start of the clock.
     epoch: Instant,
     /// End of the last request, or the time of the accept. [`BUSY`] while a request is active.

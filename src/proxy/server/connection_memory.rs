@@ -36,7 +36,7 @@ pub(super) const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
 pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
 
 /// What h2 keeps for an unread DATA frame beside its payload.
-pub(in crate::proxy) const UNREAD_FRAME_BYTES: usize = 256;
+pub(crate) const UNREAD_FRAME_BYTES: usize = 256;
 
 /// State of a connection that determines its memory.
 pub(super) struct ConnectionBuffers {
@@ -49,7 +49,7 @@ pub(super) struct ConnectionBuffers {
 
 /// Received bytes that a connection holds, and its memory as last reported to the budget.
 #[derive(Debug)]
-pub(in crate::proxy) struct ConnectionMemory {
+pub(crate) struct ConnectionMemory {
     /// Bytes of the incomplete request head.
     head_bytes: Cell<usize>,
     /// Bytes that replace read ones and are not processed.
@@ -115,7 +115,7 @@ impl ConnectionMemory {
     /// Records that the request of a complete head begins, with the memory of its decoded fields.
     /// Returns the size of the head, which is to be passed to [`ConnectionMemory::end_head`]. A
     /// small HTTP/2 head that arrived in one read counts as part of its stream.
-    pub(in crate::proxy) fn begin_head(&self, is_http2: bool, decoded_bytes: usize) -> usize {
+    pub(crate) fn begin_head(&self, is_http2: bool, decoded_bytes: usize) -> usize {
         self.begin_stream();
         let bytes = match is_http2 {
             true => self.complete_head_bytes.take(),
@@ -128,18 +128,18 @@ impl ConnectionMemory {
     }
 
     /// Records that the request with this size of its head has ended.
-    pub(in crate::proxy) fn end_head(&self, bytes: usize) {
+    pub(crate) fn end_head(&self, bytes: usize) {
         self.end_stream();
         self.active_head_bytes
             .set(self.active_head_bytes.get() - bytes);
     }
 
     /// Records a request, or an HTTP/2 tunnel that has replaced it.
-    pub(in crate::proxy) fn begin_stream(&self) {
+    pub(crate) fn begin_stream(&self) {
         self.streams.set(self.streams.get() + 1);
     }
 
-    pub(in crate::proxy) fn end_stream(&self) {
+    pub(crate) fn end_stream(&self) {
         self.streams.set(self.streams.get() - 1);
     }
 
@@ -151,14 +151,14 @@ impl ConnectionMemory {
     /// Records received DATA frames of HTTP/2 request bodies, and the bytes of their payloads. What
     /// no handler reads, such as frames of a stream that was reset, stays counted until no body is
     /// open.
-    pub(in crate::proxy) fn add_unread_frames(&self, frames: usize, bytes: usize) {
+    pub(crate) fn add_unread_frames(&self, frames: usize, bytes: usize) {
         let unread = self.unread_body_bytes.get() + bytes + frames * UNREAD_FRAME_BYTES;
         self.unread_body_bytes
             .set(unread.min(H2_CONNECTION_WINDOW_BYTES as usize));
     }
 
     /// Records that the handler read DATA frames: their payloads, and [`UNREAD_FRAME_BYTES`] each.
-    pub(in crate::proxy) fn remove_unread_bytes(&self, bytes: usize) {
+    pub(crate) fn remove_unread_bytes(&self, bytes: usize) {
         self.unread_body_bytes
             .set(self.unread_body_bytes.get().saturating_sub(bytes));
     }
@@ -173,7 +173,7 @@ impl ConnectionMemory {
     }
 
     /// Records that the handler read trailers. Which ones is unknown, so the mean counts.
-    pub(in crate::proxy) fn remove_trailers(&self) {
+    pub(crate) fn remove_trailers(&self) {
         let (count, bytes) = (self.trailers.get(), self.trailer_bytes.get());
         self.trailer_bytes
             .set(bytes - bytes.checked_div(count).unwrap_or(0));
@@ -181,12 +181,12 @@ impl ConnectionMemory {
     }
 
     /// Records a new HTTP/2 request body.
-    pub(in crate::proxy) fn begin_http2_body(&self) {
+    pub(crate) fn begin_http2_body(&self) {
         self.http2_bodies.set(self.http2_bodies.get() + 1);
     }
 
     /// Records that an HTTP/2 request body was dropped.
-    pub(in crate::proxy) fn end_http2_body(&self) {
+    pub(crate) fn end_http2_body(&self) {
         self.http2_bodies.set(self.http2_bodies.get() - 1);
         if self.http2_bodies.get() == 0 {
             self.unread_body_bytes.set(0);
@@ -221,7 +221,7 @@ impl ConnectionMemory {
 
     /// Records that the connection is not closed for the budget, and does not wait for it: a
     /// tunnel, or a connection of the operator's own proxy.
-    pub(in crate::proxy) fn set_unclosable(&self) {
+    pub(crate) fn set_unclosable(&self) {
         if !self.activity.is_unclosable() {
             self.activity.set_unclosable();
             if let Some(budget) = self.budget.get() {
@@ -236,7 +236,7 @@ impl ConnectionMemory {
     }
 
     /// Whether the peer is a trusted proxy, which carries many clients.
-    pub(in crate::proxy) fn is_from_trusted_proxy(&self) -> bool {
+    pub(crate) fn is_from_trusted_proxy(&self) -> bool {
         self.activity.is_from_trusted_proxy()
     }
 

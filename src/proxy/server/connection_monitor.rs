@@ -9,8 +9,8 @@ mod deadlines;
 mod drain;
 mod output;
 
-pub(in crate::proxy) use drain::{ConnectionDrain, DrainState};
-pub(in crate::proxy) use output::OutputState;
+pub(crate) use drain::{ConnectionDrain, DrainState};
+pub(crate) use output::OutputState;
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
@@ -32,18 +32,18 @@ use crate::telemetry::metrics::WorkerMetrics;
 
 /// Timeouts of a client connection.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::proxy) struct ConnectionTimeouts {
+pub(crate) struct ConnectionTimeouts {
     /// Time limit for a connection without a request.
-    pub(in crate::proxy) idle: Duration,
+    pub(crate) idle: Duration,
     /// Time limit from the first byte of a request to the end of its head.
-    pub(in crate::proxy) request_head: Duration,
+    pub(crate) request_head: Duration,
     /// Time limit for a client that reads none of the pending output.
-    pub(in crate::proxy) write_stall: Duration,
+    pub(crate) write_stall: Duration,
 }
 
 /// Kind of a connection timeout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::proxy) enum TimeoutKind {
+pub(crate) enum TimeoutKind {
     /// No request arrived for a short time: the connection stays open but releases its request
     /// buffers.
     IdleBuffers,
@@ -64,7 +64,7 @@ pub(in crate::proxy) enum TimeoutKind {
 
 /// What a stream of a response waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::proxy) enum StreamProgress {
+pub(crate) enum StreamProgress {
     /// The next part of the response is not available yet.
     AwaitsUpstream,
     /// A part was passed to hyper.
@@ -73,8 +73,8 @@ pub(in crate::proxy) enum StreamProgress {
 
 /// State of one connection, from which its next deadline follows.
 #[derive(Debug)]
-pub(in crate::proxy) struct ConnectionMonitor {
-    pub(in crate::proxy) timeouts: ConnectionTimeouts,
+pub(crate) struct ConnectionMonitor {
+    pub(crate) timeouts: ConnectionTimeouts,
     phase: Cell<ConnectionPhase>,
     /// Requests with an unfinished handler, request body or response body.
     active_requests: Cell<usize>,
@@ -84,38 +84,38 @@ pub(in crate::proxy) struct ConnectionMonitor {
     /// Tasks whose response bodies wait for the end of a blocked write.
     write_waiters: RefCell<Vec<Waker>>,
     closing_since: Cell<Option<Instant>>,
-    pub(in crate::proxy) is_http2: Cell<bool>,
+    pub(crate) is_http2: Cell<bool>,
     /// Whether the connection holds buffers that it can release when it is idle.
-    pub(in crate::proxy) has_buffers: Cell<bool>,
-    pub(in crate::proxy) exchange: ExchangeState,
+    pub(crate) has_buffers: Cell<bool>,
+    pub(crate) exchange: ExchangeState,
     /// Last progress of a stream, until the driving task takes it.
-    pub(in crate::proxy) stream_progress: Cell<Option<StreamProgress>>,
-    pub(in crate::proxy) unsent_responses: Rc<UnsentResponses>,
-    pub(in crate::proxy) drain: DrainState,
+    pub(crate) stream_progress: Cell<Option<StreamProgress>>,
+    pub(crate) unsent_responses: Rc<UnsentResponses>,
+    pub(crate) drain: DrainState,
     /// Credit of an HTTP/2 client for costly frames.
-    pub(in crate::proxy) frame_budget: FrameBudget,
+    pub(crate) frame_budget: FrameBudget,
     metrics: Option<Arc<WorkerMetrics>>,
     /// Waker of the task that drives the connection.
     driver_waker: RefCell<Option<Waker>>,
-    pub(in crate::proxy) output: OutputState,
+    pub(crate) output: OutputState,
     /// Idle time, for the acceptor.
     activity: Arc<ConnectionActivity>,
-    pub(in crate::proxy) memory: ConnectionMemory,
+    pub(crate) memory: ConnectionMemory,
     /// Why the connection is to be closed early.
     close_request: Cell<Option<ConnectionCloseReason>>,
 }
 
 /// State of the active HTTP/1 request and its response.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct ExchangeState {
+pub(crate) struct ExchangeState {
     /// Whether the client sends input that will not be read.
-    pub(in crate::proxy) has_unread_input: Cell<bool>,
+    pub(crate) has_unread_input: Cell<bool>,
     /// Whether the rest of the request's body is still expected.
-    pub(in crate::proxy) awaits_body: Cell<bool>,
+    pub(crate) awaits_body: Cell<bool>,
     /// Whether the response has begun.
-    pub(in crate::proxy) is_responding: Cell<bool>,
+    pub(crate) is_responding: Cell<bool>,
     /// Whether the client may take the end of the connection as the end of the response (HTTP/1.0).
-    pub(in crate::proxy) is_close_delimited: Cell<bool>,
+    pub(crate) is_close_delimited: Cell<bool>,
 }
 
 impl ExchangeState {
@@ -136,7 +136,7 @@ enum ConnectionPhase {
 
 impl ConnectionMonitor {
     /// `metrics` counts the connections that the server closes.
-    pub(in crate::proxy) fn new(
+    pub(crate) fn new(
         timeouts: ConnectionTimeouts,
         metrics: Option<Arc<WorkerMetrics>>,
         activity: Arc<ConnectionActivity>,
@@ -173,7 +173,7 @@ impl ConnectionMonitor {
     }
 
     /// Reports the connection's memory to the budget, if it has changed.
-    pub(in crate::proxy) fn report_memory(&self) {
+    pub(crate) fn report_memory(&self) {
         self.memory.report(&ConnectionBuffers {
             http2_streams: self.is_http2.get().then(|| self.memory.stream_count()),
             has_buffers: self.has_buffers.get(),
@@ -182,7 +182,7 @@ impl ConnectionMonitor {
     }
 
     /// Registers a request as active until all clones of the returned guard are dropped.
-    pub(in crate::proxy) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
+    pub(crate) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
         if self.active_requests.get() == 0 || !self.is_http2.get() {
             self.exchange.reset();
             self.activity.set_busy();
@@ -193,32 +193,32 @@ impl ConnectionMonitor {
     }
 
     /// Whether any request is active.
-    pub(in crate::proxy) fn has_active_requests(&self) -> bool {
+    pub(crate) fn has_active_requests(&self) -> bool {
         self.active_requests.get() > 0
     }
 
     /// Records the end of the handshake, which starts the idle timeout.
-    pub(in crate::proxy) fn record_handshake_end(&self) {
+    pub(crate) fn record_handshake_end(&self) {
         self.memory.end_tls_input();
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
     /// Records that the connection is HTTP/2: received bytes are frames and do not begin a request
     /// head.
-    pub(in crate::proxy) fn set_http2(&self) {
+    pub(crate) fn set_http2(&self) {
         self.is_http2.set(true);
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
     /// Counts a connection or stream that the server closed for this reason.
-    pub(in crate::proxy) fn record_close(&self, reason: ConnectionCloseReason) {
+    pub(crate) fn record_close(&self, reason: ConnectionCloseReason) {
         if let Some(counts) = &self.metrics {
             counts.record_connection_closed(reason as usize);
         }
     }
 
     /// Asks the connection to close at once. See [`ConnectionMonitor::take_close_request`].
-    pub(in crate::proxy) fn request_close(&self, reason: ConnectionCloseReason) {
+    pub(crate) fn request_close(&self, reason: ConnectionCloseReason) {
         // A connection is closed for memory also with active requests, so this reason stays.
         if self.close_request.get() != Some(ConnectionCloseReason::Memory) {
             self.close_request.set(Some(reason));
@@ -228,7 +228,7 @@ impl ConnectionMonitor {
 
     /// Takes the request to close. A connection with requests, or with responses that the client
     /// has not read, closes only to free memory.
-    pub(in crate::proxy) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
+    pub(crate) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
         self.close_request
             .take()
             .filter(|reason| *reason == ConnectionCloseReason::Memory || self.is_idle())
@@ -242,7 +242,7 @@ impl ConnectionMonitor {
     }
 
     /// Updates what the acceptor knows: it closes a connection that is idle for a new one.
-    pub(in crate::proxy) fn update_activity(&self) {
+    pub(crate) fn update_activity(&self) {
         let is_idle = self.is_idle();
         if is_idle != self.activity.idle_since_ms().is_some() {
             match is_idle {
@@ -253,7 +253,7 @@ impl ConnectionMonitor {
     }
 
     /// Waits for a request to close, before the connection has a driver.
-    pub(in crate::proxy) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
+    pub(crate) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
         poll_fn(|cx| {
             self.set_driver_waker(cx.waker());
             self.take_close_request().map_or(Poll::Pending, Poll::Ready)
@@ -262,12 +262,12 @@ impl ConnectionMonitor {
     }
 
     /// Records that the connection was asked to close.
-    pub(in crate::proxy) fn set_closing(&self) {
+    pub(crate) fn set_closing(&self) {
         self.closing_since
             .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
     }
 
-    pub(in crate::proxy) fn set_driver_waker(&self, waker: &Waker) {
+    pub(crate) fn set_driver_waker(&self, waker: &Waker) {
         let mut driver = self.driver_waker.borrow_mut();
         match &mut *driver {
             Some(known) => known.clone_from(waker),
@@ -275,14 +275,14 @@ impl ConnectionMonitor {
         }
     }
 
-    pub(in crate::proxy) fn wake_driver(&self) {
+    pub(crate) fn wake_driver(&self) {
         if let Some(driver) = &*self.driver_waker.borrow() {
             driver.wake_by_ref();
         }
     }
 
     /// Returns ready while no write is blocked. A pending task is woken when the write succeeds.
-    pub(in crate::proxy) fn poll_write_progress(&self, cx: &Context<'_>) -> Poll<()> {
+    pub(crate) fn poll_write_progress(&self, cx: &Context<'_>) -> Poll<()> {
         if self.has_no_blocked_write() {
             return Poll::Ready(());
         }
@@ -294,7 +294,7 @@ impl ConnectionMonitor {
     }
 
     /// Whether no write is blocked.
-    pub(in crate::proxy) fn has_no_blocked_write(&self) -> bool {
+    pub(crate) fn has_no_blocked_write(&self) -> bool {
         self.write_blocked_since.get().is_none()
     }
 
@@ -337,7 +337,7 @@ impl ConnectionMonitor {
     }
 
     /// Records whether a write is blocked.
-    pub(in crate::proxy) fn record_write_result<T>(&self, result: &Poll<io::Result<T>>) {
+    pub(crate) fn record_write_result<T>(&self, result: &Poll<io::Result<T>>) {
         match result {
             Poll::Pending if self.write_blocked_since.get().is_none() => {
                 self.write_blocked_since.set(Some(Instant::now()))
@@ -354,10 +354,10 @@ impl ConnectionMonitor {
 
 /// Guard that keeps a request active until all its clones are dropped.
 #[derive(Debug)]
-pub(in crate::proxy) struct ActiveRequestGuard(Rc<ConnectionMonitor>);
+pub(crate) struct ActiveRequestGuard(Rc<ConnectionMonitor>);
 
 impl ActiveRequestGuard {
-    pub(in crate::proxy) fn monitor(&self) -> &Rc<ConnectionMonitor> {
+    pub(crate) fn monitor(&self) -> &Rc<ConnectionMonitor> {
         &self.0
     }
 }

@@ -15,7 +15,7 @@ const MAX_TABLE_BYTES: u32 = 4096;
 
 /// Streams of an HTTP/2 connection whose clients wait for `100 Continue`.
 #[derive(Debug)]
-pub(in crate::proxy) struct ContinueQueue {
+pub(crate) struct ContinueQueue {
     /// Size of the client's HPACK table.
     table_bytes: Cell<u32>,
     permits: RefCell<Vec<ContinuePermit>>,
@@ -23,7 +23,7 @@ pub(in crate::proxy) struct ContinueQueue {
 
 /// Stream that may still get a `100 Continue`.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct ContinuePermit(Rc<Cell<PermitState>>);
+pub(crate) struct ContinuePermit(Rc<Cell<PermitState>>);
 
 /// Progress of a `100 Continue`, with its stream.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +39,7 @@ impl ContinuePermit {
     }
 
     /// Forbids the response: the final response begins, or the stream has ended.
-    pub(in crate::proxy) fn revoke(&self) {
+    pub(crate) fn revoke(&self) {
         self.0.set(PermitState::Revoked);
     }
 }

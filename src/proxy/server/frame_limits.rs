@@ -32,7 +32,7 @@ const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
 
 /// Remaining credit of a client connection for costly frames.
 #[derive(Debug)]
-pub(in crate::proxy) struct FrameBudget {
+pub(crate) struct FrameBudget {
     remaining: Cell<u32>,
     /// Time of the last refill.
     refilled_at: Cell<Instant>,
@@ -40,7 +40,7 @@ pub(in crate::proxy) struct FrameBudget {
 }
 
 impl FrameBudget {
-    pub(in crate::proxy) fn new(now: Instant) -> Self {
+    pub(crate) fn new(now: Instant) -> Self {
         Self {
             remaining: Cell::new(MAX_BUDGET),
             refilled_at: Cell::new(now),
@@ -49,26 +49,26 @@ impl FrameBudget {
     }
 
     /// Earns credit for a response head or body chunk that was sent.
-    pub(in crate::proxy) fn credit_response(&self) {
+    pub(crate) fn credit_response(&self) {
         self.remaining
             .set((self.remaining.get() + RESPONSE_CREDIT).min(MAX_BUDGET));
     }
 
     /// Spends credit for a request that the client cancelled at this `age`, before its response was
     /// complete. A late cancellation is free.
-    pub(in crate::proxy) fn charge_early_reset(&self, age: Duration) {
+    pub(crate) fn charge_early_reset(&self, age: Duration) {
         if age < EARLY_RESET_WINDOW {
             self.charge_frames(EARLY_RESET_COST);
         }
     }
 
     /// Spends credit for a request with a malformed head.
-    pub(in crate::proxy) fn charge_malformed_head(&self) {
+    pub(crate) fn charge_malformed_head(&self) {
         self.charge_frames(MALFORMED_HEAD_COST);
     }
 
     /// Spends one credit for each costly frame.
-    pub(in crate::proxy) fn charge_frames(&self, frames: u32) {
+    pub(crate) fn charge_frames(&self, frames: u32) {
         if self.remaining.get() < frames {
             // The credit is refilled only when it runs out, so that well-behaved clients cause no
             // clock reads.
@@ -90,7 +90,7 @@ impl FrameBudget {
     }
 
     /// Whether more than the credit was spent, so that the connection must be closed.
-    pub(in crate::proxy) fn is_exhausted(&self) -> bool {
+    pub(crate) fn is_exhausted(&self) -> bool {
         self.is_exhausted.get()
     }
 }

@@ -42,14 +42,14 @@ const MAX_RESERVED_BYTES: usize = 16 * 1024;
 const MAX_REPLACEMENT_BYTES: usize = 1024 * 1024;
 
 /// Kind of the error for a frame that must not be passed on.
-pub(in crate::proxy) const INVALID_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
+pub(crate) const INVALID_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
 
 /// Maximum streams whose trailers are recognized: those with the newest request heads.
 const MAX_OPEN_UPLOADS: usize = 256;
 
 /// State of the scan between two reads.
 #[derive(Debug)]
-pub(in crate::proxy) struct FrameScanner {
+pub(crate) struct FrameScanner {
     splitter: FrameSplitter,
     /// Whether the first frame has arrived.
     has_started: bool,
@@ -124,30 +124,30 @@ impl FieldBlock {
 
 /// Result of scanning the bytes of one read.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct FrameScan {
+pub(crate) struct FrameScan {
     /// Number of costly frames whose header ends in these bytes.
-    pub(in crate::proxy) costly_frames: u32,
+    pub(crate) costly_frames: u32,
     /// Number of costly frames for which h2 visits every open stream.
-    pub(in crate::proxy) connection_wide_frames: u32,
+    pub(crate) connection_wide_frames: u32,
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
-    pub(in crate::proxy) heads: u32,
-    pub(in crate::proxy) head_bytes: usize,
+    pub(crate) heads: u32,
+    pub(crate) head_bytes: usize,
     /// Number of trailers that begin in these bytes, and bytes of their field blocks.
-    pub(in crate::proxy) trailers: usize,
-    pub(in crate::proxy) trailer_bytes: usize,
+    pub(crate) trailers: usize,
+    pub(crate) trailer_bytes: usize,
     /// Number of DATA frames whose header ends in these bytes, and bytes of their payloads.
-    pub(in crate::proxy) data_frames: usize,
-    pub(in crate::proxy) data_bytes: usize,
+    pub(crate) data_frames: usize,
+    pub(crate) data_bytes: usize,
     /// Bytes of the last field block among these bytes, if they end within it.
-    pub(in crate::proxy) field_block_bytes: usize,
+    pub(crate) field_block_bytes: usize,
     /// Whether a frame follows that ends an earlier field block.
-    pub(in crate::proxy) ends_field_block: bool,
+    pub(crate) ends_field_block: bool,
     /// Whether other bytes replace the scanned ones.
-    pub(in crate::proxy) is_rewritten: bool,
+    pub(crate) is_rewritten: bool,
     /// Whether a head ends with a mark.
-    pub(in crate::proxy) has_head_mark: bool,
+    pub(crate) has_head_mark: bool,
     /// New size of the client's HPACK table.
-    pub(in crate::proxy) table_bytes: Option<u32>,
+    pub(crate) table_bytes: Option<u32>,
 }
 
 /// Bytes to be passed on: those of one read, up to the first difference.
@@ -185,7 +185,7 @@ impl ScanOutput<'_> {
 
 impl FrameScanner {
     /// `max_head_bytes` is the limit of h2 for a list of fields.
-    pub(in crate::proxy) fn new(max_head_bytes: usize) -> Self {
+    pub(crate) fn new(max_head_bytes: usize) -> Self {
         Self {
             splitter: FrameSplitter::default(),
             has_started: false,
@@ -208,7 +208,7 @@ impl FrameScanner {
     /// # Errors
     /// Returns [`INVALID_FRAME`] if the first frame is not SETTINGS, if a request follows a field
     /// block for which h2 should have closed the connection, or if field blocks grow too much.
-    pub(in crate::proxy) fn scan(
+    pub(crate) fn scan(
         &mut self,
         bytes: &[u8],
         replacement: &mut Vec<u8>,
@@ -401,7 +401,7 @@ impl FrameScanner {
     }
 
     /// Whether the bytes so far end within a field block: the head or the trailers of a request.
-    pub(in crate::proxy) fn is_within_field_block(&self) -> bool {
+    pub(crate) fn is_within_field_block(&self) -> bool {
         self.block.is_some()
     }
 

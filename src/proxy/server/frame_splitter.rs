@@ -32,7 +32,7 @@ pub(super) struct FrameSplitter {
 /// Drops empty DATA frames that do not end a stream. h2 closes a connection with 100 of them, over
 /// its whole life.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct EmptyFrameFilter(FrameSplitter);
+pub(crate) struct EmptyFrameFilter(FrameSplitter);
 
 /// A part of the byte stream.
 pub(super) enum FramePart<'a> {
@@ -58,7 +58,7 @@ pub(super) struct FrameHeader<'a> {
 impl EmptyFrameFilter {
     /// Returns whether other bytes, which are appended to `replacement`, replace the next bytes. A
     /// frame header that is incomplete so far is withheld.
-    pub(in crate::proxy) fn filter(&mut self, bytes: &[u8], replacement: &mut Vec<u8>) -> bool {
+    pub(crate) fn filter(&mut self, bytes: &[u8], replacement: &mut Vec<u8>) -> bool {
         let (mut splitter, mut has_empty_frames) = (self.0, false);
         splitter.split(bytes, |part| {
             has_empty_frames |= matches!(part, FramePart::Header(header) if header.is_empty_data());

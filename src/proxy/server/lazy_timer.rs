@@ -8,14 +8,14 @@ use tokio::time::{Instant, Sleep, sleep_until};
 /// with each request and rarely expire. The runtime's timer keeps an earlier deadline and is reset
 /// when it fires too early, so thousands of requests cost a handful of timer operations.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct LazyTimer {
+pub(crate) struct LazyTimer {
     sleep: Option<Pin<Box<Sleep>>>,
 }
 
 impl LazyTimer {
     /// Returns ready once `deadline` has passed. A pending task is woken at the deadline or
     /// earlier.
-    pub(in crate::proxy) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
+    pub(crate) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let sleep = self
             .sleep
             .get_or_insert_with(|| Box::pin(sleep_until(deadline)));

@@ -15,7 +15,7 @@ use crate::proxy::settings::{ListenSettings, ListenerKind};
 use crate::tls::ReloadableServerTls;
 
 /// Length of the kernel's backlog of completed connections.
-pub(in crate::proxy) const LISTEN_BACKLOG: i32 = 4096;
+pub(crate) const LISTEN_BACKLOG: i32 = 4096;
 /// Idle time before TCP keep-alive probes start. A vanished client may hold a concurrency slot, so
 /// it is detected after one and a half times this time, even during a quiet response.
 const TCP_KEEPALIVE_TIME: Duration = Duration::from_secs(60);
@@ -43,13 +43,13 @@ pub(super) struct ServerListener {
 
 /// Accepted socket that is not registered with a runtime yet.
 #[derive(Debug)]
-pub(in crate::proxy) enum AcceptedSocket {
+pub(crate) enum AcceptedSocket {
     Tcp(std::net::TcpStream),
     Unix(UnixStream),
 }
 
 /// Binds the address without listening. TCP connections accepted there have keep-alive probes.
-pub(in crate::proxy) fn bind_with_keepalive(address: &ListenAddress) -> io::Result<BoundSocket> {
+pub(crate) fn bind_with_keepalive(address: &ListenAddress) -> io::Result<BoundSocket> {
     let bound = BoundSocket::bind(address, UNIX_SOCKET_FILE_MODE)?;
     if matches!(address, ListenAddress::Ip(_)) {
         // Accepted sockets inherit these options.
@@ -70,7 +70,7 @@ pub(in crate::proxy) fn bind_with_keepalive(address: &ListenAddress) -> io::Resu
 
 impl SocketListener {
     /// Accepts the next connection. Returns its socket and the client's address.
-    pub(in crate::proxy) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
+    pub(crate) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
         // The socket is removed from this runtime, because the worker's runtime will poll it.
         match self {
             Self::Tcp(listener) => {
@@ -86,7 +86,7 @@ impl SocketListener {
 
     /// Accepts the connections in the kernel's backlog until `on_connection` returns `false`, then
     /// closes the listener.
-    pub(in crate::proxy) fn drain_backlog(
+    pub(crate) fn drain_backlog(
         self,
         mut on_connection: impl FnMut(AcceptedSocket, SocketAddr) -> bool,
     ) {
@@ -134,7 +134,7 @@ impl SocketListener {
 
 /// Warns if the kernel keeps fewer new connections than the listeners ask for, which it does not
 /// report.
-pub(in crate::proxy) fn warn_if_backlog_is_cut() {
+pub(crate) fn warn_if_backlog_is_cut() {
     let limit = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap_or_default();
     if let Ok(somaxconn) = limit.trim().parse::<i32>()
         && somaxconn < LISTEN_BACKLOG
@@ -167,7 +167,7 @@ fn refuse_new_handshakes(listener: &std::net::TcpListener) {
 
 impl AcceptedSocket {
     /// Registers the socket with the current runtime.
-    pub(in crate::proxy) fn into_client_socket(self) -> io::Result<ClientSocket> {
+    pub(crate) fn into_client_socket(self) -> io::Result<ClientSocket> {
         Ok(match self {
             Self::Tcp(socket) => {
                 let socket = tokio::net::TcpStream::from_std(socket)?;

@@ -14,7 +14,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// One worker's access to the budget that all workers share.
 #[derive(Debug)]
-pub(in crate::proxy) struct WorkerMemory {
+pub(crate) struct WorkerMemory {
     load: ServerLoad,
     /// Maximum bytes of all connections. `None` for no limit.
     limit: Option<usize>,

@@ -54,7 +54,7 @@ const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 /// Client byte stream that records its state in a [`ConnectionMonitor`]. Reads first return the
 /// bytes that were put back. Shutdown lingers: it discards input for a limited time.
 #[derive(Debug)]
-pub(in crate::proxy) struct MonitoredSocket {
+pub(crate) struct MonitoredSocket {
     transport: ClientTransport,
     monitor: Rc<ConnectionMonitor>,
     read_ahead: Bytes,
@@ -104,7 +104,7 @@ struct LingerState {
 
 impl MonitoredSocket {
     /// `max_head_bytes` is the limit of h2 for a list of fields.
-    pub(in crate::proxy) fn new(
+    pub(crate) fn new(
         transport: ClientTransport,
         monitor: Rc<ConnectionMonitor>,
         max_head_bytes: usize,
@@ -127,7 +127,7 @@ impl MonitoredSocket {
     }
 
     /// Sets the status of the response to input that is not a valid request.
-    pub(in crate::proxy) fn with_parse_error_status(self, status: Option<StatusCode>) -> Self {
+    pub(crate) fn with_parse_error_status(self, status: Option<StatusCode>) -> Self {
         Self {
             parse_error_status: status,
             ..self
@@ -135,13 +135,13 @@ impl MonitoredSocket {
     }
 
     /// Puts back bytes, which the next reads return first.
-    pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
+    pub(crate) fn put_back(&mut self, bytes: &[u8]) {
         self.read_ahead = [bytes, &self.read_ahead].concat().into();
     }
 
     /// Waits until the client sends more bytes, which stay readable. Returns `false` if the client
     /// disconnected.
-    pub(in crate::proxy) fn poll_for_input(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+    pub(crate) fn poll_for_input(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
         let mut bytes = [0; 512];
         let mut into = ReadBuf::new(&mut bytes);
         let is_open = ready!(Pin::new(&mut *self).poll_read(cx, &mut into)).is_ok();
@@ -155,19 +155,19 @@ impl MonitoredSocket {
 
     /// Closes with a reset. The client cannot mistake a partial response for a complete one, and
     /// unsent output holds no memory.
-    pub(in crate::proxy) fn abort(mut self) {
+    pub(crate) fn abort(mut self) {
         if let Err(error) = self.transport.socket_below_tls().set_reset_on_close() {
             tracing::debug!(%error, "failed to prepare a connection reset");
         }
     }
 
     /// Sets whether shutdown ends only the write direction.
-    pub(in crate::proxy) fn set_half_close(&mut self, is_half_close: bool) {
+    pub(crate) fn set_half_close(&mut self, is_half_close: bool) {
         self.is_half_close = is_half_close;
     }
 
     /// Records that further input will not be read.
-    pub(in crate::proxy) fn record_unread_input(&self) {
+    pub(crate) fn record_unread_input(&self) {
         self.monitor.exchange.has_unread_input.set(true);
     }
 

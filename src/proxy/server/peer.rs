@@ -19,13 +19,13 @@ pub struct ConnectionPeer {
     /// Subject of the client certificate, if the client presented one.
     pub certificate_subject: Option<CertificateSubject>,
     /// The client certificate for the upstream, if `listen.tls.client_cert_header` is on.
-    pub(in crate::proxy) client_cert_fields: Option<Box<ClientCertFields>>,
+    pub(crate) client_cert_fields: Option<Box<ClientCertFields>>,
     /// Client IP formatted for forwarding headers, once per connection.
-    pub(in crate::proxy) address_text: AddressText,
+    pub(crate) address_text: AddressText,
 }
 
 impl ConnectionPeer {
-    pub(in crate::proxy) fn new(addr: SocketAddr) -> Self {
+    pub(crate) fn new(addr: SocketAddr) -> Self {
         let addr = SocketAddr::new(addr.ip().to_canonical(), addr.port());
         Self {
             listener_kind: ListenerKind::Proxy,

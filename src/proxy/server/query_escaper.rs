@@ -8,7 +8,7 @@ use std::borrow::Cow;
 
 /// Scans the request lines of an HTTP/1 connection.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct QueryEscaper {
+pub(crate) struct QueryEscaper {
     part: RequestLinePart,
 }
 
@@ -24,13 +24,13 @@ enum RequestLinePart {
 
 impl QueryEscaper {
     /// Records that the next bytes begin a request line.
-    pub(in crate::proxy) fn start_line(&mut self) {
+    pub(crate) fn start_line(&mut self) {
         self.part = RequestLinePart::Method;
     }
 
     /// Scans the next bytes. Returns whether other bytes must be passed on in their place, which
     /// are appended to `replacement`.
-    pub(in crate::proxy) fn scan(&mut self, bytes: &[u8], replacement: &mut Vec<u8>) -> bool {
+    pub(crate) fn scan(&mut self, bytes: &[u8], replacement: &mut Vec<u8>) -> bool {
         if self.part == RequestLinePart::End {
             return false;
         }
@@ -69,7 +69,7 @@ impl QueryEscaper {
 }
 
 /// Escapes the query of a request target.
-pub(in crate::proxy) fn escape_query(target: &[u8]) -> Cow<'_, [u8]> {
+pub(crate) fn escape_query(target: &[u8]) -> Cow<'_, [u8]> {
     let mut escaper = QueryEscaper {
         part: RequestLinePart::Path,
     };

@@ -13,7 +13,7 @@ use super::connection_monitor::ConnectionMonitor;
 
 /// Client socket, TCP or Unix.
 #[derive(Debug)]
-pub(in crate::proxy) enum ClientSocket {
+pub(crate) enum ClientSocket {
     Tcp(TcpStream),
     Unix(UnixStream),
 }
@@ -23,7 +23,7 @@ pub(in crate::proxy) enum ClientSocket {
 /// Blocked writes are observed below TLS, because the TLS layer buffers bytes and hides whether the
 /// socket accepts them.
 #[derive(Debug)]
-pub(in crate::proxy) struct SocketBelowTls {
+pub(crate) struct SocketBelowTls {
     stream: ClientSocket,
     monitor: Rc<ConnectionMonitor>,
     /// Bytes received behind the PROXY header. The next reads return these bytes first.
@@ -36,7 +36,7 @@ pub(in crate::proxy) struct SocketBelowTls {
 
 /// The client's byte stream after TLS, if any; the HTTP layer reads and writes it.
 #[derive(Debug)]
-pub(in crate::proxy) enum ClientTransport {
+pub(crate) enum ClientTransport {
     Plain(SocketBelowTls),
     // Boxed, because a TLS stream is several times as large as a plain socket.
     Tls(Box<TlsStream<SocketBelowTls>>),
@@ -66,7 +66,7 @@ impl ClientSocket {
 }
 
 impl SocketBelowTls {
-    pub(in crate::proxy) fn new(stream: ClientSocket, monitor: Rc<ConnectionMonitor>) -> Self {
+    pub(crate) fn new(stream: ClientSocket, monitor: Rc<ConnectionMonitor>) -> Self {
         Self {
             stream,
             monitor,
@@ -77,28 +77,28 @@ impl SocketBelowTls {
     }
 
     /// Puts back the bytes that follow the PROXY header. All later bytes are the client's own.
-    pub(in crate::proxy) fn put_back(&mut self, bytes: &[u8]) {
+    pub(crate) fn put_back(&mut self, bytes: &[u8]) {
         self.has_received = !bytes.is_empty();
         self.read_ahead = Bytes::copy_from_slice(bytes);
     }
 
     /// Whether the client has sent a byte, apart from the PROXY header.
-    pub(in crate::proxy) fn has_received_bytes(&self) -> bool {
+    pub(crate) fn has_received_bytes(&self) -> bool {
         self.has_received
     }
 
     /// Records that TLS reads from this socket.
-    pub(in crate::proxy) fn set_below_tls(&mut self) {
+    pub(crate) fn set_below_tls(&mut self) {
         self.is_below_tls = true;
     }
 
-    pub(in crate::proxy) fn monitor(&self) -> Rc<ConnectionMonitor> {
+    pub(crate) fn monitor(&self) -> Rc<ConnectionMonitor> {
         Rc::clone(&self.monitor)
     }
 
     /// Error of the connection, such as a reset by the client. After the client has ended its
     /// sending direction, reads no longer report it.
-    pub(in crate::proxy) fn take_error(&self) -> io::Result<Option<io::Error>> {
+    pub(crate) fn take_error(&self) -> io::Result<Option<io::Error>> {
         match &self.stream {
             ClientSocket::Tcp(socket) => socket.take_error(),
             ClientSocket::Unix(socket) => socket.take_error(),
@@ -107,7 +107,7 @@ impl SocketBelowTls {
 
     /// Makes closing the socket send a reset. Unix sockets have no reset: their client reads an end
     /// of file.
-    pub(in crate::proxy) fn set_reset_on_close(&self) -> io::Result<()> {
+    pub(crate) fn set_reset_on_close(&self) -> io::Result<()> {
         match &self.stream {
             ClientSocket::Tcp(socket) => socket.set_zero_linger(),
             ClientSocket::Unix(_) => Ok(()),
@@ -117,7 +117,7 @@ impl SocketBelowTls {
 
 impl ClientTransport {
     /// Socket below TLS, or the plain socket without TLS.
-    pub(in crate::proxy) fn socket_below_tls(&mut self) -> &mut SocketBelowTls {
+    pub(crate) fn socket_below_tls(&mut self) -> &mut SocketBelowTls {
         match self {
             Self::Plain(socket) => socket,
             Self::Tls(stream) => stream.get_mut().0,
@@ -133,7 +133,7 @@ impl ClientTransport {
 }
 
 /// Moves bytes from the front of `bytes` into `into`, as many as fit.
-pub(in crate::proxy) fn move_buffered_bytes(bytes: &mut Bytes, into: &mut ReadBuf<'_>) {
+pub(crate) fn move_buffered_bytes(bytes: &mut Bytes, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
     into.put_slice(&bytes.split_to(n));
 }

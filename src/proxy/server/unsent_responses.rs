@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 /// Counts of the unsent responses of one connection.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct UnsentResponses {
+pub(crate) struct UnsentResponses {
     /// Responses of the last generation.
     newer: Cell<usize>,
     /// Responses of the generation before.
@@ -27,7 +27,7 @@ pub(in crate::proxy) struct UnsentResponses {
 
 /// Output of one stream. When it is dropped, the response is complete.
 #[derive(Debug)]
-pub(in crate::proxy) struct StreamOutput(Rc<StreamChunks>);
+pub(crate) struct StreamOutput(Rc<StreamChunks>);
 
 /// Chunks of one stream.
 #[derive(Debug)]
@@ -40,7 +40,7 @@ struct StreamChunks {
 
 /// Guard of a chunk, dropped when h2 has written the chunk or reset the stream.
 #[derive(Debug)]
-pub(in crate::proxy) struct UnsentChunkGuard(Rc<StreamChunks>);
+pub(crate) struct UnsentChunkGuard(Rc<StreamChunks>);
 
 impl UnsentResponses {
     /// Counts a response. Returns its generation.
@@ -103,7 +103,7 @@ impl UnsentResponses {
 }
 
 impl StreamOutput {
-    pub(in crate::proxy) fn new(responses: &Rc<UnsentResponses>) -> Self {
+    pub(crate) fn new(responses: &Rc<UnsentResponses>) -> Self {
         Self(Rc::new(StreamChunks {
             responses: Rc::clone(responses),
             unsent: Cell::new(0),
@@ -112,7 +112,7 @@ impl StreamOutput {
     }
 
     /// Counts a chunk as unsent until the guard is dropped.
-    pub(in crate::proxy) fn begin_chunk(&self) -> UnsentChunkGuard {
+    pub(crate) fn begin_chunk(&self) -> UnsentChunkGuard {
         self.0.unsent.set(self.0.unsent.get() + 1);
         UnsentChunkGuard(Rc::clone(&self.0))
     }

@@ -13,7 +13,7 @@ use http::{Method, StatusCode, Version, request};
 use tokio::time::Instant;
 
 /// The parts of a request that its log entry and trace need after it was forwarded.
-pub(in crate::proxy) struct RequestSummary {
+pub(crate) struct RequestSummary {
     pub(super) target: RequestTarget,
     pub(super) client: ClientAddress,
     /// The client's HTTP version; validation replaces the version in the request head.
@@ -28,7 +28,7 @@ pub(in crate::proxy) struct RequestSummary {
 
 impl RequestSummary {
     /// `trace` is the client's trace context; the trace context of a `recording` takes precedence.
-    pub(in crate::proxy) fn new(
+    pub(crate) fn new(
         parts: &request::Parts,
         version: Version,
         inbound: InboundRequest,
@@ -97,7 +97,7 @@ impl ProxyService {
     }
 
     /// Writes the access log entry and adds the response head to the trace recording, if any.
-    pub(in crate::proxy) fn log_and_trace_request(
+    pub(crate) fn log_and_trace_request(
         &self,
         summary: &mut RequestSummary,
         verdict: &Verdict<'_>,
@@ -155,7 +155,7 @@ impl ProxyService {
 }
 
 /// Maps a verdict to the decision reported in logs and metrics.
-pub(in crate::proxy) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
+pub(crate) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
     match &verdict.outcome {
         RequestOutcome::Forward if verdict.is_degraded => RequestDecision::Degraded,
         RequestOutcome::Forward if !verdict.delay.is_zero() => RequestDecision::Delayed,

@@ -21,7 +21,7 @@ use tokio::time::Instant;
 
 impl ProxyService {
     /// Validates the request head, or returns the error response.
-    pub(in crate::proxy) fn validate_request_head(
+    pub(crate) fn validate_request_head(
         &self,
         parts: &mut request::Parts,
         peer: &ConnectionPeer,
@@ -84,7 +84,7 @@ impl ProxyService {
     }
 
     /// Responds to a request that failed validation, before any policy applied.
-    pub(in crate::proxy) fn reject_invalid_request(
+    pub(crate) fn reject_invalid_request(
         &self,
         parts: &request::Parts,
         body: RequestBody,

@@ -161,7 +161,7 @@ impl UpstreamError {
 }
 
 /// Formats an error and its sources on one line.
-pub(in crate::proxy) fn format_error_chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn format_error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {

@@ -112,11 +112,11 @@ pub struct UpstreamBody {
 }
 
 impl UpstreamBody {
-    pub(in crate::proxy) fn is_end_stream(&self) -> bool {
+    pub(crate) fn is_end_stream(&self) -> bool {
         matches!(self.first_frame, FirstFrame::None) && self.source.is_end_stream()
     }
 
-    pub(in crate::proxy) fn size_hint(&self) -> SizeHint {
+    pub(crate) fn size_hint(&self) -> SizeHint {
         let mut hint = self.source.size_hint();
         if let FirstFrame::Data(data) = &self.first_frame {
             let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
@@ -184,7 +184,7 @@ impl UpstreamBody {
     }
 
     /// Keeps the concurrency slot until the body ends, and fails the body at the slot's `ends_at`.
-    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
+    pub(crate) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
         self.slot_guard = Some(Box::new(slot_guard));
     }
 
@@ -203,14 +203,14 @@ impl UpstreamBody {
     }
 
     /// Attaches the trace recording, to end with the body.
-    pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+    pub(crate) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         self.recording = recording
             .filter(|_| !self.is_fully_received())
             .map(RequestRecording::mark_streaming);
     }
 
     /// Attaches the request's metrics, to end with the body.
-    pub(in crate::proxy) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
+    pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
         self.active_request = Some(active).filter(|_| !self.is_fully_received());
     }
 
@@ -222,11 +222,11 @@ impl UpstreamBody {
 
     /// Attaches the meter that reads the response cost from the body and settles it at the end. If
     /// the body ends early, estimates are only ever raised.
-    pub(in crate::proxy) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
+    pub(crate) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
         self.cost_meter = cost_meter;
     }
 
-    pub(in crate::proxy) fn poll_frame(
+    pub(crate) fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {

@@ -18,10 +18,7 @@ use super::pool::UpstreamConnection;
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
 
 /// The upstream side of a tunnel: an HTTP/1.1 connection or an [`Http2TunnelIo`].
-pub(in crate::proxy) trait TunnelUpstream:
-    AsyncRead + AsyncWrite + Debug + Unpin
-{
-}
+pub(crate) trait TunnelUpstream: AsyncRead + AsyncWrite + Debug + Unpin {}
 
 impl TunnelUpstream for TokioIo<Upgraded> {}
 impl TunnelUpstream for Http2TunnelIo {}
@@ -29,7 +26,7 @@ impl TunnelUpstream for Http2TunnelIo {}
 /// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions have ended
 /// resets the HTTP/2 stream.
 #[derive(Debug)]
-pub(in crate::proxy) struct Http2TunnelIo {
+pub(crate) struct Http2TunnelIo {
     send_stream: SendStream<Bytes>,
     recv_stream: ReceivedStream,
     read_buffer: Bytes,

@@ -35,14 +35,14 @@ const DISCARD_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Limits of request bodies.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::proxy) struct RequestBodyLimits {
+pub(crate) struct RequestBodyLimits {
     /// Maximum time without data from the client.
-    pub(in crate::proxy) idle_timeout: Duration,
+    pub(crate) idle_timeout: Duration,
     /// Minimum bytes per second while the client is awaited; 0 for none. The client may fall
     /// `idle_timeout` behind.
-    pub(in crate::proxy) min_rate: u64,
+    pub(crate) min_rate: u64,
     /// Maximum size of the body; `None` for no limit.
-    pub(in crate::proxy) max_bytes: Option<u64>,
+    pub(crate) max_bytes: Option<u64>,
 }
 
 /// A request body, received from the client.
@@ -78,7 +78,7 @@ struct RequestBodyStream {
 
 /// Progress of a request body, for timeouts that depend on the progress.
 #[derive(Debug)]
-pub(in crate::proxy) struct RequestBodyProgress {
+pub(crate) struct RequestBodyProgress {
     state: Cell<RequestBodyState>,
     last_progress_at: Cell<Instant>,
     /// `100 Continue` over HTTP/2, which is sent when the body is awaited.
@@ -87,7 +87,7 @@ pub(in crate::proxy) struct RequestBodyProgress {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::proxy) enum RequestBodyState {
+pub(crate) enum RequestBodyState {
     /// The upstream can take more of the body, but the client sends nothing.
     AwaitingClient,
     /// The upstream must take the next chunk of the body.
@@ -100,7 +100,7 @@ pub(in crate::proxy) enum RequestBodyState {
 }
 
 impl RequestBody {
-    pub(in crate::proxy) fn new(
+    pub(crate) fn new(
         request: &http::request::Parts,
         incoming: Incoming,
         mut limits: RequestBodyLimits,
@@ -179,14 +179,14 @@ impl RequestBody {
 
     /// Marks the rest of an HTTP/1 body as unread, so that the client connection closes after the
     /// response. Called when the response head arrives: the upstream may not want the rest.
-    pub(in crate::proxy) fn mark_rest_unread(&self) {
+    pub(crate) fn mark_rest_unread(&self) {
         if let Some(body) = &self.0 {
             body.borrow().mark_rest_unread();
         }
     }
 
     /// The progress of the transfer; `None` without a body.
-    pub(in crate::proxy) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
+    pub(crate) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
         self.0
             .as_ref()
             .map(|body| Rc::clone(&body.borrow().progress))
@@ -194,19 +194,19 @@ impl RequestBody {
 
     /// Returns another handle to the same body, for a retry. The body is dropped with its last
     /// handle.
-    pub(in crate::proxy) fn clone_handle(&self) -> Self {
+    pub(crate) fn clone_handle(&self) -> Self {
         Self(self.0.clone())
     }
 
     /// Starts recording the body, up to a maximum size, for a retry.
-    pub(in crate::proxy) fn enable_replay(&self) {
+    pub(crate) fn enable_replay(&self) {
         if let Some(body) = &self.0 {
             body.borrow_mut().replay_buffer.start_recording();
         }
     }
 
     /// Stops recording the body for a retry.
-    pub(in crate::proxy) fn disable_replay(&self) {
+    pub(crate) fn disable_replay(&self) {
         if let Some(body) = &self.0 {
             body.borrow_mut().replay_buffer.stop_recording();
         }
@@ -214,7 +214,7 @@ impl RequestBody {
 
     /// Rewinds the body to its start for a retry. Returns `false` if the start was not recorded, or
     /// the body failed or is too large.
-    pub(in crate::proxy) fn rewind(&self) -> bool {
+    pub(crate) fn rewind(&self) -> bool {
         self.0
             .as_ref()
             .is_none_or(|body| body.borrow_mut().rewind())
@@ -222,24 +222,24 @@ impl RequestBody {
 }
 
 impl RequestBodyProgress {
-    pub(in crate::proxy) fn state(&self) -> RequestBodyState {
+    pub(crate) fn state(&self) -> RequestBodyState {
         self.state.get()
     }
 
     /// Time at which the last body chunk was handed over to the upstream.
-    pub(in crate::proxy) fn last_progress_at(&self) -> Instant {
+    pub(crate) fn last_progress_at(&self) -> Instant {
         self.last_progress_at.get()
     }
 
     /// Records that the final response begins: `100 Continue` must not follow it.
-    pub(in crate::proxy) fn record_response_start(&self) {
+    pub(crate) fn record_response_start(&self) {
         if let Some(permit) = &self.continue_permit {
             permit.revoke();
         }
     }
 
     /// Records that the response is complete or dropped.
-    pub(in crate::proxy) fn record_response_end(&self) {
+    pub(crate) fn record_response_end(&self) {
         self.record_response_start();
         self.response_ended.notify_one();
     }

@@ -31,7 +31,7 @@ pub enum ResponseBody {
 impl ResponseBody {
     /// Attaches the concurrency slot to the body, to end with it. For a local body, which is
     /// already complete, it ends immediately.
-    pub(in crate::proxy) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
+    pub(crate) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
         match self {
             Self::Upstream(body) => body.attach_slot_guard(slot_guard),
             Self::Tunnel(tunnel) => tunnel.attach_slot_guard(slot_guard),
@@ -41,7 +41,7 @@ impl ResponseBody {
 
     /// Attaches the trace recording to the body, to end with it. For a local body, it ends
     /// immediately.
-    pub(in crate::proxy) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+    pub(crate) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
         match self {
             Self::Upstream(body) => body.attach_recording(recording),
             Self::Tunnel(tunnel) => tunnel.attach_recording(recording),
@@ -51,7 +51,7 @@ impl ResponseBody {
 
     /// Attaches the request's metrics to the body, to end with it. For a local body, they end
     /// immediately.
-    pub(in crate::proxy) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
+    pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
         match self {
             Self::Upstream(body) => body.attach_active_request(active),
             Self::Tunnel(tunnel) => tunnel.attach_active_request(active),
@@ -60,7 +60,7 @@ impl ResponseBody {
     }
 
     /// Takes the tunnel of a response that switches protocols.
-    pub(in crate::proxy) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
+    pub(crate) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
         let Self::Tunnel(_) = self else { return None };
         match std::mem::take(self) {
             Self::Tunnel(tunnel) => Some(tunnel),

@@ -19,7 +19,7 @@ const HEADER_SETTINGS: RateLimitHeaderSettings = RateLimitHeaderSettings {
 };
 
 /// Builds the reply with the limits: the rate-limit fields, and JSON.
-pub(in crate::proxy) fn build_own_limits_reply(
+pub(crate) fn build_own_limits_reply(
     own: &OwnLimits<'_>,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
@@ -54,7 +54,7 @@ pub(in crate::proxy) fn build_own_limits_reply(
 }
 
 /// Builds the reply to a client without a verified key.
-pub(in crate::proxy) fn build_unidentified_client_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
+pub(crate) fn build_unidentified_client_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
     let detail = "No policy has a key that identifies the client of this request. Expected a valid \
                   token or client certificate.";
     let problem = ProblemReply::new(
@@ -69,7 +69,7 @@ pub(in crate::proxy) fn build_unidentified_client_reply(style: ReplyStyle<'_>) -
 }
 
 /// Builds the reply to a method other than GET and HEAD.
-pub(in crate::proxy) fn build_method_not_allowed_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
+pub(crate) fn build_method_not_allowed_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
     let detail = "Limits can only be read.".to_owned();
     let problem = ProblemReply::new(StatusCode::METHOD_NOT_ALLOWED, "http_request_error", detail);
     let mut response = problem.build_standard(style);

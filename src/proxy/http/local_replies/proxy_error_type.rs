@@ -4,7 +4,7 @@ use http::StatusCode;
 
 /// Public kind of an error that prevents a request from being forwarded or completed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::proxy) enum ProxyErrorType {
+pub(crate) enum ProxyErrorType {
     ConnectRefused,
     ConnectTimeout,
     DnsError,
@@ -33,7 +33,7 @@ pub(in crate::proxy) enum ProxyErrorType {
 }
 
 impl ProxyErrorType {
-    pub(in crate::proxy) fn status(self) -> StatusCode {
+    pub(crate) fn status(self) -> StatusCode {
         self.status_error_and_detail().0
     }
 

@@ -11,7 +11,7 @@ const GRPC_MEDIA_TYPE_PREFIX: &[u8] = b"application/grpc";
 /// Properties of a request that determine the format of a local reply. They are read before
 /// validation changes the request head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::proxy) struct ReplyStyle<'t> {
+pub(crate) struct ReplyStyle<'t> {
     pub(super) format: ReplyFormat,
     pub(super) is_head_request: bool,
     pub(super) version: Version,
@@ -28,7 +28,7 @@ pub(super) enum ReplyFormat {
 impl<'t> ReplyStyle<'t> {
     /// Reads the style from a request head, which validation must not have changed yet. `origin` is
     /// a copy of its `Origin`, which a reply may repeat.
-    pub(in crate::proxy) fn from_request(
+    pub(crate) fn from_request(
         parts: &request::Parts,
         origin: Option<&'t HeaderValue>,
         cors: &'t CorsOrigins,
@@ -51,13 +51,13 @@ impl<'t> ReplyStyle<'t> {
     }
 
     /// As [`CorsDecision::expose_rate_limit_fields`].
-    pub(in crate::proxy) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
+    pub(crate) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
         self.cors.expose_rate_limit_fields(headers);
     }
 
     /// Replaces the gRPC format with JSON, for clients that read the HTTP status: gRPC errors have
     /// HTTP status 200.
-    pub(in crate::proxy) fn replace_grpc_with_json(self) -> Self {
+    pub(crate) fn replace_grpc_with_json(self) -> Self {
         match self.format {
             ReplyFormat::Grpc => Self {
                 format: ReplyFormat::Json,

@@ -38,7 +38,7 @@ pub(super) fn write_legacy_headers(
 }
 
 /// Time (µs) at which the limit's remaining units next grow or, if the limit refused, will suffice.
-pub(in crate::proxy) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> u64 {
+pub(crate) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> u64 {
     match reported.status.refusal {
         Some(Refusal::Until(at_us)) => at_us,
         // An unknown wait is reported as one second, consistent with `Retry-After: 1`.

@@ -6,7 +6,7 @@ pub(super) const SECOND_US: u64 = 1_000_000;
 
 impl RetryHint {
     /// Returns the wait in seconds for `Retry-After`: 1 if unknown, `None` if no retry can succeed.
-    pub(in crate::proxy) fn retry_after_s(self) -> Option<u64> {
+    pub(crate) fn retry_after_s(self) -> Option<u64> {
         match self {
             Self::After(us) => Some(retry_after_from_us(us)),
             Self::Unknown => Some(1),

@@ -64,7 +64,7 @@ pub enum RequestValidationError {
 }
 
 impl RequestValidationError {
-    pub(in crate::proxy) fn status(self) -> StatusCode {
+    pub(crate) fn status(self) -> StatusCode {
         match self {
             Self::Connect => StatusCode::METHOD_NOT_ALLOWED,
             Self::TransferEncoding | Self::ConnectProtocol => StatusCode::NOT_IMPLEMENTED,

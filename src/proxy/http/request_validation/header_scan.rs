@@ -86,7 +86,7 @@ impl RequestHeaderScan {
 
 /// Whether a field value begins or ends with a space or tab. HTTP/1 parsers trim it; in HTTP/2 such
 /// a field is malformed (RFC 9113, 8.2.1).
-pub(in crate::proxy) fn has_outer_white_space(value: &HeaderValue) -> bool {
+pub(crate) fn has_outer_white_space(value: &HeaderValue) -> bool {
     matches!(value.as_bytes(), [b' ' | b'\t', ..] | [.., b' ' | b'\t'])
 }
 

@@ -17,7 +17,7 @@ const MAX_JSON_BYTES_PER_KEY_BYTE: usize = 6;
 /// Scanner of one JSON document for the number at a pointer. The pointer's length bounds the
 /// memory.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct JsonPointerScanner {
+pub(crate) struct JsonPointerScanner {
     state: JsonScanState,
     depth: usize,
     /// One bit per open container, the innermost in the lowest bit: 1 for an object, 0 for an
@@ -65,7 +65,7 @@ enum JsonStringRole {
 
 impl JsonPointerScanner {
     /// Scans the next bytes of the document.
-    pub(in crate::proxy) fn read_chunk(&mut self, mut bytes: &[u8], pointer: &JsonPointer) {
+    pub(crate) fn read_chunk(&mut self, mut bytes: &[u8], pointer: &JsonPointer) {
         while let Some((&byte, rest)) = bytes.split_first() {
             bytes = match self.state {
                 JsonScanState::Invalid => return,
@@ -86,7 +86,7 @@ impl JsonPointerScanner {
 
     /// Ends the document and resets the scanner for the next document. Returns the number at the
     /// pointer if the document is complete and has one.
-    pub(in crate::proxy) fn finish(&mut self) -> Option<u64> {
+    pub(crate) fn finish(&mut self) -> Option<u64> {
         let finished = std::mem::take(self);
         finished
             .found_units

@@ -265,6 +265,6 @@ fn crc32c(bytes: impl Iterator<Item = u8>) -> u32 {
 }
 
 #[cfg(any(test, fuzzing))]
-pub(in crate::proxy) mod properties;
+pub(crate) mod properties;
 #[cfg(test)]
 mod tests;

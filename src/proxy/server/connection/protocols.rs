@@ -39,7 +39,7 @@ const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// HTTP settings of one listener, on one worker.
 #[derive(Clone, Debug)]
-pub(in crate::proxy) struct HttpServerSettings {
+pub(crate) struct HttpServerSettings {
     pub(super) http1: http1::Builder,
     pub(super) settings: ListenSettings,
     listener_kind: ListenerKind,
@@ -49,7 +49,7 @@ pub(in crate::proxy) struct HttpServerSettings {
 
 impl HttpServerSettings {
     /// Panics of HTTP/2 stream tasks are counted in `load`.
-    pub(in crate::proxy) fn new(
+    pub(crate) fn new(
         settings: &ListenSettings,
         listener_kind: ListenerKind,
         load: ServerLoad,
@@ -78,23 +78,23 @@ impl HttpServerSettings {
     }
 
     /// Maximum connections of one client. 0 for no limit.
-    pub(in crate::proxy) fn max_connections_per_client(&self) -> usize {
+    pub(crate) fn max_connections_per_client(&self) -> usize {
         self.settings.max_connections_per_client
     }
 
     /// Time until the connection with this id ends gracefully, from 90 % to 110 % of the setting.
     /// Successive ids are spread evenly, so that connections of one moment do not end together.
-    pub(in crate::proxy) fn connection_age_limit(&self, id: u64) -> Option<Duration> {
+    pub(crate) fn connection_age_limit(&self, id: u64) -> Option<Duration> {
         let percent = 90 + u32::try_from(id.wrapping_mul(AGE_SPREAD_FACTOR) % 21).unwrap_or(0);
         Some(self.settings.max_connection_age? / 100 * percent)
     }
 
     /// Maximum memory of all client connections. `None` for no limit.
-    pub(in crate::proxy) fn max_memory(&self) -> Option<usize> {
+    pub(crate) fn max_memory(&self) -> Option<usize> {
         self.settings.max_memory
     }
 
-    pub(in crate::proxy) fn connection_timeouts(&self) -> ConnectionTimeouts {
+    pub(crate) fn connection_timeouts(&self) -> ConnectionTimeouts {
         ConnectionTimeouts {
             idle: self.settings.idle_timeout,
             request_head: self.settings.header_timeout,

@@ -15,7 +15,7 @@ pub(super) const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
 
 impl ConnectionMonitor {
     /// Next deadline and the timeout that expires then.
-    pub(in crate::proxy) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
+    pub(crate) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
         // A connection with a blocked write or an incomplete field block is not idle, whatever its
         // requests do.
         let stalled = self

@@ -10,33 +10,33 @@ use super::ConnectionMonitor;
 /// How a draining connection ends. Its next response is the last one; HTTP/2 clients are told by
 /// GOAWAY.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::proxy) struct ConnectionDrain {
+pub(crate) struct ConnectionDrain {
     /// Time before which a connection without requests stays open.
-    pub(in crate::proxy) closes_from: Instant,
+    pub(crate) closes_from: Instant,
     /// Time for one more request from the start of the connection's drain. Closing an idle
     /// connection earlier would lose a request that is on its way.
-    pub(in crate::proxy) request_delay: Duration,
+    pub(crate) request_delay: Duration,
     /// Time from which WebSockets are closed with 1001, "going away" (RFC 6455, 7.4.1). `None`:
     /// they stay open.
-    pub(in crate::proxy) websockets_close_at: Option<Instant>,
+    pub(crate) websockets_close_at: Option<Instant>,
 }
 
 /// Progress of a connection's drain.
 #[derive(Debug, Default)]
-pub(in crate::proxy) struct DrainState {
+pub(crate) struct DrainState {
     /// The request of [`ConnectionMonitor::request_drain`], until the driving task takes it.
-    pub(in crate::proxy) requested: Cell<Option<ConnectionDrain>>,
+    pub(crate) requested: Cell<Option<ConnectionDrain>>,
     /// Whether a drain was requested: the next response is the last one.
-    pub(in crate::proxy) is_draining: Cell<bool>,
+    pub(crate) is_draining: Cell<bool>,
     /// End of `max_connection_age`, until the drain that it causes.
-    pub(in crate::proxy) age_ends_at: Cell<Option<Instant>>,
+    pub(crate) age_ends_at: Cell<Option<Instant>>,
     websockets_close_at: Cell<Option<Instant>>,
     websocket_close_signal: Notify,
 }
 
 impl ConnectionMonitor {
     /// Asks the connection to close gracefully once its current work is finished.
-    pub(in crate::proxy) fn request_drain(&self, drain: ConnectionDrain) {
+    pub(crate) fn request_drain(&self, drain: ConnectionDrain) {
         let state = &self.drain;
         state.age_ends_at.set(None);
         state.requested.set(Some(drain));
@@ -49,7 +49,7 @@ impl ConnectionMonitor {
     }
 
     /// Waits for the time at which a WebSocket must close because the server shuts down.
-    pub(in crate::proxy) async fn wait_for_websocket_close(&self) {
+    pub(crate) async fn wait_for_websocket_close(&self) {
         let signal = self.drain.websocket_close_signal.notified();
         if self.drain.websockets_close_at.get().is_none() {
             signal.await;
@@ -60,7 +60,7 @@ impl ConnectionMonitor {
     }
 
     /// Sets the time after which the connection drains.
-    pub(in crate::proxy) fn set_age_limit(&self, limit: Option<Duration>) {
+    pub(crate) fn set_age_limit(&self, limit: Option<Duration>) {
         self.drain
             .age_ends_at
             .set(limit.map(|limit| Instant::now() + limit));
@@ -68,7 +68,7 @@ impl ConnectionMonitor {
 
     /// Starts the drain of a connection that is too old. Without a request it stays open until its
     /// idle timeout.
-    pub(in crate::proxy) fn drain_for_age(&self) {
+    pub(crate) fn drain_for_age(&self) {
         self.request_drain(ConnectionDrain {
             closes_from: Instant::now() + self.timeouts.idle,
             request_delay: Duration::ZERO,

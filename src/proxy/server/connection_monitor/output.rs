@@ -8,18 +8,18 @@ use crate::proxy::server::frame_scanner::FrameScan;
 
 /// What hyper has written, and what is written beside it.
 #[derive(Debug)]
-pub(in crate::proxy) struct OutputState {
+pub(crate) struct OutputState {
     /// Informational heads to be written before the next response.
     informational_heads: RefCell<Vec<u8>>,
     /// HTTP/2 streams whose clients wait for `100 Continue`.
     continue_queue: ContinueQueue,
     /// Whether an HTTP/2 request head had a mark.
-    pub(in crate::proxy::server) has_head_marks: Cell<bool>,
+    pub(crate) has_head_marks: Cell<bool>,
     /// Whether hyper has written and flushed all its output.
     pub(super) is_flushed: Cell<bool>,
     /// Whether the next output begins a response: no request began since all output was flushed.
     /// May be `false` for a while after a response.
-    pub(in crate::proxy::server) is_between_responses: Cell<bool>,
+    pub(crate) is_between_responses: Cell<bool>,
 }
 
 impl Default for OutputState {
@@ -39,7 +39,7 @@ impl ConnectionMonitor {
     /// head is dropped if output of earlier responses is still unwritten.
     ///
     /// hyper flushes the socket if and only if it has written all its output.
-    pub(in crate::proxy) fn queue_informational_head(&self, head: &[u8]) {
+    pub(crate) fn queue_informational_head(&self, head: &[u8]) {
         if self.output.is_flushed.get() {
             let mut heads = self.output.informational_heads.borrow_mut();
             heads.extend_from_slice(head);
@@ -48,7 +48,7 @@ impl ConnectionMonitor {
     }
 
     /// Queues `100 Continue` for the client of an HTTP/2 stream.
-    pub(in crate::proxy) fn queue_continue(&self, permit: &ContinuePermit) {
+    pub(crate) fn queue_continue(&self, permit: &ContinuePermit) {
         if self.output.continue_queue.push(permit) {
             self.wake_driver();
         }
@@ -56,7 +56,7 @@ impl ConnectionMonitor {
 
     /// Informational heads that are not written yet. Those for HTTP/2 are added only between two
     /// frames of h2, which also flushes if and only if it has written all its output.
-    pub(in crate::proxy::server) fn pending_informational_heads(&self) -> RefMut<'_, Vec<u8>> {
+    pub(crate) fn pending_informational_heads(&self) -> RefMut<'_, Vec<u8>> {
         let mut heads = self.output.informational_heads.borrow_mut();
         if self.output.is_flushed.get() {
             self.output.continue_queue.drain_frames(&mut heads);
@@ -65,7 +65,7 @@ impl ConnectionMonitor {
     }
 
     /// Records what the frame scanner found for the requests and responses of the connection.
-    pub(in crate::proxy::server) fn record_scan(&self, scan: &FrameScan) {
+    pub(crate) fn record_scan(&self, scan: &FrameScan) {
         if scan.has_head_mark {
             self.output.has_head_marks.set(true);
         }

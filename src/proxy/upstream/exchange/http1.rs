@@ -33,7 +33,7 @@ impl UpstreamClient {
         clippy::manual_async_fn,
         reason = "an async fn stores and copies its arguments twice"
     )]
-    pub(in crate::proxy::upstream) fn exchange_request(
+    pub(crate) fn exchange_request(
         &self,
         mut connection: Box<UpstreamConnection>,
         mut request: Request<RequestBody>,

@@ -15,13 +15,13 @@ use crate::proxy::http::hop_by_hop;
 
 /// Handle of a request body upload. Dropping it aborts the upload.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct BodyUpload(AbortHandle);
+pub(crate) struct BodyUpload(AbortHandle);
 
 impl BodyUpload {
     /// Sends as much of `body` as the upstream's window allows, then spawns a task for the rest.
     /// Returns `None` if no rest remains. Removes trailers that are not named in
     /// `declared_trailers`, the validated `Trailer` values.
-    pub(in crate::proxy::upstream) async fn start(
+    pub(crate) async fn start(
         body: RequestBody,
         stream: SendStream<Bytes>,
         declared_trailers: SmallVec<[HeaderValue; 1]>,
@@ -138,7 +138,7 @@ impl BodyUploadFuture {
 
 /// Polls until the stream's send window allows at least one byte, and returns the capacity. At most
 /// `requested_bytes` are reserved.
-pub(in crate::proxy::upstream) fn poll_send_capacity(
+pub(crate) fn poll_send_capacity(
     stream: &mut SendStream<Bytes>,
     requested_bytes: usize,
     cx: &mut Context<'_>,

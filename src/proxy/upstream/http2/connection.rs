@@ -18,7 +18,7 @@ use super::received_stream::{ReceivedStream, ReceivedStreams};
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Maximum streams per connection, even if the upstream allows more.
-pub(in crate::proxy::upstream) const MAX_CONCURRENT_STREAMS: usize = 100;
+pub(crate) const MAX_CONCURRENT_STREAMS: usize = 100;
 /// Number of requests that may be cancelled. Each response head restores one, up to this number. At
 /// zero the connection is retired.
 ///
@@ -31,10 +31,10 @@ const CANCELLATION_BUDGET: u32 = 10;
 const DEFERRED_CANCEL_DELAY: Duration = Duration::from_secs(1);
 
 /// An open HTTP/2 connection. Dropping the last handle closes it.
-pub(in crate::proxy::upstream) struct Http2Connection {
+pub(crate) struct Http2Connection {
     sender: SendRequest<Bytes>,
     /// IP address of the upstream.
-    pub(in crate::proxy::upstream) peer: Option<IpAddr>,
+    pub(crate) peer: Option<IpAddr>,
     /// Number of reserved streams, one per request in progress.
     active_streams: Cell<usize>,
     /// Whether the connection takes no new requests and closes after the last one ends.
@@ -54,7 +54,7 @@ pub(in crate::proxy::upstream) struct Http2Connection {
 
 /// Future of the response head. Dropping it before completion cancels the request, possibly with a
 /// delay.
-pub(in crate::proxy::upstream) struct Http2ResponseFuture {
+pub(crate) struct Http2ResponseFuture {
     response: Option<ResponseFuture>,
     connection: Rc<Http2Connection>,
 }
@@ -67,10 +67,10 @@ struct DeferredCancels {
 }
 
 /// Error of a request that could not be sent; nothing of the request was written.
-pub(in crate::proxy::upstream) struct StreamOpenError {
+pub(crate) struct StreamOpenError {
     /// Whether the cause is that the connection takes no more requests.
-    pub(in crate::proxy::upstream) is_connection_closed: bool,
-    pub(in crate::proxy::upstream) error: h2::Error,
+    pub(crate) is_connection_closed: bool,
+    pub(crate) error: h2::Error,
 }
 
 impl Http2Connection {
@@ -92,12 +92,12 @@ impl Http2Connection {
     }
 
     /// Sets the task that runs the connection. Dropping the connection aborts the task.
-    pub(in crate::proxy::upstream) fn set_driver_task(&self, task: AbortHandle) {
+    pub(crate) fn set_driver_task(&self, task: AbortHandle) {
         self.task.set(Some(task));
     }
 
     /// Reserves a stream if the connection has capacity. Returns whether a stream was reserved.
-    pub(in crate::proxy::upstream) fn try_reserve_stream(&self) -> bool {
+    pub(crate) fn try_reserve_stream(&self) -> bool {
         let is_available = !self.closing.get()
             && !self.is_suspect.get()
             && self.active_streams.get()
@@ -112,7 +112,7 @@ impl Http2Connection {
     }
 
     /// Releases a stream that [`Http2Connection::try_reserve_stream`] reserved.
-    pub(in crate::proxy::upstream) fn release_stream(&self) {
+    pub(crate) fn release_stream(&self) {
         self.active_streams.set(self.active_streams.get() - 1);
         if self.active_streams.get() == 0 {
             self.idle_since.set(Instant::now());
@@ -120,12 +120,12 @@ impl Http2Connection {
     }
 
     /// Marks the connection as used, and returns whether it was already used.
-    pub(in crate::proxy::upstream) fn mark_used(&self) -> bool {
+    pub(crate) fn mark_used(&self) -> bool {
         self.was_used.replace(true)
     }
 
     /// Whether the upstream announced support for extended CONNECT (RFC 8441, 3).
-    pub(in crate::proxy::upstream) fn supports_extended_connect(&self) -> bool {
+    pub(crate) fn supports_extended_connect(&self) -> bool {
         self.sender.is_extended_connect_protocol_enabled()
     }
 
@@ -134,7 +134,7 @@ impl Http2Connection {
     /// # Errors
     /// Returns an error, without sending anything, if the connection takes no more requests or the
     /// head is invalid.
-    pub(in crate::proxy::upstream) fn send_request_head(
+    pub(crate) fn send_request_head(
         self: &Rc<Self>,
         request: Request<()>,
         has_body: bool,
@@ -168,25 +168,25 @@ impl Http2Connection {
 
     /// Records that a response timed out. The connection takes no new requests until the upstream
     /// answers a PING.
-    pub(in crate::proxy::upstream) fn mark_suspect(&self) {
+    pub(crate) fn mark_suspect(&self) {
         self.is_suspect.set(true);
         self.wake_driver();
     }
 
     /// Maximum concurrent streams that both the upstream and the proxy allow on this connection, at
     /// least 1.
-    pub(in crate::proxy::upstream) fn max_streams(&self) -> usize {
+    pub(crate) fn max_streams(&self) -> usize {
         self.sender
             .current_max_send_streams()
             .clamp(1, MAX_CONCURRENT_STREAMS)
     }
 
     /// Stops adding requests to the connection. The connection closes after its last request.
-    pub(in crate::proxy::upstream) fn retire(&self) {
+    pub(crate) fn retire(&self) {
         self.closing.set(true);
     }
 
-    pub(in crate::proxy::upstream) fn is_closing(&self) -> bool {
+    pub(crate) fn is_closing(&self) -> bool {
         self.closing.get()
     }
 
@@ -251,14 +251,14 @@ impl Http2Connection {
     }
 
     /// Start of the connection's idle time; `None` while it has requests.
-    pub(in crate::proxy::upstream) fn idle_since(&self) -> Option<Instant> {
+    pub(crate) fn idle_since(&self) -> Option<Instant> {
         (self.active_streams.get() == 0).then(|| self.idle_since.get())
     }
 }
 
 impl Http2ResponseFuture {
     /// Polls for informational (1xx) response heads.
-    pub(in crate::proxy::upstream) fn poll_informational_response(
+    pub(crate) fn poll_informational_response(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Response<()>, h2::Error>>> {

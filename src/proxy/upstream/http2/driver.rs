@@ -14,7 +14,7 @@ use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::error::format_error_chain;
 
 /// The task that reads and writes for all requests of a connection.
-pub(in crate::proxy::upstream) struct Http2Driver {
+pub(crate) struct Http2Driver {
     connection: h2::client::Connection<Http2Socket, Bytes>,
     ping_monitor: Option<PingMonitor>,
     read_allowance: ReadAllowance,
@@ -39,7 +39,7 @@ impl Http2Driver {
     }
 
     /// Runs the connection until it closes, which fails its remaining requests.
-    pub(in crate::proxy::upstream) async fn run(mut self) {
+    pub(crate) async fn run(mut self) {
         let end = poll_fn(|cx| {
             if let Poll::Ready(end) = Pin::new(&mut self.connection).poll(cx) {
                 return Poll::Ready(end.map_err(|error| format_error_chain(&error)));

@@ -32,7 +32,7 @@ const MAX_REMEMBERED_RESETS: usize = 1000;
 ///
 /// # Errors
 /// Returns an error if the upstream does not send valid SETTINGS within `limit`.
-pub(in crate::proxy::upstream) async fn perform_http2_handshake(
+pub(crate) async fn perform_http2_handshake(
     stream: UpstreamSocket,
     limit: Duration,
 ) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {

@@ -10,7 +10,7 @@ use crate::proxy::http::upgrade;
 ///
 /// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. This does
 /// not occur after request validation.
-pub(in crate::proxy::upstream) fn convert_request_head_to_http2(
+pub(crate) fn convert_request_head_to_http2(
     head: &mut request::Parts,
     is_secure: bool,
 ) -> Option<()> {
@@ -37,9 +37,7 @@ pub(in crate::proxy::upstream) fn convert_request_head_to_http2(
 
 /// Converts a WebSocket GET to an extended CONNECT (RFC 8441, 5). Removes and returns the
 /// `Sec-WebSocket-Key`, from which the `Sec-WebSocket-Accept` of the response is computed.
-pub(in crate::proxy::upstream) fn convert_to_extended_connect(
-    head: &mut request::Parts,
-) -> Option<HeaderValue> {
+pub(crate) fn convert_to_extended_connect(head: &mut request::Parts) -> Option<HeaderValue> {
     head.method = Method::CONNECT;
     head.extensions
         .insert(h2::ext::Protocol::from_static("websocket"));
@@ -48,10 +46,7 @@ pub(in crate::proxy::upstream) fn convert_to_extended_connect(
 }
 
 /// Converts the successful response to an extended CONNECT to HTTP/1.1 `101 Switching Protocols`.
-pub(in crate::proxy::upstream) fn convert_to_switching_protocols<B>(
-    response: &mut Response<B>,
-    key: &HeaderValue,
-) {
+pub(crate) fn convert_to_switching_protocols<B>(response: &mut Response<B>, key: &HeaderValue) {
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
     let headers = response.headers_mut();
     headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));

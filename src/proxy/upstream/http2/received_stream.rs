@@ -28,7 +28,7 @@ const MIN_LISTED_STREAMS: usize = 256;
 
 /// Bytes that a connection may still read before its unread frames are collected.
 #[derive(Clone, Debug)]
-pub(in crate::proxy::upstream) struct ReadAllowance(Rc<Cell<usize>>);
+pub(crate) struct ReadAllowance(Rc<Cell<usize>>);
 
 /// The streams of one connection whose data has not ended.
 #[derive(Debug, Default)]
@@ -36,7 +36,7 @@ pub(super) struct ReceivedStreams(RefCell<Vec<Weak<RefCell<StreamState>>>>);
 
 /// The receiving half of a stream, for the reader of its data.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct ReceivedStream(Rc<RefCell<StreamState>>);
+pub(crate) struct ReceivedStream(Rc<RefCell<StreamState>>);
 
 #[derive(Debug)]
 struct StreamState {
@@ -59,11 +59,11 @@ impl Default for ReadAllowance {
 
 impl ReadAllowance {
     /// Records read bytes.
-    pub(in crate::proxy::upstream) fn spend(&self, bytes: usize) {
+    pub(crate) fn spend(&self, bytes: usize) {
         self.0.set(self.0.get().saturating_sub(bytes));
     }
 
-    pub(in crate::proxy::upstream) fn is_spent(&self) -> bool {
+    pub(crate) fn is_spent(&self) -> bool {
         self.0.get() == 0
     }
 
@@ -103,29 +103,23 @@ impl ReceivedStreams {
 
 impl ReceivedStream {
     /// Polls for data. The caller releases the capacity of the data that it used.
-    pub(in crate::proxy::upstream) fn poll_data(
-        &self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Bytes, h2::Error>>> {
+    pub(crate) fn poll_data(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
         self.0.borrow_mut().poll_data(cx)
     }
 
-    pub(in crate::proxy::upstream) fn poll_trailers(
+    pub(crate) fn poll_trailers(
         &self,
         cx: &mut Context<'_>,
     ) -> Poll<Result<Option<HeaderMap>, h2::Error>> {
         self.0.borrow_mut().stream.poll_trailers(cx)
     }
 
-    pub(in crate::proxy::upstream) fn release_capacity(
-        &self,
-        bytes: usize,
-    ) -> Result<(), h2::Error> {
+    pub(crate) fn release_capacity(&self, bytes: usize) -> Result<(), h2::Error> {
         let mut state = self.0.borrow_mut();
         state.stream.flow_control().release_capacity(bytes)
     }
 
-    pub(in crate::proxy::upstream) fn is_end_stream(&self) -> bool {
+    pub(crate) fn is_end_stream(&self) -> bool {
         let state = self.0.borrow();
         state.stream.is_end_stream()
             && state.collected.is_empty()

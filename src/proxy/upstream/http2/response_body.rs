@@ -9,7 +9,7 @@ use super::received_stream::ReceivedStream;
 
 /// A response body, received from an HTTP/2 stream.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct Http2ResponseBody {
+pub(crate) struct Http2ResponseBody {
     stream: ReceivedStream,
     /// Unreceived bytes of the declared `Content-Length`; `None` without a length.
     remaining_bytes: Option<u64>,
@@ -17,7 +17,7 @@ pub(in crate::proxy::upstream) struct Http2ResponseBody {
 }
 
 impl Http2ResponseBody {
-    pub(in crate::proxy::upstream) fn new(stream: ReceivedStream, headers: &HeaderMap) -> Self {
+    pub(crate) fn new(stream: ReceivedStream, headers: &HeaderMap) -> Self {
         let length = headers
             .get(header::CONTENT_LENGTH)
             .and_then(|length| length.to_str().ok()?.parse().ok());
@@ -30,7 +30,7 @@ impl Http2ResponseBody {
 
     /// Polls for the next frame. A stream reset is an error whatever its reason code, because only
     /// END_STREAM ends a body.
-    pub(in crate::proxy::upstream) fn poll_frame(
+    pub(crate) fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
@@ -53,11 +53,11 @@ impl Http2ResponseBody {
             .map(|trailers| trailers.map(|some| some.map(Frame::trailers)).transpose())
     }
 
-    pub(in crate::proxy::upstream) fn is_end_stream(&self) -> bool {
+    pub(crate) fn is_end_stream(&self) -> bool {
         self.stream.is_end_stream()
     }
 
-    pub(in crate::proxy::upstream) fn size_hint(&self) -> SizeHint {
+    pub(crate) fn size_hint(&self) -> SizeHint {
         self.remaining_bytes
             .map_or_else(SizeHint::default, SizeHint::with_exact)
     }

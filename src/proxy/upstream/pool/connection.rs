@@ -19,10 +19,10 @@ use crate::proxy::upstream::read_limit::ResponseRate;
 /// An HTTP/1.1 connection or a stream of an HTTP/2 connection, for one request at a time. Dropping
 /// it closes the HTTP/1.1 connection or ends the HTTP/2 stream.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct UpstreamConnection {
-    pub(in crate::proxy::upstream) protocol: ConnectionProtocol,
+pub(crate) struct UpstreamConnection {
+    pub(crate) protocol: ConnectionProtocol,
     /// Response and idle timeouts of the current request.
-    pub(in crate::proxy::upstream) timer: LazyTimer,
+    pub(crate) timer: LazyTimer,
     /// The client's share, as long as the response body uses the connection.
     pub(super) share: Option<ConnectionShare>,
     /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
@@ -30,16 +30,16 @@ pub(in crate::proxy::upstream) struct UpstreamConnection {
 }
 
 #[derive(Debug)]
-pub(in crate::proxy::upstream) enum ConnectionProtocol {
+pub(crate) enum ConnectionProtocol {
     Http1(Http1Connection),
     Http2(StreamSlot),
 }
 
 /// An HTTP/1.1 connection. Dropping it closes the connection.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct Http1Connection {
-    pub(in crate::proxy::upstream) sender: SendRequest<RequestBody>,
-    pub(in crate::proxy::upstream) informational: Arc<InformationalResponseQueue>,
+pub(crate) struct Http1Connection {
+    pub(crate) sender: SendRequest<RequestBody>,
+    pub(crate) informational: Arc<InformationalResponseQueue>,
     pub(super) response_rate: ResponseRate,
     pub(super) peer: Option<IpAddr>,
     pub(super) task: AbortHandle,
@@ -47,7 +47,7 @@ pub(in crate::proxy::upstream) struct Http1Connection {
 
 /// A connection taken from the pool, to be returned when the response body was read.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct PooledConnection {
+pub(crate) struct PooledConnection {
     pool: Rc<UpstreamPool>,
     connection: Box<UpstreamConnection>,
 }
@@ -62,7 +62,7 @@ impl UpstreamConnection {
         }
     }
 
-    pub(in crate::proxy::upstream) fn is_reused(&self) -> bool {
+    pub(crate) fn is_reused(&self) -> bool {
         match &self.protocol {
             ConnectionProtocol::Http1(_) => self.idle_since.is_some(),
             ConnectionProtocol::Http2(slot) => slot.is_reused(),
@@ -89,36 +89,33 @@ impl Drop for Http1Connection {
 }
 
 impl PooledConnection {
-    pub(in crate::proxy::upstream) fn new(
-        pool: Rc<UpstreamPool>,
-        connection: Box<UpstreamConnection>,
-    ) -> Self {
+    pub(crate) fn new(pool: Rc<UpstreamPool>, connection: Box<UpstreamConnection>) -> Self {
         Self { pool, connection }
     }
 
-    pub(in crate::proxy::upstream) fn timer(&mut self) -> &mut LazyTimer {
+    pub(crate) fn timer(&mut self) -> &mut LazyTimer {
         &mut self.connection.timer
     }
 
     /// Keeps the request's share of the connections until the connection is returned or dropped.
-    pub(in crate::proxy::upstream) fn attach_share(&mut self, share: Option<ConnectionShare>) {
+    pub(crate) fn attach_share(&mut self, share: Option<ConnectionShare>) {
         self.connection.share = share;
     }
 
     /// Records bytes of the response that the client is about to take.
-    pub(in crate::proxy::upstream) fn record_response_bytes(&mut self, bytes: usize) {
+    pub(crate) fn record_response_bytes(&mut self, bytes: usize) {
         if let ConnectionProtocol::Http1(http1) = &mut self.connection.protocol {
             http1.response_rate.record(bytes);
         }
     }
 
     /// Maximum time without data from the upstream.
-    pub(in crate::proxy::upstream) fn body_idle_timeout(&self) -> Option<Duration> {
+    pub(crate) fn body_idle_timeout(&self) -> Option<Duration> {
         self.pool.settings().body_idle_timeout
     }
 
     /// Returns the connection to the pool. The response must have been read to its end.
-    pub(in crate::proxy::upstream) fn return_to_pool(self) {
+    pub(crate) fn return_to_pool(self) {
         self.pool.return_connection(self.connection);
     }
 }

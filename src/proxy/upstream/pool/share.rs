@@ -23,7 +23,7 @@ const SLOW_UPLOADS: IpAddr = IpAddr::V6(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 
 
 /// The right of one request to use an HTTP/1.1 connection.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct ConnectionShare {
+pub(crate) struct ConnectionShare {
     shared: Arc<UpstreamSharedState>,
     /// Counts a connection of the second half for its client.
     client: Option<ClientCountGuard>,
@@ -31,7 +31,7 @@ pub(in crate::proxy::upstream) struct ConnectionShare {
 
 impl UpstreamPool {
     /// Whether half of the connections are open: others may need the rest.
-    pub(in crate::proxy::upstream) fn is_scarce(&self) -> bool {
+    pub(crate) fn is_scarce(&self) -> bool {
         let max = self.settings().max_connections;
         max >= MIN_SHARED_CONNECTIONS
             && self.negotiated_http2.get() != Some(true)
@@ -39,7 +39,7 @@ impl UpstreamPool {
     }
 
     /// Takes a share for a request of the client. `None` if connections are not shared out.
-    pub(in crate::proxy::upstream) fn try_take_share(
+    pub(crate) fn try_take_share(
         &self,
         client: impl FnOnce() -> IpAddr,
     ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
@@ -78,14 +78,14 @@ impl UpstreamPool {
 
     /// Takes a share for an upload whose start did not arrive in time. Besides the first half, all
     /// such uploads have a quarter of the connections.
-    pub(in crate::proxy::upstream) fn try_take_slow_upload_share(
+    pub(crate) fn try_take_slow_upload_share(
         &self,
     ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
         self.take_share_of(self.settings().max_connections / 4, || SLOW_UPLOADS)
     }
 
     /// Waits for a share, in the queue of `max_requests_waiting` and for at most `queue_timeout`.
-    pub(in crate::proxy::upstream) async fn wait_for_share(
+    pub(crate) async fn wait_for_share(
         &self,
         client: IpAddr,
     ) -> Result<Option<ConnectionShare>, UpstreamError> {
@@ -110,7 +110,7 @@ impl UpstreamPool {
 
 /// The client uses its share, and the first half is in use.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct ShareUnavailable;
+pub(crate) struct ShareUnavailable;
 
 impl Drop for ConnectionShare {
     fn drop(&mut self) {

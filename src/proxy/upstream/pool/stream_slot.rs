@@ -8,7 +8,7 @@ use crate::proxy::upstream::http2::body_upload::BodyUpload;
 
 /// A reserved stream on an [`Http2Connection`]. Dropping it ends the request.
 #[derive(Debug)]
-pub(in crate::proxy::upstream) struct StreamSlot {
+pub(crate) struct StreamSlot {
     connection: Rc<Http2Connection>,
     pool: Rc<UpstreamPool>,
     is_reused: bool,
@@ -30,16 +30,16 @@ impl StreamSlot {
     }
 
     /// Whether the connection had requests before this one.
-    pub(in crate::proxy::upstream) fn is_reused(&self) -> bool {
+    pub(crate) fn is_reused(&self) -> bool {
         self.is_reused
     }
 
-    pub(in crate::proxy::upstream) fn connection(&self) -> &Rc<Http2Connection> {
+    pub(crate) fn connection(&self) -> &Rc<Http2Connection> {
         &self.connection
     }
 
     /// Attaches the upload of the request body. Dropping the slot aborts the upload.
-    pub(in crate::proxy::upstream) fn attach_upload(&mut self, upload: BodyUpload) {
+    pub(crate) fn attach_upload(&mut self, upload: BodyUpload) {
         self.upload = Some(upload);
     }
 }

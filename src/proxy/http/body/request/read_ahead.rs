@@ -14,7 +14,7 @@ const MAX_READ_AHEAD_BYTES: u64 = 16 * 1024;
 impl RequestBody {
     /// Whether the start of the body may be read before the request takes a connection. For a call
     /// with messages it may not: the server may have to answer first.
-    pub(in crate::proxy) fn may_be_read_ahead(&self) -> bool {
+    pub(crate) fn may_be_read_ahead(&self) -> bool {
         let body = self.0.as_ref();
         body.is_some_and(|body| !body.borrow().is_message_stream)
     }
@@ -24,7 +24,7 @@ impl RequestBody {
     ///
     /// # Errors
     /// Fails if the client does not send it.
-    pub(in crate::proxy) async fn read_ahead(&self) -> Result<(), BodyError> {
+    pub(crate) async fn read_ahead(&self) -> Result<(), BodyError> {
         let Some(body) = &self.0 else { return Ok(()) };
         poll_fn(|cx| {
             let mut body = body.borrow_mut();

@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 
 /// Checks that the parser's first result is final however the bytes are split, and that it covers
 /// only bytes of the header.
-pub(in crate::proxy) fn assert_incremental_parsing(bytes: &[u8]) {
+pub(crate) fn assert_incremental_parsing(bytes: &[u8]) {
     let mut result = None;
     for len in 0..=bytes.len() {
         let Some(begin) = bytes.get(..len) else {
@@ -37,7 +37,7 @@ pub(in crate::proxy) fn assert_incremental_parsing(bytes: &[u8]) {
 ///
 /// The first bytes of `bytes` select version, address and port. The other bytes become the header's
 /// extensions and the client's own bytes.
-pub(in crate::proxy) fn assert_generated_header(bytes: &[u8]) {
+pub(crate) fn assert_generated_header(bytes: &[u8]) {
     let Some(([choice, at, change], rest)) = bytes.split_first_chunk::<3>() else {
         return;
     };
