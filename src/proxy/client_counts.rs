@@ -12,7 +12,7 @@ pub(super) struct ClientCounts(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
 /// One counted connection or tunnel of a client, until it is dropped.
 #[derive(Debug)]
-pub(super) struct ClientCountGuard {
+pub(crate) struct ClientCountGuard {
     counts: ClientCounts,
     client: IpAddr,
 }

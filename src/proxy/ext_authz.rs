@@ -13,6 +13,7 @@ use super::service::request_summary::{RequestSummary, classify_verdict};
 use crate::enforcer::Verdict;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
+use crate::proxy::UpstreamErrorKind;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
@@ -136,7 +137,8 @@ impl ProxyService {
                 None => {
                     let admission = self.upstream.delay_request(verdict.delay, decided_at).await;
                     admission.err().map(|_full| {
-                        local_replies::build_proxy_error_reply(ProxyErrorType::QueueFull, style)
+                        let error = ProxyErrorType::Upstream(UpstreamErrorKind::QueueFull);
+                        local_replies::build_proxy_error_reply(error, style)
                     })
                 }
             };

@@ -99,13 +99,15 @@ impl UpstreamClient {
         &self,
         client: IpAddr,
     ) -> Result<Option<ClientCountGuard>, UpstreamError> {
-        match self.settings().max_tunnels_per_client {
-            0 => Ok(None),
-            limit => match self.pool.client_tunnels().try_acquire(client, limit) {
-                Some(counted) => Ok(Some(counted)),
-                None => Err(UpstreamError::tunnel_limit(limit)),
-            },
+        let limit = self.settings().max_tunnels_per_client;
+        if limit == 0 {
+            return Ok(None);
         }
+        let counted = self.pool.client_tunnels().try_acquire(client, limit);
+        counted.map(Some).ok_or_else(|| {
+            UpstreamErrorKind::TunnelLimit
+                .with_detail(format!("the client has {limit} tunnels already"))
+        })
     }
 
     /// Waits until `delay` has passed since `since`, and returns the time at which the wait ended.
@@ -251,10 +253,10 @@ impl UpstreamClient {
         };
         tokio::select! {
             biased;
-            read = body.read_ahead() => read.map(|()| None).map_err(|error| UpstreamError {
-                kind: client_error_kind(body.progress().as_deref())
-                    .unwrap_or(UpstreamErrorKind::ClientDisconnected),
-                detail: error.to_string(),
+            read = body.read_ahead() => read.map(|()| None).map_err(|error| {
+                client_error_kind(body.progress().as_deref())
+                    .unwrap_or(UpstreamErrorKind::ClientDisconnected)
+                    .with_detail(error.to_string())
             }),
             share = share => Ok(Some(share)),
         }
@@ -333,12 +335,8 @@ impl UpstreamClient {
             return self.pool.acquire_http1(retries).await;
         }
         if is_websocket {
-            let detail =
-                "the upstream did not announce WebSockets over HTTP/2 (RFC 8441)".to_owned();
-            return Err(UpstreamError {
-                kind: UpstreamErrorKind::UpgradeUnsupported,
-                detail,
-            });
+            return Err(UpstreamErrorKind::UpgradeUnsupported
+                .with_detail("the upstream did not announce WebSockets over HTTP/2 (RFC 8441)"));
         }
         Ok(connection)
     }

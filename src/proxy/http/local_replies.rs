@@ -195,15 +195,12 @@ pub(crate) fn build_proxy_error_reply(
 ) -> Response<Bytes> {
     let (status, error, detail) = error_type.status_error_and_detail();
     let mut problem = ProblemReply::new(status, error, detail.to_owned());
-    if error_type == ProxyErrorType::QueueFull {
+    if status == StatusCode::SERVICE_UNAVAILABLE {
         problem.type_uri = REDUCED_CAPACITY_TYPE;
         problem.retry = Some(RetryHint::After(1_000_000));
     }
     let mut response = problem.build_standard(style);
-    if matches!(
-        error_type,
-        ProxyErrorType::BodyTooLarge | ProxyErrorType::BodyTimeout | ProxyErrorType::BodyInvalid
-    ) {
+    if matches!(error_type, ProxyErrorType::Upstream(kind) if kind.is_caused_by_client()) {
         // The connection must close: the unread rest of the body precedes the next request on it.
         set_connection_close(&mut response, style);
     }

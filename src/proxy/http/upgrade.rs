@@ -4,6 +4,8 @@
 //! carry HTTP requests are not forwarded, since a client could bypass every limit with them.
 
 use super::hop_by_hop::list_elements;
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use http::{HeaderMap, HeaderValue, header};
 use sha1_smol::Sha1;
 
@@ -55,7 +57,7 @@ pub(crate) fn selects_only_offered_protocols(
 /// Generates a random `Sec-WebSocket-Key`: 16 bytes in base64 (RFC 6455, 4.1).
 pub(crate) fn generate_websocket_key() -> HeaderValue {
     let nonce = fastrand::u128(..).to_be_bytes();
-    HeaderValue::try_from(encode_base64(&nonce)).expect("base64 is visible ASCII")
+    HeaderValue::try_from(STANDARD.encode(&nonce)).expect("base64 is visible ASCII")
 }
 
 /// Whether the `Upgrade` header of a request or response names `websocket`.
@@ -84,7 +86,7 @@ fn compute_websocket_accept(key: &[u8]) -> String {
     let mut hash = Sha1::new();
     hash.update(key);
     hash.update(WEBSOCKET_GUID);
-    encode_base64(&hash.digest().bytes())
+    STANDARD.encode(&hash.digest().bytes())
 }
 
 /// Whether the text is a protocol `name` or `name/version`, with tokens as parts.
@@ -114,31 +116,6 @@ fn is_http_protocol(protocol: &[u8]) -> bool {
         || HTTP_PROTOCOL_PREFIXES
             .iter()
             .any(|prefix| has_prefix(prefix))
-}
-
-fn encode_base64(bytes: &[u8]) -> String {
-    const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for group in bytes.chunks(3) {
-        let mut three = [0; 3];
-        for (to, from) in three.iter_mut().zip(group) {
-            *to = *from;
-        }
-        let [a, b, c] = three.map(u32::from);
-        let bits = a << 16 | b << 8 | c;
-        for digit_index in 0..4 {
-            let digit = usize::try_from(bits >> (18 - 6 * digit_index) & 63)
-                .ok()
-                .and_then(|value| ALPHABET.get(value));
-            let is_padding = digit_index > group.len();
-            text.push(
-                digit
-                    .filter(|_| !is_padding)
-                    .map_or('=', |digit| char::from(*digit)),
-            );
-        }
-    }
-    text
 }
 
 #[cfg(test)]
@@ -249,7 +226,7 @@ mod tests {
             ("foo", "Zm9v"),
             ("\u{ff}?", "w78/"),
         ] {
-            assert_eq!(encode_base64(bytes.as_bytes()), text);
+            assert_eq!(STANDARD.encode(bytes.as_bytes()), text);
         }
     }
 }

@@ -19,7 +19,7 @@ use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::client_cert::ClientCertFields;
-use crate::proxy::server::accept::proxy_header::{ProxyHeader, ProxyHeaderParseError};
+use crate::proxy::server::accept::proxy_header::ProxyHeader;
 use crate::proxy::settings::ListenSettings;
 use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
 
@@ -56,17 +56,6 @@ pub(crate) struct FailedHandshake {
     pub(crate) error: Option<HandshakeError>,
     /// Socket that delivers a TLS alert to the client before it closes.
     alert_socket: Option<SocketBelowTls>,
-}
-
-impl From<ProxyHeaderParseError> for ProxyHeaderError {
-    fn from(error: ProxyHeaderParseError) -> Self {
-        match error {
-            ProxyHeaderParseError::Absent => Self::Absent,
-            ProxyHeaderParseError::Malformed => Self::Malformed,
-            ProxyHeaderParseError::TooLong => Self::TooLong,
-            ProxyHeaderParseError::Checksum => Self::Checksum,
-        }
-    }
 }
 
 impl HandshakeAcceptor {
@@ -155,9 +144,7 @@ async fn read_proxy_header(
         }
         // The parser accepts or rejects at the maximum header length at the latest, which bounds
         // the buffer.
-        if let Some(header) =
-            proxy_header::parse_proxy_header(&received).map_err(|error| reject(error.into()))?
-        {
+        if let Some(header) = proxy_header::parse_proxy_header(&received).map_err(reject)? {
             socket.put_back(received.get(header.len..).unwrap_or_default());
             return Ok(header);
         }

@@ -7,21 +7,7 @@ use http::{HeaderMap, HeaderValue, header};
 
 use crate::proxy::http::request_validation::RequestValidationError;
 
-/// Errors for which a head is replaced. A mark contains the index.
-const MALFORMED_HEAD_ERRORS: [RequestValidationError; 10] = [
-    RequestValidationError::FieldName,
-    RequestValidationError::FieldValue,
-    RequestValidationError::PseudoFields,
-    RequestValidationError::ConnectionField,
-    RequestValidationError::Method,
-    RequestValidationError::Path,
-    RequestValidationError::HostInvalid,
-    RequestValidationError::ContentLength,
-    RequestValidationError::BodyLength,
-    RequestValidationError::HeadTooLarge,
-];
-
-/// Prefix of the index of an error.
+/// Prefix of the number of an error.
 const ERROR_PREFIX: char = 'e';
 
 /// Mark of a request head.
@@ -40,10 +26,7 @@ pub(super) fn encode_stream_mark(stream: u32) -> String {
 
 /// Value of the field that marks the replacement of a malformed head.
 pub(super) fn encode_malformed_mark(error: RequestValidationError) -> String {
-    let index = MALFORMED_HEAD_ERRORS
-        .iter()
-        .position(|known| *known == error);
-    format!("{ERROR_PREFIX}{}", index.unwrap_or_default())
+    format!("{ERROR_PREFIX}{}", error as u8)
 }
 
 /// Removes the mark of a head. Other `expect` fields stay. Call it only if the connection has
@@ -59,9 +42,8 @@ pub(super) fn take_head_mark(headers: &mut HeaderMap) -> Option<HeadMark> {
     }
     let mark = mark.to_str().ok()?;
     match mark.strip_prefix(ERROR_PREFIX) {
-        Some(index) => {
-            let error = MALFORMED_HEAD_ERRORS.get(index.parse::<usize>().ok()?)?;
-            Some(HeadMark::Malformed(*error))
+        Some(number) => {
+            RequestValidationError::from_repr(number.parse().ok()?).map(HeadMark::Malformed)
         }
         None => mark.parse().ok().map(HeadMark::Stream),
     }
@@ -83,7 +65,7 @@ mod tests {
         let taken = take_head_mark(&mut headers);
         assert_eq!(taken, Some(HeadMark::Stream(u32::MAX >> 1)));
         assert_eq!(headers, head(&client));
-        for error in MALFORMED_HEAD_ERRORS {
+        for error in (0..).map_while(RequestValidationError::from_repr) {
             let mut headers = head(&[encode_malformed_mark(error)]);
             let taken = take_head_mark(&mut headers);
             assert_eq!(taken, Some(HeadMark::Malformed(error)));

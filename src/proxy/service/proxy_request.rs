@@ -273,8 +273,11 @@ impl ProxyService {
                 self.metrics
                     .record_upstream_error(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
-                local_replies::build_proxy_error_reply(ProxyErrorType::ProtocolError, style)
-                    .map(ResponseBody::Full)
+                local_replies::build_proxy_error_reply(
+                    ProxyErrorType::Upstream(UpstreamErrorKind::Protocol),
+                    style,
+                )
+                .map(ResponseBody::Full)
             }
         }
     }
@@ -306,7 +309,7 @@ impl ProxyService {
             ForwardError::Upstream(error) => {
                 self.metrics.record_upstream_error(error.kind as usize);
                 self.upstream.log_error(error);
-                let reply = select_error_type(error.kind);
+                let reply = ProxyErrorType::Upstream(error.kind);
                 (reply, error.kind.is_caused_by_client())
             }
             ForwardError::MaxDurationExceeded => (ProxyErrorType::MaxDurationExceeded, false),
@@ -378,27 +381,5 @@ fn finish_upstream_span(
             Err(ForwardError::Upstream(error)) => Err(error.kind.into_str()),
             Err(ForwardError::MaxDurationExceeded) => Err("overlong"),
         });
-    }
-}
-
-/// Selects the response to a request that failed at the upstream.
-fn select_error_type(kind: UpstreamErrorKind) -> ProxyErrorType {
-    use UpstreamErrorKind as Kind;
-    match kind {
-        Kind::ConnectRefused | Kind::ConnectFailed => ProxyErrorType::ConnectRefused,
-        Kind::ConnectTimeout => ProxyErrorType::ConnectTimeout,
-        Kind::Dns => ProxyErrorType::DnsError,
-        Kind::Tls => ProxyErrorType::TlsError,
-        Kind::LocalResources | Kind::QueueFull | Kind::QueueTimeout => ProxyErrorType::QueueFull,
-        Kind::TunnelLimit => ProxyErrorType::TunnelLimit,
-        Kind::ResponseTimeout => ProxyErrorType::ResponseTimeout,
-        Kind::ConnectionTerminated | Kind::StreamReset => ProxyErrorType::ConnectionTerminated,
-        Kind::UpgradeUnsupported => ProxyErrorType::UpgradeFailed,
-        Kind::Protocol => ProxyErrorType::ProtocolError,
-        Kind::RequestBodyTooLarge => ProxyErrorType::BodyTooLarge,
-        Kind::RequestBodyTimeout => ProxyErrorType::BodyTimeout,
-        // Only a client that sent an invalid body reads this response; a disconnected client does
-        // not.
-        Kind::ClientDisconnected => ProxyErrorType::BodyInvalid,
     }
 }

@@ -11,7 +11,7 @@ use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::request_validation::RequestValidationError;
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::peer::ConnectionPeer;
-use crate::proxy::{RequestBody, ResponseBody};
+use crate::proxy::{RequestBody, ResponseBody, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, header, request};
@@ -46,7 +46,7 @@ impl ProxyService {
             .is_some_and(|most| inbound.target.content_length > Some(most))
         {
             return Err(local_replies::build_proxy_error_reply(
-                ProxyErrorType::BodyTooLarge,
+                ProxyErrorType::Upstream(UpstreamErrorKind::RequestBodyTooLarge),
                 style,
             )
             .into());

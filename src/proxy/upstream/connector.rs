@@ -118,10 +118,7 @@ async fn with_connect_timeout<T>(
 ) -> Result<T, UpstreamError> {
     timeout(limit, connecting).await.unwrap_or_else(|_elapsed| {
         let detail = format!("no connection within {limit:?}");
-        Err(UpstreamError {
-            kind: UpstreamErrorKind::ConnectTimeout,
-            detail,
-        })
+        Err(UpstreamErrorKind::ConnectTimeout.with_detail(detail))
     })
 }
 
@@ -150,10 +147,7 @@ async fn perform_tls_handshake(
     socket: TcpStream,
     offer: AlpnOffer,
 ) -> Result<UpstreamSocket, UpstreamError> {
-    let failed = |detail| UpstreamError {
-        kind: UpstreamErrorKind::Tls,
-        detail,
-    };
+    let failed = |detail: String| UpstreamErrorKind::Tls.with_detail(detail);
     let name = tls.client_tls.server_name_for(host);
     let name =
         name.map_err(|_invalid| failed(format!("{host:?} is not a valid TLS server name")))?;
@@ -191,10 +185,7 @@ async fn connect_unix(path: &Path) -> Result<UnixStream, UpstreamError> {
 /// DNS is queried for each new connection, because addresses change in a cluster. The addresses are
 /// tried in turn, alternating IPv4 and IPv6 (RFC 8305).
 async fn resolve_and_connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
-    let dns = |why: String| UpstreamError {
-        kind: UpstreamErrorKind::Dns,
-        detail: format!("{host}: {why}"),
-    };
+    let dns = |why: String| UpstreamErrorKind::Dns.with_detail(format!("{host}: {why}"));
     let addresses = lookup_host((host, port))
         .await
         .map_err(|error| dns(error.to_string()))?;
@@ -257,10 +248,7 @@ fn map_connect_error(error: io::Error) -> UpstreamError {
         ),
         _ => (UpstreamErrorKind::ConnectFailed, ""),
     };
-    UpstreamError {
-        kind,
-        detail: format_error_chain(&error) + remedy,
-    }
+    kind.with_detail(format_error_chain(&error) + remedy)
 }
 
 impl fmt::Debug for UpstreamConnector {

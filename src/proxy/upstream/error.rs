@@ -88,6 +88,16 @@ impl UpstreamErrorKind {
         )
     }
 
+    pub(super) fn with_detail(self, detail: impl Into<String>) -> UpstreamError {
+        let (kind, detail) = (self, detail.into());
+        UpstreamError { kind, detail }
+    }
+
+    /// The error with a text of its cause, and of the causes of that.
+    pub(super) fn with_cause(self, cause: &dyn std::error::Error) -> UpstreamError {
+        self.with_detail(format_error_chain(cause))
+    }
+
     /// Returns the kind of an error of the h2 library.
     pub(super) fn from_h2(error: &h2::Error) -> Self {
         match error.is_remote() {
@@ -119,44 +129,9 @@ impl UpstreamErrorKind {
 }
 
 impl UpstreamError {
-    pub(super) fn response_timeout() -> Self {
-        let detail = "no response head within the response timeout".to_owned();
-        Self {
-            kind: UpstreamErrorKind::ResponseTimeout,
-            detail,
-        }
-    }
-
     pub(super) fn queue_timeout(limit: Duration) -> Self {
         let detail = format!("no upstream connection became free within {limit:?}");
-        Self {
-            kind: UpstreamErrorKind::QueueTimeout,
-            detail,
-        }
-    }
-
-    pub(super) fn informational_flood() -> Self {
-        let detail = "too many informational (1xx) responses".to_owned();
-        Self {
-            kind: UpstreamErrorKind::Protocol,
-            detail,
-        }
-    }
-
-    pub(super) fn tunnel_limit(limit: usize) -> Self {
-        let detail = format!("the client has {limit} tunnels already");
-        Self {
-            kind: UpstreamErrorKind::TunnelLimit,
-            detail,
-        }
-    }
-
-    pub(super) fn queue_full(limit: usize) -> Self {
-        let detail = format!("{limit} requests already wait for an upstream connection");
-        Self {
-            kind: UpstreamErrorKind::QueueFull,
-            detail,
-        }
+        UpstreamErrorKind::QueueTimeout.with_detail(detail)
     }
 }
 

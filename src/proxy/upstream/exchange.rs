@@ -19,7 +19,7 @@ use crate::proxy::http::body::response::ResponseBody;
 use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// How far a request without a response got; decides whether it may be retried.
-pub(super) enum ExchangeFailure {
+pub(crate) enum ExchangeFailure {
     /// Nothing of the request was written, so a retry is safe. Contains the request for HTTP/1.1;
     /// for HTTP/2 the retry uses a `RetryRequest`.
     NotSent(Option<Box<Request<RequestBody>>>),
@@ -30,7 +30,7 @@ pub(super) enum ExchangeFailure {
     MaybeProcessed,
 }
 
-pub(super) type ExchangeError = (ExchangeFailure, UpstreamError);
+pub(crate) type ExchangeError = (ExchangeFailure, UpstreamError);
 
 impl UpstreamClient {
     fn build_response_body(
@@ -65,7 +65,10 @@ impl UpstreamClient {
         let limit = self.pool.settings().response_timeout;
         let answer = poll_fn(|cx| {
             if let Poll::Ready(answer) = poll_response(cx) {
-                return Poll::Ready(answer.ok_or_else(UpstreamError::informational_flood));
+                return Poll::Ready(answer.ok_or_else(|| {
+                    UpstreamErrorKind::Protocol
+                        .with_detail("too many informational (1xx) responses")
+                }));
             }
             let Some(limit) = limit else {
                 return Poll::Pending;
@@ -78,7 +81,10 @@ impl UpstreamClient {
                     None => sent_at,
                 };
             let elapsed = timer.poll(since + limit, cx);
-            elapsed.map(|()| Err(UpstreamError::response_timeout()))
+            elapsed.map(|()| {
+                Err(UpstreamErrorKind::ResponseTimeout
+                    .with_detail("no response head within the response timeout"))
+            })
         });
         let answer = answer.await;
         answer.map_err(|error| (ExchangeFailure::MaybeProcessed, error))

@@ -13,7 +13,7 @@ use crate::proxy::http::informational_responses::{
 /// Queue of one connection's 1xx responses. The lock is never contended; it exists because hyper
 /// requires its callback to be `Sync`.
 #[derive(Debug, Default)]
-pub(super) struct InformationalResponseQueue(Mutex<InformationalQueueState>);
+pub(crate) struct InformationalResponseQueue(Mutex<InformationalQueueState>);
 
 #[derive(Debug, Default)]
 struct InformationalQueueState {

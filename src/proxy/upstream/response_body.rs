@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout_at};
 
-use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use super::error::{UpstreamError, UpstreamErrorKind};
 use super::http2::response_body::Http2ResponseBody;
 use super::pool::{ConnectionShare, PooledConnection};
 use crate::enforcer::ConcurrencySlotGuard;
@@ -42,18 +42,12 @@ impl UpstreamBodySource {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, UpstreamError>>> {
         match self {
-            Self::Http1(incoming) => {
-                Pin::new(incoming)
-                    .poll_frame(cx)
-                    .map_err(|error| UpstreamError {
-                        kind: classify_http1_body_error(&error),
-                        detail: format_error_chain(&error),
-                    })
-            }
-            Self::Http2(body) => body.poll_frame(cx).map_err(|error| UpstreamError {
-                kind: UpstreamErrorKind::from_h2(&error),
-                detail: format_error_chain(&error),
-            }),
+            Self::Http1(incoming) => Pin::new(incoming)
+                .poll_frame(cx)
+                .map_err(|error| classify_http1_body_error(&error).with_cause(&error)),
+            Self::Http2(body) => body
+                .poll_frame(cx)
+                .map_err(|error| UpstreamErrorKind::from_h2(&error).with_cause(&error)),
             Self::Moved => Poll::Ready(None),
         }
     }

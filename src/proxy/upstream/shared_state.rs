@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, Semaphore, watch};
 
 use super::connector::{UpstreamConnector, UpstreamUrlError};
-use super::error::UpstreamError;
+use super::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::UpstreamSettings;
 use crate::proxy::client_counts::ClientCounts;
 use crate::telemetry::LogThrottle;
@@ -91,7 +91,8 @@ impl UpstreamSharedState {
             + self.delayed_requests.load(Ordering::SeqCst);
         if total > limit {
             queue.fetch_sub(1, Ordering::SeqCst);
-            return Err(UpstreamError::queue_full(limit));
+            let detail = format!("{limit} requests already wait for an upstream connection");
+            return Err(UpstreamErrorKind::QueueFull.with_detail(detail));
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! A local reply as problem details (RFC 9457), plain text, gRPC status or custom rejection.
 
 use super::reply_style::{ReplyFormat, ReplyStyle};
-use super::text_encoding::{percent_encode_grpc_message, push_json_string, push_us_as_seconds};
+use super::text_encoding::{percent_encode_grpc_message, push_us_as_seconds};
 use crate::enforcer::RetryHint;
 use crate::policy::RejectResponse;
 use crate::proxy::http::headers::integer_header_value;
@@ -69,35 +69,28 @@ impl<'a> ProblemReply<'a> {
         custom_response: Option<&RejectResponse>,
         style: ReplyStyle<'_>,
     ) -> Response<Bytes> {
-        let mut response = match (style.format, custom_response) {
-            (ReplyFormat::Grpc, _) => self.to_grpc_response(),
-            (_, Some(custom)) => {
-                let content_type = custom.content_type.clone();
-                build_response_with_optional_body(
-                    custom.status.unwrap_or(self.status),
-                    content_type,
-                    custom.body.clone(),
-                    style,
-                )
-            }
+        let (content_type, body) = match (style.format, custom_response) {
+            (ReplyFormat::Grpc, _) => (None, Bytes::new()),
+            (_, Some(custom)) => (Some(custom.content_type.clone()), custom.body.clone()),
             (ReplyFormat::Json, None) => {
                 let content_type = HeaderValue::from_static("application/problem+json");
-                build_response_with_optional_body(
-                    self.status,
-                    content_type,
-                    self.to_json().into(),
-                    style,
-                )
+                (Some(content_type), self.to_json().into())
             }
             (ReplyFormat::Text, None) => {
                 let content_type = HeaderValue::from_static("text/plain; charset=utf-8");
-                build_response_with_optional_body(
-                    self.status,
-                    content_type,
-                    format!("{}\n{}\n", self.title, self.detail).into(),
-                    style,
-                )
+                let text = format!("{}\n{}\n", self.title, self.detail);
+                (Some(content_type), text.into())
             }
+        };
+        let custom_status = custom_response.and_then(|custom| custom.status);
+        let mut response = match content_type {
+            Some(content_type) => build_response_with_optional_body(
+                custom_status.unwrap_or(self.status),
+                content_type,
+                body,
+                style,
+            ),
+            None => self.to_grpc_response(),
         };
         let headers = response.headers_mut();
         for (name, value) in custom_response.map_or(&[][..], |custom| &custom.headers) {
@@ -130,8 +123,8 @@ impl<'a> ProblemReply<'a> {
         response
     }
 
-    fn to_json(&self) -> String {
-        let mut out = String::with_capacity(320);
+    fn to_json(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(320);
         // Type and title are not escaped: they are constants without special characters.
         for piece in [
             "{\"type\":\"",
@@ -139,32 +132,26 @@ impl<'a> ProblemReply<'a> {
             "\",\"title\":\"",
             self.title,
             "\",\"status\":",
+            self.status.as_str(),
+            ",\"detail\":",
         ] {
-            out.push_str(piece);
+            out.extend_from_slice(piece.as_bytes());
         }
-        out.push_str(self.status.as_str());
-        out.push_str(",\"detail\":");
-        push_json_string(&mut out, &self.detail);
+        // Writing texts to a vector cannot fail.
+        serde_json::to_writer(&mut out, &self.detail).ok();
         if let Some(policy) = self.policy {
-            out.push_str(",\"policy\":");
-            push_json_string(&mut out, policy);
-        }
-        for (index, name) in self.violated_limits.iter().enumerate() {
-            out.push_str(if index == 0 {
-                ",\"violated-policies\":["
-            } else {
-                ","
-            });
-            push_json_string(&mut out, name);
+            out.extend_from_slice(b",\"policy\":");
+            serde_json::to_writer(&mut out, policy).ok();
         }
         if !self.violated_limits.is_empty() {
-            out.push(']');
+            out.extend_from_slice(b",\"violated-policies\":");
+            serde_json::to_writer(&mut out, self.violated_limits).ok();
         }
         if let Some(RetryHint::After(retry_after_us)) = self.retry {
-            out.push_str(",\"retry_after\":");
+            out.extend_from_slice(b",\"retry_after\":");
             push_us_as_seconds(&mut out, retry_after_us);
         }
-        out.push('}');
+        out.push(b'}');
         out
     }
 }

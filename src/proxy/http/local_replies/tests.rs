@@ -4,6 +4,7 @@ use super::*;
 use crate::enforcer::{RejectionReason, UnenforcedRejections};
 use crate::policy::path::PathError;
 use crate::policy::{KeyError, RejectResponse};
+use crate::proxy::UpstreamErrorKind;
 use http::HeaderName;
 use serde_json::{Value, json};
 use smallvec::{SmallVec, smallvec};
@@ -314,46 +315,71 @@ fn an_invalid_request_closes_the_connection() {
 fn proxy_errors_have_their_status_and_error_type() {
     for (error_type, status, error, grpc) in [
         (
-            ProxyErrorType::ConnectRefused,
+            ProxyErrorType::Upstream(UpstreamErrorKind::ConnectRefused),
             502,
             "connection_refused",
             "14",
         ),
         (
-            ProxyErrorType::ConnectTimeout,
+            ProxyErrorType::Upstream(UpstreamErrorKind::ConnectTimeout),
             504,
             "connection_timeout",
             "4",
         ),
-        (ProxyErrorType::DnsError, 502, "dns_error", "14"),
-        (ProxyErrorType::TlsError, 502, "tls_protocol_error", "14"),
         (
-            ProxyErrorType::ConnectionTerminated,
+            ProxyErrorType::Upstream(UpstreamErrorKind::Dns),
+            502,
+            "dns_error",
+            "14",
+        ),
+        (
+            ProxyErrorType::Upstream(UpstreamErrorKind::Tls),
+            502,
+            "tls_protocol_error",
+            "14",
+        ),
+        (
+            ProxyErrorType::Upstream(UpstreamErrorKind::ConnectionTerminated),
             502,
             "connection_terminated",
             "14",
         ),
         (
-            ProxyErrorType::ProtocolError,
+            ProxyErrorType::Upstream(UpstreamErrorKind::Protocol),
             502,
             "http_protocol_error",
             "14",
         ),
         (
-            ProxyErrorType::ResponseTimeout,
+            ProxyErrorType::Upstream(UpstreamErrorKind::ResponseTimeout),
             504,
             "connection_read_timeout",
             "4",
         ),
         (
-            ProxyErrorType::QueueFull,
+            ProxyErrorType::Upstream(UpstreamErrorKind::QueueFull),
             503,
             "connection_limit_reached",
             "14",
         ),
-        (ProxyErrorType::BodyTooLarge, 413, "http_request_error", "8"),
-        (ProxyErrorType::BodyTimeout, 408, "http_request_error", "4"),
-        (ProxyErrorType::BodyInvalid, 400, "http_request_error", "3"),
+        (
+            ProxyErrorType::Upstream(UpstreamErrorKind::RequestBodyTooLarge),
+            413,
+            "http_request_error",
+            "8",
+        ),
+        (
+            ProxyErrorType::Upstream(UpstreamErrorKind::RequestBodyTimeout),
+            408,
+            "http_request_error",
+            "4",
+        ),
+        (
+            ProxyErrorType::Upstream(UpstreamErrorKind::ClientDisconnected),
+            400,
+            "http_request_error",
+            "3",
+        ),
         (
             ProxyErrorType::TooManyHeaders,
             431,
@@ -387,7 +413,10 @@ fn proxy_errors_have_their_status_and_error_type() {
     }
     assert_eq!(
         header_or_empty(
-            &build_proxy_error_reply(ProxyErrorType::QueueFull, JSON_STYLE),
+            &build_proxy_error_reply(
+                ProxyErrorType::Upstream(UpstreamErrorKind::QueueFull),
+                JSON_STYLE
+            ),
             "retry-after"
         ),
         "1"

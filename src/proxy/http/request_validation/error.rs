@@ -3,7 +3,8 @@
 use http::StatusCode;
 
 /// Reason why a request head is rejected. Clients see the text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::FromRepr, thiserror::Error)]
+#[repr(u8)]
 pub enum RequestValidationError {
     #[error("the method contains lowercase letters; methods are case-sensitive")]
     LowercaseMethod,

@@ -3,6 +3,8 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
+use crate::proxy::server::handshake_error::ProxyHeaderError;
+
 /// Maximum length of a version 1 header, with its line end ("2.1. Human-readable header format").
 const V1_MAX_BYTES: usize = 107;
 /// Maximum accepted length of a version 2 header. The PROXY protocol allows 64 KiB. The addresses
@@ -37,27 +39,12 @@ pub(super) struct ProxyHeader {
     pub(super) len: usize,
 }
 
-/// Reason why bytes are not a PROXY header.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(super) enum ProxyHeaderParseError {
-    #[error("there is no PROXY header")]
-    Absent,
-    #[error("the PROXY header is malformed")]
-    Malformed,
-    #[error("the PROXY header is too long")]
-    TooLong,
-    #[error("the PROXY header's checksum is wrong")]
-    Checksum,
-}
-
 /// Parses a header from the first bytes of a connection. Returns `None` if more bytes are needed.
 ///
 /// # Errors
-/// Returns a [`ProxyHeaderParseError`] as soon as no further byte could complete a header. More
+/// Returns a [`ProxyHeaderError`] as soon as no further byte could complete a header. More
 /// bytes do not change the error.
-pub(super) fn parse_proxy_header(
-    bytes: &[u8],
-) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
+pub(super) fn parse_proxy_header(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
     let matches_prefix = |start: &[u8]| {
         bytes
             .iter()
@@ -69,33 +56,33 @@ pub(super) fn parse_proxy_header(
     } else if matches_prefix(V1_PREFIX) {
         parse_v1(bytes)
     } else {
-        Err(ProxyHeaderParseError::Absent)
+        Err(ProxyHeaderError::Absent)
     }
 }
 
 /// Parses a version 1 header, such as `PROXY TCP4 192.0.2.1 198.51.100.1 56324 443\r\n`.
-fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
+fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
     let line = bytes.get(..V1_MAX_BYTES).unwrap_or(bytes);
     let Some(end) = line.iter().position(|byte| matches!(byte, b'\r' | b'\n')) else {
         return if line.len() < V1_MAX_BYTES {
             Ok(None)
         } else {
-            Err(ProxyHeaderParseError::TooLong)
+            Err(ProxyHeaderError::TooLong)
         };
     };
     match line.get(end..) {
         Some([b'\r', b'\n', ..]) => {}
         Some([b'\r']) if line.len() < V1_MAX_BYTES => return Ok(None),
-        Some([b'\r']) => return Err(ProxyHeaderParseError::TooLong),
-        _ => return Err(ProxyHeaderParseError::Malformed),
+        Some([b'\r']) => return Err(ProxyHeaderError::TooLong),
+        _ => return Err(ProxyHeaderError::Malformed),
     }
     let fields = line
         .get(V1_PREFIX.len()..end)
-        .ok_or(ProxyHeaderParseError::Malformed)?;
+        .ok_or(ProxyHeaderError::Malformed)?;
     let source = if fields == b"UNKNOWN" || fields.starts_with(b"UNKNOWN ") {
         None
     } else {
-        Some(parse_v1_source_address(fields).ok_or(ProxyHeaderParseError::Malformed)?)
+        Some(parse_v1_source_address(fields).ok_or(ProxyHeaderError::Malformed)?)
     };
     Ok(Some(ProxyHeader {
         source,
@@ -131,25 +118,25 @@ fn parse_v1_source_address(fields: &[u8]) -> Option<SocketAddr> {
     Some(SocketAddr::new(source.to_canonical(), source_port))
 }
 
-fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> {
+fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
     // Each byte is checked as soon as it arrives.
     let is_local = match bytes.get(12) {
         None => return Ok(None),
         Some(0x20) => true,
         Some(0x21) => false,
-        Some(_) => return Err(ProxyHeaderParseError::Malformed),
+        Some(_) => return Err(ProxyHeaderError::Malformed),
     };
     let Some(&[family, high, low]) = bytes.get(13..V2_FIXED_PART_BYTES) else {
         return Ok(None);
     };
     let len = V2_FIXED_PART_BYTES + usize::from(u16::from_be_bytes([high, low]));
     if len > V2_MAX_BYTES {
-        return Err(ProxyHeaderParseError::TooLong);
+        return Err(ProxyHeaderError::TooLong);
     }
     // The high half of the byte is the address family, the low half the transport (stream or
     // datagram).
     if !is_local && (family >> 4 > 3 || family & 0xf > 2) {
-        return Err(ProxyHeaderParseError::Malformed);
+        return Err(ProxyHeaderError::Malformed);
     }
     let Some(header) = bytes.get(..len) else {
         return Ok(None);
@@ -165,7 +152,7 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     }
     let block = header
         .get(V2_FIXED_PART_BYTES..)
-        .ok_or(ProxyHeaderParseError::Malformed)?;
+        .ok_or(ProxyHeaderError::Malformed)?;
     // HAProxy sends no addresses then, only extensions; other senders may send anything.
     if family >> 4 == 0 {
         return Ok(Some(peer_header(
@@ -179,7 +166,7 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderParseError> 
     };
     let (addresses, extensions) = block
         .split_at_checked(address_bytes)
-        .ok_or(ProxyHeaderParseError::Malformed)?;
+        .ok_or(ProxyHeaderError::Malformed)?;
     let is_tls = read_extensions(header, extensions)?;
     // Addresses of datagrams do not apply to a connection and are ignored.
     let source = if family & 0xf == 1 {
@@ -214,19 +201,16 @@ fn parse_v2_source_address(addresses: &[u8]) -> Option<SocketAddr> {
 
 /// Validates the list of extensions (type, length, value) and the checksum, if present. Returns
 /// whether the client uses TLS, if stated.
-fn read_extensions(
-    header: &[u8],
-    extensions: &[u8],
-) -> Result<Option<bool>, ProxyHeaderParseError> {
+fn read_extensions(header: &[u8], extensions: &[u8]) -> Result<Option<bool>, ProxyHeaderError> {
     let (mut rest, mut is_tls) = (extensions, None);
     while let Some((&[kind, high, low], behind)) = rest.split_first_chunk::<3>() {
         let len = usize::from(u16::from_be_bytes([high, low]));
         let (value, further) = behind
             .split_at_checked(len)
-            .ok_or(ProxyHeaderParseError::Malformed)?;
+            .ok_or(ProxyHeaderError::Malformed)?;
         if kind == TLV_TYPE_CRC32C {
             let stated =
-                <[u8; 4]>::try_from(value).map_err(|_length| ProxyHeaderParseError::Malformed)?;
+                <[u8; 4]>::try_from(value).map_err(|_length| ProxyHeaderError::Malformed)?;
             let at = header.len() - further.len() - stated.len();
             // The checksum is computed with zeros in the checksum field.
             let zeroed = header
@@ -234,13 +218,13 @@ fn read_extensions(
                 .enumerate()
                 .map(|(n, byte)| if (at..at + 4).contains(&n) { 0 } else { *byte });
             if crc32c(zeroed) != u32::from_be_bytes(stated) {
-                return Err(ProxyHeaderParseError::Checksum);
+                return Err(ProxyHeaderError::Checksum);
             }
         }
         if kind == TLV_TYPE_SSL {
             // The bits, and four bytes that state whether the client's certificate is valid.
             let [bits, _, _, _, _, ..] = value else {
-                return Err(ProxyHeaderParseError::Malformed);
+                return Err(ProxyHeaderError::Malformed);
             };
             is_tls = Some(bits & SSL_CLIENT_BIT != 0);
         }
@@ -249,7 +233,7 @@ fn read_extensions(
     if rest.is_empty() {
         Ok(is_tls)
     } else {
-        Err(ProxyHeaderParseError::Malformed)
+        Err(ProxyHeaderError::Malformed)
     }
 }
 

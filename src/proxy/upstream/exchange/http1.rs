@@ -19,7 +19,7 @@ use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::http::tunnel::Tunnel;
 use crate::proxy::http::upgrade;
 use crate::proxy::upstream::UpstreamClient;
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::pool::{ConnectionProtocol, UpstreamConnection};
 use crate::proxy::upstream::response_body::UpstreamBodySource;
 
@@ -99,19 +99,12 @@ impl UpstreamClient {
         requested_protocols: &[HeaderValue],
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         if !upgrade::selects_only_offered_protocols(requested_protocols, response.headers()) {
-            let detail =
-                "the upstream switched to a protocol that the client did not offer".to_owned();
-            return Err(UpstreamError {
-                kind: UpstreamErrorKind::Protocol,
-                detail,
-            });
+            return Err(UpstreamErrorKind::Protocol
+                .with_detail("the upstream switched to a protocol that the client did not offer"));
         }
         let upgraded = hyper::upgrade::on(&mut response)
             .await
-            .map_err(|error| UpstreamError {
-                kind: UpstreamErrorKind::ConnectionTerminated,
-                detail: format_error_chain(&error),
-            })?;
+            .map_err(|error| UpstreamErrorKind::ConnectionTerminated.with_cause(&error))?;
         // The connection is dropped only here: its drop aborts the task that hands over the socket.
         drop(connection);
         let tunnel = Tunnel::new(
@@ -128,19 +121,14 @@ fn exchange_failure_from_hyper(
 ) -> ExchangeError {
     let unsent = failed.take_message();
     let error = failed.into_error();
-    let kind = if error.is_parse() {
-        UpstreamErrorKind::Protocol
-    } else {
-        UpstreamErrorKind::ConnectionTerminated
+    let kind = match client_error_kind(progress) {
+        Some(kind) => kind,
+        None if error.is_parse() => UpstreamErrorKind::Protocol,
+        None => UpstreamErrorKind::ConnectionTerminated,
     };
-    let error = UpstreamError {
-        kind: client_error_kind(progress).unwrap_or(kind),
-        detail: format_error_chain(&error),
+    let failure = match unsent {
+        Some(request) => ExchangeFailure::NotSent(Some(Box::new(request))),
+        None => ExchangeFailure::MaybeProcessed,
     };
-    (
-        unsent.map_or(ExchangeFailure::MaybeProcessed, |request| {
-            ExchangeFailure::NotSent(Some(Box::new(request)))
-        }),
-        error,
-    )
+    (failure, kind.with_cause(&error))
 }

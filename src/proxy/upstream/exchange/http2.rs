@@ -15,7 +15,7 @@ use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::http::tunnel::Tunnel;
 use crate::proxy::http::upgrade;
 use crate::proxy::upstream::UpstreamClient;
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::http2::body_upload::BodyUpload;
 use crate::proxy::upstream::http2::head_conversion;
 use crate::proxy::upstream::http2::received_stream::ReceivedStream;
@@ -162,10 +162,7 @@ async fn start_request(
 }
 
 fn invalid_request_error(detail: &str) -> ExchangeError {
-    let error = UpstreamError {
-        kind: UpstreamErrorKind::Protocol,
-        detail: detail.to_owned(),
-    };
+    let error = UpstreamErrorKind::Protocol.with_detail(detail);
     (ExchangeFailure::MaybeProcessed, error)
 }
 
@@ -183,10 +180,7 @@ fn upstream_error_from_h2(
     progress: Option<&RequestBodyProgress>,
 ) -> UpstreamError {
     let kind = client_error_kind(progress).unwrap_or_else(|| UpstreamErrorKind::from_h2(error));
-    UpstreamError {
-        kind,
-        detail: format_error_chain(error),
-    }
+    kind.with_cause(error)
 }
 
 /// Classifies an h2 error by whether the upstream states that it did not process the request

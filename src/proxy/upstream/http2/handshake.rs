@@ -52,18 +52,16 @@ pub(crate) async fn perform_http2_handshake(
         .data_frame_budget(DATA_FRAME_BUDGET_BYTES)
         // No limit of resets for protocol errors, which h2 counts over the connection's whole life.
         .max_local_error_reset_streams(None);
-    let failed = |error: h2::Error| UpstreamError {
-        kind: UpstreamErrorKind::from_h2(&error),
-        detail: format!("HTTP/2 handshake failed: {}", format_error_chain(&error)),
+    let failed = |error: h2::Error| {
+        let detail = format!("HTTP/2 handshake failed: {}", format_error_chain(&error));
+        UpstreamErrorKind::from_h2(&error).with_detail(detail)
     };
     let handshake_future = async {
         let (sender, mut connection) = builder.handshake(stream).await.map_err(failed)?;
         poll_fn(|cx| match Pin::new(&mut connection).poll(cx) {
             Poll::Ready(Err(error)) => Poll::Ready(Err(failed(error))),
-            Poll::Ready(Ok(())) => Poll::Ready(Err(UpstreamError {
-                kind: UpstreamErrorKind::ConnectionTerminated,
-                detail: "the upstream closed the connection before its HTTP/2 SETTINGS".to_owned(),
-            })),
+            Poll::Ready(Ok(())) => Poll::Ready(Err(UpstreamErrorKind::ConnectionTerminated
+                .with_detail("the upstream closed the connection before its HTTP/2 SETTINGS"))),
             Poll::Pending if sender.current_max_send_streams() > 0 => Poll::Ready(Ok(())),
             Poll::Pending => {
                 allowance.renew();
@@ -77,10 +75,7 @@ pub(crate) async fn perform_http2_handshake(
         .await
         .unwrap_or_else(|_elapsed| {
             let detail = format!("no HTTP/2 SETTINGS from the upstream within {limit:?}");
-            Err(UpstreamError {
-                kind: UpstreamErrorKind::ConnectTimeout,
-                detail,
-            })
+            Err(UpstreamErrorKind::ConnectTimeout.with_detail(detail))
         })?;
     let http2_connection = Rc::new(Http2Connection::new(sender, peer));
     let ping_monitor = connection

@@ -123,9 +123,9 @@ impl UpstreamPool {
                 .push(Rc::clone(&http2_connection));
             return StreamSlot::reserve(&http2_connection, self)
                 .map(ConnectionProtocol::Http2)
-                .ok_or_else(|| UpstreamError {
-                    kind: UpstreamErrorKind::Protocol,
-                    detail: "the upstream allows no concurrent streams".to_owned(),
+                .ok_or_else(|| {
+                    UpstreamErrorKind::Protocol
+                        .with_detail("the upstream allows no concurrent streams")
                 });
         }
         let (peer, response_rate) = (stream.peer_ip(), ResponseRate::new(stream.read_limit()));
@@ -134,9 +134,8 @@ impl UpstreamPool {
             .max_headers(MAX_RESPONSE_HEADERS)
             .handshake(TokioIo::new(stream))
             .await;
-        let (sender, connection) = handshake.map_err(|error| UpstreamError {
-            kind: UpstreamErrorKind::ConnectionTerminated,
-            detail: error.to_string(),
+        let (sender, connection) = handshake.map_err(|error| {
+            UpstreamErrorKind::ConnectionTerminated.with_detail(error.to_string())
         })?;
         let task = tokio::task::spawn_local(async move {
             if let Err(error) = connection.with_upgrades().await {

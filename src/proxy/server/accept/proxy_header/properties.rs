@@ -1,7 +1,7 @@
 //! Properties of the PROXY header parser for arbitrary bytes.
 
 use super::{
-    ProxyHeaderParseError, TLV_TYPE_CRC32C, TLV_TYPE_SSL, V2_MAX_BYTES, V2_SIGNATURE, crc32c,
+    ProxyHeaderError, TLV_TYPE_CRC32C, TLV_TYPE_SSL, V2_MAX_BYTES, V2_SIGNATURE, crc32c,
     parse_proxy_header,
 };
 use std::net::{IpAddr, SocketAddr};
@@ -79,7 +79,7 @@ pub(crate) fn assert_generated_header(bytes: &[u8]) {
         *byte ^= change;
         assert_eq!(
             parse_proxy_header(&changed),
-            Err(ProxyHeaderParseError::Checksum),
+            Err(ProxyHeaderError::Checksum),
             "{changed:?}"
         );
     }

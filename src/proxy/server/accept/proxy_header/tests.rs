@@ -1,7 +1,7 @@
 use super::*;
 use proptest::prelude::*;
 
-fn parse_source_of_complete_header(bytes: &[u8]) -> Result<Option<String>, ProxyHeaderParseError> {
+fn parse_source_of_complete_header(bytes: &[u8]) -> Result<Option<String>, ProxyHeaderError> {
     let header = parse_proxy_header(bytes)?.expect("the header is complete");
     assert_eq!(header.len, bytes.len());
     Ok(header.source.map(|source| source.to_string()))
@@ -95,7 +95,7 @@ fn parses_version_1_strictly() {
     ] {
         assert_eq!(
             parse_proxy_header(wrong.as_bytes()),
-            Err(ProxyHeaderParseError::Malformed),
+            Err(ProxyHeaderError::Malformed),
             "{wrong:?}"
         );
     }
@@ -105,7 +105,7 @@ fn parses_version_1_strictly() {
     ] {
         assert_eq!(
             parse_proxy_header(long.as_bytes()),
-            Err(ProxyHeaderParseError::TooLong),
+            Err(ProxyHeaderError::TooLong),
             "{long:?}"
         );
     }
@@ -119,7 +119,7 @@ fn parses_version_1_strictly() {
     ] {
         assert_eq!(
             parse_proxy_header(absent.as_bytes()),
-            Err(ProxyHeaderParseError::Absent),
+            Err(ProxyHeaderError::Absent),
             "{absent:?}"
         );
     }
@@ -183,7 +183,7 @@ fn parses_version_2_strictly() {
     ] {
         assert_eq!(
             parse_proxy_header(&build_v2_header(command, family, block)),
-            Err(ProxyHeaderParseError::Malformed),
+            Err(ProxyHeaderError::Malformed),
             "{command:x} {family:x}"
         );
     }
@@ -202,7 +202,7 @@ fn parses_version_2_strictly() {
     assert_eq!(read(0x20, 0, &longest), Ok(None));
     assert_eq!(
         parse_proxy_header(&build_v2_header(0x20, 0, &[longest, vec![0]].concat())[..16]),
-        Err(ProxyHeaderParseError::TooLong)
+        Err(ProxyHeaderError::TooLong)
     );
 }
 
@@ -221,14 +221,14 @@ fn verifies_a_checksum_if_present() {
     );
     assert_eq!(
         parse_proxy_header(&build_v2_header_with_crc(INET_ADDRESSES.to_vec(), 1)),
-        Err(ProxyHeaderParseError::Checksum)
+        Err(ProxyHeaderError::Checksum)
     );
     for at in 16..28 {
         let mut changed = right.clone();
         changed[at] ^= 1;
         assert_eq!(
             parse_proxy_header(&changed),
-            Err(ProxyHeaderParseError::Checksum),
+            Err(ProxyHeaderError::Checksum),
             "byte {at}"
         );
     }
