@@ -15,7 +15,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(crate) enum StoreBackend {
     Memory(Arc<MemoryStore>),
-    Redis(SharedRedisState, Arc<LeasePool>),
+    Redis(Arc<SharedRedisState>, Arc<LeasePool>),
 }
 
 impl StoreBackend {

@@ -6,6 +6,7 @@
 //! program: all instances of one version agree.
 
 use super::time_window::TimeWindow;
+use arc_swap::ArcSwap;
 use jiff::civil::Date;
 use jiff::tz::{TimeZone, TimeZoneDatabase};
 use jiff::{Span, Timestamp};
@@ -13,15 +14,10 @@ use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::hash::{Hash, Hasher};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::Arc;
 
-const SECOND_US: u64 = 1_000_000;
-const HOUR_US: u64 = 3_600 * SECOND_US;
+const HOUR_US: u64 = 3_600_000_000;
 const DAY_US: u64 = 24 * HOUR_US;
-
-/// Offsets of time zones have whole seconds, so a period fits one word: its length in seconds in
-/// the low bits, its start in seconds in the high bits.
-const LENGTH_BITS: u32 = 24;
 
 /// A script call needs the previous, the current and the next period.
 const CACHED_PERIODS: usize = 4;
@@ -43,9 +39,8 @@ struct CalendarDefinition {
     zone_name: Box<str>,
     zone_id: u64,
     zone: TimeZone,
-    /// Periods that were computed last.
-    cached_periods: [AtomicU64; CACHED_PERIODS],
-    next_cache_index: AtomicUsize,
+    /// Periods that were computed last, the newest one first.
+    cached_periods: ArcSwap<[TimeWindow; CACHED_PERIODS]>,
 }
 
 /// All calendars in use. They are never freed: there are at most three per time zone.
@@ -120,8 +115,7 @@ impl Calendar {
             zone_name: zone_name.into(),
             zone_id: compute_zone_id(zone_name),
             zone: TimeZoneDatabase::bundled().get(zone_name).ok()?,
-            cached_periods: [const { AtomicU64::new(0) }; CACHED_PERIODS],
-            next_cache_index: AtomicUsize::new(0),
+            cached_periods: ArcSwap::default(),
         }));
         calendars.push(definition);
         Some(Self(definition))
@@ -153,10 +147,9 @@ impl Calendar {
 
     /// The period that contains a time. A period that began before 1970 starts at 0.
     pub fn period_at(self, now_us: u64) -> TimeWindow {
-        let cached = self.0.cached_periods.iter();
-        let mut cached = cached.map(|period| unpack_period(period.load(Ordering::Relaxed)));
-        if let Some(period) = cached.find(|period| period.contains(now_us)) {
-            return period;
+        let cached = self.0.cached_periods.load();
+        if let Some(period) = cached.iter().find(|period| period.contains(now_us)) {
+            return *period;
         }
         let period = self.compute_period(now_us).unwrap_or_else(|| {
             // Only for times outside the years of the time zone database.
@@ -167,11 +160,9 @@ impl Calendar {
                 end_us: start_us.saturating_add(length_us),
             }
         });
-        let index = self.0.next_cache_index.fetch_add(1, Ordering::Relaxed) % CACHED_PERIODS;
-        if let (Some(slot), Some(packed)) = (self.0.cached_periods.get(index), pack_period(period))
-        {
-            slot.store(packed, Ordering::Relaxed);
-        }
+        let [first, second, third, _] = **cached;
+        let newest = [period, first, second, third];
+        self.0.cached_periods.store(Arc::new(newest));
         period
     }
 
@@ -234,24 +225,6 @@ fn compute_zone_id(zone_name: &str) -> u64 {
         .iter()
         .take(8)
         .fold(0, |id, byte| id << 8 | u64::from(*byte))
-}
-
-fn pack_period(period: TimeWindow) -> Option<u64> {
-    let (start_s, length_s) = (period.start_us / SECOND_US, period.length_us() / SECOND_US);
-    let is_exact =
-        period.start_us.is_multiple_of(SECOND_US) && period.end_us.is_multiple_of(SECOND_US);
-    let fits = start_s < 1 << (u64::BITS - LENGTH_BITS) && length_s < 1 << LENGTH_BITS;
-    (is_exact && fits).then_some(start_s << LENGTH_BITS | length_s)
-}
-
-/// A period of length 0, as in an unused slot, contains no time.
-fn unpack_period(packed: u64) -> TimeWindow {
-    let start_us = (packed >> LENGTH_BITS).saturating_mul(SECOND_US);
-    let length_us = (packed & ((1 << LENGTH_BITS) - 1)) * SECOND_US;
-    TimeWindow {
-        start_us,
-        end_us: start_us.saturating_add(length_us),
-    }
 }
 
 impl PartialEq for Calendar {

@@ -57,9 +57,16 @@ pub struct LeaseTerms {
     pub ttl_us: u64,
 }
 
+impl LeaseTerms {
+    /// The divisor of the free units for one grant.
+    pub fn divisor(&self) -> u64 {
+        self.size.map_or(AUTO_LEASE_DIVISOR, |_| 1)
+    }
+}
+
 /// The divisor of the free units for one grant of automatic size. Near the limit no units are
 /// granted, and the store decides each request exactly.
-pub const AUTO_LEASE_DIVISOR: u64 = 4;
+const AUTO_LEASE_DIVISOR: u64 = 4;
 
 /// A change of a counter after the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

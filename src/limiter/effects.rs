@@ -1,6 +1,6 @@
 //! The effects of a decision on the counters of its charges.
 
-use super::{AUTO_LEASE_DIVISOR, Charge, LeaseGrant, Refusal};
+use super::{Charge, LeaseGrant, Refusal};
 use smallvec::SmallVec;
 
 /// The effect of a decision on the counter of a charge.
@@ -77,23 +77,14 @@ pub fn compute_lease_grants(
     now_us: u64,
     grantable_units: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,
 ) -> SmallVec<[LeaseGrant; 1]> {
-    let by_policy = charges.chunk_by(|one, other| one.is_same_policy(other));
-    let grant = |charges: &[Charge<'_>]| {
-        let (first, lease) = charges
-            .first()
-            .and_then(|first| Some((first, first.lease?)))?;
-        let divisor = if lease.size.is_none() {
-            AUTO_LEASE_DIVISOR
-        } else {
-            1
-        };
-        let (mut units, mut until_us) = (
-            first.requested_lease_units,
-            now_us.saturating_add(lease.ttl_us.saturating_sub(1)),
-        );
-        for charge in charges.iter().filter(|_| first.requested_lease_units > 0) {
+    let grant = |policy: &[Charge<'_>]| {
+        let first = policy.first()?;
+        let lease = first.requested_lease()?;
+        let mut units = first.requested_lease_units;
+        let mut until_us = now_us.saturating_add(lease.ttl_us.saturating_sub(1));
+        for charge in policy {
             let (free, ends_us) = grantable_units(charge, until_us)?;
-            (units, until_us) = (units.min(free / divisor), ends_us);
+            (units, until_us) = (units.min(free / lease.divisor()), ends_us);
         }
         (units > 0).then_some(LeaseGrant {
             policy_number: first.policy_number,
@@ -101,5 +92,6 @@ pub fn compute_lease_grants(
             until_us,
         })
     };
-    by_policy.filter_map(grant).collect()
+    let policies = charges.chunk_by(Charge::is_same_policy);
+    policies.filter_map(grant).collect()
 }

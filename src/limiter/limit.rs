@@ -175,17 +175,20 @@ impl Limit {
         }
     }
 
+    /// The longest delay of [`Algorithm::LeakyBucket`]; 0 for other algorithms.
+    pub fn max_delay_us(&self) -> u64 {
+        match self.algorithm {
+            Algorithm::LeakyBucket { max_delay_us } => max_delay_us,
+            _ => 0,
+        }
+    }
+
     /// The part of the longest delay of [`Algorithm::LeakyBucket`] beyond whole units, in units of
     /// 1 / per_us; 0 for other algorithms.
     pub fn max_delay_remainder(&self) -> u64 {
-        match self.algorithm {
-            Algorithm::LeakyBucket { max_delay_us } => {
-                let remainder = u128::from(max_delay_us) * u128::from(self.requests)
-                    % u128::from(self.per_us.max(1));
-                u64::try_from(remainder).unwrap_or_default()
-            }
-            _ => 0,
-        }
+        let remainder = u128::from(self.max_delay_us()) * u128::from(self.requests)
+            % u128::from(self.per_us.max(1));
+        u64::try_from(remainder).unwrap_or_default()
     }
 
     /// The width of the sub-windows of [`Algorithm::SlidingWindow`], in microseconds; else the

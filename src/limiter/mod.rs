@@ -29,7 +29,7 @@ mod time_window;
 mod token_bucket;
 
 pub use calendar::{Calendar, CalendarUnit, time_zone_names};
-pub use charge::{AUTO_LEASE_DIVISOR, Amendment, Charge, LeaseTerms};
+pub use charge::{Amendment, Charge, LeaseTerms};
 pub use charge_part::ChargePart;
 pub use counter_state::{CounterState, CounterView};
 pub use decision::{ChargeOutcome, Decision, LeaseGrant, LimitStatus, Refusal};

@@ -6,7 +6,7 @@
 //! 2. Deny cache ([`DenyCache::find_statuses`]): a refusal that still holds refuses without a call.
 //! 3. Local share ([`super::FallbackStore::check_share_during_recovery`]): while an outage ends, it
 //!    may refuse.
-//! 4. Circuit breaker ([`RedisStore::is_breaker_open`]): while it is open, the call fails at once.
+//! 4. Circuit breaker ([`super::redis::SharedRedisState::is_breaker_open`]): while it is open, the call fails at once.
 //! 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round trip.
 //! 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step.
 //! 7. Deny cache again, if the call failed: one cached refusal of any limit refuses the request.

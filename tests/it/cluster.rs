@@ -8,6 +8,7 @@ use crate::support::proxy::Proxy;
 use crate::support::redis::connect_redis;
 use crate::support::upstream::Upstream;
 use std::fs;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
     Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
@@ -45,7 +46,7 @@ pub(crate) fn key_on(node: usize, policy: &str) -> Key {
         .unwrap()
 }
 
-pub(crate) async fn connect_store(cluster: &RedisCluster) -> (SharedRedisState, Store) {
+pub(crate) async fn connect_store(cluster: &RedisCluster) -> (Arc<SharedRedisState>, Store) {
     let (shared, redis) = connect_redis(cluster.settings()).await;
     wait_until("all nodes to be connected", TEST_TIMEOUT, async || {
         shared.is_up()

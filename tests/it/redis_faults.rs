@@ -40,7 +40,7 @@ async fn decide(store: &Store, name: &str) -> Result<Decision, StoreUnavailable>
     store.decide(&[Charge::new(&LIMIT, &key, 1)]).await
 }
 
-async fn start_store(server: &RedisServer) -> (SharedRedisState, Store) {
+async fn start_store(server: &RedisServer) -> (Arc<SharedRedisState>, Store) {
     let (shared, redis) = server.connect().await;
     let store = Store::from_redis(redis);
     decide(&store, "first").await.unwrap();
@@ -739,7 +739,7 @@ async fn dropped_handles_close_their_connections() {
         .read_info_number("clients", "connected_clients")
         .await;
     for _ in 0..5 {
-        let (_shared, redis): (SharedRedisState, RedisStore) = server.connect().await;
+        let (_shared, redis): (Arc<SharedRedisState>, RedisStore) = server.connect().await;
         drop(redis);
     }
     let dropped = Instant::now();

@@ -67,7 +67,7 @@ pub(crate) struct Instance {
 
 pub(crate) struct InstanceState {
     enforcers: Mutex<Vec<Enforcer>>,
-    pub(crate) redis: Option<SharedRedisState>,
+    pub(crate) redis: Option<Arc<SharedRedisState>>,
     log: RequestLog,
     pub(crate) network: Arc<InstanceNetwork>,
     is_rate_limit_service: bool,
@@ -240,14 +240,14 @@ impl Instance {
         self.shared
             .redis
             .as_ref()
-            .map(SharedRedisState::instance_count)
+            .map(|shared| shared.instance_count())
     }
 
     pub(crate) fn is_redis_up(&self) -> bool {
         self.shared
             .redis
             .as_ref()
-            .is_none_or(SharedRedisState::is_up)
+            .is_none_or(|shared| shared.is_up())
     }
 }
 

@@ -128,7 +128,7 @@ async fn send_to_closed_routes(
 
 /// The settings of the simulated servers; `None` for counters in memory.
 fn redis_settings(state: &InstanceState) -> Option<RedisSettings> {
-    state.redis.as_ref().map(SharedRedisState::settings_in_use)
+    state.redis.as_ref().map(|shared| shared.settings_in_use())
 }
 
 /// Reads the limits of the client, charged only to the limit of such questions.

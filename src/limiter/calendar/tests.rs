@@ -1,6 +1,8 @@
 //! Calendars against a naive one, over 50 years.
 
 use super::*;
+
+const SECOND_US: u64 = 1_000_000;
 use crate::limiter::Limit;
 
 const HOUR_S: i64 = 3_600;

@@ -22,9 +22,9 @@ const INVALID_CONTENTS: &str = "its contents are invalid";
 
 /// Usage of an outage that Redis may lack, and the state that keeps each share exact.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::store) struct OutageUsage {
+pub(crate) struct OutageUsage {
     /// The wall clock (µs) when this was saved.
-    pub(in crate::store) saved_at_us: u64,
+    pub(crate) saved_at_us: u64,
     pub(super) now_us: u64,
     /// End of the outage before this one.
     pub(super) outage_ended_us: u64,
@@ -62,11 +62,11 @@ type FileRows = (
 );
 
 impl OutageUsage {
-    pub(in crate::store) fn counter_count(&self) -> usize {
+    pub(crate) fn counter_count(&self) -> usize {
         self.counters.len()
     }
 
-    pub(in crate::store) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let rows: FileRows = (
             self.saved_at_us,
             self.now_us,
@@ -85,7 +85,7 @@ impl OutageUsage {
 
     /// # Errors
     /// The reason if the bytes are not exactly what [`OutageUsage::encode`] wrote.
-    pub(in crate::store) fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, &'static str> {
         let mut lines = bytes.splitn(2, |byte| *byte == b'\n');
         let header = lines
             .next()

@@ -26,7 +26,7 @@ const REFUSED_SUFFIX: &str = ".refused";
 
 /// The files of one service in the directory.
 #[derive(Debug)]
-pub(in crate::store) struct UsageDirectory {
+pub(crate) struct UsageDirectory {
     path: PathBuf,
     /// Common start of the names of this service's files.
     name_prefix: String,
@@ -38,19 +38,14 @@ pub(in crate::store) struct UsageDirectory {
 
 /// A locked file with usage that is not in Redis yet.
 #[derive(Debug)]
-pub(in crate::store) struct UsageFile {
+pub(crate) struct UsageFile {
     path: PathBuf,
     _lock: File,
 }
 
 impl UsageDirectory {
     /// `service` separates the files of services that share the directory.
-    pub(in crate::store) fn new(
-        path: &Path,
-        service: &str,
-        instance_id: &str,
-        clock: Clock,
-    ) -> Self {
+    pub(crate) fn new(path: &Path, service: &str, instance_id: &str, clock: Clock) -> Self {
         let digest = Sha256::digest(service.as_bytes());
         let name_prefix = digest.iter().take(8).map(|byte| format!("{byte:02x}"));
         Self {
@@ -62,15 +57,13 @@ impl UsageDirectory {
         }
     }
 
-    pub(in crate::store) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// Locks and reads the newest file that no process has locked. Unusable files are renamed.
     /// Returns the time (µs) since the file was saved, by the wall clock.
-    pub(in crate::store) fn lock_and_read_newest_file(
-        &self,
-    ) -> Option<(UsageFile, OutageUsage, u64)> {
+    pub(crate) fn lock_and_read_newest_file(&self) -> Option<(UsageFile, OutageUsage, u64)> {
         self.find_files(FILE_SUFFIX).into_iter().find_map(|path| {
             let mut file = lock_file(&path)?;
             match read_usage(&mut file, &self.clock) {
@@ -89,12 +82,12 @@ impl UsageDirectory {
     }
 
     /// Keeps the restored file locked until [`Self::remove_restored_file`].
-    pub(in crate::store) fn set_restored_file(&self, file: UsageFile) {
+    pub(crate) fn set_restored_file(&self, file: UsageFile) {
         *self.restored_file.lock() = Some(file);
     }
 
     /// Removes the restored file after its usage was written to Redis or to a newer file.
-    pub(in crate::store) fn remove_restored_file(&self) {
+    pub(crate) fn remove_restored_file(&self) {
         if let Some(file) = self.restored_file.lock().take() {
             file.remove();
         }
@@ -104,7 +97,7 @@ impl UsageDirectory {
     ///
     /// # Errors
     /// The error of the file system.
-    pub(in crate::store) fn save_usage(&self, usage: &OutageUsage) -> io::Result<PathBuf> {
+    pub(crate) fn save_usage(&self, usage: &OutageUsage) -> io::Result<PathBuf> {
         for abandoned in self.find_files(TEMPORARY_SUFFIX) {
             // Locked until the file is removed: its process may be about to lock it.
             if let Some(_lock) = lock_file(&abandoned) {
@@ -150,7 +143,7 @@ impl UsageDirectory {
 
 impl UsageFile {
     /// Removes the file: its usage is in Redis.
-    pub(in crate::store) fn remove(self) {
+    pub(crate) fn remove(self) {
         if let Err(error) = fs::remove_file(&self.path) {
             tracing::warn!(file = %self.path.display(), %error, "cannot remove stored usage; it may count twice");
         }

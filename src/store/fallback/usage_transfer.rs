@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 impl FallbackStore {
     /// What a later process needs to continue this outage. `None` if Redis has all usage.
     /// `wall_clock_us`: the current wall clock.
-    pub(in crate::store) fn export_usage(&self, wall_clock_us: u64) -> Option<OutageUsage> {
+    pub(crate) fn export_usage(&self, wall_clock_us: u64) -> Option<OutageUsage> {
         if self.phase() == PHASE_UP_TO_DATE {
             return None;
         }
@@ -63,7 +63,7 @@ impl FallbackStore {
     }
 
     /// Continues the outage of a process that stopped `downtime_us` ago.
-    pub(in crate::store) fn restore_usage(&self, usage: OutageUsage, downtime_us: u64) {
+    pub(crate) fn restore_usage(&self, usage: OutageUsage, downtime_us: u64) {
         let now_us = self.clock.now_us();
         let to_local_time = |at_us: u64| {
             (at_us.saturating_add(now_us)).saturating_sub(usage.now_us.saturating_add(downtime_us))

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 const EVICTION_SAMPLE_SIZE: usize = 16;
 
 /// Identity of a counter: the id of its key, and [`Limit::counter_identity`].
-pub(in crate::store) type CounterId = (u128, Algorithm, u64);
+pub(crate) type CounterId = (u128, Algorithm, u64);
 
 /// Totals over all shards.
 #[derive(Debug, Default)]
@@ -142,7 +142,7 @@ impl StoredCounter {
     }
 }
 
-pub(in crate::store) fn counter_id(limit: &Limit, key: &Key) -> CounterId {
+pub(crate) fn counter_id(limit: &Limit, key: &Key) -> CounterId {
     let (algorithm, per_us) = limit.counter_identity();
     (key.id(), algorithm, per_us)
 }

@@ -6,11 +6,11 @@
 //! call counts as in flight only for [`IN_FLIGHT_TIMEOUT`], so on a slow network no request waits
 //! for the whole time of an earlier call.
 
-use super::context::RedisContext;
 use super::error::RedisErrorKind;
 use super::live_connection::LiveConnection;
 use super::node::RedisNode;
 use super::script_batch::{CallerReply, DecisionBatch};
+use super::shared_state::SharedRedisState;
 use crate::limiter::{Charge, Decision};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -29,7 +29,7 @@ const IN_FLIGHT_TIMEOUT: Duration = Duration::from_millis(2);
 
 #[derive(Debug)]
 pub(super) struct DecisionBatcher {
-    context: Arc<RedisContext>,
+    shared: Arc<SharedRedisState>,
     node: Arc<RedisNode>,
     /// Locked by one worker only. It is a mutex because `Store` is `Send`.
     state: Mutex<BatcherState>,
@@ -60,9 +60,9 @@ struct BatchCaller {
 }
 
 impl DecisionBatcher {
-    pub(super) fn new(context: Arc<RedisContext>, node: Arc<RedisNode>) -> Self {
+    pub(super) fn new(shared: Arc<SharedRedisState>, node: Arc<RedisNode>) -> Self {
         Self {
-            context,
+            shared,
             node,
             state: Mutex::default(),
         }
@@ -111,7 +111,7 @@ impl DecisionBatcher {
         if let Some(pending) = state.pending.back_mut() {
             let request_index = pending
                 .batch
-                .add_or_merge_request(&self.context.scripts, charges);
+                .add_or_merge_request(&self.shared.scripts, charges);
             pending
                 .callers
                 .resize_with(pending.batch.len(), SmallVec::new);
@@ -153,7 +153,7 @@ impl DecisionBatcher {
         };
         let command = pending
             .batch
-            .build_command(&self.context.scripts, &repeat_counts, None);
+            .build_command(&self.shared.scripts, &repeat_counts, None);
         let live = Arc::clone(&pending.live);
         let mut call = pin!(live.run_command(&command));
         let reply = match timeout(IN_FLIGHT_TIMEOUT, &mut call).await {

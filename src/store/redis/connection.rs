@@ -7,13 +7,13 @@
 use super::access::RedisAccess;
 use super::connection_target::RedisConnectionTarget;
 use super::connector::{self, AbortOnDropTask};
-use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::live_connection::LiveConnection;
 use super::script_transfer::is_proxy_refusal;
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelGroup;
 use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
+use super::shared_state::SharedRedisState;
 use super::watched_value::WatchedValue;
 use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
@@ -49,7 +49,7 @@ pub(super) struct SupervisedConnection {
 /// What a connection shares with its supervisor.
 #[derive(Debug)]
 struct ConnectionSupervision {
-    context: Arc<RedisContext>,
+    shared: Arc<SharedRedisState>,
     target: RedisConnectionTarget,
     state: WatchedValue<ConnectionState>,
 }
@@ -91,9 +91,9 @@ pub(super) struct OpenedConnection {
 
 impl SupervisedConnection {
     /// Connects, and reconnects as long as the value lives.
-    pub(super) fn start(context: Arc<RedisContext>, target: RedisConnectionTarget) -> Self {
+    pub(super) fn start(shared: Arc<SharedRedisState>, target: RedisConnectionTarget) -> Self {
         let supervision = Arc::new(ConnectionSupervision {
-            context,
+            shared,
             target,
             state: WatchedValue::default(),
         });
@@ -114,10 +114,7 @@ impl SupervisedConnection {
     pub(super) fn stop(&self) {
         self.supervisor.0.abort();
         if self.supervision.state.get().is_lost() {
-            self.supervision
-                .context
-                .breaker
-                .record_connection_restored();
+            self.supervision.shared.breaker.record_connection_restored();
         }
     }
 
@@ -161,21 +158,21 @@ impl SupervisedConnection {
 
 impl ConnectionSupervision {
     async fn supervise(self: Arc<Self>) {
-        let context = &self.context;
+        let shared = &self.shared;
         let mut backoff = MIN_INITIAL_BACKOFF;
         loop {
             let started = Instant::now();
-            let connected = connect_and_probe(context, &self.target);
-            let connected = timeout(context.settings.connect_timeout, connected).await;
+            let connected = connect_and_probe(shared, &self.target);
+            let connected = timeout(shared.settings.connect_timeout, connected).await;
             let error = match connected.unwrap_or_else(|elapsed| Err(elapsed.into())) {
                 Ok(opened) => self.serve_until_replaced(opened).await,
                 Err(error) => {
-                    context.breaker.count_failure(error.kind);
+                    shared.breaker.count_failure(error.kind);
                     // Before the first connection there is no outage, and a connection that is
                     // replaced at once is none either: servers close idle connections. For cluster
                     // nodes the slot map shows which slots are affected.
-                    if self.state.get().was_ready() && !context.is_cluster() {
-                        context
+                    if self.state.get().was_ready() && !shared.is_cluster() {
+                        shared
                             .fallback
                             .mark_partitions_unreachable([SINGLE_PARTITION]);
                     }
@@ -188,13 +185,13 @@ impl ConnectionSupervision {
                 false => ConnectionState::NeverConnected(Arc::clone(&error)),
             });
             match previous.is_lost() {
-                false => context.breaker.record_connection_down(&error),
-                true => context.breaker.record_connection_still_down(&error),
+                false => shared.breaker.record_connection_down(&error),
+                true => shared.breaker.record_connection_still_down(&error),
             }
             let min_jitter;
             (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {
                 let backoff =
-                    INITIAL_BACKOFF_PER_INSTANCE * context.fallback.share().instance_count();
+                    INITIAL_BACKOFF_PER_INSTANCE * shared.fallback.share().instance_count();
                 (backoff.clamp(MIN_INITIAL_BACKOFF, MAX_BACKOFF), 0.0)
             } else {
                 ((backoff * 2).min(MAX_BACKOFF), 0.5)
@@ -213,10 +210,10 @@ impl ConnectionSupervision {
             mut replacement_receiver,
         } = opened;
         let live = Arc::new(live);
-        self.context.breaker.record_probe_success();
+        self.shared.breaker.record_probe_success();
         let state = ConnectionState::Live(Arc::clone(&live));
         if self.state.set(state).is_lost() {
-            self.context.breaker.record_connection_restored();
+            self.shared.breaker.record_connection_restored();
         }
         tokio::select! {
             biased;
@@ -232,16 +229,16 @@ impl ConnectionSupervision {
     }
 
     async fn probe_while_breaker_is_open(&self, live: &LiveConnection) {
-        let context = &self.context;
+        let shared = &self.shared;
         loop {
-            sleep(context.settings.probe_interval).await;
-            if !context.breaker.is_open() {
+            sleep(shared.settings.probe_interval).await;
+            if !shared.breaker.is_open() {
                 continue;
             }
-            match probe_writes(context, live, &self.target).await {
-                Ok(()) => context.breaker.record_probe_success(),
+            match probe_writes(shared, live, &self.target).await {
+                Ok(()) => shared.breaker.record_probe_success(),
                 Err(error) => {
-                    context.breaker.count_failure(error.kind);
+                    shared.breaker.count_failure(error.kind);
                     live.record_failure(error.kind);
                 }
             }
@@ -257,21 +254,21 @@ impl ConnectionSupervision {
         address: &RedisAddress,
         mut login_in_use: RedisCredentials,
     ) {
-        let context = &self.context;
+        let shared = &self.shared;
         loop {
             let is_newer = |access: &Arc<RedisAccess>| access.settings.credentials != login_in_use;
-            let access = context.access.wait_for(is_newer).await;
+            let access = shared.access.wait_for(is_newer).await;
             // An error means that the semaphore is closed, which never happens.
             let _permit = access.trial_permit.acquire().await;
-            if !Arc::ptr_eq(&access, &context.access.get()) {
+            if !Arc::ptr_eq(&access, &shared.access.get()) {
                 continue;
             }
             let login = &access.settings.credentials;
             let renewal = async {
-                open_and_probe(context, &self.target, &access.settings, address, login).await?;
+                open_and_probe(shared, &self.target, &access.settings, address, login).await?;
                 live.log_in(login).await
             };
-            let renewal = timeout(context.settings.connect_timeout, renewal).await;
+            let renewal = timeout(shared.settings.connect_timeout, renewal).await;
             match renewal.unwrap_or_else(|elapsed| Err(elapsed.into())) {
                 Ok(()) => {
                     login_in_use = login.clone();
@@ -290,15 +287,15 @@ impl ConnectionSupervision {
     /// Returns when the sentinels name another master than the server at an address.
     async fn wait_until_master_changes(&self, current_address: &RedisAddress) {
         loop {
-            let access = self.context.access.get();
+            let access = self.shared.access.get();
             let Some(sentinels) = SentinelGroup::from_access(&access) else {
                 return std::future::pending().await;
             };
             let is_newer = |newer: &Arc<RedisAccess>| !Arc::ptr_eq(newer, &access);
-            let disagreements = &self.context.sentinel_disagreements;
+            let disagreements = &self.shared.sentinel_disagreements;
             tokio::select! {
                 () = sentinels.wait_for_master_change(current_address, disagreements) => return,
-                _newer = self.context.access.wait_for(is_newer) => {}
+                _newer = self.shared.access.wait_for(is_newer) => {}
             }
         }
     }
@@ -307,13 +304,13 @@ impl ConnectionSupervision {
 /// Connects to a target and probes it: with the newest login, or while that does not work with the
 /// previous one. The caller sets the deadline.
 pub(super) async fn connect_and_probe(
-    context: &Arc<RedisContext>,
+    shared: &Arc<SharedRedisState>,
     target: &RedisConnectionTarget,
 ) -> Result<OpenedConnection, RedisConnectionError> {
-    let access = context.access.get();
-    let disagreements = &context.sentinel_disagreements;
+    let access = shared.access.get();
+    let disagreements = &shared.sentinel_disagreements;
     let address = target.resolve_address(&access, disagreements).await?;
-    let attempt = |login| open_and_probe(context, target, &access.settings, &address, login);
+    let attempt = |login| open_and_probe(shared, target, &access.settings, &address, login);
     match access.server_login.try_logins(attempt).await {
         Ok((opened, login)) => {
             access.server_login.record_accepted(login);
@@ -325,7 +322,7 @@ pub(super) async fn connect_and_probe(
 
 /// Connects to an address with a login and probes the connection.
 async fn open_and_probe(
-    context: &Arc<RedisContext>,
+    shared: &Arc<SharedRedisState>,
     target: &RedisConnectionTarget,
     settings: &RedisSettings,
     address: &RedisAddress,
@@ -334,33 +331,33 @@ async fn open_and_probe(
     // First runs a command without keys. Redis accepts at most ten arguments and 16 KiB from a
     // client without login, and reports more as a protocol error: the missing password would not be
     // reported.
-    let empty_command = context.scripts.decide_command(&[], None);
+    let empty_command = shared.scripts.decide_command(&[], None);
     // A server may close one connection for other reasons than a proxy.
-    let mut is_refusal_expected = context.is_behind_proxy();
+    let mut is_refusal_expected = shared.is_behind_proxy();
     loop {
-        let opened = open(context, settings, address, login, false).await?;
+        let opened = open(shared, settings, address, login, false).await?;
         match opened.live.send_command(&empty_command, false).await {
-            Err(error) if !context.is_cluster() && is_proxy_refusal(&error) => {
+            Err(error) if !shared.is_cluster() && is_proxy_refusal(&error) => {
                 if !is_refusal_expected {
                     is_refusal_expected = true;
                     continue;
                 }
-                let opened = open(context, settings, address, login, true).await?;
-                let probed = probe_writes(context, &opened.live, target).await;
+                let opened = open(shared, settings, address, login, true).await?;
+                let probed = probe_writes(shared, &opened.live, target).await;
                 probed.map_err(|_further| error)?;
-                context.set_behind_proxy(true);
+                shared.set_behind_proxy(true);
                 return Ok(opened);
             }
             reply => reply?,
         };
-        context.set_behind_proxy(false);
-        probe_writes(context, &opened.live, target).await?;
+        shared.set_behind_proxy(false);
+        probe_writes(shared, &opened.live, target).await?;
         return Ok(opened);
     }
 }
 
 async fn open(
-    context: &Arc<RedisContext>,
+    shared: &Arc<SharedRedisState>,
     settings: &RedisSettings,
     address: &RedisAddress,
     login: &RedisCredentials,
@@ -370,7 +367,7 @@ async fn open(
         connector::open_connection(address, settings, login, settings.database).await?;
     let (replacement_sender, replacement_receiver) = mpsc::channel(1);
     let live = LiveConnection {
-        context: Arc::clone(context),
+        shared: Arc::clone(shared),
         connection,
         consecutive_timeouts: AtomicU32::new(0),
         replacement_sender,
@@ -390,13 +387,13 @@ async fn open(
 /// Decides a charge of the probe counter, which expires after a millisecond, within the deadline of
 /// a request. A server that answers has the script, a clock and memory, and accepts writes.
 async fn probe_writes(
-    context: &RedisContext,
+    shared: &SharedRedisState,
     live: &LiveConnection,
     target: &RedisConnectionTarget,
 ) -> Result<(), RedisConnectionError> {
-    let RedisContext {
+    let SharedRedisState {
         settings, scripts, ..
-    } = context;
+    } = shared;
     let limit = Limit {
         requests: MAX_UNITS,
         per_us: 1000,
@@ -406,7 +403,7 @@ async fn probe_writes(
     let command = scripts.decide_command(&charges, None);
     let reply = match timeout(settings.timeout, live.send_command(&command, false)).await? {
         // The slot has moved: this node works, and the slot map is being refreshed.
-        Err(error) if context.is_cluster() && error.redirect_node().is_some() => {
+        Err(error) if shared.is_cluster() && error.redirect_node().is_some() => {
             return Ok(());
         }
         reply => reply?,

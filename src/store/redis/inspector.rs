@@ -49,8 +49,8 @@ impl CounterInspector {
     ///
     /// # Errors
     /// As [`Self::connect`].
-    pub async fn connect_with(shared: SharedRedisState) -> Result<Self, RedisConnectionError> {
-        let connect_timeout = shared.settings().connect_timeout;
+    pub async fn connect_with(shared: Arc<SharedRedisState>) -> Result<Self, RedisConnectionError> {
+        let connect_timeout = shared.settings.connect_timeout;
         let redis = RedisStore::start(&shared);
         match timeout(connect_timeout, redis.connect_to_all_masters()).await {
             Ok(Ok(())) => Ok(Self(redis)),
@@ -69,7 +69,7 @@ impl CounterInspector {
         policy: Option<&str>,
         max_counters: usize,
     ) -> Result<(Vec<RedisCounter>, bool), RedisConnectionError> {
-        let pattern = self.0.context.scripts.scan_pattern(policy);
+        let pattern = self.0.scripts.scan_pattern(policy);
         let (mut keys, mut has_more) = (Vec::new(), false);
         for live in self.0.master_connections() {
             has_more |= self
@@ -93,7 +93,7 @@ impl CounterInspector {
     /// # Errors
     /// When Redis does not answer.
     pub async fn list_members(&self) -> Result<MemberList, RedisConnectionError> {
-        let [heartbeats, _] = self.0.context.scripts.membership_keys();
+        let [heartbeats, _] = self.0.scripts.membership_keys();
         let keys = [heartbeats];
         let mut command = cmd("EVAL");
         command
@@ -122,7 +122,7 @@ impl CounterInspector {
             let found_keys;
             (cursor, found_keys) = run_scan_step(live, cursor, pattern).await?;
             keys.extend(found_keys.into_iter().filter(|key| {
-                let parsed = self.0.context.scripts.parse_counter_key(key);
+                let parsed = self.0.scripts.parse_counter_key(key);
                 let readable_key = parsed
                     .and_then(|(_, readable)| readable)
                     .unwrap_or_default();
@@ -139,7 +139,7 @@ impl CounterInspector {
 
     /// Groups keys into calls. All keys of a call are in one slot.
     fn split_into_batches<'k>(&self, keys: &'k mut [String]) -> Vec<&'k [String]> {
-        let hash_slot = |key: &String| self.0.context.hash_slot_for_name(key);
+        let hash_slot = |key: &String| self.0.hash_slot_for_name(key);
         keys.sort_by_cached_key(hash_slot);
         keys.chunk_by(|one, next| hash_slot(one) == hash_slot(next))
             .flat_map(|keys| keys.chunks(MAX_COUNTERS_PER_CALL))
@@ -154,10 +154,9 @@ impl CounterInspector {
         &self,
         charges: &[Charge<'_>],
     ) -> Result<u64, RedisConnectionError> {
-        let shared = SharedRedisState(Arc::clone(&self.0.context));
         let mut keys: Vec<String> = charges
             .iter()
-            .flat_map(|charge| shared.counter_keys(charge))
+            .flat_map(|charge| self.0.counter_keys(charge))
             .collect();
         let mut deleted = 0;
         for keys in self.split_into_batches(&mut keys) {
@@ -178,7 +177,7 @@ impl CounterInspector {
         let mut parsed_keys: Vec<(&String, Limit, Option<String>)> = keys
             .iter()
             .filter_map(|key| {
-                let (limit, readable) = self.0.context.scripts.parse_counter_key(key)?;
+                let (limit, readable) = self.0.scripts.parse_counter_key(key)?;
                 Some((key, limit, readable))
             })
             .collect();
@@ -188,10 +187,7 @@ impl CounterInspector {
                 .map(|(key, limit, _)| (key.as_str(), limit))
                 .collect();
             let reply = match self
-                .run_command(
-                    keys,
-                    &self.0.context.scripts.read_command(&queried_counters),
-                )
+                .run_command(keys, &self.0.scripts.read_command(&queried_counters))
                 .await
             {
                 Ok(reply) => reply,
@@ -224,7 +220,7 @@ impl CounterInspector {
     }
 
     pub(super) fn scripts(&self) -> &ScriptLibrary {
-        &self.0.context.scripts
+        &self.0.scripts
     }
 
     pub(super) fn master_connections(&self) -> Vec<Result<Arc<LiveConnection>, RedisErrorKind>> {
@@ -238,7 +234,7 @@ impl CounterInspector {
         command: &Cmd,
     ) -> Result<Value, RedisErrorKind> {
         let first = keys.first().map_or("", String::as_str);
-        let hash_slot = self.0.context.hash_slot_for_name(first);
+        let hash_slot = self.0.hash_slot_for_name(first);
         let deadline = Instant::now() + CALL_TIMEOUT;
         let router = &self.0.router;
         router.run_on_hash_slot(hash_slot, command, deadline).await

@@ -2,10 +2,10 @@
 //! replacement.
 
 use super::connector;
-use super::context::RedisContext;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::script_transfer::{is_load_refusal, is_missing_script, is_unknown_command};
 use super::settings::RedisCredentials;
+use super::shared_state::SharedRedisState;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, RedisResult, Value};
@@ -20,7 +20,7 @@ const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 /// A connection to a server that ran a script and accepted its writes.
 #[derive(Debug)]
 pub(super) struct LiveConnection {
-    pub(super) context: Arc<RedisContext>,
+    pub(super) shared: Arc<SharedRedisState>,
     pub(super) connection: MultiplexedConnection,
     /// Timeouts since the last reply.
     pub(super) consecutive_timeouts: AtomicU32,
@@ -46,7 +46,7 @@ impl LiveConnection {
     /// sent with the text of its script. `is_asking`: the command goes to a node that is importing
     /// the key's slot.
     pub(super) async fn send_command(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
-        let scripts = &self.context.scripts;
+        let scripts = &self.shared.scripts;
         let with_text = match self.lacks_evalsha.load(Ordering::Relaxed) {
             true => scripts.replace_digest_by_text(command),
             false => None,
@@ -67,11 +67,11 @@ impl LiveConnection {
             answer = self.send_once(&with_text, is_asking).await;
             if answer.is_ok() {
                 self.lacks_evalsha.store(lacks_evalsha, Ordering::Relaxed);
-                self.context.note_script_text(&with_text, lacks_evalsha);
+                self.shared.note_script_text(&with_text, lacks_evalsha);
             }
         }
         if let Err(error) = &answer {
-            self.context.breaker.record_error_message(error);
+            self.shared.breaker.record_error_message(error);
         }
         if self.consecutive_timeouts.load(Ordering::Relaxed) != 0 {
             self.consecutive_timeouts.store(0, Ordering::Relaxed);
@@ -80,7 +80,7 @@ impl LiveConnection {
     }
 
     async fn send_once(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
-        self.context.call_count.fetch_add(1, Ordering::Relaxed);
+        self.shared.call_count.fetch_add(1, Ordering::Relaxed);
         let mut connection = self.connection.clone();
         let answer = match is_asking {
             false => connection.send_packed_command(command).await,
@@ -105,7 +105,7 @@ impl LiveConnection {
     /// Loads all scripts that were used. Later callers that find a script missing load them again,
     /// unless the server refuses that.
     async fn load_scripts(&self) -> RedisResult<bool> {
-        let pipeline = self.context.scripts.load_commands_for_used_programs();
+        let pipeline = self.shared.scripts.load_commands_for_used_programs();
         let mut connection = self.connection.clone();
         let replies = connection.send_packed_commands(&pipeline, 0, pipeline.len());
         for reply in replies.await? {

@@ -10,10 +10,11 @@
 //! In a cluster, only some slots may be unreachable. Usage of the other slots is written back and
 //! the process stays counted. The outage ends together for all slots that it affected.
 
-use super::context::RedisContext;
 use super::error::RedisErrorKind;
 use super::node::RedisNode;
-use super::{RedisDialer, RedisStore, new_fallback};
+use super::shared_state::SharedRedisState;
+use super::shared_state::new_fallback;
+use super::{RedisDialer, RedisStore};
 use crate::store::fallback::usage_directory::UsageFile;
 use crate::store::{FallbackStore, Settlement, Share};
 use crate::telemetry::LogThrottle;
@@ -127,7 +128,7 @@ async fn run_heartbeat_round(
         tracker.record_failure();
     }
     // Other workers may still have no connection.
-    let is_up = redis.context.breaker.is_up();
+    let is_up = redis.breaker.is_up();
     let recovery = recovery.filter(|_| !has_failed && is_up);
     fallback.mark_partitions_unreachable(redis.unreachable_partitions(&[]));
     let silent = redis.find_silent_nodes().await;
@@ -143,12 +144,12 @@ async fn run_heartbeat_round(
     }
     let since_us = recovery.and_then(|recovery| recovery.started_us);
     // A worker without a connection still decides by its share, and will have usage to write back.
-    let is_written_back = !fallback.has_pending_write_back() && redis.context.breaker.is_up();
+    let is_written_back = !fallback.has_pending_write_back() && redis.breaker.is_up();
     let operation = match is_written_back {
         true => "heartbeat",
         false => "pending",
     };
-    let call_timeout = redis.context.settings.connect_timeout;
+    let call_timeout = redis.settings.connect_timeout;
     let reply = match run_membership_script(
         redis,
         operation,
@@ -204,9 +205,9 @@ pub(super) async fn write_back_and_remove_member(redis: &RedisStore) {
             "failed to write back usage admitted without redis"
         );
     }
-    for key in redis.context.scripts.membership_keys() {
+    for key in redis.scripts.membership_keys() {
         let mut command = redis::cmd("ZREM");
-        command.arg(key).arg(redis.context.member_entry());
+        command.arg(key).arg(redis.member_entry());
         drop(run_command(redis, &command).await);
     }
 }
@@ -219,12 +220,12 @@ async fn write_back_with_files(
     silent: &[Arc<RedisNode>],
 ) -> Result<(), RedisErrorKind> {
     write_back(redis, redis.fallback(), silent).await?;
-    if redis.context.usage_directory.is_none() || !redis.fallback().is_in_outage() {
+    if redis.usage_directory.is_none() || !redis.fallback().is_in_outage() {
         return Ok(());
     }
-    let context = Arc::clone(&redis.context);
+    let shared = Arc::clone(&redis.shared);
     run_blocking(redis, move || {
-        let directory = context.usage_directory.as_ref()?;
+        let directory = shared.usage_directory.as_ref()?;
         directory.remove_restored_file();
         Some(())
     })
@@ -232,8 +233,8 @@ async fn write_back_with_files(
     loop {
         let leftover_usage = match tracker.leftover_usage.take() {
             None => {
-                let context = Arc::clone(&redis.context);
-                run_blocking(redis, move || claim_leftover_usage(&context)).await
+                let shared = Arc::clone(&redis.shared);
+                run_blocking(redis, move || claim_leftover_usage(&shared)).await
             }
             leftover_usage => leftover_usage,
         };
@@ -253,10 +254,10 @@ async fn write_back_with_files(
 }
 
 /// Locks and reads the newest file that a stopped process left, if there is one.
-fn claim_leftover_usage(context: &RedisContext) -> Option<(UsageFile, FallbackStore)> {
-    let directory = context.usage_directory.as_ref()?;
+fn claim_leftover_usage(shared: &SharedRedisState) -> Option<(UsageFile, FallbackStore)> {
+    let directory = shared.usage_directory.as_ref()?;
     let (file, usage, downtime_us) = directory.lock_and_read_newest_file()?;
-    let stopped_process = new_fallback(&context.settings, context.clock.clone());
+    let stopped_process = new_fallback(&shared.settings, shared.clock.clone());
     stopped_process.restore_usage(usage, downtime_us);
     Some((file, stopped_process))
 }
@@ -268,7 +269,7 @@ async fn run_blocking<T: Send + 'static>(
     redis: &RedisStore,
     work: impl FnOnce() -> Option<T> + Send + 'static,
 ) -> Option<T> {
-    match redis.context.settings.dialer {
+    match redis.settings.dialer {
         RedisDialer::Simulated(_) => work(),
         RedisDialer::Network => spawn_blocking(work).await.ok().flatten(),
     }
@@ -305,12 +306,12 @@ async fn run_membership_script(
     deadline_us: Option<u64>,
 ) -> Result<MembershipReply, RedisErrorKind> {
     let mut command = redis::cmd("EVAL");
-    let keys = redis.context.scripts.membership_keys();
+    let keys = redis.scripts.membership_keys();
     command
         .arg(MEMBERSHIP_SCRIPT)
         .arg(keys.len())
         .arg(&keys)
-        .arg(redis.context.member_entry())
+        .arg(redis.member_entry())
         .arg(operation)
         .arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
     for time_us in [since_us, deadline_us] {
@@ -333,7 +334,7 @@ fn parse_membership_reply(reply: Value) -> Option<MembershipReply> {
 
 async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisErrorKind> {
     let (router, hash_slot) = (&redis.router, redis.membership_partition());
-    let deadline = Instant::now() + redis.context.settings.connect_timeout;
+    let deadline = Instant::now() + redis.settings.connect_timeout;
     router.run_on_hash_slot(hash_slot, command, deadline).await
 }
 

@@ -12,9 +12,9 @@
 //! | state | scope | true |
 //! |---|---|---|
 //! | [`SharedRedisState::is_up`] | process | once connected, no connection lost, breaker closed |
-//! | [`RedisStore::is_breaker_open`] | process | after consecutive failures, until a probe works |
+//! | [`SharedRedisState::is_breaker_open`] | process | after consecutive failures, until a probe works |
 //! | [`RedisStore::is_reachable`] | worker | while the breaker is closed and its connection works |
-//! | [`FallbackStore::is_in_outage`] | process | from the first failure until all is written back |
+//! | [`super::FallbackStore::is_in_outage`] | process | from the first failure until all is written back |
 //!
 //! In a cluster the breaker never opens: failures of its nodes are only counted.
 
@@ -24,7 +24,6 @@ mod circuit_breaker;
 mod connection;
 mod connection_target;
 mod connector;
-mod context;
 mod diagnostics;
 mod error;
 mod hash_slot;
@@ -42,6 +41,7 @@ mod sentinel;
 mod server_info;
 mod settings;
 mod settlement_calls;
+mod shared_state;
 mod stored_usage;
 mod watched_value;
 
@@ -60,40 +60,26 @@ pub use settings::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
     RedisStreamFuture, RedisTopology, RedisTransport,
 };
+pub use shared_state::SharedRedisState;
 
 use super::fallback::SINGLE_PARTITION;
-use super::fallback::usage_directory::UsageDirectory;
-use super::{
-    DecisionFailure, FallbackStore, MemoryStore, Settlement, SettlementError, StoreUnavailable,
-};
-use crate::clock::Clock;
-use crate::limiter::{Charge, Decision, Key};
-use crate::telemetry::metrics::RedisServerMetrics;
-use access::RedisAccess;
-use circuit_breaker::RedisCircuitBreaker;
+use super::{DecisionFailure, Settlement, SettlementError, StoreUnavailable};
+use crate::limiter::{Charge, Decision};
 use connector::AbortOnDropTask;
-use context::{RedisContext, new_fallback};
 use futures_util::future::join_all;
 use live_connection::LiveConnection;
 use node::RedisNode;
-use parking_lot::Mutex;
 use routing::{ClusterSlotMap, RedisRouter};
-use sentinel::SentinelDisagreements;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Once, OnceLock};
-use std::time::Duration;
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use tokio::time::{Instant, timeout};
-use watched_value::WatchedValue;
-
-/// State that the workers of one process share: settings, circuit breaker, counters.
-#[derive(Clone, Debug)]
-pub struct SharedRedisState(Arc<RedisContext>);
 
 /// One worker's handle of the Redis store. Cheap to clone. Use it on the runtime that started it.
 #[derive(Clone, Debug)]
 pub struct RedisStore {
-    context: Arc<RedisContext>,
+    shared: Arc<SharedRedisState>,
     pub(super) router: Arc<RedisRouter>,
     /// The task that refreshes the slot map of a cluster.
     _refresh_task: Option<Arc<AbortOnDropTask>>,
@@ -104,154 +90,24 @@ pub struct RedisStore {
     membership_tasks: Option<Arc<[AbortOnDropTask; 2]>>,
 }
 
-impl SharedRedisState {
-    pub fn new(settings: RedisSettings) -> Self {
-        Self::for_instance(settings, Clock::system(), instance_id())
-    }
+impl Deref for RedisStore {
+    type Target = SharedRedisState;
 
-    /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
-    pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Self {
-        let counters = MemoryStore::new(settings.instance_counter_bounds, clock.clone());
-        Self::with_instance_counters(settings, clock, instance_id, Arc::new(counters))
-    }
-
-    fn with_instance_counters(
-        settings: RedisSettings,
-        clock: Clock,
-        instance_id: &str,
-        instance_counters: Arc<MemoryStore>,
-    ) -> Self {
-        Self(Arc::new(RedisContext {
-            instance_counters,
-            scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
-            breaker: RedisCircuitBreaker::new(settings.to_string(), settings.breaker_failures),
-            call_count: AtomicU64::new(0),
-            server_info: Mutex::default(),
-            sentinel_disagreements: SentinelDisagreements::default(),
-            fallback: new_fallback(&settings, clock.clone()),
-            usage_directory: settings.state_dir.as_ref().map(|path| {
-                let is_cluster = settings.topology == RedisTopology::Cluster;
-                let service = format!("{} {is_cluster}", settings.key_prefix);
-                UsageDirectory::new(path, &service, instance_id, clock.clone())
-            }),
-            clock,
-            instance_id: instance_id.into(),
-            member_description: OnceLock::new(),
-            worker_count: AtomicU64::new(0),
-            is_behind_proxy: AtomicBool::new(false),
-            script_text_notice: Once::new(),
-            access: WatchedValue::new(Arc::new(RedisAccess::new(settings.clone()))),
-            settings,
-        }))
-    }
-
-    /// Sets the description of the process in its heartbeats. Call it before any worker joins the
-    /// membership; later calls have no effect.
-    pub fn describe_member(&self, description: MemberDescription) {
-        self.0.member_description.get_or_init(|| description);
-    }
-
-    pub fn settings(&self) -> &RedisSettings {
-        &self.0.settings
-    }
-
-    /// The settings with the logins and TLS in use.
-    pub fn settings_in_use(&self) -> RedisSettings {
-        self.0.access.get().settings.clone()
-    }
-
-    /// State of its own for inspections, with the logins and TLS in use, and the same counters of
-    /// this process.
-    #[must_use]
-    pub fn for_inspection(&self) -> Self {
-        let access = self.0.access.get();
-        let shared = Self::with_instance_counters(
-            access.settings.clone(),
-            Clock::system(),
-            instance_id(),
-            Arc::clone(&self.0.instance_counters),
-        );
-        shared.0.access.set(access);
-        let is_behind_proxy = self.0.is_behind_proxy();
-        shared
-            .0
-            .is_behind_proxy
-            .store(is_behind_proxy, Ordering::Relaxed);
-        shared
-    }
-
-    /// Uses the logins and TLS of `newer` from now on. New connections use both, and live
-    /// connections log in again.
-    pub fn update_logins(&self, newer: &RedisSettings) {
-        if let Some(access) = self.0.access.get().with_logins_of(newer) {
-            tracing::info!("redis logins or TLS settings changed");
-            drop(self.0.access.set(Arc::new(access)));
-        }
-    }
-
-    /// The keys of the counters of a charge: several keys if the charge is spread over shards.
-    pub fn counter_keys(&self, charge: &Charge<'_>) -> Vec<String> {
-        let counter_name = |key: &Key| self.0.scripts.counter_key(&Charge { key, ..*charge });
-        match self.0.settings.topology {
-            RedisTopology::Cluster if charge.shard_count > 1 => (0..charge.shard_count)
-                .map(|number| counter_name(&charge.key.shard_key(number)))
-                .collect(),
-            _ => vec![counter_name(charge.key)],
-        }
-    }
-
-    /// The counters of `scope = "instance"`.
-    pub fn instance_counters(&self) -> &Arc<MemoryStore> {
-        &self.0.instance_counters
-    }
-
-    /// Whether Redis was reached, no worker has lost its connection, and the circuit breaker is
-    /// closed.
-    pub fn is_up(&self) -> bool {
-        self.0.breaker.is_up()
-    }
-
-    /// Why [`Self::is_up`] is false, if a connection or a decision has failed.
-    pub fn outage(&self) -> Option<RedisOutage> {
-        self.0.breaker.outage()
-    }
-
-    /// Whether the circuit breaker is open: requests are not sent to Redis.
-    pub fn is_breaker_open(&self) -> bool {
-        self.0.breaker.is_open()
-    }
-
-    /// Instances that share the limits, as last counted.
-    pub fn instance_count(&self) -> u32 {
-        self.0.fallback.share().instance_count()
-    }
-
-    /// The last polled server info.
-    pub fn server_info(&self) -> RedisServerMetrics {
-        RedisServerMetrics {
-            calls: self.0.call_count.load(Ordering::Relaxed),
-            sentinel_disagreements: self.0.sentinel_disagreements.count(),
-            ..*self.0.server_info.lock()
-        }
-    }
-
-    /// Failures since the start, by the stable name of their kind.
-    pub fn error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        self.0.breaker.failure_counts()
+    fn deref(&self) -> &SharedRedisState {
+        &self.shared
     }
 }
 
 impl RedisStore {
     /// Starts connecting, and stays connected until the last clone is dropped. Call it on the
     /// worker's runtime.
-    pub fn start(shared: &SharedRedisState) -> Self {
-        let context = Arc::clone(&shared.0);
-        let (router, refresh_task) = RedisRouter::start(Arc::clone(&context));
+    pub fn start(shared: &Arc<SharedRedisState>) -> Self {
+        let (router, refresh_task) = RedisRouter::start(Arc::clone(shared));
         Self {
+            shared: Arc::clone(shared),
             router,
             _refresh_task: refresh_task.map(Arc::new),
-            worker_number: context.worker_count.fetch_add(1, Ordering::Relaxed),
-            context,
+            worker_number: shared.worker_count.fetch_add(1, Ordering::Relaxed),
             membership_tasks: None,
         }
     }
@@ -291,19 +147,9 @@ impl RedisStore {
     /// An id of the worker, unique among the workers of all processes.
     pub fn worker_id(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        self.context.instance_id.hash(&mut hasher);
+        self.instance_id.hash(&mut hasher);
         self.worker_number.hash(&mut hasher);
         hasher.finish()
-    }
-
-    /// The store that decides while Redis is unreachable.
-    pub fn fallback(&self) -> &FallbackStore {
-        &self.context.fallback
-    }
-
-    /// The counters of `scope = "instance"`, in the memory of this process.
-    pub fn instance_counters(&self) -> &Arc<MemoryStore> {
-        &self.context.instance_counters
     }
 
     /// Whether requests are sent to Redis at all: the breaker is closed and a master is connected.
@@ -315,7 +161,7 @@ impl RedisStore {
     /// sharded key, to all servers.
     pub fn is_reachable_for(&self, charge: &Charge<'_>) -> bool {
         let map = self.router.slot_map.get();
-        let hash_slot = self.context.hash_slot_for_key(charge.key);
+        let hash_slot = self.hash_slot_for_key(charge.key);
         !self.is_breaker_open()
             && match charge.shard_count {
                 0 | 1 => map
@@ -325,7 +171,7 @@ impl RedisStore {
             }
     }
 
-    /// The partitions, as [`FallbackStore`] counts them, that requests are not sent to, and those
+    /// The partitions, as [`super::FallbackStore`] counts them, that requests are not sent to, and those
     /// of the `silent` nodes.
     fn unreachable_partitions(&self, silent: &[Arc<RedisNode>]) -> Vec<u16> {
         let is_open = self.is_breaker_open();
@@ -339,12 +185,12 @@ impl RedisStore {
     /// hung server detect that it hangs, and it would run each of them later.
     async fn find_silent_nodes(&self) -> Vec<Arc<RedisNode>> {
         let map = self.router.slot_map.get();
-        let (ping, call_timeout) = (redis::cmd("PING"), self.context.settings.connect_timeout);
+        let (ping, call_timeout) = (redis::cmd("PING"), self.settings.connect_timeout);
         let check = async |node: &Arc<RedisNode>| {
             let live = node.connection.live().ok()?;
             let elapsed = timeout(call_timeout, live.run_command(&ping)).await.err()?;
             let kind = RedisErrorKind::from(elapsed);
-            self.context.breaker.count_failure(kind);
+            self.breaker.count_failure(kind);
             live.record_failure(kind);
             Some(Arc::clone(node))
         };
@@ -361,12 +207,8 @@ impl RedisStore {
 
     /// The partition that holds the sets of the membership.
     fn membership_partition(&self) -> u16 {
-        let [instances, _] = self.context.scripts.membership_keys();
-        self.context.hash_slot_for_name(&instances)
-    }
-
-    pub fn is_cluster(&self) -> bool {
-        self.context.is_cluster()
+        let [instances, _] = self.scripts.membership_keys();
+        self.hash_slot_for_name(&instances)
     }
 
     /// Returns when this worker's first connection to each master is ready, or `connect_timeout`
@@ -377,7 +219,7 @@ impl RedisStore {
                 node.connection.wait_until_ready().await;
             }
         };
-        drop(timeout(self.context.settings.connect_timeout, ready).await);
+        drop(timeout(self.settings.connect_timeout, ready).await);
     }
 
     /// Waits for the first attempt to connect to each master.
@@ -396,20 +238,6 @@ impl RedisStore {
         slot_map.wait_for(|map| !map.nodes.is_empty()).await
     }
 
-    /// Whether the circuit breaker is open: requests are not sent to Redis.
-    pub fn is_breaker_open(&self) -> bool {
-        self.context.breaker.is_open()
-    }
-
-    pub(super) fn outage(&self) -> Option<RedisOutage> {
-        self.context.breaker.outage()
-    }
-
-    /// Maximum duration of a decision.
-    pub fn decision_timeout(&self) -> Duration {
-        self.context.settings.timeout
-    }
-
     /// Decides charges in Redis, within `timeout` from `requested_at`. No two charges may name the
     /// same counter. The servers of charges that are held back count as unreachable.
     ///
@@ -421,7 +249,7 @@ impl RedisStore {
         charges: &[Charge<'_>],
         requested_at: Instant,
     ) -> Result<Decision, DecisionFailure> {
-        let deadline = requested_at + self.context.settings.timeout;
+        let deadline = requested_at + self.settings.timeout;
         if self.is_breaker_open() {
             return Err(self.unavailable_error("breaker_open").into());
         }
@@ -474,7 +302,7 @@ impl RedisStore {
     /// The error when Redis gave no reply. The next attempt is useful after the next probe at the
     /// earliest.
     pub fn unavailable_error(&self, kind: &'static str) -> StoreUnavailable {
-        let probe_us = self.context.settings.probe_interval.as_micros();
+        let probe_us = self.settings.probe_interval.as_micros();
         StoreUnavailable {
             kind,
             retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX),

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 /// A master, with this worker's connection to it.
 #[derive(Debug)]
-pub(super) struct RedisNode {
+pub(crate) struct RedisNode {
     pub(super) connection: SupervisedConnection,
     /// Consecutive failures, after which the connection is replaced and probed: the circuit breaker
     /// of one node of a cluster.

@@ -23,10 +23,10 @@ use super::batcher::DecisionBatcher;
 use super::connection::SupervisedConnection;
 use super::connection_target::RedisConnectionTarget;
 use super::connector::AbortOnDropTask;
-use super::context::RedisContext;
 use super::error::RedisErrorKind;
 use super::hash_slot::hash_slot_for_key;
 use super::node::RedisNode;
+use super::shared_state::SharedRedisState;
 use super::watched_value::WatchedValue;
 use crate::limiter::Charge;
 use crate::store::{PendingSettlement, Settlement, wait_until_drained};
@@ -40,7 +40,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-pub(in crate::store) use router::RedisRouter;
+pub(crate) use router::RedisRouter;
 pub(super) use slot_map::{ClusterSlotMap, HashSlotRange, find_probe_key, query_slot_ranges};
 
 /// Whether charges are in several slots.
@@ -54,21 +54,18 @@ fn spans_several_hash_slots(charges: &[Charge<'_>]) -> bool {
 impl RedisRouter {
     /// Connects to all masters, and stays connected as long as the router lives. Also returns the
     /// task that refreshes the slot map of a cluster.
-    pub(super) fn start(context: Arc<RedisContext>) -> (Arc<Self>, Option<AbortOnDropTask>) {
-        let is_cluster = context.is_cluster();
+    pub(super) fn start(shared: Arc<SharedRedisState>) -> (Arc<Self>, Option<AbortOnDropTask>) {
+        let is_cluster = shared.is_cluster();
         let (mut slot_map, mut batcher) = (ClusterSlotMap::default(), None);
         if !is_cluster {
-            let target = RedisConnectionTarget::from_settings(&context.settings);
-            let connection = SupervisedConnection::start(Arc::clone(&context), target);
+            let target = RedisConnectionTarget::from_settings(&shared.settings);
+            let connection = SupervisedConnection::start(Arc::clone(&shared), target);
             let node = Arc::new(RedisNode::new(connection, Instant::now()));
-            batcher = Some(DecisionBatcher::new(
-                Arc::clone(&context),
-                Arc::clone(&node),
-            ));
+            batcher = Some(DecisionBatcher::new(Arc::clone(&shared), Arc::clone(&node)));
             slot_map = ClusterSlotMap::from_single_node(node);
         }
         let router = Arc::new(Self {
-            context,
+            shared,
             slot_map: WatchedValue::new(Arc::new(slot_map)),
             batcher: batcher.map(Arc::new),
             refresh_requested: Notify::new(),
@@ -142,7 +139,7 @@ impl RedisRouter {
     }
 
     /// Sends the settlements that return the charges of a request that is not forwarded.
-    pub(in crate::store) fn return_charges(self: &Arc<Self>, returns: Vec<PendingSettlement>) {
+    pub(crate) fn return_charges(self: &Arc<Self>, returns: Vec<PendingSettlement>) {
         let router = Arc::clone(self);
         self.spawn_split_task(async move {
             let returns: Vec<_> = returns.iter().map(Settlement::from_pending).collect();

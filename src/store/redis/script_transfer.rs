@@ -1,11 +1,11 @@
 //! How the texts of scripts reach a server (docs/decisions/0092-redis-topologies.md).
 
-use super::context::RedisContext;
 use super::error::RedisErrorKind;
+use super::shared_state::SharedRedisState;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind};
 use std::sync::atomic::Ordering;
 
-impl RedisContext {
+impl SharedRedisState {
     /// Logs, once per process, that a command carries the text of its script.
     pub(super) fn note_script_text(&self, command: &Cmd, lacks_evalsha: bool) {
         self.script_text_notice.call_once(|| {

@@ -34,21 +34,21 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
     loop {
         let mut server_infos = Vec::new();
         // A proxy has no memory and no clock of its own, and may close the connection.
-        let masters = match redis.context.is_behind_proxy() {
+        let masters = match redis.is_behind_proxy() {
             true => Vec::new(),
             false => redis.master_connections(),
         };
         for master in masters {
             server_infos.push(match master {
                 Ok(live) => {
-                    let clock = &redis.context.clock;
-                    query_server_info(&live, clock, redis.context.settings.connect_timeout).await
+                    let clock = &redis.clock;
+                    query_server_info(&live, clock, redis.settings.connect_timeout).await
                 }
                 Err(_) => ServerInfoReply::default(),
             });
         }
         warn_about_eviction(&server_infos, &mut warned_policy);
-        *redis.context.server_info.lock() = aggregate_server_info(&server_infos);
+        *redis.server_info.lock() = aggregate_server_info(&server_infos);
         sleep(POLL_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
     }
 }

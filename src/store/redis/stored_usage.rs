@@ -6,7 +6,7 @@ impl SharedRedisState {
     /// Continues the outage in which an earlier process stopped, if `store.state_dir` has its file.
     /// Call it before the first request.
     pub fn restore_usage(&self) {
-        let Some(directory) = &self.0.usage_directory else {
+        let Some(directory) = &self.usage_directory else {
             return;
         };
         if let Some((file, usage, downtime_us)) = directory.lock_and_read_newest_file() {
@@ -15,17 +15,17 @@ impl SharedRedisState {
                 age_s = downtime_us / 1_000_000,
                 "restored usage that an earlier process admitted without redis"
             );
-            self.0.fallback.restore_usage(usage, downtime_us);
+            self.fallback.restore_usage(usage, downtime_us);
             directory.set_restored_file(file);
         }
     }
 
     /// Stores the usage that Redis lacks in `store.state_dir`. Call it after the last request.
     pub fn store_usage(&self) {
-        let Some(directory) = &self.0.usage_directory else {
+        let Some(directory) = &self.usage_directory else {
             return;
         };
-        if let Some(usage) = self.0.fallback.export_usage(self.0.clock.wall_us()) {
+        if let Some(usage) = self.fallback.export_usage(self.clock.wall_us()) {
             match directory.save_usage(&usage) {
                 Ok(path) => tracing::info!(
                     file = %path.display(),

@@ -8,7 +8,7 @@ use tokio::sync::Notify;
 
 /// A value that tasks can wait for.
 #[derive(Debug, Default)]
-pub(super) struct WatchedValue<T> {
+pub(crate) struct WatchedValue<T> {
     value: Mutex<T>,
     changed: Notify,
 }

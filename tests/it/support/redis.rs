@@ -6,6 +6,7 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, FromRedisValue, Value};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tidegate::store::MemorySettings;
@@ -199,7 +200,7 @@ impl RedisServer {
     }
 
     /// Connects with settings for tests.
-    pub(crate) async fn connect(&self) -> (SharedRedisState, RedisStore) {
+    pub(crate) async fn connect(&self) -> (Arc<SharedRedisState>, RedisStore) {
         connect_redis(self.settings()).await
     }
 
@@ -265,7 +266,7 @@ pub(crate) fn local_address(port: u16) -> RedisAddress {
 }
 
 /// Connects, and waits until the first connection is ready.
-pub(crate) async fn connect_redis(settings: RedisSettings) -> (SharedRedisState, RedisStore) {
+pub(crate) async fn connect_redis(settings: RedisSettings) -> (Arc<SharedRedisState>, RedisStore) {
     let shared = SharedRedisState::new(settings);
     let redis = RedisStore::start(&shared);
     redis.wait_until_ready().await;

@@ -30,100 +30,45 @@ pub enum DenialReason {
     Unknown,
 }
 
-/// One command to try.
-struct CommandTrial {
-    name: &'static str,
-    is_required: bool,
-    key: TrialKey,
-    /// Arguments before and after the key.
-    before: &'static [&'static str],
-    after: &'static [&'static str],
-}
-
-/// The counter that a trial uses.
-#[derive(Clone, Copy)]
-enum TrialKey {
-    None,
-    SortedSet,
-    Text,
-}
-
-const fn required(
-    name: &'static str,
-    key: TrialKey,
-    after: &'static [&'static str],
-) -> CommandTrial {
-    CommandTrial {
-        name,
-        is_required: true,
-        key,
-        before: &[],
-        after,
-    }
-}
-
-const fn optional(
-    name: &'static str,
-    key: TrialKey,
-    before: &'static [&'static str],
-) -> CommandTrial {
-    CommandTrial {
-        name,
-        is_required: false,
-        key,
-        before,
-        after: &[],
-    }
-}
-
-/// The commands that the scripts use.
-const SCRIPT_COMMANDS: [CommandTrial; 17] = [
-    required("ZADD", TrialKey::SortedSet, &["0", "probe"]),
-    required("PEXPIRE", TrialKey::SortedSet, &["10000"]),
-    required("PEXPIREAT", TrialKey::SortedSet, &["1"]),
-    required("PTTL", TrialKey::SortedSet, &[]),
-    required("ZCARD", TrialKey::SortedSet, &[]),
-    required("ZCOUNT", TrialKey::SortedSet, &["0", "0"]),
-    required("ZLEXCOUNT", TrialKey::SortedSet, &["-", "+"]),
-    required("ZRANGE", TrialKey::SortedSet, &["0", "0"]),
-    required("ZRANGEBYSCORE", TrialKey::SortedSet, &["0", "0"]),
-    required("ZRANK", TrialKey::SortedSet, &["probe"]),
-    required("ZREM", TrialKey::SortedSet, &["probe"]),
-    required("ZREMRANGEBYRANK", TrialKey::SortedSet, &["0", "0"]),
-    required("ZREMRANGEBYSCORE", TrialKey::SortedSet, &["0", "0"]),
-    required("GET", TrialKey::Text, &[]),
-    required("MGET", TrialKey::Text, &[]),
-    required("SET", TrialKey::Text, &["0", "PX", "1"]),
-    required("TIME", TrialKey::None, &[]),
+/// The commands that the scripts use. `{set}` and `{text}` stand for counters of the probe.
+const SCRIPT_COMMANDS: [&str; 17] = [
+    "ZADD {set} 0 probe",
+    "PEXPIRE {set} 10000",
+    "PEXPIREAT {set} 1",
+    "PTTL {set}",
+    "ZCARD {set}",
+    "ZCOUNT {set} 0 0",
+    "ZLEXCOUNT {set} - +",
+    "ZRANGE {set} 0 0",
+    "ZRANGEBYSCORE {set} 0 0",
+    "ZRANK {set} probe",
+    "ZREM {set} probe",
+    "ZREMRANGEBYRANK {set} 0 0",
+    "ZREMRANGEBYSCORE {set} 0 0",
+    "GET {text}",
+    "MGET {text}",
+    "SET {text} 0 PX 1",
+    "TIME",
 ];
 
-/// A script that no server has cached: the expected reply is NOSCRIPT.
-const UNKNOWN_SCRIPT: &str = "0000000000000000000000000000000000000000";
+/// Further commands of decisions. No server has cached this script: the expected reply is NOSCRIPT.
+const DIRECT_COMMANDS: [&str; 2] = [
+    "EVAL return(0) 1 {set}",
+    "EVALSHA 0000000000000000000000000000000000000000 1 {set}",
+];
 
-/// Commands outside of scripts.
-const DIRECT_COMMANDS: [CommandTrial; 8] = [
-    CommandTrial {
-        before: &["return 0", "1"],
-        ..required("EVAL", TrialKey::SortedSet, &[])
-    },
-    CommandTrial {
-        before: &[UNKNOWN_SCRIPT, "1"],
-        ..required("EVALSHA", TrialKey::SortedSet, &[])
-    },
-    // Without it, EVAL sends the texts of scripts.
-    optional("SCRIPT", TrialKey::None, &["LOAD", "return 0"]),
-    optional("INFO", TrialKey::None, &["memory"]),
-    optional("SCAN", TrialKey::None, &["0", "COUNT", "1"]),
-    optional("MEMORY", TrialKey::SortedSet, &["USAGE"]),
-    optional("DBSIZE", TrialKey::None, &[]),
-    optional("DEL", TrialKey::SortedSet, &[]),
+/// Commands that decisions do not need. Without SCRIPT, EVAL sends the texts of scripts.
+const OPTIONAL_COMMANDS: [&str; 6] = [
+    "SCRIPT LOAD return(0)",
+    "INFO memory",
+    "SCAN 0 COUNT 1",
+    "MEMORY USAGE {set}",
+    "DBSIZE",
+    "DEL {set}",
 ];
 
 /// Commands that only a cluster needs.
-const CLUSTER_COMMANDS: [CommandTrial; 2] = [
-    required("CLUSTER", TrialKey::None, &["SLOTS"]),
-    required("ASKING", TrialKey::None, &[]),
-];
+const CLUSTER_COMMANDS: [&str; 2] = ["CLUSTER SLOTS", "ASKING"];
 
 /// Tries each command that tidegate uses, all in one pipeline: over a slow link, one after the
 /// other would take longer than an examination may. The probe's counter is deleted or expires.
@@ -147,26 +92,27 @@ pub(super) async fn try_commands(
         warm_up_us: 0,
     });
     let cluster_commands = CLUSTER_COMMANDS.iter().filter(|_| is_cluster);
-    let trials = SCRIPT_COMMANDS
-        .iter()
-        .chain(&DIRECT_COMMANDS)
-        .chain(cluster_commands);
+    let required = SCRIPT_COMMANDS.iter().chain(&DIRECT_COMMANDS);
+    let trials = (required.map(|trial| (trial, true)))
+        .chain(OPTIONAL_COMMANDS.iter().map(|trial| (trial, false)))
+        .chain(cluster_commands.map(|trial| (trial, true)));
     let mut pipeline = redis::pipe();
-    for trial in trials.clone() {
-        let key = match trial.key {
-            TrialKey::None => None,
-            TrialKey::SortedSet => Some(&set_key),
-            TrialKey::Text => Some(&text_key),
-        };
-        let mut command = redis::cmd(trial.name);
-        command.arg(trial.before).arg(key).arg(trial.after);
+    for (trial, _) in trials.clone() {
+        let mut command = redis::Cmd::new();
+        for word in trial.split(' ') {
+            command.arg(match word {
+                "{set}" => &set_key,
+                "{text}" => &text_key,
+                word => word,
+            });
+        }
         pipeline.add_command(command);
     }
     let replies = connection
         .send_packed_commands(&pipeline, 0, pipeline.len())
         .await?;
     let mut denied = Vec::new();
-    for (trial, reply) in trials.zip(replies) {
+    for ((trial, is_required), reply) in trials.zip(replies) {
         let Value::ServerError(error) = reply else {
             continue;
         };
@@ -182,13 +128,17 @@ pub(super) async fn try_commands(
             _ => continue,
         };
         denied.push(DeniedCommand {
-            command: trial.name,
-            is_required: trial.is_required,
+            command: command_name(trial),
+            is_required,
             reason,
             message: error.message,
         });
     }
     Ok(denied)
+}
+
+fn command_name(trial: &'static str) -> &'static str {
+    trial.split(' ').next().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -198,7 +148,7 @@ mod tests {
 
     #[test]
     fn each_command_of_the_scripts_is_tried() {
-        let tried = || SCRIPT_COMMANDS.iter().map(|trial| trial.name);
+        let tried = || SCRIPT_COMMANDS.iter().map(|trial| command_name(trial));
         let pattern = regex::Regex::new(r"(?:call|try)\('([A-Z]+)'").unwrap();
         let mut count = 0;
         for directory in ["src/limiter", "src/store/redis"] {

@@ -75,7 +75,7 @@ pub struct ScriptLatency {
 }
 
 impl InfoFields {
-    pub(in crate::store::redis) fn parse(text: &str) -> Self {
+    pub(crate) fn parse(text: &str) -> Self {
         let fields = text.lines().filter_map(|line| line.split_once(':'));
         Self(
             fields
@@ -180,7 +180,7 @@ async fn read_clock_once(
 }
 
 /// Parses the reply to TIME: seconds and microseconds. Envoy's reply is no time.
-pub(in crate::store::redis) fn parse_time_reply(reply: Value) -> Option<u64> {
+pub(crate) fn parse_time_reply(reply: Value) -> Option<u64> {
     let (seconds, micros): (u64, u64) = from_redis_value(reply).ok()?;
     let seconds_us = seconds
         .checked_mul(1_000_000)

@@ -11,13 +11,11 @@ const MAX_ENTRIES: usize = 4096;
 
 /// Remaining units by counter. Each worker has its own table.
 #[derive(Debug, Default)]
-pub(in crate::store) struct AdmissionHints(
-    Mutex<HashMap<CounterId, u64, foldhash::fast::RandomState>>,
-);
+pub(crate) struct AdmissionHints(Mutex<HashMap<CounterId, u64, foldhash::fast::RandomState>>);
 
 impl AdmissionHints {
     /// Whether all enforced charges are within the units that Redis last reported as left.
-    pub(in crate::store) fn expects_admission(&self, charges: &[Charge<'_>]) -> bool {
+    pub(crate) fn expects_admission(&self, charges: &[Charge<'_>]) -> bool {
         let entries = self.0.lock();
         let mut enforced = charges.iter().filter(|charge| charge.is_enforced());
         enforced.all(|charge| {
@@ -28,7 +26,7 @@ impl AdmissionHints {
 
     /// Deducts charges that are about to be requested, so that concurrent requests do not all
     /// expect the same units.
-    pub(in crate::store) fn deduct_charges(&self, charges: &[Charge<'_>]) {
+    pub(crate) fn deduct_charges(&self, charges: &[Charge<'_>]) {
         let mut entries = self.0.lock();
         // A block has no units that a request would use up.
         for charge in charges.iter().filter(|charge| !charge.is_block()) {
@@ -38,7 +36,7 @@ impl AdmissionHints {
         }
     }
 
-    pub(in crate::store) fn record_remaining(
+    pub(crate) fn record_remaining(
         &self,
         charges: &[Charge<'_>],
         statuses: &[Option<LimitStatus>],

@@ -59,7 +59,7 @@ impl RedisRouter {
         deadline: Instant,
     ) -> Result<Option<(OverrideInEffect, Option<u64>)>, RedisErrorKind> {
         let mut command = cmd("MGET");
-        command.arg(self.context.scripts.override_key(charge.key));
+        command.arg(self.shared.scripts.override_key(charge.key));
         let reply = self.request_reply(hash_slot, &command, deadline).await?;
         let values: Vec<Value> =
             from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;

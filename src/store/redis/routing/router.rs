@@ -6,7 +6,6 @@ use super::slot_map::{self, ClusterSlotMap};
 use crate::limiter::{Charge, Decision};
 use crate::store::Settlement;
 use crate::store::redis::batcher::DecisionBatcher;
-use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::redis::live_connection::LiveConnection;
 use crate::store::redis::node::RedisNode;
@@ -15,6 +14,7 @@ use crate::store::redis::settings::RedisAddress;
 use crate::store::redis::settlement_calls::{
     MAX_PIPELINED_CALLS, results_by_settlement, split_into_calls,
 };
+use crate::store::redis::shared_state::SharedRedisState;
 use crate::store::redis::watched_value::WatchedValue;
 use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
@@ -32,15 +32,15 @@ const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
 
 /// Finds the node of a slot and sends calls to it.
 #[derive(Debug)]
-pub(in crate::store) struct RedisRouter {
-    pub(super) context: Arc<RedisContext>,
-    pub(in crate::store::redis) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
+pub(crate) struct RedisRouter {
+    pub(super) shared: Arc<SharedRedisState>,
+    pub(crate) slot_map: WatchedValue<Arc<ClusterSlotMap>>,
     /// Sends the decisions of a single server. A cluster decides each request by calls of its own,
     /// because the keys of a call must be in one slot.
     pub(super) batcher: Option<Arc<DecisionBatcher>>,
     /// Requests a refresh of the slot map after a call contradicted it.
     pub(super) refresh_requested: Notify,
-    pub(in crate::store) hints: AdmissionHints,
+    pub(crate) hints: AdmissionHints,
     /// Tasks of split decisions that may still return reservations.
     pub(super) split_task_count: AtomicUsize,
     /// Notified when the last of these tasks ends.
@@ -69,7 +69,7 @@ impl RedisRouter {
     /// # Errors
     /// Returns an error at once if the node is disconnected, otherwise by the deadline at the
     /// latest. The failure is counted, without an effect on the circuit breaker.
-    pub(in crate::store::redis) async fn run_on_hash_slot(
+    pub(crate) async fn run_on_hash_slot(
         &self,
         hash_slot: u16,
         command: &Cmd,
@@ -170,12 +170,12 @@ impl RedisRouter {
 
     /// Settles charges, and returns the result of each settlement. Settlements of one counter stay
     /// in order.
-    pub(in crate::store::redis) async fn apply_settlements(
+    pub(crate) async fn apply_settlements(
         &self,
         settlements: &[Settlement<'_>],
     ) -> Vec<Result<(), RedisErrorKind>> {
         let hash_slot_of =
-            |(_, one): &(usize, &Settlement<'_>)| self.context.hash_slot_for_key(one.key);
+            |(_, one): &(usize, &Settlement<'_>)| self.shared.hash_slot_for_key(one.key);
         let groups = group_by_hash_slot(settlements.iter().enumerate(), hash_slot_of);
         let group_results = groups.iter().map(|(hash_slot, group)| async move {
             let settlements: Vec<Settlement<'_>> = group.iter().map(|(_, one)| **one).collect();
@@ -224,9 +224,9 @@ impl RedisRouter {
         hash_slot: u16,
         calls: &[&[Settlement<'_>]],
     ) -> Vec<Result<(), RedisErrorKind>> {
-        let (start, call_timeout) = (Instant::now(), self.context.settings.timeout);
+        let (start, call_timeout) = (Instant::now(), self.shared.settings.timeout);
         let answers = (1..).zip(calls).map(|(turn, call)| async move {
-            let command = self.context.scripts.settle_command(call, None);
+            let command = self.shared.scripts.settle_command(call, None);
             let deadline = start + call_timeout * turn;
             self.try_command(hash_slot, &command, deadline).await
         });
@@ -241,15 +241,15 @@ impl RedisRouter {
     }
 
     /// Decides charges of one slot in one script call. A failure is recorded.
-    pub(in crate::store::redis) async fn request_decision(
+    pub(crate) async fn request_decision(
         &self,
         hash_slot: u16,
         charges: &[Charge<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let RedisContext {
+        let SharedRedisState {
             breaker, scripts, ..
-        } = &*self.context;
+        } = &*self.shared;
         let result = match &self.batcher {
             Some(batcher) => {
                 let result = batcher.request_decision(charges, deadline).await;
@@ -274,7 +274,7 @@ impl RedisRouter {
         };
         match result {
             Err(RedisErrorKind::WrongType(position)) => {
-                self.context.record_foreign_value(charges, position);
+                self.shared.record_foreign_value(charges, position);
             }
             Err(RedisErrorKind::WrongPeriod) => breaker.record_wrong_period(),
             _ => {}
@@ -294,18 +294,18 @@ impl RedisRouter {
     }
 
     /// Counts a decision that is not sent to its slot, and returns why the slot was unreachable.
-    pub(in crate::store::redis) fn refuse_held_back(&self, hash_slot: u16) -> RedisErrorKind {
+    pub(crate) fn refuse_held_back(&self, hash_slot: u16) -> RedisErrorKind {
         let map = self.slot_map.get();
         let connection = map
             .node_for_hash_slot(hash_slot)
             .map(|node| &node.connection);
         let failure = connection.and_then(|connection| connection.live().err());
         let kind = failure.unwrap_or(RedisErrorKind::Connection);
-        if self.context.is_cluster() {
+        if self.shared.is_cluster() {
             self.refresh_requested.notify_one();
             return self.count_failure(kind);
         }
-        self.context.breaker.record_failure(kind);
+        self.shared.breaker.record_failure(kind);
         kind
     }
 
@@ -324,11 +324,11 @@ impl RedisRouter {
             return kind;
         }
         self.record_connection_failure(live, kind);
-        if !self.context.is_cluster() {
-            self.context.breaker.record_failure(kind);
+        if !self.shared.is_cluster() {
+            self.shared.breaker.record_failure(kind);
             return kind;
         }
-        if node.record_failure() >= self.context.settings.breaker_failures {
+        if node.record_failure() >= self.shared.settings.breaker_failures {
             node.reset_failures();
             live.request_replacement(kind);
         }
@@ -344,7 +344,7 @@ impl RedisRouter {
     }
 
     fn count_failure(&self, failure: RedisErrorKind) -> RedisErrorKind {
-        self.context.breaker.count_failure(failure);
+        self.shared.breaker.count_failure(failure);
         failure
     }
     /// The node of the cluster to which an error redirects a call, and whether that node is
@@ -359,7 +359,7 @@ impl RedisRouter {
             ErrorKind::Server(ServerErrorKind::Ask) => true,
             _ => return None,
         };
-        let source_address = source.address().filter(|_| self.context.is_cluster())?;
+        let source_address = source.address().filter(|_| self.shared.is_cluster())?;
         match RedisAddress::parse(error.redirect_node()?.0)? {
             RedisAddress::Tcp { host, port } => {
                 let address = slot_map::resolve_node_address(host, port, source_address);

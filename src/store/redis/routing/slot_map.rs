@@ -18,15 +18,15 @@ const MAX_PROBE_KEY_CANDIDATES: u32 = 200_000;
 const PROBE_KEY_CANDIDATES_PER_YIELD: usize = 100;
 
 #[derive(Debug)]
-pub(in crate::store::redis) struct ClusterSlotMap {
-    pub(in crate::store::redis) nodes: Vec<Arc<RedisNode>>,
+pub(crate) struct ClusterSlotMap {
+    pub(crate) nodes: Vec<Arc<RedisNode>>,
     pub(super) ranges: Vec<HashSlotRange>,
     /// The index of the node of each slot, if it has one.
     node_indexes: Vec<Option<u16>>,
 }
 
 /// First and last slot, both included, and the address of their node.
-pub(in crate::store::redis) type HashSlotRange = (u16, u16, RedisAddress);
+pub(crate) type HashSlotRange = (u16, u16, RedisAddress);
 
 /// The map of a cluster whose slots are not known yet.
 impl Default for ClusterSlotMap {
@@ -63,16 +63,13 @@ impl ClusterSlotMap {
         }
     }
 
-    pub(in crate::store::redis) fn node_for_hash_slot(
-        &self,
-        hash_slot: u16,
-    ) -> Option<&Arc<RedisNode>> {
+    pub(crate) fn node_for_hash_slot(&self, hash_slot: u16) -> Option<&Arc<RedisNode>> {
         let node_index = (*self.node_indexes.get(usize::from(hash_slot))?)?;
         self.nodes.get(usize::from(node_index))
     }
 
     /// All slots without a node for which `is_serving` holds.
-    pub(in crate::store::redis) fn hash_slots_not_served_by(
+    pub(crate) fn hash_slots_not_served_by(
         &self,
         is_serving: impl Fn(&Arc<RedisNode>) -> bool,
     ) -> Vec<u16> {
@@ -93,7 +90,7 @@ impl ClusterSlotMap {
 }
 
 /// Asks a node for the slot map.
-pub(in crate::store::redis) async fn query_slot_ranges(
+pub(crate) async fn query_slot_ranges(
     connection: &mut MultiplexedConnection,
     address: &RedisAddress,
 ) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
@@ -161,10 +158,7 @@ pub(super) fn resolve_node_address(
 }
 
 /// Finds a key whose counter is in a slot of the node at `address`, for the probe of the node.
-pub(in crate::store::redis) async fn find_probe_key(
-    ranges: &[HashSlotRange],
-    address: &RedisAddress,
-) -> Key {
+pub(crate) async fn find_probe_key(ranges: &[HashSlotRange], address: &RedisAddress) -> Key {
     let is_hash_slot_of_node = |hash_slot: u16| {
         ranges
             .iter()

@@ -5,10 +5,10 @@ use super::slot_map::{self, ClusterSlotMap, HashSlotRange};
 use crate::store::redis::connection::SupervisedConnection;
 use crate::store::redis::connection_target::RedisConnectionTarget;
 use crate::store::redis::connector;
-use crate::store::redis::context::RedisContext;
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::node::RedisNode;
 use crate::store::redis::settings::RedisAddress;
+use crate::store::redis::shared_state::SharedRedisState;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
@@ -27,18 +27,18 @@ const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
 /// Refreshes the slot map periodically, and on request.
 pub(super) async fn run_slot_map_refresh(router: Arc<RedisRouter>) {
-    let breaker = &router.context.breaker;
+    let breaker = &router.shared.breaker;
     let (mut is_lost, mut backoff) = (false, INITIAL_BACKOFF);
     loop {
         let map = router.slot_map.get();
-        match fetch_slot_ranges(&router.context, &map).await {
+        match fetch_slot_ranges(&router.shared, &map).await {
             Ok(ranges) if ranges.is_empty() => breaker.count_failure(RedisErrorKind::ClusterDown),
             Ok(ranges) => {
                 if std::mem::take(&mut is_lost) {
                     breaker.record_connection_restored();
                 }
                 if ranges != map.ranges {
-                    let map = build_slot_map_with_connections(&router.context, &map, ranges).await;
+                    let map = build_slot_map_with_connections(&router.shared, &map, ranges).await;
                     drop(router.slot_map.set(Arc::new(map)));
                     backoff = INITIAL_BACKOFF;
                 }
@@ -66,7 +66,7 @@ pub(super) async fn run_slot_map_refresh(router: Arc<RedisRouter>) {
 /// Builds a slot map and connects to its new nodes. Known nodes keep their connections. The
 /// connections of removed nodes are stopped after `timeout`.
 async fn build_slot_map_with_connections(
-    context: &Arc<RedisContext>,
+    shared: &Arc<SharedRedisState>,
     previous_map: &ClusterSlotMap,
     ranges: Vec<HashSlotRange>,
 ) -> ClusterSlotMap {
@@ -83,7 +83,7 @@ async fn build_slot_map_with_connections(
             address: Some(address.clone()),
             probe_key: slot_map::find_probe_key(&ranges, address).await,
         };
-        let connection = SupervisedConnection::start(Arc::clone(context), target);
+        let connection = SupervisedConnection::start(Arc::clone(shared), target);
         let connect_by = Instant::now() + NEW_NODE_WAIT;
         nodes.push(Arc::new(RedisNode::new(connection, connect_by)));
     }
@@ -91,7 +91,7 @@ async fn build_slot_map_with_connections(
         if nodes.iter().any(|node| Arc::ptr_eq(node, known)) {
             continue;
         }
-        let (removed_node, call_timeout) = (Arc::clone(known), context.settings.timeout);
+        let (removed_node, call_timeout) = (Arc::clone(known), shared.settings.timeout);
         // Calls in flight are still answered, if only with a redirection.
         tokio::spawn(async move {
             sleep(call_timeout).await;
@@ -103,10 +103,10 @@ async fn build_slot_map_with_connections(
 
 /// Fetches the slot map: from a connected node, in random order, else from a configured server.
 async fn fetch_slot_ranges(
-    context: &RedisContext,
+    shared: &SharedRedisState,
     slot_map: &ClusterSlotMap,
 ) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
-    let settings = &context.settings;
+    let settings = &shared.settings;
     let command = slot_map::cluster_slots_command();
     let mut nodes = slot_map.nodes.clone();
     fastrand::shuffle(&mut nodes);
@@ -121,11 +121,7 @@ async fn fetch_slot_ranges(
     let mut last_error = RedisConnectionError::new(RedisErrorKind::Dns, "no node address is known");
     let timeout_per_server = settings.connect_timeout / 2;
     for address in &settings.servers {
-        let fetched = timeout(
-            timeout_per_server,
-            query_configured_server(context, address),
-        )
-        .await;
+        let fetched = timeout(timeout_per_server, query_configured_server(shared, address)).await;
         match fetched.unwrap_or_else(|elapsed| Err(elapsed.into())) {
             Ok(ranges) => return Ok(ranges),
             Err(error) => {
@@ -138,10 +134,10 @@ async fn fetch_slot_ranges(
 }
 
 async fn query_configured_server(
-    context: &RedisContext,
+    shared: &SharedRedisState,
     address: &RedisAddress,
 ) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
-    let access = context.access.get();
+    let access = shared.access.get();
     let settings = &access.settings;
     let attempt = |login| async move {
         let (mut connection, _driver) =

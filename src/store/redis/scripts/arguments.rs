@@ -1,11 +1,11 @@
 //! The arguments of `decide.lua` and `settle.lua`.
 
 use super::counter_key::push_hex_id;
-use crate::limiter::{AUTO_LEASE_DIVISOR, Algorithm, Amendment, Charge, LeaseTerms, Limit};
+use crate::limiter::{Algorithm, Amendment, Charge, Limit};
 use crate::store::Settlement;
 use redis::{Cmd, RedisWrite};
 
-pub(in crate::store::redis) fn push_time_argument(command: &mut Cmd, time_us: Option<u64>) {
+pub(crate) fn push_time_argument(command: &mut Cmd, time_us: Option<u64>) {
     let mut number = itoa::Buffer::new();
     command.write_arg(
         time_us
@@ -16,7 +16,7 @@ pub(in crate::store::redis) fn push_time_argument(command: &mut Cmd, time_us: Op
 
 /// Appends the argument of a charge. `follows`: the charge belongs to the same request as the
 /// charge before it. `read_clock` is called for a period of a calendar only.
-pub(in crate::store::redis) fn push_charge_argument(
+pub(crate) fn push_charge_argument(
     text: &mut String,
     charge: &Charge<'_>,
     rate: u64,
@@ -29,35 +29,29 @@ pub(in crate::store::redis) fn push_charge_argument(
         + 8 * u64::from(follows)
         + 16 * u64::from(charge.is_counted);
     text.push_str(algorithm_letter(charge.limit));
-    let mut number = itoa::Buffer::new();
-    for value in [u64::from(charge.policy_number) * 32 + options, charge.cost] {
-        text.push(' ');
-        text.push_str(number.format(value));
+    let policy = u64::from(charge.policy_number) * 32 + options;
+    push_numbers(text, ' ', &[policy, charge.cost]);
+    if let Some(lease) = charge.requested_lease() {
+        let units = charge.requested_lease_units;
+        push_numbers(text, '+', &[units, lease.ttl_us, lease.divisor()]);
     }
-    if let Some(LeaseTerms { size, ttl_us }) = charge.requested_lease() {
-        let divisor = size.map_or(AUTO_LEASE_DIVISOR, |_| 1);
-        for value in [charge.requested_lease_units, ttl_us, divisor] {
-            text.push('+');
-            text.push_str(number.format(value));
-        }
-    }
-    for value in [charge.limit.capacity(), charge.limit.per_us] {
-        text.push(' ');
-        text.push_str(number.format(value));
-    }
+    push_numbers(text, ' ', &[charge.limit.capacity(), charge.limit.per_us]);
     text.push(' ');
     push_algorithm_parameters(text, charge.limit, rate, charge.slot_id, read_clock);
     if let Some(limit_name) = charge.dynamic {
-        let max_delay_us = match charge.limit.algorithm {
-            Algorithm::LeakyBucket { max_delay_us } => max_delay_us,
-            _ => 0,
-        };
-        for value in [charge.limit.max_amount(), max_delay_us] {
-            text.push('|');
-            text.push_str(number.format(value));
-        }
+        let limit = charge.limit;
+        push_numbers(text, '|', &[limit.max_amount(), limit.max_delay_us()]);
         text.push('|');
         text.push_str(limit_name);
+    }
+}
+
+/// Appends numbers, each after a separator.
+fn push_numbers(text: &mut String, separator: char, numbers: &[u64]) {
+    let mut buffer = itoa::Buffer::new();
+    for number in numbers {
+        text.push(separator);
+        text.push_str(buffer.format(*number));
     }
 }
 
@@ -121,36 +115,25 @@ fn push_algorithm_parameters(
     slot: u128,
     read_clock: impl Fn() -> u64,
 ) {
-    let mut number = itoa::Buffer::new();
-    let parameter = match limit.algorithm {
-        Algorithm::LeakyBucket { .. } => {
-            text.push_str(number.format(rate));
-            text.push('+');
-            limit.max_delay_remainder()
-        }
-        Algorithm::Concurrency { .. } => return push_slot_id(text, slot),
-        Algorithm::SlidingWindow { .. } => limit.sub_window_width_us(),
-        Algorithm::FixedWindow { offset_us } => offset_us,
+    let mut push = |first: u64, further: &[u64]| {
+        text.push_str(itoa::Buffer::new().format(first));
+        push_numbers(text, '+', further);
+    };
+    match limit.algorithm {
+        Algorithm::LeakyBucket { .. } => push(rate, &[limit.max_delay_remainder()]),
+        Algorithm::Concurrency { .. } => push_slot_id(text, slot),
+        Algorithm::SlidingWindow { .. } => push(limit.sub_window_width_us(), &[]),
+        Algorithm::FixedWindow { offset_us } => push(offset_us, &[]),
         Algorithm::CalendarWindow { calendar } => {
-            let [previous_us, current_us, next_us, end_us] =
-                calendar.boundaries_around(read_clock());
-            for leading_parameter in [previous_us, current_us, next_us] {
-                text.push_str(number.format(leading_parameter));
-                text.push('+');
-            }
-            end_us
+            let [first_us, further_us @ ..] = calendar.boundaries_around(read_clock());
+            push(first_us, &further_us);
         }
         Algorithm::TokenBucket { burst, warm_up_us } if warm_up_us > 0 => {
-            for leading_parameter in [rate, warm_up_us] {
-                text.push_str(number.format(leading_parameter));
-                text.push('+');
-            }
-            burst - limit.cold_capacity()
+            push(rate, &[warm_up_us, burst - limit.cold_capacity()]);
         }
-        Algorithm::TokenBucket { .. } => rate,
-        Algorithm::SlidingLog | Algorithm::Block => 0,
-    };
-    text.push_str(number.format(parameter));
+        Algorithm::TokenBucket { .. } => push(rate, &[]),
+        Algorithm::SlidingLog | Algorithm::Block => push(0, &[]),
+    }
 }
 
 /// Appends a slot id. The colon distinguishes the id from a number.

@@ -22,7 +22,7 @@ impl ScriptLibrary {
 
     /// The name of the counter at a position, counted from 1 as in the script, without its readable
     /// part.
-    pub(in crate::store::redis) fn counter_name_by_position(
+    pub(crate) fn counter_name_by_position(
         &self,
         charges: &[Charge<'_>],
         position: usize,
@@ -37,7 +37,7 @@ impl ScriptLibrary {
         name
     }
 
-    pub(in crate::store::redis) fn push_counter_key(&self, key: &mut String, charge: &Charge<'_>) {
+    pub(crate) fn push_counter_key(&self, key: &mut String, charge: &Charge<'_>) {
         self.push_counter_name(key, charge);
         let end = key.len();
         key.push(':');
@@ -53,24 +53,20 @@ impl ScriptLibrary {
         key.push_str(&self.counter_key_prefix);
         push_hex_id(key, charge.key.quota_id());
         let (algorithm, per_us) = charge.limit.counter_identity();
-        let (algorithm_name, variant) = match algorithm {
-            Algorithm::SlidingLog => ("}:sliding_log:", 0),
-            Algorithm::SlidingWindow { buckets } => ("}:sliding_window:", buckets),
-            Algorithm::FixedWindow { offset_us } => ("}:fixed_window:", offset_us),
-            Algorithm::CalendarWindow { .. } => ("}:fixed_window:", 0),
-            Algorithm::TokenBucket { .. } => ("}:token_bucket:", 0),
-            Algorithm::LeakyBucket { .. } => ("}:leaky_bucket:", 0),
-            Algorithm::Concurrency { .. } => ("}:concurrency:", 0),
-            Algorithm::Block => ("}:block:", 0),
+        let kind = match charge.key.is_response_counter_key() {
+            true => "}:counted:",
+            false => "}:",
+        };
+        key.extend([kind, algorithm.into_str(), ":"]);
+        let variant = match algorithm {
+            Algorithm::CalendarWindow { calendar } => {
+                return key.extend([calendar.unit().as_str(), "+", calendar.zone_name()]);
+            }
+            Algorithm::SlidingWindow { buckets } => buckets,
+            Algorithm::FixedWindow { offset_us } => offset_us,
+            _ => 0,
         };
         let mut number = itoa::Buffer::new();
-        match algorithm_name.strip_prefix("}:") {
-            Some(name) if charge.key.is_response_counter_key() => key.extend(["}:counted:", name]),
-            _ => key.push_str(algorithm_name),
-        }
-        if let Algorithm::CalendarWindow { calendar } = algorithm {
-            return key.extend([calendar.unit().as_str(), "+", calendar.zone_name()]);
-        }
         key.push_str(number.format(per_us));
         if variant > 0 {
             key.push('+');
@@ -87,14 +83,14 @@ impl ScriptLibrary {
 
     /// Appends the Redis key of the override of a key: `<prefix>:v1:{<hash>}:override`, in the slot
     /// of the key's counters.
-    pub(in crate::store::redis) fn push_override_key(&self, text: &mut String, key_id: u128) {
+    pub(crate) fn push_override_key(&self, text: &mut String, key_id: u128) {
         text.push_str(&self.counter_key_prefix);
         push_hex_id(text, key_id);
         text.push_str(OVERRIDE_KEY_END);
     }
 
     /// Parses the Redis key of an override: the id of its key.
-    pub(in crate::store::redis) fn parse_override_key(&self, key: &str) -> Option<u128> {
+    pub(crate) fn parse_override_key(&self, key: &str) -> Option<u128> {
         let id = key
             .strip_prefix(&self.counter_key_prefix)?
             .strip_suffix(OVERRIDE_KEY_END)?;
@@ -102,17 +98,14 @@ impl ScriptLibrary {
     }
 
     /// The `SCAN` pattern for all overrides.
-    pub(in crate::store::redis) fn override_scan_pattern(&self) -> String {
+    pub(crate) fn override_scan_pattern(&self) -> String {
         let all = self.scan_pattern(None);
         format!("{all}{OVERRIDE_KEY_END}")
     }
 
     /// Parses the key of a counter: its readable part, and a limit with its algorithm and period.
     /// Returns `None` if it is not the key of a counter.
-    pub(in crate::store::redis) fn parse_counter_key(
-        &self,
-        key: &str,
-    ) -> Option<(Limit, Option<String>)> {
+    pub(crate) fn parse_counter_key(&self, key: &str) -> Option<(Limit, Option<String>)> {
         let rest = key
             .strip_prefix(&self.counter_key_prefix)?
             .split_once("}:")?
@@ -150,7 +143,7 @@ impl ScriptLibrary {
     }
 
     /// The `SCAN` pattern for all counters, or for those of one policy with a readable key.
-    pub(in crate::store::redis) fn scan_pattern(&self, policy: Option<&str>) -> String {
+    pub(crate) fn scan_pattern(&self, policy: Option<&str>) -> String {
         // The prefix may contain glob characters. Each is replaced by `?`, which matches any
         // character, so the caller must check the prefix of each found key.
         let start = self
@@ -165,7 +158,7 @@ impl ScriptLibrary {
 
     /// The keys of the two sorted sets of live instances: by heartbeat, and by id. Both are in one
     /// hash slot.
-    pub(in crate::store::redis) fn membership_keys(&self) -> [String; 2] {
+    pub(crate) fn membership_keys(&self) -> [String; 2] {
         let instances = format!("{}instances", self.counter_key_prefix.trim_end_matches('{'));
         let ids = format!("{instances}:{{{instances}}}");
         [instances, ids]
@@ -178,7 +171,7 @@ fn parse_calendar(unit: &str, zone_name: &str) -> Option<Calendar> {
     Calendar::new(unit, zone_name)
 }
 
-pub(in crate::store::redis) fn push_hex_id(text: &mut String, id: u128) {
+pub(crate) fn push_hex_id(text: &mut String, id: u128) {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let mut digits = [0; 32];
     for (nth, digit) in digits.iter_mut().rev().enumerate() {

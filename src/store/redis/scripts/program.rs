@@ -29,7 +29,7 @@ const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
 
 const LEASE_FLAG: usize = COUNT_REJECTED_FLAG << 1;
 
-pub(in crate::store::redis) const OVERRIDE_FLAG: usize = LEASE_FLAG << 1;
+pub(crate) const OVERRIDE_FLAG: usize = LEASE_FLAG << 1;
 
 const CALENDAR_FLAG: usize = OVERRIDE_FLAG << 1;
 
@@ -102,7 +102,7 @@ pub(super) fn program_flags_for_charges(charges: &[Charge<'_>]) -> usize {
 }
 
 /// The flags of the program that decides a charge.
-pub(in crate::store::redis) fn program_flags_for_charge(charge: &Charge<'_>) -> usize {
+pub(crate) fn program_flags_for_charge(charge: &Charge<'_>) -> usize {
     let mut flags = program_flags_for_algorithm(charge.limit.algorithm);
     if charge.counts_rejected {
         flags |= COUNT_REJECTED_FLAG;

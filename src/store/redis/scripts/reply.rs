@@ -16,9 +16,9 @@ const OVERRIDE_EXPIRES: i64 = -4;
 
 /// The position of a caller among those with the same request, from 0 in the order of arrival.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::store::redis) struct CallerPosition {
-    pub(in crate::store::redis) index: u32,
-    pub(in crate::store::redis) total: u32,
+pub(crate) struct CallerPosition {
+    pub(crate) index: u32,
+    pub(crate) total: u32,
 }
 
 impl ScriptLibrary {
@@ -38,7 +38,7 @@ impl ScriptLibrary {
     }
 
     /// Parses the part of a reply that belongs to one request. Returns `None` if it is invalid.
-    pub(in crate::store::redis) fn parse_request_decision(
+    pub(crate) fn parse_request_decision(
         now_us: u64,
         text: &str,
         charges: &[Charge<'_>],
@@ -66,24 +66,17 @@ impl ScriptLibrary {
             }
             admitted &= !charge.is_enforced() || status.refusal.is_none();
             statuses.push(Some(status));
-            if let (Algorithm::LeakyBucket { max_delay_us }, false) =
-                (charge.limit.algorithm, charge.shadow)
-            {
-                max_allowed_delay_us = max_delay_us.max(max_allowed_delay_us);
+            if !charge.shadow {
+                max_allowed_delay_us = charge.limit.max_delay_us().max(max_allowed_delay_us);
             }
         }
         let mut grants = SmallVec::new();
-        for charges in charges.chunk_by(|one, other| one.is_same_policy(other)) {
-            let first = charges
-                .first()
-                .and_then(|charge| Some((charge, charge.requested_lease()?)));
-            if let Some((charge, lease)) = first {
-                grants.extend(parse_grant(
-                    charge,
-                    lease,
-                    now_us,
-                    [next_number()?, next_number()?],
-                )?);
+        for policy in charges.chunk_by(Charge::is_same_policy) {
+            if let Some(charge) = policy.first()
+                && let Some(lease) = charge.requested_lease()
+            {
+                let numbers = [next_number()?, next_number()?];
+                grants.extend(parse_grant(charge, lease, now_us, numbers)?);
             }
         }
         // A reply without a delay leaves it out.
@@ -106,7 +99,7 @@ impl ScriptLibrary {
 
     /// Parses the reply to [`ScriptLibrary::read_command`]: the time and the status of each
     /// counter. Returns `None` if the reply is invalid.
-    pub(in crate::store::redis) fn parse_read_reply(
+    pub(crate) fn parse_read_reply(
         reply: &Value,
         counters: &[(&str, &Limit)],
     ) -> Option<(u64, Vec<LimitStatus>)> {
@@ -133,7 +126,7 @@ fn parse_numbers(text: &str) -> impl Iterator<Item = Option<i64>> {
 }
 
 /// Parses the server's time in a reply.
-pub(in crate::store::redis) fn parse_now_us(text: &str) -> Option<u64> {
+pub(crate) fn parse_now_us(text: &str) -> Option<u64> {
     to_time_us(text.parse().ok()?).filter(|now_us| *now_us > 0)
 }
 

@@ -1,0 +1,240 @@
+//! State that all workers of the process share: settings, circuit breaker, counters.
+
+use super::access::RedisAccess;
+use super::circuit_breaker::RedisCircuitBreaker;
+use super::circuit_breaker::RedisOutage;
+use super::hash_slot::{hash_slot_for_key, hash_slot_for_name};
+use super::member_list::MemberDescription;
+use super::membership::instance_id;
+use super::scripts::ScriptLibrary;
+use super::sentinel::SentinelDisagreements;
+use super::settings::{RedisSettings, RedisTopology};
+use super::watched_value::WatchedValue;
+use crate::clock::Clock;
+use crate::limiter::{Charge, Key};
+use crate::store::fallback::SINGLE_PARTITION;
+use crate::store::fallback::usage_directory::UsageDirectory;
+use crate::store::{FallbackStore, MemoryStore};
+use crate::telemetry::metrics::RedisServerMetrics;
+use parking_lot::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Once, OnceLock};
+use std::time::Duration;
+
+/// State that the workers of one process share: settings, circuit breaker, counters.
+#[derive(Debug)]
+pub struct SharedRedisState {
+    /// The settings at the start. Their logins and TLS may be outdated: connections use `access`.
+    pub(super) settings: RedisSettings,
+    /// The logins and TLS in use.
+    pub(super) access: WatchedValue<Arc<RedisAccess>>,
+    pub(super) scripts: ScriptLibrary,
+    pub(super) breaker: RedisCircuitBreaker,
+    /// Calls to Redis since the start.
+    pub(super) call_count: AtomicU64,
+    /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
+    pub(super) server_info: Mutex<RedisServerMetrics>,
+    pub(super) sentinel_disagreements: SentinelDisagreements,
+    pub(super) fallback: FallbackStore,
+    /// The counters of `scope = "instance"`, shared by all workers.
+    pub(super) instance_counters: Arc<MemoryStore>,
+    /// `store.state_dir`, if it is set.
+    pub(super) usage_directory: Option<UsageDirectory>,
+    /// The process' own clock.
+    pub(super) clock: Clock,
+    /// The unique id of the process.
+    pub(super) instance_id: Box<str>,
+    /// The description of the process in its heartbeats, if it is set before the process joins.
+    pub(super) member_description: OnceLock<MemberDescription>,
+    /// Workers started so far.
+    pub(super) worker_count: AtomicU64,
+    /// Whether the servers are behind a proxy that accepts only commands with keys.
+    pub(super) is_behind_proxy: AtomicBool,
+    pub(super) script_text_notice: Once,
+}
+
+/// An empty fallback store with the partitions of the topology.
+pub(super) fn new_fallback(settings: &RedisSettings, clock: Clock) -> FallbackStore {
+    let fallback = FallbackStore::new(settings.initial_instances, clock);
+    fallback.with_partitions(match settings.topology {
+        RedisTopology::Cluster => hash_slot_for_key,
+        _ => |_| SINGLE_PARTITION,
+    })
+}
+
+impl SharedRedisState {
+    pub fn new(settings: RedisSettings) -> Arc<Self> {
+        Self::for_instance(settings, Clock::system(), instance_id())
+    }
+
+    /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
+    pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Arc<Self> {
+        let counters = MemoryStore::new(settings.instance_counter_bounds, clock.clone());
+        Self::with_instance_counters(settings, clock, instance_id, Arc::new(counters))
+    }
+
+    fn with_instance_counters(
+        settings: RedisSettings,
+        clock: Clock,
+        instance_id: &str,
+        instance_counters: Arc<MemoryStore>,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            instance_counters,
+            scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
+            breaker: RedisCircuitBreaker::new(settings.to_string(), settings.breaker_failures),
+            call_count: AtomicU64::new(0),
+            server_info: Mutex::default(),
+            sentinel_disagreements: SentinelDisagreements::default(),
+            fallback: new_fallback(&settings, clock.clone()),
+            usage_directory: settings.state_dir.as_ref().map(|path| {
+                let is_cluster = settings.topology == RedisTopology::Cluster;
+                let service = format!("{} {is_cluster}", settings.key_prefix);
+                UsageDirectory::new(path, &service, instance_id, clock.clone())
+            }),
+            clock,
+            instance_id: instance_id.into(),
+            member_description: OnceLock::new(),
+            worker_count: AtomicU64::new(0),
+            is_behind_proxy: AtomicBool::new(false),
+            script_text_notice: Once::new(),
+            access: WatchedValue::new(Arc::new(RedisAccess::new(settings.clone()))),
+            settings,
+        })
+    }
+
+    /// Sets the description of the process in its heartbeats. Call it before any worker joins the
+    /// membership; later calls have no effect.
+    pub fn describe_member(&self, description: MemberDescription) {
+        self.member_description.get_or_init(|| description);
+    }
+
+    pub fn settings(&self) -> &RedisSettings {
+        &self.settings
+    }
+
+    /// The settings with the logins and TLS in use.
+    pub fn settings_in_use(&self) -> RedisSettings {
+        self.access.get().settings.clone()
+    }
+
+    /// State of its own for inspections, with the logins and TLS in use, and the same counters of
+    /// this process.
+    #[must_use]
+    pub fn for_inspection(&self) -> Arc<Self> {
+        let access = self.access.get();
+        let shared = Self::with_instance_counters(
+            access.settings.clone(),
+            Clock::system(),
+            instance_id(),
+            Arc::clone(&self.instance_counters),
+        );
+        shared.access.set(access);
+        let is_behind_proxy = self.is_behind_proxy();
+        shared
+            .is_behind_proxy
+            .store(is_behind_proxy, Ordering::Relaxed);
+        shared
+    }
+
+    /// Uses the logins and TLS of `newer` from now on. New connections use both, and live
+    /// connections log in again.
+    pub fn update_logins(&self, newer: &RedisSettings) {
+        if let Some(access) = self.access.get().with_logins_of(newer) {
+            tracing::info!("redis logins or TLS settings changed");
+            drop(self.access.set(Arc::new(access)));
+        }
+    }
+
+    /// The keys of the counters of a charge: several keys if the charge is spread over shards.
+    pub fn counter_keys(&self, charge: &Charge<'_>) -> Vec<String> {
+        let counter_name = |key: &Key| self.scripts.counter_key(&Charge { key, ..*charge });
+        match self.settings.topology {
+            RedisTopology::Cluster if charge.shard_count > 1 => (0..charge.shard_count)
+                .map(|number| counter_name(&charge.key.shard_key(number)))
+                .collect(),
+            _ => vec![counter_name(charge.key)],
+        }
+    }
+
+    /// The counters of `scope = "instance"`.
+    pub fn instance_counters(&self) -> &Arc<MemoryStore> {
+        &self.instance_counters
+    }
+
+    /// Whether Redis was reached, no worker has lost its connection, and the circuit breaker is
+    /// closed.
+    pub fn is_up(&self) -> bool {
+        self.breaker.is_up()
+    }
+
+    /// Why [`Self::is_up`] is false, if a connection or a decision has failed.
+    pub fn outage(&self) -> Option<RedisOutage> {
+        self.breaker.outage()
+    }
+
+    /// Whether the circuit breaker is open: requests are not sent to Redis.
+    pub fn is_breaker_open(&self) -> bool {
+        self.breaker.is_open()
+    }
+
+    /// Instances that share the limits, as last counted.
+    pub fn instance_count(&self) -> u32 {
+        self.fallback.share().instance_count()
+    }
+
+    /// The last polled server info.
+    pub fn server_info(&self) -> RedisServerMetrics {
+        RedisServerMetrics {
+            calls: self.call_count.load(Ordering::Relaxed),
+            sentinel_disagreements: self.sentinel_disagreements.count(),
+            ..*self.server_info.lock()
+        }
+    }
+
+    /// Failures since the start, by the stable name of their kind.
+    pub fn error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.breaker.failure_counts()
+    }
+
+    /// The store that decides while Redis is unreachable.
+    pub fn fallback(&self) -> &FallbackStore {
+        &self.fallback
+    }
+
+    /// Maximum duration of a decision.
+    pub fn decision_timeout(&self) -> Duration {
+        self.settings.timeout
+    }
+
+    pub fn is_cluster(&self) -> bool {
+        self.settings.topology == RedisTopology::Cluster
+    }
+
+    /// The slot of all counters of a key, which is also their partition in the fallback store.
+    pub(super) fn hash_slot_for_key(&self, key: &Key) -> u16 {
+        self.fallback.partition(key)
+    }
+
+    /// The slot of a Redis key.
+    pub(super) fn hash_slot_for_name(&self, name: &str) -> u16 {
+        match self.is_cluster() {
+            true => hash_slot_for_name(name),
+            false => SINGLE_PARTITION,
+        }
+    }
+
+    /// The entry of the process in the membership sets. It never changes while the process is a
+    /// member.
+    pub(super) fn member_entry(&self) -> String {
+        let id = &*self.instance_id;
+        let description = self.member_description.get();
+        description.map_or_else(|| id.to_owned(), |description| description.entry_for(id))
+    }
+
+    /// Records that the counter of a charge holds a foreign value. `position` counts from 1.
+    pub(super) fn record_foreign_value(&self, charges: &[Charge<'_>], position: usize) {
+        self.breaker
+            .record_foreign_value(|| self.scripts.counter_name_by_position(charges, position));
+    }
+}
