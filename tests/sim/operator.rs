@@ -15,7 +15,7 @@ use tidegate::enforcer::{Enforcer, PolicySnapshot, dry_run_request, explain_requ
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
 use tidegate::policy::path::PathInterpretations;
 use tidegate::policy::{Descriptor, Facts, PolicyTable, jwt::RequestToken};
-use tidegate::store::redis::{CounterInspector, RedisSettings, SharedRedisState, diagnose_redis};
+use tidegate::store::redis::{CounterInspector, RedisSettings, diagnose_redis};
 use tidegate::store::{MemorySettings, MemoryStore, SettlementQueue, Store};
 use tidegate::telemetry::metrics::{MetricLabels, Metrics};
 use tokio::time::{Instant, sleep_until};
