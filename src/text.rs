@@ -22,6 +22,19 @@ impl fmt::Debug for SecretText {
     }
 }
 
+/// The word that is most like `text` by Jaro-Winkler similarity (0 to 1), if that is above
+/// `min_likeness`.
+pub fn find_similar<W: AsRef<str>>(
+    words: impl IntoIterator<Item = W>,
+    text: &str,
+    min_likeness: f64,
+) -> Option<W> {
+    let likeness = |word: &W| strsim::jaro_winkler(word.as_ref(), text);
+    let words = words.into_iter();
+    let best = words.max_by(|one, other| likeness(one).total_cmp(&likeness(other)));
+    best.filter(|word| likeness(word) > min_likeness)
+}
+
 /// Truncates a text to `width` characters. The last one is `mark` if the text was longer.
 pub fn truncate_text(text: &str, width: usize, mark: char) -> String {
     if text.chars().count() <= width {

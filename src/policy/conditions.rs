@@ -1,7 +1,7 @@
 //! Conditions on the values of a request or descriptor.
 
-use super::Facts;
 use super::key_part::KeyPart;
+use super::{Descriptor, Facts};
 use regex::Regex;
 use std::fmt;
 use std::ops::Deref;
@@ -42,6 +42,18 @@ impl PartialEq for ConditionRegex {
 
 impl Eq for ConditionRegex {}
 
+/// Conditions on a descriptor. A matcher with them applies to descriptors only; a matcher without
+/// them applies to requests only.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct DescriptorConditions {
+    /// `None` matches any domain.
+    pub domain: Option<Box<str>>,
+    /// `descriptors` in TOML: the entries, in any order. `None` matches any entries.
+    pub entries: Option<Vec<PartCondition>>,
+    /// `descriptors_match = "subset"` in TOML: whether a descriptor with further entries matches.
+    pub accepts_more_entries: bool,
+}
+
 /// The condition that a request does not meet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnmetCondition<'a> {
@@ -81,6 +93,36 @@ impl PartCondition {
     pub fn requires_value(&self) -> bool {
         !matches!(self.condition, ValueCondition::Present(false))
     }
+}
+
+impl DescriptorConditions {
+    pub(super) fn first_unmet_condition(
+        &self,
+        descriptor: &Descriptor<'_>,
+        facts: &Facts<'_>,
+    ) -> Option<UnmetCondition<'_>> {
+        if self
+            .domain
+            .as_deref()
+            .is_some_and(|domain| domain != descriptor.domain)
+        {
+            return Some(UnmetCondition::Domain);
+        }
+        let wanted = self.entries.as_ref()?;
+        find_unmet_value(wanted, facts).or_else(|| {
+            let has_more = wanted.len() != descriptor.entries.len();
+            (has_more && !self.accepts_more_entries).then_some(UnmetCondition::ExtraEntries)
+        })
+    }
+}
+
+/// Returns the first condition that the request or descriptor does not meet.
+pub(super) fn find_unmet_value<'c>(
+    conditions: &'c [PartCondition],
+    facts: &Facts<'_>,
+) -> Option<UnmetCondition<'c>> {
+    let unmet = conditions.iter().find(|one| !one.is_met(facts));
+    unmet.map(|one| UnmetCondition::Value(&one.part))
 }
 
 impl ValueCondition {

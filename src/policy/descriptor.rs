@@ -1,7 +1,6 @@
 //! Descriptors: the lists of named values in calls to the rate-limit service.
 
-use super::matcher::find_unmet_value;
-use super::{Facts, NamedLimit, PartCondition, SlotRelease, UnmetCondition};
+use super::{NamedLimit, SlotRelease};
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use std::borrow::Cow;
 use std::sync::OnceLock;
@@ -23,18 +22,6 @@ pub struct Descriptor<'a> {
     /// limits.
     pub limit_override: Option<(u32, u64)>,
     override_limit: OnceLock<NamedLimit>,
-}
-
-/// Conditions on a descriptor. A matcher with them applies to descriptors only; a matcher without
-/// them applies to requests only.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DescriptorConditions {
-    /// `None` matches any domain.
-    pub domain: Option<Box<str>>,
-    /// `descriptors` in TOML: the entries, in any order. `None` matches any entries.
-    pub entries: Option<Vec<PartCondition>>,
-    /// `descriptors_match = "subset"` in TOML: whether a descriptor with further entries matches.
-    pub accepts_more_entries: bool,
 }
 
 impl<'a> Descriptor<'a> {
@@ -151,31 +138,10 @@ fn push_escaped(text: &mut String, part: &str) {
     }
 }
 
-impl DescriptorConditions {
-    pub(super) fn first_unmet_condition(
-        &self,
-        descriptor: &Descriptor<'_>,
-        facts: &Facts<'_>,
-    ) -> Option<UnmetCondition<'_>> {
-        if self
-            .domain
-            .as_deref()
-            .is_some_and(|domain| domain != descriptor.domain)
-        {
-            return Some(UnmetCondition::Domain);
-        }
-        let wanted = self.entries.as_ref()?;
-        find_unmet_value(wanted, facts).or_else(|| {
-            let has_more = wanted.len() != descriptor.entries.len();
-            (has_more && !self.accepts_more_entries).then_some(UnmetCondition::ExtraEntries)
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{KeyPart, ValueCondition};
+    use crate::policy::{DescriptorConditions, Facts, KeyPart, PartCondition, ValueCondition};
 
     fn make_conditions(
         domain: Option<&str>,

@@ -1,7 +1,7 @@
 //! Key parts as the configuration writes them, and the digests of their values.
 
 use super::key_hasher::{KeyHasher, ValueDigest};
-use super::key_part::KeyPart;
+use super::key_part::{KeyComponent, KeyPart};
 use super::path;
 use smallvec::SmallVec;
 use std::fmt;
@@ -17,14 +17,6 @@ const CREDENTIAL_WORDS: [&str; 8] = [
     "secret",
     "password",
 ];
-
-/// A key part as the configuration writes it, such as `header:x-api-key;hash | client_ip`.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct KeyComponent {
-    pub part: KeyPart,
-    /// The value is stored as its digest.
-    pub is_hashed: bool,
-}
 
 /// The digests of one request, so that each value is hashed once for all policies.
 #[derive(Debug, Default)]

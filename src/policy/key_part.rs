@@ -1,16 +1,13 @@
 //! Key parts: where a request has the values of its rate-limit key.
 
-use super::client_network::format_client_network;
 use super::jwt::ClaimName;
-use super::key_component::KeyComponent;
-use super::key_error::KeyError;
-use super::{Facts, Matcher, PathPattern, client, facts, lenient_names, path};
+use super::{PathPattern, path};
+use crate::text::find_similar;
 use http::HeaderName;
 use http::header::COOKIE;
-use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
+use std::fmt;
 use std::sync::Arc;
-use std::{fmt, iter};
 
 /// Longest source of an alternative, as keys contain it.
 const MAX_LABEL_BYTES: usize = 128;
@@ -43,17 +40,13 @@ pub enum KeyPart {
     Alternatives(Box<[KeyComponent]>),
 }
 
-/// What a key depends on beside the request.
-#[derive(Clone, Copy, Debug)]
-pub struct KeyContext<'a> {
-    pub client: &'a client::Settings,
-    pub path: &'a path::Settings,
-    /// The conditions of the policy. Readings of the path that do not match give no key.
-    pub matcher: &'a Matcher,
+/// A key part as the configuration writes it, such as `header:x-api-key;hash | client_ip`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct KeyComponent {
+    pub part: KeyPart,
+    /// The value is stored as its digest.
+    pub is_hashed: bool,
 }
-
-/// The values of one request, one per position; `None` if the value is absent.
-pub type KeyValues<'a> = SmallVec<[Option<Cow<'a, [u8]>>; 4]>;
 
 impl KeyPart {
     /// Parses a part, such as `header:x-user-id`.
@@ -181,8 +174,19 @@ impl KeyPart {
     }
 
     /// Whether every request, or every descriptor, has the value.
-    fn is_always_present(&self) -> bool {
-        !self.may_be_absent(&Matcher::default())
+    pub(super) fn is_always_present(&self) -> bool {
+        if let Self::Alternatives(alternatives) = self {
+            return alternatives.iter().any(|one| one.part.is_always_present());
+        }
+        matches!(
+            self,
+            Self::ClientIp
+                | Self::Method
+                | Self::Host
+                | Self::WholePath
+                | Self::Const(_)
+                | Self::WholeDescriptor
+        )
     }
 
     /// The source of a value as operators write it before the value: `header:x-api-key`.
@@ -226,27 +230,6 @@ impl KeyPart {
         )
     }
 
-    /// Whether requests that the conditions match may lack the value.
-    pub fn may_be_absent(&self, matcher: &Matcher) -> bool {
-        match self {
-            Self::Header(_)
-            | Self::Query(_)
-            | Self::Cookie(_)
-            | Self::Claim(_)
-            | Self::DescriptorEntry(_) => !matcher.requires_part(&self.without_issuers()),
-            Self::PathCaptures(_) | Self::ClientCertSan | Self::ClientCertCn => true,
-            Self::ClientIp
-            | Self::Method
-            | Self::Host
-            | Self::WholePath
-            | Self::Const(_)
-            | Self::WholeDescriptor => false,
-            Self::Alternatives(alternatives) => alternatives
-                .iter()
-                .all(|one| one.part.may_be_absent(matcher)),
-        }
-    }
-
     /// Whether the value comes from the client's certificate.
     pub fn is_from_client_certificate(&self) -> bool {
         matches!(self, Self::ClientCertSan | Self::ClientCertCn)
@@ -272,177 +255,6 @@ impl KeyPart {
             _ => 1,
         }
     }
-
-    pub(super) fn push_values<'a>(
-        &'a self,
-        facts: &Facts<'a>,
-        context: &KeyContext<'_>,
-        values: &mut KeyValues<'a>,
-    ) -> Result<(), KeyError> {
-        let value = match self {
-            Self::ClientIp => Some(Cow::Owned(
-                format_client_network(facts.client_ip, context.client).into_bytes(),
-            )),
-            Self::WholePath | Self::PathCaptures(_) => {
-                return self.push_path_values(facts, context, values);
-            }
-            Self::Alternatives(alternatives) => find_first_present(alternatives, facts, context)?,
-            part => {
-                part.find_ambiguity(facts, context.client)
-                    .map_or(Ok(()), Err)?;
-                part.single_value(facts)?
-            }
-        };
-        values.push(value.filter(|value| !value.is_empty()));
-        Ok(())
-    }
-
-    /// Appends the values of a part that is read from the path.
-    ///
-    /// # Errors
-    /// Returns [`KeyError::AmbiguousPath`] if the readings of the path that the policy matches have
-    /// different values.
-    fn push_path_values<'a>(
-        &'a self,
-        facts: &Facts<'a>,
-        context: &KeyContext<'_>,
-        values: &mut KeyValues<'a>,
-    ) -> Result<(), KeyError> {
-        let paths = facts.paths;
-        if paths.has_single_reading() || !context.path.rejects_ambiguous_keys {
-            let found = paths.iter().find_map(|path| self.path_values(path));
-            return self.push_found_path_values(found, context.client, values);
-        }
-        let mut matching_readings = paths
-            .iter()
-            .filter(|path| context.matcher.matches(facts, path))
-            .map(|path| self.path_values(path));
-        let first = matching_readings.next().flatten();
-        if matching_readings.any(|other| other != first) {
-            return Err(KeyError::AmbiguousPath);
-        }
-        self.push_found_path_values(first, context.client, values)
-    }
-
-    /// The values of a part that is read from the path, for one reading.
-    fn path_values<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
-        match self {
-            Self::PathCaptures(pattern) => pattern.captured_segments(path),
-            _ => Some(smallvec![path]),
-        }
-    }
-
-    fn push_found_path_values<'a>(
-        &self,
-        found: Option<SmallVec<[&'a str; 4]>>,
-        client: &client::Settings,
-        values: &mut KeyValues<'a>,
-    ) -> Result<(), KeyError> {
-        let Some(found) = found else {
-            values.extend(iter::repeat_n(None, self.value_count()));
-            return Ok(());
-        };
-        let decode = |value| Cow::from(percent_encoding::percent_decode_str(value));
-        let is_segment = matches!(self, Self::PathCaptures(_));
-        if is_segment
-            && found
-                .iter()
-                .any(|value| client.value_checks.rejects_value(&decode(value)))
-        {
-            return Err(KeyError::OuterWhiteSpace(self.to_string()));
-        }
-        let found = found.into_iter().map(str::as_bytes);
-        values.extend(found.map(|value| Some(Cow::Borrowed(value))));
-        Ok(())
-    }
-
-    /// Returns a query parameter or cookie that upstreams may read differently.
-    pub(super) fn find_ambiguity(
-        &self,
-        facts: &Facts<'_>,
-        client: &client::Settings,
-    ) -> Option<KeyError> {
-        match self {
-            Self::Query(name) => lenient_names::find_query_ambiguity(facts, name, client),
-            Self::Cookie(name) => lenient_names::find_cookie_ambiguity(facts.headers, name, client),
-            _ => None,
-        }
-    }
-
-    /// The only value. A list claim with several has none.
-    ///
-    /// # Errors
-    /// Rejects other repeated values, because the upstream might read a different one.
-    pub(super) fn single_value<'a>(
-        &'a self,
-        facts: &Facts<'a>,
-    ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
-        self.read_values(facts, |values| {
-            let first = values.next();
-            match (self, values.next()) {
-                (_, None) => Ok(first),
-                (Self::Claim(_), _) => Ok(None),
-                (Self::Header(_), _) if facts.has_joined_headers => {
-                    Err(KeyError::Joined(self.to_string()))
-                }
-                _ => Err(KeyError::Repeated(self.to_string())),
-            }
-        })
-    }
-
-    /// Passes the values that a request or descriptor has to `read`. Parts whose values depend on
-    /// settings or on the policy (client address, path, alternatives) have none.
-    pub(super) fn read_values<'a, R>(
-        &'a self,
-        facts: &Facts<'a>,
-        read: impl FnOnce(&mut dyn Iterator<Item = Cow<'a, [u8]>>) -> R,
-    ) -> R {
-        let text = |text: Option<&'a str>| text.map(|text| Cow::Borrowed(text.as_bytes()));
-        let cert = facts.client_cert;
-        let value = match self {
-            Self::Header(name) => return read(&mut facts.canonical_header_values(name)),
-            Self::Query(name) => return read(&mut facts::query_values(facts.query, name)),
-            Self::Cookie(name) => return read(&mut facts::cookie_values(facts.headers, name)),
-            Self::Claim(name) => {
-                let claim = facts.token.claim(facts.headers, name);
-                return read(&mut claim.texts().map(Cow::Borrowed));
-            }
-            Self::DescriptorEntry(name) => {
-                let descriptor = facts.descriptor.into_iter();
-                return read(&mut descriptor.flat_map(|descriptor| descriptor.values(name)));
-            }
-            Self::WholeDescriptor => facts
-                .descriptor
-                .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
-            Self::Method => text(Some(facts.method.as_str())),
-            Self::Host => text(Some(facts.host)),
-            Self::Const(constant) => text(Some(constant)),
-            Self::ClientCertSan => text(cert.and_then(|cert| cert.san.as_deref())),
-            Self::ClientCertCn => text(cert.and_then(|cert| cert.cn.as_deref())),
-            Self::ClientIp | Self::WholePath | Self::PathCaptures(_) | Self::Alternatives(_) => {
-                None
-            }
-        };
-        read(&mut value.into_iter())
-    }
-}
-
-/// The first value that is present, after its label. An earlier alternative that is ambiguous is an
-/// error, so that no client chooses among alternatives by an ambiguity.
-fn find_first_present<'a>(
-    alternatives: &'a [KeyComponent],
-    facts: &Facts<'a>,
-    context: &KeyContext<'_>,
-) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
-    for KeyComponent { part, .. } in alternatives {
-        let mut values = KeyValues::new();
-        part.push_values(facts, context, &mut values)?;
-        if let Some(Some(value)) = values.pop() {
-            let label = part.source_label();
-            return Ok(Some([label.as_bytes(), b"=", &value].concat().into()));
-        }
-    }
-    Ok(None)
 }
 
 /// Suggests the part that an unknown part probably means.
@@ -474,13 +286,7 @@ fn suggest_part(text: &str) -> String {
         .to_ascii_lowercase()
         .replace('-', "_");
     let synonym = SYNONYMS.iter().find(|(other, _)| *other == kind);
-    let likeness = |known: &str| strsim::jaro_winkler(known, &kind);
-    let similar = || {
-        let best = KINDS
-            .into_iter()
-            .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-        best.filter(|known| likeness(known) > 0.8)
-    };
+    let similar = || find_similar(KINDS, &kind, 0.8);
     match synonym.map(|(_, known)| *known).or_else(similar) {
         Some(known) if name.is_empty() => format!("; did you mean \"{known}\"?"),
         Some(known) => format!("; did you mean \"{known}:{name}\"?"),

@@ -1,14 +1,15 @@
 //! Key templates: the values of a request that form its rate-limit key.
 
 use super::canonical_value::{canonicalize_part_value, canonicalize_piece};
-use super::key_component::{KeyComponent, KeyDigests};
+use super::key_component::KeyDigests;
 use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
-use super::key_part::{KeyContext, KeyPart, KeyValues};
-use super::key_source::{digest_sources, missing_source_error};
+use super::key_part::{KeyComponent, KeyPart};
+use super::part_values::{KeyContext, KeyValues};
 use super::value_pattern::{ValuePattern, split_at_wildcards};
 use super::{Facts, client, path};
 use crate::limiter::{CounterScope, Key, KeyBuilder, ListedValue, SOURCES_BYTES};
+use sha2::{Digest, Sha256};
 use std::borrow::Cow;
 use strum::{EnumString, VariantNames};
 
@@ -391,6 +392,33 @@ impl KeyTemplate {
         let value = canonicalize_part_value(&source.part, &value, client, path)?;
         Ok(format!("{}={value}", source.part.source_label()).into())
     }
+}
+
+fn missing_source_error(part: &KeyPart, text: &str) -> String {
+    let labels = part.alternatives();
+    let labels: Vec<String> = labels
+        .map(|one| format!("{}=VALUE", one.source_label()))
+        .collect();
+    format!(
+        "{text:?} does not name its source; expected {}",
+        labels.join(" or ")
+    )
+}
+
+fn digest_sources(components: &[KeyComponent]) -> Option<[u8; SOURCES_BYTES]> {
+    let parts = components.iter().map(|one| &one.part);
+    let has_own_label =
+        |part: &KeyPart| matches!(part, KeyPart::ClientIp | KeyPart::Alternatives(_));
+    if parts.clone().all(has_own_label) {
+        return None;
+    }
+    let mut hash = Sha256::new();
+    for part in parts {
+        let label = part.source_label();
+        hash.update(label.len().to_be_bytes());
+        hash.update(label.as_bytes());
+    }
+    hash.finalize().first_chunk().copied()
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Overrides of a policy's limits for certain keys, as the configuration writes them.
 
 use super::key_component::KeyDigests;
-use super::key_part::KeyValues;
 use super::key_template::KeyTemplate;
 use super::named_limit::NamedLimit;
+use super::part_values::KeyValues;
 use super::policy_mode::PolicyMode;
 use super::value_pattern::{PatternRank, ValuePattern};
 use crate::limiter::Key;

@@ -1,5 +1,6 @@
 //! Matching of a policy's conditions against a request or descriptor.
 
+use super::conditions::find_unmet_value;
 use super::{
     ConditionRegex, DescriptorConditions, Facts, KeyError, KeyPart, PartCondition, PathPattern,
     UnmetCondition, client,
@@ -199,15 +200,6 @@ impl Matcher {
     pub(super) fn has_client_ip_condition(&self) -> bool {
         !self.client_ips.is_empty() || self.nested_matchers().any(Self::has_client_ip_condition)
     }
-}
-
-/// Returns the first condition that the request or descriptor does not meet.
-pub(super) fn find_unmet_value<'c>(
-    conditions: &'c [PartCondition],
-    facts: &Facts<'_>,
-) -> Option<UnmetCondition<'c>> {
-    let unmet = conditions.iter().find(|one| !one.is_met(facts));
-    unmet.map(|one| UnmetCondition::Value(&one.part))
 }
 
 fn is_empty_or_any<T>(alternatives: &[T], is_met: impl FnMut(&T) -> bool) -> bool {

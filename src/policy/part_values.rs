@@ -1,0 +1,202 @@
+//! Reads the values of parts from a request or descriptor.
+
+use super::client_network::format_client_network;
+use super::key_error::KeyError;
+use super::key_part::{KeyComponent, KeyPart};
+use super::{Facts, Matcher, client, facts, lenient_names, path};
+use smallvec::{SmallVec, smallvec};
+use std::borrow::Cow;
+use std::iter;
+
+/// What a key depends on beside the request.
+#[derive(Clone, Copy, Debug)]
+pub struct KeyContext<'a> {
+    pub client: &'a client::Settings,
+    pub path: &'a path::Settings,
+    /// The conditions of the policy. Readings of the path that do not match give no key.
+    pub matcher: &'a Matcher,
+}
+
+/// The values of one request, one per position; `None` if the value is absent.
+pub type KeyValues<'a> = SmallVec<[Option<Cow<'a, [u8]>>; 4]>;
+
+impl KeyPart {
+    /// Whether requests that the conditions match may lack the value.
+    pub fn may_be_absent(&self, matcher: &Matcher) -> bool {
+        let is_absent = |part: &Self| {
+            !part.is_always_present() && !matcher.requires_part(&part.without_issuers())
+        };
+        self.alternatives().all(is_absent)
+    }
+
+    pub(super) fn push_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        context: &KeyContext<'_>,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyError> {
+        let value = match self {
+            Self::ClientIp => Some(Cow::Owned(
+                format_client_network(facts.client_ip, context.client).into_bytes(),
+            )),
+            Self::WholePath | Self::PathCaptures(_) => {
+                return self.push_path_values(facts, context, values);
+            }
+            Self::Alternatives(alternatives) => find_first_present(alternatives, facts, context)?,
+            part => {
+                part.find_ambiguity(facts, context.client)
+                    .map_or(Ok(()), Err)?;
+                part.single_value(facts)?
+            }
+        };
+        values.push(value.filter(|value| !value.is_empty()));
+        Ok(())
+    }
+
+    /// Appends the values of a part that is read from the path.
+    ///
+    /// # Errors
+    /// Returns [`KeyError::AmbiguousPath`] if the readings of the path that the policy matches have
+    /// different values.
+    fn push_path_values<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+        context: &KeyContext<'_>,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyError> {
+        let paths = facts.paths;
+        if paths.has_single_reading() || !context.path.rejects_ambiguous_keys {
+            let found = paths.iter().find_map(|path| self.path_values(path));
+            return self.push_found_path_values(found, context.client, values);
+        }
+        let mut matching_readings = paths
+            .iter()
+            .filter(|path| context.matcher.matches(facts, path))
+            .map(|path| self.path_values(path));
+        let first = matching_readings.next().flatten();
+        if matching_readings.any(|other| other != first) {
+            return Err(KeyError::AmbiguousPath);
+        }
+        self.push_found_path_values(first, context.client, values)
+    }
+
+    /// The values of a part that is read from the path, for one reading.
+    fn path_values<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
+        match self {
+            Self::PathCaptures(pattern) => pattern.captured_segments(path),
+            _ => Some(smallvec![path]),
+        }
+    }
+
+    fn push_found_path_values<'a>(
+        &self,
+        found: Option<SmallVec<[&'a str; 4]>>,
+        client: &client::Settings,
+        values: &mut KeyValues<'a>,
+    ) -> Result<(), KeyError> {
+        let Some(found) = found else {
+            values.extend(iter::repeat_n(None, self.value_count()));
+            return Ok(());
+        };
+        let decode = |value| Cow::from(percent_encoding::percent_decode_str(value));
+        let is_segment = matches!(self, Self::PathCaptures(_));
+        if is_segment
+            && found
+                .iter()
+                .any(|value| client.value_checks.rejects_value(&decode(value)))
+        {
+            return Err(KeyError::OuterWhiteSpace(self.to_string()));
+        }
+        let found = found.into_iter().map(str::as_bytes);
+        values.extend(found.map(|value| Some(Cow::Borrowed(value))));
+        Ok(())
+    }
+
+    /// Returns a query parameter or cookie that upstreams may read differently.
+    pub(super) fn find_ambiguity(
+        &self,
+        facts: &Facts<'_>,
+        client: &client::Settings,
+    ) -> Option<KeyError> {
+        match self {
+            Self::Query(name) => lenient_names::find_query_ambiguity(facts, name, client),
+            Self::Cookie(name) => lenient_names::find_cookie_ambiguity(facts.headers, name, client),
+            _ => None,
+        }
+    }
+
+    /// The only value. A list claim with several has none.
+    ///
+    /// # Errors
+    /// Rejects other repeated values, because the upstream might read a different one.
+    pub(super) fn single_value<'a>(
+        &'a self,
+        facts: &Facts<'a>,
+    ) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
+        self.read_values(facts, |values| {
+            let first = values.next();
+            match (self, values.next()) {
+                (_, None) => Ok(first),
+                (Self::Claim(_), _) => Ok(None),
+                (Self::Header(_), _) if facts.has_joined_headers => {
+                    Err(KeyError::Joined(self.to_string()))
+                }
+                _ => Err(KeyError::Repeated(self.to_string())),
+            }
+        })
+    }
+
+    /// Passes the values that a request or descriptor has to `read`. Parts whose values depend on
+    /// settings or on the policy (client address, path, alternatives) have none.
+    pub(super) fn read_values<'a, R>(
+        &'a self,
+        facts: &Facts<'a>,
+        read: impl FnOnce(&mut dyn Iterator<Item = Cow<'a, [u8]>>) -> R,
+    ) -> R {
+        let text = |text: Option<&'a str>| text.map(|text| Cow::Borrowed(text.as_bytes()));
+        let cert = facts.client_cert;
+        let value = match self {
+            Self::Header(name) => return read(&mut facts.canonical_header_values(name)),
+            Self::Query(name) => return read(&mut facts::query_values(facts.query, name)),
+            Self::Cookie(name) => return read(&mut facts::cookie_values(facts.headers, name)),
+            Self::Claim(name) => {
+                let claim = facts.token.claim(facts.headers, name);
+                return read(&mut claim.texts().map(Cow::Borrowed));
+            }
+            Self::DescriptorEntry(name) => {
+                let descriptor = facts.descriptor.into_iter();
+                return read(&mut descriptor.flat_map(|descriptor| descriptor.values(name)));
+            }
+            Self::WholeDescriptor => facts
+                .descriptor
+                .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
+            Self::Method => text(Some(facts.method.as_str())),
+            Self::Host => text(Some(facts.host)),
+            Self::Const(constant) => text(Some(constant)),
+            Self::ClientCertSan => text(cert.and_then(|cert| cert.san.as_deref())),
+            Self::ClientCertCn => text(cert.and_then(|cert| cert.cn.as_deref())),
+            Self::ClientIp | Self::WholePath | Self::PathCaptures(_) | Self::Alternatives(_) => {
+                None
+            }
+        };
+        read(&mut value.into_iter())
+    }
+}
+
+/// The first value that is present, after its label. An earlier alternative that is ambiguous is an
+/// error, so that no client chooses among alternatives by an ambiguity.
+fn find_first_present<'a>(
+    alternatives: &'a [KeyComponent],
+    facts: &Facts<'a>,
+    context: &KeyContext<'_>,
+) -> Result<Option<Cow<'a, [u8]>>, KeyError> {
+    for KeyComponent { part, .. } in alternatives {
+        let mut values = KeyValues::new();
+        part.push_values(facts, context, &mut values)?;
+        if let Some(Some(value)) = values.pop() {
+            let label = part.source_label();
+            return Ok(Some([label.as_bytes(), b"=", &value].concat().into()));
+        }
+    }
+    Ok(None)
+}
