@@ -1,7 +1,7 @@
 //! Groups warnings that differ only in their position, so that 200 policies give one warning.
 
 use super::diagnostic::ConfigDiagnostic;
-use std::collections::HashMap;
+use indexmap::IndexMap;
 use std::fmt;
 
 /// Positions that a group lists after the first.
@@ -16,26 +16,23 @@ pub struct DiagnosticGroup<'a> {
 
 /// Groups diagnostics in the order of their first position.
 pub fn group_diagnostics(diagnostics: &[ConfigDiagnostic]) -> Vec<DiagnosticGroup<'_>> {
-    let mut groups: Vec<DiagnosticGroup<'_>> = Vec::new();
-    let mut positions: HashMap<(String, &str), usize> = HashMap::new();
+    let mut groups: IndexMap<(String, &str), DiagnosticGroup<'_>> = IndexMap::new();
     for diagnostic in diagnostics {
         let kind = (
             key_without_indexes(&diagnostic.key),
             diagnostic.problem.as_str(),
         );
-        let known = positions.get(&kind).and_then(|at| groups.get_mut(*at));
+        let new_group = || DiagnosticGroup {
+            first: diagnostic,
+            others: Vec::new(),
+        };
+        let known = groups.get_mut(&kind).map(|group| &mut group.others);
         match known {
-            Some(group) => group.others.push(diagnostic),
-            None => {
-                positions.insert(kind, groups.len());
-                groups.push(DiagnosticGroup {
-                    first: diagnostic,
-                    others: Vec::new(),
-                });
-            }
+            Some(others) => others.push(diagnostic),
+            None => _ = groups.insert(kind, new_group()),
         }
     }
-    groups
+    groups.into_values().collect()
 }
 
 impl DiagnosticGroup<'_> {

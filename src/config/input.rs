@@ -60,8 +60,7 @@ impl ConfigInput {
 
     /// Reads a text file and adds it to the watched set.
     pub(super) fn read_file(&self, path: &Path) -> Result<String, String> {
-        self.update_file_set(|files| files.insert_file(path.to_owned()));
-        let bytes = read_config_file(path).map_err(|error| format!("can't be read: {error}"))?;
+        let bytes = self.read_file_bytes(path)?;
         String::from_utf8(bytes).map_err(|_invalid| "can't be read: not UTF-8".to_owned())
     }
 

@@ -4,6 +4,7 @@ use super::input::ConfigInput;
 use super::schema::{self, ValueKind};
 use super::sources::FlagOverrides;
 use super::text_conversion;
+use crate::text::find_similar;
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider, Source};
 use std::path::PathBuf;
@@ -112,11 +113,8 @@ fn parse_env_override<'a>(
 }
 
 fn suggest_variable(key: &str) -> String {
-    let likeness = |path: &String| strsim::jaro_winkler(path, key);
     let paths = schema::leaf_keys().into_iter().map(|leaf| leaf.path);
-    let best = paths
-        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
-        .filter(|path| likeness(path) > 0.8);
+    let best = find_similar(paths, key, 0.8);
     best.map_or_else(String::new, |path| {
         format!(
             "; did you mean {VARIABLE_PREFIX}{}?",

@@ -15,6 +15,7 @@ pub(super) use key::{AppliedAt, KeyRequirement, SchemaKey, ValueKind};
 pub(super) use policy::{COST, LIMIT, VALUE_CONDITION};
 
 use crate::telemetry::{AccessLogFilter, LogFormat};
+use crate::text::find_similar;
 use client::{CLIENT, SELF_SERVICE};
 use key::*;
 use policy::POLICY;
@@ -202,11 +203,9 @@ pub(super) fn find_key_by_path<'p>(
 
 /// Suggests a key for the unknown key `name` of `table`.
 pub(super) fn suggest_key(table: &'static [SchemaKey], name: &str) -> String {
-    let likeness = |key: &SchemaKey| strsim::jaro_winkler(key.name, &name.to_ascii_lowercase());
-    let best = table
-        .iter()
-        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
-    if let Some(key) = best.filter(|key| likeness(key) > 0.8) {
+    let names = table.iter().map(|key| key.name);
+    let best = find_similar(names, &name.to_ascii_lowercase(), 0.8);
+    if let Some(key) = best.and_then(|name| find_key(table, name)) {
         let gist = key
             .doc
             .split_once(". ")

@@ -3,6 +3,7 @@
 use super::schema::ValueKind;
 use super::values::format_duration;
 use crate::limiter::time_zone_names;
+use crate::text::find_similar;
 use figment::value::{Num, Value};
 use std::time::Duration;
 
@@ -62,12 +63,7 @@ pub(super) fn suggest_value(kind: &ValueKind, value: &Value) -> String {
 
 /// The word that is most like `text`, if any is like it.
 pub(super) fn find_similar_word<'w>(words: &[&'w str], text: &str) -> Option<&'w str> {
-    let likeness = |word: &str| strsim::jaro_winkler(word, text);
-    words
-        .iter()
-        .copied()
-        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)))
-        .filter(|word| likeness(word) > MIN_LIKENESS)
+    find_similar(words.iter().copied(), text, MIN_LIKENESS)
 }
 
 fn suggest_keyword(words: &[&str], text: &str) -> Option<String> {

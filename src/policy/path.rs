@@ -3,6 +3,7 @@
 //! Matching and keys use normalized readings, so that no spelling of a path bypasses a policy.
 
 mod characters;
+mod dot_segments;
 mod forwarding;
 mod interpretations;
 mod path_scan;

@@ -4,8 +4,8 @@
 use super::authorization::is_lenient_space;
 use super::client::{self, ClientAddress};
 use super::jwt::{
-    self, ClaimName, RequestToken, SignatureVerification, TokenReader, TrustedIssuers,
-    VerificationKeys,
+    self, ClaimName, IssuerKeys, RequestToken, SignatureVerification, TokenIssuer, TokenReader,
+    TrustedIssuers, VerificationKeys,
 };
 use super::path::{EscapedDelimiters, EscapedSlashes, PathError, PathInterpretations, Settings};
 use super::{
@@ -497,7 +497,12 @@ pub fn assert_token_verification(bytes: &[u8]) {
         let (set, _) = VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}"))
             .expect("the key set is valid");
         [VerificationKeys::from_secret(SECRET).0, set].map(|keys| {
-            let verification = SignatureVerification::Keys(TrustedIssuers::from_keys(keys));
+            let verification =
+                SignatureVerification::Keys(TrustedIssuers::new(vec![TokenIssuer {
+                    name: None,
+                    audiences: Vec::new(),
+                    keys: IssuerKeys::Fixed(keys),
+                }]));
             let settings = jwt::Settings {
                 header: http::header::AUTHORIZATION,
                 verification,

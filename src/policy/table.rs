@@ -36,7 +36,8 @@ pub struct PolicyTable {
     value_headers: Vec<HeaderName>,
     depends_on_client_ip: bool,
     token_reader: Option<Arc<jwt::TokenReader>>,
-    self_service: Option<SelfServiceSettings>,
+    /// The path at which clients can query their quotas.
+    pub self_service: Option<SelfServiceSettings>,
 }
 
 /// The default of [`PolicyTable::mark_header`].
@@ -103,15 +104,6 @@ impl PolicyTable {
         self
     }
 
-    /// Returns the table with another [`PolicyTable::mark_header`].
-    #[must_use]
-    pub fn with_mark_header(self, mark_header: HeaderName) -> Self {
-        Self {
-            mark_header,
-            ..self
-        }
-    }
-
     /// Returns the table with headers that the gateway in front sets, and that are protected as
     /// those that policies read: the app may read them.
     #[must_use]
@@ -119,23 +111,6 @@ impl PolicyTable {
         self.referenced_headers.extend(names.iter().cloned());
         self.trusted_headers = names;
         self
-    }
-
-    /// Returns the table with CORS: scripts of these origins may read the local replies of
-    /// tidegate.
-    #[must_use]
-    pub fn with_cors(mut self, cors: CorsOrigins) -> Self {
-        self.cors = cors;
-        self
-    }
-
-    /// Returns the table with a path at which clients can query their quotas.
-    #[must_use]
-    pub fn with_self_service(self, settings: Option<SelfServiceSettings>) -> Self {
-        Self {
-            self_service: settings,
-            ..self
-        }
     }
 
     /// The settings of self-service, if `path` is its path.

@@ -3,10 +3,8 @@
 use super::context::PolicyContext;
 use super::limits::is_concurrency_limit;
 use crate::config::table_reader::TableReader;
-use crate::limiter::{Algorithm, CounterScope, Limit};
-use crate::policy::{
-    CostSource, KeyTemplate, LimitOverrides, NamedLimit, OnStoreFailure, PolicyMode,
-};
+use crate::limiter::Algorithm;
+use crate::policy::{CostSource, KeyTemplate, LimitOverrides, OnStoreFailure, PolicyMode, Quota};
 
 /// What a policy applies to, and how.
 #[derive(Clone, Copy)]
@@ -15,27 +13,6 @@ pub(super) struct PolicyKind {
     /// Whether the policy applies to calls of the rate-limit service.
     pub(super) matches_descriptors: bool,
     pub(super) on_store_failure: OnStoreFailure,
-}
-
-/// The parts of a quota that exclude others. Invalid parts are left out.
-pub(super) struct QuotaParts<'q> {
-    pub(super) key: &'q KeyTemplate,
-    pub(super) cost: Option<&'q CostSource>,
-    pub(super) limits: &'q [NamedLimit],
-    pub(super) overrides: &'q LimitOverrides,
-    pub(super) block: Option<Limit>,
-    pub(super) count_rejected: bool,
-    pub(super) shards: u16,
-    pub(super) is_dynamic: bool,
-}
-
-impl QuotaParts<'_> {
-    /// The limits of the policy and of its overrides.
-    pub(super) fn all_limits(&self) -> impl Iterator<Item = &NamedLimit> + Clone {
-        let overrides = self.overrides.as_slice().iter();
-        let overridden = overrides.flat_map(|entry| &entry.limits);
-        self.limits.iter().chain(overridden)
-    }
 }
 
 /// An option of a policy, or a circumstance.
@@ -75,10 +52,10 @@ pub(super) fn report_conflicts(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     kind: PolicyKind,
-    parts: &QuotaParts<'_>,
+    quota: &Quota,
 ) {
-    report_foreign_key_part(reader, kind, parts.key);
-    let options = list_options(reader, context, kind, parts);
+    report_foreign_key_part(reader, kind, &quota.key);
+    let options = list_options(reader, context, kind, quota);
     for option in &options {
         let key = option.key(reader);
         let reasons = options
@@ -87,7 +64,7 @@ pub(super) fn report_conflicts(
         reasons.for_each(|problem| reader.report_error(key, problem));
     }
     if options.contains(&InstanceScope) && options.contains(&CountRejected) {
-        report_uncounted_rejections(reader, kind.mode, parts.overrides);
+        report_uncounted_rejections(reader, kind.mode, &quota.overrides);
     }
 }
 
@@ -229,25 +206,20 @@ fn list_options(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     kind: PolicyKind,
-    parts: &QuotaParts<'_>,
+    quota: &Quota,
 ) -> Vec<PolicyOption> {
     let is_local = kind.on_store_failure == OnStoreFailure::Local;
-    let is_estimate = parts.cost.is_some_and(|cost| cost.as_estimate().is_some());
-    let has_status_cost = parts.cost.is_some_and(CostSource::depends_on_status);
     let mut options: Vec<PolicyOption> = [
-        (Block, parts.block.is_some()),
-        (BlockByResponses, parts.block.is_some() && has_status_cost),
-        (CountRejected, parts.count_rejected),
+        (Block, quota.block.is_some()),
+        (BlockByResponses, quota.counts_responses()),
+        (CountRejected, quota.count_rejected),
         (CountWhen, reader.contains_key("count_when")),
         (Descriptors, kind.matches_descriptors),
-        (Dynamic, parts.is_dynamic),
-        (Estimate, is_estimate),
+        (Dynamic, quota.is_dynamic),
+        (Estimate, quota.cost.as_estimate().is_some()),
         (ExtAuthz, context.has_ext_authz && !kind.matches_descriptors),
-        (
-            HeaderCost,
-            matches!(parts.cost, Some(CostSource::Header(_))),
-        ),
-        (InstanceScope, parts.key.scope() == CounterScope::Instance),
+        (HeaderCost, matches!(quota.cost, CostSource::Header(_))),
+        (InstanceScope, quota.is_instance_scoped()),
         (Lease, reader.contains_key("lease")),
         (LocalFailureMode, is_local),
         (
@@ -256,15 +228,15 @@ fn list_options(
         ),
         (
             OnlyConcurrency,
-            !parts.limits.is_empty() && parts.limits.iter().all(is_concurrency_limit),
+            !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit),
         ),
-        (Shards, parts.shards > 1),
-        (SharedCounter, parts.key.counter_name().is_some()),
+        (Shards, quota.shards > 1),
+        (SharedCounter, quota.key.counter_name().is_some()),
     ]
     .into_iter()
     .filter_map(|(option, is_set)| is_set.then_some(option))
     .collect();
-    let limit_options = parts.all_limits().flat_map(|named| {
+    let limit_options = quota.all_limits().flat_map(|named| {
         let by_algorithm = match named.limit.algorithm {
             Algorithm::Concurrency { .. } => Some(Concurrency),
             Algorithm::LeakyBucket { .. } => Some(LeakyBucket),

@@ -5,7 +5,7 @@ use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::limiter::Limit;
 use crate::policy::{
-    ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost, NamedLimit,
+    ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost, NamedLimit, Quota,
 };
 use std::sync::Arc;
 
@@ -102,11 +102,8 @@ fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
 }
 
 /// Reports a cost above the capacity of a cold bucket: such requests would never warm it up.
-pub(super) fn reject_cost_above_cold_capacity<'a>(
-    reader: &TableReader<'_>,
-    cost: u64,
-    mut limits: impl Iterator<Item = &'a NamedLimit>,
-) {
+pub(super) fn reject_cost_above_cold_capacity(reader: &TableReader<'_>, quota: &Quota) {
+    let (cost, mut limits) = (quota.cost.max_units(), quota.all_limits());
     let is_too_small =
         |limit: &Limit| limit.capacity() > limit.cold_capacity() && limit.cold_capacity() < cost;
     if let Some(limit) = limits.find(|limit| is_too_small(&limit.limit)) {

@@ -269,24 +269,19 @@ fn reject_inexact_limit(
         Some(_) => "max",
         None => "requests",
     };
-    let (key, most) = match algorithm {
+    let most_per_period = MAX_UNITS / per_us.max(1);
+    let (key, units, most, interval) = match algorithm {
         Algorithm::TokenBucket { burst, .. } if burst > requests => {
-            ("burst", MAX_UNITS / per_us.max(1))
+            ("burst", burst, most_per_period, "a period")
         }
-        Algorithm::TokenBucket { .. } => (requests_key, MAX_UNITS / per_us.max(1)),
-        Algorithm::LeakyBucket { max_delay_us } => (
-            requests_key,
-            (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1),
-        ),
+        Algorithm::TokenBucket { .. } => (requests_key, requests, most_per_period, "a period"),
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let most = (MAX_UNITS - per_us.min(MAX_UNITS)) / max_delay_us.max(1);
+            (requests_key, requests, most, "a max_delay")
+        }
         _ => return,
     };
-    let burst = if let Algorithm::TokenBucket { burst, .. } = algorithm {
-        burst
-    } else {
-        0
-    };
-    if burst.max(requests) > most {
-        let interval = if burst > 0 { "a period" } else { "a max_delay" };
+    if units > most {
         reader.report_error(
             key,
             &format!(

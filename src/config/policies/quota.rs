@@ -1,6 +1,6 @@
 //! The quota of a policy: key, cost, limits, overrides and their options.
 
-use super::conflicts::{PolicyKind, QuotaParts, report_conflicts};
+use super::conflicts::{PolicyKind, report_conflicts};
 use super::context::PolicyContext;
 use super::cost::{build_cost, reject_cost_above_cold_capacity, warn_if_cost_exceeds_capacity};
 use super::lease;
@@ -11,7 +11,9 @@ use super::shards::check_shards;
 use crate::config::table_reader::TableReader;
 use crate::config::values::parse_name;
 use crate::limiter::{Algorithm, CounterScope, Limit};
-use crate::policy::{KeyComponent, KeyPart, KeyTemplate, LimitOverrides, PolicyMode, Quota};
+use crate::policy::{
+    CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, PolicyMode, Quota,
+};
 
 /// Builds the quota of a policy with action `limit`.
 pub(super) fn build_quota(
@@ -51,43 +53,27 @@ pub(super) fn build_quota(
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
     }
-    let parts = QuotaParts {
-        key: &key,
-        cost: cost.as_ref(),
-        limits: limits.as_deref().unwrap_or_default(),
-        overrides: &overrides,
-        block: build_block(reader, kind.mode, &overrides),
-        count_rejected: reader.get_bool("count_rejected")?,
-        shards: reader.get_integer("shards")?,
-        is_dynamic,
-    };
-    report_conflicts(reader, context, kind, &parts);
-    if let Some(cost) = &cost {
-        reject_cost_above_cold_capacity(reader, cost.max_units(), parts.all_limits());
-    }
-    if parts.shards > 1 {
-        check_shards(reader, context, kind.mode, &parts);
-    }
-    let QuotaParts {
-        block,
-        count_rejected,
-        shards,
-        ..
-    } = parts;
+    // Invalid parts are left out of the quota, which serves only to report further errors then.
+    let is_valid = cost.is_some() && limits.is_some();
     let missing_key = reader.get_keyword("missing_key");
     let quota = Quota {
         lease: None,
-        block,
+        block: build_block(reader, kind.mode, &overrides),
         missing_key: missing_key.unwrap_or(context.missing_key),
-        count_rejected,
-        shards,
-        cost: cost?,
-        limits: limits?,
+        count_rejected: reader.get_bool("count_rejected")?,
+        shards: reader.get_integer("shards")?,
+        cost: cost.unwrap_or(CostSource::Fixed(0)),
+        limits: limits.unwrap_or_default(),
         key,
         overrides,
         is_dynamic,
     };
-    Some(Quota {
+    report_conflicts(reader, context, kind, &quota);
+    reject_cost_above_cold_capacity(reader, &quota);
+    if quota.shards > 1 {
+        check_shards(reader, context, kind.mode, &quota);
+    }
+    is_valid.then(|| Quota {
         lease: lease::build_lease(reader, &quota, kind.mode, context.uses_memory_store),
         ..quota
     })

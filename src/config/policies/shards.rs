@@ -1,17 +1,16 @@
 //! The key `shards` of a policy.
 
-use super::conflicts::QuotaParts;
 use super::context::PolicyContext;
 use crate::config::table_reader::TableReader;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{CostSource, PolicyMode};
+use crate::policy::{PolicyMode, Quota};
 
 /// Checks the amounts of a sharded policy, and warns of what sharding changes.
 pub(super) fn check_shards(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     mode: PolicyMode,
-    parts: &QuotaParts<'_>,
+    quota: &Quota,
 ) {
     if !context.uses_redis_cluster {
         reader.report_warning("shards", "without effect: sharding needs a Redis Cluster");
@@ -25,17 +24,17 @@ pub(super) fn check_shards(
             ),
         );
     }
-    check_capacity_per_shard(reader, parts);
+    check_capacity_per_shard(reader, quota);
 }
 
 /// Checks that each shard has a unit of every limit, and enough for the largest cost.
-fn check_capacity_per_shard(reader: &TableReader<'_>, parts: &QuotaParts<'_>) {
-    let (shards, mut limits) = (u64::from(parts.shards), parts.all_limits());
+fn check_capacity_per_shard(reader: &TableReader<'_>, quota: &Quota) {
+    let (shards, mut limits) = (u64::from(quota.shards), quota.all_limits());
     let least = |limit: &Limit| match limit.algorithm {
         Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
         _ => limit.requests,
     };
-    let max_cost = parts.cost.map_or(0, CostSource::max_units);
+    let max_cost = quota.cost.max_units();
     if let Some(few) = limits.clone().find(|named| least(&named.limit) < shards) {
         let most = least(&few.limit);
         reader.report_error(

@@ -66,11 +66,6 @@ pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
         .ok()
 }
 
-/// The headers that the gateway in front always sets or removes.
-pub(super) fn read_trusted_headers(reader: &TableReader<'_>) -> Vec<HeaderName> {
-    reader.get_list("trusted_headers", values::parse_header_name)
-}
-
 pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::Settings> {
     Some(client::Settings {
         trusted_proxies: reader.get_list("trusted_proxies", values::parse_network),

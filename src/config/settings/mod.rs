@@ -56,9 +56,13 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
     let log = operation::build_log_settings(&root.get_table("log"));
     let trace = telemetry::build_trace_settings(root);
     let metric_export = telemetry::build_metric_export_settings(root);
-    let (headers, cors) = response::build_response_settings(&root.get_table("response"));
+    let response = root.get_table("response");
+    let headers = response::build_rate_limit_header_settings(&response);
+    let cors = response::build_cors_origins(&response.get_table("cors"));
     let client_reader = root.get_table("client");
-    let (claim_trust, tokens) = read_token_settings(&client_reader.get_table("jwt"));
+    let jwt_reader = client_reader.get_table("jwt");
+    let claim_trust = jwt::read_claim_trust(&jwt_reader);
+    let tokens = claim_trust.and_then(|trust| jwt::build_jwt_settings(&jwt_reader, trust));
     let key_hasher = client::build_key_hasher(&client_reader);
     let context = build_policy_context(
         root,
@@ -86,9 +90,9 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         lints::run_lints(&policies, &lint_context);
     }
     let self_service = client::build_self_service_settings(root, has_upstream);
-    let table = assemble_policy_table(policies, context, headers?, tokens)
-        .with_cors(cors)
-        .with_self_service(self_service?);
+    let mut table = assemble_policy_table(policies, context, headers?, tokens);
+    table.cors = cors;
+    table.self_service = self_service?;
     Some(Config {
         listen: listen?,
         tls: tls.map_or(Some(None), |tls| tls.map(Arc::new).map(Some))?,
@@ -111,14 +115,6 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
     })
 }
 
-fn read_token_settings(
-    reader: &TableReader<'_>,
-) -> (Option<ClaimTrust>, Option<policy::jwt::Settings>) {
-    let trust = jwt::read_claim_trust(reader);
-    let tokens = trust.and_then(|trust| jwt::build_jwt_settings(reader, trust));
-    (trust, tokens)
-}
-
 fn assemble_policy_table(
     policies: Vec<PolicyWithReader<'_>>,
     context: PolicyContext,
@@ -126,9 +122,9 @@ fn assemble_policy_table(
     tokens: Option<policy::jwt::Settings>,
 ) -> PolicyTable {
     let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
-    let table = PolicyTable::new(policies, context.path, context.client, headers)
-        .with_mark_header(context.mark_header)
+    let mut table = PolicyTable::new(policies, context.path, context.client, headers)
         .with_trusted_headers(context.trusted_headers);
+    table.mark_header = context.mark_header;
     match tokens {
         Some(tokens) => table.with_token_settings(tokens),
         None => table,
@@ -174,7 +170,9 @@ fn build_policy_context(
         client,
         path: client::build_path_settings(&root.get_table("path"))?,
         key_hasher,
-        trusted_headers: client::read_trusted_headers(&root.get_table("client")),
+        trusted_headers: root
+            .get_table("client")
+            .get_list("trusted_headers", values::parse_header_name),
         on_store_failure: defaults.get_keyword("on_store_failure")?,
         algorithm: defaults.get_mapped_keyword("algorithm", &ALGORITHMS)?,
         missing_key: defaults.get_keyword("missing_key")?,

@@ -32,7 +32,7 @@ pub(in crate::config) fn build_redis_settings(
                 "" => Err("expected the name of a master".to_owned()),
                 name => Ok(name.to_owned()),
             })?,
-            credentials: build_sentinel_login(reader, is_used),
+            credentials: build_login(reader, is_used, "sentinel_", RedisCredentials::default()),
         },
     };
     if kind != RedisTopologyKind::Sentinel {
@@ -50,7 +50,7 @@ pub(in crate::config) fn build_redis_settings(
     Some(RedisSettings {
         topology,
         database: first.database,
-        credentials: build_redis_login(reader, first, is_used),
+        credentials: build_login(reader, is_used, "", first.login.clone()),
         tls: client_tls::build_client_tls(
             reader,
             client_tls::TlsRequirement {
@@ -163,39 +163,33 @@ fn read_username(reader: &TableReader<'_>, is_used: bool, key: &str) -> Option<S
         .flatten()
 }
 
-fn build_sentinel_login(reader: &TableReader<'_>, is_used: bool) -> RedisCredentials {
-    let username = read_username(reader, is_used, "sentinel_username");
-    let password = is_used
-        .then(|| read_text_file(reader, "sentinel_password_file", "password"))
-        .flatten();
-    RedisCredentials {
-        username,
-        password: password.map(RedisPassword::new),
+/// Reads the user and the password of a server; their keys begin with `prefix`. Those of its URL
+/// apply if there are none.
+fn build_login(
+    reader: &TableReader<'_>,
+    is_used: bool,
+    prefix: &str,
+    url: RedisCredentials,
+) -> RedisCredentials {
+    let (user_key, password_key) = (
+        format!("{prefix}username"),
+        format!("{prefix}password_file"),
+    );
+    let username = read_username(reader, is_used, &user_key);
+    if username.is_some() && url.username.is_some() {
+        reader.report_error(&user_key, "the URL holds a user too; expected one of them");
     }
-}
-
-fn build_redis_login(reader: &TableReader<'_>, url: &RedisUrl, is_used: bool) -> RedisCredentials {
-    let username = read_username(reader, is_used, "username");
-    if username.is_some() && url.login.username.is_some() {
-        reader.report_error("username", "the URL holds a user too; expected one of them");
-    }
-    let password = is_used
-        .then(|| read_text_file(reader, "password_file", "password"))
-        .flatten()
-        .map(RedisPassword::new);
-    if password.is_some() && url.login.password.is_some() {
+    let password = is_used.then(|| read_text_file(reader, &password_key, "password"));
+    let password = password.flatten().map(RedisPassword::new);
+    if password.is_some() && url.password.is_some() {
         reader.report_error(
-            "password_file",
+            &password_key,
             "the URL holds a password too; expected one of them",
         );
     }
-    let RedisCredentials {
-        username: url_username,
-        password: url_password,
-    } = url.login.clone();
     RedisCredentials {
-        username: username.or(url_username),
-        password: password.or(url_password),
+        username: username.or(url.username),
+        password: password.or(url.password),
     }
 }
 

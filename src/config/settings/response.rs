@@ -3,16 +3,9 @@
 use crate::config::table_reader::TableReader;
 use crate::policy::{CorsOrigins, RateLimitHeaderSettings};
 
-pub(super) fn build_response_settings(
+pub(super) fn build_rate_limit_header_settings(
     reader: &TableReader<'_>,
-) -> (Option<RateLimitHeaderSettings>, CorsOrigins) {
-    (
-        build_rate_limit_header_settings(reader),
-        build_cors_origins(&reader.get_table("cors")),
-    )
-}
-
-fn build_rate_limit_header_settings(reader: &TableReader<'_>) -> Option<RateLimitHeaderSettings> {
+) -> Option<RateLimitHeaderSettings> {
     let kinds = [
         ("standard", (true, false)),
         ("legacy", (false, true)),
@@ -27,7 +20,7 @@ fn build_rate_limit_header_settings(reader: &TableReader<'_>) -> Option<RateLimi
     })
 }
 
-fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
+pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
     let cors = CorsOrigins::new(reader.get_list("allow_origins", CorsOrigins::parse_origin));
     if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 {
         reader.report_error(

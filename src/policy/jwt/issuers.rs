@@ -38,15 +38,6 @@ pub(super) struct KeyGeneration {
 }
 
 impl TrustedIssuers {
-    /// Creates the set of a single issuer that accepts every `iss` and `aud`.
-    pub fn from_keys(keys: VerificationKeys) -> Self {
-        Self::new(vec![TokenIssuer {
-            name: None,
-            audiences: Vec::new(),
-            keys: IssuerKeys::Fixed(keys),
-        }])
-    }
-
     pub fn new(issuers: Vec<TokenIssuer>) -> Self {
         Self(issuers.into())
     }

@@ -87,7 +87,11 @@ fn keys_from_jwks(keys: &[Value]) -> VerificationKeys {
 }
 
 fn keys_only(keys: VerificationKeys) -> SignatureVerification {
-    SignatureVerification::Keys(TrustedIssuers::from_keys(keys))
+    SignatureVerification::Keys(TrustedIssuers::new(vec![TokenIssuer {
+        name: None,
+        audiences: Vec::new(),
+        keys: IssuerKeys::Fixed(keys),
+    }]))
 }
 
 fn all_keys() -> VerificationKeys {

@@ -118,24 +118,11 @@ pub(super) fn decode_escape(text: &[u8]) -> Option<u8> {
 }
 
 fn parse_hex_digit(digit: u8) -> Option<u8> {
-    match digit {
-        b'0'..=b'9' => Some(digit - b'0'),
-        b'a'..=b'f' => Some(digit - b'a' + 10),
-        b'A'..=b'F' => Some(digit - b'A' + 10),
-        _ => None,
-    }
+    u8::try_from(char::from(digit).to_digit(16)?).ok()
 }
 
 pub(super) fn push_escape(out: &mut String, byte: u8) {
-    const DIGITS: &[u8; 16] = b"0123456789ABCDEF";
-    out.push('%');
-    for nibble in [byte >> 4, byte & 15] {
-        out.extend(
-            DIGITS
-                .get(usize::from(nibble))
-                .map(|digit| char::from(*digit)),
-        );
-    }
+    out.push_str(percent_encoding::percent_encode_byte(byte));
 }
 
 pub(super) fn push_escaped_character(out: &mut String, character: char) {

@@ -3,6 +3,7 @@
 use super::characters::{
     PathCharacter, push_escape, push_escaped_character, split_first_character,
 };
+use super::dot_segments::{DotSegmentResolution, resolve_dots_and_parameters};
 use super::settings::{EscapedSlashes, Settings};
 
 /// Normalizes a path for the upstream (RFC 3986, 6.2.2): unreserved characters are decoded, escapes
@@ -14,32 +15,15 @@ pub fn normalize_forwarded_path(path: &str, settings: &Settings) -> Option<Strin
         return None;
     }
     let spelled = respell_characters(path, settings);
-    let mut segments: Vec<&str> = Vec::new();
-    let mut ends_with_slash = false;
-    for segment in spelled.split('/').skip(1) {
-        ends_with_slash = matches!(segment, "" | "." | "..");
-        match segment {
-            "." => {}
-            ".." => {
-                segments.pop();
-            }
-            segment => segments.push(segment),
-        }
-    }
-    if settings.merge_slashes {
-        segments.retain(|segment| !segment.is_empty());
-    } else if segments.last() == Some(&"") {
-        segments.pop();
-    }
-    let mut normalized = String::with_capacity(spelled.len());
-    for segment in &segments {
-        normalized.push('/');
-        normalized.push_str(segment);
-    }
-    if segments.is_empty() || ends_with_slash {
-        normalized.push('/');
-    }
-    (normalized != path).then_some(normalized)
+    // Parameters and the final slash are for the upstream to interpret.
+    let settings = Settings {
+        strip_parameters: false,
+        ignore_trailing_slash: false,
+        ..*settings
+    };
+    let dots = DotSegmentResolution::BeforeNormalization;
+    let normalized = resolve_dots_and_parameters(&spelled, &settings, dots, false);
+    (*normalized != *path).then(|| normalized.into())
 }
 
 fn respell_characters(path: &str, settings: &Settings) -> String {

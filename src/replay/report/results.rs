@@ -9,6 +9,7 @@ use super::super::statistics::{ReplayKeyStats, RequestSeries, SeriesBin};
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
 use super::number_format::{format_count, format_share, format_time};
 use crate::policy::{PolicyAction, PolicyMode};
+use indexmap::IndexSet;
 
 /// All results of one replay.
 #[derive(Debug)]
@@ -367,11 +368,7 @@ pub(super) fn merged_policy_names<'s>(
     first: &'s PolicySetReport,
     second: &'s PolicySetReport,
 ) -> Vec<&'s str> {
-    let mut names: Vec<&str> = Vec::new();
-    for policy in first.policies.iter().chain(&second.policies) {
-        if !names.contains(&policy.name.as_str()) {
-            names.push(&policy.name);
-        }
-    }
-    names
+    let policies = first.policies.iter().chain(&second.policies);
+    let names: IndexSet<&str> = policies.map(|policy| policy.name.as_str()).collect();
+    names.into_iter().collect()
 }
