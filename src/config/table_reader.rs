@@ -276,6 +276,12 @@ impl<'a> TableReader<'a> {
         self.report(DiagnosticSeverity::Warning, name, problem);
     }
 
+    /// Reports an error at the value of a key.
+    pub(super) fn accept<T>(&self, name: &str, result: Result<T, String>) -> Option<T> {
+        let result = result.map_err(|problem| self.report_error(name, &problem));
+        result.ok()
+    }
+
     fn report(&self, severity: DiagnosticSeverity, name: &str, problem: &str) {
         let value = self.values.and_then(|values| values.get(name));
         let path = self.path.with_key(name);
