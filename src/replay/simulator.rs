@@ -127,7 +127,7 @@ impl<'t> PolicySimulator<'t> {
             left_out: MissingFieldCheck::new(table, known_coverage, required_headers)
                 .policies_without_key()
                 .collect(),
-            stats: SimulationStats::new(policy_count, max_keys, required_headers.names().len()),
+            stats: SimulationStats::new(policy_count, max_keys, required_headers),
         }
     }
 
@@ -314,17 +314,14 @@ impl<'a> LoggedTarget<'a> {
 }
 
 impl SimulationStats {
-    fn new(policy_count: usize, max_keys: usize, header_count: usize) -> Self {
+    fn new(policy_count: usize, max_keys: usize, required_headers: &RequiredHeaders) -> Self {
         let new_policy_stats = || ReplayPolicyStats {
             keys: ReplayKeyTable::new(max_keys),
             ..ReplayPolicyStats::default()
         };
         Self {
             policies: (0..policy_count).map(|_| new_policy_stats()).collect(),
-            field_coverage: FieldCoverage {
-                with_header: vec![0; header_count],
-                ..FieldCoverage::default()
-            },
+            field_coverage: FieldCoverage::new(required_headers),
             ..Self::default()
         }
     }
