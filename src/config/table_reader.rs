@@ -276,7 +276,7 @@ impl<'a> TableReader<'a> {
         self.report(DiagnosticSeverity::Warning, name, problem);
     }
 
-    /// Reports an error at the value of a key.
+    /// Returns what was read for a key, or reports the problem at its value.
     pub(super) fn accept<T>(&self, name: &str, result: Result<T, String>) -> Option<T> {
         let result = result.map_err(|problem| self.report_error(name, &problem));
         result.ok()
