@@ -42,7 +42,8 @@ schema_table! {
         report: Bool, default = "true";
         /// Units that a request takes from each limit. A table reads them from a header or the
         /// response.
-        cost: ValueKind::Either(&UNITS, ", or a table such as { header = \"x-cost\", max = 100 }", &COST_TABLE), default = "1", of_quota;
+        cost: ValueKind::Either(&UNITS, ", or a table such as { header = \"x-cost\", max = 100 }", &COST_TABLE),
+            default = "1", of_quota;
         /// Counts a request only if its response has one of these statuses. Units are reserved at
         /// arrival and returned otherwise. Not with lease, shards, count_rejected, [check],
         /// descriptors or a cost that is not a number.
