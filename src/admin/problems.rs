@@ -97,7 +97,7 @@ pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<
     let paths: Vec<&str> = app_errors
         .entries
         .iter()
-        .map(|entry| &*entry.text)
+        .map(|entry| entry.text.as_str())
         .collect();
     problems.extend(find_traffic_problems(RecentTraffic::read(view), &paths));
     problems.extend(find_configuration_problems(status));

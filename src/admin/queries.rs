@@ -15,7 +15,7 @@ use crate::telemetry::history::{
     SecondCounts, TimelineAxis,
 };
 use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices, ProcessStatus};
-use crate::telemetry::top_rejections::{RejectionDimension, RejectionRanking};
+use crate::telemetry::top_rejections::RejectionDimension;
 use axum::extract::{RawQuery, State};
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
@@ -278,15 +278,11 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
         "address": view.instance.store_address,
         "up": observed.store_up,
         "breaker_open": observed.breaker_open,
-        "outage": observed.store_outage.as_ref().map(|outage| json!({
-            "kind": outage.kind, "reason": outage.reason, "remedy": outage.remedy, "lasts_s": outage.lasts_s,
-        })),
+        "outage": observed.store_outage,
         "errors": counts_to_json(observed.store_errors.iter().copied()),
         "instances": observed.instance_count,
         "lease_units_lost": observed.lease_units_lost,
-        "memory": observed.memory.map(|memory| json!({
-            "keys": memory.keys, "bytes": memory.bytes, "evictions": memory.evictions,
-        })),
+        "memory": observed.memory,
     })
 }
 
@@ -347,15 +343,8 @@ pub(super) async fn get_top_rejections(
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_RANKING_ENTRIES)?;
     let policy = query.get_one("policy")?.map(str::to_owned);
     run_blocking(move || {
-        let rank = |what| {
-            ranking_json(
-                &view
-                    .metrics
-                    .top_rejections()
-                    .ranking(what, policy.as_deref(), limit),
-                what,
-            )
-        };
+        let rejections = view.metrics.top_rejections();
+        let rank = |dimension| rejections.ranking(dimension, policy.as_deref(), limit);
         JsonResponse(
             StatusCode::OK,
             json!({
@@ -366,27 +355,6 @@ pub(super) async fn get_top_rejections(
         )
     })
     .await
-}
-
-pub(super) fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
-    let name = match dimension {
-        RejectionDimension::Keys => "key",
-        RejectionDimension::Paths | RejectionDimension::AppErrors => "path",
-    };
-    let entries = ranking.entries.iter().map(|entry| {
-        json!({
-            "policy": &*entry.policy,
-            name: &*entry.text,
-            "count": entry.count,
-            "error": entry.max_error,
-        })
-    });
-    json!({
-        "since_s": ranking.since_s,
-        "refused": ranking.total,
-        "unseen_at_most": ranking.max_unlisted,
-        "entries": entries.collect::<Vec<_>>(),
-    })
 }
 
 fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Value {

@@ -3,18 +3,20 @@
 //! proxy, which lists only keys with rejected requests.
 
 use super::admin_client::AdminClient;
-use super::json_fields::{list_at, number_at, text_at};
+use super::json_fields::{number_at, text_at};
 use super::limit_status::{format_key_status, format_wait};
-use super::output::{CommandError, block_on, format_json};
-use crate::admin::{add_fields, escape_json_for_display};
+use super::output::{CommandError, block_on, format_json, print_audit_line};
+use crate::admin::{KeyDocument, add_fields, escape_json_for_display};
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
-use crate::app::limit_json;
+use crate::app::limit_documents::micros_to_seconds;
 use crate::app::override_store::describe_key_override;
 use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
 use crate::store::redis::{CounterInspector, RedisConnectionError, RedisCounter, RedisSettings};
+use crate::telemetry::top_rejections::RejectionRanking;
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 /// Most keys that the admin API ranks.
@@ -176,12 +178,13 @@ fn counter_to_json(counter: &RedisCounter) -> Value {
         "key": counter.key,
         "readable": counter.readable_key,
         "algorithm": counter.limit.algorithm.into_str(),
-        "per_s": limit_json::micros_to_seconds_json(counter.limit.per_us),
+        "per_s": micros_to_seconds(counter.limit.per_us),
         "used": counter.used_units,
-        "frees_in_s": if counter.used_units == 0 { Value::Null } else { limit_json::micros_to_seconds_json(counter.next_release_in_us) },
+        "frees_in_s": (counter.used_units > 0).then(|| micros_to_seconds(counter.next_release_in_us)),
     });
     if let Algorithm::CalendarWindow { calendar } = counter.limit.algorithm {
-        add_fields(&mut fields, limit_json::calendar_to_json(calendar));
+        let period = json!({ "per": calendar.unit().as_str(), "tz": calendar.zone_name() });
+        add_fields(&mut fields, period);
     }
     fields
 }
@@ -196,9 +199,9 @@ async fn show_key(
     let store = stores.open_for_inspection().await;
     let state = found.read_status(&store).await.map_err(format_error)?;
     let words = describe_key_override(&stores, &found, state.now_us).await;
-    let status = found.status_to_json(&state, words.map_err(format_error)?.as_deref());
+    let status = found.describe_status(&state, words.map_err(format_error)?);
     Ok(match as_json {
-        true => format_json(&status),
+        true => format_json(&json!(status)),
         false => format_key_status(&status),
     })
 }
@@ -215,11 +218,20 @@ async fn reset_key(
         .reset_counters(&stores, limit)
         .await
         .map_err(format_error)?;
+    let (policy, key) = (&found.policy.name, found.key.to_readable_string());
+    // As the proxy logs it, without the values of the key.
+    print_audit_line(json!({
+        "message": "key reset by an operator",
+        "policy": policy,
+        "key": format!("{:032x}", found.key.id()),
+        "limit": limit,
+        "counters": count,
+    }));
     if as_json {
-        let result = json!({ "policy": found.policy.name, "key": found.key.to_readable_string(), "forgotten": count });
+        let result = json!({ "policy": policy, "key": key, "forgotten": count });
         return Ok(format_json(&result));
     }
-    Ok(format_reset(&found.key.to_readable_string(), count))
+    Ok(format_reset(&key, count))
 }
 
 fn format_reset(key: &str, count: u64) -> String {
@@ -249,7 +261,8 @@ fn run_by_admin_port(
         }
         KeysCommand::Show(selector) => {
             let response = client.request_json("GET", &selector.query_target())?;
-            let text = format_key_status(&response);
+            let status = KeyDocument::deserialize(&response).unwrap_or_default();
+            let text = format_key_status(&status);
             (response, text)
         }
         KeysCommand::Reset { key, limit } => {
@@ -272,12 +285,13 @@ fn run_by_admin_port(
 /// Formats the most rejected keys of a `GET /top` response.
 fn format_rejected_keys(response: &Value) -> String {
     let mut text = format!("{:>10}  {:<24} KEY\n", "REJECTED", "POLICY");
-    for entry in list_at(response, "/keys/entries") {
+    let ranking = RejectionRanking::deserialize(&response["keys"]).unwrap_or_default();
+    for entry in ranking.entries {
         text.push_str(&format!(
             "{:>10}  {:<24} {}\n",
-            number_at(entry, "/count"),
-            text_at(entry, "/policy").escape_debug().to_string(),
-            text_at(entry, "/key").escape_debug(),
+            entry.count,
+            entry.policy.escape_debug().to_string(),
+            entry.text.as_str().escape_debug(),
         ));
     }
     text.push_str(

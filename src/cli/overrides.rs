@@ -12,12 +12,11 @@ use super::output::{CommandError, block_on, format_json};
 use crate::app::key_status::{find_limiting_policy, resolve_override_key};
 use crate::app::override_store::{OverrideListing, OverrideStore};
 use crate::app::overrides::{
-    LimitInput, OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry,
-    resolve_override,
+    OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry, resolve_override,
 };
 use crate::clock::Clock;
 use crate::config::{self, Config, ConfigSources, StoreSettings};
-use crate::limiter::Key;
+use crate::limiter::{Key, LimitAmounts};
 use crate::store::StoredOverride;
 use crate::store::redis::CounterInspector;
 use crate::text::escape_unprintable;
@@ -109,6 +108,16 @@ pub(super) fn run(
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
     let printed = block_on(async {
+        if let OverridesCommand::List {
+            policy: Some(name), ..
+        }
+        | OverridesCommand::Export(ExportArguments {
+            policy: Some(name), ..
+        }) = command
+        {
+            let found = find_limiting_policy(&config.policy_table, name);
+            found.map_err(|error| error.to_string())?;
+        }
         let store = open_store(sources, &config).await?;
         match command {
             OverridesCommand::Set(arguments) => {
@@ -117,10 +126,6 @@ pub(super) fn run(
             OverridesCommand::Remove(key) => remove_override(&store, &config, key, as_json).await,
             OverridesCommand::Show(key) => show_override(&store, &config, key, as_json).await,
             OverridesCommand::List { policy, most } => {
-                if let Some(name) = policy {
-                    let found = find_limiting_policy(&config.policy_table, name);
-                    found.map_err(|error| error.to_string())?;
-                }
                 list_overrides(&store, policy.as_deref(), *most, as_json).await
             }
             OverridesCommand::Import(arguments) => {
@@ -294,8 +299,8 @@ impl OverrideKey {
 
 impl SetArguments {
     fn to_input(&self, now_us: u64) -> Result<OverrideInput, String> {
-        let limits = self.requests.map(|requests| LimitInput {
-            name: self.limit.clone(),
+        let limits = self.requests.map(|requests| LimitAmounts {
+            limit: self.limit.as_deref().unwrap_or_default().into(),
             requests,
             burst: self.burst,
         });

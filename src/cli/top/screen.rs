@@ -45,7 +45,7 @@ pub(super) fn run_screen(
         if let Ok(response) = responses.try_recv()
             && !view.is_paused
         {
-            view.last_error = response.map(|response| data.update(&response)).err();
+            view.last_error = response.map(|response| data.update(response)).err();
             needs_redraw = true;
         }
         if needs_redraw {

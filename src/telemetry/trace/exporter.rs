@@ -3,11 +3,10 @@
 //! Request processing never waits for the export. Spans that do not fit into the queue are dropped
 //! and counted.
 
-use super::span::RequestSpans;
 use crate::telemetry::otlp::{CollectorClient, ExportError, instrumentation_scope};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::resource::v1::Resource;
-use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans};
+use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
 use prost::Message;
 use std::io;
 use std::sync::Arc;
@@ -56,7 +55,7 @@ impl SpanExporter {
         collector: CollectorClient,
         resource: Resource,
         counters: Arc<SpanExportCounters>,
-        queue: mpsc::Receiver<RequestSpans>,
+        queue: mpsc::Receiver<Vec<Span>>,
     ) -> io::Result<Self> {
         let (stop, stopped) = oneshot::channel();
         let (done_sender, done) = oneshot::channel();
@@ -89,7 +88,7 @@ impl SpanExporter {
 }
 
 /// Adds queued requests to the batch until the batch is full, or the queue is closed and empty.
-async fn fill_batch(batch: &mut Vec<RequestSpans>, queue: &mut mpsc::Receiver<RequestSpans>) {
+async fn fill_batch(batch: &mut Vec<Vec<Span>>, queue: &mut mpsc::Receiver<Vec<Span>>) {
     while batch.len() < MAX_BATCH_REQUESTS {
         let remaining = MAX_BATCH_REQUESTS - batch.len();
         if queue.recv_many(batch, remaining).await == 0 {
@@ -101,7 +100,7 @@ async fn fill_batch(batch: &mut Vec<RequestSpans>, queue: &mut mpsc::Receiver<Re
 impl SpanExportWorker {
     async fn run(
         mut self,
-        mut queue: mpsc::Receiver<RequestSpans>,
+        mut queue: mpsc::Receiver<Vec<Span>>,
         mut stopped: oneshot::Receiver<()>,
     ) {
         let mut is_ending = false;
@@ -129,11 +128,8 @@ impl SpanExportWorker {
         }
     }
 
-    async fn export(&mut self, batch: Vec<RequestSpans>) {
-        let spans: Vec<_> = batch
-            .into_iter()
-            .flat_map(RequestSpans::into_spans)
-            .collect();
+    async fn export(&mut self, batch: Vec<Vec<Span>>) {
+        let spans: Vec<Span> = batch.into_iter().flatten().collect();
         let span_count = u64::try_from(spans.len()).unwrap_or(u64::MAX);
         let scope_spans = vec![ScopeSpans {
             scope: Some(instrumentation_scope()),

@@ -18,7 +18,7 @@ use crate::telemetry::metrics::SpanExportCounts;
 use crate::telemetry::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
 use exporter::{QUEUE_CAPACITY, SpanExportCounters};
 use http::HeaderMap;
-use span::RequestSpans;
+use opentelemetry_proto::tonic::trace::v1::Span;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -40,7 +40,7 @@ pub struct Tracer(Arc<SharedTracer>);
 struct SharedTracer {
     sample_ratio: f64,
     clock: Clock,
-    queue: mpsc::Sender<RequestSpans>,
+    queue: mpsc::Sender<Vec<Span>>,
     counters: Arc<SpanExportCounters>,
 }
 
