@@ -131,16 +131,24 @@ pub struct InstanceSummary {
     pub version: String,
     /// The phase of the process.
     pub status: Option<String>,
-    /// `up` or `degraded`.
-    pub store: Option<String>,
     /// The number of instances that it divides limits by.
     pub instances: Option<u64>,
+    #[serde(flatten)]
+    pub figures: InstanceFigures,
+    pub keys: RejectionRanking,
+    pub paths: RejectionRanking,
+}
+
+/// What an instance says about itself; `None` if it did not answer.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InstanceFigures {
+    /// `up` or `degraded`.
+    pub store: Option<String>,
     pub decisions_per_s: Option<f64>,
     pub uptime_s: Option<u64>,
     pub generation: Option<u64>,
     pub config_hash: Option<u64>,
-    pub keys: RejectionRanking,
-    pub paths: RejectionRanking,
 }
 
 /// All instances that share the limits.
@@ -172,12 +180,9 @@ pub struct FleetInstanceDocument {
     pub is_self: bool,
     pub heartbeat_age_s: Option<f64>,
     pub state: String,
-    pub store: Option<String>,
     pub share: f64,
-    pub decisions_per_s: Option<f64>,
-    pub uptime_s: Option<u64>,
-    pub generation: Option<u64>,
-    pub config_hash: Option<u64>,
+    #[serde(flatten)]
+    pub figures: InstanceFigures,
     /// Why it was not queried, or did not answer.
     pub not_asked: Option<String>,
 }

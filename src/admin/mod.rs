@@ -20,7 +20,8 @@ mod routes;
 pub use advertised_address::AdvertisedAddress;
 pub use documents::{
     ExpectedOutcome, ExplainedKey, ExplainedPolicy, ExplanationDocument, FleetDocument,
-    FleetInstanceDocument, InstanceSummary, KeyDocument, LimitDocument, LimitUsage,
+    FleetInstanceDocument, InstanceFigures, InstanceSummary, KeyDocument, LimitDocument,
+    LimitUsage,
 };
 pub use listener::AdminListener;
 pub(crate) use problems::REFUSED_REQUEST_COUNTERS;

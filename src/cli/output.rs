@@ -51,6 +51,17 @@ pub(super) fn format_json(result: &Value) -> String {
     format!("{result:#}\n")
 }
 
+/// The result of a command: as JSON, and as text.
+pub(super) type CommandAnswer = (Value, String);
+
+/// The form of a result that the user asked for.
+pub(super) fn format_answer((json, text): CommandAnswer, as_json: bool) -> String {
+    match as_json {
+        true => escape_json_for_display(&format_json(&json)),
+        false => text,
+    }
+}
+
 /// Prints a result to stdout and returns the exit code. An error goes to stderr, or with `as_json`
 /// to stdout as `{"ok": false, "errors": […]}`.
 pub(super) fn print_result<E: Into<CommandError>>(

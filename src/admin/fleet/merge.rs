@@ -119,7 +119,7 @@ pub(super) fn build_fleet_view(view: &AdminBackend, answers: &FleetAnswers) -> F
             Err(reason) => (InstanceSummary::default(), Some(reason)),
         };
         answered += usize::from(not_asked.is_none());
-        decisions_per_s += summary.decisions_per_s.unwrap_or_default();
+        decisions_per_s += summary.figures.decisions_per_s.unwrap_or_default();
         keys.add(&summary.keys);
         paths.add(&summary.paths);
         describe_instance(view, &one.instance, summary, not_asked, *total)
@@ -164,12 +164,8 @@ fn describe_instance(
         is_self: instance.id == view.instance.id,
         heartbeat_age_s: instance.heartbeat_age.map(|age| age.as_secs_f64()),
         state,
-        store: summary.store,
         share,
-        decisions_per_s: summary.decisions_per_s,
-        uptime_s: summary.uptime_s,
-        generation: summary.generation,
-        config_hash: summary.config_hash,
+        figures: summary.figures,
         not_asked,
     }
 }

@@ -11,8 +11,8 @@ mod summary;
 
 pub(super) use credential::derive_instance_credential;
 
-use super::parameters::QueryParameters;
-use super::responses::{JsonResponse, ProblemDetails, run_blocking};
+use super::parameters::{BackendAndQuery, QueryParameters};
+use super::responses::{JsonResponse, JsonResult, ProblemDetails, run_blocking};
 use super::{AdminBackend, FleetDocument, FleetInstance, FleetMembers, ReloadableAdminToken};
 use axum::Extension;
 use axum::body::Bytes;
@@ -206,7 +206,7 @@ pub(super) async fn get_fleet(
     State(view): State<AdminBackend>,
     Extension(reader): Extension<Arc<FleetReader>>,
     RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["n"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
     let fleet = reader.read_view(&view).await?;
@@ -221,9 +221,8 @@ pub(super) async fn get_fleet(
 
 /// Returns the summary of this instance to another instance.
 pub(super) async fn get_instance_summary(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+    BackendAndQuery(view, query): BackendAndQuery,
+) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["n"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
     run_blocking(move || JsonResponse(StatusCode::OK, json!(build_summary(&view, limit)))).await

@@ -1,7 +1,7 @@
 //! The summary of one instance: state, rate, and rankings.
 
 use crate::admin::health::phase_label;
-use crate::admin::{AdminBackend, InstanceSummary};
+use crate::admin::{AdminBackend, InstanceFigures, InstanceSummary};
 use crate::telemetry::top_rejections::RejectionDimension;
 
 /// Maximum number of entries in each ranking of a summary.
@@ -23,12 +23,14 @@ pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> Instance
         name: view.instance.host.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
         status: Some(phase_label(observed.phase).to_owned()),
-        store: Some(store.to_owned()),
         instances: Some(observed.instance_count.unwrap_or(1).into()),
-        decisions_per_s: Some(mean_rate(view)),
-        uptime_s: Some(observed.uptime_s),
-        generation: Some(observed.config_generation),
-        config_hash: Some(observed.config_hash),
+        figures: InstanceFigures {
+            store: Some(store.to_owned()),
+            decisions_per_s: Some(mean_rate(view)),
+            uptime_s: Some(observed.uptime_s),
+            generation: Some(observed.config_generation),
+            config_hash: Some(observed.config_hash),
+        },
         keys: rank(RejectionDimension::Keys),
         paths: rank(RejectionDimension::Paths),
     }

@@ -97,13 +97,13 @@ fn display_name(instance: &FleetInstanceDocument) -> String {
 
 fn describe_instance(instance: &FleetInstanceDocument, name_width: usize) -> String {
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
-    let state = match instance.store.as_deref() {
+    let state = match instance.figures.store.as_deref() {
         Some("degraded") => "degraded",
         _ => &instance.state,
     };
     let share = format!("{:.1}%", instance.share * 100.0);
-    let rate = or_dash(instance.decisions_per_s.map(format_rate));
-    let uptime = or_dash(instance.uptime_s.map(format_short_duration));
+    let rate = or_dash(instance.figures.decisions_per_s.map(format_rate));
+    let uptime = or_dash(instance.figures.uptime_s.map(format_short_duration));
     let version = or_dash(instance.version.clone());
     let admin = instance.not_asked.clone().or(instance.admin.clone());
     let columns = [state, &share, &rate, &uptime, &version];

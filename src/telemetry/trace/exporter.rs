@@ -3,7 +3,7 @@
 //! Request processing never waits for the export. Spans that do not fit into the queue are dropped
 //! and counted.
 
-use crate::telemetry::otlp::{CollectorClient, ExportError, instrumentation_scope};
+use crate::telemetry::otlp::{CollectorClient, instrumentation_scope};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
@@ -143,27 +143,19 @@ impl SpanExportWorker {
             ..ResourceSpans::default()
         }];
         let request = ExportTraceServiceRequest { resource_spans };
-        match self.collector.export(request.encode_to_vec().into()).await {
-            Ok(rejected) => {
-                let rejected = rejected.min(span_count);
-                self.counters.failed.fetch_add(rejected, Ordering::Relaxed);
-                self.counters
-                    .exported
-                    .fetch_add(span_count - rejected, Ordering::Relaxed);
-                if std::mem::replace(&mut self.has_failed, false) {
-                    tracing::info!("span export recovered");
-                }
-            }
-            Err(error) => self.record_failure(span_count, &error),
-        }
-    }
-
-    fn record_failure(&mut self, span_count: u64, error: &ExportError) {
-        self.counters
-            .failed
-            .fetch_add(span_count, Ordering::Relaxed);
-        if !std::mem::replace(&mut self.has_failed, true) {
-            tracing::warn!(error, "span export failed");
+        let (failed, error) = match self.collector.export(request.encode_to_vec().into()).await {
+            Ok(rejected) => (rejected.min(span_count), None),
+            Err(error) => (span_count, Some(error)),
+        };
+        let counters = &self.counters;
+        counters.failed.fetch_add(failed, Ordering::Relaxed);
+        let exported = span_count - failed;
+        counters.exported.fetch_add(exported, Ordering::Relaxed);
+        let had_failed = std::mem::replace(&mut self.has_failed, error.is_some());
+        match error {
+            None if had_failed => tracing::info!("span export recovered"),
+            Some(error) if !had_failed => tracing::warn!(error, "span export failed"),
+            _ => {}
         }
     }
 }
