@@ -89,13 +89,11 @@ impl Tracer {
 
     /// Returns the numbers of spans since the start, by export result.
     pub fn span_counts(&self) -> SpanExportCounts {
-        let load = |count: fn(&SpanExportCounters) -> &std::sync::atomic::AtomicU64| {
-            count(&self.0.counters).load(Ordering::Relaxed)
-        };
+        let counters = &self.0.counters;
         SpanExportCounts {
-            exported: load(|counts| &counts.exported),
-            dropped: load(|counts| &counts.dropped),
-            failed: load(|counts| &counts.failed),
+            exported: counters.exported.load(Ordering::Relaxed),
+            dropped: counters.dropped.load(Ordering::Relaxed),
+            failed: counters.failed.load(Ordering::Relaxed),
         }
     }
 }
