@@ -137,7 +137,7 @@ fn ranking_can_be_filtered_by_policy() {
         .map(|entry| entry.text.as_str())
         .collect();
     assert_eq!(
-        (texts, ranking_of_b.entries[0].count, ranking_of_b.total),
+        (texts, ranking_of_b.entries[0].count, ranking_of_b.refused),
         (vec!["b/1"], 2, 4)
     );
     let paths = top.ranking(RejectionDimension::Paths, None, 1);
@@ -161,7 +161,7 @@ fn rejections_expire_after_two_generations() {
         let mut texts: Vec<String> = ranking
             .entries
             .iter()
-            .map(|entry| entry.text.to_string())
+            .map(|entry| entry.text.as_str().to_owned())
             .collect();
         texts.sort();
         (texts.join(" "), ranking.since_s)
@@ -199,11 +199,15 @@ fn paths_are_escaped_for_terminals_and_html() {
     }
     for entry in top.ranking(RejectionDimension::Paths, None, 9).entries {
         assert!(
-            entry.text.bytes().all(|byte| byte.is_ascii_graphic()),
+            entry
+                .text
+                .as_str()
+                .bytes()
+                .all(|byte| byte.is_ascii_graphic()),
             "{entry:?}"
         );
         assert!(
-            !entry.text.contains(['<', '>', '"', '`', '\\']),
+            !entry.text.as_str().contains(['<', '>', '"', '`', '\\']),
             "{entry:?}"
         );
         assert!(entry.text.as_str().len() <= MAX_TEXT_BYTES, "{entry:?}");
