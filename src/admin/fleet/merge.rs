@@ -264,7 +264,7 @@ mod tests {
         for (body, part) in [
             (r#"{"id": "b"}"#, "another instance"),
             ("<html>", "not a summary"),
-            ("[]", "another instance"),
+            ("[]", "not a summary"),
             (r#"{"id": "a", "keys": 3}"#, "not a summary"),
         ] {
             assert!(answer_with(body).unwrap_err().contains(part), "{body}");

@@ -350,7 +350,7 @@ mod tests {
     #[test]
     fn escapes_control_characters_in_all_texts() {
         let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\r\nü";
-        let response = json!({
+        let mut response = json!({
             "overview": {
                 "instance": { "id": hostile, "version": hostile }, "status": hostile, "hints": [hostile], "untrusted_peers": [hostile],
                 "last_reload": { "errors": [hostile] }, "store": { "kind": hostile, "address": hostile },
@@ -359,7 +359,6 @@ mod tests {
             "policies": { "policies": [{ "name": hostile }] },
             "top": { "keys": { "entries": [{ "policy": hostile, "key": hostile }] }, "paths": { "entries": [{ "policy": hostile, "path": hostile }] } },
         });
-        let mut response = response;
         escape_texts(&mut response);
         let snapshot = format!("{:?}", AdminApiSnapshot::from_json(&response, None));
         assert!(
