@@ -167,7 +167,7 @@ fn read_json_lines(
                 Err(error) => return Some(Err(format!("line {}: {error}", number + 1))),
             }
             let is_too_long = line.len() == MAX_RECORD_BYTES && !line.ends_with(b"\n");
-            if is_too_long && let Err(error) = skip_line(&mut file) {
+            if is_too_long && let Err(error) = file.skip_until(b'\n') {
                 return Some(Err(format!("line {number}: {error}")));
             }
             if line.trim_ascii().is_empty() {
@@ -184,22 +184,6 @@ fn read_json_lines(
             return Some(Ok((lines, input)));
         }
     })
-}
-
-/// Skips the rest of a line.
-fn skip_line(file: &mut impl BufRead) -> std::io::Result<()> {
-    loop {
-        let buffer = file.fill_buf()?;
-        if buffer.is_empty() {
-            return Ok(());
-        }
-        let end = buffer.iter().position(|byte| *byte == b'\n');
-        let len = end.map_or(buffer.len(), |end| end + 1);
-        file.consume(len);
-        if end.is_some() {
-            return Ok(());
-        }
-    }
 }
 
 fn parse_json_line(line: &[u8], now_us: u64) -> Result<OverrideInput, String> {
