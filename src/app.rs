@@ -8,7 +8,7 @@ pub(crate) mod doctor;
 pub(crate) mod explanation;
 mod instance_name;
 pub(crate) mod key_status;
-pub(crate) mod limit_json;
+pub(crate) mod limit_documents;
 mod listener_set;
 pub(crate) mod override_store;
 pub(crate) mod overrides;
@@ -36,6 +36,7 @@ use crate::telemetry::otlp::ResourceAttributes;
 use crate::telemetry::trace::{SpanExporter, Tracer};
 use admin_view::{AdminViewState, StoreLookups};
 use arc_swap::ArcSwap;
+use futures_util::future::OptionFuture;
 use listener_set::ListenerSet;
 use shutdown::install_signal_handlers;
 use std::io;
@@ -129,7 +130,10 @@ async fn run_proxy(
     let (tracer, exporter) = start_tracing(&config)?;
     let shared = SharedState::new(&config, tracer)?;
     let store_backend = shared.store_backend.clone();
-    store_backend.restore_outage_usage();
+    if let Some(redis) = store_backend.redis() {
+        // The usage of an outage in which an earlier process stopped.
+        redis.restore_usage();
+    }
     let active_policies = ActivePolicies::new(
         Arc::clone(&config.policy_table),
         Arc::clone(&shared.metrics),
@@ -163,13 +167,15 @@ async fn run_proxy(
     let view = view_state.into_backend(Arc::clone(&shared.metrics), history);
     let metric_exporter = start_metric_export(&config, &view);
     let admin = start_admin(&config, shared.admin_token.clone(), view)?;
-    store_backend.describe_member(instance_name::describe_member(&config.admin, &admin));
+    if let Some(redis) = store_backend.redis() {
+        redis.describe_member(instance_name::describe_member(&config.admin, &admin));
+    }
     let reloader = tokio::task::spawn_local(reloader.run());
     shared.key_fetcher.wait_for_first_keys().await;
 
     let shutdown = config.shutdown;
-    let log_start = new_listening_logger(&config, &listeners, address.clone());
     let (config, shared, stop_receiver) = (Arc::new(config), Arc::new(shared), stop.clone());
+    let started_config = Arc::clone(&config);
     let make_service = move |worker| {
         let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
         let (active_policies, stop) = (active_policies.clone(), stop_receiver.clone());
@@ -177,7 +183,7 @@ async fn run_proxy(
     };
     let on_listening = move || {
         is_listening.store(true, Ordering::Relaxed);
-        log_start();
+        log_start(&started_config, &listeners, &address);
         on_listening(ListeningAddresses {
             proxy: address,
             admin,
@@ -185,27 +191,17 @@ async fn run_proxy(
     };
     let served = server.run(make_service, shutdown, stop, on_listening).await;
     // The usage is complete here: all workers have ended, so no further request is admitted.
-    store_backend.save_outage_usage();
+    if let Some(redis) = store_backend.redis() {
+        redis.store_usage();
+    }
     let cut = served?;
     reloader.abort();
-    finish_exports(exporter, metric_exporter).await;
+    // The last exports together take two seconds at most.
+    let spans = OptionFuture::from(exporter.map(SpanExporter::finish));
+    let metrics = OptionFuture::from(metric_exporter.map(MetricExporter::finish));
+    tokio::join!(spans, metrics);
     tracing::info!(connections_cut = cut, "stopped");
     Ok(())
-}
-
-/// Waits for both last exports together, for two seconds at most.
-async fn finish_exports(spans: Option<SpanExporter>, metrics: Option<MetricExporter>) {
-    let finish_spans = async {
-        if let Some(exporter) = spans {
-            exporter.finish().await;
-        }
-    };
-    let finish_metrics = async {
-        if let Some(exporter) = metrics {
-            exporter.finish().await;
-        }
-    };
-    tokio::join!(finish_spans, finish_metrics);
 }
 
 /// State that all workers share.
@@ -245,10 +241,11 @@ fn new_metrics(config: &Config) -> Arc<Metrics> {
         close_reasons: ConnectionCloseReason::VARIANTS,
         rls_call_results: RlsCallResult::VARIANTS,
     };
-    match config.metric_export {
-        Some(_) => Metrics::new_for_export(config.listen.threads, labels),
-        None => Metrics::new(config.listen.threads, labels),
-    }
+    Metrics::with_export(
+        config.listen.threads,
+        labels,
+        config.metric_export.is_some(),
+    )
 }
 
 /// Returns a function that applies the settings of a reloaded configuration that are not policies.
@@ -274,7 +271,7 @@ fn new_credential_publisher(shared: &SharedState) -> CredentialPublisher {
     let admin_token = shared.admin_token.clone();
     Box::new(move |credentials| {
         admin_token.replace(credentials.admin_token.clone());
-        if let (StoreBackend::Redis(redis, _), Some(newer)) = (&store_backend, &credentials.redis) {
+        if let (Some(redis), Some(newer)) = (store_backend.redis(), &credentials.redis) {
             redis.update_logins(newer);
         }
     })
@@ -302,24 +299,16 @@ async fn build_service(
     Rc::new(service)
 }
 
-/// Returns a function that logs the start. It collects the log fields before the configuration is
-/// moved.
-fn new_listening_logger(
-    config: &Config,
-    listeners: &ListenerSet,
-    address: ListenAddress,
-) -> impl FnOnce() + use<> {
+fn log_start(config: &Config, listeners: &ListenerSet, address: &ListenAddress) {
     let (workers, policies) = (config.listen.threads, config.policy_table.policies().len());
     let upstream = config.has_upstream.then(|| config.upstream.url.to_string());
     let store = match &config.store {
         StoreSettings::Memory(_) => "memory".to_owned(),
         StoreSettings::Redis(redis) => format!("redis {redis}"),
     };
-    let (tls, listeners) = (listeners.first_listener_has_tls(), listeners.clone());
-    move || {
-        listeners.log_service_addresses();
-        tracing::info!(%address, tls, upstream, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
-    }
+    let tls = listeners.first_listener_has_tls();
+    listeners.log_service_addresses();
+    tracing::info!(%address, tls, upstream, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
 }
 
 fn start_tracing(config: &Config) -> io::Result<(Option<Tracer>, Option<SpanExporter>)> {

@@ -1,7 +1,7 @@
 //! Handlers that act on one key or request, and handlers that change the state of the process.
 
-use super::parameters::{self, QueryParameters};
-use super::responses::{JsonResponse, ProblemDetails};
+use super::parameters::{self, BackendAndQuery, QueryParameters};
+use super::responses::{JsonResponse, JsonResult, ProblemDetails};
 use super::{AdminBackend, DrainSchedule, OverrideRequest, StoreRequest};
 use crate::telemetry::{self, LogLevel};
 use axum::body::Bytes;
@@ -10,26 +10,17 @@ use axum::extract::{Path, RawQuery, State};
 use http::{HeaderMap, Method, StatusCode};
 use serde_json::json;
 
-async fn query_store(
-    view: AdminBackend,
-    request: StoreRequest,
-) -> Result<JsonResponse, ProblemDetails> {
+async fn query_store(view: AdminBackend, request: StoreRequest) -> JsonResult {
     let answer = view.state.handle_store_request(request).await?;
     Ok(JsonResponse(StatusCode::OK, answer))
 }
 
-pub(super) async fn inspect_key(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+pub(super) async fn inspect_key(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     let query = parameters::parse_key_query(query.as_deref(), &[])?;
     query_store(view, StoreRequest::InspectKey(query)).await
 }
 
-pub(super) async fn reset_key(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+pub(super) async fn reset_key(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     let query = parameters::parse_key_query(query.as_deref(), &["limit"])?;
     query_store(view, StoreRequest::ResetKey(query)).await
 }
@@ -42,7 +33,7 @@ pub(super) async fn read_overrides(
     State(view): State<AdminBackend>,
     Path(policy): Path<String>,
     RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["key", "n"])?;
     let limit = query.get_number("n", 1000, MAX_LISTED_OVERRIDES)?;
     let values = query.get_all("key");
@@ -60,7 +51,7 @@ pub(super) async fn set_override(
     method: Method,
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
-) -> Result<JsonResponse, ProblemDetails> {
+) -> JsonResult {
     let fields = parameters::parse_json_object(&headers, body)?;
     let request = OverrideRequest::Set {
         policy,
@@ -74,7 +65,7 @@ pub(super) async fn remove_override(
     State(view): State<AdminBackend>,
     Path(policy): Path<String>,
     RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["key"])?;
     let values = query.get_all("key");
     let request = OverrideRequest::Remove { policy, values };
@@ -85,25 +76,19 @@ pub(super) async fn explain_request(
     State(view): State<AdminBackend>,
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
-) -> Result<JsonResponse, ProblemDetails> {
+) -> JsonResult {
     let request =
         parameters::parse_explain_request(&parameters::parse_json_object(&headers, body)?)?;
     query_store(view, StoreRequest::Explain(request)).await
 }
 
-pub(super) async fn examine_store(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+pub(super) async fn examine_store(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     QueryParameters::parse(query.as_deref(), &[])?;
     query_store(view, StoreRequest::Examine).await
 }
 
 #[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn start_drain(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+pub(super) async fn start_drain(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     QueryParameters::parse(query.as_deref(), &[])?;
     let DrainSchedule { delay, grace } = view.state.start_drain();
     let body = json!({ "status": "stopping", "delay_s": delay.as_secs_f64(), "grace_s": grace.as_secs_f64() });
@@ -124,7 +109,7 @@ pub(super) async fn get_log_level() -> JsonResponse {
 pub(super) async fn set_log_level(
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
-) -> Result<JsonResponse, ProblemDetails> {
+) -> JsonResult {
     let object = parameters::parse_json_object(&headers, body)?;
     parameters::reject_unknown_fields(&object, "", &["level"])?;
     let text = parameters::get_string_field(&object, "level")?;

@@ -7,6 +7,7 @@ mod access_control;
 mod advertised_address;
 mod commands;
 mod dashboard;
+mod documents;
 mod fleet;
 mod health;
 mod listener;
@@ -17,6 +18,11 @@ mod responses;
 mod routes;
 
 pub use advertised_address::AdvertisedAddress;
+pub use documents::{
+    ExpectedOutcome, ExplainedKey, ExplainedPolicy, ExplanationDocument, FleetDocument,
+    FleetInstanceDocument, InstanceFigures, InstanceSummary, KeyDocument, LimitDocument,
+    LimitUsage,
+};
 pub use listener::AdminListener;
 pub(crate) use problems::REFUSED_REQUEST_COUNTERS;
 pub(crate) use queries::REFUSED_SERIES;

@@ -1,16 +1,33 @@
 //! Parameters of admin requests: query and JSON body.
 
 use super::responses::ProblemDetails;
-use super::{ExplainRequest, KeyQuery};
+use super::{AdminBackend, ExplainRequest, KeyQuery};
 use axum::body::Bytes;
+use axum::extract::FromRequestParts;
 use axum::extract::rejection::BytesRejection;
 use http::header::CONTENT_TYPE;
+use http::request::Parts;
 use http::{HeaderMap, StatusCode};
 use serde_json::Value;
+use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr};
 
 /// Maximum size of a request body.
 pub(super) const MAX_BODY_BYTES: usize = 64 << 10;
+
+/// What most handlers take from a request.
+pub(super) struct BackendAndQuery(pub(super) AdminBackend, pub(super) Option<String>);
+
+impl FromRequestParts<AdminBackend> for BackendAndQuery {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(
+        parts: &mut Parts,
+        view: &AdminBackend,
+    ) -> Result<Self, Infallible> {
+        Ok(Self(view.clone(), parts.uri.query().map(str::to_owned)))
+    }
+}
 
 /// Query parameters in order, decoded as `application/x-www-form-urlencoded`.
 #[derive(Debug)]

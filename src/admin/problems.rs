@@ -4,7 +4,7 @@
 use super::AdminBackend;
 use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics};
 use crate::telemetry::top_rejections::RejectionDimension;
-use serde_json::{Value, json};
+use serde::Serialize;
 use std::borrow::Cow;
 
 /// Number of seconds that the rules about traffic cover. The current, incomplete second is added.
@@ -30,11 +30,12 @@ pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
     ["rejected", "blocked", "denied", "degraded_refused"];
 
 /// A problem and its remedy, in words.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Problem {
     /// Names the rule; the dashboard has its own texts for some rules.
     id: &'static str,
-    is_error: bool,
+    /// `error` or `warning`.
+    level: &'static str,
     title: Cow<'static, str>,
     remedy: Cow<'static, str>,
 }
@@ -60,7 +61,7 @@ impl Problem {
     ) -> Self {
         Self {
             id,
-            is_error: true,
+            level: "error",
             title: title.into(),
             remedy: remedy.into(),
         }
@@ -72,7 +73,7 @@ impl Problem {
         remedy: impl Into<Cow<'static, str>>,
     ) -> Self {
         Self {
-            is_error: false,
+            level: "warning",
             ..Self::error(id, title, remedy)
         }
     }
@@ -80,11 +81,6 @@ impl Problem {
     /// Problem and remedy as one sentence.
     pub(super) fn to_hint(&self) -> String {
         format!("{}: {}", self.title, self.remedy)
-    }
-
-    pub(super) fn to_json(&self) -> Value {
-        let level = if self.is_error { "error" } else { "warning" };
-        json!({ "id": self.id, "level": level, "title": self.title, "remedy": self.remedy })
     }
 }
 
@@ -97,7 +93,7 @@ pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<
     let paths: Vec<&str> = app_errors
         .entries
         .iter()
-        .map(|entry| &*entry.text)
+        .map(|entry| entry.text.as_str())
         .collect();
     problems.extend(find_traffic_problems(RecentTraffic::read(view), &paths));
     problems.extend(find_configuration_problems(status));

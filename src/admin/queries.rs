@@ -4,10 +4,10 @@
 //! The thread that runs the handlers must stay free to accept connections.
 
 use super::health::phase_label;
-use super::parameters::QueryParameters;
+use super::parameters::{BackendAndQuery, QueryParameters};
 use super::problems::{Problem, find_problems};
 use super::responses::{
-    JsonResponse, ProblemDetails, add_fields, escape_json_for_display, run_blocking,
+    JsonResponse, JsonResult, ProblemDetails, add_fields, escape_json_for_display, run_blocking,
 };
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{
@@ -15,8 +15,7 @@ use crate::telemetry::history::{
     SecondCounts, TimelineAxis,
 };
 use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices, ProcessStatus};
-use crate::telemetry::top_rejections::{RejectionDimension, RejectionRanking};
-use axum::extract::{RawQuery, State};
+use crate::telemetry::top_rejections::RejectionDimension;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use http::header::CONTENT_TYPE;
@@ -50,8 +49,7 @@ pub(crate) const REFUSED_SERIES: [&str; 6] = [
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
 
 pub(super) async fn get_config(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
+    BackendAndQuery(view, query): BackendAndQuery,
 ) -> Result<Response, ProblemDetails> {
     QueryParameters::parse(query.as_deref(), &[])?;
     run_blocking(move || {
@@ -77,10 +75,7 @@ pub(super) async fn get_openapi() -> Response {
 
 /// Returns for each policy its description and its numbers of decisions: since the start, by minute
 /// of the last hour, and by hour of the last day.
-pub(super) async fn get_policies(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+pub(super) async fn get_policies(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     let known = ["policy", "search", "sort", "limit", "offset", "history"];
     let query = QueryParameters::parse(query.as_deref(), &known)?;
     let (limit, offset) = (
@@ -207,10 +202,7 @@ fn policy_history_json(
 }
 
 /// Returns the overview of the dashboard: status, store, traffic, latency and problems.
-pub(super) async fn get_overview(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+pub(super) async fn get_overview(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["seconds"])?;
     let seconds = query.get_number("seconds", DEFAULT_HISTORY_SECONDS, SECONDS_KEPT)?;
     run_blocking(move || JsonResponse(StatusCode::OK, build_overview(&view, seconds))).await
@@ -268,7 +260,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
         "untrusted_forwarding": untrusted,
         "untrusted_peers": view.metrics.last_untrusted_peers(),
         "hints": problems.iter().map(Problem::to_hint).collect::<Vec<_>>(),
-        "problems": problems.iter().map(Problem::to_json).collect::<Vec<_>>(),
+        "problems": problems,
     })
 }
 
@@ -278,15 +270,11 @@ fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
         "address": view.instance.store_address,
         "up": observed.store_up,
         "breaker_open": observed.breaker_open,
-        "outage": observed.store_outage.as_ref().map(|outage| json!({
-            "kind": outage.kind, "reason": outage.reason, "remedy": outage.remedy, "lasts_s": outage.lasts_s,
-        })),
+        "outage": observed.store_outage,
         "errors": counts_to_json(observed.store_errors.iter().copied()),
         "instances": observed.instance_count,
         "lease_units_lost": observed.lease_units_lost,
-        "memory": observed.memory.map(|memory| json!({
-            "keys": memory.keys, "bytes": memory.bytes, "evictions": memory.evictions,
-        })),
+        "memory": observed.memory,
     })
 }
 
@@ -340,22 +328,14 @@ fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
 
 /// Returns the most rejected keys and paths.
 pub(super) async fn get_top_rejections(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+    BackendAndQuery(view, query): BackendAndQuery,
+) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["n", "policy"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_RANKING_ENTRIES)?;
     let policy = query.get_one("policy")?.map(str::to_owned);
     run_blocking(move || {
-        let rank = |what| {
-            ranking_json(
-                &view
-                    .metrics
-                    .top_rejections()
-                    .ranking(what, policy.as_deref(), limit),
-                what,
-            )
-        };
+        let rejections = view.metrics.top_rejections();
+        let rank = |dimension| rejections.ranking(dimension, policy.as_deref(), limit);
         JsonResponse(
             StatusCode::OK,
             json!({
@@ -366,27 +346,6 @@ pub(super) async fn get_top_rejections(
         )
     })
     .await
-}
-
-pub(super) fn ranking_json(ranking: &RejectionRanking, dimension: RejectionDimension) -> Value {
-    let name = match dimension {
-        RejectionDimension::Keys => "key",
-        RejectionDimension::Paths | RejectionDimension::AppErrors => "path",
-    };
-    let entries = ranking.entries.iter().map(|entry| {
-        json!({
-            "policy": &*entry.policy,
-            name: &*entry.text,
-            "count": entry.count,
-            "error": entry.max_error,
-        })
-    });
-    json!({
-        "since_s": ranking.since_s,
-        "refused": ranking.total,
-        "unseen_at_most": ranking.max_unlisted,
-        "entries": entries.collect::<Vec<_>>(),
-    })
 }
 
 fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Value {

@@ -15,6 +15,9 @@ use std::fmt::Write as _;
 /// A JSON response.
 pub(super) struct JsonResponse(pub(super) StatusCode, pub(super) Value);
 
+/// The result of a handler that answers in JSON.
+pub(super) type JsonResult = Result<JsonResponse, ProblemDetails>;
+
 /// An error as `application/problem+json` (RFC 9457). The detail of a problem says what would be
 /// right.
 #[derive(Debug)]

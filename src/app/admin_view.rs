@@ -4,15 +4,15 @@ use super::doctor::StoreExaminations;
 use super::explanation::{self, ExplainError};
 use super::instance_name::instance_name;
 use super::key_status::{self, ResolvedKey};
-use super::limit_json;
+use super::limit_documents::{describe_limit, micros_to_seconds};
 use super::listener_set::ListenerSet;
 use super::override_store::describe_key_override;
 use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
     AdminBackend, AdminError, AdminFuture, AdminState, DrainSchedule, ExplainRequest,
-    FleetInstance, FleetMembers, InstanceDescription, KeyQuery, OverrideRequest, PolicyPage,
-    PolicySelection, PolicySummary, StoreRequest, add_fields,
+    FleetInstance, FleetMembers, InstanceDescription, KeyDocument, KeyQuery, OverrideRequest,
+    PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
 };
 use crate::clock;
 use crate::config::PolicyDescription;
@@ -22,7 +22,7 @@ use crate::policy::{OnStoreFailure, Policy, PolicyAction};
 use crate::proxy::{ListenerKind, ServerLoad, ShutdownSettings, ShutdownSignal};
 use crate::reload;
 use crate::store::MemoryStore;
-use crate::store::redis::{self, MemberList, RedisOutage};
+use crate::store::redis::{self, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{
     MemoryStoreUsage, Metrics, PolicyCounters, ProcessPhase, ProcessStatus, StoreOutage,
@@ -90,9 +90,9 @@ impl AdminViewState {
         metrics: Arc<Metrics>,
         history: Arc<TrafficHistory>,
     ) -> AdminBackend {
-        let (store, store_address) = match &self.store_backend {
-            StoreBackend::Memory(_) => ("memory", String::new()),
-            StoreBackend::Redis(shared, _) => ("redis", shared.settings().to_string()),
+        let (store, store_address) = match self.store_backend.redis() {
+            None => ("memory", String::new()),
+            Some(shared) => ("redis", shared.settings().to_string()),
         };
         let instance = InstanceDescription {
             id: redis::instance_id(),
@@ -113,45 +113,33 @@ impl AdminViewState {
 
 impl AdminState for AdminViewState {
     fn read_status(&self) -> ProcessStatus {
-        let (store_up, breaker_open, store_errors, memory) = match &self.store_backend {
-            StoreBackend::Memory(memory) => (true, false, Vec::new(), Some(memory_usage(memory))),
-            StoreBackend::Redis(redis, _) => {
-                let policies = self.active_policies.load_snapshot();
-                let mut policies = policies.table.policies().iter();
-                let has_instance_counters = policies.any(Policy::is_instance_scoped);
-                (
-                    redis.is_up(),
-                    redis.is_breaker_open(),
-                    redis.error_counts().collect(),
-                    has_instance_counters.then(|| memory_usage(redis.instance_counters())),
-                )
-            }
-        };
-        let (instances, lease_units_lost) = match &self.store_backend {
-            StoreBackend::Memory(_) => (None, None),
-            StoreBackend::Redis(redis, leases) => {
-                (Some(redis.instance_count()), Some(leases.lost_units()))
-            }
+        let redis = self.store_backend.redis();
+        let snapshot = self.active_policies.load_snapshot();
+        let policies = snapshot.table.policies();
+        let counts_here = redis.is_none() || policies.iter().any(Policy::is_instance_scoped);
+        let lease_units_lost = match &self.store_backend {
+            StoreBackend::Memory(_) => None,
+            StoreBackend::Redis(_, leases) => Some(leases.lost_units()),
         };
         let reload = self.reload_status.lock();
         ProcessStatus {
             phase: self.current_phase(),
             uptime_s: self.started_at.elapsed().as_secs(),
-            policy_count: self.active_policies.load_snapshot().table.policies().len(),
+            policy_count: policies.len(),
             open_connections: self.load.open_connections(),
             max_connections: self.max_connections,
             connection_limit_hits: self.load.connection_limit_hits(),
             panics: self.load.panic_count(),
-            store_up,
-            breaker_open,
+            store_up: redis.is_none_or(SharedRedisState::is_up),
+            breaker_open: redis.is_some_and(SharedRedisState::is_breaker_open),
             store_outage: self.describe_outage(),
-            store_errors,
-            instance_count: instances,
+            store_errors: redis.map_or(Vec::new(), |redis| redis.error_counts().collect()),
+            instance_count: redis.map(SharedRedisState::instance_count),
             lease_units_lost,
             key_fetches: self.key_fetcher.fetch_counts(),
             spans: self.tracer.as_ref().map(Tracer::span_counts),
-            redis: self.store_backend.redis_server_info(),
-            memory,
+            redis: redis.map(SharedRedisState::server_info),
+            memory: counts_here.then(|| memory_usage(self.store_backend.memory())),
             config_generation: reload.generation,
             rejected_reloads: reload.rejected_count,
             last_load_at_s: reload.last_load_unix_s,
@@ -260,10 +248,7 @@ impl AdminState for AdminViewState {
 
 impl AdminViewState {
     fn describe_outage(&self) -> Option<StoreOutage> {
-        let StoreBackend::Redis(redis, _) = &self.store_backend else {
-            return None;
-        };
-        let RedisOutage { since, cause } = redis.outage()?;
+        let RedisOutage { since, cause } = self.store_backend.redis()?.outage()?;
         let snapshot = self.active_policies.load_snapshot();
         let select = |action: OnStoreFailure| {
             let policies = snapshot.table.policies().iter().filter(|policy| {
@@ -303,10 +288,10 @@ impl AdminViewState {
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
         let now_us = status.now_us;
         let words = describe_key_override(&self.store_backend, &resolved_key, now_us).await?;
-        let mut response = resolved_key.status_to_json(&status, words.as_deref());
-        let counters = self.redis_counter_keys(&resolved_key);
-        add_fields(&mut response, json!({ "counters": counters }));
-        Ok(response)
+        Ok(json!(KeyDocument {
+            counters: Some(self.redis_counter_keys(&resolved_key)),
+            ..resolved_key.describe_status(&status, words)
+        }))
     }
 
     /// Fails at once if the counters of a key are in a store that is known to be unavailable.
@@ -319,15 +304,15 @@ impl AdminViewState {
 
     /// Returns the Redis keys of a key's counters; empty if they are in memory.
     fn redis_counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
-        match &self.store_backend {
-            StoreBackend::Memory(_) => Vec::new(),
-            StoreBackend::Redis(..) if resolved_key.key.is_instance_scoped() => Vec::new(),
-            StoreBackend::Redis(shared, _) => resolved_key
-                .all_counters()
+        let redis = self.store_backend.redis();
+        let redis = redis.filter(|_| !resolved_key.key.is_instance_scoped());
+        redis.map_or(Vec::new(), |shared| {
+            let counters = resolved_key.all_counters();
+            let keys = counters
                 .iter()
-                .flat_map(|charge| shared.counter_keys(charge))
-                .collect(),
-        }
+                .flat_map(|charge| shared.counter_keys(charge));
+            keys.collect()
+        })
     }
 
     async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
@@ -355,20 +340,18 @@ impl AdminViewState {
         let snapshot = self.active_policies.load_snapshot();
         let store = self.store_backend.open_for_inspection().await;
         match explanation::explain_request(&store, &snapshot.table, description).await {
-            Ok(explained) => Ok(explanation::explanation_to_json(&explained, true)),
+            Ok(explained) => Ok(json!(explained.describe(true))),
             Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
             Err(ExplainError::RequestRejected(reason)) => {
-                Ok(explanation::rejected_request_to_json(&reason))
+                Ok(json!(explanation::describe_rejection(reason)))
             }
         }
     }
 
     /// Examines Redis, or returns the report of the last examination if that was recent.
     async fn examine_store(&self) -> Value {
-        let redis = match &self.store_backend {
-            StoreBackend::Memory(_) => None,
-            StoreBackend::Redis(shared, _) => Some(shared.settings_in_use()),
-        };
+        let redis = self.store_backend.redis();
+        let redis = redis.map(SharedRedisState::settings_in_use);
         let table = &self.active_policies.load_snapshot().table;
         let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
         self.lookups
@@ -379,8 +362,8 @@ impl AdminViewState {
 
     /// Fails at once if the store is known to be unavailable.
     pub(super) fn check_store_available(&self) -> Result<(), AdminError> {
-        match &self.store_backend {
-            StoreBackend::Redis(redis, _) if !redis.is_up() => Err(AdminError::Unavailable(
+        match self.store_backend.redis() {
+            Some(redis) if !redis.is_up() => Err(AdminError::Unavailable(
                 "the store is unavailable: the counters cannot be read".to_owned(),
             )),
             _ => Ok(()),
@@ -460,20 +443,18 @@ fn policy_to_json(policy: &Policy, sentence: &str) -> Value {
     let Some(quota) = policy.quota() else {
         return fields;
     };
-    let limits = quota.limits.iter().map(limit_json::limit_to_json);
+    let limits = quota.limits.iter().map(describe_limit);
     let on_store_failure = match policy.on_store_failure {
         _ if quota.is_instance_scoped() => None,
         OnStoreFailure::Open => Some("open"),
         OnStoreFailure::Closed => Some("closed"),
         OnStoreFailure::Local => Some("local"),
     };
-    let block = quota
-        .block
-        .map(|block| limit_json::micros_to_seconds_json(block.per_us));
+    let block = quota.block.map(|block| micros_to_seconds(block.per_us));
     let lease = quota.lease.map(|lease| {
         json!({
             "size": lease.size.map_or_else(|| json!("auto"), |size| json!(size)),
-            "ttl_s": limit_json::micros_to_seconds_json(lease.ttl_us),
+            "ttl_s": micros_to_seconds(lease.ttl_us),
         })
     });
     add_fields(

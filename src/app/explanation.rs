@@ -1,15 +1,16 @@
 //! Explains the decision about a described request, for `tidegate explain` and the admin endpoint.
 
-use super::limit_json;
-use crate::admin::{ExplainRequest, add_fields};
-use crate::enforcer::{self, PolicyExplanation, PolicyStep};
+use super::limit_documents::{describe_limit, describe_limit_status, micros_to_seconds};
+use crate::admin::{
+    ExpectedOutcome, ExplainRequest, ExplainedKey, ExplainedPolicy, ExplanationDocument,
+};
+use crate::enforcer::{self, PolicyExplanation, PolicyLimits, PolicyStep};
 use crate::policy::{OnStoreFailure, Policy, PolicyMode, PolicyTable};
 use crate::proxy::InboundRequest;
 use crate::store::Store;
 use crate::store::redis::RedisOutage;
 use crate::tls::CertificateSubject;
 use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
-use serde_json::{Value, json};
 
 /// What each policy does with a request, and the error in the request's token.
 #[derive(Debug)]
@@ -29,24 +30,6 @@ pub(crate) enum ExplainError {
     /// The proxy rejects the request before policies apply.
     #[error("{0}")]
     RequestRejected(String),
-}
-
-/// The expected result for the client.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum ExpectedOutcome<'t> {
-    Denied(&'t str),
-    CannotKey(&'t str),
-    /// Forwarded: no limit applies.
-    Unlimited,
-    /// Forwarded: all limits have units left.
-    Admitted,
-    /// Unknown: the counters cannot be read.
-    Unknown,
-    /// 503 by these policies, because the store is unavailable.
-    StoreRequired(Vec<&'t str>),
-    /// Without the store, these policies count in each process by itself. None: nothing is limited.
-    CountedLocally(Vec<&'t str>),
-    Rejected(Vec<&'t str>),
 }
 
 /// Explains the decision of `table` about a request, with the counters in `store`. No counter is
@@ -120,123 +103,195 @@ fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, St
 }
 
 /// Predicts the result of a request. `is_limit_status_known` is whether the counters could be read.
-pub(crate) fn predict_outcome<'t>(
-    explanation: &PolicyExplanation<'t>,
+fn predict_outcome(
+    explanation: &PolicyExplanation<'_>,
     is_limit_status_known: bool,
-) -> ExpectedOutcome<'t> {
+) -> ExpectedOutcome {
     let (mut exhausted, mut has_limits, mut has_unknown_status) = (Vec::new(), false, false);
     let (mut closed, mut local) = (Vec::new(), Vec::new());
     let is_enforced =
-        |(policy, step): &&(&Policy, PolicyStep<'t>)| effective_mode(policy, step).is_enforced();
+        |(policy, step): &&(&Policy, PolicyStep<'_>)| effective_mode(policy, step).is_enforced();
     for (policy, step) in explanation.steps.iter().filter(is_enforced) {
+        let name = policy.name.to_string();
         match step {
             PolicyStep::Denies | PolicyStep::DeniesKey(_) => {
-                return ExpectedOutcome::Denied(&policy.name);
+                return new_outcome(Some("denied"), Some(403), [name]);
             }
-            PolicyStep::InvalidKey(_) => return ExpectedOutcome::CannotKey(&policy.name),
+            PolicyStep::InvalidKey(_) => return new_outcome(Some("malformed"), Some(400), [name]),
             PolicyStep::Limits(limits) => {
                 has_limits = true;
-                match policy.on_store_failure {
-                    _ if limits.key.is_instance_scoped() => local.push(&*policy.name),
-                    OnStoreFailure::Closed => closed.push(&*policy.name),
-                    OnStoreFailure::Local => local.push(&*policy.name),
-                    OnStoreFailure::Open => {}
-                }
                 has_unknown_status |= limits.statuses.is_empty();
-                let is_exhausted = limits
-                    .statuses
-                    .iter()
-                    .any(|status| status.remaining < limits.cost);
+                let mut statuses = limits.statuses.iter();
+                let is_exhausted = statuses.any(|status| status.remaining < limits.cost);
                 if is_exhausted || limits.blocked_until_us.is_some() {
-                    exhausted.push(&*policy.name);
+                    exhausted.push(name.clone());
+                }
+                match policy.on_store_failure {
+                    _ if limits.key.is_instance_scoped() => local.push(name),
+                    OnStoreFailure::Closed => closed.push(name),
+                    OnStoreFailure::Local => local.push(name),
+                    OnStoreFailure::Open => {}
                 }
             }
             _ => {}
         }
     }
-    match (has_limits, is_limit_status_known, exhausted.is_empty()) {
-        (false, ..) => ExpectedOutcome::Unlimited,
-        _ if explanation.store.is_err() && closed.is_empty() => {
-            ExpectedOutcome::CountedLocally(local)
+    let (is_store_down, is_known) = (explanation.store.is_err(), is_limit_status_known);
+    let (decision, status, by, why) = match (has_limits, is_store_down, closed.is_empty()) {
+        (false, ..) => (Some("allowed"), None, Vec::new(), "no limit applies"),
+        (true, true, true) if local.is_empty() => {
+            let why = "admitted: on_store_failure = \"open\"";
+            (Some("degraded"), None, local, why)
         }
-        _ if explanation.store.is_err() => ExpectedOutcome::StoreRequired(closed),
-        (true, false, _) => ExpectedOutcome::Unknown,
-        (true, true, true) if has_unknown_status => ExpectedOutcome::Unknown,
-        (true, true, true) => ExpectedOutcome::Admitted,
-        (true, true, false) => ExpectedOutcome::Rejected(exhausted),
+        (true, true, true) => (
+            Some("degraded"),
+            None,
+            local,
+            "each instance counts by itself",
+        ),
+        (true, true, false) => {
+            let why = "on_store_failure = \"closed\"";
+            (Some("degraded"), Some(503), closed, why)
+        }
+        _ if is_known && !exhausted.is_empty() => (Some("rejected"), Some(429), exhausted, ""),
+        _ if is_known && !has_unknown_status => (Some("allowed"), None, Vec::new(), ""),
+        _ => (None, None, Vec::new(), "the counters cannot be read"),
+    };
+    ExpectedOutcome {
+        why: (!why.is_empty()).then(|| why.to_owned()),
+        ..new_outcome(decision, status, by)
+    }
+}
+
+fn new_outcome(
+    decision: Option<&'static str>,
+    status: Option<u16>,
+    by: impl Into<Vec<String>>,
+) -> ExpectedOutcome {
+    let by: Vec<String> = by.into();
+    ExpectedOutcome {
+        status,
+        decision,
+        by: (!by.is_empty()).then_some(by),
+        why: None,
     }
 }
 
 /// The time of the statuses, if the store has one.
-pub(crate) fn status_time_us(explanation: &PolicyExplanation<'_>) -> Option<u64> {
+fn status_time_us(explanation: &PolicyExplanation<'_>) -> Option<u64> {
     *explanation.store.as_ref().ok()?
 }
 
 /// The mode in which a policy decides a request.
-pub(crate) fn effective_mode(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
+fn effective_mode(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
     match step {
         PolicyStep::Limits(limits) => limits.mode,
         _ => policy.mode,
     }
 }
 
-/// Returns the explanation as JSON. `is_limit_status_known` is whether its counters are those of
-/// the proxy.
-pub(crate) fn explanation_to_json(
-    explained: &ExplainedRequest<'_>,
-    is_limit_status_known: bool,
-) -> Value {
-    let explanation = &explained.explanation;
-    let now_us = status_time_us(explanation).filter(|_| is_limit_status_known);
-    let policies = explanation.steps.iter().map(|(policy, step)| {
-        let (result, why) = match step {
-            PolicyStep::NotMatched(unmet) => ("unmet", Some(unmet.to_string())),
-            PolicyStep::NotReached => ("not_reached", None),
-            PolicyStep::Exempts => ("exempts", None),
-            PolicyStep::Denies => ("denies", None),
-            PolicyStep::Skipped => ("skipped", Some("a part of its key is missing".to_owned())),
-            PolicyStep::InvalidKey(error) => ("cannot_key", Some(error.to_string())),
-            PolicyStep::Limits(_) => ("limits", None),
-            PolicyStep::ExemptsKey(key) => ("exempts_key", Some(format!("an override exempts {key}"))),
-            PolicyStep::DeniesKey(key) => ("denies", Some(format!("an override denies {key}"))),
-            PolicyStep::Off(key) => ("skipped", Some(format!("policy is off for key {key} (override)"))),
-        };
-        let mode = effective_mode(policy, step);
-        let mut policy_json =
-            json!({ "policy": policy.name, "mode": mode.name(), "shadow": mode == PolicyMode::Shadow, "result": result, "why": why });
-        if let PolicyStep::Limits(limited) = step {
-            let blocked = limited.blocked_until_us.zip(now_us);
-            let limits = limited.limits.iter().enumerate().map(|(index, named)| {
-                match limited.statuses.get(index).zip(now_us) {
-                    Some((status, now_us)) => {
-                        limit_json::limit_with_status_to_json(named, status, now_us)
-                    }
-                    None => limit_json::limit_to_json(named),
-                }
-            });
-            let limited_json = json!({
-                "key": limited.key.to_readable_string(),
-                "key_hash": format!("{:032x}", limited.key.id()),
-                "scope": limited.key.scope().name(),
-                "cost": limited.cost,
-                "limits": limits.collect::<Vec<_>>(),
-                "blocked_s": blocked
-                    .map(|(until, now)| limit_json::micros_to_seconds_json(until.saturating_sub(now))),
-            });
-            add_fields(&mut policy_json, limited_json);
+impl ExplainedRequest<'_> {
+    /// Describes the explanation. `is_limit_status_known` is whether its counters are those of the
+    /// proxy.
+    pub(crate) fn describe(&self, is_limit_status_known: bool) -> ExplanationDocument {
+        let explanation = &self.explanation;
+        let now_us = status_time_us(explanation).filter(|_| is_limit_status_known);
+        let steps = explanation.steps.iter();
+        ExplanationDocument {
+            expected: predict_outcome(explanation, now_us.is_some()),
+            policies: steps
+                .map(|(policy, step)| describe_step(policy, step, now_us))
+                .collect(),
+            store_error: describe_store_error(self),
+            token_fault: self.token_error.clone(),
         }
-        policy_json
-    });
-    json!({
-        "expected": outcome_to_json(&predict_outcome(explanation, now_us.is_some())),
-        "policies": policies.collect::<Vec<_>>(),
-        "store_error": describe_store_error(explained),
-        "token_fault": explained.token_error,
-    })
+    }
+}
+
+/// Describes what a policy does. `now_us` is the time of its statuses, if they are known.
+fn describe_step(policy: &Policy, step: &PolicyStep<'_>, now_us: Option<u64>) -> ExplainedPolicy {
+    let by_override = |result, why: String, words: String| (result, Some(why), words);
+    let (result, why, words) = match step {
+        PolicyStep::NotMatched(unmet) => ("unmet", Some(unmet.to_string()), unmet.to_string()),
+        PolicyStep::NotReached => ("not_reached", None, "not reached".to_owned()),
+        PolicyStep::Exempts => ("exempts", None, "matches: exempt".to_owned()),
+        PolicyStep::Denies => ("denies", None, "matches: denied".to_owned()),
+        PolicyStep::Skipped => {
+            let why = "a part of its key is missing";
+            (
+                "skipped",
+                Some(why.to_owned()),
+                format!("matches, but {why}: skipped"),
+            )
+        }
+        PolicyStep::InvalidKey(error) => (
+            "cannot_key",
+            Some(error.to_string()),
+            format!("matches, but {error}"),
+        ),
+        PolicyStep::ExemptsKey(key) => by_override(
+            "exempts_key",
+            format!("an override exempts {key}"),
+            format!("matches: key {key}, exempt from this policy by an override"),
+        ),
+        PolicyStep::DeniesKey(key) => by_override(
+            "denies",
+            format!("an override denies {key}"),
+            format!("matches: key {key}, denied by an override"),
+        ),
+        PolicyStep::Off(key) => by_override(
+            "skipped",
+            format!("policy is off for key {key} (override)"),
+            format!("matches: key {key}, policy is off for this key (override)"),
+        ),
+        PolicyStep::Limits(limits) => {
+            let is_local = limits.key.is_instance_scoped();
+            let scope = if is_local {
+                ", counted per instance"
+            } else {
+                ""
+            };
+            let words = format!("matches: key {}, cost {}{scope}", limits.key, limits.cost);
+            ("limits", None, words)
+        }
+    };
+    let mode = effective_mode(policy, step);
+    ExplainedPolicy {
+        policy: policy.name.to_string(),
+        mode: mode.name(),
+        shadow: mode == PolicyMode::Shadow,
+        result,
+        why,
+        words: words + mode.suffix(),
+        limited: match step {
+            PolicyStep::Limits(limited) => Some(describe_key(limited, now_us)),
+            _ => None,
+        },
+    }
+}
+
+fn describe_key(limited: &PolicyLimits<'_>, now_us: Option<u64>) -> ExplainedKey {
+    let mut statuses = limited.statuses.iter();
+    let limits = limited
+        .limits
+        .iter()
+        .map(|named| match statuses.next().zip(now_us) {
+            Some((status, now_us)) => describe_limit_status(named, status, now_us),
+            None => describe_limit(named),
+        });
+    let blocked = limited.blocked_until_us.zip(now_us);
+    ExplainedKey {
+        key: limited.key.to_readable_string(),
+        key_hash: format!("{:032x}", limited.key.id()),
+        scope: limited.key.scope().name(),
+        cost: limited.cost,
+        limits: limits.collect(),
+        blocked_s: blocked.map(|(until, now)| micros_to_seconds(until.saturating_sub(now))),
+    }
 }
 
 /// Why the counters cannot be read, since when, and what to do.
-pub(crate) fn describe_store_error(explained: &ExplainedRequest<'_>) -> Option<String> {
+fn describe_store_error(explained: &ExplainedRequest<'_>) -> Option<String> {
     let error = explained.explanation.store.as_ref().err()?;
     Some(match &explained.outage {
         None => error.to_string(),
@@ -251,35 +306,14 @@ pub(crate) fn describe_store_error(explained: &ExplainedRequest<'_>) -> Option<S
     })
 }
 
-/// JSON for a request that is rejected before policies apply.
-pub(crate) fn rejected_request_to_json(why: &str) -> Value {
-    json!({ "expected": { "status": 400, "why": why }, "policies": [] })
-}
-
-fn outcome_to_json(expected: &ExpectedOutcome<'_>) -> Value {
-    match expected {
-        ExpectedOutcome::Denied(policy) => {
-            json!({ "status": 403, "decision": "denied", "by": [policy] })
-        }
-        ExpectedOutcome::CannotKey(policy) => {
-            json!({ "status": 400, "decision": "malformed", "by": [policy] })
-        }
-        ExpectedOutcome::Rejected(policies) => {
-            json!({ "status": 429, "decision": "rejected", "by": policies })
-        }
-        ExpectedOutcome::Unlimited => json!({ "decision": "allowed", "why": "no limit applies" }),
-        ExpectedOutcome::Admitted => json!({ "decision": "allowed" }),
-        ExpectedOutcome::Unknown => {
-            json!({ "decision": null, "why": "the counters cannot be read" })
-        }
-        ExpectedOutcome::StoreRequired(policies) => {
-            json!({ "status": 503, "decision": "degraded", "by": policies, "why": "on_store_failure = \"closed\"" })
-        }
-        ExpectedOutcome::CountedLocally(policies) if policies.is_empty() => {
-            json!({ "decision": "degraded", "why": "admitted: on_store_failure = \"open\"" })
-        }
-        ExpectedOutcome::CountedLocally(policies) => {
-            json!({ "decision": "degraded", "by": policies, "why": "each instance counts by itself" })
-        }
+/// Describes a request that is rejected before policies apply.
+pub(crate) fn describe_rejection(why: String) -> ExplanationDocument {
+    ExplanationDocument {
+        expected: ExpectedOutcome {
+            status: Some(400),
+            why: Some(why),
+            ..ExpectedOutcome::default()
+        },
+        ..ExplanationDocument::default()
     }
 }

@@ -1,15 +1,14 @@
 //! Reads and resets one key of a policy, for `tidegate keys` and the admin endpoint.
 
-use super::limit_json;
+use super::limit_documents::{describe_limit_status, micros_to_seconds};
 use super::store_backend::StoreBackend;
-use crate::admin::{AdminError, add_fields};
+use crate::admin::{AdminError, KeyDocument};
 use crate::limiter::{Algorithm, Charge, Key, LimitStatus, ListedValue};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
 use crate::store::redis::CounterInspector;
 use crate::store::{Store, StoreUnavailable};
-use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// Maximum number of names that an error lists.
@@ -180,43 +179,38 @@ impl ResolvedKey<'_> {
                 .any(|status| status.remaining < min_cost)
     }
 
-    /// Returns the status of the key as JSON. `override_words` describes the key's override in the
-    /// store.
-    pub(crate) fn status_to_json(&self, status: &KeyStatus, override_words: Option<&str>) -> Value {
+    /// Describes the status of the key. `override_words` describes its override in the store.
+    pub(crate) fn describe_status(
+        &self,
+        status: &KeyStatus,
+        override_words: Option<String>,
+    ) -> KeyDocument {
         let limits = self.limits.iter().zip(&status.limit_statuses);
-        let limits = limits.map(|(named, limit_status)| {
-            limit_json::limit_with_status_to_json(named, limit_status, status.now_us)
-        });
-        let left = |until_us: u64| {
-            limit_json::micros_to_seconds_json(until_us.saturating_sub(status.now_us))
+        let limits = limits
+            .map(|(named, limit_status)| describe_limit_status(named, limit_status, status.now_us));
+        let (admitted, override_rule) = match self.rule {
+            OverrideRule::Limit(_) => (!self.is_exhausted(status), None),
+            OverrideRule::Allow => (true, Some("allow")),
+            OverrideRule::Deny => (false, Some("deny")),
+            OverrideRule::Off => (true, Some("off")),
         };
-        let mut status_json = json!({
-            "policy": self.policy.name,
-            "key": self.key.to_readable_string(),
-            "key_hash": format!("{:032x}", self.key.id()),
-            "admitted": match self.rule {
-                OverrideRule::Limit(_) => !self.is_exhausted(status),
-                OverrideRule::Allow | OverrideRule::Off => true,
-                OverrideRule::Deny => false,
-            },
-            "mode": self.mode.name(),
-            "scope": self.key.scope().name(),
-            "shadow": self.mode == PolicyMode::Shadow,
-            "least_cost": self.quota.cost.min_units(),
-            "blocked_s": status.blocked_until_us.map(left),
-            "limits": limits.collect::<Vec<Value>>(),
-        });
-        if let Some(words) = override_words {
-            add_fields(&mut status_json, json!({ "override_words": words }));
+        KeyDocument {
+            policy: self.policy.name.to_string(),
+            key: self.key.to_readable_string(),
+            key_hash: Some(format!("{:032x}", self.key.id())),
+            admitted,
+            mode: self.mode.name().to_owned(),
+            scope: self.key.scope().name().to_owned(),
+            shadow: self.mode == PolicyMode::Shadow,
+            least_cost: self.quota.cost.min_units(),
+            blocked_s: status
+                .blocked_until_us
+                .map(|until_us| micros_to_seconds(until_us.saturating_sub(status.now_us))),
+            limits: limits.collect(),
+            override_words,
+            override_rule: override_rule.map(str::to_owned),
+            counters: None,
         }
-        let rule = match self.rule {
-            OverrideRule::Limit(_) => return status_json,
-            OverrideRule::Allow => "allow",
-            OverrideRule::Deny => "deny",
-            OverrideRule::Off => "off",
-        };
-        add_fields(&mut status_json, json!({ "override": rule }));
-        status_json
     }
 
     /// Deletes the counters of the key, or only those of one limit. Returns how many existed.
@@ -240,15 +234,12 @@ impl ResolvedKey<'_> {
             };
             counters.retain(|charge| *charge.limit == named.limit);
         }
-        match stores {
-            StoreBackend::Memory(memory) => Ok(memory.remove_counters(&counters)),
-            StoreBackend::Redis(redis, _) if self.key.is_instance_scoped() => {
-                Ok(redis.instance_counters().remove_counters(&counters))
-            }
-            StoreBackend::Redis(redis, _) => {
+        match stores.redis() {
+            Some(redis) if !self.key.is_instance_scoped() => {
                 let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
                 Ok(inspector.reset_counters(&counters).await?)
             }
+            _ => Ok(stores.memory().remove_counters(&counters)),
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::admin::AdminError;
 use crate::limiter::Key;
 use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
-use serde_json::{Value, json};
+use serde::Serialize;
 use std::sync::Arc;
 
 /// Attempts to change an override that other commands change at the same time.
@@ -137,7 +137,7 @@ impl OverrideStore {
 const SET_MESSAGE: &str = "override set by an operator";
 
 /// A change of one override, as an audit line states it.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(crate) struct OverrideChange {
     message: &'static str,
     policy: String,
@@ -178,20 +178,6 @@ impl OverrideChange {
             expires_at: remarks.expires_at_ms.and_then(format_time_ms),
             author: remarks.author.clone(),
             note: remarks.note.clone(),
-        })
-    }
-
-    pub(crate) fn to_json(&self) -> Value {
-        json!({
-            "message": self.message,
-            "policy": self.policy,
-            "key": self.key,
-            "override_key": self.override_key,
-            "old": self.old,
-            "new": self.new,
-            "expires_at": self.expires_at,
-            "author": self.author,
-            "note": self.note,
         })
     }
 

@@ -33,21 +33,13 @@ pub(crate) struct OverrideInput {
     pub(crate) policy: String,
     /// The values of the key in order; empty for an absent one.
     pub(crate) values: Vec<String>,
-    pub(crate) limits: Vec<LimitInput>,
+    /// An empty name stands for the only limit of the key.
+    pub(crate) limits: Vec<LimitAmounts>,
     pub(crate) is_unlimited: bool,
     pub(crate) is_blocked: bool,
     pub(crate) expires_at_ms: Option<u64>,
     pub(crate) note: Option<String>,
     pub(crate) author: Option<String>,
-}
-
-/// The amounts of one limit as they were entered.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct LimitInput {
-    /// `None`: the only limit of the key.
-    pub(crate) name: Option<String>,
-    pub(crate) requests: u64,
-    pub(crate) burst: Option<u64>,
 }
 
 /// Checks an override against the policies, and converts it to the form of the store.
@@ -113,7 +105,7 @@ pub(crate) fn resolve_override(
 fn resolve_limits(
     policy: &str,
     limits: &[NamedLimit],
-    entered: &[LimitInput],
+    entered: &[LimitAmounts],
 ) -> Result<KeyOverride, String> {
     let names = || {
         limits
@@ -123,37 +115,32 @@ fn resolve_limits(
             .join(", ")
     };
     let mut amounts: Vec<LimitAmounts> = Vec::new();
-    for LimitInput {
-        name,
-        requests,
-        burst,
-    } in entered
-    {
-        let named = match (name, limits) {
-            (None, [only]) => only,
-            (None, _) => {
+    for one in entered {
+        let named = match (&*one.limit, limits) {
+            ("", [only]) => only,
+            ("", _) => {
                 return Err(format!(
                     "the limits of {policy} are {}; expected the name of one of them",
                     names()
                 ));
             }
-            (Some(name), _) => limits
+            (name, _) => limits
                 .iter()
-                .find(|named| *named.name == **name)
+                .find(|named| &*named.name == name)
                 .ok_or_else(|| format!("unknown limit {name:?}; expected one of {}", names()))?,
         };
         let is_bucket = matches!(named.limit.algorithm, Algorithm::TokenBucket { .. });
-        if burst.is_some() && !is_bucket {
+        if one.burst.is_some() && !is_bucket {
             return Err(format!(
                 "burst: the limit {} is not a token_bucket; expected no burst",
                 named.name
             ));
         }
-        if *burst == Some(0) {
+        if one.burst == Some(0) {
             return Err("burst: 0; expected at least 1".to_owned());
         }
         let max_amount = named.limit.max_amount();
-        if (*requests).max(burst.unwrap_or(0)) > max_amount {
+        if one.requests.max(one.burst.unwrap_or(0)) > max_amount {
             return Err(format!(
                 "the limit {} counts exactly up to {max_amount}; expected at most that",
                 named.name
@@ -164,8 +151,7 @@ fn resolve_limits(
         }
         amounts.push(LimitAmounts {
             limit: (*named.name).into(),
-            requests: *requests,
-            burst: *burst,
+            ..one.clone()
         });
     }
     Ok(KeyOverride::Limits(amounts))
@@ -275,7 +261,7 @@ fn text_from_json(object: &Map<String, Value>, name: &str) -> Result<Option<Stri
 }
 
 /// Reads the amounts: those of one limit in the object itself, or of several in its `limits`.
-fn limits_from_json(object: &Map<String, Value>) -> Result<Vec<LimitInput>, String> {
+fn limits_from_json(object: &Map<String, Value>) -> Result<Vec<LimitAmounts>, String> {
     let given = |name: &str| object.get(name).filter(|value| !value.is_null());
     let of_one = ["burst", "limit"]
         .into_iter()
@@ -283,10 +269,10 @@ fn limits_from_json(object: &Map<String, Value>) -> Result<Vec<LimitInput>, Stri
     match (given("requests"), given("limits"), of_one) {
         (None, None, None) => Ok(Vec::new()),
         (None, None, Some(field)) => Err(format!("{field}: expected requests beside it")),
-        (Some(_), None, _) => Ok(vec![LimitInput {
-            name: text_from_json(object, "limit")?,
-            ..amounts_from_json(object)?
-        }]),
+        (Some(_), None, _) => {
+            let limit = text_from_json(object, "limit")?.unwrap_or_default();
+            Ok(vec![amounts_from_json(&limit, object)?])
+        }
         (None, Some(_), Some(field)) => Err(format!("{field}: expected it inside limits")),
         (None, Some(Value::Object(by_name)), None) => by_name
             .iter()
@@ -299,7 +285,7 @@ fn limits_from_json(object: &Map<String, Value>) -> Result<Vec<LimitInput>, Stri
     }
 }
 
-fn named_amounts_from_json(name: &str, amounts: &Value) -> Result<LimitInput, String> {
+fn named_amounts_from_json(name: &str, amounts: &Value) -> Result<LimitAmounts, String> {
     let amounts = amounts
         .as_object()
         .ok_or_else(|| format!("limits.{name}: expected an object with requests"))?;
@@ -310,14 +296,10 @@ fn named_amounts_from_json(name: &str, amounts: &Value) -> Result<LimitInput, St
             fields.join(", ")
         ));
     }
-    let amounts = amounts_from_json(amounts).map_err(|why| format!("limits.{name}: {why}"))?;
-    Ok(LimitInput {
-        name: Some(name.to_owned()),
-        ..amounts
-    })
+    amounts_from_json(name, amounts).map_err(|why| format!("limits.{name}: {why}"))
 }
 
-fn amounts_from_json(object: &Map<String, Value>) -> Result<LimitInput, String> {
+fn amounts_from_json(limit: &str, object: &Map<String, Value>) -> Result<LimitAmounts, String> {
     let amount = |name: &str| match object.get(name) {
         None | Some(Value::Null) => Ok(None),
         Some(value) => value
@@ -326,8 +308,8 @@ fn amounts_from_json(object: &Map<String, Value>) -> Result<LimitInput, String> 
             .map(Some)
             .ok_or_else(|| format!("{name}: expected an integer from 0 to {MAX_UNITS}")),
     };
-    Ok(LimitInput {
-        name: None,
+    Ok(LimitAmounts {
+        limit: limit.into(),
         requests: amount("requests")?.ok_or("requests: missing")?,
         burst: amount("burst")?,
     })
@@ -353,16 +335,7 @@ pub(crate) fn listed_override_from_json(
     let rule = match (input.is_unlimited, input.is_blocked) {
         (true, _) => KeyOverride::Unlimited,
         (false, true) => KeyOverride::Blocked,
-        (false, false) => {
-            let limits = input.limits.into_iter().map(|amounts| {
-                Ok(LimitAmounts {
-                    limit: amounts.name.ok_or("limit: missing")?.into(),
-                    requests: amounts.requests,
-                    burst: amounts.burst,
-                })
-            });
-            KeyOverride::Limits(limits.collect::<Result<_, String>>()?)
-        }
+        (false, false) => KeyOverride::Limits(input.limits),
     };
     Ok(StoredOverride {
         key: key.finish(),
@@ -427,16 +400,7 @@ pub(crate) fn override_to_json(stored: &StoredOverride) -> Value {
     let rule = match &stored.rule {
         KeyOverride::Unlimited => json!({ "unlimited": true }),
         KeyOverride::Blocked => json!({ "blocked": true }),
-        KeyOverride::Limits(limits) => {
-            let limits = limits.iter().map(|amounts| {
-                let mut fields = json!({ "requests": amounts.requests });
-                if let Some(burst) = amounts.burst {
-                    add_fields(&mut fields, json!({ "burst": burst }));
-                }
-                ((*amounts.limit).to_owned(), fields)
-            });
-            json!({ "limits": limits.collect::<Map<_, _>>() })
-        }
+        KeyOverride::Limits(limits) => json!({ "limits": limits_to_json(limits) }),
     };
     add_fields(&mut fields, rule);
     let expires_at = stored.expires_at_ms.and_then(format_time_ms);
@@ -450,6 +414,18 @@ pub(crate) fn override_to_json(stored: &StoredOverride) -> Value {
         }
     }
     fields
+}
+
+/// The amounts by the names of their limits.
+pub(crate) fn limits_to_json(limits: &[LimitAmounts]) -> Value {
+    let limits = limits.iter().map(|amounts| {
+        let mut fields = json!({ "requests": amounts.requests });
+        if let Some(burst) = amounts.burst {
+            add_fields(&mut fields, json!({ "burst": burst }));
+        }
+        (amounts.limit.to_string(), fields)
+    });
+    limits.collect()
 }
 
 /// Describes the override for people: `5000 requests (api)`, `unlimited`, `blocked`.

@@ -4,11 +4,9 @@ use crate::clock::Clock;
 use crate::config::StoreSettings;
 use crate::limiter::Key;
 use crate::store::redis::{
-    CounterInspector, MemberDescription, MemberList, RedisConnectionError, RedisStore,
-    SharedRedisState,
+    CounterInspector, MemberList, RedisConnectionError, RedisStore, SharedRedisState,
 };
 use crate::store::{LeasePool, MemoryStore, Store};
-use crate::telemetry::metrics::RedisServerMetrics;
 use std::sync::Arc;
 
 /// State that the stores of all workers share.
@@ -30,19 +28,19 @@ impl StoreBackend {
         }
     }
 
-    /// Restores the usage of an outage of Redis in which an earlier process stopped. Must be called
-    /// before the first request.
-    pub(super) fn restore_outage_usage(&self) {
-        if let Self::Redis(shared, _) = self {
-            shared.restore_usage();
+    /// Redis, if it is the store.
+    pub(crate) fn redis(&self) -> Option<&SharedRedisState> {
+        match self {
+            Self::Memory(_) => None,
+            Self::Redis(shared, _) => Some(shared),
         }
     }
 
-    /// Saves the usage of an outage, which Redis lacks, for the next process. Must be called after
-    /// the last request.
-    pub(super) fn save_outage_usage(&self) {
-        if let Self::Redis(shared, _) = self {
-            shared.store_usage();
+    /// The counters of this process: all, or with Redis those of policies that count by instance.
+    pub(super) fn memory(&self) -> &Arc<MemoryStore> {
+        match self {
+            Self::Memory(memory) => memory,
+            Self::Redis(shared, _) => shared.instance_counters(),
         }
     }
 
@@ -61,11 +59,9 @@ impl StoreBackend {
 
     /// Opens a store for an operator's command about one key.
     pub(crate) async fn open_for_key(&self, key: &Key) -> Store {
-        match self {
-            Self::Redis(shared, _) if key.is_instance_scoped() => {
-                Store::Memory(Arc::clone(shared.instance_counters()))
-            }
-            _ => self.open_for_inspection().await,
+        match key.is_instance_scoped() {
+            true => Store::Memory(Arc::clone(self.memory())),
+            false => self.open_for_inspection().await,
         }
     }
 
@@ -82,31 +78,13 @@ impl StoreBackend {
         }
     }
 
-    /// Sets the description of this process in its heartbeats. Must be called before a worker opens
-    /// its store.
-    pub(super) fn describe_member(&self, description: MemberDescription) {
-        if let Self::Redis(shared, _) = self {
-            shared.describe_member(description);
-        }
-    }
-
     /// Lists the instances that share the limits; `None` if no others can.
     pub(super) async fn list_members(&self) -> Result<Option<MemberList>, RedisConnectionError> {
-        match self {
-            Self::Memory(_) => Ok(None),
-            Self::Redis(shared, _) => {
-                // A new connection: each worker owns its connections, on a runtime of its own.
-                let inspector = CounterInspector::connect_with(shared.for_inspection()).await?;
-                inspector.list_members().await.map(Some)
-            }
-        }
-    }
-
-    /// The last INFO reply of Redis, if Redis is the store.
-    pub(super) fn redis_server_info(&self) -> Option<RedisServerMetrics> {
-        match self {
-            Self::Memory(_) => None,
-            Self::Redis(redis, _) => Some(redis.server_info()),
-        }
+        let Some(shared) = self.redis() else {
+            return Ok(None);
+        };
+        // A new connection: each worker owns its connections, on a runtime of its own.
+        let inspector = CounterInspector::connect_with(shared.for_inspection()).await?;
+        inspector.list_members().await.map(Some)
     }
 }

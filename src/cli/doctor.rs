@@ -3,12 +3,12 @@
 use super::output::{CommandError, block_on, format_json};
 use crate::admin::escape_json_for_display;
 use crate::app::doctor::{
-    self, DoctorFinding, DoctorReport, FindingLevel, PolicyMemory, format_bytes,
+    self, DoctorFinding, DoctorReport, ExaminedStore, PolicyMemory, format_bytes,
 };
-use crate::clock;
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::proxy::ListenerKind;
 use crate::text::{escape_unprintable, wrap_text};
+use serde_json::json;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
@@ -38,18 +38,15 @@ pub(super) fn run(
     let config = config::load(sources)?;
     let report = block_on(examine_configured_store(&config))?;
     let text = if options.json {
-        escape_json_for_display(&format_json(&report.to_json(clock::unix_time_s())))
+        escape_json_for_display(&format_json(&json!(report)))
     } else {
         render_text(&report)
     };
-    let has_failed = report.count(FindingLevel::Fault) > 0
-        || options.strict && report.count(FindingLevel::Warning) > 0;
+    let has_failed = report.faults > 0 || options.strict && report.warnings > 0;
     // If the output is a closed pipe, the command fails without a message.
     let printed = io::stdout().write_all(text.as_bytes());
     Ok(match printed {
-        Ok(()) if !has_failed && report.count(FindingLevel::Unknown) > 0 => {
-            ExitCode::from(INCOMPLETE_EXIT_CODE)
-        }
+        Ok(()) if !has_failed && report.unknown > 0 => ExitCode::from(INCOMPLETE_EXIT_CODE),
         Ok(()) if !has_failed => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     })
@@ -69,8 +66,11 @@ async fn examine_configured_store(config: &Config) -> DoctorReport {
 
 fn render_text(report: &DoctorReport) -> String {
     let mut text = match &report.store {
-        None => String::new(),
-        Some(store) => format!("{}, keys {}:*\n", store.address, store.key_prefix),
+        ExaminedStore::Memory => String::new(),
+        ExaminedStore::Redis {
+            address,
+            key_prefix,
+        } => format!("{address}, keys {key_prefix}:*\n"),
     };
     let mut server = None;
     for finding in &report.findings {
@@ -97,12 +97,7 @@ fn render_text(report: &DoctorReport) -> String {
 }
 
 fn summarize(report: &DoctorReport) -> String {
-    let [faults, warnings, unknown] = [
-        FindingLevel::Fault,
-        FindingLevel::Warning,
-        FindingLevel::Unknown,
-    ]
-    .map(|level| report.count(level));
+    let (faults, warnings, unknown) = (report.faults, report.warnings, report.unknown);
     let problems = match (faults, warnings) {
         (0, 0) => "No problem was found".to_owned(),
         _ => format!(

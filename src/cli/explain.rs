@@ -3,12 +3,12 @@
 use super::limit_status;
 use super::output::{CommandError, block_on, format_json};
 use super::request::RequestArguments;
-use crate::admin::{ExplainRequest, add_fields};
+use crate::admin::{ExpectedOutcome, ExplanationDocument, add_fields};
 use crate::app::StoreBackend;
-use crate::app::explanation::{self, ExpectedOutcome, ExplainError, ExplainedRequest};
-use crate::config::{self, Config, ConfigSources, StoreSettings};
+use crate::app::explanation::{self, ExplainError};
+use crate::config::{self, ConfigSources, StoreSettings};
 use crate::enforcer::{PolicyExplanation, PolicyStep};
-use serde_json::{Value, json};
+use serde_json::json;
 
 /// Explains the matching policies, the keys and limits of the request, and their state, as text or
 /// as the JSON of the admin API. Notes about ignored parts of the request go to stderr.
@@ -44,22 +44,26 @@ pub(super) fn explain_request(
         if let Ok(explained) = &mut explained {
             clear_instance_statuses(&mut explained.explanation);
         }
-        match explained {
-            Ok(explained) if as_json => Ok(explanation_to_json(&config, &request, &explained)),
-            Ok(explained) => {
-                let token = explained
-                    .token_error
-                    .as_ref()
-                    .map_or_else(String::new, |error| {
-                        format!("The request's token is not used: {error}.\n")
-                    });
-                Ok(title + &format_explanation(&config, &explained) + &token)
+        // The memory store of this process does not share counters with the proxy.
+        let is_redis = matches!(config.store, StoreSettings::Redis(_));
+        let (document, rejection) = match explained {
+            Ok(explained) => (explained.describe(is_redis), None),
+            Err(ExplainError::InvalidRequest(why)) => return Err(format!("error: {why}\n")),
+            Err(ExplainError::RequestRejected(why)) => {
+                let text = format!("{title}error: {why}\n");
+                (explanation::describe_rejection(why), Some(text))
             }
-            Err(ExplainError::InvalidRequest(why)) => Err(format!("error: {why}\n")),
-            Err(ExplainError::RequestRejected(why)) if as_json => Ok(format_json(
-                &add_request_to_json(&request, explanation::rejected_request_to_json(&why)),
-            )),
-            Err(ExplainError::RequestRejected(why)) => Err(format!("{title}error: {why}\n")),
+        };
+        if as_json {
+            let mut fields = json!(document);
+            let request =
+                json!({ "method": request.method, "url": request.url, "ip": request.peer_ip });
+            add_fields(&mut fields, json!({ "request": request }));
+            return Ok(format_json(&fields));
+        }
+        match rejection {
+            Some(text) => Err(text),
+            None => Ok(title + &format_explanation(&document, is_redis)),
         }
     })?;
     Ok(printed?)
@@ -77,112 +81,60 @@ fn clear_instance_statuses(explanation: &mut PolicyExplanation<'_>) {
     }
 }
 
-fn explanation_to_json(
-    config: &Config,
-    request: &ExplainRequest,
-    explained: &ExplainedRequest<'_>,
-) -> String {
-    // The memory store of this process does not share counters with the proxy.
-    let is_store_known = matches!(config.store, StoreSettings::Redis(_));
-    let explanation = explanation::explanation_to_json(explained, is_store_known);
-    format_json(&add_request_to_json(request, explanation))
-}
-
-fn add_request_to_json(request: &ExplainRequest, mut explanation: Value) -> Value {
-    let described = json!({ "method": request.method, "url": request.url, "ip": request.peer_ip });
-    add_fields(&mut explanation, json!({ "request": described }));
-    explanation
-}
-
-fn format_explanation(config: &Config, explained: &ExplainedRequest<'_>) -> String {
-    let explanation = &explained.explanation;
-    let is_redis = matches!(config.store, StoreSettings::Redis(_));
-    let now_us = explanation::status_time_us(explanation).filter(|_| is_redis);
+fn format_explanation(document: &ExplanationDocument, is_redis: bool) -> String {
     let mut text = String::new();
-    for (policy, step) in &explanation.steps {
-        let mode = explanation::effective_mode(policy, step).suffix();
-        let result = match step {
-            PolicyStep::NotMatched(unmet) => unmet.to_string(),
-            PolicyStep::NotReached => "not reached".to_owned(),
-            PolicyStep::Exempts => "matches: exempt".to_owned(),
-            PolicyStep::Denies => "matches: denied".to_owned(),
-            PolicyStep::Skipped => "matches, but a part of its key is missing: skipped".to_owned(),
-            PolicyStep::InvalidKey(error) => format!("matches, but {error}"),
-            PolicyStep::ExemptsKey(key) => {
-                format!("matches: key {key}, exempt from this policy by an override")
-            }
-            PolicyStep::DeniesKey(key) => format!("matches: key {key}, denied by an override"),
-            PolicyStep::Off(key) => {
-                format!("matches: key {key}, policy is off for this key (override)")
-            }
-            PolicyStep::Limits(limits) => {
-                let scope = match limits.key.is_instance_scoped() {
-                    true => ", counted per instance",
-                    false => "",
-                };
-                format!("matches: key {}, cost {}{scope}", limits.key, limits.cost)
-            }
+    let mut is_counted_by_instances = false;
+    for policy in &document.policies {
+        text.push_str(&format!("  {:<16} {}\n", policy.policy, policy.words));
+        let Some(limited) = &policy.limited else {
+            continue;
         };
-        text.push_str(&format!("  {:<16} {result}{mode}\n", policy.name));
-        if let PolicyStep::Limits(limits) = step {
-            let hash = limits.key.id();
-            text.push_str(&format!("  {:<16}   {hash:032x} in the log\n", ""));
-            if let Some((until_us, now_us)) = limits.blocked_until_us.zip(now_us) {
-                let remaining = limit_status::format_wait(until_us.saturating_sub(now_us));
-                text.push_str(&format!("  {:<16}   blocked for {remaining}\n", ""));
-            }
-            for (index, named) in limits.limits.iter().enumerate() {
-                let status = limits.statuses.get(index).zip(now_us);
-                text.push_str(&format!(
-                    "  {:<16}   {}\n",
-                    "",
-                    limit_status::format_limit_line(named, status)
-                ));
-            }
+        is_counted_by_instances |= limited.scope == "instance";
+        let mut lines = vec![format!("{} in the log", limited.key_hash)];
+        lines.extend(limited.blocked_s.map(limit_status::format_block));
+        lines.extend(limited.limits.iter().map(limit_status::format_limit_status));
+        for line in lines {
+            text.push_str(&format!("  {:<16}   {line}\n", ""));
         }
     }
     text.push('\n');
-    text.push_str(&describe_expected_outcome(explanation, now_us.is_some()));
+    text.push_str(&describe_expected_outcome(&document.expected));
     if !is_redis {
         text.push_str(
             "The state of the limits is known only to the running proxy: store.kind is \"memory\".\n",
         );
-    } else if let Some(error) = explanation::describe_store_error(explained) {
+    } else if let Some(error) = &document.store_error {
         text.push_str(&format!("The state of the limits is unknown: {error}.\n"));
     }
-    let mut matching = explanation.steps.iter();
-    let is_counted_by_instances = matching.any(
-        |(_, step)| matches!(step, PolicyStep::Limits(limits) if limits.key.is_instance_scoped()),
-    );
     if is_redis && is_counted_by_instances {
         text.push_str("The state of limits with scope = \"instance\" is known only to each running proxy; send POST /explain to its admin.address.\n");
+    }
+    if let Some(error) = &document.token_fault {
+        text.push_str(&format!("The request's token is not used: {error}.\n"));
     }
     text
 }
 
 /// Describes the expected outcome for the client.
-fn describe_expected_outcome(explanation: &PolicyExplanation<'_>, is_store_known: bool) -> String {
-    match explanation::predict_outcome(explanation, is_store_known) {
-        ExpectedOutcome::Denied(policy) => format!("Denied by {policy}: 403.\n"),
-        ExpectedOutcome::CannotKey(policy) => format!("Rejected by {policy}: 400.\n"),
-        ExpectedOutcome::Unlimited => "Admitted: no limit applies.\n".to_owned(),
-        ExpectedOutcome::Unknown => {
-            "Admitted unless one of these limits is exhausted.\n".to_owned()
-        }
-        ExpectedOutcome::Admitted => "Admitted.\n".to_owned(),
-        ExpectedOutcome::StoreRequired(policies) => format!(
-            "Rejected by {} while Redis is unavailable (on_store_failure = \"closed\"): 503.\n",
-            policies.join(", ")
+fn describe_expected_outcome(expected: &ExpectedOutcome) -> String {
+    let by = expected.by.as_ref().map(|names| names.join(", "));
+    let words = match (expected.decision, expected.status, by) {
+        (Some("denied"), _, Some(by)) => format!("Denied by {by}: 403"),
+        (Some("degraded"), Some(_), Some(by)) => format!(
+            "Rejected by {by} while Redis is unavailable (on_store_failure = \"closed\"): 503"
         ),
-        ExpectedOutcome::CountedLocally(policies) if policies.is_empty() => {
-            "Admitted while Redis is unavailable (on_store_failure = \"open\").\n".to_owned()
+        (Some("degraded"), _, Some(by)) => {
+            format!("Decided by each instance alone while Redis is unavailable: {by}")
         }
-        ExpectedOutcome::CountedLocally(policies) => format!(
-            "Decided by each instance alone while Redis is unavailable: {}.\n",
-            policies.join(", ")
-        ),
-        ExpectedOutcome::Rejected(policies) => {
-            format!("Rejected by {}: 429.\n", policies.join(", "))
+        (Some("degraded"), ..) => {
+            "Admitted while Redis is unavailable (on_store_failure = \"open\")".to_owned()
         }
-    }
+        (_, Some(status), Some(by)) => format!("Rejected by {by}: {status}"),
+        (None, ..) => "Admitted unless one of these limits is exhausted".to_owned(),
+        _ => match &expected.why {
+            Some(why) => format!("Admitted: {why}"),
+            None => "Admitted".to_owned(),
+        },
+    };
+    words + ".\n"
 }

@@ -75,16 +75,16 @@ impl SharedFlags {
         files: &[PathBuf],
         overrides: &OverrideFlags,
     ) -> Result<Vec<ConfigSources>, CommandError> {
-        let paths: Vec<&PathBuf> = self.config.iter().chain(files).collect();
-        if paths.is_empty() {
-            let file = default_file_source()?;
-            return Ok(vec![sources_with_environment(file, overrides.clone())]);
+        let paths = self.config.iter().chain(files);
+        let files: Result<Vec<_>, _> = paths.map(|path| read_file_source(path)).collect();
+        let mut files = files?;
+        if files.is_empty() {
+            files.push(default_file_source()?);
         }
-        let load = |path: &PathBuf| {
-            let file = read_file_source(path)?;
-            Ok(sources_with_environment(file, overrides.clone()))
-        };
-        paths.into_iter().map(load).collect()
+        let files = files.into_iter();
+        Ok(files
+            .map(|file| sources_with_environment(file, overrides.clone()))
+            .collect())
     }
 }
 

@@ -3,18 +3,20 @@
 //! proxy, which lists only keys with rejected requests.
 
 use super::admin_client::AdminClient;
-use super::json_fields::{list_at, number_at, text_at};
+use super::json_fields::{number_at, text_at};
 use super::limit_status::{format_key_status, format_wait};
-use super::output::{CommandError, block_on, format_json};
-use crate::admin::{add_fields, escape_json_for_display};
+use super::output::{CommandAnswer, CommandError, block_on, format_answer, print_audit_line};
+use crate::admin::{KeyDocument, add_fields};
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
-use crate::app::limit_json;
+use crate::app::limit_documents::micros_to_seconds;
 use crate::app::override_store::describe_key_override;
 use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
 use crate::store::redis::{CounterInspector, RedisConnectionError, RedisCounter, RedisSettings};
+use crate::telemetry::top_rejections::RejectionRanking;
+use serde::Deserialize;
 use serde_json::{Value, json};
 
 /// Most keys that the admin API ranks.
@@ -70,28 +72,23 @@ pub(super) fn run(
     {
         find_limiting_policy(&config.policy_table, name).map_err(format_error)?;
     }
-    let redis = match &config.store {
-        StoreSettings::Redis(redis) if !command.reads_instance_counters(&config) => redis,
-        _ => {
-            return Ok(run_by_admin_port(
-                &AdminClient::from_sources(sources)?,
-                command,
-                as_json,
-            )?);
+    let answer = match &config.store {
+        StoreSettings::Redis(redis) if !command.reads_instance_counters(&config) => {
+            block_on(async {
+                match command {
+                    KeysCommand::List { policy, most } => {
+                        list_counters(&config, redis, policy.as_deref(), *most).await
+                    }
+                    KeysCommand::Show(selector) => show_key(&config, selector).await,
+                    KeysCommand::Reset { key, limit } => {
+                        reset_key(&config, key, limit.as_deref()).await
+                    }
+                }
+            })?
         }
+        _ => run_by_admin_port(&AdminClient::from_sources(sources)?, command),
     };
-    let printed = block_on(async {
-        match command {
-            KeysCommand::List { policy, most } => {
-                list_counters(&config, redis, policy.as_deref(), *most, as_json).await
-            }
-            KeysCommand::Show(selector) => show_key(&config, selector, as_json).await,
-            KeysCommand::Reset { key, limit } => {
-                reset_key(&config, key, limit.as_deref(), as_json).await
-            }
-        }
-    })?;
-    Ok(printed?)
+    Ok(format_answer(answer?, as_json))
 }
 
 /// The first part of the keys of a policy: its name, or the counter that it shares.
@@ -114,8 +111,7 @@ async fn list_counters(
     redis: &RedisSettings,
     policy: Option<&str>,
     max_counters: usize,
-    as_json: bool,
-) -> Result<String, String> {
+) -> Result<CommandAnswer, String> {
     let inspector = CounterInspector::connect(redis.clone()).await;
     let inspector = inspector.map_err(|error| describe_redis_failure(redis, &error))?;
     let namespace = policy.map(|name| key_namespace(config, name));
@@ -128,12 +124,6 @@ async fn list_counters(
             .cmp(&a.used_units)
             .then_with(|| a.key.cmp(&b.key))
     });
-    if as_json {
-        let counters: Vec<Value> = counters.iter().map(counter_to_json).collect();
-        return Ok(format_json(
-            &json!({ "counters": counters, "more": has_more }),
-        ));
-    }
     let mut text = format!(
         "{:>10}  {:<24} {:<14} KEY\n",
         "USED", "COUNTED BY", "FREES IN"
@@ -168,7 +158,8 @@ async fn list_counters(
             counters.len()
         ));
     }
-    Ok(text)
+    let counters: Vec<Value> = counters.iter().map(counter_to_json).collect();
+    Ok((json!({ "counters": counters, "more": has_more }), text))
 }
 
 fn counter_to_json(counter: &RedisCounter) -> Value {
@@ -176,50 +167,52 @@ fn counter_to_json(counter: &RedisCounter) -> Value {
         "key": counter.key,
         "readable": counter.readable_key,
         "algorithm": counter.limit.algorithm.into_str(),
-        "per_s": limit_json::micros_to_seconds_json(counter.limit.per_us),
+        "per_s": micros_to_seconds(counter.limit.per_us),
         "used": counter.used_units,
-        "frees_in_s": if counter.used_units == 0 { Value::Null } else { limit_json::micros_to_seconds_json(counter.next_release_in_us) },
+        "frees_in_s": (counter.used_units > 0).then(|| micros_to_seconds(counter.next_release_in_us)),
     });
     if let Algorithm::CalendarWindow { calendar } = counter.limit.algorithm {
-        add_fields(&mut fields, limit_json::calendar_to_json(calendar));
+        let period = json!({ "per": calendar.unit().as_str(), "tz": calendar.zone_name() });
+        add_fields(&mut fields, period);
     }
     fields
 }
 
-async fn show_key(
-    config: &Config,
-    selector: &KeySelector,
-    as_json: bool,
-) -> Result<String, String> {
+async fn show_key(config: &Config, selector: &KeySelector) -> Result<CommandAnswer, String> {
     let found = selector.resolve_against_config(config)?;
     let stores = StoreBackend::new(&config.store);
     let store = stores.open_for_inspection().await;
     let state = found.read_status(&store).await.map_err(format_error)?;
     let words = describe_key_override(&stores, &found, state.now_us).await;
-    let status = found.status_to_json(&state, words.map_err(format_error)?.as_deref());
-    Ok(match as_json {
-        true => format_json(&status),
-        false => format_key_status(&status),
-    })
+    let status = found.describe_status(&state, words.map_err(format_error)?);
+    Ok((json!(status), format_key_status(&status)))
 }
 
 async fn reset_key(
     config: &Config,
     selector: &KeySelector,
     limit: Option<&str>,
-    as_json: bool,
-) -> Result<String, String> {
+) -> Result<CommandAnswer, String> {
     let found = selector.resolve_against_config(config)?;
     let stores = StoreBackend::new(&config.store);
     let count = found
         .reset_counters(&stores, limit)
         .await
         .map_err(format_error)?;
-    if as_json {
-        let result = json!({ "policy": found.policy.name, "key": found.key.to_readable_string(), "forgotten": count });
-        return Ok(format_json(&result));
-    }
-    Ok(format_reset(&found.key.to_readable_string(), count))
+    let (policy, key) = (&found.policy.name, found.key.to_readable_string());
+    // As the proxy logs it, without the values of the key.
+    print_audit_line(json!({
+        "message": "key reset by an operator",
+        "policy": policy,
+        "key": format!("{:032x}", found.key.id()),
+        "limit": limit,
+        "counters": count,
+    }));
+    let text = format_reset(&key, count);
+    Ok((
+        json!({ "policy": policy, "key": key, "forgotten": count }),
+        text,
+    ))
 }
 
 fn format_reset(key: &str, count: u64) -> String {
@@ -232,12 +225,8 @@ fn format_reset(key: &str, count: u64) -> String {
 }
 
 /// Runs the command by the admin API of the proxy whose memory holds the counters.
-fn run_by_admin_port(
-    client: &AdminClient,
-    command: &KeysCommand,
-    as_json: bool,
-) -> Result<String, String> {
-    let (response, text) = match command {
+fn run_by_admin_port(client: &AdminClient, command: &KeysCommand) -> Result<CommandAnswer, String> {
+    Ok(match command {
         KeysCommand::List { policy, most } => {
             let mut query = format!("/top?n={}", most.min(&MAX_RANKED_KEYS));
             if let Some(policy) = policy {
@@ -249,7 +238,8 @@ fn run_by_admin_port(
         }
         KeysCommand::Show(selector) => {
             let response = client.request_json("GET", &selector.query_target())?;
-            let text = format_key_status(&response);
+            let status = KeyDocument::deserialize(&response).unwrap_or_default();
+            let text = format_key_status(&status);
             (response, text)
         }
         KeysCommand::Reset { key, limit } => {
@@ -262,22 +252,19 @@ fn run_by_admin_port(
             let text = format_reset(text_at(&response, "/key"), count);
             (response, text)
         }
-    };
-    match as_json {
-        true => Ok(escape_json_for_display(&format_json(&response))),
-        false => Ok(text),
-    }
+    })
 }
 
 /// Formats the most rejected keys of a `GET /top` response.
 fn format_rejected_keys(response: &Value) -> String {
     let mut text = format!("{:>10}  {:<24} KEY\n", "REJECTED", "POLICY");
-    for entry in list_at(response, "/keys/entries") {
+    let ranking = RejectionRanking::deserialize(&response["keys"]).unwrap_or_default();
+    for entry in ranking.entries {
         text.push_str(&format!(
             "{:>10}  {:<24} {}\n",
-            number_at(entry, "/count"),
-            text_at(entry, "/policy").escape_debug().to_string(),
-            text_at(entry, "/key").escape_debug(),
+            entry.count,
+            entry.policy.escape_debug().to_string(),
+            entry.text.as_str().escape_debug(),
         ));
     }
     text.push_str(

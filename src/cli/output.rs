@@ -1,5 +1,8 @@
 //! Results and errors of commands: text, or one JSON object on stdout with `--json`.
 
+use crate::admin::{add_fields, escape_json_for_display};
+use crate::app::overrides::format_time_ms;
+use crate::clock::Clock;
 use crate::config::{ConfigDiagnostic, ConfigErrors};
 use serde_json::{Value, json};
 use std::io::{self, Write};
@@ -48,6 +51,17 @@ pub(super) fn format_json(result: &Value) -> String {
     format!("{result:#}\n")
 }
 
+/// The result of a command: as JSON, and as text.
+pub(super) type CommandAnswer = (Value, String);
+
+/// The form of a result that the user asked for.
+pub(super) fn format_answer((json, text): CommandAnswer, as_json: bool) -> String {
+    match as_json {
+        true => escape_json_for_display(&format_json(&json)),
+        false => text,
+    }
+}
+
 /// Prints a result to stdout and returns the exit code. An error goes to stderr, or with `as_json`
 /// to stdout as `{"ok": false, "errors": […]}`.
 pub(super) fn print_result<E: Into<CommandError>>(
@@ -90,6 +104,20 @@ pub(super) fn print_usage(error: &clap::Error, as_json: bool) -> ExitCode {
         return ExitCode::FAILURE;
     }
     u8::try_from(error.exit_code()).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+/// Prints what a command has changed in Redis itself, in the form of the proxy's JSON log. A change
+/// by the admin port is in the log of the proxy.
+#[allow(clippy::print_stderr, reason = "data is on stdout")]
+pub(super) fn print_audit_line(change: Value) {
+    let mut line = json!({
+        "timestamp": format_time_ms(Clock::system().now_us() / 1000),
+        "level": "INFO",
+        "user": std::env::var("USER").ok(),
+        "target": "audit",
+    });
+    add_fields(&mut line, change);
+    eprintln!("{}", escape_json_for_display(&line.to_string()));
 }
 
 /// The JSON of one error or warning of a configuration.

@@ -8,16 +8,15 @@ pub(super) mod store_client;
 
 use super::admin_client::AdminClient;
 use super::keys::describe_redis_failure;
-use super::output::{CommandError, block_on, format_json};
+use super::output::{CommandAnswer, CommandError, block_on, format_answer};
 use crate::app::key_status::{find_limiting_policy, resolve_override_key};
 use crate::app::override_store::{OverrideListing, OverrideStore};
 use crate::app::overrides::{
-    LimitInput, OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry,
-    resolve_override,
+    OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry, resolve_override,
 };
 use crate::clock::Clock;
 use crate::config::{self, Config, ConfigSources, StoreSettings};
-use crate::limiter::Key;
+use crate::limiter::{Key, LimitAmounts};
 use crate::store::StoredOverride;
 use crate::store::redis::CounterInspector;
 use crate::text::escape_unprintable;
@@ -109,28 +108,33 @@ pub(super) fn run(
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
     let printed = block_on(async {
+        if let OverridesCommand::List {
+            policy: Some(name), ..
+        }
+        | OverridesCommand::Export(ExportArguments {
+            policy: Some(name), ..
+        }) = command
+        {
+            let found = find_limiting_policy(&config.policy_table, name);
+            found.map_err(|error| error.to_string())?;
+        }
         let store = open_store(sources, &config).await?;
-        match command {
-            OverridesCommand::Set(arguments) => {
-                set_override(&store, &config, arguments, as_json).await
-            }
-            OverridesCommand::Remove(key) => remove_override(&store, &config, key, as_json).await,
-            OverridesCommand::Show(key) => show_override(&store, &config, key, as_json).await,
+        let answer = match command {
+            OverridesCommand::Set(arguments) => set_override(&store, &config, arguments).await,
+            OverridesCommand::Remove(key) => remove_override(&store, &config, key).await,
+            OverridesCommand::Show(key) => show_override(&store, &config, key).await,
             OverridesCommand::List { policy, most } => {
-                if let Some(name) = policy {
-                    let found = find_limiting_policy(&config.policy_table, name);
-                    found.map_err(|error| error.to_string())?;
-                }
-                list_overrides(&store, policy.as_deref(), *most, as_json).await
+                list_overrides(&store, policy.as_deref(), *most).await
             }
             OverridesCommand::Import(arguments) => {
-                import_overrides(&store, &config, arguments, as_json).await
+                import_overrides(&store, &config, arguments).await
             }
             OverridesCommand::Export(arguments) => {
                 let exported = export_overrides(&store, &config, arguments).await;
-                exported.map(|()| String::new())
+                return exported.map(|()| String::new());
             }
-        }
+        };
+        answer.map(|answer| format_answer(answer, as_json))
     })?;
     Ok(printed.map_err(|why| match why.starts_with("error: ") {
         true => why,
@@ -164,75 +168,60 @@ async fn set_override(
     store: &StoreClient,
     config: &Config,
     arguments: &SetArguments,
-    as_json: bool,
-) -> Result<String, String> {
+) -> Result<CommandAnswer, String> {
     let now_us = Clock::system().now_us();
     let input = arguments.to_input(now_us)?;
     let entered = resolve_override(&config.policy_table, &input, now_us);
     let entered = entered.map_err(|error| error.to_string())?;
     let stored = store.set_and_merge(&entered, now_us).await?;
-    Ok(format_override(&stored, as_json))
+    Ok((override_to_json(&stored), format_override(&stored)))
 }
 
 async fn remove_override(
     store: &StoreClient,
     config: &Config,
     key: &OverrideKey,
-    as_json: bool,
-) -> Result<String, String> {
+) -> Result<CommandAnswer, String> {
     let key = key.resolve(config)?;
     let is_removed = store.remove(&key).await?;
-    if as_json {
-        let result =
-            json!({ "policy": key.policy_name(), "key": key.value_texts(), "removed": is_removed });
-        return Ok(format_json(&result));
-    }
-    Ok(match is_removed {
+    let text = match is_removed {
         true => format!("{key}: override removed\n"),
         false => format!("{key}: had no override\n"),
-    })
+    };
+    let result =
+        json!({ "policy": key.policy_name(), "key": key.value_texts(), "removed": is_removed });
+    Ok((result, text))
 }
 
 async fn show_override(
     store: &StoreClient,
     config: &Config,
     key: &OverrideKey,
-    as_json: bool,
-) -> Result<String, String> {
+) -> Result<CommandAnswer, String> {
     let key = key.resolve(config)?;
-    match store.find(&key).await? {
-        Some(stored) => Ok(format_override(&stored, as_json)),
-        None if as_json => Ok("null\n".to_owned()),
-        None => Ok(format!("{key}: no override\n")),
-    }
+    Ok(match store.find(&key).await? {
+        Some(stored) => (override_to_json(&stored), format_override(&stored)),
+        None => (Value::Null, format!("{key}: no override\n")),
+    })
 }
 
 async fn list_overrides(
     store: &StoreClient,
     policy: Option<&str>,
     max_listed: usize,
-    as_json: bool,
-) -> Result<String, String> {
+) -> Result<CommandAnswer, String> {
     let mut listing = OverrideListing::new(policy, max_listed);
     store.visit(|stored| listing.push(stored)).await?;
     let (listed, has_more) = listing.finish();
-    if as_json {
-        let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
-        return Ok(format_json(
-            &json!({ "overrides": listed, "more": has_more }),
-        ));
-    }
-    let mut text = String::new();
-    for stored in &listed {
-        text.push_str(&format_override(stored, false));
-    }
+    let mut text: String = listed.iter().map(format_override).collect();
     if has_more {
         text.push_str(&format!(
             "There are more overrides; listed {} (--most).\n",
             listed.len()
         ));
     }
-    Ok(text)
+    let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
+    Ok((json!({ "overrides": listed, "more": has_more }), text))
 }
 
 /// Imports a file. Each wrong record is an error on stderr, and the command fails after all
@@ -242,8 +231,7 @@ async fn import_overrides(
     store: &StoreClient,
     config: &Config,
     arguments: &ImportArguments,
-    as_json: bool,
-) -> Result<String, String> {
+) -> Result<CommandAnswer, String> {
     let report_error =
         |lines: LineRange, why: &str| eprintln!("{lines}: {}", escape_unprintable(why));
     let report = import_file(store, config, arguments, report_error).await?;
@@ -256,17 +244,12 @@ async fn import_overrides(
             "{error_count} lines are wrong and were not set; {set_count} overrides were set"
         ));
     }
-    if as_json {
-        return Ok(format_json(&json!({ "set": set_count })));
-    }
-    Ok(format!("{set_count} overrides set\n"))
+    let text = format!("{set_count} overrides set\n");
+    Ok((json!({ "set": set_count }), text))
 }
 
 /// One line: the key, the rule, and what else is known.
-fn format_override(stored: &StoredOverride, as_json: bool) -> String {
-    if as_json {
-        return format_json(&override_to_json(stored));
-    }
+fn format_override(stored: &StoredOverride) -> String {
     let mut text = format!(
         "{:<40} {}",
         stored.key.to_readable_string(),
@@ -294,8 +277,8 @@ impl OverrideKey {
 
 impl SetArguments {
     fn to_input(&self, now_us: u64) -> Result<OverrideInput, String> {
-        let limits = self.requests.map(|requests| LimitInput {
-            name: self.limit.clone(),
+        let limits = self.requests.map(|requests| LimitAmounts {
+            limit: self.limit.as_deref().unwrap_or_default().into(),
             requests,
             burst: self.burst,
         });

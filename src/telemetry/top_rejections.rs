@@ -8,6 +8,7 @@ use foldhash::HashMap;
 use foldhash::quality::RandomState;
 use parking_lot::Mutex;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use serde::{Deserialize, Serialize};
 use std::hash::BuildHasher;
 use std::sync::{Arc, LazyLock};
 
@@ -68,28 +69,47 @@ struct GenerationStarts {
     current_s: u64,
 }
 
-/// The keys or paths with the most rejections.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The keys or paths with the most rejections, as the admin endpoint shows them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct RejectionRanking {
-    /// Entries in descending order of `count`.
-    pub entries: Vec<RejectionEntry>,
-    /// All rejections in the covered time, of all policies.
-    pub total: u64,
-    /// Upper bound for the rejections of a key or path that the full ranking omits.
-    pub max_unlisted: u64,
     /// Start of the covered time in seconds since the Unix epoch.
     pub since_s: u64,
+    /// All rejections in the covered time, of all policies.
+    pub refused: u64,
+    /// Upper bound for the rejections of a key or path that the full ranking omits.
+    pub unseen_at_most: u64,
+    /// Entries in descending order of `count`.
+    pub entries: Vec<RejectionEntry>,
 }
 
 /// One key or path with its number of rejections.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RejectionEntry {
-    pub policy: Arc<str>,
-    /// The key or path, in printable ASCII.
-    pub text: Box<str>,
-    /// Number of rejections: exact, or too high by at most `max_error`.
+    #[serde(default)]
+    pub policy: String,
+    #[serde(flatten)]
+    pub text: RejectedText,
+    /// Number of rejections: exact, or too high by at most `error`.
+    #[serde(default)]
     pub count: u64,
-    pub max_error: u64,
+    #[serde(default)]
+    pub error: u64,
+}
+
+/// A key or path, in printable ASCII.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RejectedText {
+    Key(String),
+    Path(String),
+}
+
+impl RejectedText {
+    pub fn as_str(&self) -> &str {
+        let (Self::Key(text) | Self::Path(text)) = self;
+        text
+    }
 }
 
 #[derive(Debug, Default)]
@@ -109,7 +129,7 @@ struct SpaceSavingSketch {
     total: u64,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct SketchItem {
     id: u128,
     max_error: u64,
@@ -206,46 +226,53 @@ impl TopRejections {
         limit: usize,
     ) -> RejectionRanking {
         let since_s = self.generation_starts.lock().previous_s;
-        let (mut sums, mut total, mut max_unlisted) =
+        let (mut sums, mut refused, mut unseen_at_most) =
             (HashMap::<u128, MergedCount>::default(), 0, 0);
         for worker in &self.workers {
             let generations = worker.generations(dimension).lock();
             for sketch in [&generations.current, &generations.previous] {
-                total += sketch.total;
-                max_unlisted += sketch.max_unlisted_count();
+                refused += sketch.total;
+                unseen_at_most += sketch.max_unlisted_count();
                 sketch.merge_into(&mut sums, policy);
             }
         }
         // An item that a full sketch omits may have been rejected as often as the sketch's smallest
         // count.
+        let new_text = match dimension {
+            RejectionDimension::Keys => RejectedText::Key,
+            RejectionDimension::Paths | RejectionDimension::AppErrors => RejectedText::Path,
+        };
         let estimates = sums.into_values().map(|sum| {
-            let absent = max_unlisted - sum.floor_sum;
+            let absent = unseen_at_most - sum.floor_sum;
             RejectionEntry {
-                count: sum.entry.count + absent,
-                max_error: sum.entry.max_error + absent,
-                ..sum.entry
+                policy: sum.item.policy.to_string(),
+                text: new_text(sum.item.text.into()),
+                count: sum.count + absent,
+                error: sum.item.max_error + absent,
             }
         });
         let mut entries: Vec<RejectionEntry> = estimates.collect();
         entries.sort_by(|a, b| {
-            let order = |entry: &RejectionEntry| (std::cmp::Reverse(entry.count), entry.max_error);
+            let order = |entry: &RejectionEntry| (std::cmp::Reverse(entry.count), entry.error);
             order(a)
                 .cmp(&order(b))
                 .then_with(|| (&a.policy, &a.text).cmp(&(&b.policy, &b.text)))
         });
         entries.truncate(limit);
         RejectionRanking {
-            entries,
-            total,
-            max_unlisted,
             since_s,
+            refused,
+            unseen_at_most,
+            entries,
         }
     }
 }
 
 /// The sum of one item over all sketches that contain it.
 struct MergedCount {
-    entry: RejectionEntry,
+    /// The item, with the sum of its errors.
+    item: SketchItem,
+    count: u64,
     /// The sum of the smallest counts of the sketches that contain the item.
     floor_sum: u64,
 }
@@ -315,16 +342,15 @@ impl SpaceSavingSketch {
             items.filter(|(item, _)| policy.is_none_or(|policy| *item.policy == *policy))
         {
             let sum = sums.entry(item.id).or_insert_with(|| MergedCount {
-                entry: RejectionEntry {
-                    policy: Arc::clone(&item.policy),
-                    text: item.text.clone(),
-                    count: 0,
+                item: SketchItem {
                     max_error: 0,
+                    ..item.clone()
                 },
+                count: 0,
                 floor_sum: 0,
             });
-            sum.entry.count += count;
-            sum.entry.max_error += item.max_error;
+            sum.count += count;
+            sum.item.max_error += item.max_error;
             sum.floor_sum += min_count;
         }
     }

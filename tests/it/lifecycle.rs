@@ -435,6 +435,11 @@ async fn an_unreachable_upstream_is_logged_once() {
         .collect();
     assert_eq!(matching.len(), 1, "{lines}");
     assert!(matching[0].contains("connect_refused"), "{}", matching[0]);
+    assert!(
+        matching[0].contains("\"upstream\":\"127.0.0.1:"),
+        "{}",
+        matching[0]
+    );
 }
 
 #[tokio::test]

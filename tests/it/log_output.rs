@@ -63,6 +63,12 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
         let [decision, head] =
             ["decision_ms", "head_ms"].map(|field| line.field(field).parse::<f64>().unwrap());
         assert!(0.0 < decision && decision <= head, "{line:?}");
+        // Whole microseconds, without the noise of binary fractions.
+        for name in ["decision_ms", "head_ms"] {
+            let text = line.field(name);
+            let digits = text.split_once('.').map_or("", |(_, digits)| digits);
+            assert!(digits.len() <= 3 && !text.contains('e'), "{name}: {text}");
+        }
         let keys: Vec<String> = redis.command("KEYS *").await;
         let key = format!("{{{}}}", line.field("key"));
         assert!(

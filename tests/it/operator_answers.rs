@@ -90,19 +90,41 @@ async fn one_limit_of_a_key_can_be_reset_in_every_store() {
 }
 
 #[tokio::test]
-async fn a_list_for_an_unknown_policy_is_an_error() {
+async fn an_unknown_policy_is_an_error_of_every_command() {
     let redis = RedisServer::start();
+    let log = TempDir::new().unwrap();
+    let log = log.path().join("tidegate.log");
+    fs::write(&log, "").unwrap();
     for store in [String::new(), redis.store_config()] {
         let proxy = AdminProxy::start(&format!("{store}\n{TWO_LIMITS}")).await;
         for words in [
             ["keys", "list", "--policy", "nope"].as_slice(),
+            &["keys", "show", "nope", "ann"],
+            &["keys", "reset", "nope", "ann"],
             &["overrides", "list", "nope"],
+            &["overrides", "export", "nope"],
+            &["overrides", "show", "nope", "ann"],
+            &["overrides", "remove", "nope", "ann"],
+            &["overrides", "set", "nope", "ann", "--block"],
+            &[
+                "why",
+                "--policy",
+                "nope",
+                "--key",
+                "ann",
+                log.to_str().unwrap(),
+            ],
         ] {
             let ended = proxy.run_command(words).await;
             assert_eq!(ended.status.code(), Some(1), "{words:?}: {}", ended.stdout);
-            assert_eq!(
-                ended.stderr, "error: unknown policy \"nope\"; expected one of api\n",
-                "{words:?}"
+            assert_eq!(ended.stdout, "", "{words:?}");
+            assert!(
+                ended.stderr.starts_with("error: ")
+                    && ended
+                        .stderr
+                        .ends_with("unknown policy \"nope\"; expected one of api\n"),
+                "{words:?}: {}",
+                ended.stderr
             );
         }
     }
@@ -250,4 +272,56 @@ async fn each_change_of_an_override_has_an_audit_line_with_the_old_and_the_new_v
             "{written}"
         );
     }
+}
+
+/// What `import` and `keys reset` change in Redis has the lines of `set` and of the proxy.
+#[tokio::test]
+async fn each_command_that_writes_to_redis_has_an_audit_line() {
+    let redis = RedisServer::start();
+    let proxy = AdminProxy::start(&format!("{}\n{TWO_LIMITS}", redis.store_config())).await;
+    proxy.proxy.wait_for_store().await;
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("overrides.csv");
+    let import = async |rows: &str, flag: &[&str]| {
+        fs::write(&file, format!("policy,key,blocked,limits,author\n{rows}")).unwrap();
+        let words = [&["overrides", "import", file.to_str().unwrap()], flag].concat();
+        let ended = proxy.run_command(&words).await;
+        assert!(ended.status.success(), "{}", ended.stderr);
+        ended.stderr
+    };
+    let dry_run = import("api,ann,true,,eve\n", &["--dry-run"]).await;
+    assert_eq!(audit_lines(&dry_run), [[""; 6]; 0]);
+    let first = import("api,ann,true,,eve\napi,bob,,minute=5,eve\n", &[]).await;
+    let mut lines = audit_lines(&first);
+    lines.sort();
+    let set = "override set by an operator";
+    assert_eq!(
+        lines,
+        [
+            [set, "api", "api/ann", "none", "blocked", "eve"],
+            [set, "api", "api/bob", "none", "minute 5", "eve"],
+        ]
+    );
+    let second = import("api,ann,,minute=7,mallory\n", &[]).await;
+    assert_eq!(
+        audit_lines(&second),
+        [[set, "api", "api/ann", "blocked", "minute 7", "mallory"]]
+    );
+
+    assert_eq!(proxy.status_for_user("carl", "/").await, 200);
+    let words = [
+        "keys", "reset", "api", "carl", "--limit", "minute", "--json",
+    ];
+    let ended = proxy.run_command(&words).await;
+    assert!(ended.status.success(), "{}", ended.stderr);
+    let line: Value = serde_json::from_str(&ended.stderr).unwrap();
+    let fields = ["message", "policy", "limit", "target"].map(|name| line[name].as_str().unwrap());
+    assert_eq!(
+        fields,
+        ["key reset by an operator", "api", "minute", "audit"]
+    );
+    assert_eq!(
+        (&line["counters"], line["key"].as_str().unwrap().len()),
+        (&1.into(), 32)
+    );
 }

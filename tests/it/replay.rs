@@ -135,6 +135,22 @@ async fn replay_writes_a_text_report_and_an_html_page() {
 }
 
 #[tokio::test]
+async fn a_policy_that_is_left_out_has_no_figures_in_the_page() {
+    let dir = TempDir::new().unwrap();
+    write_sample_log(dir.path(), 100);
+    let policy = "[[policy]]\nname = 'absent'\nkey = ['header:x-absent']\nlimit = { requests = 1, per = '1m' }\n";
+    fs::write(dir.path().join("config.toml"), policy).unwrap();
+    let ended = run_replay(dir.path(), &["--html=report.html", "access.log"]).await;
+    assert!(ended.status.success(), "{}", ended.stderr);
+    let page = fs::read_to_string(dir.path().join("report.html")).unwrap();
+    assert!(
+        page.contains("absent") && page.contains("x-absent"),
+        "{page}"
+    );
+    assert!(!page.contains("0 of 0"), "{page}");
+}
+
+#[tokio::test]
 async fn a_log_is_read_from_stdin() {
     let dir = TempDir::new().unwrap();
     let expected_report = write_sample_log(dir.path(), 10_000);

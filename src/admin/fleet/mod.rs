@@ -11,9 +11,9 @@ mod summary;
 
 pub(super) use credential::derive_instance_credential;
 
-use super::parameters::QueryParameters;
-use super::responses::{JsonResponse, ProblemDetails, run_blocking};
-use super::{AdminBackend, FleetInstance, FleetMembers, ReloadableAdminToken};
+use super::parameters::{BackendAndQuery, QueryParameters};
+use super::responses::{JsonResponse, JsonResult, ProblemDetails, run_blocking};
+use super::{AdminBackend, FleetDocument, FleetInstance, FleetMembers, ReloadableAdminToken};
 use axum::Extension;
 use axum::body::Bytes;
 use axum::extract::{RawQuery, State};
@@ -22,7 +22,7 @@ use http::StatusCode;
 use merge::{AskedInstance, FleetAnswers, build_fleet_view};
 use parking_lot::Mutex;
 use peer_client::PeerClient;
-use serde_json::Value;
+use serde_json::json;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,7 +52,7 @@ pub(super) struct FleetReader {
     building: Arc<Semaphore>,
     peers: PeerClient,
     /// The last view, and when it was built.
-    last_view: Mutex<Option<(Instant, Arc<Value>)>>,
+    last_view: Mutex<Option<(Instant, Arc<FleetDocument>)>>,
     /// The members of the last successful read, for an outage of the store.
     last_members: Mutex<Option<FleetMembers>>,
 }
@@ -72,7 +72,7 @@ impl FleetReader {
     async fn read_view(
         self: &Arc<Self>,
         view: &AdminBackend,
-    ) -> Result<Arc<Value>, ProblemDetails> {
+    ) -> Result<Arc<FleetDocument>, ProblemDetails> {
         // An error means that the semaphore is closed, which never happens.
         let permit = Arc::clone(&self.building).acquire_owned().await;
         let last_view = self.last_view.lock().clone();
@@ -206,31 +206,26 @@ pub(super) async fn get_fleet(
     State(view): State<AdminBackend>,
     Extension(reader): Extension<Arc<FleetReader>>,
     RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["n"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
     let fleet = reader.read_view(&view).await?;
     run_blocking(move || {
         let mut fleet = (*fleet).clone();
-        for ranking in ["keys", "paths"] {
-            let entries = fleet.pointer_mut(&format!("/{ranking}/entries"));
-            if let Some(entries) = entries.and_then(Value::as_array_mut) {
-                entries.truncate(limit);
-            }
-        }
-        JsonResponse(StatusCode::OK, fleet)
+        fleet.keys.entries.truncate(limit);
+        fleet.paths.entries.truncate(limit);
+        JsonResponse(StatusCode::OK, json!(fleet))
     })
     .await
 }
 
 /// Returns the summary of this instance to another instance.
 pub(super) async fn get_instance_summary(
-    State(view): State<AdminBackend>,
-    RawQuery(query): RawQuery,
-) -> Result<JsonResponse, ProblemDetails> {
+    BackendAndQuery(view, query): BackendAndQuery,
+) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["n"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
-    run_blocking(move || JsonResponse(StatusCode::OK, build_summary(&view, limit))).await
+    run_blocking(move || JsonResponse(StatusCode::OK, json!(build_summary(&view, limit)))).await
 }
 
 #[cfg(test)]

@@ -1,10 +1,8 @@
 //! The summary of one instance: state, rate, and rankings.
 
-use crate::admin::AdminBackend;
 use crate::admin::health::phase_label;
-use crate::admin::queries::ranking_json;
+use crate::admin::{AdminBackend, InstanceFigures, InstanceSummary};
 use crate::telemetry::top_rejections::RejectionDimension;
-use serde_json::{Value, json};
 
 /// Maximum number of entries in each ranking of a summary.
 pub(super) const MAX_SUMMARY_ENTRIES: usize = 100;
@@ -15,26 +13,27 @@ const PARTIAL_LABEL: &str = "degraded_refused";
 /// Complete seconds over which the rate is averaged.
 const RATE_SECONDS: usize = 5;
 
-pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> Value {
+pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> InstanceSummary {
     let observed = view.state.read_status();
-    let rank = |dimension| {
-        let rejections = view.metrics.top_rejections();
-        ranking_json(&rejections.ranking(dimension, None, max_entries), dimension)
-    };
-    json!({
-        "id": view.instance.id,
-        "name": view.instance.host,
-        "version": env!("CARGO_PKG_VERSION"),
-        "status": phase_label(observed.phase),
-        "store": if observed.store_up { "up" } else { "degraded" },
-        "instances": observed.instance_count.unwrap_or(1),
-        "decisions_per_s": mean_rate(view),
-        "uptime_s": observed.uptime_s,
-        "generation": observed.config_generation,
-        "config_hash": observed.config_hash,
-        "keys": rank(RejectionDimension::Keys),
-        "paths": rank(RejectionDimension::Paths),
-    })
+    let rejections = view.metrics.top_rejections();
+    let rank = |dimension| rejections.ranking(dimension, None, max_entries);
+    let store = if observed.store_up { "up" } else { "degraded" };
+    InstanceSummary {
+        id: view.instance.id.to_owned(),
+        name: view.instance.host.clone(),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        status: Some(phase_label(observed.phase).to_owned()),
+        instances: Some(observed.instance_count.unwrap_or(1).into()),
+        figures: InstanceFigures {
+            store: Some(store.to_owned()),
+            decisions_per_s: Some(mean_rate(view)),
+            uptime_s: Some(observed.uptime_s),
+            generation: Some(observed.config_generation),
+            config_hash: Some(observed.config_hash),
+        },
+        keys: rank(RejectionDimension::Keys),
+        paths: rank(RejectionDimension::Paths),
+    }
 }
 
 /// The mean number of decisions per second. The last second is incomplete and left out.

@@ -2,47 +2,54 @@
 //!
 //! `store::redis` collects the facts. This module judges them and gives advice.
 
-mod report_json;
 mod server_findings;
+mod server_report;
 mod store_findings;
 
 pub(crate) use server_findings::format_bytes;
+use server_report::server_to_json;
 
 use crate::admin::DOCTOR_INTERVAL;
 use crate::clock;
 use crate::limiter::Algorithm;
 use crate::policy::{Policy, PolicyTable};
 use crate::store::redis::{
-    PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings, ServerFacts,
-    diagnose_redis,
+    PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings, diagnose_redis,
 };
 use parking_lot::Mutex;
-use serde_json::Value;
+use serde::Serialize;
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 use strum::IntoStaticStr;
 
 /// What was examined and found.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(crate) struct DoctorReport {
-    /// `None` for the memory store.
-    pub(crate) store: Option<ExaminedStore>,
+    /// Whether every check has a result and none is a fault.
+    ok: bool,
+    pub(crate) faults: usize,
+    pub(crate) warnings: usize,
+    pub(crate) unknown: usize,
+    checked_at_s: u64,
+    pub(crate) store: ExaminedStore,
     /// By server, in the order of the checks.
     pub(crate) findings: Vec<DoctorFinding>,
-    pub(crate) servers: Vec<ServerSummary>,
+    servers: Vec<Value>,
     /// The counters of each policy, over all servers.
     pub(crate) policies: Vec<PolicyMemory>,
 }
 
 /// The store of the configuration.
-#[derive(Debug)]
-pub(crate) struct ExaminedStore {
-    pub(crate) address: String,
-    pub(crate) key_prefix: String,
+#[derive(Debug, Serialize)]
+#[serde(tag = "kind", rename_all = "lowercase")]
+pub(crate) enum ExaminedStore {
+    Memory,
+    Redis { address: String, key_prefix: String },
 }
 
 /// The result of one check.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub(crate) struct DoctorFinding {
     pub(crate) level: FindingLevel,
     /// A stable name, such as `eviction`.
@@ -54,8 +61,9 @@ pub(crate) struct DoctorFinding {
 }
 
 /// How serious a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, IntoStaticStr)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, Serialize)]
 #[strum(serialize_all = "lowercase", const_into_str)]
+#[serde(rename_all = "lowercase")]
 pub(crate) enum FindingLevel {
     Ok,
     /// The check has no result: Redis did not answer in time.
@@ -66,21 +74,14 @@ pub(crate) enum FindingLevel {
     Fault,
 }
 
-/// Figures of one server.
-#[derive(Debug)]
-pub(crate) struct ServerSummary {
-    pub(crate) address: String,
-    pub(crate) facts: Box<ServerFacts>,
-}
-
 /// Counters and memory of one policy, estimated from a sample.
-#[derive(Debug)]
+#[derive(Debug, Serialize)]
 pub(crate) struct PolicyMemory {
     /// `None` for counters whose names are too long to contain the policy.
     pub(crate) policy: Option<String>,
     pub(crate) counters: u64,
     pub(crate) bytes: u64,
-    pub(crate) unexpiring: u64,
+    pub(crate) without_expiry: u64,
 }
 
 /// Examines the servers of `redis`, or reports that the store is memory.
@@ -95,39 +96,36 @@ pub(crate) async fn examine_store(
             "store",
             "store.kind is \"memory\": each instance counts by itself, and there is no Redis to examine",
         );
-        return DoctorReport {
-            store: None,
-            findings: findings.0,
-            servers: Vec::new(),
-            policies: Vec::new(),
-        };
+        return DoctorReport::new(ExaminedStore::Memory, findings);
     };
     let diagnosis = Box::pin(diagnose_redis(settings, &configured_algorithms(table))).await;
     store_findings::judge_configuration(&mut findings, settings, serves_rate_limit_service);
     store_findings::judge_topology(&mut findings, settings, &diagnosis);
     let policies = estimate_policy_memory(&diagnosis);
-    let mut servers = Vec::new();
+    let mut examined = Vec::new();
     for server in diagnosis.servers {
         let mut server_findings = FindingList::default();
         match server.result {
             Ok(facts) => {
                 server_findings::judge_server(&mut server_findings, settings, &facts);
-                let address = server.address.clone();
-                servers.push(ServerSummary { address, facts });
+                examined.push((server.address.clone(), facts));
             }
             Err(error) => server_findings.add_error("connection", "no connection", &error),
         }
         findings.extend_for_server(&server.address, server_findings);
     }
-    store_findings::judge_clocks_between_servers(&mut findings, &servers);
+    store_findings::judge_clocks_between_servers(&mut findings, &examined);
+    let servers = examined
+        .iter()
+        .map(|(address, facts)| server_to_json(address, facts));
+    let store = ExaminedStore::Redis {
+        address: settings.to_string(),
+        key_prefix: settings.key_prefix.clone(),
+    };
     DoctorReport {
-        store: Some(ExaminedStore {
-            address: settings.to_string(),
-            key_prefix: settings.key_prefix.clone(),
-        }),
-        findings: findings.0,
-        servers,
+        servers: servers.collect(),
         policies,
+        ..DoctorReport::new(store, findings)
     }
 }
 
@@ -153,16 +151,27 @@ impl StoreExaminations {
             return report;
         }
         let report = examine_store(redis, table, serves_rate_limit_service).await;
-        let report = report.to_json(clock::unix_time_s());
+        let report = json!(report);
         *self.last.lock() = Some((Instant::now(), report.clone()));
         report
     }
 }
 
 impl DoctorReport {
-    pub(crate) fn count(&self, level: FindingLevel) -> usize {
-        let findings = self.findings.iter();
-        findings.filter(|finding| finding.level == level).count()
+    fn new(store: ExaminedStore, FindingList(findings): FindingList) -> Self {
+        let count = |level| findings.iter().filter(|one| one.level == level).count();
+        let (faults, unknown) = (count(FindingLevel::Fault), count(FindingLevel::Unknown));
+        Self {
+            ok: faults == 0 && unknown == 0,
+            faults,
+            warnings: count(FindingLevel::Warning),
+            unknown,
+            checked_at_s: clock::unix_time_s(),
+            store,
+            findings,
+            servers: Vec::new(),
+            policies: Vec::new(),
+        }
     }
 }
 
@@ -275,11 +284,11 @@ fn estimate_policy_memory(diagnosis: &RedisDiagnosis) -> Vec<PolicyMemory> {
     }
     let mut policies: Vec<PolicyMemory> = estimates
         .into_iter()
-        .map(|(policy, (counters, bytes, unexpiring))| PolicyMemory {
+        .map(|(policy, (counters, bytes, without_expiry))| PolicyMemory {
             policy,
             counters: counters.round() as u64,
             bytes: bytes.round() as u64,
-            unexpiring,
+            without_expiry,
         })
         .collect();
     policies.sort_by_key(|policy| std::cmp::Reverse(policy.bytes));

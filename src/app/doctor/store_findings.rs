@@ -1,8 +1,8 @@
 //! Judges what concerns all servers: the configuration, the topology and the clocks.
 
-use super::{FindingLevel, FindingList, ServerSummary};
+use super::{FindingLevel, FindingList};
 use crate::config::format_duration;
-use crate::store::redis::{RedisDiagnosis, RedisSettings, RedisTopology};
+use crate::store::redis::{RedisDiagnosis, RedisSettings, RedisTopology, ServerFacts};
 use std::time::Duration;
 
 /// Envoy's default timeout for a call of the rate limit service.
@@ -127,11 +127,14 @@ fn judge_sentinels(findings: &mut FindingList, diagnosis: &RedisDiagnosis) {
 }
 
 /// Compares the clocks of the masters with each other: a slot that moves brings its times along.
-pub(super) fn judge_clocks_between_servers(findings: &mut FindingList, servers: &[ServerSummary]) {
+pub(super) fn judge_clocks_between_servers(
+    findings: &mut FindingList,
+    servers: &[(String, Box<ServerFacts>)],
+) {
     let ahead = || {
         let clocks = servers
             .iter()
-            .filter_map(|server| Some((server.facts.clock.as_ref().ok()?, &server.address)));
+            .filter_map(|(address, facts)| Some((facts.clock.as_ref().ok()?, address)));
         clocks.map(|(clock, address)| (clock.ahead_us, address))
     };
     if let (Some((low_us, slowest)), Some((high_us, fastest))) = (ahead().min(), ahead().max())

@@ -11,7 +11,7 @@ use std::io::{self, Write};
 #[derive(clap::Args, Debug)]
 pub(in crate::cli) struct ExportArguments {
     /// Only export overrides of this policy.
-    policy: Option<String>,
+    pub(super) policy: Option<String>,
     /// Format of the lines.
     #[arg(long, value_name = "FORMAT", value_enum, default_value_t = ExportFormat::Jsonl)]
     format: ExportFormat,

@@ -8,7 +8,7 @@ use super::csv_records::{CsvRecordReader, LineRange, MAX_RECORD_BYTES};
 use super::store_client::StoreClient;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
-    FIELD_NAMES, LimitInput, OverrideInput, override_from_json, parse_expiry, resolve_override,
+    FIELD_NAMES, OverrideInput, limits_to_json, override_from_json, resolve_override,
 };
 use crate::clock::Clock;
 use crate::config::Config;
@@ -16,7 +16,7 @@ use crate::limiter::{KeyOverride, MAX_UNITS};
 use crate::policy::PolicyTable;
 use crate::store::{StoredOverride, parse_override_rule};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde_json::Value;
+use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -80,11 +80,11 @@ pub(super) async fn import_file(
             }
         }
         if chunk.len() == CHUNK_LEN {
-            report.set_count += set_chunk(store, arguments, &mut chunk).await?;
+            report.set_count += set_chunk(store, arguments, &mut chunk, &progress).await?;
             progress.set_position(report.set_count);
         }
     }
-    report.set_count += set_chunk(store, arguments, &mut chunk).await?;
+    report.set_count += set_chunk(store, arguments, &mut chunk, &progress).await?;
     progress.finish_and_clear();
     Ok(report)
 }
@@ -103,10 +103,11 @@ async fn set_chunk(
     store: &StoreClient,
     arguments: &ImportArguments,
     chunk: &mut Vec<(u64, StoredOverride)>,
+    progress: &ProgressBar,
 ) -> Result<u64, String> {
     let (numbers, overrides): (Vec<u64>, Vec<StoredOverride>) = chunk.drain(..).unzip();
     if !arguments.dry_run {
-        let results = store.set_many(&overrides).await;
+        let results = store.set_many(&overrides, progress).await;
         for (number, result) in numbers.iter().zip(results) {
             result.map_err(|why| {
                 format!(
@@ -166,7 +167,7 @@ fn read_json_lines(
                 Err(error) => return Some(Err(format!("line {}: {error}", number + 1))),
             }
             let is_too_long = line.len() == MAX_RECORD_BYTES && !line.ends_with(b"\n");
-            if is_too_long && let Err(error) = skip_line(&mut file) {
+            if is_too_long && let Err(error) = file.skip_until(b'\n') {
                 return Some(Err(format!("line {number}: {error}")));
             }
             if line.trim_ascii().is_empty() {
@@ -183,22 +184,6 @@ fn read_json_lines(
             return Some(Ok((lines, input)));
         }
     })
-}
-
-/// Skips the rest of a line.
-fn skip_line(file: &mut impl BufRead) -> std::io::Result<()> {
-    loop {
-        let buffer = file.fill_buf()?;
-        if buffer.is_empty() {
-            return Ok(());
-        }
-        let end = buffer.iter().position(|byte| *byte == b'\n');
-        let len = end.map_or(buffer.len(), |end| end + 1);
-        file.consume(len);
-        if end.is_some() {
-            return Ok(());
-        }
-    }
 }
 
 fn parse_json_line(line: &[u8], now_us: u64) -> Result<OverrideInput, String> {
@@ -294,73 +279,47 @@ fn read_record(
             columns.len()
         ));
     }
-    let field = |name: &str| {
-        let position = columns
-            .iter()
-            .position(|column| matches!(column, CsvColumn::Field(field) if *field == name))?;
-        record
-            .get(position)
-            .map(|text| text.trim())
-            .filter(|text| !text.is_empty())
-    };
-    let flag = |name: &str| match field(name) {
-        None | Some("false" | "0" | "no") => Ok(false),
-        Some("true" | "1" | "yes") => Ok(true),
-        Some(other) => Err(format!("{name}: {other:?}; expected true or false")),
-    };
-    let amount = |name: &str| match field(name) {
-        None => Ok(None),
-        Some(text) => match text.parse::<u64>() {
-            Ok(amount) if amount <= MAX_UNITS => Ok(Some(amount)),
-            _ => Err(format!(
-                "{name}: {text:?}; expected an integer from 0 to {MAX_UNITS}"
-            )),
-        },
-    };
-    let mut limits = Vec::new();
-    match (amount("requests")?, field("limits")) {
-        (Some(requests), None) => limits.push(LimitInput {
-            name: field("limit").map(str::to_owned),
-            requests,
-            burst: amount("burst")?,
-        }),
-        (None, Some(_))
-            if let Some(name) = ["burst", "limit"]
-                .into_iter()
-                .find(|name| field(name).is_some()) =>
-        {
-            return Err(format!("{name}: expected it inside limits"));
-        }
-        (None, Some(text)) => match parse_override_rule(text) {
-            Some(KeyOverride::Limits(amounts)) => {
-                limits.extend(amounts.into_iter().map(|amounts| LimitInput {
-                    name: Some(amounts.limit.into()),
-                    requests: amounts.requests,
-                    burst: amounts.burst,
-                }))
-            }
-            _ => {
-                return Err(format!(
-                    "limits: {text:?}; expected NAME=REQUESTS[+BURST],.."
-                ));
-            }
-        },
-        (Some(_), Some(_)) => return Err("expected requests or limits, not both".to_owned()),
-        (None, None) if field("burst").is_some() || field("limit").is_some() => {
-            return Err("burst and limit need requests beside them".to_owned());
-        }
-        (None, None) => {}
+    let mut object = Map::new();
+    for (column, text) in columns.iter().zip(record) {
+        let CsvColumn::Field(name) = column else {
+            continue;
+        };
+        let text = text.trim();
+        let value = match *name {
+            _ if text.is_empty() => continue,
+            "unlimited" | "blocked" => match text {
+                "false" | "0" | "no" => json!(false),
+                "true" | "1" | "yes" => json!(true),
+                _ => return Err(format!("{name}: {text:?}; expected true or false")),
+            },
+            "requests" | "burst" => match text.parse::<u64>() {
+                Ok(amount) if amount <= MAX_UNITS => json!(amount),
+                _ => {
+                    return Err(format!(
+                        "{name}: {text:?}; expected an integer from 0 to {MAX_UNITS}"
+                    ));
+                }
+            },
+            "limits" => match parse_override_rule(text) {
+                Some(KeyOverride::Limits(amounts)) => {
+                    let by_name = limits_to_json(&amounts);
+                    if by_name.as_object().map(Map::len) != Some(amounts.len()) {
+                        return Err(format!("limits: {text:?}; expected each limit once"));
+                    }
+                    by_name
+                }
+                _ => {
+                    return Err(format!(
+                        "limits: {text:?}; expected NAME=REQUESTS[+BURST],.."
+                    ));
+                }
+            },
+            _ => json!(text),
+        };
+        object.insert((*name).to_owned(), value);
     }
-    Ok(OverrideInput {
-        policy: field("policy").unwrap_or_default().to_owned(),
-        values: read_key_values(record, columns),
-        limits,
-        is_unlimited: flag("unlimited")?,
-        is_blocked: flag("blocked")?,
-        expires_at_ms: parse_expiry(field("expires"), field("expires_at"), now_us)?,
-        note: field("note").map(str::to_owned),
-        author: field("author").map(str::to_owned),
-    })
+    object.insert("key".to_owned(), json!(read_key_values(record, columns)));
+    override_from_json(&object, now_us)
 }
 
 /// The key values of a record. Empty columns at the end belong to policies with more values.

@@ -1,17 +1,19 @@
 //! The overrides of the configured store: in Redis, or in the memory of the proxy on this machine,
 //! by its admin port.
 
-use crate::admin::{AdminError, add_fields, escape_json_for_display};
+use crate::admin::AdminError;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::override_store::{OverrideChange, OverrideStore};
-use crate::app::overrides::{format_time_ms, listed_override_from_json, override_to_json};
+use crate::app::overrides::{listed_override_from_json, override_to_json};
 use crate::cli::admin_client::AdminClient;
 use crate::cli::json_fields::{is_true_at, list_at};
+use crate::cli::output::print_audit_line;
 use crate::clock::Clock;
 use crate::limiter::Key;
 use crate::policy::PolicyTable;
 use crate::store::StoredOverride;
 use futures_util::future::join_all;
+use indicatif::ProgressBar;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -44,7 +46,7 @@ impl StoreClient {
         match self {
             Self::Redis(store) => {
                 let (old, new) = store.merge(entered, now_us).await.map_err(to_message)?;
-                print_audit_line(&new.key, old.as_ref(), Some(&new));
+                print_change(&new.key, old.as_ref(), Some(&new));
                 Ok(new)
             }
             Self::AdminPort(client, _) => {
@@ -57,11 +59,20 @@ impl StoreClient {
         }
     }
 
-    /// Sets many overrides. Returns the result of each.
-    pub(super) async fn set_many(&self, overrides: &[StoredOverride]) -> Vec<Result<(), String>> {
+    /// Sets many overrides. Returns the result of each. Audit lines do not disturb `progress`.
+    pub(super) async fn set_many(
+        &self,
+        overrides: &[StoredOverride],
+        progress: &ProgressBar,
+    ) -> Vec<Result<(), String>> {
         match self {
             Self::Redis(store) => {
-                let set = async |stored| store.set(stored).await.map_err(to_message);
+                let set = async |stored: &StoredOverride| {
+                    let old = store.find(&stored.key).await.unwrap_or_default();
+                    store.set(stored).await.map_err(to_message)?;
+                    progress.suspend(|| print_change(&stored.key, old.as_ref(), Some(stored)));
+                    Ok(())
+                };
                 join_all(overrides.iter().map(set)).await
             }
             Self::AdminPort(client, _) => overrides
@@ -76,7 +87,7 @@ impl StoreClient {
             Self::Redis(store) => {
                 let old = store.find(key).await.unwrap_or_default();
                 let is_removed = store.remove(key).await.map_err(to_message)?;
-                print_audit_line(key, old.as_ref().filter(|_| is_removed), None);
+                print_change(key, old.as_ref().filter(|_| is_removed), None);
                 Ok(is_removed)
             }
             Self::AdminPort(client, _) => {
@@ -119,21 +130,10 @@ impl StoreClient {
     }
 }
 
-/// Prints what this command has changed in Redis itself, in the form of the proxy's JSON log. A
-/// change by the admin port is in the log of the proxy.
-#[allow(clippy::print_stderr, reason = "data is on stdout")]
-fn print_audit_line(key: &Key, old: Option<&StoredOverride>, new: Option<&StoredOverride>) {
-    let Some(change) = OverrideChange::new(key, old, new) else {
-        return;
-    };
-    let mut line = json!({
-        "timestamp": format_time_ms(Clock::system().now_us() / 1000),
-        "level": "INFO",
-        "user": std::env::var("USER").ok(),
-        "target": "audit",
-    });
-    add_fields(&mut line, change.to_json());
-    eprintln!("{}", escape_json_for_display(&line.to_string()));
+fn print_change(key: &Key, old: Option<&StoredOverride>, new: Option<&StoredOverride>) {
+    if let Some(change) = OverrideChange::new(key, old, new) {
+        print_audit_line(json!(change));
+    }
 }
 
 fn to_message(error: AdminError) -> String {

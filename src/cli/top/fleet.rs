@@ -3,61 +3,18 @@
 use super::format::{format_rate, format_short_duration};
 use super::frame::{TopData, ViewState, ranking_lines};
 use super::screen_line::{LineStyle, ScreenLine};
-use super::snapshot::{TopRankedEntry, escaped_at, parse_ranking};
-use crate::cli::json_fields::{is_true_at, list_at, number_at, value_at};
+use super::snapshot::list_refused;
+use crate::admin::{FleetDocument, FleetInstanceDocument};
 use crate::text::truncate_text;
+use serde::Deserialize;
 use serde_json::Value;
 
 /// Number of entries of each ranking in a pipe.
 const PIPE_RANKING_LINES: usize = 10;
 
-/// The displayed data of `GET /fleet`.
-#[derive(Clone, Debug, Default)]
-pub(super) struct FleetSnapshot {
-    store: String,
-    is_shared: bool,
-    total: u64,
-    answered: u64,
-    rate_per_s: f64,
-    problem: String,
-    instances: Vec<FleetInstanceLine>,
-    keys: Vec<TopRankedEntry>,
-    paths: Vec<TopRankedEntry>,
-}
-
-/// One instance, as texts.
-#[derive(Clone, Debug, Default)]
-struct FleetInstanceLine {
-    name: String,
-    /// State, share, rate, uptime and version.
-    columns: [String; 5],
-    /// The address of the admin port, or why it was not queried.
-    admin: String,
-    is_asked: bool,
-}
-
-impl FleetSnapshot {
-    fn from_json(response: &Value) -> Self {
-        let instances = list_at(response, "/instances").iter();
-        Self {
-            store: escaped_at(response, "/store"),
-            is_shared: value_at(response, "/shared").as_bool().unwrap_or(true),
-            total: number_at(response, "/total"),
-            answered: number_at(response, "/answered"),
-            rate_per_s: value_at(response, "/decisions_per_s")
-                .as_f64()
-                .unwrap_or(0.0),
-            problem: escaped_at(response, "/problem"),
-            instances: instances.map(FleetInstanceLine::from_json).collect(),
-            keys: parse_ranking(list_at(response, "/keys/entries"), "/key", &[]),
-            paths: parse_ranking(list_at(response, "/paths/entries"), "/path", &[]),
-        }
-    }
-}
-
-impl TopData for FleetSnapshot {
-    fn update(&mut self, response: &Value) {
-        *self = Self::from_json(response);
+impl TopData for FleetDocument {
+    fn update(&mut self, response: Value) {
+        *self = Self::deserialize(response).unwrap_or_default();
     }
 
     fn row_count(&self) -> usize {
@@ -74,7 +31,7 @@ impl TopData for FleetSnapshot {
         width: usize,
         height: Option<usize>,
     ) -> Vec<ScreenLine> {
-        let counted = match self.is_shared {
+        let counted = match self.shared {
             true => format!(
                 "{} instances share the limits, {} answered",
                 self.total, self.answered
@@ -85,15 +42,15 @@ impl TopData for FleetSnapshot {
         let title = format!(
             "tidegate fleet  {paused}store {}  {counted}  {}/s",
             self.store,
-            format_rate(self.rate_per_s)
+            format_rate(self.decisions_per_s)
         );
         let mut lines = vec![ScreenLine::new(LineStyle::Title, title)];
         lines.extend(view.error_line());
-        if !self.problem.is_empty() {
-            let problem = format!("! {}", self.problem);
+        if let Some(problem) = &self.problem {
+            let problem = format!("! {problem}");
             lines.push(ScreenLine::new(LineStyle::Alert, problem));
         }
-        let names = self.instances.iter().map(|one| one.name.chars().count());
+        let names = self.instances.iter().map(|one| display_name(one).len());
         let name_width = names.max().unwrap_or(0).clamp(8, 40);
         let titles = ["state", "share", "per s", "up", "version"];
         let titles = instance_row(name_width, "instance", titles, "admin");
@@ -106,13 +63,12 @@ impl TopData for FleetSnapshot {
             (height / 2).saturating_sub(lines.len()).max(1)
         });
         lines.extend(self.instances.iter().take(max_instances).map(|one| {
-            let columns = one.columns.each_ref().map(String::as_str);
-            let text = instance_row(name_width, &one.name, columns, &one.admin);
-            let style = match one.is_asked {
-                true => LineStyle::Plain,
-                false => LineStyle::Dim,
+            let text = truncate_text(&describe_instance(one, name_width), width, '~');
+            let style = match one.not_asked {
+                None => LineStyle::Plain,
+                Some(_) => LineStyle::Dim,
             };
-            ScreenLine::new(style, truncate_text(&text, width, '~'))
+            ScreenLine::new(style, text)
         }));
         let hidden = self.instances.len().saturating_sub(max_instances);
         if hidden > 0 {
@@ -124,58 +80,39 @@ impl TopData for FleetSnapshot {
         let left = height.map_or(usize::MAX, |height| height.saturating_sub(lines.len()));
         let ranking_height = (left / 2).saturating_sub(2).min(PIPE_RANKING_LINES);
         for (title, ranking) in [("keys", &self.keys), ("paths", &self.paths)] {
+            let ranking = list_refused(ranking, &[]);
             lines.push(ScreenLine::default());
-            lines.extend(ranking_lines(title, ranking, ranking_height, width));
+            lines.extend(ranking_lines(title, &ranking, ranking_height, width));
         }
         lines
     }
 }
 
-impl FleetInstanceLine {
-    fn from_json(instance: &Value) -> Self {
-        let or_dash = |text: String| {
-            if text.is_empty() {
-                "-".to_owned()
-            } else {
-                text
-            }
-        };
-        let (id, name) = (escaped_at(instance, "/id"), escaped_at(instance, "/name"));
-        let name = match name.as_str() {
-            "" => id.get(..8).unwrap_or(&id),
-            name => name,
-        };
-        let own_mark = if is_true_at(instance, "/self") {
-            "*"
-        } else {
-            ""
-        };
-        let state = match escaped_at(instance, "/store") == "degraded" {
-            true => "degraded".to_owned(),
-            false => or_dash(escaped_at(instance, "/state")),
-        };
-        let share = value_at(instance, "/share").as_f64().unwrap_or(0.0);
-        let rate = value_at(instance, "/decisions_per_s")
-            .as_f64()
-            .map(format_rate);
-        let uptime = value_at(instance, "/uptime_s").as_u64();
-        let not_asked = escaped_at(instance, "/not_asked");
-        Self {
-            name: format!("{name}{own_mark}"),
-            columns: [
-                state,
-                format!("{:.1}%", share * 100.0),
-                or_dash(rate.unwrap_or_default()),
-                or_dash(uptime.map(format_short_duration).unwrap_or_default()),
-                or_dash(escaped_at(instance, "/version")),
-            ],
-            is_asked: not_asked.is_empty(),
-            admin: match not_asked.is_empty() {
-                true => or_dash(escaped_at(instance, "/admin")),
-                false => not_asked,
-            },
-        }
-    }
+/// The name, or the start of the id of an instance that has none; `*` marks the asked one.
+fn display_name(instance: &FleetInstanceDocument) -> String {
+    let id = instance.id.get(..8).unwrap_or(&instance.id);
+    let name = instance.name.as_deref().unwrap_or(id);
+    format!("{name}{}", if instance.is_self { "*" } else { "" })
+}
+
+fn describe_instance(instance: &FleetInstanceDocument, name_width: usize) -> String {
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    let state = match instance.figures.store.as_deref() {
+        Some("degraded") => "degraded",
+        _ => &instance.state,
+    };
+    let share = format!("{:.1}%", instance.share * 100.0);
+    let rate = or_dash(instance.figures.decisions_per_s.map(format_rate));
+    let uptime = or_dash(instance.figures.uptime_s.map(format_short_duration));
+    let version = or_dash(instance.version.clone());
+    let admin = instance.not_asked.clone().or(instance.admin.clone());
+    let columns = [state, &share, &rate, &uptime, &version];
+    instance_row(
+        name_width,
+        &display_name(instance),
+        columns,
+        &or_dash(admin),
+    )
 }
 
 fn instance_row(name_width: usize, name: &str, columns: [&str; 5], last: &str) -> String {
@@ -189,11 +126,12 @@ fn instance_row(name_width: usize, name: &str, columns: [&str; 5], last: &str) -
 #[cfg(test)]
 mod tests {
     use super::super::frame::{render_plain_text, render_screen};
+    use super::super::snapshot::escape_texts;
     use super::*;
     use serde_json::json;
 
-    fn sample_snapshot() -> FleetSnapshot {
-        FleetSnapshot::from_json(&json!({
+    fn sample_snapshot() -> FleetDocument {
+        let mut response = json!({
             "store": "redis", "shared": true, "total": 3, "answered": 2, "decisions_per_s": 30.0,
             "problem": null,
             "instances": [
@@ -208,7 +146,9 @@ mod tests {
             ],
             "keys": { "entries": [{ "policy": "api", "key": "api/ann", "count": 7, "error": 0 }] },
             "paths": { "entries": [] },
-        }))
+        });
+        escape_texts(&mut response);
+        FleetDocument::deserialize(response).unwrap()
     }
 
     #[test]

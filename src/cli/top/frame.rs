@@ -18,8 +18,8 @@ pub(super) const MIN_SCREEN_SIZE: (usize, usize) = (48, 10);
 
 /// The data of a view.
 pub(super) trait TopData {
-    /// Replaces the data by that of a response.
-    fn update(&mut self, response: &Value);
+    /// Replaces the data by that of a response, whose texts are escaped.
+    fn update(&mut self, response: Value);
 
     /// Number of rows that can be scrolled.
     fn row_count(&self) -> usize;
@@ -131,8 +131,8 @@ pub(super) fn render_screen(
 }
 
 impl TopData for AdminApiSnapshot {
-    fn update(&mut self, response: &Value) {
-        *self = Self::from_json(response, Some(self));
+    fn update(&mut self, response: Value) {
+        *self = Self::from_json(&response, Some(self));
     }
 
     fn row_count(&self) -> usize {

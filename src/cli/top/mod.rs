@@ -12,12 +12,11 @@ mod sparkline;
 
 use super::admin_client::AdminClient;
 use super::output::CommandError;
-use crate::admin::escape_json_for_display;
+use crate::admin::{FleetDocument, escape_json_for_display};
 use crate::config::ConfigSources;
-use fleet::FleetSnapshot;
 use frame::{TopData, ViewState};
 use serde_json::{Value, json};
-use snapshot::AdminApiSnapshot;
+use snapshot::{AdminApiSnapshot, escape_texts};
 use sparkline::SparklineGlyphs;
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -56,15 +55,16 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
         true => fetch_fleet,
         false => fetch_responses,
     };
-    let response = fetch(&client)?;
+    let mut response = fetch(&client)?;
     if flags.json {
         return Ok(escape_json_for_display(&format!("{response}\n")));
     }
     let mut data: Box<dyn TopData> = match flags.fleet {
-        true => Box::new(FleetSnapshot::default()),
+        true => Box::new(FleetDocument::default()),
         false => Box::new(AdminApiSnapshot::default()),
     };
-    data.update(&response);
+    escape_texts(&mut response);
+    data.update(response);
     let mut view = ViewState {
         glyphs: SparklineGlyphs::from_locale(),
         ..ViewState::default()
@@ -75,7 +75,12 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
     }
     view.address = client.address().to_string();
     let interval = Duration::from_secs(flags.every);
-    screen::run_screen(move || fetch(&client), data, view, interval)
+    let fetch_escaped = move || {
+        let mut response = fetch(&client)?;
+        escape_texts(&mut response);
+        Ok(response)
+    };
+    screen::run_screen(fetch_escaped, data, view, interval)
         .map_err(|error| format!("error: the terminal can't be used: {error}\n"))?;
     Ok(String::new())
 }

@@ -4,7 +4,9 @@ use super::frame::{self, TopData, ViewState};
 use super::screen_line::{LineStyle, ScreenLine};
 use crossterm::cursor::{Hide, MoveTo, Show};
 use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
-use crossterm::style::{Attribute, Color, Print, ResetColor, SetAttribute, SetForegroundColor};
+use crossterm::style::{
+    Attribute, Attributes, Color, ContentStyle, PrintStyledContent, ResetColor, SetAttribute,
+};
 use crossterm::terminal::{
     self, BeginSynchronizedUpdate, Clear, ClearType, EndSynchronizedUpdate, EnterAlternateScreen,
     LeaveAlternateScreen,
@@ -45,7 +47,7 @@ pub(super) fn run_screen(
         if let Ok(response) = responses.try_recv()
             && !view.is_paused
         {
-            view.last_error = response.map(|response| data.update(&response)).err();
+            view.last_error = response.map(|response| data.update(response)).err();
             needs_redraw = true;
         }
         if needs_redraw {
@@ -193,21 +195,19 @@ impl TerminalScreen {
         let lines = frame::render_screen(data, view, width.into(), height.into());
         queue!(self.out, BeginSynchronizedUpdate)?;
         for (row, ScreenLine { style, text }) in (0..).zip(lines) {
-            queue!(self.out, MoveTo(0, row))?;
-            self.set_style(style)?;
+            let styled = self.content_style(style).apply(text);
             queue!(
                 self.out,
-                Print(text),
-                SetAttribute(Attribute::Reset),
-                ResetColor
+                MoveTo(0, row),
+                PrintStyledContent(styled),
+                Clear(ClearType::UntilNewLine)
             )?;
-            queue!(self.out, Clear(ClearType::UntilNewLine))?;
         }
         queue!(self.out, EndSynchronizedUpdate)?;
         self.out.flush()
     }
 
-    fn set_style(&mut self, style: LineStyle) -> io::Result<()> {
+    fn content_style(&self, style: LineStyle) -> ContentStyle {
         let (attribute, colour) = match style {
             LineStyle::Plain => (None, None),
             LineStyle::Title => (Some(Attribute::Bold), Some(Color::Cyan)),
@@ -217,12 +217,10 @@ impl TerminalScreen {
             LineStyle::Warning => (None, Some(Color::Yellow)),
             LineStyle::Good => (None, Some(Color::Green)),
         };
-        if let Some(attribute) = attribute {
-            queue!(self.out, SetAttribute(attribute))?;
-        }
-        match colour.filter(|_| self.has_colours) {
-            Some(colour) => queue!(self.out, SetForegroundColor(colour)),
-            None => Ok(()),
+        ContentStyle {
+            foreground_color: colour.filter(|_| self.has_colours),
+            attributes: attribute.map_or(Attributes::none(), Attributes::from),
+            ..ContentStyle::new()
         }
     }
 }

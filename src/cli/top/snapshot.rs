@@ -1,9 +1,12 @@
 //! The displayed data of the admin API responses.
 //!
-//! All texts are escaped here, so that clients cannot send control characters to the terminal.
+//! All texts of a response are escaped, so that clients cannot send control characters to the
+//! terminal.
 
 use crate::admin::{REFUSED_REQUEST_COUNTERS, REFUSED_SERIES};
 use crate::cli::json_fields::{is_true_at, list_at, number_at, text_at, value_at};
+use crate::telemetry::top_rejections::{RejectedText, RejectionRanking};
+use serde::Deserialize;
 use serde_json::Value;
 
 /// Length of a policy's history in minutes.
@@ -109,7 +112,7 @@ impl AdminApiSnapshot {
     /// earlier snapshot of the same process.
     pub(super) fn from_json(response: &Value, previous: Option<&Self>) -> Self {
         let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &response[name]);
-        let instance = escaped_at(overview, "/instance/id");
+        let instance = text_at(overview, "/instance/id").to_owned();
         let uptime_s = number_at(overview, "/instance/uptime_s");
         let previous = previous
             .filter(|previous| previous.instance == instance && previous.uptime_s < uptime_s);
@@ -128,11 +131,15 @@ impl AdminApiSnapshot {
             .iter()
             .map(|entry| parse_policy(entry, previous, uptime_s))
             .collect();
+        let list_ranking = |name: &str| {
+            let ranking = RejectionRanking::deserialize(&top[name]).unwrap_or_default();
+            list_refused(&ranking, &parsed_policies)
+        };
         let latency = value_at(overview, "/latency/decisions").as_object();
         Self {
-            version: escaped_at(overview, "/instance/version"),
-            host: escaped_at(overview, "/instance/host"),
-            status: escaped_at(overview, "/status"),
+            version: text_at(overview, "/instance/version").to_owned(),
+            host: text_at(overview, "/instance/host").to_owned(),
+            status: text_at(overview, "/status").to_owned(),
             generation: number_at(overview, "/generation"),
             alerts: collect_alerts(overview),
             window_s: window as u64,
@@ -150,8 +157,8 @@ impl AdminApiSnapshot {
             ),
             latency: latency.into_iter().flatten().map(parse_latency).collect(),
             omitted_policies: number_at(policies, "/total").saturating_sub(entries.len() as u64),
-            keys: parse_ranking(list_at(top, "/keys/entries"), "/key", &parsed_policies),
-            paths: parse_ranking(list_at(top, "/paths/entries"), "/path", &parsed_policies),
+            keys: list_ranking("keys"),
+            paths: list_ranking("paths"),
             policies: parsed_policies,
             instance,
             uptime_s,
@@ -164,7 +171,7 @@ fn parse_policy(
     previous: Option<&AdminApiSnapshot>,
     uptime_s: u64,
 ) -> TopPolicyEntry {
-    let name = escaped_at(entry, "/name");
+    let name = text_at(entry, "/name").to_owned();
     let total = |names: &[&str]| -> u64 { names.iter().map(|name| to_number(&entry[*name])).sum() };
     // Since-start totals of degraded decisions are counted by outcome in `degraded_by`.
     let refused = total(&REFUSED_SERIES)
@@ -216,41 +223,38 @@ fn parse_policy(
     }
 }
 
-/// Parses the entries of a ranking, whose texts are at `text_pointer`. An entry shows the mode of a
-/// policy that refuses no requests, if it is one of `policies`.
-pub(super) fn parse_ranking(
-    entries: &[Value],
-    text_pointer: &str,
+/// The entries of a ranking as they are shown. An entry shows the mode of a policy that refuses no
+/// requests, if it is one of `policies`.
+pub(super) fn list_refused(
+    ranking: &RejectionRanking,
     policies: &[TopPolicyEntry],
 ) -> Vec<TopRankedEntry> {
-    let parse_entry = |entry: &Value| {
-        let mut policy = escaped_at(entry, "/policy");
-        let seen = policies.iter().find(|seen| seen.name == policy);
-        if let Some(mode @ ("shadow" | "mark")) = seen.map(|seen| seen.kind) {
-            policy.push_str(&format!(" ({mode})"));
-        }
-        let text = escaped_at(entry, text_pointer);
+    let entries = ranking.entries.iter().map(|entry| {
+        let seen = policies.iter().find(|seen| seen.name == entry.policy);
+        let policy = match seen.map(|seen| seen.kind) {
+            Some(mode @ ("shadow" | "mark")) => format!("{} ({mode})", entry.policy),
+            _ => entry.policy.clone(),
+        };
         // The policy's name at the start of a key is removed, because it has its own column.
-        let text = match (text_pointer, text.split_once('/')) {
-            ("/key", Some((_, values))) => values.to_owned(),
-            ("/key", None) => "(no key)".to_owned(),
-            _ => text,
+        let text = match &entry.text {
+            RejectedText::Path(path) => path,
+            RejectedText::Key(key) => key.split_once('/').map_or("(no key)", |(_, values)| values),
         };
         TopRankedEntry {
             policy,
-            text,
-            count: number_at(entry, "/count"),
-            error: number_at(entry, "/error"),
+            text: text.to_owned(),
+            count: entry.count,
+            error: entry.error,
         }
-    };
-    entries.iter().map(parse_entry).collect()
+    });
+    entries.collect()
 }
 
 fn collect_alerts(overview: &Value) -> Vec<TopAlert> {
     let texts = |pointer| {
         list_at(overview, pointer)
             .iter()
-            .map(|text| escaped_at(text, ""))
+            .map(|text| text_at(text, "").to_owned())
     };
     // The problems are the hints with their levels, which older versions do not send.
     let problems = list_at(overview, "/problems");
@@ -275,7 +279,7 @@ fn collect_alerts(overview: &Value) -> Vec<TopAlert> {
 }
 
 fn describe_store(overview: &Value) -> String {
-    let location = ["/store/kind", "/store/address"].map(|part| escaped_at(overview, part));
+    let location = ["/store/kind", "/store/address"].map(|part| text_at(overview, part));
     let is_up = is_true_at(overview, "/store/up");
     let state = match (is_up, is_true_at(overview, "/store/breaker_open")) {
         (true, true) => "breaker open",
@@ -287,7 +291,7 @@ fn describe_store(overview: &Value) -> String {
 
 fn parse_latency((source, times): (&String, &Value)) -> TopLatencyEntry {
     TopLatencyEntry {
-        source: escape_text(source),
+        source: source.clone(),
         count: number_at(times, "/count"),
         p50_s: value_at(times, "/p50_s").as_f64(),
         p99_s: value_at(times, "/p99_s").as_f64(),
@@ -309,9 +313,20 @@ fn to_number(value: &Value) -> u64 {
     value.as_u64().unwrap_or_default()
 }
 
-/// The escaped text at a pointer, or an empty one.
-pub(super) fn escaped_at(json: &Value, pointer: &str) -> String {
-    escape_text(text_at(json, pointer))
+/// Escapes all texts of a response.
+pub(super) fn escape_texts(value: &mut Value) {
+    match value {
+        Value::String(text) => *text = escape_text(text),
+        Value::Array(values) => values.iter_mut().for_each(escape_texts),
+        Value::Object(fields) => {
+            let escape = |(name, mut value): (String, Value)| {
+                escape_texts(&mut value);
+                (escape_text(&name), value)
+            };
+            *fields = std::mem::take(fields).into_iter().map(escape).collect();
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
 }
 
 /// Escapes all characters except printable ASCII. Each character of the result is one column wide,
@@ -335,7 +350,7 @@ mod tests {
     #[test]
     fn escapes_control_characters_in_all_texts() {
         let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\r\nü";
-        let response = json!({
+        let mut response = json!({
             "overview": {
                 "instance": { "id": hostile, "version": hostile }, "status": hostile, "hints": [hostile], "untrusted_peers": [hostile],
                 "last_reload": { "errors": [hostile] }, "store": { "kind": hostile, "address": hostile },
@@ -344,6 +359,7 @@ mod tests {
             "policies": { "policies": [{ "name": hostile }] },
             "top": { "keys": { "entries": [{ "policy": hostile, "key": hostile }] }, "paths": { "entries": [{ "policy": hostile, "path": hostile }] } },
         });
+        escape_texts(&mut response);
         let snapshot = format!("{:?}", AdminApiSnapshot::from_json(&response, None));
         assert!(
             snapshot.chars().all(|letter| (' '..='~').contains(&letter)),

@@ -1,7 +1,7 @@
 //! The policies that may have limited a client, and the hash of the client's key in each.
 
 use super::log_record::LoggedRequest;
-use crate::app::key_status::resolve_key;
+use crate::app::key_status::{find_limiting_policy, resolve_key};
 use crate::app::overrides::describe_override;
 use crate::limiter::Key;
 use crate::policy::path::PathInterpretations;
@@ -48,11 +48,7 @@ pub(super) fn select_policies<'t>(
     values: &[String],
 ) -> Result<(Vec<SearchedPolicy<'t>>, Vec<SkippedPolicy<'t>>), String> {
     if let Some(name) = name {
-        // An unknown policy is reported with the names of all policies.
-        let is_known = table.policies().iter().any(|policy| *policy.name == *name);
-        if !is_known {
-            resolve_key(table, name, values).map_err(|error| error.to_string())?;
-        }
+        find_limiting_policy(table, name).map_err(|error| error.to_string())?;
     }
     let (mut searched, mut skipped) = (Vec::new(), Vec::new());
     for policy in table.policies() {

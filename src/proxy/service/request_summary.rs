@@ -38,7 +38,7 @@ impl RequestSummary {
     ) -> Self {
         let trace_id = recording
             .as_ref()
-            .and_then(|recording| recording.context())
+            .map(|recording| recording.context())
             .or(trace)
             .map(|context| context.trace);
         let (target, client) = inbound.into_target_and_client();

@@ -1,7 +1,6 @@
 //! The metrics page for Prometheus.
 
 use super::exposition::{ExpositionFormat, ExpositionWriter};
-use super::histogram::{DECISION_TIME_BOUNDS, HistogramSnapshot, RESPONSE_TIME_BOUNDS};
 use super::output::MetricOutput;
 use super::process::write_process_metrics;
 use super::registry::Metrics;
@@ -78,15 +77,8 @@ impl Metrics {
             "tidegate_decision_seconds",
             "Time from a request's arrival to the decision on its limits, by decision source.",
         );
-        for (at, source) in self.labels.decision_sources.iter().enumerate() {
-            let parts = self
-                .workers
-                .iter()
-                .filter_map(|worker| worker.decisions.get(at));
-            seconds.write_histogram(
-                &[("source", source)],
-                &HistogramSnapshot::from_histograms(&DECISION_TIME_BOUNDS, parts),
-            );
+        for (source, durations) in self.decision_durations() {
+            seconds.write_histogram(&[("source", source)], &durations);
         }
     }
 
@@ -99,11 +91,7 @@ impl Metrics {
             "tidegate_http_request_seconds",
             "Time from a request's arrival to the head of its response.",
         );
-        let histograms = self.workers.iter().map(|worker| &worker.requests);
-        seconds.write_histogram(
-            &[],
-            &HistogramSnapshot::from_histograms(&RESPONSE_TIME_BOUNDS, histograms),
-        );
+        seconds.write_histogram(&[], &self.response_durations());
         page.counter(
             "tidegate_app_errors",
             "Responses of the upstream with a status from 500 on.",

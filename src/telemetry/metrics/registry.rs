@@ -38,19 +38,12 @@ pub(super) struct MetricExportCounts {
 impl Metrics {
     /// Creates the counters of `workers` workers.
     pub fn new(workers: usize, labels: MetricLabels) -> Arc<Self> {
-        Self::build(workers, labels, false)
+        Self::with_export(workers, labels, false)
     }
 
-    /// Creates the counters of `workers` workers, including those that only an export by OTLP has.
-    pub fn new_for_export(workers: usize, labels: MetricLabels) -> Arc<Self> {
-        Self::build(workers, labels, true)
-    }
-
-    fn build(workers: usize, labels: MetricLabels, is_exported: bool) -> Arc<Self> {
-        let new_worker = |index| match is_exported {
-            true => WorkerMetrics::new(index, &labels).with_http_server(),
-            false => WorkerMetrics::new(index, &labels),
-        };
+    /// As [`Metrics::new`]. `is_exported` adds the counters that only an export by OTLP has.
+    pub fn with_export(workers: usize, labels: MetricLabels, is_exported: bool) -> Arc<Self> {
+        let new_worker = |index| WorkerMetrics::new(index, &labels, is_exported);
         let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
             .map(|index| Arc::new(new_worker(index)))
             .collect();
@@ -72,7 +65,7 @@ impl Metrics {
     /// Returns the counters of a worker. Counters of a worker beyond the number given to
     /// [`Metrics::new`] do not appear in the metrics.
     pub fn worker_metrics(&self, worker: usize) -> Arc<WorkerMetrics> {
-        let unregistered = || Arc::new(WorkerMetrics::new(worker, &self.labels));
+        let unregistered = || Arc::new(WorkerMetrics::new(worker, &self.labels, false));
         self.workers
             .get(worker)
             .map_or_else(unregistered, Arc::clone)

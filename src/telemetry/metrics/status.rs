@@ -1,5 +1,7 @@
 //! State of the process, its store and its configuration, read when the metrics are requested.
 
+use serde::Serialize;
+
 /// State of the process that is read on request instead of counted by workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessStatus {
@@ -53,7 +55,7 @@ pub struct ProcessStatus {
 }
 
 /// Why the store is unavailable, and what policies do until it is back.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StoreOutage {
     /// Stable name of the failure.
     pub kind: &'static str,
@@ -62,8 +64,11 @@ pub struct StoreOutage {
     pub remedy: &'static str,
     pub lasts_s: u64,
     /// The policies that reject requests, count in this process, and admit requests.
+    #[serde(skip)]
     pub closed: Vec<String>,
+    #[serde(skip)]
     pub local: Vec<String>,
+    #[serde(skip)]
     pub open: Vec<String>,
 }
 
@@ -97,7 +102,7 @@ pub struct KeyFetchCounts {
 }
 
 /// Usage of the memory store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct MemoryStoreUsage {
     pub keys: usize,
     pub bytes: usize,

@@ -48,7 +48,7 @@ pub(super) const FIRST_STATUS_CODE: u16 = 100;
 pub(super) const STATUS_CODE_COUNT: usize = 900;
 
 impl WorkerMetrics {
-    pub(super) fn new(worker: usize, labels: &MetricLabels) -> Self {
+    pub(super) fn new(worker: usize, labels: &MetricLabels, is_exported: bool) -> Self {
         let new_counters = |labels: &[&str]| {
             labels
                 .iter()
@@ -77,14 +77,7 @@ impl WorkerMetrics {
             rls_calls: new_counters(labels.rls_call_results),
             unmatched_descriptors: SingleWriterCounter::default(),
             lost_settlements: SingleWriterCounter::default(),
-            http_server: None,
-        }
-    }
-
-    pub(super) fn with_http_server(self) -> Self {
-        Self {
-            http_server: Some(Arc::default()),
-            ..self
+            http_server: is_exported.then(Arc::default),
         }
     }
 

@@ -20,20 +20,20 @@ fn assert_ranking_bounds(ranking: &RejectionRanking, exact: &Exact<u64, u64>) {
     let ranked: Exact<u64, &RejectionEntry> = ranking
         .entries
         .iter()
-        .map(|entry| (entry.text.parse().unwrap(), entry))
+        .map(|entry| (entry.text.as_str().parse().unwrap(), entry))
         .collect();
     assert_eq!(ranked.len(), ranking.entries.len(), "each once");
-    assert_eq!(ranking.total, exact.values().sum::<u64>());
+    assert_eq!(ranking.refused, exact.values().sum::<u64>());
     for (key, count) in exact {
         match ranked.get(key) {
             Some(entry) => {
-                let possible = entry.count - entry.max_error..=entry.count;
+                let possible = entry.count - entry.error..=entry.count;
                 assert!(possible.contains(count), "{count} is not in {possible:?}");
             }
             None => assert!(
-                *count <= ranking.max_unlisted,
+                *count <= ranking.unseen_at_most,
                 "{count} times and unseen ({})",
-                ranking.max_unlisted
+                ranking.unseen_at_most
             ),
         }
     }
@@ -41,7 +41,7 @@ fn assert_ranking_bounds(ranking: &RejectionRanking, exact: &Exact<u64, u64>) {
         ranking
             .entries
             .iter()
-            .all(|entry| exact.contains_key(&entry.text.parse().unwrap()))
+            .all(|entry| exact.contains_key(&entry.text.as_str().parse().unwrap()))
     );
     assert!(ranking.entries.is_sorted_by(|a, b| a.count >= b.count));
 }
@@ -68,7 +68,7 @@ proptest! {
         let ranking = rank_keys(&top, None);
         assert_ranking_bounds(&ranking, &exact);
         // The error bound of space-saving sketches, summed over all sketches.
-        prop_assert!(ranking.max_unlisted <= ranking.total / SKETCH_CAPACITY as u64);
+        prop_assert!(ranking.unseen_at_most <= ranking.refused / SKETCH_CAPACITY as u64);
     }
 }
 
@@ -90,23 +90,23 @@ fn random_keys_use_bounded_memory_and_do_not_hide_heavy_keys() {
     let bad = ranking
         .entries
         .iter()
-        .find(|entry| &*entry.text == "bad")
+        .find(|entry| entry.text.as_str() == "bad")
         .unwrap();
     assert!(
-        bad.count >= 2000 && bad.count - bad.max_error <= 2000,
+        bad.count >= 2000 && bad.count - bad.error <= 2000,
         "{bad:?}"
     );
     assert!(
         ranking
             .entries
             .iter()
-            .all(|entry| entry.text.len() <= MAX_TEXT_BYTES)
+            .all(|entry| entry.text.as_str().len() <= MAX_TEXT_BYTES)
     );
     assert!(
         ranking
             .entries
             .iter()
-            .any(|entry| entry.text.ends_with(TRUNCATION_MARK))
+            .any(|entry| entry.text.as_str().ends_with(TRUNCATION_MARK))
     );
     let sketch = &workers[0].paths.lock().current;
     assert_eq!(
@@ -134,10 +134,10 @@ fn ranking_can_be_filtered_by_policy() {
     let texts: Vec<&str> = ranking_of_b
         .entries
         .iter()
-        .map(|entry| &*entry.text)
+        .map(|entry| entry.text.as_str())
         .collect();
     assert_eq!(
-        (texts, ranking_of_b.entries[0].count, ranking_of_b.total),
+        (texts, ranking_of_b.entries[0].count, ranking_of_b.refused),
         (vec!["b/1"], 2, 4)
     );
     let paths = top.ranking(RejectionDimension::Paths, None, 1);
@@ -161,7 +161,7 @@ fn rejections_expire_after_two_generations() {
         let mut texts: Vec<String> = ranking
             .entries
             .iter()
-            .map(|entry| entry.text.to_string())
+            .map(|entry| entry.text.as_str().to_owned())
             .collect();
         texts.sort();
         (texts.join(" "), ranking.since_s)
@@ -199,13 +199,17 @@ fn paths_are_escaped_for_terminals_and_html() {
     }
     for entry in top.ranking(RejectionDimension::Paths, None, 9).entries {
         assert!(
-            entry.text.bytes().all(|byte| byte.is_ascii_graphic()),
+            entry
+                .text
+                .as_str()
+                .bytes()
+                .all(|byte| byte.is_ascii_graphic()),
             "{entry:?}"
         );
         assert!(
-            !entry.text.contains(['<', '>', '"', '`', '\\']),
+            !entry.text.as_str().contains(['<', '>', '"', '`', '\\']),
             "{entry:?}"
         );
-        assert!(entry.text.len() <= MAX_TEXT_BYTES, "{entry:?}");
+        assert!(entry.text.as_str().len() <= MAX_TEXT_BYTES, "{entry:?}");
     }
 }

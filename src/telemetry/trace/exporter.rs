@@ -3,11 +3,10 @@
 //! Request processing never waits for the export. Spans that do not fit into the queue are dropped
 //! and counted.
 
-use super::span::RequestSpans;
-use crate::telemetry::otlp::{CollectorClient, ExportError, instrumentation_scope};
+use crate::telemetry::otlp::{CollectorClient, instrumentation_scope};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::resource::v1::Resource;
-use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans};
+use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
 use prost::Message;
 use std::io;
 use std::sync::Arc;
@@ -56,7 +55,7 @@ impl SpanExporter {
         collector: CollectorClient,
         resource: Resource,
         counters: Arc<SpanExportCounters>,
-        queue: mpsc::Receiver<RequestSpans>,
+        queue: mpsc::Receiver<Vec<Span>>,
     ) -> io::Result<Self> {
         let (stop, stopped) = oneshot::channel();
         let (done_sender, done) = oneshot::channel();
@@ -89,7 +88,7 @@ impl SpanExporter {
 }
 
 /// Adds queued requests to the batch until the batch is full, or the queue is closed and empty.
-async fn fill_batch(batch: &mut Vec<RequestSpans>, queue: &mut mpsc::Receiver<RequestSpans>) {
+async fn fill_batch(batch: &mut Vec<Vec<Span>>, queue: &mut mpsc::Receiver<Vec<Span>>) {
     while batch.len() < MAX_BATCH_REQUESTS {
         let remaining = MAX_BATCH_REQUESTS - batch.len();
         if queue.recv_many(batch, remaining).await == 0 {
@@ -101,7 +100,7 @@ async fn fill_batch(batch: &mut Vec<RequestSpans>, queue: &mut mpsc::Receiver<Re
 impl SpanExportWorker {
     async fn run(
         mut self,
-        mut queue: mpsc::Receiver<RequestSpans>,
+        mut queue: mpsc::Receiver<Vec<Span>>,
         mut stopped: oneshot::Receiver<()>,
     ) {
         let mut is_ending = false;
@@ -129,11 +128,8 @@ impl SpanExportWorker {
         }
     }
 
-    async fn export(&mut self, batch: Vec<RequestSpans>) {
-        let spans: Vec<_> = batch
-            .into_iter()
-            .flat_map(RequestSpans::into_spans)
-            .collect();
+    async fn export(&mut self, batch: Vec<Vec<Span>>) {
+        let spans: Vec<Span> = batch.into_iter().flatten().collect();
         let span_count = u64::try_from(spans.len()).unwrap_or(u64::MAX);
         let scope_spans = vec![ScopeSpans {
             scope: Some(instrumentation_scope()),
@@ -147,27 +143,19 @@ impl SpanExportWorker {
             ..ResourceSpans::default()
         }];
         let request = ExportTraceServiceRequest { resource_spans };
-        match self.collector.export(request.encode_to_vec().into()).await {
-            Ok(rejected) => {
-                let rejected = rejected.min(span_count);
-                self.counters.failed.fetch_add(rejected, Ordering::Relaxed);
-                self.counters
-                    .exported
-                    .fetch_add(span_count - rejected, Ordering::Relaxed);
-                if std::mem::replace(&mut self.has_failed, false) {
-                    tracing::info!("span export recovered");
-                }
-            }
-            Err(error) => self.record_failure(span_count, &error),
-        }
-    }
-
-    fn record_failure(&mut self, span_count: u64, error: &ExportError) {
-        self.counters
-            .failed
-            .fetch_add(span_count, Ordering::Relaxed);
-        if !std::mem::replace(&mut self.has_failed, true) {
-            tracing::warn!(error, "span export failed");
+        let (failed, error) = match self.collector.export(request.encode_to_vec().into()).await {
+            Ok(rejected) => (rejected.min(span_count), None),
+            Err(error) => (span_count, Some(error)),
+        };
+        let counters = &self.counters;
+        counters.failed.fetch_add(failed, Ordering::Relaxed);
+        let exported = span_count - failed;
+        counters.exported.fetch_add(exported, Ordering::Relaxed);
+        let had_failed = std::mem::replace(&mut self.has_failed, error.is_some());
+        match error {
+            None if had_failed => tracing::info!("span export recovered"),
+            Some(error) if !had_failed => tracing::warn!(error, "span export failed"),
+            _ => {}
         }
     }
 }

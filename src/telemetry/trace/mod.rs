@@ -18,7 +18,7 @@ use crate::telemetry::metrics::SpanExportCounts;
 use crate::telemetry::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
 use exporter::{QUEUE_CAPACITY, SpanExportCounters};
 use http::HeaderMap;
-use span::RequestSpans;
+use opentelemetry_proto::tonic::trace::v1::Span;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -40,7 +40,7 @@ pub struct Tracer(Arc<SharedTracer>);
 struct SharedTracer {
     sample_ratio: f64,
     clock: Clock,
-    queue: mpsc::Sender<RequestSpans>,
+    queue: mpsc::Sender<Vec<Span>>,
     counters: Arc<SpanExportCounters>,
 }
 
@@ -89,13 +89,11 @@ impl Tracer {
 
     /// Returns the numbers of spans since the start, by export result.
     pub fn span_counts(&self) -> SpanExportCounts {
-        let load = |count: fn(&SpanExportCounters) -> &std::sync::atomic::AtomicU64| {
-            count(&self.0.counters).load(Ordering::Relaxed)
-        };
+        let counters = &self.0.counters;
         SpanExportCounts {
-            exported: load(|counts| &counts.exported),
-            dropped: load(|counts| &counts.dropped),
-            failed: load(|counts| &counts.failed),
+            exported: counters.exported.load(Ordering::Relaxed),
+            dropped: counters.dropped.load(Ordering::Relaxed),
+            failed: counters.failed.load(Ordering::Relaxed),
         }
     }
 }

@@ -1,61 +1,13 @@
-//! The report as JSON, for scripts and the admin endpoint.
+//! The figures of one server as JSON.
 
-use super::{DoctorFinding, DoctorReport, FindingLevel, ServerSummary};
+use crate::store::redis::ServerFacts;
 use serde_json::{Value, json};
-
-impl DoctorReport {
-    pub(crate) fn to_json(&self, checked_at_s: u64) -> Value {
-        let (faults, warnings, unknown) = (
-            self.count(FindingLevel::Fault),
-            self.count(FindingLevel::Warning),
-            self.count(FindingLevel::Unknown),
-        );
-        let store = match &self.store {
-            None => json!({ "kind": "memory" }),
-            Some(redis) => json!({
-                "kind": "redis",
-                "address": redis.address,
-                "key_prefix": redis.key_prefix,
-            }),
-        };
-        let policies = self.policies.iter().map(|memory| {
-            json!({
-                "policy": memory.policy,
-                "counters": memory.counters,
-                "bytes": memory.bytes,
-                "without_expiry": memory.unexpiring,
-            })
-        });
-        json!({
-            "ok": faults == 0 && unknown == 0,
-            "faults": faults,
-            "warnings": warnings,
-            "unknown": unknown,
-            "checked_at_s": checked_at_s,
-            "store": store,
-            "findings": self.findings.iter().map(finding_to_json).collect::<Vec<_>>(),
-            "servers": self.servers.iter().map(server_to_json).collect::<Vec<_>>(),
-            "policies": policies.collect::<Vec<_>>(),
-        })
-    }
-}
-
-fn finding_to_json(finding: &DoctorFinding) -> Value {
-    json!({
-        "level": finding.level.into_str(),
-        "check": finding.check,
-        "server": finding.server,
-        "found": finding.found,
-        "advice": finding.advice,
-    })
-}
 
 #[allow(
     clippy::cast_precision_loss,
     reason = "latencies and clock differences are far below 2^53 µs"
 )]
-fn server_to_json(server: &ServerSummary) -> Value {
-    let facts = &server.facts;
+pub(super) fn server_to_json(address: &str, facts: &ServerFacts) -> Value {
     let info = facts.info.as_ref().ok();
     let text = |name: &str| info.and_then(|info| info.text(name));
     let number = |name: &str| info.and_then(|info| info.number(name));
@@ -76,7 +28,7 @@ fn server_to_json(server: &ServerSummary) -> Value {
     let denied = denied.map(|denied| denied.iter().map(|one| one.command).collect::<Vec<_>>());
     let to_ms = |us: u64| us as f64 / 1000.0;
     json!({
-        "address": server.address,
+        "address": address,
         "version": text("redis_version"),
         "valkey_version": text("valkey_version"),
         "mode": text("redis_mode"),

@@ -1,0 +1,188 @@
+//! Documents of the admin API that commands or other instances read too.
+//!
+//! Missing fields are no error, so that the answers of an older proxy can be shown.
+
+use crate::telemetry::top_rejections::RejectionRanking;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+/// A limit, and its status if that is known.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LimitDocument {
+    pub name: String,
+    pub algorithm: String,
+    pub requests: u64,
+    /// The period as in the configuration; `None` for `concurrency`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub per: Option<String>,
+    /// The time zone of a calendar period.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tz: Option<String>,
+    /// The field of the request that may state another amount.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub requests_from: Option<String>,
+    /// `unlimited`, `blocked` or `limits`, for a key with an override.
+    #[serde(rename = "override", skip_serializing_if = "Option::is_none")]
+    pub override_kind: Option<String>,
+    /// Whether the explained request states the amounts.
+    #[serde(skip)]
+    pub is_stated: bool,
+    /// `None` if the status is unknown, or nothing is counted.
+    #[serde(flatten)]
+    pub usage: Option<LimitUsage>,
+    /// What only programs read, such as the settings of the algorithm.
+    #[serde(flatten)]
+    pub details: Map<String, Value>,
+}
+
+/// The units of a limit.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct LimitUsage {
+    pub used: u64,
+    pub remaining: u64,
+    /// Seconds until more units are available; `None` if none is used.
+    pub grows_in_s: Option<f64>,
+}
+
+/// A key of a policy and the status of its limits.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct KeyDocument {
+    pub policy: String,
+    pub key: String,
+    /// The hash of the key, as in the log; older proxies send none.
+    pub key_hash: Option<String>,
+    /// Whether a request of the lowest cost would be admitted.
+    pub admitted: bool,
+    pub mode: String,
+    pub scope: String,
+    pub shadow: bool,
+    pub least_cost: u64,
+    pub blocked_s: Option<f64>,
+    pub limits: Vec<LimitDocument>,
+    /// Describes the key's override in the store.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub override_words: Option<String>,
+    /// `allow`, `deny` or `off`, by an override of the configuration.
+    #[serde(rename = "override", skip_serializing_if = "Option::is_none")]
+    pub override_rule: Option<String>,
+    /// The Redis keys of the counters.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub counters: Option<Vec<String>>,
+}
+
+/// What each policy does with a request, and the expected result.
+#[derive(Debug, Default, Serialize)]
+pub struct ExplanationDocument {
+    pub expected: ExpectedOutcome,
+    pub policies: Vec<ExplainedPolicy>,
+    /// Why the counters cannot be read.
+    pub store_error: Option<String>,
+    /// The error in the request's token.
+    pub token_fault: Option<String>,
+}
+
+/// The expected result for the client.
+#[derive(Debug, Default, Serialize)]
+pub struct ExpectedOutcome {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub status: Option<u16>,
+    /// `None` if the counters cannot be read, or the request is rejected before policies apply.
+    pub decision: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub by: Option<Vec<String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+}
+
+/// What one policy does with a request.
+#[derive(Debug, Serialize)]
+pub struct ExplainedPolicy {
+    pub policy: String,
+    pub mode: &'static str,
+    pub shadow: bool,
+    pub result: &'static str,
+    pub why: Option<String>,
+    /// The result in words.
+    #[serde(skip)]
+    pub words: String,
+    #[serde(flatten)]
+    pub limited: Option<ExplainedKey>,
+}
+
+/// The key of a request in one policy, and its limits.
+#[derive(Debug, Serialize)]
+pub struct ExplainedKey {
+    pub key: String,
+    pub key_hash: String,
+    pub scope: &'static str,
+    pub cost: u64,
+    pub limits: Vec<LimitDocument>,
+    pub blocked_s: Option<f64>,
+}
+
+/// The summary of one instance: state, rate, and rankings.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InstanceSummary {
+    pub id: String,
+    pub name: String,
+    pub version: String,
+    /// The phase of the process.
+    pub status: Option<String>,
+    /// The number of instances that it divides limits by.
+    pub instances: Option<u64>,
+    #[serde(flatten)]
+    pub figures: InstanceFigures,
+    pub keys: RejectionRanking,
+    pub paths: RejectionRanking,
+}
+
+/// What an instance says about itself; `None` if it did not answer.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct InstanceFigures {
+    /// `up` or `degraded`.
+    pub store: Option<String>,
+    pub decisions_per_s: Option<f64>,
+    pub uptime_s: Option<u64>,
+    pub generation: Option<u64>,
+    pub config_hash: Option<u64>,
+}
+
+/// All instances that share the limits.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FleetDocument {
+    pub store: String,
+    pub shared: bool,
+    pub total: usize,
+    pub listed: usize,
+    pub answered: usize,
+    /// Why the heartbeats could not be read.
+    pub problem: Option<String>,
+    pub decisions_per_s: f64,
+    pub instances: Vec<FleetInstanceDocument>,
+    pub keys: RejectionRanking,
+    pub paths: RejectionRanking,
+}
+
+/// One instance as its heartbeat and its summary describe it.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FleetInstanceDocument {
+    pub id: String,
+    pub name: Option<String>,
+    pub version: Option<String>,
+    pub admin: Option<String>,
+    #[serde(rename = "self")]
+    pub is_self: bool,
+    pub heartbeat_age_s: Option<f64>,
+    pub state: String,
+    pub share: f64,
+    #[serde(flatten)]
+    pub figures: InstanceFigures,
+    /// Why it was not queried, or did not answer.
+    pub not_asked: Option<String>,
+}
