@@ -36,7 +36,8 @@ pub(crate) struct FrameBudget {
     remaining: Cell<u32>,
     /// Time of the last refill.
     refilled_at: Cell<Instant>,
-    is_exhausted: Cell<bool>,
+    /// Whether more than the credit was spent, so that the connection must be closed.
+    pub(crate) is_exhausted: Cell<bool>,
 }
 
 impl FrameBudget {
@@ -88,11 +89,6 @@ impl FrameBudget {
             None => self.is_exhausted.set(true),
         }
     }
-
-    /// Whether more than the credit was spent, so that the connection must be closed.
-    pub(crate) fn is_exhausted(&self) -> bool {
-        self.is_exhausted.get()
-    }
 }
 
 #[cfg(test)]
@@ -105,22 +101,22 @@ mod tests {
         let budget = FrameBudget::new(Instant::now());
         budget.credit_response();
         budget.charge_frames(MAX_BUDGET);
-        assert!(!budget.is_exhausted(), "the whole budget can be spent");
+        assert!(!budget.is_exhausted.get(), "the whole budget can be spent");
         budget.credit_response();
         budget.charge_frames(RESPONSE_CREDIT);
         advance(Duration::from_millis(500)).await;
         budget.charge_frames(REFILL_PER_SECOND / 2);
-        assert!(!budget.is_exhausted());
+        assert!(!budget.is_exhausted.get());
         budget.charge_early_reset(EARLY_RESET_WINDOW);
-        assert!(!budget.is_exhausted(), "a late cancellation is free");
+        assert!(!budget.is_exhausted.get(), "a late cancellation is free");
         budget.charge_early_reset(Duration::ZERO);
-        assert!(budget.is_exhausted());
+        assert!(budget.is_exhausted.get());
         let budget = FrameBudget::new(Instant::now());
         advance(Duration::from_secs(3600)).await;
         budget.charge_frames(MAX_BUDGET);
         budget.charge_frames(MAX_BUDGET + 1);
         assert!(
-            budget.is_exhausted(),
+            budget.is_exhausted.get(),
             "a refill does not exceed the maximum"
         );
     }

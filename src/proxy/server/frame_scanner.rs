@@ -48,7 +48,7 @@ pub(crate) const INVALID_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
 const MAX_OPEN_UPLOADS: usize = 256;
 
 /// State of the scan between two reads.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct FrameScanner {
     splitter: FrameSplitter,
     /// Whether the first frame has arrived.
@@ -146,8 +146,8 @@ pub(crate) struct FrameScan {
     pub(crate) is_rewritten: bool,
     /// Whether a head ends with a mark.
     pub(crate) has_head_mark: bool,
-    /// New size of the client's HPACK table.
-    pub(crate) table_bytes: Option<u32>,
+    /// Smallest and last new size of the client's HPACK table.
+    pub(crate) table_bytes: Option<(u32, u32)>,
 }
 
 /// Bytes to be passed on: those of one read, up to the first difference.
@@ -187,18 +187,8 @@ impl FrameScanner {
     /// `max_head_bytes` is the limit of h2 for a list of fields.
     pub(crate) fn new(max_head_bytes: usize) -> Self {
         Self {
-            splitter: FrameSplitter::default(),
-            has_started: false,
-            last_stream: 0,
-            open_uploads: VecDeque::new(),
-            frame_type: 0,
-            remaining_frame: 0,
-            setting: SmallVec::new(),
             max_head_bytes,
-            filter: None,
-            is_filter_disabled: false,
-            block: None,
-            is_trailer_block: false,
+            ..Self::default()
         }
     }
 
@@ -393,7 +383,11 @@ impl FrameScanner {
             self.setting.push(*byte);
             if let [id_high, id_low, a, b, c, d] = *self.setting.as_slice() {
                 if [id_high, id_low] == HEADER_TABLE_SIZE {
-                    scan.table_bytes = Some(u32::from_be_bytes([a, b, c, d]));
+                    let bytes = u32::from_be_bytes([a, b, c, d]);
+                    let smallest = scan
+                        .table_bytes
+                        .map_or(bytes, |(known, _)| bytes.min(known));
+                    scan.table_bytes = Some((smallest, bytes));
                 }
                 self.setting.clear();
             }

@@ -15,7 +15,7 @@ use super::frame_scanner::{FrameScan, FrameScanner};
 use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
 use super::query_escaper::QueryEscaper;
-use super::transport::{ClientTransport, move_buffered_bytes};
+use super::transport::{ClientTransport, move_buffered_bytes, socket_below_tls};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
 /// can destroy the last response before the client reads it. After these bytes the client has to
@@ -62,10 +62,12 @@ pub(crate) struct MonitoredSocket {
     frame_scanner: Option<Box<FrameScanner>>,
     max_head_bytes: usize,
     query_escaper: QueryEscaper,
+    /// Input behind a request head, which hyper has not asked for yet.
+    pipelined: Bytes,
     /// Number of reads to be delayed: see [`MIN_PAUSED_HEAD_BYTES`].
     remaining_pauses: u32,
     /// Whether shutdown ends only the write direction.
-    is_half_close: bool,
+    pub(super) is_half_close: bool,
     /// Whether both directions have ended. Further input is discarded: it must not be parsed as
     /// another request, nor be read as if it came from TLS.
     is_closed: bool,
@@ -73,7 +75,7 @@ pub(crate) struct MonitoredSocket {
     half_close: Option<HalfCloseState>,
     memory_wait: Option<Box<MemoryWait>>,
     /// Status of the response to input that is not a valid request. `None`: hyper's.
-    parse_error_status: Option<StatusCode>,
+    pub(super) parse_error_status: Option<StatusCode>,
 }
 
 /// Progress of a read that waits until other connections have freed memory.
@@ -116,6 +118,7 @@ impl MonitoredSocket {
             frame_scanner: None,
             max_head_bytes,
             query_escaper: QueryEscaper::default(),
+            pipelined: Bytes::new(),
             remaining_pauses: 0,
             is_half_close: false,
             is_closed: false,
@@ -123,14 +126,6 @@ impl MonitoredSocket {
             half_close: None,
             memory_wait: None,
             parse_error_status: None,
-        }
-    }
-
-    /// Sets the status of the response to input that is not a valid request.
-    pub(crate) fn with_parse_error_status(self, status: Option<StatusCode>) -> Self {
-        Self {
-            parse_error_status: status,
-            ..self
         }
     }
 
@@ -156,14 +151,9 @@ impl MonitoredSocket {
     /// Closes with a reset. The client cannot mistake a partial response for a complete one, and
     /// unsent output holds no memory.
     pub(crate) fn abort(mut self) {
-        if let Err(error) = self.transport.socket_below_tls().set_reset_on_close() {
+        if let Err(error) = socket_below_tls(&mut self.transport).set_reset_on_close() {
             tracing::debug!(%error, "failed to prepare a connection reset");
         }
-    }
-
-    /// Sets whether shutdown ends only the write direction.
-    pub(crate) fn set_half_close(&mut self, is_half_close: bool) {
-        self.is_half_close = is_half_close;
     }
 
     /// Records that further input will not be read.
@@ -216,7 +206,7 @@ impl MonitoredSocket {
             timer: LazyTimer::default(),
         });
         loop {
-            if let Some(error) = self.transport.socket_below_tls().take_error()? {
+            if let Some(error) = socket_below_tls(&mut self.transport).take_error()? {
                 return Poll::Ready(Err(error));
             }
             let now = Instant::now();
@@ -242,7 +232,12 @@ impl MonitoredSocket {
     /// memory.
     fn read_from_buffer(&mut self, into: &mut ReadBuf<'_>) {
         move_buffered_bytes(&mut self.read_ahead, into);
-        self.monitor.memory.set_read_ahead(self.read_ahead.len());
+        self.report_read_ahead();
+    }
+
+    fn report_read_ahead(&self) {
+        let bytes = self.read_ahead.len() + self.pipelined.len();
+        self.monitor.memory.set_read_ahead(bytes);
     }
 
     /// Spends credit for received frames. A frame for which h2 visits every stream costs as much as
@@ -287,7 +282,7 @@ impl MonitoredSocket {
         let mut scratch = [0; 8192];
         while linger.remaining_bytes > 0 {
             let mut into = ReadBuf::new(&mut scratch);
-            match Pin::new(self.transport.socket_below_tls()).poll_read(cx, &mut into) {
+            match Pin::new(socket_below_tls(&mut self.transport)).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
                     self.monitor.exchange.has_unread_input.set(true);
                     linger.remaining_bytes =
@@ -326,7 +321,13 @@ impl AsyncRead for MonitoredSocket {
         }
         loop {
             let before = into.filled().len();
-            ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+            let is_pipelined = !this.pipelined.is_empty();
+            if is_pipelined {
+                move_buffered_bytes(&mut this.pipelined, into);
+                this.report_read_ahead();
+            } else {
+                ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+            }
             let received = into.filled().get(before..).unwrap_or_default();
             if received.is_empty() {
                 let may_read_response = this.monitor.has_active_requests()
@@ -338,19 +339,33 @@ impl AsyncRead for MonitoredSocket {
                     Poll::Ready(Ok(()))
                 };
             }
-            if this.monitor.awaits_request_line() {
-                this.query_escaper.start_line();
-            }
-            this.monitor.record_read(received.len());
+            this.monitor.memory.end_tls_input();
             if !this.monitor.is_http2.get() {
+                let parsed = this.monitor.parsed_input().filter(|parsed| {
+                    (parsed.is_idle || is_pipelined)
+                        && this.query_escaper.is_at_request_line(*parsed)
+                });
+                if parsed.is_some() {
+                    this.monitor.exchange.heads.set(0);
+                }
+                let length = this.query_escaper.follow(received, parsed.is_some());
+                let (received, next) = received.split_at(length);
+                this.monitor.record_read(received.len());
+                if !next.is_empty() {
+                    this.pipelined = [next, &this.pipelined].concat().into();
+                    this.report_read_ahead();
+                }
                 let mut escaped = Vec::new();
                 if this.query_escaper.scan(received, &mut escaped) {
                     into.set_filled(before);
                     this.read_ahead = escaped.into();
                     this.read_from_buffer(into);
+                } else {
+                    into.set_filled(before + length);
                 }
                 return Poll::Ready(Ok(()));
             }
+            this.monitor.record_read(received.len());
             let max_head_bytes = this.max_head_bytes;
             let new_scanner = || Box::new(FrameScanner::new(max_head_bytes));
             let scanner = this.frame_scanner.get_or_insert_with(new_scanner);
@@ -359,7 +374,7 @@ impl AsyncRead for MonitoredSocket {
             let is_within_field_block = scanner.is_within_field_block();
             this.charge_frames(&scan);
             this.monitor.record_scan(&scan);
-            if this.monitor.frame_budget.is_exhausted() {
+            if this.monitor.frame_budget.is_exhausted.get() {
                 return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
             }
             this.monitor
@@ -445,9 +460,10 @@ impl AsyncWrite for MonitoredSocket {
 #[cfg(test)]
 mod tests {
     use super::MonitoredSocket;
-    use crate::proxy::server::connection_activity::ConnectionActivity;
+    use crate::proxy::server::connection_load::ServerLoad;
+    use crate::proxy::server::connection_load::tests::add_connection;
     use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
-    use crate::proxy::server::transport::{ClientSocket, ClientTransport, SocketBelowTls};
+    use crate::proxy::server::transport::SocketBelowTls;
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;
@@ -456,7 +472,7 @@ mod tests {
     use std::time::Duration;
     use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
     use tokio::net::UnixStream;
-    use tokio::time::Instant;
+    use tokio_util::either::Either;
 
     const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
         idle: Duration::from_secs(75),
@@ -467,13 +483,11 @@ mod tests {
     #[tokio::test]
     async fn informational_heads_are_written_between_responses() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(
-            TIMEOUTS,
-            None,
-            Arc::new(ConnectionActivity::new(Instant::now())),
-        );
-        let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor), 0);
+        let load = ServerLoad::new(1);
+        let connection = Arc::clone(&add_connection(&load, 0).connection);
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, load);
+        let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
         monitor.queue_informational_head(b"<1>");
         socket.flush().await.unwrap();
         monitor.queue_informational_head(b"<2>");
@@ -503,13 +517,11 @@ mod tests {
     #[tokio::test]
     async fn input_after_shutdown_is_not_read() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(
-            TIMEOUTS,
-            None,
-            Arc::new(ConnectionActivity::new(Instant::now())),
-        );
-        let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor), 0);
+        let load = ServerLoad::new(1);
+        let connection = Arc::clone(&add_connection(&load, 0).connection);
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, load);
+        let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
         socket.put_back(b"read too early");
         socket.record_unread_input();
         let lingers =

@@ -10,7 +10,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 
 use super::driver::ConnectionDriver;
-use super::protocols::HttpServerSettings;
+use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
@@ -21,7 +21,7 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 /// Serves HTTP/2 until the connection ends.
 pub(super) async fn serve_http2<S>(
     socket: MonitoredSocket,
-    protocols: &HttpServerSettings,
+    protocols: &WorkerListener,
     mut driver: ConnectionDriver,
     requests: S,
     handover: &Rc<UpgradeHandover>,
@@ -70,7 +70,7 @@ fn classify_connection_error(
     error: &hyper::Error,
     monitor: &ConnectionMonitor,
 ) -> Option<ConnectionCloseReason> {
-    if monitor.frame_budget.is_exhausted() {
+    if monitor.frame_budget.is_exhausted.get() {
         return Some(ConnectionCloseReason::Flood);
     }
     let error = error
