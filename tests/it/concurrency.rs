@@ -7,11 +7,12 @@ use crate::support::TEST_TIMEOUT;
 use crate::support::client::{RawClient, RawResponse};
 use crate::support::proxy::Proxy;
 use crate::support::redis::{RedisServer, list_counter_keys};
-use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body};
+use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body, full_body};
 use hyper::Response;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 const TWO_SLOTS: &str = r#"
@@ -251,6 +252,35 @@ async fn a_request_longer_than_max_duration_is_aborted() {
         problem["detail"],
         "The request took longer than its policy allows."
     );
+}
+
+#[tokio::test]
+async fn a_response_close_to_max_duration_is_complete_or_504() {
+    let upstream = Upstream::with_handler(|request| async move {
+        let wait_us = request.uri().query().unwrap().parse().unwrap();
+        tokio::time::sleep(Duration::from_micros(wait_us)).await;
+        Response::new(full_body("ok"))
+    })
+    .await;
+    let policies = "[[policy]]\nname = 'a'\n\
+        limit = { algorithm = 'concurrency', requests = 500, max_duration = '500ms' }\n";
+    let proxy = Proxy::start(policies, upstream.address).await;
+    let mut clients = JoinSet::new();
+    for wait_us in (486_000..501_000).step_by(100) {
+        let mut client = RawClient::connect(proxy.address).await;
+        clients.spawn(async move {
+            client
+                .send(format!("GET /?{wait_us} HTTP/1.1\r\nHost: a\r\n\r\n"))
+                .await;
+            (wait_us, client.read_response_or_close().await)
+        });
+    }
+    while let Some(ended) = clients.join_next().await {
+        let (wait_us, reply) = ended.unwrap();
+        let reply = reply.unwrap_or_else(|| panic!("{wait_us} µs: closed without a byte"));
+        let is_ok = reply.status == 504 || reply.text() == "ok";
+        assert!(reply.complete && is_ok, "{wait_us} µs: {reply:?}");
+    }
 }
 
 #[tokio::test]

@@ -2,13 +2,15 @@
 //! and HTTP/2 clients.
 
 use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientBody, RawClient, open_http2_connection};
+use crate::support::client::{ClientBody, RawClient, await_response, open_http2_connection};
 use crate::support::h2_frames::*;
 use crate::support::proxy::Proxy;
 use crate::support::upstream::{RawSocket, RawUpstream};
 use http_body_util::BodyExt;
 use hyper::{HeaderMap, Method, Request};
+use std::sync::Arc;
 use tokio::io::AsyncReadExt;
+use tokio::sync::Semaphore;
 use tokio::time::{Duration, timeout};
 
 /// Fields and frames (kind, flags, payload) of a response of an h2c upstream.
@@ -25,32 +27,24 @@ struct Http2Response {
 }
 
 async fn request_over_http2(proxy: &Proxy, method: Method) -> Http2Response {
-    let response = try_request_over_http2(proxy, method).await;
-    response.expect("a response head")
-}
-
-/// Fails if the stream is reset, possibly together with the response head.
-async fn try_request_over_http2(
-    proxy: &Proxy,
-    method: Method,
-) -> Result<Http2Response, hyper::Error> {
     let mut sender = open_http2_connection(proxy.address).await;
     let request = Request::builder()
         .method(method)
         .uri("http://a/")
         .body(ClientBody::default())
         .unwrap();
-    let response = timeout(TEST_TIMEOUT, sender.send_request(request)).await;
-    let (head, body) = response.unwrap()?.into_parts();
+    let (head, body) = await_response(sender.send_request(request))
+        .await
+        .into_parts();
     let body = timeout(TEST_TIMEOUT, body.collect()).await.unwrap();
-    Ok(Http2Response {
+    Http2Response {
         status: head.status.as_u16(),
         headers: head.headers,
         body: body.map_err(|error| error.to_string()).map(|body| {
             let trailers = body.trailers().cloned().unwrap_or_default();
             (body.to_bytes().to_vec(), trailers)
         }),
-    })
+    }
 }
 
 async fn start_http1(response: &'static str, closes: bool) -> (RawUpstream, Proxy) {
@@ -144,13 +138,33 @@ async fn a_body_that_fails_at_once_is_answered_with_502() {
         let (_upstream, proxy) = start_http1(response, true).await;
         assert_is_bad_gateway(&proxy, case).await;
     }
-    let cases: [H2cCase; 7] = [
+    const TRAILERS: (u8, u8, &[u8]) = (HEADERS, END_STREAM | END_HEADERS, b"\x00\x01x\x01y");
+    const NO_LENGTH: &[(&str, &str)] = &[(":status", "200")];
+    const LARGE: (u8, u8, &[u8]) = (DATA, 0, &[b'a'; 16_000]);
+    let cases: [H2cCase; 18] = [
+        (LENGTH_5, &[(DATA, 0, b"o"), (DATA, END_STREAM, b"")]),
+        (
+            LENGTH_5,
+            &[(DATA, 0, b"o"), (DATA, 0, b"k"), (DATA, END_STREAM, b"")],
+        ),
+        (
+            LENGTH_5,
+            &[(DATA, PADDED, b"\x03ok\0\0\0"), (DATA, END_STREAM, b"k")],
+        ),
+        (LENGTH_5, &[(DATA, 0, b"hell"), (DATA, END_STREAM, b"ox")]),
+        (LENGTH_5, &[(DATA, 0, b"hello"), (DATA, END_STREAM, b"x")]),
+        (LENGTH_5, &[(DATA, 0, b"ok"), TRAILERS]),
+        (LENGTH_5, &[(DATA, 0, b"ok"), (RST_STREAM, 0, RESET)]),
+        (LENGTH_5, &[(DATA, 0, b"ok"), (RST_STREAM, 0, &[0; 4])]),
+        (NO_LENGTH, &[(DATA, 0, b"ok"), (RST_STREAM, 0, RESET)]),
+        (NO_LENGTH, &[(DATA, 0, b"ok"), (RST_STREAM, 0, &[0; 4])]),
+        (NO_LENGTH, &[LARGE, LARGE, LARGE, (RST_STREAM, 0, RESET)]),
         (LENGTH_5, &[(DATA, END_STREAM, b"ok")]),
         (LENGTH_5, &[(DATA, END_STREAM, b"too long")]),
         (LENGTH_5, &[(DATA, END_STREAM, b"")]),
         (LENGTH_5, &[(RST_STREAM, 0, RESET)]),
         (LENGTH_5, &[(RST_STREAM, 0, &[0; 4])]),
-        (&[(":status", "200")], &[(RST_STREAM, 0, RESET)]),
+        (NO_LENGTH, &[(RST_STREAM, 0, RESET)]),
         (
             &[
                 (":status", "200"),
@@ -191,17 +205,61 @@ async fn a_head_does_not_wait_long_for_its_body() {
     }
 }
 
+/// What the upstream sent before it failed reaches the client, also if it arrives with the failure.
 #[tokio::test]
-async fn a_body_that_breaks_later_never_looks_complete() {
-    let (_upstream, proxy) =
-        start_h2c(LENGTH_5, &[(DATA, 0, b"abc"), (RST_STREAM, 0, RESET)]).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    let reply = client.read_response_or_close().await;
-    assert!(reply.is_none_or(|reply| reply.status == 502 || !reply.complete));
-    let reply = try_request_over_http2(&proxy, Method::GET).await;
-    let looks_complete = |reply: Http2Response| reply.status == 200 && reply.body.is_ok();
-    assert!(!reply.is_ok_and(looks_complete));
+async fn a_body_that_breaks_later_is_passed_on_and_never_looks_complete() {
+    for (length, received) in [(Some("9"), "def"), (None, "3\r\ndef\r\n")] {
+        let breaks = Arc::new(Semaphore::new(0));
+        let waiting = Arc::clone(&breaks);
+        let upstream = RawUpstream::with_script(move |_, mut socket| {
+            let breaks = Arc::clone(&waiting);
+            async move {
+                socket.send(&encode_frame(SETTINGS, 0, 0, "")).await;
+                let mut preface = [0; 24];
+                socket.stream().read_exact(&mut preface).await.unwrap();
+                while let Some(stream) = read_request_stream(&mut socket).await {
+                    let stream = u32::from_be_bytes(stream);
+                    let mut fields = vec![(":status", "200")];
+                    fields.extend(length.map(|length| ("content-length", length)));
+                    let head = encode_header_block(&fields);
+                    socket
+                        .send(&encode_frame(HEADERS, END_HEADERS, stream, head))
+                        .await;
+                    socket.send(&encode_frame(DATA, 0, stream, "abc")).await;
+                    breaks.acquire().await.unwrap().forget();
+                    let data = encode_frame(DATA, 0, stream, "def");
+                    let reset = encode_frame(RST_STREAM, 0, stream, RESET);
+                    socket.send(&[data, reset].concat()).await;
+                }
+            }
+        })
+        .await;
+        let url = format!("h2c://{}", upstream.address);
+        let proxy = Proxy::builder().upstream_url(&url).start().await;
+        let mut client = RawClient::connect(proxy.address).await;
+        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let head = client.read_past(b"abc").await;
+        assert!(head.starts_with(b"HTTP/1.1 200"), "{head:?}");
+        breaks.add_permits(1);
+        let rest = client.read_to_close().await;
+        assert_eq!(String::from_utf8_lossy(&rest).trim_start(), received);
+
+        let mut sender = open_http2_connection(proxy.address).await;
+        let request = Request::get("http://a/").body(ClientBody::default());
+        let response = await_response(sender.send_request(request.unwrap())).await;
+        let (mut body, mut data) = (response.into_body(), Vec::new());
+        let mut end = None;
+        while end.is_none() {
+            match timeout(TEST_TIMEOUT, body.frame()).await.unwrap() {
+                Some(Ok(frame)) => {
+                    data.extend(frame.into_data().unwrap());
+                    breaks.add_permits(usize::from(data == b"abc"));
+                }
+                ended => end = Some(ended.is_some()),
+            }
+        }
+        assert_eq!((&data[..], end), (&b"abcdef"[..], Some(true)), "{length:?}");
+    }
 }
 
 #[tokio::test]

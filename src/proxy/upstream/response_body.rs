@@ -54,6 +54,17 @@ impl UpstreamBodySource {
         }
     }
 
+    /// Fails if what has arrived of the body is already known to be incomplete or invalid. hyper
+    /// reads ahead of an HTTP/1 body by one frame at most.
+    fn check_received(&self) -> Result<(), UpstreamError> {
+        match self {
+            Self::Http2(body) => body
+                .check_received()
+                .map_err(|error| UpstreamErrorKind::from_h2(&error).with_cause(&error)),
+            Self::Http1(_) | Self::Moved => Ok(()),
+        }
+    }
+
     pub(super) fn is_end_stream(&self) -> bool {
         match self {
             Self::Http1(incoming) => incoming.is_end_stream(),
@@ -99,6 +110,10 @@ enum FirstFrame {
 pub struct UpstreamBody {
     source: UpstreamBodySource,
     first_frame: FirstFrame,
+    /// Whether hyper may not have flushed the head or the last frame.
+    is_unflushed: bool,
+    /// Error that waits until hyper has flushed.
+    delayed_error: Option<Box<BodyError>>,
     pool: Rc<UpstreamPool>,
     /// Taken when the body ends or fails.
     connection: Option<Box<UpstreamConnection>>,
@@ -132,6 +147,8 @@ impl UpstreamBody {
         Self {
             source,
             first_frame: FirstFrame::None,
+            is_unflushed: true,
+            delayed_error: None,
             pool,
             connection: Some(connection),
             pending_since: None,
@@ -142,9 +159,9 @@ impl UpstreamBody {
         }
     }
 
-    /// Reads the first frame, so that a body that fails at once is noticed before its response head
-    /// is forwarded. A body of unknown length may be a stream: only a frame that has arrived is
-    /// read. Returns whether the body goes on.
+    /// Reads the first frame, so that a body that fails at once, or right after it, is noticed
+    /// before its response head is forwarded. A body of unknown length may be a stream: only a frame
+    /// that has arrived is read. Returns whether the body goes on.
     ///
     /// # Errors
     /// Fails if the body is invalid or ends too early.
@@ -160,7 +177,7 @@ impl UpstreamBody {
                         FirstFrame::Trailers(Box::new(trailers.into_trailers().unwrap_or_default()))
                     }
                 };
-                Poll::Ready(Ok(true))
+                Poll::Ready(self.source.check_received().map(|()| true))
             }
             Poll::Ready(None) => {
                 self.finish();
@@ -222,15 +239,37 @@ impl UpstreamBody {
         self.is_end_stream() || self.size_hint().exact() == Some(0)
     }
 
+    /// Polls for the next frame. Before an error, returns pending once, because hyper drops what it
+    /// has not flushed: the response head, or frames that the upstream sent before it failed.
     pub(crate) fn poll_frame(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        if let Some(error) = self.delayed_error.take() {
+            return Poll::Ready(Some(Err(*error)));
+        }
+        match self.poll_next(cx) {
+            Poll::Ready(Some(Err(error))) if self.is_unflushed => {
+                self.delayed_error = Some(Box::new(error));
+                cx.waker().wake_by_ref();
+                Poll::Pending
+            }
+            polled => {
+                self.is_unflushed = polled.is_ready();
+                polled
+            }
+        }
+    }
+
+    fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         let ends_at = self
             .slot_guard
             .as_ref()
             .and_then(|guard| guard.request_ends_at());
-        if ends_at.is_some_and(|ends_at| ends_at <= Instant::now()) {
+        // What was read in time is passed on.
+        if matches!(self.first_frame, FirstFrame::None)
+            && ends_at.is_some_and(|ends_at| ends_at <= Instant::now())
+        {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
         let polled = match take(&mut self.first_frame) {

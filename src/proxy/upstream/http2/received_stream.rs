@@ -80,6 +80,13 @@ impl ReceivedStream {
         self.0.borrow_mut().poll_data(cx)
     }
 
+    /// Takes the unread frames out of h2. Fails if the stream has failed after them.
+    pub(crate) fn check_received(&self) -> Result<(), h2::Error> {
+        let mut state = self.0.borrow_mut();
+        state.collect();
+        state.error.take().map_or(Ok(()), Err)
+    }
+
     pub(crate) fn poll_trailers(
         &self,
         cx: &mut Context<'_>,

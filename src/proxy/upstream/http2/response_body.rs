@@ -53,6 +53,15 @@ impl Http2ResponseBody {
             .map(|trailers| trailers.map(|some| some.map(Frame::trailers)).transpose())
     }
 
+    /// # Errors
+    /// Fails if the stream has failed by now, also if data before it is unread.
+    pub(crate) fn check_received(&self) -> Result<(), h2::Error> {
+        match self.stream.is_end_stream() {
+            true => Ok(()),
+            false => self.stream.check_received(),
+        }
+    }
+
     pub(crate) fn is_end_stream(&self) -> bool {
         self.stream.is_end_stream()
     }
