@@ -297,9 +297,14 @@ impl<'s> RedisDecisionPath<'s> {
             let decision = permits.decide_request(charges);
             return (Ok((decision, DecisionSource::Lease)), Some(permits));
         }
+        let mut is_passed = false;
         let decided = self
-            .check_and_decide(&unleased.charges, requested_at, || permits.start_refills())
+            .check_and_decide(&unleased.charges, requested_at, || is_passed = true)
             .await;
+        // The request's own units come first: a lease takes what is left.
+        if is_passed {
+            permits.start_refills();
+        }
         let (decision, source) = match decided {
             Ok(decided) => decided,
             Err(failure) => return (Err(failure.expand(&unleased)), None),

@@ -80,6 +80,11 @@ async fn a_value_of_another_type_is_no_override() {
             words[0] = "show";
             let shown = fixture.run_command(&words).await;
             assert_ne!(shown.status.code(), Some(0), "{write}: {}", shown.stdout);
+            words[0] = "set";
+            words.push("--block");
+            fixture.run_successfully(&words).await;
+            let listed = fixture.run_successfully(&["list"]).await;
+            assert!(listed.contains(&user), "{write}: {listed}");
         }
     }
 }
