@@ -297,11 +297,16 @@ impl<'s> RedisDecisionPath<'s> {
             let decision = permits.decide_request(charges);
             return (Ok((decision, DecisionSource::Lease)), Some(permits));
         }
-        let mut is_passed = false;
+        // The request's own units come first: a lease takes what is left. On one connection, both
+        // share a batch in this order. In a cluster, a call about several slots is queued later.
+        let (is_cluster, mut is_passed) = (self.redis.is_cluster(), false);
+        let on_passed = || match is_cluster {
+            true => is_passed = true,
+            false => permits.start_refills(),
+        };
         let decided = self
-            .check_and_decide(&unleased.charges, requested_at, || is_passed = true)
+            .check_and_decide(&unleased.charges, requested_at, on_passed)
             .await;
-        // The request's own units come first: a lease takes what is left.
         if is_passed {
             permits.start_refills();
         }

@@ -766,7 +766,10 @@ async fn log_and_readiness_name_cause_and_cure() {
             "not of another service",
         ),
         (
-            format!("{}\ntopology = \"cluster\"", url_line(&in_cluster)),
+            format!(
+                "topology = \"cluster\"\nurls = [\"redis://127.0.0.1:{}\"]",
+                in_cluster.port()
+            ),
             in_cluster.port(),
             "no slot has a master",
             "restore the missing masters",
@@ -779,8 +782,8 @@ async fn log_and_readiness_name_cause_and_cure() {
         ),
         (
             format!(
-                "{}\ntopology = \"sentinel\"\nsentinel_master = \"main\"",
-                url_line(&open)
+                "topology = \"sentinel\"\nsentinel_master = \"main\"\nurls = [\"redis://127.0.0.1:{}\"]",
+                open.port()
             ),
             open.port(),
             "unknown command",
