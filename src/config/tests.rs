@@ -244,6 +244,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
     sources.flags = FlagOverrides {
         upstream: Some("http://flag:3".into()),
         listen: Some("[::1]:4".into()),
+        needs_no_upstream: false,
     };
     let config = load(&sources).unwrap();
     assert_eq!(config.upstream.url.to_string(), "http://flag:3");

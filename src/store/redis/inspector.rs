@@ -181,7 +181,8 @@ impl CounterInspector {
                 Some((key, limit, readable))
             })
             .collect();
-        loop {
+        // All keys may hold something else, such as overrides.
+        while !parsed_keys.is_empty() {
             let queried_counters: Vec<(&str, &Limit)> = parsed_keys
                 .iter()
                 .map(|(key, limit, _)| (key.as_str(), limit))
@@ -217,6 +218,7 @@ impl CounterInspector {
                     });
             return Ok(counters.collect());
         }
+        Ok(Vec::new())
     }
 
     pub(super) fn scripts(&self) -> &ScriptLibrary {
