@@ -137,11 +137,7 @@ impl QueryEscaper {
 
 /// End of the first head in `bytes`, which follow `before`.
 fn find_head_end(before: [u8; 3], bytes: &[u8]) -> Option<usize> {
-    let around = [
-        &before,
-        bytes.first_chunk::<3>().map_or(bytes, |first| first),
-    ]
-    .concat();
+    let around = [before.as_slice(), bytes.get(..3).unwrap_or(bytes)].concat();
     let divided = memmem::find(&around, EMPTY_LINE).map(|start| start + 1);
     divided.or_else(|| Some(memmem::find(bytes, EMPTY_LINE)? + EMPTY_LINE.len()))
 }

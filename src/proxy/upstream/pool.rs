@@ -16,7 +16,6 @@ mod stream_slot;
 mod waiting;
 
 use futures_util::future::LocalBoxFuture;
-use http::HeaderValue;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::ready;
