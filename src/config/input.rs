@@ -89,11 +89,11 @@ impl ConfigInput {
     }
 
     pub(super) fn report_error(&self, span: SourceSpan, key: String, problem: String) {
-        self.add_diagnostic(DiagnosticSeverity::Error, span, key, problem);
+        self.report(DiagnosticSeverity::Error, span, key, problem);
     }
 
     pub(super) fn report_warning(&self, span: SourceSpan, key: String, problem: String) {
-        self.add_diagnostic(DiagnosticSeverity::Warning, span, key, problem);
+        self.report(DiagnosticSeverity::Warning, span, key, problem);
     }
 
     pub(super) fn has_errors(&self) -> bool {
@@ -180,7 +180,7 @@ impl ConfigInput {
         }
     }
 
-    fn add_diagnostic(
+    pub(super) fn report(
         &self,
         severity: DiagnosticSeverity,
         span: SourceSpan,

@@ -91,18 +91,13 @@ impl SchemaTables {
         match kind {
             ValueKind::Bool => json!({ "type": "boolean" }),
             ValueKind::Integer { min, max } => describe_integer(*min, *max),
-            ValueKind::IntegerOrTable { min, max, table } => {
-                json!({ "anyOf": [describe_integer(*min, *max), self.refer_to_table(table, path)] })
-            }
-            ValueKind::KeywordOrTable { keyword, table } => {
-                json!({ "anyOf": [{ "const": keyword }, self.refer_to_table(table, path)] })
+            ValueKind::Either(first, _, second) => {
+                json!({ "anyOf": [self.describe_kind(first, path), self.describe_kind(second, path)] })
             }
             ValueKind::Fraction => json!({ "type": "number", "minimum": 0, "maximum": 1 }),
             ValueKind::Duration { .. } => json!({ "type": "string", "pattern": DURATION_PATTERN }),
-            ValueKind::DurationOrKeyword { keywords, .. } => json!({
-                "anyOf": [{ "type": "string", "pattern": DURATION_PATTERN }, { "enum": keywords }]
-            }),
             ValueKind::ByteSize { .. } => json!({ "type": "string", "pattern": SIZE_PATTERN }),
+            ValueKind::Keyword([only]) => json!({ "const": only }),
             ValueKind::Keyword(words) => json!({ "enum": words }),
             ValueKind::Text(_) => json!({ "type": "string" }),
             ValueKind::TextList(_) => json!({

@@ -10,17 +10,13 @@ pub(super) fn read_text_file(reader: &TableReader<'_>, key: &str, content: &str)
     if !reader.input().reads_key_files() {
         return None;
     }
-    match reader.input().read_file(Path::new(&path)) {
-        Ok(text) if text.trim_end().is_empty() => {
-            reader.report_error(key, &format!("the file is empty; expected a {content}"));
-            None
-        }
-        Ok(text) => Some(text.trim_end().to_owned()),
-        Err(error) => {
-            reader.report_error(key, &format!("the file {error}"));
-            None
-        }
+    let text = reader.input().read_file(Path::new(&path));
+    let text = reader.accept(key, text.map_err(|error| format!("the file {error}")))?;
+    if text.trim_end().is_empty() {
+        reader.report_error(key, &format!("the file is empty; expected a {content}"));
+        return None;
     }
+    Some(text.trim_end().to_owned())
 }
 
 /// Reads the PEM file named by `key`. Returns `None` after an error.
@@ -30,9 +26,18 @@ pub(super) fn read_pem_file(reader: &TableReader<'_>, key: &str) -> Option<Vec<u
         reader.report_error(key, "expected the path of a PEM file");
         return None;
     }
-    reader
-        .input()
-        .read_file_bytes(Path::new(&path))
-        .map_err(|error| reader.report_error(key, &format!("the file {error}")))
-        .ok()
+    let pem = reader.input().read_file_bytes(Path::new(&path));
+    reader.accept(key, pem.map_err(|error| format!("the file {error}")))
+}
+
+/// Returns what the file named by `key` contains, or reports what is wrong in it.
+pub(super) fn accept_content<T>(
+    reader: &TableReader<'_>,
+    key: &str,
+    content: Result<T, String>,
+) -> Option<T> {
+    reader.accept(
+        key,
+        content.map_err(|reason| format!("in the file: {reason}")),
+    )
 }

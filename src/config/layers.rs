@@ -76,40 +76,25 @@ fn parse_env_override<'a>(
         .map(str::to_ascii_lowercase)
         .collect();
     let key = path.join(".");
-    if path.first().is_some_and(|first| first == "policy") {
-        input.report_error(
-            ConfigInput::span_for_override(name),
-            key,
-            "policies can't be set from the environment".to_owned(),
-        );
-        return None;
-    }
-    match schema::find_key_by_path(path.iter().map(String::as_str)) {
+    let problem = match schema::find_key_by_path(path.iter().map(String::as_str)) {
+        _ if path.first().is_some_and(|first| first == "policy") => {
+            "policies can't be set from the environment".to_owned()
+        }
         Some(schema::SchemaKey {
             kind: ValueKind::Table(_) | ValueKind::TableList(_),
             ..
-        }) => {
-            input.report_error(
-                ConfigInput::span_for_override(name),
-                key,
-                "is a table; set the keys in it".to_owned(),
-            );
-            None
+        }) => "is a table; set the keys in it".to_owned(),
+        Some(found) => {
+            return Some(OverrideLayer {
+                label: name,
+                value: text_conversion::value_from_text(&found.kind, text),
+                path,
+            });
         }
-        Some(found) => Some(OverrideLayer {
-            label: name,
-            value: text_conversion::value_from_text(&found.kind, text),
-            path,
-        }),
-        None => {
-            input.report_error(
-                ConfigInput::span_for_override(name),
-                key.clone(),
-                format!("unknown key{}", suggest_variable(&key)),
-            );
-            None
-        }
-    }
+        None => format!("unknown key{}", suggest_variable(&key)),
+    };
+    input.report_error(ConfigInput::span_for_override(name), key, problem);
+    None
 }
 
 fn suggest_variable(key: &str) -> String {

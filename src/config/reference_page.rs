@@ -51,11 +51,8 @@ fn collect_tables(
         keys,
     });
     for key in keys {
-        if let ValueKind::Table(inner)
-        | ValueKind::TableList(inner)
-        | ValueKind::IntegerOrTable { table: inner, .. }
-        | ValueKind::KeywordOrTable { table: inner, .. } = key.kind
-        {
+        let inner = key.kind.nested_keys();
+        if !inner.is_empty() {
             collect_tables(
                 format!("{path}.{}", key.name).trim_start_matches('.'),
                 key.applied_at.within(applied_at),
@@ -105,15 +102,12 @@ fn replace_table(page: &str, table: &SchemaTable) -> String {
 }
 
 fn format_row(key: &SchemaKey) -> String {
-    let default = match (&key.requirement, &key.kind) {
+    let default = match (&key.requirement, key.kind.first()) {
         (KeyRequirement::Required, _) => "required".to_owned(),
         (KeyRequirement::Default(""), ValueKind::TextList(_)) => "`[]`".to_owned(),
         (
             KeyRequirement::Default(text),
-            ValueKind::Bool
-            | ValueKind::Integer { .. }
-            | ValueKind::IntegerOrTable { .. }
-            | ValueKind::Fraction,
+            ValueKind::Bool | ValueKind::Integer { .. } | ValueKind::Fraction,
         ) => format!("`{text}`"),
         (KeyRequirement::Default(text), _) => format!("`\"{text}\"`"),
         (KeyRequirement::Optional, _) => "absent".to_owned(),
@@ -131,20 +125,15 @@ fn format_kind(kind: &ValueKind) -> String {
     match kind {
         ValueKind::Integer { min: i64::MIN, .. } => "a whole number".to_owned(),
         ValueKind::Integer { min, max } => format!("{min} to {}", format_count(*max)),
-        ValueKind::IntegerOrTable { min, max, .. } => {
-            format!("{min} to {}, or a table", format_count(*max))
+        ValueKind::Either(first, _, ValueKind::Table(_)) => {
+            format!("{}, or a table", format_kind(first))
         }
-        ValueKind::KeywordOrTable { keyword, .. } => format!("`\"{keyword}\"`, or a table"),
+        ValueKind::Either(first, _, second) => {
+            format!("{}, {}", format_kind(first), format_kind(second))
+        }
         ValueKind::Bool => "a boolean".to_owned(),
         ValueKind::Fraction => "0.0 to 1.0".to_owned(),
         ValueKind::Duration { min, max } => format_duration_range(*min, *max),
-        ValueKind::DurationOrKeyword { min, max, keywords } => {
-            format!(
-                "{}, {}",
-                format_duration_range(*min, *max),
-                format_keywords(keywords)
-            )
-        }
         ValueKind::ByteSize { min, max: u64::MAX } => format!("{} or more", format_size(*min)),
         ValueKind::ByteSize { min, max } => {
             format!("{} to {}", format_size(*min), format_size(*max))

@@ -32,33 +32,31 @@ const KEYWORD_SYNONYMS: [(&str, &str); 12] = [
 /// Formats the valid value of `kind` that `value` probably means: `; did you mean "1m"?`. Returns
 /// an empty string if there is none.
 pub(super) fn suggest_value(kind: &ValueKind, value: &Value) -> String {
-    let suggestion = match kind {
-        ValueKind::Keyword(words) => value.as_str().and_then(|text| suggest_keyword(words, text)),
-        ValueKind::KeywordOrTable { keyword, .. } => value
-            .as_str()
-            .and_then(|text| suggest_keyword(&[*keyword], text)),
-        ValueKind::Duration { min, max } => suggest_duration_text(value, *min, *max),
-        ValueKind::DurationOrKeyword { min, max, keywords } => {
-            suggest_duration_text(value, *min, *max).or_else(|| {
-                let text = value.as_str()?;
-                suggest_keyword(
-                    keywords,
-                    text.trim_start_matches(|c: char| !c.is_alphabetic()),
-                )
-            })
+    let suggestion = find_suggestion(kind, value);
+    suggestion.map_or_else(String::new, |found| format!("; did you mean {found}?"))
+}
+
+fn find_suggestion(kind: &ValueKind, value: &Value) -> Option<String> {
+    match kind {
+        ValueKind::Either(first, _, second) => {
+            find_suggestion(first, value).or_else(|| find_suggestion(second, value))
         }
+        ValueKind::Keyword(words) => {
+            let word = value
+                .as_str()?
+                .trim_start_matches(|c: char| !c.is_alphabetic());
+            suggest_keyword(words, word)
+        }
+        ValueKind::Duration { min, max } => suggest_duration_text(value, *min, *max),
         ValueKind::ByteSize { min, max } => suggest_size(value)
             .filter(|(bytes, _)| (*min..=*max).contains(bytes))
             .map(|(_, text)| format!("\"{text}\"")),
         ValueKind::Bool => suggest_bool(value).map(str::to_owned),
-        ValueKind::Integer { min, max } | ValueKind::IntegerOrTable { min, max, .. } => {
-            suggest_integer(value)
-                .filter(|number| (*min..=*max).contains(number))
-                .map(|number| number.to_string())
-        }
+        ValueKind::Integer { min, max } => suggest_integer(value)
+            .filter(|number| (*min..=*max).contains(number))
+            .map(|number| number.to_string()),
         _ => None,
-    };
-    suggestion.map_or_else(String::new, |found| format!("; did you mean {found}?"))
+    }
 }
 
 /// The word that is most like `text`, if any is like it.

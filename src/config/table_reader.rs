@@ -3,7 +3,7 @@
 //! An invalid value is reported and replaced by its default. The result is discarded at the end,
 //! but the remaining values are checked too.
 
-use super::diagnostic::{SourceSpan, quote_source};
+use super::diagnostic::{DiagnosticSeverity, SourceSpan, quote_source};
 use super::document::KeyPath;
 use super::input::ConfigInput;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
@@ -31,20 +31,6 @@ pub(super) struct ConfigValue<'a> {
     pub(super) value: &'a Value,
     path: KeyPath,
     is_secret: bool,
-}
-
-/// Why a value is invalid.
-enum ConfigValueError {
-    /// The value does not match the type or range in the schema.
-    SchemaMismatch,
-    /// The value is invalid for this reason.
-    Invalid(String),
-}
-
-impl From<String> for ConfigValueError {
-    fn from(reason: String) -> Self {
-        Self::Invalid(reason)
-    }
 }
 
 impl<'a> TableReader<'a> {
@@ -98,73 +84,63 @@ impl<'a> TableReader<'a> {
     }
 
     pub(super) fn get_bool(&self, name: &str) -> Option<bool> {
-        self.read_value(name, |_, value| {
-            value.to_bool().ok_or(ConfigValueError::SchemaMismatch)
-        })
+        self.read_value(name, |_, value| value.to_bool())
     }
 
     /// Reads an integer. The schema's range must fit into `T`.
     pub(super) fn get_integer<T: TryFrom<i64>>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |kind, value| match (kind, value) {
-            (
-                ValueKind::Integer { min, max } | ValueKind::IntegerOrTable { min, max, .. },
-                Value::Num(_, Num::I64(number)),
-            ) if (min..=max).contains(&number) => T::try_from(*number)
-                .ok()
-                .ok_or(ConfigValueError::SchemaMismatch),
-            _ => Err(ConfigValueError::SchemaMismatch),
+        self.read_value(name, |kind, value| match (kind.first(), value) {
+            (ValueKind::Integer { min, max }, Value::Num(_, Num::I64(number)))
+                if (min..=max).contains(&number) =>
+            {
+                T::try_from(*number).ok()
+            }
+            _ => None,
         })
     }
 
     pub(super) fn get_fraction(&self, name: &str) -> Option<f64> {
         self.read_value(name, |_, value| match value {
-            Value::Num(_, Num::F64(number)) if (0.0..=1.0).contains(number) => Ok(*number),
-            Value::Num(_, Num::I64(0)) => Ok(0.0),
-            Value::Num(_, Num::I64(1)) => Ok(1.0),
-            _ => Err(ConfigValueError::SchemaMismatch),
+            Value::Num(_, Num::F64(number)) if (0.0..=1.0).contains(number) => Some(*number),
+            Value::Num(_, Num::I64(0)) => Some(0.0),
+            Value::Num(_, Num::I64(1)) => Some(1.0),
+            _ => None,
         })
     }
 
     pub(super) fn get_duration(&self, name: &str) -> Option<Duration> {
-        self.read_value(name, |kind, value| {
-            match (kind, value.as_str().and_then(values::parse_duration)) {
-                (
-                    ValueKind::Duration { min, max }
-                    | ValueKind::DurationOrKeyword { min, max, .. },
-                    Some(duration),
-                ) if (*min..=*max).contains(&duration) => Ok(duration),
-                _ => Err(ConfigValueError::SchemaMismatch),
+        self.read_value(name, |kind, value| match kind.first() {
+            ValueKind::Duration { min, max } => {
+                let duration = values::parse_duration(value.as_str()?)?;
+                (*min..=*max).contains(&duration).then_some(duration)
             }
+            _ => None,
         })
     }
 
     /// Reads a size in bytes.
     pub(super) fn get_byte_size<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |kind, value| {
-            match (kind, value.as_str().and_then(values::parse_byte_size)) {
-                (ValueKind::ByteSize { min, max }, Some(size)) if (*min..=*max).contains(&size) => {
-                    T::try_from(size)
-                        .ok()
-                        .ok_or(ConfigValueError::SchemaMismatch)
-                }
-                _ => Err(ConfigValueError::SchemaMismatch),
+        self.read_value(name, |kind, value| match kind {
+            ValueKind::ByteSize { min, max } => {
+                let size = values::parse_byte_size(value.as_str()?)?;
+                let is_in_range = (*min..=*max).contains(&size);
+                T::try_from(size).ok().filter(|_| is_in_range)
             }
+            _ => None,
         })
     }
 
     /// Reads a keyword. The schema's keywords are the variants of `T`.
     pub(super) fn get_keyword<T: FromStr>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |_, value| {
-            let variant = value.as_str().and_then(|word| word.parse().ok());
-            variant.ok_or(ConfigValueError::SchemaMismatch)
-        })
+        self.read_value(name, |_, value| value.as_str()?.parse().ok())
     }
 
     /// Whether the value is `keyword`, one of the schema's.
     pub(super) fn is_keyword(&self, name: &str, keyword: &str) -> Option<bool> {
-        self.read_value(name, |kind, value| match (kind, value.as_str()) {
-            (ValueKind::Keyword(words), Some(word)) if words.contains(&word) => Ok(word == keyword),
-            _ => Err(ConfigValueError::SchemaMismatch),
+        self.read_value(name, |kind, value| {
+            let word = value.as_str()?;
+            let is_known = matches!(kind, ValueKind::Keyword(words) if words.contains(&word));
+            is_known.then_some(word == keyword)
         })
     }
 
@@ -175,12 +151,9 @@ impl<'a> TableReader<'a> {
         meanings: &[(&str, T)],
     ) -> Option<T> {
         self.read_value(name, |_, value| {
-            let meaning = meanings
-                .iter()
-                .find(|(word, _)| value.as_str() == Some(word));
-            meaning
-                .map(|(_, meaning)| *meaning)
-                .ok_or(ConfigValueError::SchemaMismatch)
+            let word = value.as_str()?;
+            let meaning = meanings.iter().find(|(known, _)| *known == word);
+            meaning.map(|(_, meaning)| *meaning)
         })
     }
 
@@ -190,11 +163,7 @@ impl<'a> TableReader<'a> {
         name: &str,
         parse: impl Fn(&str) -> Result<T, String>,
     ) -> Option<T> {
-        self.read_value(name, |_, value| {
-            Ok(parse(
-                value.as_str().ok_or(ConfigValueError::SchemaMismatch)?,
-            )?)
-        })
+        self.read_result(name, |_, value| Some(parse(value.as_str()?)))
     }
 
     pub(super) fn get_string(&self, name: &str) -> Option<String> {
@@ -231,26 +200,17 @@ impl<'a> TableReader<'a> {
 
     /// The items of a list. A single string is a list of one.
     pub(super) fn get_items(&self, name: &str) -> Vec<ConfigValue<'a>> {
-        match self.get(name) {
-            None => Vec::new(),
-            Some(ConfigValue {
-                value: Value::Array(_, values),
-                path,
-                is_secret: secret,
-                ..
-            }) => values
-                .iter()
-                .enumerate()
-                .map(|(index, value)| ConfigValue {
-                    input: self.input,
-                    document: self.document,
-                    value,
-                    path: path.with_index(index),
-                    is_secret: secret,
-                })
-                .collect(),
-            Some(item) if item.value.as_str().is_some() => vec![item],
-            Some(item) => {
+        let Some(item) = self.get(name) else {
+            return Vec::new();
+        };
+        match item.value {
+            Value::Array(_, values) => {
+                let values = values.iter().enumerate();
+                let child = |(index, value)| item.child(value, item.path.with_index(index));
+                values.map(child).collect()
+            }
+            Value::String(..) => vec![item],
+            _ => {
                 item.report_error::<()>(&self.expected_text(name));
                 Vec::new()
             }
@@ -267,15 +227,7 @@ impl<'a> TableReader<'a> {
             return Vec::new();
         };
         let entry = |(name, value): (&'a String, &'a Value)| {
-            let path = item.path.with_key(name);
-            (
-                name.as_str(),
-                ConfigValue {
-                    value,
-                    path,
-                    ..item.clone()
-                },
-            )
+            (name.as_str(), item.child(value, item.path.with_key(name)))
         };
         entries.iter().map(entry).collect()
     }
@@ -285,7 +237,7 @@ impl<'a> TableReader<'a> {
         self.get_optional_table(name).unwrap_or_else(|| {
             let table = self
                 .schema_key(name)
-                .map_or(&[] as &[SchemaKey], |key| nested_keys(&key.kind));
+                .map_or(&[] as &[SchemaKey], |key| key.kind.nested_keys());
             Self::open_table(
                 self.input,
                 self.document,
@@ -298,7 +250,7 @@ impl<'a> TableReader<'a> {
 
     pub(super) fn get_optional_table(&self, name: &str) -> Option<Self> {
         let item = self.get(name)?;
-        item.open_table(nested_keys(&self.schema_key(name)?.kind))
+        item.open_table(self.schema_key(name)?.kind.nested_keys())
             .or_else(|| item.report_error(&self.expected_text(name)))
     }
 
@@ -308,7 +260,7 @@ impl<'a> TableReader<'a> {
             return Vec::new();
         };
         let open = |item: ConfigValue<'a>| {
-            item.open_table(nested_keys(&key.kind))
+            item.open_table(key.kind.nested_keys())
                 .or_else(|| item.report_error("expected a table"))
         };
         self.get_items(name).into_iter().filter_map(open).collect()
@@ -316,24 +268,26 @@ impl<'a> TableReader<'a> {
 
     /// Reports an error at the value of a key, or at the table if the key is absent.
     pub(super) fn report_error(&self, name: &str, problem: &str) {
-        let value = self.values.and_then(|values| values.get(name));
-        let path = self.path.with_key(name);
-        self.input.report_error(
-            self.input.value_span(self.document, &path, value),
-            path.to_string(),
-            problem.to_owned(),
-        );
+        self.report(DiagnosticSeverity::Error, name, problem);
     }
 
     /// Reports a warning at the value of a key, or at the table if the key is absent.
     pub(super) fn report_warning(&self, name: &str, problem: &str) {
+        self.report(DiagnosticSeverity::Warning, name, problem);
+    }
+
+    /// Returns what was read for a key, or reports the problem at its value.
+    pub(super) fn accept<T>(&self, name: &str, result: Result<T, String>) -> Option<T> {
+        let result = result.map_err(|problem| self.report_error(name, &problem));
+        result.ok()
+    }
+
+    fn report(&self, severity: DiagnosticSeverity, name: &str, problem: &str) {
         let value = self.values.and_then(|values| values.get(name));
         let path = self.path.with_key(name);
-        self.input.report_warning(
-            self.input.value_span(self.document, &path, value),
-            path.to_string(),
-            problem.to_owned(),
-        );
+        let span = self.input.value_span(self.document, &path, value);
+        self.input
+            .report(severity, span, path.to_string(), problem.to_owned());
     }
 
     fn open_table(
@@ -363,20 +317,31 @@ impl<'a> TableReader<'a> {
         }
     }
 
+    /// Reads a value with `parse`, which returns `None` if it has not the type or range of the
+    /// schema.
     fn read_value<T>(
         &self,
         name: &str,
-        parse: impl Fn(&ValueKind, &Value) -> Result<T, ConfigValueError>,
+        parse: impl Fn(&ValueKind, &Value) -> Option<T>,
+    ) -> Option<T> {
+        self.read_result(name, |kind, value| parse(kind, value).map(Ok))
+    }
+
+    /// Reads a value with `parse`, which may also return the reason why the value is invalid.
+    fn read_result<T>(
+        &self,
+        name: &str,
+        parse: impl Fn(&ValueKind, &Value) -> Option<Result<T, String>>,
     ) -> Option<T> {
         let key = self.schema_key(name)?;
         match (self.get(name), &key.requirement) {
             (Some(item), _) => match parse(&key.kind, item.value) {
-                Ok(value) => return Some(value),
-                Err(ConfigValueError::SchemaMismatch) => {
+                Some(Ok(value)) => return Some(value),
+                Some(Err(reason)) => item.report_error(&reason),
+                None => {
                     let suggestion = suggestions::suggest_value(&key.kind, item.value);
                     item.report_error(&(self.expected_text(name) + &suggestion))
                 }
-                Err(ConfigValueError::Invalid(reason)) => item.report_error(&reason),
             },
             (None, KeyRequirement::Required) => {
                 self.report_error(name, &format!("missing; {}", self.expected_text(name)));
@@ -385,11 +350,10 @@ impl<'a> TableReader<'a> {
             (None, _) => None,
         }
         .or_else(|| match key.requirement {
-            KeyRequirement::Default(text) => parse(
-                &key.kind,
-                &text_conversion::value_from_text(&key.kind, text),
-            )
-            .ok(),
+            KeyRequirement::Default(text) => {
+                let default = text_conversion::value_from_text(&key.kind, text);
+                parse(&key.kind, &default)?.ok()
+            }
             KeyRequirement::Required | KeyRequirement::Optional => None,
         })
     }
@@ -410,16 +374,6 @@ impl<'a> TableReader<'a> {
     }
 }
 
-fn nested_keys(kind: &ValueKind) -> &'static [SchemaKey] {
-    match kind {
-        ValueKind::Table(table)
-        | ValueKind::TableList(table)
-        | ValueKind::IntegerOrTable { table, .. }
-        | ValueKind::KeywordOrTable { table, .. } => table,
-        _ => &[],
-    }
-}
-
 impl<'a> ConfigValue<'a> {
     /// Opens the value as a table. Returns `None` if it is not a table.
     pub(super) fn open_table(&self, table: &'static [SchemaKey]) -> Option<TableReader<'a>> {
@@ -431,6 +385,14 @@ impl<'a> ConfigValue<'a> {
             Some(values),
             self.path.clone(),
         ))
+    }
+
+    fn child(&self, value: &'a Value, path: KeyPath) -> Self {
+        Self {
+            value,
+            path,
+            ..self.clone()
+        }
     }
 
     /// Reports an error at the value. Returns `None`, for use in place of the parsed value.

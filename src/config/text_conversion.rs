@@ -6,19 +6,14 @@ use figment::value::Value;
 /// Converts text from the environment, a flag or a schema default to a value of the key's type.
 /// Text that does not parse stays a string, which the key's reader reports.
 pub(super) fn value_from_text(kind: &ValueKind, text: &str) -> Value {
-    match kind {
-        ValueKind::Bool => text
-            .parse::<bool>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::Integer { .. } | ValueKind::IntegerOrTable { .. } => text
-            .parse::<i64>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::Fraction => text
-            .parse::<f64>()
-            .map_or_else(|_| text.into(), Value::from),
-        ValueKind::TextList(_) => Value::from(parse_list(text)),
-        _ => text.into(),
-    }
+    let typed = match kind.first() {
+        ValueKind::Bool => text.parse::<bool>().ok().map(Value::from),
+        ValueKind::Integer { .. } => text.parse::<i64>().ok().map(Value::from),
+        ValueKind::Fraction => text.parse::<f64>().ok().map(Value::from),
+        ValueKind::TextList(_) => Some(parse_list(text).into()),
+        _ => None,
+    };
+    typed.unwrap_or_else(|| text.into())
 }
 
 /// Parses a list such as `a, b` or `["a", "b"]`.

@@ -62,28 +62,11 @@ pub(in crate::config) enum ValueKind {
         min: i64,
         max: i64,
     },
-    /// An integer, or a table that defines where the number comes from.
-    IntegerOrTable {
-        min: i64,
-        max: i64,
-        table: &'static [SchemaKey],
-    },
-    /// A keyword, or a table with details.
-    KeywordOrTable {
-        keyword: &'static str,
-        table: &'static [SchemaKey],
-    },
     /// A number from 0 to 1.
     Fraction,
     Duration {
         min: Duration,
         max: Duration,
-    },
-    /// A duration, or one of some words.
-    DurationOrKeyword {
-        min: Duration,
-        max: Duration,
-        keywords: &'static [&'static str],
     },
     /// A size in bytes.
     ByteSize {
@@ -101,6 +84,8 @@ pub(in crate::config) enum ValueKind {
     TableList(&'static [SchemaKey]),
     /// A table with user-defined keys.
     Map(&'static str),
+    /// A value of either kind. The text follows the description of the first one in messages.
+    Either(&'static ValueKind, &'static str, &'static ValueKind),
 }
 
 pub(super) use ValueKind::{Bool, Fraction, Keyword, Map, Table, TableList, Text, TextList};
@@ -233,6 +218,25 @@ pub(super) const fn byte_size(min: u64, max: u64) -> ValueKind {
 }
 
 /// Formats the expected value, to follow the word "expected".
+impl ValueKind {
+    /// The kind of plain values, if a table or a keyword is valid too.
+    pub(in crate::config) fn first(&self) -> &Self {
+        match self {
+            Self::Either(first, ..) => first,
+            kind => kind,
+        }
+    }
+
+    /// The keys of the table, or of the tables in the list.
+    pub(in crate::config) fn nested_keys(&self) -> &'static [SchemaKey] {
+        match self {
+            Table(table) | TableList(table) => table,
+            Self::Either(_, _, second) => second.nested_keys(),
+            _ => &[],
+        }
+    }
+}
+
 impl fmt::Display for ValueKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -242,24 +246,9 @@ impl fmt::Display for ValueKind {
                 max: i64::MAX,
             } => f.write_str("a whole number"),
             ValueKind::Integer { min, max } => write!(f, "a whole number from {min} to {max}"),
-            ValueKind::IntegerOrTable { min, max, .. } => {
-                write!(
-                    f,
-                    "a whole number from {min} to {max}, or a table such as {{ header = \"x-cost\", max = 100 }}"
-                )
-            }
-            ValueKind::KeywordOrTable { keyword: word, .. } => {
-                write!(
-                    f,
-                    "\"{word}\", or a table such as {{ size = 50, ttl = \"100ms\" }}"
-                )
-            }
+            ValueKind::Either(first, text, _) => write!(f, "{first}{text}"),
             Fraction => f.write_str("a number from 0 to 1"),
             ValueKind::Duration { min, max } => write_duration_range(f, *min, *max),
-            ValueKind::DurationOrKeyword { min, max, keywords } => {
-                write_duration_range(f, *min, *max)?;
-                write!(f, "; or {}", join_alternatives(keywords))
-            }
             ValueKind::ByteSize { min, max } => {
                 write!(f, "a size such as \"64KiB\", \"1MiB\"")?;
                 if *min > 0 {

@@ -6,6 +6,13 @@ use crate::policy::SlotRelease;
 use std::time::Duration;
 use strum::VariantNames;
 
+const UNITS: ValueKind = integer(0, MAX_UNITS);
+const AUTO: ValueKind = Keyword(&["auto"]);
+const PERIOD: ValueKind = duration(Duration::from_millis(1), MAX_PERIOD);
+const CALENDAR_UNIT: ValueKind = Keyword(&["day", "week", "month"]);
+static COST_TABLE: ValueKind = Table(&COST);
+static LEASE_TABLE: ValueKind = Table(&LEASE);
+
 schema_table! {
     pub(super) static POLICY {
         /// Unique name. Renaming a policy starts new counters.
@@ -35,7 +42,8 @@ schema_table! {
         report: Bool, default = "true";
         /// Units that a request takes from each limit. A table reads them from a header or the
         /// response.
-        cost: ValueKind::IntegerOrTable { min: 0, max: MAX_UNITS, table: &COST }, default = "1", of_quota;
+        cost: ValueKind::Either(&UNITS, ", or a table such as { header = \"x-cost\", max = 100 }", &COST_TABLE),
+            default = "1", of_quota;
         /// Counts a request only if its response has one of these statuses. Units are reserved at
         /// arrival and returned otherwise. Not with lease, shards, count_rejected, [check],
         /// descriptors or a cost that is not a number.
@@ -49,7 +57,7 @@ schema_table! {
         shards: integer(1, 64), default = "1", of_quota;
         /// Leases units from Redis, to decide without a round trip. Not with leaky_bucket,
         /// concurrency, warm_up, block_for, count_rejected, shards or an estimate.
-        lease: ValueKind::KeywordOrTable { keyword: "auto", table: &LEASE }, of_quota;
+        lease: ValueKind::Either(&AUTO, ", or a table such as { size = 50, ttl = \"100ms\" }", &LEASE_TABLE), of_quota;
         /// "instance": each instance counts for itself, in memory (bounded by store.memory), beside
         /// policies in Redis. A request is charged by all or none. Not with lease, shards or
         /// dynamic; on_store_failure has no effect.
@@ -166,11 +174,7 @@ schema_table! {
         max: integer(0, MAX_UNITS);
         /// The period: a duration, or with fixed_window a calendar "day", "week" (from Monday) or
         /// "month". Required, except with concurrency.
-        per: ValueKind::DurationOrKeyword {
-            min: Duration::from_millis(1),
-            max: MAX_PERIOD,
-            keywords: &["day", "week", "month"],
-        };
+        per: ValueKind::Either(&PERIOD, "; or \"day\", \"week\" or \"month\"", &CALENDAR_UNIT);
         /// Time zone of a day, week or month. Absent: UTC.
         tz: Text("the IANA name of a time zone such as \"Europe/Berlin\"");
         /// As in [defaults].

@@ -61,9 +61,7 @@ pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
         return Some(KeyHasher::default());
     }
     let secret = read_text_file(reader, KEY, "secret")?;
-    KeyHasher::from_secret(secret.as_bytes())
-        .map_err(|reason| reader.report_error(KEY, &reason))
-        .ok()
+    reader.accept(KEY, KeyHasher::from_secret(secret.as_bytes()))
 }
 
 pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::Settings> {

@@ -1,6 +1,6 @@
 //! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
-use crate::config::key_files::read_text_file;
+use crate::config::key_files::{accept_content, read_text_file};
 use crate::config::table_reader::TableReader;
 use crate::tls::{self, ClientTls, TrustedCertificates};
 use sha2::{Digest, Sha256};
@@ -66,19 +66,10 @@ pub(super) fn build_client_tls(
         true => select_trusted_certificates(reader, ca.as_deref()),
         false => Some(TrustedCertificates::empty()),
     };
-    let wrong = |key: &'static str| {
-        move |reason: String| reader.report_error(key, &format!("in the file: {reason}"))
-    };
-    let chain = cert.and_then(|pem| {
-        tls::parse_certificates(pem.as_bytes())
-            .map_err(wrong("cert"))
-            .ok()
-    });
-    let key = key.and_then(|pem| {
-        tls::parse_private_key(pem.as_bytes())
-            .map_err(wrong("key"))
-            .ok()
-    });
+    let chain = cert.map(|pem| tls::parse_certificates(pem.as_bytes()));
+    let chain = chain.and_then(|chain| accept_content(reader, "cert", chain));
+    let key = key.map(|pem| tls::parse_private_key(pem.as_bytes()));
+    let key = key.and_then(|key| accept_content(reader, "key", key));
     let client = tls::build_client_config(trusted?, chain.zip(key)).map_err(|error| {
         reader.report_error(
             "cert",
@@ -96,18 +87,18 @@ fn select_trusted_certificates(
     reader: &TableReader<'_>,
     ca: Option<&str>,
 ) -> Option<TrustedCertificates> {
-    let trusted = match (ca, reader.get_nonempty_string("ca").is_some()) {
-        (Some(pem), _) => tls::parse_trusted_certificates(pem.as_bytes())
-            .map_err(|reason| format!("in the file: {reason}")),
+    match (ca, reader.get_nonempty_string("ca").is_some()) {
+        (Some(pem), _) => {
+            let trusted = tls::parse_trusted_certificates(pem.as_bytes());
+            accept_content(reader, "ca", trusted)
+        }
         // The error of reading the file has already been reported.
-        (None, true) => return None,
-        (None, false) => tls::load_system_certificates().map_err(|reason| {
-            format!(
+        (None, true) => None,
+        (None, false) => {
+            let trusted = tls::load_system_certificates();
+            reader.accept("ca", trusted.map_err(|reason| format!(
                 "no trusted certificates on this system ({reason}); expected the path of a PEM file"
-            )
-        }),
-    };
-    trusted
-        .map_err(|problem| reader.report_error("ca", &problem))
-        .ok()
+            )))
+        }
+    }
 }

@@ -137,9 +137,7 @@ fn read_issuer_keys(
         }
         "keys_file" => {
             let text = read_text_file(reader, key, "JWK set")?;
-            VerificationKeys::from_jwks(&text)
-                .map_err(|reason| reader.report_error(key, &reason))
-                .ok()?
+            reader.accept(key, VerificationKeys::from_jwks(&text))?
         }
         _ => VerificationKeys::from_secret(read_text_file(reader, key, "secret")?.as_bytes()),
     };

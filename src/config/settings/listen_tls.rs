@@ -1,7 +1,7 @@
 //! `[listen.tls]`: server certificates and client certificate authentication.
 
 use crate::clock;
-use crate::config::key_files::read_pem_file;
+use crate::config::key_files::{accept_content, read_pem_file};
 use crate::config::table_reader::TableReader;
 use crate::tls::{
     ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
@@ -30,11 +30,8 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
     }
     let auth = reader.get_keyword("client_auth")?;
     check_client_auth(reader, auth);
-    let client_ca = reader
-        .get_nonempty_string("client_ca")
-        .is_some()
-        .then(|| read_pem_file(reader, "client_ca"))
-        .flatten();
+    let client_ca = reader.get_nonempty_string("client_ca");
+    let client_ca = client_ca.and_then(|_| read_pem_file(reader, "client_ca"));
     let client_crl = match reader.get_nonempty_string("client_crl").is_some() {
         true => Some(parse_revocation_lists(
             reader,
@@ -54,9 +51,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         forwards_certificate: reader.get_bool("client_cert_header")?,
     };
     let server = ServerTls::new(identities, &clients);
-    server
-        .map_err(|reason| reader.report_error("client_ca", &format!("in the file: {reason}")))
-        .ok()
+    accept_content(reader, "client_ca", server)
 }
 
 /// Checks the keys of the table, and returns settings without a certificate.
@@ -124,25 +119,20 @@ pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
 fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdentity)> {
     let (chain, key) = (read_pem_file(reader, "cert"), read_pem_file(reader, "key"));
     let path = reader.get_string("cert")?;
-    let (field, reason) = match ServerIdentity::from_pem(&chain?, &key?) {
-        Ok(identity) => {
-            warn_if_outside_validity(reader, &identity);
-            return Some((path, identity));
-        }
-        Err(IdentityError::Certificate(reason)) => ("cert", reason),
-        Err(IdentityError::Key(reason)) => ("key", reason),
+    let (field, identity) = match ServerIdentity::from_pem(&chain?, &key?) {
+        Ok(identity) => ("cert", Ok(identity)),
+        Err(IdentityError::Certificate(reason)) => ("cert", Err(reason)),
+        Err(IdentityError::Key(reason)) => ("key", Err(reason)),
     };
-    reader.report_error(field, &format!("in the file: {reason}"));
-    None
+    let identity = accept_content(reader, field, identity)?;
+    warn_if_outside_validity(reader, &identity);
+    Some((path, identity))
 }
 
 /// Parses certificate revocation lists. Warns of an expired list, because all client certificates
 /// of its issuer are rejected.
 fn parse_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<RevocationLists> {
-    let lists = RevocationLists::from_pem(pem);
-    let lists = lists
-        .map_err(|reason| reader.report_error("client_crl", &format!("in the file: {reason}")))
-        .ok()?;
+    let lists = accept_content(reader, "client_crl", RevocationLists::from_pem(pem))?;
     if lists
         .expiry_s
         .is_some_and(|expiry| expiry < clock::unix_time_s())

@@ -1,7 +1,7 @@
 //! `[trace]` and `[metrics]`: export by OTLP.
 
 use super::client_tls;
-use crate::config::key_files::read_text_file;
+use crate::config::key_files::{accept_content, read_text_file};
 use crate::config::table_reader::TableReader;
 use crate::telemetry::metrics::MetricExportSettings;
 use crate::telemetry::otlp::{CollectorSettings, CollectorUrl, OtlpSignal};
@@ -77,6 +77,10 @@ fn read_export_headers(reader: &TableReader<'_>) -> Option<HeaderMap> {
         return Some(HeaderMap::new());
     }
     let text = read_text_file(reader, KEY, "header field per line")?;
+    accept_content(reader, KEY, parse_export_headers(&text))
+}
+
+fn parse_export_headers(text: &str) -> Result<HeaderMap, String> {
     let mut headers = HeaderMap::new();
     for (line, number) in text.lines().map(str::trim).zip(1..) {
         if line.is_empty() || line.starts_with('#') {
@@ -88,22 +92,13 @@ fn read_export_headers(reader: &TableReader<'_>) -> Option<HeaderMap> {
                 .filter(|value| !value.is_empty())?;
             Some((HeaderName::from_bytes(name.trim().as_bytes()).ok()?, value))
         });
-        let Some((name, mut value)) = field else {
-            reader.report_error(
-                KEY,
-                &format!("in the file: line {number}: expected name: value"),
-            );
-            return None;
-        };
+        let (name, mut value) =
+            field.ok_or_else(|| format!("line {number}: expected name: value"))?;
         if CollectorSettings::RESERVED_HEADERS.contains(&name.as_str()) {
-            reader.report_error(
-                KEY,
-                &format!("in the file: line {number}: {name} is set by tidegate"),
-            );
-            return None;
+            return Err(format!("line {number}: {name} is set by tidegate"));
         }
         value.set_sensitive(true);
         headers.append(name, value);
     }
-    Some(headers)
+    Ok(headers)
 }
