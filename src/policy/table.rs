@@ -2,9 +2,8 @@
 
 use super::coverage_index::{RequiredValue, find_rarest_conditions, required_values};
 use super::{
-    CorsOrigins, CostSource, Descriptor, Facts, HeaderValueError, KeyContext, KeyPart, Matcher,
-    Policy, PolicyAction, PolicyMode, SelfServiceSettings, client, jwt, path,
-    path_pattern::PathIndex,
+    CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, Matcher, Policy,
+    PolicyAction, PolicyMode, SelfServiceSettings, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::{HeaderMap, HeaderName};
@@ -259,22 +258,16 @@ fn claims_referenced_by(policy: &Policy) -> Vec<jwt::ClaimName> {
     names.collect()
 }
 
-/// Finds the few candidate policies for a request by path, and by host or one header value. The
-/// caller checks the remaining conditions.
+/// Finds the few candidate policies for a request by path, and by host or one header value; for a
+/// descriptor by its domain or one entry. The caller checks the remaining conditions.
 #[derive(Debug, Default)]
 struct PolicyIndex {
     by_host: HashMap<Box<str>, CandidatePolicies>,
     by_header: HashMap<HeaderName, HashMap<Box<[u8]>, CandidatePolicies>>,
     unindexed: CandidatePolicies,
-    by_descriptor: DescriptorPolicyIndex,
-}
-
-/// Finds the candidate policies for a descriptor by its domain or by one entry.
-#[derive(Debug, Default)]
-struct DescriptorPolicyIndex {
-    by_domain: HashMap<Box<str>, Vec<u32>>,
-    by_entry: HashMap<Box<str>, HashMap<Box<str>, Vec<u32>>>,
-    unindexed: Vec<u32>,
+    by_domain: HashMap<Box<str>, CandidatePolicies>,
+    by_entry: HashMap<Box<str>, HashMap<Box<[u8]>, CandidatePolicies>>,
+    unindexed_descriptors: CandidatePolicies,
 }
 
 #[derive(Debug, Default)]
@@ -301,7 +294,7 @@ impl PolicyIndex {
                     .into_iter()
                     .for_each(|value| index.insert(value, &policy.matcher, id)),
                 None if policy.matcher.descriptor_conditions.is_some() => {
-                    index.by_descriptor.unindexed.push(id)
+                    index.unindexed_descriptors.insert(&policy.matcher, id);
                 }
                 None => index.unindexed.insert(&policy.matcher, id),
             }
@@ -310,75 +303,53 @@ impl PolicyIndex {
     }
 
     fn insert(&mut self, value: RequiredValue<'_>, matcher: &Matcher, id: u32) {
-        let descriptors = &mut self.by_descriptor;
-        match value {
-            RequiredValue::Host(name) => {
-                let candidates = self.by_host.entry(name.into()).or_default();
-                candidates.insert(matcher, id);
-            }
+        let candidates = match value {
+            RequiredValue::Host(name) => self.by_host.entry(name.into()).or_default(),
+            RequiredValue::Domain(name) => self.by_domain.entry(name.into()).or_default(),
             RequiredValue::Value(KeyPart::Header(name), value) => {
                 let by_value = self.by_header.entry(name.clone()).or_default();
-                let candidates = by_value.entry(value.as_bytes().into()).or_default();
-                candidates.insert(matcher, id);
+                by_value.entry(value.as_bytes().into()).or_default()
             }
             RequiredValue::Value(KeyPart::DescriptorEntry(name), value) => {
-                let by_value = descriptors.by_entry.entry(name.clone()).or_default();
-                by_value.entry(value.into()).or_default().push(id);
+                let by_value = self.by_entry.entry(name.clone()).or_default();
+                by_value.entry(value.as_bytes().into()).or_default()
             }
-            RequiredValue::Domain(name) => {
-                let ids = descriptors.by_domain.entry(name.into()).or_default();
-                ids.push(id);
-            }
-            _ => {}
-        }
+            _ => return,
+        };
+        candidates.insert(matcher, id);
     }
 
     /// The ids of the candidates in ascending order, without duplicates.
     fn find_candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
         let mut found = SmallVec::new();
-        if let Some(descriptor) = facts.descriptor {
-            self.by_descriptor.find_candidates(descriptor, &mut found);
-            found.sort_unstable();
-            found.dedup();
-            return found;
-        }
-        let by_header = self.by_header.iter().flat_map(|(name, by_value)| {
-            facts
-                .canonical_header_values(name)
-                .filter_map(|value| by_value.get(&*value))
-        });
-        let by_host = self.by_host.get(facts.host);
-        for candidates in by_host
-            .into_iter()
-            .chain(by_header)
-            .chain([&self.unindexed])
-        {
+        let mut add = |candidates: &CandidatePolicies| {
             found.extend_from_slice(&candidates.any_path);
             for path in facts.paths.iter() {
                 candidates.by_path.find_matches(path, &mut found);
+            }
+        };
+        if let Some(descriptor) = facts.descriptor {
+            add(&self.unindexed_descriptors);
+            let by_domain = self.by_domain.get(descriptor.domain);
+            by_domain.into_iter().for_each(&mut add);
+            let entries = descriptor.entries.iter();
+            entries
+                .filter_map(|(name, value)| self.by_entry.get(*name)?.get(value.as_bytes()))
+                .for_each(add);
+        } else {
+            add(&self.unindexed);
+            let by_host = self.by_host.get(facts.host);
+            by_host.into_iter().for_each(&mut add);
+            for (name, by_value) in &self.by_header {
+                let values = facts.canonical_header_values(name);
+                values
+                    .filter_map(|value| by_value.get(&*value))
+                    .for_each(&mut add);
             }
         }
         found.sort_unstable();
         found.dedup();
         found
-    }
-}
-
-impl DescriptorPolicyIndex {
-    fn find_candidates(&self, descriptor: &Descriptor<'_>, found: &mut SmallVec<[u32; 16]>) {
-        let by_entry = descriptor
-            .entries
-            .iter()
-            .filter_map(|(name, value)| self.by_entry.get(*name)?.get(*value));
-        for ids in self
-            .by_domain
-            .get(descriptor.domain)
-            .into_iter()
-            .chain(by_entry)
-            .chain([&self.unindexed])
-        {
-            found.extend_from_slice(ids);
-        }
     }
 }
 
