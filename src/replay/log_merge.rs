@@ -29,7 +29,7 @@ const LINES_PER_READ: usize = 4096;
 
 /// A request read from a log, with borrowed texts.
 #[derive(Debug)]
-pub(super) struct LoggedRequest<'a> {
+pub(super) struct ReplayRequest<'a> {
     pub(super) arrival_us: u64,
     pub(super) duration_us: Option<u64>,
     pub(super) peer: Option<IpAddr>,
@@ -60,7 +60,7 @@ struct BufferedRequest {
 
 /// Counts of the lines of one log by parse result.
 #[derive(Debug, Default)]
-pub(super) struct LineCounts {
+pub(super) struct LogLineCounts {
     pub(super) lines: u64,
     pub(super) requests: u64,
     pub(super) other_records: u64,
@@ -77,7 +77,7 @@ const MAX_EXAMPLE_BYTES: usize = 120;
 pub(super) struct LogSource {
     pub(super) reader: AccessLogReader,
     pub(super) format: AccessLogFormat,
-    pub(super) counts: LineCounts,
+    pub(super) counts: LogLineCounts,
     has_query: bool,
     parser: LineParser,
     spread_within_second: bool,
@@ -102,7 +102,7 @@ impl LogSource {
     ) -> Self {
         Self {
             reader,
-            counts: LineCounts::default(),
+            counts: LogLineCounts::default(),
             has_query: format.records_query(),
             parser: LineParser::new(format.clone(), required_headers),
             format,
@@ -120,7 +120,7 @@ impl LogSource {
     /// Reads requests until `is_last` returns true.
     pub(super) fn read_requests_until(
         &mut self,
-        mut is_last: impl FnMut(&LoggedRequest<'_>) -> bool,
+        mut is_last: impl FnMut(&ReplayRequest<'_>) -> bool,
     ) {
         while self.peek_arrival_us().is_some() {
             if self.next_request().is_none_or(|request| is_last(&request)) {
@@ -142,7 +142,7 @@ impl LogSource {
             .map(|entry| entry.arrival_us)
     }
 
-    fn next_request(&mut self) -> Option<LoggedRequest<'_>> {
+    fn next_request(&mut self) -> Option<ReplayRequest<'_>> {
         let entry = self
             .buffered_requests
             .get(self.emitted_count)
@@ -155,7 +155,7 @@ impl LogSource {
         let (method, texts) = texts.split_at_checked(entry.method_length.into())?;
         let (target, texts) = texts.split_at_checked(entry.target_length.into())?;
         let (host, headers) = texts.split_at_checked(entry.host_length.into())?;
-        Some(LoggedRequest {
+        Some(ReplayRequest {
             arrival_us: entry.arrival_us,
             duration_us: entry.duration_us,
             peer: entry.peer,
@@ -254,7 +254,7 @@ impl LogSource {
     }
 }
 
-impl LineCounts {
+impl LogLineCounts {
     fn record_broken_line(&mut self, line: &[u8]) {
         self.broken_lines += 1;
         if self.broken_examples.len() < MAX_BROKEN_EXAMPLES {
@@ -308,7 +308,7 @@ fn spread_within_seconds(entries: &mut [BufferedRequest]) {
     }
 }
 
-impl LoggedRequest<'_> {
+impl ReplayRequest<'_> {
     /// Returns the logged headers, by their index in [`super::parsers::RequiredHeaders`].
     pub(super) fn headers(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let mut rest = self.headers;
@@ -326,7 +326,7 @@ impl LoggedRequest<'_> {
 /// Calls `report_progress` with the request count every few thousand requests.
 pub(super) fn merge_by_time(
     sources: &mut [LogSource],
-    mut handle_request: impl FnMut(&LoggedRequest<'_>),
+    mut handle_request: impl FnMut(&ReplayRequest<'_>),
     mut report_progress: impl FnMut(u64),
 ) {
     let mut heads: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();

@@ -1,6 +1,6 @@
 //! Describes the fields that a log lacks and the policies that they affect.
 
-use super::log_merge::LoggedRequest;
+use super::log_merge::ReplayRequest;
 use super::parsers::RequiredHeaders;
 use crate::limiter::Algorithm;
 use crate::policy::{ActualCostSource, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota};
@@ -36,7 +36,7 @@ impl FieldCoverage {
     }
 
     /// Counts a request and the fields that it has.
-    pub(super) fn record_request(&mut self, request: &LoggedRequest<'_>, is_client_hidden: bool) {
+    pub(super) fn record_request(&mut self, request: &ReplayRequest<'_>, is_client_hidden: bool) {
         self.requests += 1;
         self.with_peer += u64::from(request.peer.is_some());
         self.with_host += u64::from(!request.host.is_empty());

@@ -1,6 +1,6 @@
 //! Applies one policy set to logged requests and counts the outcomes.
 
-use super::log_merge::LoggedRequest;
+use super::log_merge::ReplayRequest;
 use super::missing_fields::{FieldCoverage, MissingFieldCheck};
 use super::parsers::RequiredHeaders;
 use super::statistics::{ReplayKeyTable, RequestSeries};
@@ -127,7 +127,7 @@ impl<'t> PolicySimulator<'t> {
             left_out: MissingFieldCheck::new(table, known_coverage, required_headers)
                 .policies_without_key()
                 .collect(),
-            stats: SimulationStats::new(policy_count, max_keys, required_headers.names().len()),
+            stats: SimulationStats::new(policy_count, max_keys, required_headers),
         }
     }
 
@@ -139,7 +139,7 @@ impl<'t> PolicySimulator<'t> {
 
     /// Simulates one request and returns whether it is forwarded. A request older than the previous
     /// one is simulated at the time of the previous one.
-    pub(super) fn evaluate_request(&mut self, request: &LoggedRequest<'_>) -> bool {
+    pub(super) fn evaluate_request(&mut self, request: &ReplayRequest<'_>) -> bool {
         let stats = &mut self.stats;
         let now_us = request.arrival_us.max(stats.last_request_us);
         stats.late_requests += u64::from(now_us > request.arrival_us);
@@ -203,7 +203,7 @@ impl<'t> PolicySimulator<'t> {
         &mut self,
         facts: &Facts<'_>,
         now_us: u64,
-        request: &LoggedRequest<'_>,
+        request: &ReplayRequest<'_>,
     ) -> bool {
         let (stats, peaks, table) = (&mut self.stats, &mut self.peaks, self.table);
         let slot = self.in_flight.allocate_slot_id();
@@ -255,7 +255,7 @@ impl<'t> PolicySimulator<'t> {
         false
     }
 
-    fn build_header_map(&self, request: &LoggedRequest<'_>) -> HeaderMap {
+    fn build_header_map(&self, request: &ReplayRequest<'_>) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (header_index, value) in request.headers() {
             let name = self
@@ -286,7 +286,7 @@ struct LoggedTarget<'a> {
 
 impl<'a> LoggedTarget<'a> {
     /// Returns `None` if no valid request has this target.
-    fn from_request(request: &LoggedRequest<'a>, settings: &path::Settings) -> Option<Self> {
+    fn from_request(request: &ReplayRequest<'a>, settings: &path::Settings) -> Option<Self> {
         let target = str::from_utf8(request.target).ok()?;
         let mut host = str::from_utf8(request.host).ok()?;
         let mut rest = target;
@@ -314,17 +314,14 @@ impl<'a> LoggedTarget<'a> {
 }
 
 impl SimulationStats {
-    fn new(policy_count: usize, max_keys: usize, header_count: usize) -> Self {
+    fn new(policy_count: usize, max_keys: usize, required_headers: &RequiredHeaders) -> Self {
         let new_policy_stats = || ReplayPolicyStats {
             keys: ReplayKeyTable::new(max_keys),
             ..ReplayPolicyStats::default()
         };
         Self {
             policies: (0..policy_count).map(|_| new_policy_stats()).collect(),
-            field_coverage: FieldCoverage {
-                with_header: vec![0; header_count],
-                ..FieldCoverage::default()
-            },
+            field_coverage: FieldCoverage::new(required_headers),
             ..Self::default()
         }
     }

@@ -194,14 +194,14 @@ impl ReplayKeyTable {
 /// second key, then every fourth, and so on. Key ids are hashes, so the selection is random and the
 /// distribution is preserved.
 #[derive(Debug)]
-pub(super) struct KeySample {
+pub(super) struct KeyPeakSample {
     max_keys: usize,
     values: HashMap<u128, u64>,
     /// Minimum number of trailing zero bits in the ids of sampled keys.
     min_trailing_zeros: u32,
 }
 
-impl KeySample {
+impl KeyPeakSample {
     pub(super) fn new(max_keys: usize) -> Self {
         Self {
             max_keys,
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     fn a_sample_keeps_the_distribution() {
-        let mut sample = KeySample::new(1 << 12);
+        let mut sample = KeyPeakSample::new(1 << 12);
         let count = 5 << 12;
         for id in 0..count {
             sample.record_max(numbered_key(id).id(), id * 100 / count);

@@ -5,7 +5,7 @@
 //! until the first refusal. Sliding windows are counted in hundredths of the period, so a peak and
 //! the suggestion may be slightly too high. Requests that other policies refuse count as well.
 
-use super::statistics::KeySample;
+use super::statistics::KeyPeakSample;
 use crate::clock::Clock;
 use crate::enforcer::QuotaUsage;
 use crate::limiter::{Algorithm, Charge, Limit};
@@ -31,7 +31,7 @@ pub(super) struct PeakDemandTracker {
 struct LimitPeakSample {
     /// The limit used for counting; `None` for algorithms without a peak per period.
     counting_limit: Option<Limit>,
-    sample: KeySample,
+    sample: KeyPeakSample,
 }
 
 /// Number of keys from which a limit is suggested: fewer say little about the next ones.
@@ -164,13 +164,13 @@ impl LimitPeakSample {
         });
         Self {
             counting_limit: limit,
-            sample: KeySample::new(MAX_SAMPLED_KEYS),
+            sample: KeyPeakSample::new(MAX_SAMPLED_KEYS),
         }
     }
 }
 
 fn propose_limit(
-    sample: &KeySample,
+    sample: &KeyPeakSample,
     current_requests: u64,
     percent: f64,
 ) -> Result<LimitProposal, String> {
@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn proposes_a_limit_above_the_peak_of_enough_keys() {
-        let mut sample = KeySample::new(MAX_SAMPLED_KEYS);
+        let mut sample = KeyPeakSample::new(MAX_SAMPLED_KEYS);
         (1..=200u64).for_each(|peak| sample.record_max(u128::from(peak), peak));
         let proposal = |percent| propose_limit(&sample, 150, percent).unwrap();
         let peak_and_requests = |percent| (proposal(percent).peak, proposal(percent).requests);
@@ -269,7 +269,7 @@ mod tests {
             200
         );
         assert_eq!(proposal(1.0).histogram.first(), Some(&(1, 1)));
-        let mut few = KeySample::new(MAX_SAMPLED_KEYS);
+        let mut few = KeyPeakSample::new(MAX_SAMPLED_KEYS);
         (1..=30u64).for_each(|key| few.record_max(u128::from(key), 1));
         assert_eq!(
             propose_limit(&few, 1, 1.0).unwrap_err(),

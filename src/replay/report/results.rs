@@ -1,6 +1,6 @@
 //! The results of a replay.
 
-use super::super::log_merge::{LineCounts, LogSource};
+use super::super::log_merge::{LogLineCounts, LogSource};
 use super::super::missing_fields::describe_missing_fields;
 use super::super::parsers::{AccessLogFormat, RequiredHeaders};
 use super::super::settings::Settings;
@@ -36,7 +36,7 @@ pub(in crate::replay) struct SetDifferences {
 pub(in crate::replay) struct LogSummary {
     pub(super) name: String,
     pub(super) format: AccessLogFormat,
-    pub(super) counts: LineCounts,
+    pub(super) counts: LogLineCounts,
     /// Error that ended the log early.
     pub(super) read_error: Option<String>,
 }
