@@ -271,7 +271,9 @@ impl<'f> RequestHead<'f> {
         let is_plain = path.starts_with(b"/")
             && path.len() <= MAX_KEPT_BYTES
             && path.iter().all(is_plain_path_byte);
-        is_plain || PathAndQuery::try_from(path).is_ok()
+        // `http` also accepts a path without a slash, and drops a fragment.
+        let has_start = path.starts_with(b"/") || path == b"*";
+        is_plain || has_start && PathAndQuery::try_from(path).is_ok()
     }
 
     /// Whether h2 must not see the head as it is.

@@ -4,7 +4,8 @@
 //! h2 processes all other frames without limit: PING, SETTINGS, PRIORITY, RST_STREAM, WINDOW_UPDATE
 //! of single bytes, unknown types. A client may also cancel each request as soon as it has started.
 //! Each connection therefore has a [`FrameBudget`]: abusive frames spend credit, sent responses
-//! earn credit, and an exhausted budget ends the connection.
+//! earn credit, and an exhausted budget ends the connection. Each upload has one for its tiny DATA
+//! frames, which ends the upload.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -30,7 +31,7 @@ const MALFORMED_HEAD_COST: u32 = EARLY_RESET_COST + 2 * RESPONSE_CREDIT;
 /// number of concurrent streams.
 const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
 
-/// Remaining credit of a client connection for costly frames.
+/// Remaining credit of a client connection for costly frames, or of an upload for tiny ones.
 #[derive(Debug)]
 pub(crate) struct FrameBudget {
     remaining: Cell<u32>,

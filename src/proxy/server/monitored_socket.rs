@@ -51,6 +51,11 @@ const MIN_PAUSED_HEAD_BYTES: usize = 4 * 1024;
 /// reset.
 const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
+/// GOAWAY with ENHANCE_YOUR_CALM: any stream may have been processed.
+const GOAWAY_CALM: &[u8] = &[
+    0, 0, 8, 7, 0, 0, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 11,
+];
+
 /// Client byte stream that records its state in a [`ConnectionMonitor`]. Reads first return the
 /// bytes that were put back. Shutdown lingers: it discards input for a limited time.
 #[derive(Debug)]
@@ -241,15 +246,30 @@ impl MonitoredSocket {
     }
 
     /// Spends credit for received frames. A frame for which h2 visits every stream costs as much as
-    /// one frame per stream.
+    /// one frame per stream. The operator's proxies carry many clients: the DATA of one costs them
+    /// nothing.
     fn charge_frames(&self, scan: &FrameScan) {
         let mut frames = scan.costly_frames;
+        if scan.excess_data_frames > 0 && !self.monitor.memory.is_from_trusted_proxy() {
+            frames = frames.saturating_add(scan.excess_data_frames);
+        }
         if scan.connection_wide_frames > 0 {
             let streams = self.monitor.memory.stream_count() + self.monitor.unsent_responses.len();
             let streams = u32::try_from(streams).unwrap_or(u32::MAX);
             frames = frames.saturating_add(scan.connection_wide_frames.saturating_mul(streams));
         }
         self.monitor.frame_budget.charge_frames(frames);
+    }
+
+    /// Sends GOAWAY to a client that has spent its credit, unless it does not read earlier output.
+    /// h2 takes the result for the end of the input, and closes.
+    fn end_flood(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.monitor.queue_informational_head(GOAWAY_CALM);
+        let is_queued = !self.monitor.pending_informational_heads().is_empty();
+        match is_queued && self.poll_write_informational_heads(cx)?.is_ready() {
+            true => Poll::Ready(Ok(())),
+            false => Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into())),
+        }
     }
 
     fn record_output(&mut self) {
@@ -375,7 +395,8 @@ impl AsyncRead for MonitoredSocket {
             this.charge_frames(&scan);
             this.monitor.record_scan(&scan);
             if this.monitor.frame_budget.is_exhausted.get() {
-                return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
+                into.set_filled(before);
+                return this.end_flood(cx);
             }
             this.monitor
                 .record_field_block(is_within_field_block, &scan);

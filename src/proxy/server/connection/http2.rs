@@ -38,6 +38,9 @@ pub(super) async fn serve_http2<S>(
         Pin::new(&mut connection).poll(cx)
     });
     match end.await {
+        Ok(Ok(())) if driver.monitor.frame_budget.is_exhausted() => {
+            driver.monitor.record_close(ConnectionCloseReason::Flood);
+        }
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
             tracing::debug!(%error, "client connection failed");
