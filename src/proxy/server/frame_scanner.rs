@@ -432,7 +432,7 @@ impl FrameScanner {
         let was_exhausted = budget.is_exhausted.get();
         budget.charge_frames(1);
         scan.excess_data_frames += u32::from(was_exhausted);
-        (true, budget.is_exhausted() && !was_exhausted)
+        (true, budget.is_exhausted.get() && !was_exhausted)
     }
 
     /// Follows the streams with an open request body. Returns what the field block of a HEADERS

@@ -38,7 +38,7 @@ pub(super) async fn serve_http2<S>(
         Pin::new(&mut connection).poll(cx)
     });
     match end.await {
-        Ok(Ok(())) if driver.monitor.frame_budget.is_exhausted() => {
+        Ok(Ok(())) if driver.monitor.frame_budget.is_exhausted.get() => {
             driver.monitor.record_close(ConnectionCloseReason::Flood);
         }
         Ok(Ok(())) => {}
