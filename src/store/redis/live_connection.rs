@@ -3,7 +3,7 @@
 
 use super::connector;
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::script_transfer::{is_load_refusal, is_missing_script, is_unknown_command};
+use super::script_transfer::{is_load_refusal, is_missing_script, lacks_evalsha};
 use super::settings::RedisCredentials;
 use super::shared_state::SharedRedisState;
 use arc_swap::ArcSwap;
@@ -60,10 +60,10 @@ impl LiveConnection {
             answer = self.send_once(command, is_asking).await;
         }
         if let Err(error) = &answer
-            && (is_missing_script(error) || is_unknown_command(error))
+            && (is_missing_script(error) || lacks_evalsha(error))
             && let Some(with_text) = scripts.replace_digest_by_text(command)
         {
-            let lacks_evalsha = is_unknown_command(error);
+            let lacks_evalsha = lacks_evalsha(error);
             answer = self.send_once(&with_text, is_asking).await;
             if answer.is_ok() {
                 self.lacks_evalsha.store(lacks_evalsha, Ordering::Relaxed);

@@ -61,6 +61,12 @@ pub(super) fn is_missing_script(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
+/// Whether a server has no EVALSHA, or none for this user. EVAL may work.
+pub(super) fn lacks_evalsha(error: &RedisError) -> bool {
+    let is_denied = RedisErrorKind::from(error) == RedisErrorKind::NoAuth;
+    is_unknown_command(error) || is_denied && error.to_string().contains("'evalsha'")
+}
+
 pub(super) fn is_unknown_command(error: &RedisError) -> bool {
     error.to_string().contains("unknown command")
 }
