@@ -688,7 +688,7 @@ fn lints_say_that_too_many_policies_were_left_to_compare() {
                 .contains("too many policies may match the same requests")
         })
     };
-    let without = |n| format!("path = '/x/**', not = {{ headers = {{ x-t = 'v{n}' }} }}");
+    let without = |n: usize| format!("path = '/x/**', not = {{ headers = {{ x-t = 'v{n}' }} }}");
     assert!(warns(1_500, &without) && !warns(100, &without));
     assert!(!warns(1_500, &|n| format!(
         "path = '/x/**', headers = {{ x-t = 'v{n}' }}"

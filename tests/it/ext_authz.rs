@@ -337,8 +337,8 @@ limit = { requests = 1, per = '1h' }\n";
 #[tokio::test]
 async fn a_connection_header_that_lists_a_header_of_a_policy_is_rejected() {
     let config = format!(
-        "{CHECK_LISTENER}client.trusted_headers = ['x-plan']
-[[policy]]
+        "client.trusted_headers = ['x-plan']
+{CHECK_LISTENER}[[policy]]
 name = 'free'
 match = {{ headers = {{ x-plan = 'free' }} }}
 action = 'deny'\n"

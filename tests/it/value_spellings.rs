@@ -346,7 +346,7 @@ async fn regexes_match_values_in_each_spelling_that_apps_read_alike() {
         .into_iter()
         .map(|(name, value)| match name {
             ":path" => (name, &b"/denied/0"[..]),
-            ":authority" => (name, b"shop.example"),
+            ":authority" => (name, &b"shop.example"[..]),
             _ => (name, value),
         })
         .collect();
