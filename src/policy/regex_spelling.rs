@@ -157,7 +157,7 @@ mod tests {
             "^[^a-zA-Z]",
             r"^\W",
             "^[0-9]",
-            "^[^a]",
+            "^[^aA]",
             "^[A-Z]+ [A-Z]+$",
         ] {
             assert!(!matches(regex, "Apikey leaked"), "{regex}");
