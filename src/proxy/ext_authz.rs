@@ -38,8 +38,7 @@ const ENVOY_CHECK_PATH_PREFIX: &str = "/check/envoy";
 
 /// Headers that describe the authorization request, not the original one, and are therefore
 /// removed.
-static REMOVED_AUTH_REQUEST_HEADERS: [HeaderName; 8] = [
-    header::CONNECTION,
+static REMOVED_AUTH_REQUEST_HEADERS: [HeaderName; 7] = [
     header::CONTENT_LENGTH,
     header::EXPECT,
     header::TE,
