@@ -107,7 +107,7 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
         let decision = store
             .decide(&[Charge::new(&GLOBAL_LIMIT, &global, 0)])
             .await;
-        5000 - decision.unwrap().statuses[0].unwrap().remaining
+        5000 - decision.unwrap().outcomes[0].status.unwrap().remaining
     });
     let per_refusal = (cpu_time_us(&server) - used_us) / KEY_COUNT as f64;
     println!(

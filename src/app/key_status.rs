@@ -157,7 +157,7 @@ impl ResolvedKey<'_> {
     /// Reads the status of all limits at one moment, without changing a counter.
     pub(crate) async fn read_status(&self, store: &Store) -> Result<KeyStatus, StoreUnavailable> {
         let decision = store.decide(&self.zero_cost_charges()).await?;
-        let mut statuses = decision.statuses.into_iter().flatten();
+        let mut statuses = decision.statuses();
         let blocked_until_us = self
             .quota
             .block

@@ -6,7 +6,7 @@ use super::planned_policy::{
 };
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Charge, ChargeOutcome, Decision, Key, MAX_UNITS};
+use crate::limiter::{Charge, Decision, Key, MAX_UNITS};
 use crate::policy::{
     Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
     Policy, PolicyAction, PolicyTable,
@@ -220,9 +220,9 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn report_amounts(&self, decision: &mut Decision) {
         for (planned_policy, positions) in self.policies_with_positions() {
             if let Some(amounts) = &planned_policy.amounts {
-                let own = decision.statuses.get_mut(positions.limits);
-                for (index, status) in own.into_iter().flatten().enumerate() {
-                    if let Some(status) = status
+                let own = decision.outcomes.get_mut(positions.limits);
+                for (index, outcome) in own.into_iter().flatten().enumerate() {
+                    if let Some(status) = &mut outcome.status
                         && status.in_effect.is_none()
                     {
                         status.in_effect = amounts.in_effect(index);
@@ -250,11 +250,11 @@ impl<'t> ChargePlan<'t> {
         &self,
         decision: &'d Decision,
     ) -> impl Iterator<Item = (&PlannedPolicy<'t>, PolicyStatuses<'d>)> {
-        let statuses = decision.statuses.as_slice();
+        let outcomes = decision.outcomes.as_slice();
         self.policies_with_positions()
             .map(move |(planned_policy, positions)| {
-                let block = positions.block.and_then(|at| statuses.get(at)?.as_ref());
-                let limits = statuses.get(positions.limits).unwrap_or_default();
+                let block = positions.block.and_then(|at| outcomes.get(at)?.status);
+                let limits = outcomes.get(positions.limits).unwrap_or_default();
                 (planned_policy, PolicyStatuses { block, limits })
             })
     }
@@ -294,10 +294,10 @@ impl<'t> ChargePlan<'t> {
         decision: &Decision,
     ) -> (SmallVec<[LimitAndKey; 1]>, SlotTerms) {
         let (mut taken, mut terms) = (SmallVec::new(), SlotTerms::default());
-        let outcomes: SmallVec<[ChargeOutcome; 4]> = decision.outcomes().collect();
+        let outcomes = &decision.outcomes;
         for (planned_policy, positions) in self.policies_with_positions() {
             let taken_before = taken.len();
-            if decision.admitted && positions.are_charged(&outcomes) {
+            if decision.admitted && positions.are_charged(outcomes) {
                 taken.extend(planned_policy.slot_counters());
             }
             if taken.len() > taken_before {
@@ -324,11 +324,11 @@ impl<'t> ChargePlan<'t> {
         if !decision.admitted || planned.all(|planned_policy| planned_policy.estimate.is_none()) {
             return Vec::new();
         }
-        let outcomes: SmallVec<[ChargeOutcome; 4]> = decision.outcomes().collect();
+        let outcomes = &decision.outcomes;
         let policies = self.policies_with_positions();
         let estimates = policies.filter_map(|(planned_policy, positions)| {
             let cost = planned_policy.estimate?;
-            if !positions.are_charged(&outcomes) {
+            if !positions.are_charged(outcomes) {
                 return None;
             }
             let limits = planned_policy.limits.iter();
@@ -378,7 +378,8 @@ pub(super) fn untaken_slot_action(
     decision: &Decision,
     source: DecisionSource,
 ) -> UntakenSlotAction {
-    let is_split = source == DecisionSource::Redis && decision.statuses.iter().any(Option::is_none);
+    let has_unknown = || (decision.outcomes.iter()).any(|outcome| outcome.status.is_none());
+    let is_split = source == DecisionSource::Redis && has_unknown();
     match is_split || decision.may_have_charged {
         true => UntakenSlotAction::Release,
         false => UntakenSlotAction::Forget,

@@ -85,7 +85,7 @@ pub async fn explain_request<'t>(
             let step = steps.get_mut(planned_policy.policy_index);
             if let Some((_, PolicyStep::Limits(limits))) = step {
                 limits.blocked_until_us = statuses.blocked_until_us();
-                limits.statuses = statuses.limits.iter().flatten().copied().collect();
+                limits.statuses = statuses.known_limits().collect();
             }
         },
     );

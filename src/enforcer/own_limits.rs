@@ -56,8 +56,8 @@ impl Enforcer {
         let planned_policies = plan_without_cost(client);
         let read = read_policies(&self.store, planned_policies, |planned_policy, statuses| {
             let limits = planned_policy.limits.iter().zip(statuses.limits);
-            let reports = limits.filter_map(|(limit, status)| {
-                let status = status.filter(|status| !status.is_unlimited())?;
+            let reports = limits.filter_map(|(limit, outcome)| {
+                let status = outcome.status.filter(|status| !status.is_unlimited())?;
                 let key_id = planned_policy.key.id();
                 Some(LimitReport {
                     limit,
@@ -130,7 +130,7 @@ fn reject_question<'t>(
     client: &ClientQuotas<'t>,
     decision: &crate::limiter::Decision,
 ) -> Verdict<'t> {
-    let status = decision.statuses.first().copied().flatten();
+    let status = decision.statuses().next();
     let retry = match status.and_then(|status| status.refusal) {
         Some(Refusal::Until(at_us)) => RetryHint::After(at_us.saturating_sub(decision.now_us)),
         _ => RetryHint::Unknown,

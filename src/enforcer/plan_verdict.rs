@@ -22,9 +22,9 @@ impl<'t> ChargePlan<'t> {
         for (planned_policy, statuses) in self.policies_with_statuses(decision) {
             refusals.is_blocked |= statuses.is_blocked();
             let blocked_until_us = statuses.blocked_until_us();
-            for (limit, status) in planned_policy.limits.iter().zip(statuses.limits) {
+            for (limit, outcome) in planned_policy.limits.iter().zip(statuses.limits) {
                 let (policy, mode) = (planned_policy.policy, planned_policy.mode);
-                let status = match (*status, blocked_until_us) {
+                let status = match (outcome.status, blocked_until_us) {
                     (Some(status), _) if !mode.is_enforced() => {
                         if status.refusal.is_some() {
                             verdict.unenforced_rejections.add_policy(policy, mode);
@@ -155,7 +155,7 @@ impl PlannedPolicy<'_> {
             _ if statuses.is_blocked() => Some(PolicyDecision::Blocked),
             (true, PolicyMode::Enforce) => Some(PolicyDecision::Rejected),
             (true, _) => Some(PolicyDecision::from_mode(mode)),
-            (false, _) if statuses.limits.iter().any(Option::is_none) => None,
+            (false, _) if statuses.known_limits().count() < statuses.limits.len() => None,
             (false, PolicyMode::Enforce) if is_delayed && self.may_delay_requests() => {
                 Some(PolicyDecision::Delayed)
             }
@@ -192,9 +192,14 @@ impl PolicyStatuses<'_> {
         self.block.and_then(|block| block.next_growth_us)
     }
 
+    /// The known statuses of the limits.
+    pub(super) fn known_limits(&self) -> impl Iterator<Item = LimitStatus> {
+        self.limits.iter().filter_map(|outcome| outcome.status)
+    }
+
     fn has_refusing_limit(&self) -> bool {
-        let mut statuses = self.limits.iter().flatten();
-        statuses.any(|status| status.refusal.is_some())
+        let mut outcomes = self.limits.iter();
+        outcomes.any(|outcome| outcome.refusal().is_some())
     }
 }
 

@@ -30,9 +30,9 @@ impl ChargePositions {
 #[derive(Clone, Copy)]
 pub(super) struct PolicyStatuses<'d> {
     /// `None` if the policy has no block, or if its status is unknown.
-    pub block: Option<&'d LimitStatus>,
-    /// One entry for each limit, `None` if unknown. Empty if the decision has no statuses.
-    pub limits: &'d [Option<LimitStatus>],
+    pub block: Option<LimitStatus>,
+    /// One entry for each limit. Empty if the decision has no outcomes.
+    pub limits: &'d [ChargeOutcome],
 }
 
 /// How long a request may hold its concurrency slots, and what frees them. Only enforced policies

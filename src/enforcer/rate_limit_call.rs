@@ -180,20 +180,22 @@ impl ChargePlan<'_> {
     /// Turns a read of all counters into a refusal if a quota of cost 0 is exhausted.
     fn refuse_exhausted(&self, decision: &mut Decision) -> bool {
         let mut is_refused = false;
-        let statuses = &mut decision.statuses;
+        let outcomes = &mut decision.outcomes;
         for (planned_policy, positions) in self.policies_with_positions() {
             // A charge of cost 0 is never refused by a block. A block that has an end time is in
             // effect.
             let mut is_exhausted = false;
             if let Some(block_at) = positions.block
-                && let Some(Some(block)) = statuses.get_mut(block_at)
+                && let Some(outcome) = outcomes.get_mut(block_at)
+                && let Some(block) = &mut outcome.status
                 && let Some(until_us) = block.next_growth_us
             {
                 block.refusal = Some(Refusal::Until(until_us));
                 is_exhausted = true;
             }
-            let limits = statuses.get_mut(positions.limits);
-            for status in limits.into_iter().flatten().flatten() {
+            let limits = outcomes.get_mut(positions.limits);
+            let limits = limits.into_iter().flatten();
+            for status in limits.filter_map(|outcome| outcome.status.as_mut()) {
                 if status.refusal.is_none() && status.remaining < planned_policy.cost.max(1) {
                     status.refusal =
                         Some(status.next_growth_us.map_or(Refusal::Never, Refusal::Until));

@@ -15,6 +15,7 @@ use sha2::{Digest, Sha256};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
+use strum::IntoStaticStr;
 
 const HOUR_US: u64 = 3_600_000_000;
 const DAY_US: u64 = 24 * HOUR_US;
@@ -23,7 +24,8 @@ const DAY_US: u64 = 24 * HOUR_US;
 const CACHED_PERIODS: usize = 4;
 
 /// A unit of the calendar.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "lowercase", const_into_str)]
 pub enum CalendarUnit {
     Day,
     Week,
@@ -50,11 +52,7 @@ impl CalendarUnit {
     pub const ALL: [Self; 3] = [Self::Day, Self::Week, Self::Month];
 
     pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Day => "day",
-            Self::Week => "week",
-            Self::Month => "month",
-        }
+        self.into_str()
     }
 
     /// The length of a period in which the clocks do not change; for months, of the longest one.
@@ -220,11 +218,10 @@ pub fn time_zone_names() -> impl Iterator<Item = String> {
 }
 
 fn compute_zone_id(zone_name: &str) -> u64 {
-    let digest: [u8; 32] = Sha256::digest(zone_name.as_bytes()).into();
+    let digest = Sha256::digest(zone_name.as_bytes());
     digest
-        .iter()
-        .take(8)
-        .fold(0, |id, byte| id << 8 | u64::from(*byte))
+        .first_chunk()
+        .map_or(0, |start| u64::from_be_bytes(*start))
 }
 
 impl PartialEq for Calendar {

@@ -69,7 +69,7 @@ impl LeaseTerms {
 const AUTO_LEASE_DIVISOR: u64 = 4;
 
 /// A change of a counter after the decision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Amendment {
     /// The request cost more: charges further units now, even beyond the capacity.
     Charge(u64),

@@ -24,30 +24,15 @@ impl<'c> ChargePart<'c> {
     }
 
     /// The decision about the whole request, from the one about this part. All other charges have
-    /// no status.
+    /// no outcome.
     #[must_use]
     pub fn expand(&self, decision: Decision) -> Decision {
-        let mut statuses: SmallVec<_> = self.spread(decision.statuses);
-        statuses.resize(self.included.len(), None);
+        let mut own = decision.outcomes.into_iter();
+        let outcomes = self.included.iter();
+        let outcomes = outcomes.map(|is_included| is_included.then(|| own.next()).flatten());
         Decision {
-            statuses,
-            charged_at_us: self.spread(decision.charged_at_us),
-            override_expiries_ms: self.spread(decision.override_expiries_ms),
+            outcomes: outcomes.map(Option::unwrap_or_default).collect(),
             ..decision
-        }
-    }
-
-    /// The values of this part's charges, with `None` for all other charges. Empty stays empty.
-    fn spread<T, L>(&self, values: L) -> L
-    where
-        L: IntoIterator<Item = Option<T>> + FromIterator<Option<T>>,
-    {
-        let mut values = values.into_iter().peekable();
-        match values.peek() {
-            None => L::from_iter([]),
-            Some(_) => (self.included.iter())
-                .map(|is_included| is_included.then(|| values.next()).flatten().flatten())
-                .collect(),
         }
     }
 }

@@ -74,7 +74,7 @@ impl CounterState {
     /// The last window with charges, of algorithms whose windows follow the wall clock.
     pub fn wall_clock_window(&self) -> Option<TimeWindow> {
         match &self.0 {
-            AlgorithmState::FixedWindow(state) => Some(state.last_window()),
+            AlgorithmState::FixedWindow(state) => Some(state.window),
             _ => None,
         }
     }
@@ -192,7 +192,7 @@ impl CounterState {
     pub fn now_lower_bound_us(&self) -> u64 {
         match &self.0 {
             AlgorithmState::Log(log) => log.now_lower_bound_us(),
-            AlgorithmState::Bucket(bucket) => bucket.newest_charge_us(),
+            AlgorithmState::Bucket(bucket) => bucket.charged_at_us,
             AlgorithmState::FixedWindow(window) => window.now_lower_bound_us(),
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
         }

@@ -1,8 +1,7 @@
 //! The result of a decision: admitted or refused, and the status of each limit.
 
 use super::{Limit, MAX_UNITS, OverrideInEffect};
-use smallvec::SmallVec;
-use std::iter::repeat;
+use smallvec::{SmallVec, smallvec};
 
 /// The decision about one request. Either all enforced charges were made, or none.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -11,23 +10,13 @@ pub struct Decision {
     pub now_us: u64,
     /// Whether all enforced charges were admitted, and so made.
     pub admitted: bool,
-    /// One per charge, in order. `None` if unknown because a cached refusal answered the request.
-    /// At least one enforced charge of that request then has a status with the refusal.
-    pub statuses: SmallVec<[Option<LimitStatus>; 4]>,
+    /// One per charge, in order.
+    pub outcomes: SmallVec<[ChargeOutcome; 3]>,
     /// How long an admitted request must be delayed: the longest delay of its enforced limits,
     /// usually 0.
     pub delay_us: u64,
     /// Leased units granted with this decision.
     pub grants: SmallVec<[LeaseGrant; 1]>,
-    /// The times (µs) under which charges that will be settled are recorded, on the clock of their
-    /// server. A later [`super::Amendment::Credit`] names them. Usually `now_us`; if the newest
-    /// charge is a lease, the lease's end; in a queue, the end of the position. One per charge,
-    /// `None` where it was not made; empty if none will be settled. A refusal has the times of
-    /// charges that are being returned.
-    pub charged_at_us: SmallVec<[Option<u64>; 1]>,
-    /// When the override in effect for each charge ends by itself (ms, store's clock), in order.
-    /// Charges after the last such override have no entry.
-    pub override_expiries_ms: Box<[Option<u64>]>,
     /// Of a refusal: whether a call of the store, which gave no answer, may have made charges.
     pub may_have_charged: bool,
 }
@@ -69,17 +58,32 @@ pub struct LeaseGrant {
 }
 
 /// What a decision did with one charge.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ChargeOutcome {
-    /// As in [`Decision::statuses`].
+    /// `None` if unknown because a cached refusal answered the request. At least one enforced
+    /// charge of that request then has a status with the refusal.
     pub status: Option<LimitStatus>,
-    /// As in [`Decision::charged_at_us`].
+    /// The time (µs) under which a charge that will be settled is recorded, on the clock of its
+    /// server. A later [`super::Amendment::Credit`] names it. Usually the time of the decision; if
+    /// the newest charge is a lease, the lease's end; in a queue, the end of the position. `None`
+    /// if the charge was not made or will not be settled. A refusal has the times of charges that
+    /// are being returned.
     pub charged_at_us: Option<u64>,
-    /// As in [`Decision::override_expiries_ms`].
+    /// When the override in effect ends by itself (ms, store's clock).
     pub override_expires_at_ms: Option<u64>,
 }
 
 impl ChargeOutcome {
+    /// Why the limit refuses, if it is known to.
+    pub fn refusal(&self) -> Option<Refusal> {
+        self.status.and_then(|status| status.refusal)
+    }
+
+    /// Whether nothing is known about the limit. A charge with a time was admitted.
+    pub fn is_unknown(&self) -> bool {
+        self.status.is_none() && self.charged_at_us.is_none()
+    }
+
     /// The limit that was decided: `limit`, or with the amounts of the key's override.
     pub fn limit_in_effect(&self, limit: &Limit) -> Limit {
         limit.with_override(self.status.and_then(|status| status.in_effect))
@@ -93,22 +97,17 @@ impl ChargeOutcome {
 }
 
 impl Decision {
-    /// The outcome of each charge, in order.
-    pub fn outcomes(&self) -> impl Iterator<Item = ChargeOutcome> {
-        let times_us = self.charged_at_us.iter().copied().chain(repeat(None));
-        let expiries_ms = self
-            .override_expiries_ms
-            .iter()
-            .copied()
-            .chain(repeat(None));
-        let statuses = self.statuses.iter().copied();
-        statuses.zip(times_us).zip(expiries_ms).map(
-            |((status, charged_at_us), override_expires_at_ms)| ChargeOutcome {
-                status,
-                charged_at_us,
-                override_expires_at_ms,
-            },
-        )
+    /// A refusal of a request with this many charges, without their outcomes.
+    pub fn without_outcomes(charge_count: usize) -> Self {
+        Self {
+            outcomes: smallvec![ChargeOutcome::default(); charge_count],
+            ..Self::default()
+        }
+    }
+
+    /// The known statuses, in order.
+    pub fn statuses(&self) -> impl Iterator<Item = LimitStatus> {
+        self.outcomes.iter().filter_map(|outcome| outcome.status)
     }
 
     /// Merges the decision of another part of the store about this request's remaining charges.
@@ -116,16 +115,11 @@ impl Decision {
     /// theirs.
     #[must_use]
     pub fn merge(mut self, other: Self) -> Self {
-        for (status, added) in self.statuses.iter_mut().zip(other.statuses) {
-            let added = added.map(|added| added.convert_clock(other.now_us, self.now_us));
-            *status = status.or(added);
-        }
-        if self.charged_at_us.is_empty() {
-            self.charged_at_us = other.charged_at_us;
-        } else {
-            for (at_us, added) in self.charged_at_us.iter_mut().zip(other.charged_at_us) {
-                *at_us = at_us.or(added);
-            }
+        for (outcome, added) in self.outcomes.iter_mut().zip(other.outcomes) {
+            let status = added.status;
+            let status = status.map(|status| status.convert_clock(other.now_us, self.now_us));
+            outcome.status = outcome.status.or(status);
+            outcome.charged_at_us = outcome.charged_at_us.or(added.charged_at_us);
         }
         self.admitted &= other.admitted;
         self.delay_us = match self.admitted {
@@ -139,12 +133,11 @@ impl Decision {
     /// expanded to the request. Of two refusals of a limit, the longer one counts.
     #[must_use]
     pub fn merge_refusals(mut self, other: Self) -> Self {
-        for (status, added) in self.statuses.iter_mut().zip(other.statuses) {
-            let added = added.filter(|added| added.refusal.is_some());
+        for (outcome, added) in self.outcomes.iter_mut().zip(&other.outcomes) {
+            let added = added.status.filter(|added| added.refusal.is_some());
             let added = added.map(|added| added.convert_clock(other.now_us, self.now_us));
-            let refusal = |status: &Option<LimitStatus>| status.and_then(|status| status.refusal);
-            if refusal(&added) > refusal(status) {
-                *status = added;
+            if added.and_then(|added| added.refusal) > outcome.refusal() {
+                outcome.status = added;
             }
         }
         self

@@ -54,20 +54,14 @@ fn has_reason_to_block(
     charges: &[Charge<'_>],
     refusals: &[Option<Refusal>],
 ) -> bool {
-    let is_full =
-        |refusal: &Option<Refusal>| matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown));
     let own = charges.iter().zip(refusals);
     let own = own.filter(|(other, _)| block.is_same_policy(other) && !other.is_block());
-    let (mut is_limit_full, mut is_counted_full) = (false, None);
-    for (other, refusal) in own {
-        match other.is_counted {
-            true => {
-                is_counted_full = Some(is_counted_full.unwrap_or(false) || is_full(refusal));
-            }
-            false => is_limit_full |= is_full(refusal),
-        }
-    }
-    is_limit_full && is_counted_full.unwrap_or(true)
+    let (counted, limits): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
+        own.partition(|(other, _)| other.is_counted);
+    let is_full = |(_, refusal): &(&Charge<'_>, &Option<Refusal>)| {
+        matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
+    };
+    limits.iter().any(is_full) && (counted.is_empty() || counted.iter().any(is_full))
 }
 
 /// Computes the grants for an admitted request, after its own units were charged. `grantable_units`

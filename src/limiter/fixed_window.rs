@@ -13,7 +13,8 @@ use super::{Limit, MAX_UNITS, TimeWindow};
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct FixedWindowState {
-    window: TimeWindow,
+    /// The last window with charges; empty without any.
+    pub(super) window: TimeWindow,
     used: u64,
 }
 
@@ -50,11 +51,6 @@ impl FixedWindowState {
         if self.window.contains(at_us) && self.window.contains(now_us) {
             self.used = self.used.saturating_sub(units);
         }
-    }
-
-    /// The last window with charges; empty without any.
-    pub(super) fn last_window(&self) -> TimeWindow {
-        self.window
     }
 
     /// The start of the window: the latest time that the state proves to have passed.

@@ -5,12 +5,12 @@
 //! small.
 
 use super::key_text::{
-    DIGEST_BYTES, KeyValueText, encode_digest, is_like_digest, push_digest_text, push_hex_byte,
+    DIGEST_BYTES, KeyValueText, encode_digest, is_like_digest, push_digest_text,
     push_percent_escaped, read_escaped_text, read_full_text_value,
 };
 use sha2::{Digest, Sha256};
 use smallvec::SmallVec;
-use std::fmt;
+use std::fmt::{self, Write};
 use strum::{EnumString, IntoStaticStr, VariantNames};
 
 /// A key value longer than this many bytes is stored as its hash. No value is truncated.
@@ -42,7 +42,7 @@ impl CounterScope {
 }
 
 /// Collects the values of a [`Key`] in order.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct KeyBuilder {
     encoded_values: SmallVec<[u8; 96]>,
 }
@@ -72,9 +72,7 @@ impl KeyBuilder {
     }
 
     pub fn with_scope(policy: &str, scope: CounterScope) -> Self {
-        let mut builder = Self {
-            encoded_values: SmallVec::new(),
-        };
+        let mut builder = Self::default();
         if scope == CounterScope::Instance {
             builder.encoded_values.push(INSTANCE_TAG);
         }
@@ -146,9 +144,8 @@ impl Key {
         };
         let digest = Sha256::digest(values);
         let id = digest
-            .iter()
-            .take(16)
-            .fold(0u128, |id, byte| id << 8 | u128::from(*byte));
+            .first_chunk()
+            .map_or(0, |start| u128::from_be_bytes(*start));
         let id = if is_counted { id ^ COUNTED_ID_BIT } else { id };
         Self { id, encoded_values }
     }
@@ -251,8 +248,10 @@ impl Key {
             text,
             |text, digest| text.push_str(&encode_digest(digest)),
             |text, sources| {
-                text.push_str("/=");
-                sources.iter().for_each(|byte| push_hex_byte(text, *byte));
+                let sources = sources
+                    .first_chunk()
+                    .map_or(0, |sources| u32::from_be_bytes(*sources));
+                write!(text, "/={sources:08X}").ok();
             },
         );
     }
@@ -260,9 +259,7 @@ impl Key {
     /// The key with this text of [`Key::append_full_text_to`]. `None` if it is no such text.
     pub fn from_full_text(text: &str) -> Option<Self> {
         let mut parts = text.split('/');
-        let mut builder = KeyBuilder {
-            encoded_values: SmallVec::new(),
-        };
+        let mut builder = KeyBuilder::default();
         match read_full_text_value(parts.next()?)? {
             KeyValueText::Plain(name) if !name.is_empty() => builder.push_encoded_value(&name),
             _ => return None,
@@ -323,8 +320,9 @@ impl Key {
         let name = parts.next().unwrap_or_default();
         let id = |(position, value): (usize, &str)| {
             let digest = Sha256::digest(format!("{name}/{position}/{value}"));
-            let first = digest.iter().take(8);
-            first.fold(0, |id, byte| id << 8 | u64::from(*byte))
+            digest
+                .first_chunk()
+                .map_or(0, |start| u64::from_be_bytes(*start))
         };
         parts.enumerate().map(id).collect()
     }
@@ -353,7 +351,7 @@ impl Key {
         let mut is_labeled = false;
         while let Some((kind, tail)) = rest.split_first() {
             if *kind == SOURCES_DIGEST_TAG {
-                let (sources, tail) = tail.split_at_checked(SOURCES_BYTES).unwrap_or((tail, &[]));
+                let (sources, tail) = split_front(tail, SOURCES_BYTES);
                 push_sources(text, sources);
                 rest = tail;
                 continue;
@@ -366,9 +364,7 @@ impl Key {
                 INSTANCE_TAG => tail,
                 VERBATIM_TAG | SOURCE_LABEL_TAG => {
                     let (len, tail) = tail.split_first().unwrap_or((&0, &[]));
-                    let (value, tail) = tail
-                        .split_at_checked(usize::from(*len))
-                        .unwrap_or((tail, &[]));
+                    let (value, tail) = split_front(tail, usize::from(*len));
                     push_percent_escaped(text, value);
                     if is_labeled {
                         text.push('=');
@@ -376,17 +372,16 @@ impl Key {
                     tail
                 }
                 HASHED_TAG => {
-                    let (hash, tail) = tail.split_at_checked(DIGEST_BYTES).unwrap_or((tail, &[]));
+                    let (hash, tail) = split_front(tail, DIGEST_BYTES);
                     push_digest(text, hash);
                     tail
                 }
                 SHARD_TAG => {
-                    let (number, tail) = tail.split_at_checked(2).unwrap_or((tail, &[]));
+                    let (number, tail) = split_front(tail, 2);
                     let number = number
-                        .iter()
-                        .fold(0, |number, byte| number << 8 | u16::from(*byte));
-                    text.push('+');
-                    text.push_str(&number.to_string());
+                        .first_chunk()
+                        .map_or(0, |bytes| u16::from_be_bytes(*bytes));
+                    write!(text, "+{number}").ok();
                     tail
                 }
                 _ => {
@@ -396,6 +391,11 @@ impl Key {
             };
         }
     }
+}
+
+/// The first bytes, or all if there are fewer, and the rest.
+fn split_front(bytes: &[u8], len: usize) -> (&[u8], &[u8]) {
+    bytes.split_at_checked(len).unwrap_or((bytes, &[]))
 }
 
 impl fmt::Display for Key {

@@ -2,6 +2,8 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, percent_encode};
+use std::fmt::Write;
 
 /// Length of a SHA-256 or HMAC-SHA-256 digest.
 pub const DIGEST_BYTES: usize = 32;
@@ -31,7 +33,7 @@ pub(super) fn read_escaped_text(text: &str) -> Option<Vec<u8>> {
             .is_some_and(|hex| hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
     };
     let is_valid = !text.is_empty() && text.split('%').skip(1).all(is_escape_valid);
-    is_valid.then(|| percent_encoding::percent_decode_str(text).collect())
+    is_valid.then(|| percent_decode_str(text).collect())
 }
 
 /// A digest as operators and exports write it: `#` and all of it in base64url.
@@ -79,43 +81,25 @@ pub fn format_digest(digest: &[u8; DIGEST_BYTES]) -> String {
 }
 
 pub(super) fn push_digest_text(text: &mut String, digest: &[u8]) {
-    text.push('#');
-    for byte in digest.iter().take(8) {
-        push_hex_byte(text, *byte);
-    }
+    let start = digest
+        .first_chunk()
+        .map_or(0, |start| u64::from_be_bytes(*start));
+    write!(text, "#{start:016X}").ok();
 }
+
+/// Bytes that could be taken for separators, or harm a terminal.
+const ESCAPED_BYTES: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'-')
+    .remove(b'_')
+    .remove(b'.')
+    .remove(b'~')
+    .remove(b'@')
+    .remove(b':');
 
 pub(super) fn push_percent_escaped(text: &mut String, value: &[u8]) {
-    // A single "-" stands for an absent value.
-    if value == b"-" {
-        text.push_str("%2D");
-        return;
-    }
-    let mut rest = value;
-    while !rest.is_empty() {
-        let plain_len = rest
-            .iter()
-            .position(|byte| !is_unescaped_byte(*byte))
-            .unwrap_or(rest.len());
-        let (run, tail) = rest.split_at(plain_len);
-        text.push_str(std::str::from_utf8(run).unwrap_or_default());
-        rest = tail.split_first().map_or(&[], |(byte, tail)| {
-            text.push('%');
-            push_hex_byte(text, *byte);
-            tail
-        });
-    }
-}
-
-fn is_unescaped_byte(byte: u8) -> bool {
-    byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.' | b'~' | b'@' | b':')
-}
-
-pub(super) fn push_hex_byte(text: &mut String, byte: u8) {
-    const DIGITS: [char; 16] = [
-        '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F',
-    ];
-    for nibble in [byte >> 4, byte & 15] {
-        text.extend(DIGITS.get(usize::from(nibble)));
+    match value {
+        // A single "-" stands for an absent value.
+        b"-" => text.push_str("%2D"),
+        value => text.extend(percent_encode(value, ESCAPED_BYTES)),
     }
 }

@@ -20,6 +20,12 @@ struct OverriddenLimit {
     ends_us: Option<u64>,
 }
 
+impl OverriddenLimit {
+    fn is_unlimited(&self) -> bool {
+        self.in_effect == Some(OverrideInEffect::Unlimited)
+    }
+}
+
 impl KeyOverride {
     /// The override for a charge. A block (`block_for`) has no amounts, but an unlimited key has no
     /// block.
@@ -73,28 +79,19 @@ impl<'c> OverriddenCharges<'c> {
         let charges =
             charges.map(|(charge, OverriddenLimit { limit, .. })| Charge { limit, ..*charge });
         let charges: SmallVec<[Charge<'_>; 4]> = charges.collect();
-        let is_unlimited =
-            |limit: &OverriddenLimit| (limit.in_effect).is_some_and(OverrideInEffect::is_unlimited);
-        ChargePart::new(
-            &charges,
-            self.limits.iter().map(|limit| !is_unlimited(limit)),
-        )
+        let is_limited = self.limits.iter().map(|limit| !limit.is_unlimited());
+        ChargePart::new(&charges, is_limited)
     }
 
     /// The decision about the whole request, from the one about `limited`, its
     /// [`OverriddenCharges::limited_charges`].
     pub fn complete_decision(&self, limited: &ChargePart<'_>, decision: Decision) -> Decision {
         let mut decision = limited.expand(decision);
-        if self.charges.iter().any(|charge| charge.is_estimate) {
-            decision.charged_at_us.resize(self.charges.len(), None);
-        }
-        for (status, overridden) in decision.statuses.iter_mut().zip(&self.limits) {
-            match (overridden.in_effect, status) {
-                (Some(OverrideInEffect::Unlimited), status) => {
-                    *status = Some(LimitStatus::UNLIMITED)
-                }
-                (in_effect, Some(status)) => status.in_effect = in_effect,
-                (_, None) => {}
+        for (outcome, overridden) in decision.outcomes.iter_mut().zip(&self.limits) {
+            if overridden.is_unlimited() {
+                outcome.status = Some(LimitStatus::UNLIMITED);
+            } else if let Some(status) = &mut outcome.status {
+                status.in_effect = overridden.in_effect;
             }
         }
         decision
@@ -107,9 +104,9 @@ impl<'c> OverriddenCharges<'c> {
         let reads: SmallVec<[Charge<'c>; 4]> = reads
             .map(|charge| charge.to_read().without_override())
             .collect();
-        let statuses = decision.statuses.iter().zip(&self.limits);
-        let is_late = statuses.zip(&reads).map(|((status, limit), read)| {
-            let (Some(status), Some(ends_us)) = (status, limit.ends_us) else {
+        let outcomes = decision.outcomes.iter().zip(&self.limits);
+        let is_late = outcomes.zip(&reads).map(|((outcome, limit), read)| {
+            let (Some(status), Some(ends_us)) = (outcome.status, limit.ends_us) else {
                 return false;
             };
             !read.is_block() && !status.is_unlimited() && status.has_times_after(ends_us)
@@ -121,9 +118,11 @@ impl<'c> OverriddenCharges<'c> {
     /// read them, the decision about `late`, the [`OverriddenCharges::charges_after_ends`].
     pub fn apply_ends(&self, decision: &mut Decision, late: &ChargePart<'_>, later: Decision) {
         let later = late.expand(later);
-        let statuses = decision.statuses.iter_mut().zip(&later.statuses);
-        for ((status, read), limit) in statuses.zip(&self.limits) {
-            if let (Some(ends_us), Some(status), Some(read)) = (limit.ends_us, status, read) {
+        let outcomes = decision.outcomes.iter_mut().zip(&later.outcomes);
+        for ((outcome, read), limit) in outcomes.zip(&self.limits) {
+            if let (Some(ends_us), Some(status), Some(read)) =
+                (limit.ends_us, &mut outcome.status, read.status)
+            {
                 let read = read.convert_clock(later.now_us, decision.now_us);
                 status.apply_override_end(ends_us, &read);
             }

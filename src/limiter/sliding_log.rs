@@ -74,11 +74,8 @@ impl ChargeLog {
         let cost = cost.min(capacity);
         if cost > 0 {
             self.add_entry(limit, cost, now_us, now_us);
-            self.keep_newest_units(
-                limit,
-                now_us,
-                used.max(capacity.min(used.saturating_add(cost))),
-            );
+            let max_units = used.max(capacity.min(used.saturating_add(cost)));
+            self.keep_newest_units(limit, now_us, max_units);
         }
     }
 
@@ -110,27 +107,19 @@ impl ChargeLog {
         let sum = self.running_total().wrapping_add(cost);
         let last = self.entries.len().saturating_sub(1);
         let previous_total = self.total_before(last);
+        let entry = ChargeLogEntry {
+            at_us,
+            running_total: sum,
+        };
         match self.entries.back_mut() {
             Some(newest) if newest.at_us == at_us || newest.running_total == previous_total => {
-                *newest = ChargeLogEntry {
-                    at_us,
-                    running_total: sum,
-                }
+                *newest = entry;
             }
-            _ => self.entries.push_back(ChargeLogEntry {
-                at_us,
-                running_total: sum,
-            }),
+            _ => self.entries.push_back(entry),
         }
-        if let Some(last) = self
-            .entries
-            .drain(
-                ..self
-                    .expired_entry_count(limit, now_us)
-                    .min(MAX_TRIMMED_ENTRIES),
-            )
-            .next_back()
-        {
+        let expired_count = self.expired_entry_count(limit, now_us);
+        let trimmed_count = expired_count.min(MAX_TRIMMED_ENTRIES);
+        if let Some(last) = self.entries.drain(..trimmed_count).next_back() {
             self.dropped_total = last.running_total;
         }
         if self.entries.len().max(MAX_TRIMMED_ENTRIES) < self.entries.capacity() / 4 {

@@ -31,7 +31,7 @@ use warm_up::WarmUpRamp;
 #[derive(Clone, Debug, Default)]
 pub(super) struct TokenBucketState {
     /// Time of the last charge. 0: never charged.
-    charged_at_us: u64,
+    pub(super) charged_at_us: u64,
     /// The debt at the last charge, in units of 1 / per_us.
     pub(super) debt: u64,
     /// Debt that a microsecond paid back at the last charge.
@@ -94,13 +94,8 @@ impl TokenBucketState {
             .saturating_add(cost.saturating_mul(limit.per_us))
             .min(max_debt);
         if debt > owed {
-            bucket.set_debt(
-                limit,
-                debt,
-                (debt - owed).div_ceil(limit.per_us),
-                now_us,
-                is_estimate,
-            );
+            let units = (debt - owed).div_ceil(limit.per_us);
+            bucket.set_debt(limit, debt, units, now_us, is_estimate);
             *self = bucket;
         }
     }
@@ -109,11 +104,9 @@ impl TokenBucketState {
     pub(super) fn can_grant_lease(&self, limit: &Limit, now_us: u64, until_us: u64) -> bool {
         let bucket = self.with_expired_leases_as_debt(limit, now_us);
         let is_in_order = |leases: &OutstandingLeases| {
+            let mut later = leases.0.back().into_iter();
             leases.0.len() < MAX_OUTSTANDING_LEASES
-                && leases
-                    .0
-                    .back()
-                    .is_none_or(|(last_us, _)| *last_us <= until_us)
+                && later.all(|(last_us, _)| *last_us <= until_us)
         };
         matches!(
             limit.algorithm,
@@ -160,19 +153,12 @@ impl TokenBucketState {
             .saturating_mul(self.debt_payment_rate(limit));
         let debt_without_history =
             || debt.saturating_sub(units.saturating_mul(limit.per_us).saturating_sub(paid_back));
-        let history = self
-            .history
-            .as_mut()
-            .filter(|_| self.rate == limit.requests);
-        let remaining_debt = history
+        let history = self.history.as_mut();
+        let remaining_debt = (history.filter(|_| self.rate == limit.requests))
             .and_then(|history| history.credit_and_recompute_debt(limit, units, at_us, now_us))
             .unwrap_or_else(debt_without_history);
         self.debt -= debt.saturating_sub(remaining_debt);
         true
-    }
-
-    pub(super) fn newest_charge_us(&self) -> u64 {
-        self.charged_at_us
     }
 
     pub(super) fn heap_bytes(&self) -> usize {

@@ -81,18 +81,10 @@ struct ConcurrencySlotsState {
     renewals: BTreeSet<(Instant, u128)>,
     /// Ended slots by the time of their next release and a serial number.
     releases: BTreeMap<(Instant, u64), SlotEntry>,
-    task: SlotTask,
+    /// Number of releases that the task is sending; `None` without a task.
+    sending: Option<usize>,
     /// Number of slots that stay taken after their exchange.
     kept_count: usize,
-}
-
-/// The task that sends renewals and releases.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum SlotTask {
-    #[default]
-    Ended,
-    /// Waits for the next call, or sends a batch with this many releases.
-    Running { releases: usize },
 }
 
 /// What to do with those slots of a request that the decision did not grant.
@@ -156,14 +148,6 @@ impl ConcurrencySlots {
         }
     }
 
-    /// The counters of all queued releases.
-    #[cfg(test)]
-    pub fn counters_of_queued_releases(&self) -> Vec<LimitAndKey> {
-        let state = self.0.state.lock();
-        let queued = state.releases.values();
-        queued.flat_map(|slot| slot.counters.clone()).collect()
-    }
-
     /// Waits until all queued releases are sent, for at most [`super::FLUSH_TIMEOUT`].
     pub async fn wait_until_releases_sent(&self) {
         let is_drained = || self.0.state.lock().ended_count() == 0;
@@ -219,10 +203,10 @@ impl ConcurrencySlots {
     }
 
     fn wake_or_spawn_task(&self, state: &mut ConcurrencySlotsState) {
-        if state.task != SlotTask::Ended {
+        if state.sending.is_some() {
             return self.0.changed.notify_one();
         }
-        state.task = SlotTask::Running { releases: 0 };
+        state.sending = Some(0);
         tokio::spawn(send_renewals_and_releases(Arc::clone(&self.0)));
     }
 }
@@ -298,11 +282,7 @@ impl Drop for ConcurrencySlotGuard {
 impl ConcurrencySlotsState {
     /// Number of slots whose request has ended.
     fn ended_count(&self) -> usize {
-        let sent = match self.task {
-            SlotTask::Ended => 0,
-            SlotTask::Running { releases } => releases,
-        };
-        self.releases.len() + sent
+        self.releases.len() + self.sending.unwrap_or(0)
     }
 
     /// Time of the next scheduled call, if any.
@@ -337,10 +317,8 @@ impl ConcurrencySlotsState {
             let held = self.held.get(&slot).cloned();
             batch.extend(held.map(|held| (held, Amendment::Renew { slot })));
         }
-        self.task = match batch.is_empty() && self.next_call_at().is_none() {
-            true => SlotTask::Ended,
-            false => SlotTask::Running { releases },
-        };
+        let has_calls = !batch.is_empty() || self.next_call_at().is_some();
+        self.sending = has_calls.then_some(releases);
         batch
     }
 
@@ -379,12 +357,8 @@ impl SlotEntry {
 
 /// Time of the next renewal: a third of the shortest slot TTL after `now`.
 fn next_renewal_at(counters: &[LimitAndKey], now: Instant) -> Instant {
-    let shortest_us = counters
-        .iter()
-        .map(|(limit, _)| limit.per_us)
-        .min()
-        .unwrap_or_default();
-    now + Duration::from_micros(shortest_us) / 3
+    let shortest_us = counters.iter().map(|(limit, _)| limit.per_us).min();
+    now + Duration::from_micros(shortest_us.unwrap_or_default()) / 3
 }
 
 /// Renews and releases slots until there are none.
@@ -422,8 +396,8 @@ impl SharedConcurrencySlots {
     async fn send_batch(&self, batch: Vec<SlotCall>, sent_at: Instant) {
         let failed_calls = self.send_calls(&batch).await;
         let (mut state, now) = (self.state.lock(), Instant::now());
-        for (index, (slot, amendment)) in batch.into_iter().enumerate() {
-            let has_failed = failed_calls.contains(&index);
+        for (slot, amendment) in batch {
+            let has_failed = failed_calls.contains(&amendment);
             let retry_at = slot.retry_at(now);
             match amendment {
                 Amendment::Renew { .. } if has_failed => {
@@ -439,26 +413,23 @@ impl SharedConcurrencySlots {
                 _ => {}
             }
         }
-        state.task = SlotTask::Running { releases: 0 };
+        state.sending = Some(0);
         if state.releases.is_empty() {
             self.drained.notify_waiters();
         }
     }
 
-    /// Sends a batch. Returns the indices of the calls that failed at any counter.
-    async fn send_calls(&self, batch: &[SlotCall]) -> HashSet<usize> {
-        let calls = batch
-            .iter()
-            .enumerate()
-            .flat_map(|(index, (slot, amendment))| {
-                let settlements = slot.counters.iter().map(|(limit, key)| Settlement {
-                    limit,
-                    key,
-                    amendment: *amendment,
-                });
-                settlements.map(move |settlement| (index, settlement))
-            });
-        let (call_indices, settlements): (Vec<usize>, Vec<Settlement<'_>>) = calls.unzip();
+    /// Sends a batch. Returns the amendments that failed at any counter.
+    async fn send_calls(&self, batch: &[SlotCall]) -> HashSet<Amendment> {
+        let settlements = batch.iter().flat_map(|(slot, amendment)| {
+            let counters = slot.counters.iter();
+            counters.map(|(limit, key)| Settlement {
+                limit,
+                key,
+                amendment: *amendment,
+            })
+        });
+        let settlements: Vec<Settlement<'_>> = settlements.collect();
         let Err(error) = self.store.apply_settlements(&settlements).await else {
             return HashSet::new();
         };
@@ -466,9 +437,21 @@ impl SharedConcurrencySlots {
             why = %error,
             "failed to send concurrency-slot renewals or releases to the store"
         );
-        let failed_calls = error.unconfirmed_indices.iter();
-        failed_calls
-            .filter_map(|index| call_indices.get(*index).copied())
-            .collect()
+        let unconfirmed = error.unconfirmed.iter();
+        unconfirmed.map(|settlement| settlement.amendment).collect()
+    }
+}
+
+#[cfg(test)]
+mod test_access {
+    use super::*;
+
+    impl ConcurrencySlots {
+        /// The counters of all queued releases.
+        pub fn counters_of_queued_releases(&self) -> Vec<LimitAndKey> {
+            let state = self.0.state.lock();
+            let queued = state.releases.values();
+            queued.flat_map(|slot| slot.counters.clone()).collect()
+        }
     }
 }

@@ -6,7 +6,7 @@
 //! 2. Deny cache ([`DenyCache::find_statuses`]): a refusal that still holds refuses without a call.
 //! 3. Local share ([`super::FallbackStore::check_share_during_recovery`]): while an outage ends, it
 //!    may refuse.
-//! 4. Circuit breaker ([`super::redis::SharedRedisState::is_breaker_open`]): while it is open, the call fails at once.
+//! 4. Circuit breaker (`is_breaker_open`): while it is open, the call fails at once.
 //! 5. Batcher ([`RedisStore::decide`]): charges of concurrent requests share a round trip.
 //! 6. Redis script (`redis/decide.lua`): decides and charges in one atomic step.
 //! 7. Deny cache again, if the call failed: one cached refusal of any limit refuses the request.
@@ -58,12 +58,8 @@ struct RedisDecisionPath<'s> {
 
 /// The result of the checks before a call of Redis.
 enum LocalCheck<'c> {
-    Refused {
-        decision: Decision,
-        source: DecisionSource,
-        /// For each charge: whether its limit may refuse for longer.
-        unknown: SmallVec<[bool; 8]>,
-    },
+    /// With one flag per charge: whether its limit may refuse for longer.
+    Refused(Decision, DecisionSource, SmallVec<[bool; 8]>),
     /// In an outage, with the charges of which some may be [held back](Charge::is_held_back). The
     /// fallback decides those.
     Passed(Option<SmallVec<[Charge<'c>; 4]>>),
@@ -110,16 +106,18 @@ impl Store {
                 is_returnable: false,
             },
         };
-        let has_own_step =
-            |charge: &Charge<'_>| charge.lease.is_some() || charge.is_instance_scoped();
-        if charges.iter().any(has_own_step) {
-            // Boxed so that other requests need no space for these futures.
-            return match charges.iter().any(Charge::is_instance_scoped) {
-                true => Box::pin(path.decide_by_scope(charges, requested_at)).await,
-                false => Box::pin(path.decide_with_leases(charges, requested_at)).await,
-            };
+        // Boxed so that other requests need no space for these futures.
+        if charges.iter().any(Charge::is_instance_scoped) {
+            return Box::pin(path.decide_by_scope(charges, requested_at)).await;
         }
-        // Boxed so that requests without Redis need no space for this future.
+        if charges.iter().any(|charge| charge.lease.is_some()) {
+            let decide = Box::pin(path.decide_with_permits(charges, requested_at));
+            let (result, permits) = decide.await;
+            if result.as_ref().is_ok_and(|(decision, _)| decision.admitted) {
+                permits.into_iter().for_each(LeasePermitGuard::use_units);
+            }
+            return result;
+        }
         Box::pin(path.check_and_decide(charges, requested_at, || ())).await
     }
 
@@ -207,7 +205,7 @@ impl<'s> RedisDecisionPath<'s> {
         let (result, permits) = decide.await;
         let decided = result.as_ref().ok().map(|(decision, _)| decision);
         if let Some(decision) = decided {
-            hints.record_remaining(shared_charges, &decision.statuses);
+            hints.record_remaining(shared_charges, decision);
         }
         if is_returnable && decided.is_none_or(|decision| decision.admitted) {
             (own_decision, reservation) = reserve(Instant::now());
@@ -248,11 +246,7 @@ impl<'s> RedisDecisionPath<'s> {
         on_passed: impl FnOnce(),
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         match self.check_locally(charges, requested_at) {
-            LocalCheck::Refused {
-                decision,
-                source,
-                unknown,
-            } => {
+            LocalCheck::Refused(decision, source, unknown) => {
                 let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
                 Ok((refusal.await, source))
             }
@@ -265,20 +259,7 @@ impl<'s> RedisDecisionPath<'s> {
     }
 
     /// Steps 1 to 7: uses leased units. Charges without leased units take the further steps.
-    async fn decide_with_leases(
-        self,
-        charges: &[Charge<'_>],
-        requested_at: Instant,
-    ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let (result, permits) = self.decide_with_permits(charges, requested_at).await;
-        if result.as_ref().is_ok_and(|(decision, _)| decision.admitted) {
-            permits.into_iter().for_each(LeasePermitGuard::use_units);
-        }
-        result
-    }
-
-    /// [`Self::decide_with_leases`] for any charges. Returns the leased units, too: the caller uses
-    /// or returns them.
+    /// Returns the leased units, too: the caller uses or returns them.
     async fn decide_with_permits(
         self,
         charges: &[Charge<'_>],
@@ -322,11 +303,8 @@ impl<'s> RedisDecisionPath<'s> {
         if let Some(cached) =
             cached.filter(|cached| cached.is_certain && can_be_read(&cached.unknown))
         {
-            return LocalCheck::Refused {
-                decision: cached.decision,
-                source: DecisionSource::DenyCache,
-                unknown: cached.unknown,
-            };
+            let source = DecisionSource::DenyCache;
+            return LocalCheck::Refused(cached.decision, source, cached.unknown);
         }
         let fallback = self.redis.fallback();
         if !fallback.is_in_outage() {
@@ -340,13 +318,12 @@ impl<'s> RedisDecisionPath<'s> {
         let marked: SmallVec<[Charge<'c>; 4]> = marked.collect();
         let checked = fallback.check_share_during_recovery(&marked, requested_at.into_std());
         match checked.filter(|decision| !decision.admitted) {
-            Some(decision) => LocalCheck::Refused {
-                decision,
-                source: DecisionSource::Degraded,
-                unknown: (charges.iter())
-                    .map(|charge| charge.has_retry_time() && is_reachable(charge))
-                    .collect(),
-            },
+            Some(decision) => {
+                let is_unknown =
+                    |charge: &Charge<'_>| charge.has_retry_time() && is_reachable(charge);
+                let unknown = charges.iter().map(is_unknown).collect();
+                LocalCheck::Refused(decision, DecisionSource::Degraded, unknown)
+            }
             None => LocalCheck::Passed(Some(marked)),
         }
     }
@@ -367,7 +344,7 @@ impl<'s> RedisDecisionPath<'s> {
         match result {
             Ok(decision) if decision.admitted => {
                 cache_statuses(&decision);
-                self.deny_cache.forget_refusals(charges, &decision.statuses);
+                self.deny_cache.forget_refusals(charges, &decision);
                 Ok((decision, DecisionSource::Redis))
             }
             Ok(decision) => {

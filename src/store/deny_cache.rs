@@ -14,7 +14,6 @@ use crate::limiter::{Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
-use std::iter::repeat;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -75,11 +74,8 @@ struct DenyGenerations {
 
 type DenyGeneration = HashMap<DenyCacheKey, DenyCacheEntry, foldhash::fast::RandomState>;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct DenyCacheKey {
-    key: u128,
-    limit: Limit,
-}
+/// The id of a key, and the limit.
+type DenyCacheKey = (u128, Limit);
 
 /// Status of one limit as reported by a refusal.
 #[derive(Clone, Copy, Debug)]
@@ -129,17 +125,14 @@ impl DenyCache {
     ) -> Option<CachedStatuses> {
         let entries = self.0.lock().read_entries(charges, is_fresh)?;
         let mut found = CachedStatuses {
-            decision: Decision {
-                statuses: SmallVec::from_elem(None, charges.len()),
-                ..Decision::default()
-            },
+            decision: Decision::without_outcomes(charges.len()),
             is_certain: false,
             unknown: SmallVec::new(),
         };
         let Decision {
-            statuses, now_us, ..
+            outcomes, now_us, ..
         } = &mut found.decision;
-        for ((charge, entry), target) in charges.iter().zip(entries).zip(statuses) {
+        for ((charge, entry), outcome) in charges.iter().zip(entries).zip(outcomes) {
             let entry = entry.filter(|entry| entry.cost == charge.cost);
             let is_unknown = entry.is_none() && charge.has_retry_time();
             found.unknown.push(is_unknown);
@@ -148,7 +141,7 @@ impl DenyCache {
                 && entry.holds_at(now)
             {
                 found.is_certain |= is_certain(charge);
-                *target = Some(entry.status_at(now, now_us));
+                outcome.status = Some(entry.status_at(now, now_us));
             }
         }
         // Redis must see each rejected request of a policy with `count_rejected`.
@@ -161,11 +154,8 @@ impl DenyCache {
     /// that has not ended. The request is certainly refused, perhaps for longer than stated.
     pub fn find_any_refusal(&self, charges: &[Charge<'_>], now: Instant) -> Option<Decision> {
         let mut generations = self.0.lock();
-        let mut refusal = Decision {
-            statuses: SmallVec::from_elem(None, charges.len()),
-            ..Decision::default()
-        };
-        for (charge, target) in charges.iter().zip(&mut refusal.statuses) {
+        let mut refusal = Decision::without_outcomes(charges.len());
+        for (charge, outcome) in charges.iter().zip(&mut refusal.outcomes) {
             let entry = generations.get_entry(charge).filter(|entry| {
                 let is_kept = match charge.dynamic {
                     // An override can lift any refusal.
@@ -175,29 +165,24 @@ impl DenyCache {
                 is_kept && is_certain(charge) && charge.cost >= entry.cost && entry.holds_at(now)
             });
             if let Some(entry) = entry.filter(|entry| entry.status.refusal.is_some()) {
-                *target = Some(entry.status_at(now, &mut refusal.now_us));
+                outcome.status = Some(entry.status_at(now, &mut refusal.now_us));
             }
         }
-        refusal
-            .statuses
-            .iter()
-            .any(Option::is_some)
-            .then_some(refusal)
+        let is_refused = refusal.statuses().next().is_some();
+        is_refused.then_some(refusal)
     }
 
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
     /// reset`. A refusal of a larger cost holds, but its `remaining` is obsolete if it is not 0. A
-    /// limit that admits is unknown again when its units are used up. `statuses` are those of the
-    /// admission.
-    pub fn forget_refusals(&self, charges: &[Charge<'_>], statuses: &[Option<LimitStatus>]) {
-        let statuses = statuses.iter().copied().chain(repeat(None));
-        self.remove_entries(
-            charges.iter().zip(statuses),
-            |entry, charge, status| match entry.status.refusal {
+    /// limit that admits is unknown again when its units are used up.
+    pub fn forget_refusals(&self, charges: &[Charge<'_>], admission: &Decision) {
+        let outcomes = charges.iter().zip(&admission.outcomes);
+        self.remove_entries(outcomes, |entry, charge, outcome| {
+            match entry.status.refusal {
                 Some(_) => entry.cost <= charge.cost || entry.status.remaining > 0,
-                None => status.is_none_or(|status| status.remaining < entry.cost),
-            },
-        );
+                None => (outcome.status).is_none_or(|status| status.remaining < entry.cost),
+            }
+        });
     }
 
     /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis
@@ -259,8 +244,8 @@ impl DenyCache {
             Duration::from_micros(wait_us / 10).clamp(MAX_AGE, MAX_ADMITTING_AGE);
         self.record_statuses(charges, decision, times, admitting_max_age);
         let mut generations = self.0.lock();
-        for (charge, outcome) in charges.iter().zip(decision.outcomes()) {
-            if outcome.status.is_none() && outcome.charged_at_us.is_none() {
+        for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
+            if outcome.is_unknown() {
                 generations.prolong_unanswered(charge, times.1);
             }
         }
@@ -278,7 +263,7 @@ impl DenyCache {
         }
         let mut generations = self.0.lock();
         generations.rotate_if_due(received_at);
-        for (charge, outcome) in charges.iter().zip(decision.outcomes()) {
+        for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
             // A charge with a time was admitted, and is being returned.
             let admitted = outcome.charged_at_us.map(|_| NO_REFUSAL);
             let Some(mut status) = outcome.status.or(admitted) else {
@@ -303,16 +288,8 @@ impl DenyCache {
                         Some(_) => max_age(charge, &status),
                         None => admitting_max_age,
                     };
-                let entry = DenyCacheEntry {
-                    cost: charge.cost,
-                    status,
-                    store_now_us: decision.now_us,
-                    sent_at,
-                    received_at,
-                    fresh_until,
-                    expires_at: fresh_until,
-                };
-                generations.insert_entry(charge, entry);
+                let read_at = (decision.now_us, sent_at, received_at);
+                generations.insert_entry(charge, status, read_at, fresh_until);
             }
         }
     }
@@ -367,17 +344,33 @@ impl DenyGenerations {
         if !charge.has_retry_time() {
             return None;
         }
-        let counter = DenyCacheKey::from_charge(charge);
+        let counter = cache_key(charge);
         self.current
             .get_mut(&counter)
             .or_else(|| self.previous.get_mut(&counter))
     }
 
-    fn insert_entry(&mut self, charge: &Charge<'_>, entry: DenyCacheEntry) {
-        let counter = DenyCacheKey::from_charge(charge);
+    /// Inserts a status with the store's clock at the decision, and the times of the call.
+    fn insert_entry(
+        &mut self,
+        charge: &Charge<'_>,
+        status: LimitStatus,
+        (store_now_us, sent_at, received_at): (u64, Instant, Instant),
+        fresh_until: Instant,
+    ) {
+        let counter = cache_key(charge);
         // Otherwise a rotation could bring an older entry back.
         self.previous.remove(&counter);
         if self.current.len() < MAX_GENERATION_ENTRIES || self.current.contains_key(&counter) {
+            let entry = DenyCacheEntry {
+                cost: charge.cost,
+                status,
+                store_now_us,
+                sent_at,
+                received_at,
+                fresh_until,
+                expires_at: fresh_until,
+            };
             self.current.insert(counter, entry);
         }
     }
@@ -389,20 +382,11 @@ impl DenyGenerations {
             entry.fresh_until = fresh_until;
             return;
         }
-        let entry = DenyCacheEntry {
-            cost: charge.cost,
-            status: NO_REFUSAL,
-            store_now_us: 0,
-            sent_at: at,
-            received_at: at,
-            fresh_until,
-            expires_at: fresh_until,
-        };
-        self.insert_entry(charge, entry);
+        self.insert_entry(charge, NO_REFUSAL, (0, at, at), fresh_until);
     }
 
     fn remove_entry(&mut self, charge: &Charge<'_>) {
-        let counter = DenyCacheKey::from_charge(charge);
+        let counter = cache_key(charge);
         self.current.remove(&counter);
         self.previous.remove(&counter);
     }
@@ -418,13 +402,8 @@ impl DenyGenerations {
     }
 }
 
-impl DenyCacheKey {
-    fn from_charge(charge: &Charge<'_>) -> Self {
-        Self {
-            key: charge.key.id(),
-            limit: *charge.limit,
-        }
-    }
+fn cache_key(charge: &Charge<'_>) -> DenyCacheKey {
+    (charge.key.id(), *charge.limit)
 }
 
 impl DenyCacheEntry {
@@ -472,7 +451,7 @@ impl DenyCacheEntry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, Key, KeyBuilder, LeaseTerms};
+    use crate::limiter::{Algorithm, ChargeOutcome, Key, KeyBuilder, LeaseTerms};
     use std::sync::Arc;
 
     const LIMIT: Limit = Limit {
@@ -501,17 +480,21 @@ mod tests {
     }
 
     fn refused_decision(statuses: &[LimitStatus]) -> Decision {
-        let statuses = statuses.iter().copied().map(Some).collect();
+        let outcomes = statuses.iter().map(|status| ChargeOutcome {
+            status: Some(*status),
+            ..ChargeOutcome::default()
+        });
         Decision {
-            override_expiries_ms: Box::default(),
-            may_have_charged: false,
             now_us: NOW_US,
-            admitted: false,
-            statuses,
-            delay_us: 0,
-            grants: SmallVec::new(),
-            charged_at_us: SmallVec::new(),
+            outcomes: outcomes.collect(),
+            ..Decision::default()
         }
+    }
+
+    /// The status of each limit.
+    fn statuses_of(decision: &Decision) -> Vec<Option<LimitStatus>> {
+        let outcomes = decision.outcomes.iter();
+        outcomes.map(|outcome| outcome.status).collect()
     }
 
     /// A refusal that needs no call.
@@ -541,7 +524,7 @@ mod tests {
             NOW_US + 459_000,
             "the remaining wait is counted from the receipt"
         );
-        assert_eq!(answer.statuses.as_slice(), [Some(refused_status(500_000))]);
+        assert_eq!(statuses_of(&answer), [Some(refused_status(500_000))]);
         assert_eq!(find_refusal(&cache, &charges, sent + ms(500)), None);
     }
 
@@ -636,7 +619,7 @@ mod tests {
             asked,
         );
         assert!(is_refused(2009) && !is_refused(2010) && is_refused(2011));
-        cache.forget_refusals(&charges, &[]);
+        cache.forget_refusals(&charges, &Decision::without_outcomes(charges.len()));
         assert!(!is_refused(2012), "the request that asked was admitted");
     }
 
@@ -674,13 +657,15 @@ mod tests {
         cache.record_refusal(&charges[1..2], &refused, sent, sent);
         let read_at = sent + ms(1500);
         let mut reading = refused_decision(&[refused_status(9_000_000); 3]);
-        reading.statuses[..2].fill(None);
+        reading.outcomes[..2].fill(ChargeOutcome::default());
         cache.record_reading(&charges, &reading, (read_at, read_at), 0);
         let found = cache.find_fresh_statuses(&charges, read_at + ms(999));
         let found = found.unwrap();
         assert_eq!(found.unknown.as_slice(), [false; 3]);
-        let is_refused = |status: &Option<LimitStatus>| status.is_some();
-        let refusals: Vec<_> = found.decision.statuses.iter().map(is_refused).collect();
+        let refusals: Vec<_> = statuses_of(&found.decision)
+            .iter()
+            .map(Option::is_some)
+            .collect();
         assert_eq!(refusals, [false, true, true]);
         let found = cache.find_statuses(&charges, read_at + ms(999)).unwrap();
         assert!(!found.is_certain, "Redis counts the rejected request");
@@ -761,7 +746,7 @@ mod tests {
         let statuses = [refused_status(5_000_000), refused_status(60_000_000)];
         cache.record_refusal(&charges, &refused_decision(&statuses), sent, sent);
         let refusal = find_refusal(&cache, &charges, sent + ms(999)).unwrap();
-        assert_eq!(refusal.statuses.as_slice(), statuses.map(Some));
+        assert_eq!(statuses_of(&refusal), statuses.map(Some));
         assert!(!cache.find_statuses(&charges[1..], sent).unwrap().is_certain);
         assert_eq!(cache.find_any_refusal(&charges[1..], sent), None);
     }
@@ -787,7 +772,7 @@ mod tests {
         };
         cache.record_refusal(&charges[1..], &other, sent, sent);
         let refusal = find_refusal(&cache, &charges, sent + ms(100)).unwrap();
-        let wait_us = |position: usize| match refusal.statuses[position].unwrap().refusal {
+        let wait_us = |position: usize| match refusal.outcomes[position].status.unwrap().refusal {
             Some(Refusal::Until(at_us)) => at_us - refusal.now_us,
             other => panic!("{other:?}"),
         };
@@ -904,7 +889,7 @@ mod tests {
         cache.record_refusal(&charges, &refused_decision(&refused), sent, sent);
         let found = cache.find_statuses(&charges, sent).unwrap();
         assert!(!found.is_certain && !found.unknown.contains(&true));
-        assert_eq!(found.decision.statuses.as_slice(), [Some(refused[0]), None]);
+        assert_eq!(statuses_of(&found.decision), [Some(refused[0]), None]);
         assert_eq!(cache.find_any_refusal(&charges, sent), None);
     }
 
@@ -930,15 +915,12 @@ mod tests {
         );
         let answer = find_refusal(&cache, &charges, sent + ms(100)).unwrap();
         assert_eq!(
-            answer.statuses.as_slice(),
+            statuses_of(&answer),
             [Some(refused_status(500_000)), None],
             "another worker may have charged the other limit since"
         );
         let answer = find_refusal(&cache, &charges, sent + ms(200)).unwrap();
-        assert_eq!(
-            answer.statuses.as_slice(),
-            [Some(refused_status(500_000)), None]
-        );
+        assert_eq!(statuses_of(&answer), [Some(refused_status(500_000)), None]);
         assert_eq!(
             find_refusal(&cache, &charges[1..], sent),
             None,
@@ -952,10 +934,7 @@ mod tests {
             "the unknown limit might refuse for longer"
         );
         let answer = cache.find_any_refusal(&with_unknown, sent).unwrap();
-        assert_eq!(
-            answer.statuses.as_slice(),
-            [Some(refused_status(500_000)), None]
-        );
+        assert_eq!(statuses_of(&answer), [Some(refused_status(500_000)), None]);
         let shadow = [
             charges[0],
             Charge {
@@ -1045,7 +1024,7 @@ mod tests {
                 ..refused_status(500_000)
             };
             cache.record_refusal(&[large], &refused_decision(&[status]), sent, sent);
-            cache.forget_refusals(&[small], &[]);
+            cache.forget_refusals(&[small], &Decision::without_outcomes(1));
             find_refusal(&cache, &[large], sent).is_some()
         };
         assert!(is_refused_after_small_charge(0) && !is_refused_after_small_charge(1));
@@ -1071,10 +1050,7 @@ mod tests {
             sent,
         );
         assert_eq!(
-            find_refusal(&cache, &[charge_above_limit], sent)
-                .unwrap()
-                .statuses
-                .as_slice(),
+            statuses_of(&find_refusal(&cache, &[charge_above_limit], sent).unwrap()),
             [Some(never)]
         );
     }

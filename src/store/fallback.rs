@@ -15,10 +15,9 @@
 
 mod counter_cache;
 pub(super) mod outage_usage;
-mod overridden_charges;
 mod partition_set;
-mod settlements;
 mod share;
+mod share_settlements;
 mod status_cache;
 pub(super) mod usage_directory;
 mod usage_transfer;
@@ -28,18 +27,17 @@ pub use share::Share;
 pub use status_cache::STATUS_EXCHANGE_US;
 
 use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
-use super::{PendingSettlement, Settlement, override_end_us};
+use super::{PendingSettlement, Settlement};
 use crate::clock::Clock;
 use crate::limiter::{
-    Algorithm, Amendment, Charge, ChargePart, Decision, Key, Limit, LimitStatus, OverrideInEffect,
-    Refusal,
+    Amendment, Charge, ChargePart, Decision, Key, Limit, LimitStatus, OverriddenCharges,
+    OverrideInEffect, Refusal,
 };
 use counter_cache::CounterCache;
 use parking_lot::Mutex;
 use partition_set::PartitionSet;
 use smallvec::SmallVec;
 use status_cache::StatusCache;
-use std::borrow::Cow;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Instant;
@@ -55,15 +53,26 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
 /// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
 
-/// Phase in which Redis has all charges and decides alone.
-const PHASE_UP_TO_DATE: u8 = 0;
-/// Phase without an outage in which charges wait for write-back, because single calls have failed.
-const PHASE_PENDING: u8 = 1;
-/// Phase of an outage: Redis was unreachable since the last call of
-/// [`FallbackStore::take_new_failure_flag`].
-const PHASE_FAILING: u8 = 2;
-/// Phase at the end of an outage: no new failure, but not all instances have written back.
-const PHASE_RECOVERING: u8 = 3;
+/// Whether Redis has all charges. The later ones are phases of an outage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+enum OutagePhase {
+    /// Redis has all charges and decides alone.
+    #[default]
+    UpToDate,
+    /// No outage, but charges wait for write-back, because single calls have failed.
+    Pending,
+    /// Redis was unreachable since the last call of [`FallbackStore::take_new_failure_flag`].
+    Failing,
+    /// No new failure, but not all instances have written back.
+    Recovering,
+}
+
+/// The phase, and the charges that Redis may lack.
+#[derive(Debug, Default)]
+struct OutageState {
+    phase: OutagePhase,
+    write_back: WriteBackTable,
+}
 
 /// Decides charges in this process while Redis is unavailable.
 #[derive(Debug)]
@@ -78,13 +87,12 @@ pub struct FallbackStore {
     override_cache: CounterCache<CachedOverride, 2048>,
     /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
     /// time.
-    write_back: Mutex<WriteBackTable>,
-    /// [`PHASE_UP_TO_DATE`], [`PHASE_PENDING`], [`PHASE_FAILING`] or [`PHASE_RECOVERING`]. The
-    /// phase [`PHASE_UP_TO_DATE`] begins and ends only under the lock of `write_back`.
-    phase: AtomicU8,
+    outage: Mutex<OutageState>,
+    /// The phase of `outage`, for requests that must not wait for the lock.
+    phase_hint: AtomicU8,
     /// End of the last outage, by the local clock (µs).
     outage_ended_us: AtomicU64,
-    /// Partitions for which Redis may lack charges. Empty in the phase [`PHASE_UP_TO_DATE`].
+    /// Partitions for which Redis may lack charges. Empty in the phase [`OutagePhase::UpToDate`].
     stale_partitions: PartitionSet,
     /// Function that finds the partition of a key.
     partition_of: fn(&Key) -> u16,
@@ -109,8 +117,8 @@ impl FallbackStore {
             packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
             status_cache: StatusCache::default(),
             override_cache: CounterCache::default(),
-            write_back: Mutex::default(),
-            phase: AtomicU8::new(PHASE_UP_TO_DATE),
+            outage: Mutex::default(),
+            phase_hint: AtomicU8::new(OutagePhase::UpToDate as u8),
             outage_ended_us: AtomicU64::new(0),
             stale_partitions: PartitionSet::default(),
             partition_of: |_| SINGLE_PARTITION,
@@ -143,7 +151,7 @@ impl FallbackStore {
 
     /// Whether any partition is in an outage that has not ended.
     pub fn is_in_outage(&self) -> bool {
-        self.phase() >= PHASE_FAILING
+        self.phase_hint.load(Ordering::Relaxed) >= OutagePhase::Failing as u8
     }
 
     /// Whether any partition is in an outage, or the last outage ended less than
@@ -167,12 +175,14 @@ impl FallbackStore {
     pub fn mark_partitions_unreachable(&self, partitions: impl IntoIterator<Item = u16>) {
         for partition in partitions {
             // Read first: in an outage every request calls this, and a lock would contend.
-            if self.is_stale(partition) && self.phase() == PHASE_FAILING {
+            let hint = self.phase_hint.load(Ordering::Relaxed);
+            if self.is_stale(partition) && hint == OutagePhase::Failing as u8 {
                 continue;
             }
-            let _table = self.write_back.lock();
+            let mut outage = self.outage.lock();
             self.stale_partitions.insert(partition);
-            if self.phase.swap(PHASE_FAILING, Ordering::Relaxed) != PHASE_FAILING {
+            if outage.phase != OutagePhase::Failing {
+                self.enter_phase(&mut outage, OutagePhase::Failing);
                 self.changed.notify_one();
             }
         }
@@ -181,16 +191,24 @@ impl FallbackStore {
     /// Returns whether Redis was unreachable since the last call of this function. If so, the phase
     /// of recovery begins.
     pub fn take_new_failure_flag(&self) -> bool {
-        self.compare_exchange_phase(PHASE_FAILING, PHASE_RECOVERING)
+        let mut outage = self.outage.lock();
+        let has_failed = outage.phase == OutagePhase::Failing;
+        if has_failed {
+            self.enter_phase(&mut outage, OutagePhase::Recovering);
+        }
+        has_failed
     }
 
     /// Ends the outage after all charges were written back: Redis decides alone again. The outage
     /// goes on if Redis was unreachable since [`FallbackStore::take_new_failure_flag`].
     pub fn end_outage(&self) {
-        if self.compare_exchange_phase(PHASE_RECOVERING, PHASE_PENDING) {
+        let mut outage = self.outage.lock();
+        if outage.phase == OutagePhase::Recovering {
+            self.enter_phase(&mut outage, OutagePhase::Pending);
             let now_us = self.clock.now_us();
             self.outage_ended_us.store(now_us, Ordering::Relaxed);
         }
+        drop(outage);
         self.confirm_write_back_batch();
     }
 
@@ -201,23 +219,22 @@ impl FallbackStore {
         charges: impl IntoIterator<Item = &'c Charge<'c>>,
         now_us: u64,
     ) -> bool {
-        let mut table = self.write_back.lock();
+        let mut outage = self.outage.lock();
         for charge in charges {
             let partition = self.partition(charge.key);
             self.stale_partitions.insert(partition);
-            table.record_charge(charge, partition, now_us);
+            outage.write_back.record_charge(charge, partition, now_us);
         }
-        !table.is_empty() && self.compare_exchange_phase(PHASE_UP_TO_DATE, PHASE_PENDING)
+        let begins = outage.phase == OutagePhase::UpToDate && !outage.write_back.is_empty();
+        if begins {
+            self.enter_phase(&mut outage, OutagePhase::Pending);
+        }
+        begins
     }
 
-    fn phase(&self) -> u8 {
-        self.phase.load(Ordering::Relaxed)
-    }
-
-    fn compare_exchange_phase(&self, from: u8, to: u8) -> bool {
-        self.phase
-            .compare_exchange(from, to, Ordering::Relaxed, Ordering::Relaxed)
-            .is_ok()
+    fn enter_phase(&self, outage: &mut OutageState, phase: OutagePhase) {
+        outage.phase = phase;
+        self.phase_hint.store(phase as u8, Ordering::Relaxed);
     }
 
     /// Waits until the background task has work.
@@ -225,56 +242,57 @@ impl FallbackStore {
         self.changed.notified().await;
     }
 
-    /// Caches the statuses reported by Redis, from which a later outage starts.
-    pub fn cache_statuses(
+    /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
+    /// status. Admitted charges will be written back.
+    pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
+        match self.find_overrides(charges, requested_at) {
+            Some(overridden) => overridden.decide(
+                |limited| self.decide_by_limits(limited, requested_at),
+                |late| self.decide_by_share(late, |_| true, requested_at),
+            ),
+            None => self.decide_by_limits(charges, requested_at),
+        }
+    }
+
+    /// The last known overrides of the keys of charges that this process decides in an outage.
+    fn find_overrides<'c>(
+        &self,
+        charges: &'c [Charge<'c>],
+        requested_at: Instant,
+    ) -> Option<OverriddenCharges<'c>> {
+        let now_us = self.clock.instant_to_unix_us(requested_at);
+        OverriddenCharges::resolve(charges, |charge| {
+            if !uses_fallback(charge) {
+                return None;
+            }
+            let id = counter_id(charge.limit, charge.key);
+            let cached = self.override_cache.find(id)?;
+            let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
+            is_current.then(|| {
+                // Decisions report the wall clock.
+                let shift_us = self.clock.known_wall_shift_us();
+                let ends_us = cached
+                    .ends_us
+                    .map(|at_us| at_us.saturating_add_signed(shift_us));
+                (cached.in_effect.clamp_to(charge.limit), ends_us)
+            })
+        })
+    }
+
+    /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
+    /// no charge that is affected by the outage. Charges that are held back are left to
+    /// [`FallbackStore::decide`], which would count them in the share again.
+    pub fn check_share_during_recovery(
         &self,
         charges: &[Charge<'_>],
-        decision: &Decision,
-        received_at: Instant,
-    ) {
-        let statuses = deduct_new_leases(charges, decision, self.share());
-        let outcomes = charges.iter().zip(decision.outcomes());
-        for ((charge, outcome), status) in outcomes.zip(statuses.iter()) {
-            let Some(status) = status.filter(|_| uses_fallback(charge)) else {
-                continue;
-            };
-            if charge.dynamic.is_some() {
-                let id = counter_id(charge.limit, charge.key);
-                match status.in_effect {
-                    Some(in_effect) => {
-                        let ends_us = outcome.override_expires_at_ms.map(|at_ms| {
-                            let left_us = override_end_us(at_ms).saturating_sub(decision.now_us);
-                            let received_us = self.clock.instant_to_unix_us(received_at);
-                            received_us.saturating_add(left_us)
-                        });
-                        let cached = CachedOverride { in_effect, ends_us };
-                        self.override_cache.insert(id, cached);
-                    }
-                    None => self.override_cache.remove_and_apply(id, drop),
-                }
-            }
-            match charge.limit.algorithm {
-                _ if status.is_unlimited() => {}
-                // The slots in use are counted in this process; the number reported by Redis is not
-                // needed.
-                Algorithm::Concurrency { .. } => {
-                    let amendment = Amendment::Renew {
-                        slot: charge.slot_id,
-                    };
-                    // A charge without cost reads the slots, and takes none.
-                    if decision.admitted && charge.cost > 0 {
-                        self.amend_share(charge.limit, charge.key, amendment);
-                    }
-                }
-                _ if self.may_be_stale(charge) => {}
-                _ => self.cache_status(
-                    charge,
-                    status,
-                    decision.now_us,
-                    self.clock.instant_to_unix_us(received_at),
-                ),
-            }
-        }
+        requested_at: Instant,
+    ) -> Option<Decision> {
+        let Some(overridden) = self.find_overrides(charges, requested_at) else {
+            return self.check_share(charges, requested_at);
+        };
+        let limited = overridden.limited_charges();
+        let checked = self.check_share(&limited.charges, requested_at)?;
+        Some(overridden.complete_decision(&limited, checked))
     }
 
     /// Decides charges by this instance's share of their limits.
@@ -334,12 +352,14 @@ impl FallbackStore {
 
     /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
     fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
-        self.phase() != PHASE_UP_TO_DATE && self.is_stale(self.partition(charge.key))
+        let hint = self.phase_hint.load(Ordering::Relaxed);
+        hint != OutagePhase::UpToDate as u8 && self.is_stale(self.partition(charge.key))
     }
 
     fn record_counter(&self, charge: &Charge<'_>) {
         let partition = self.partition(charge.key);
-        self.write_back.lock().record_counter(charge, partition);
+        let mut outage = self.outage.lock();
+        outage.write_back.record_counter(charge, partition);
     }
 
     /// Decides the charges that meet a condition. All other charges have no status.
@@ -362,18 +382,20 @@ impl FallbackStore {
         let scaled = scaled.map(|(charge, limit)| Charge { limit, ..*charge });
         let scaled: SmallVec<[Charge<'_>; 4]> = scaled.collect();
         let mut decision = self.memory.decide_at(&scaled, requested_at);
-        // Charge times of the local counter do not apply to Redis. Without them, settlements can
-        // charge further units, but can't credit any.
-        decision.charged_at_us.clear();
-        for (charge, status) in decided.zip(decision.statuses.iter_mut().flatten()) {
-            correct_share_refusal(charge, status);
+        for (charge, outcome) in decided.zip(&mut decision.outcomes) {
+            // Charge times of the local counter do not apply to Redis. Without them, settlements
+            // can charge further units, but can't credit any.
+            outcome.charged_at_us = None;
+            if let Some(status) = &mut outcome.status {
+                correct_share_refusal(charge, status);
+            }
         }
         part.expand(decision)
     }
 
     /// Whether charges wait for write-back or are being written back.
     pub fn has_pending_write_back(&self) -> bool {
-        !self.write_back.lock().is_empty()
+        !self.outage.lock().write_back.is_empty()
     }
 
     /// Takes a batch of charges to write back, without those of `unreachable` partitions. Returns
@@ -385,8 +407,8 @@ impl FallbackStore {
         unreachable: impl IntoIterator<Item = u16>,
     ) -> Option<Vec<PendingSettlement>> {
         let unreachable: HashSet<u16> = unreachable.into_iter().collect();
-        let mut table = self.write_back.lock();
-        let batch = table.take_batch(|partition| !unreachable.contains(&partition));
+        let mut outage = self.outage.lock();
+        let batch = (outage.write_back).take_batch(|partition| !unreachable.contains(&partition));
         let now_us = self.clock.now_us();
         let amendments = batch
             .iter()
@@ -409,11 +431,16 @@ impl FallbackStore {
             .into_iter()
             .map(|settlement| counter_id(settlement.limit, settlement.key))
             .collect();
-        let mut table = self.write_back.lock();
-        table.finish_batch(|id| !unsent_ids.contains(&id));
-        if table.is_empty() && self.compare_exchange_phase(PHASE_PENDING, PHASE_UP_TO_DATE) {
+        let mut outage = self.outage.lock();
+        outage
+            .write_back
+            .finish_batch(|id| !unsent_ids.contains(&id));
+        if outage.write_back.is_empty() && outage.phase == OutagePhase::Pending {
+            self.enter_phase(&mut outage, OutagePhase::UpToDate);
             self.stale_partitions.clear();
-            table.retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
+            outage
+                .write_back
+                .retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
         }
     }
 
@@ -421,35 +448,12 @@ impl FallbackStore {
     fn usage_of_share(&self, limit: &Limit, key: &Key) -> (u64, Option<u64>) {
         let limit = self.share().scale_limit(limit);
         let decision = self.memory.decide(&[Charge::new(&limit, key, 0)]);
-        let status = decision.statuses.first().copied().flatten();
-        status.map_or((0, None), |status| {
+        decision.statuses().next().map_or((0, None), |status| {
             let units = limit.capacity().saturating_sub(status.remaining);
             let status = status.convert_clock(decision.now_us, self.clock.now_us());
             (units, status.next_growth_us)
         })
     }
-}
-
-/// The statuses of a decision, with `remaining` reduced by the units that this instance has just
-/// leased. Each instance uses only its share of the remaining units, so a lease is deducted once
-/// per instance.
-fn deduct_new_leases<'d>(
-    charges: &[Charge<'_>],
-    decision: &'d Decision,
-    share: Share,
-) -> Cow<'d, [Option<LimitStatus>]> {
-    let mut statuses = Cow::Borrowed(decision.statuses.as_slice());
-    for grant in &decision.grants {
-        let units = grant.units.saturating_mul(share.instance_count().into());
-        for (charge, status) in charges.iter().zip(statuses.to_mut()) {
-            if let Some(status) = status
-                && charge.policy_number == grant.policy_number
-            {
-                status.remaining = status.remaining.saturating_sub(units);
-            }
-        }
-    }
-    statuses
 }
 
 /// Whether this process decides the charge in an outage.

@@ -44,10 +44,9 @@ impl InstanceReservation {
         charges: &[Charge<'_>],
     ) -> Option<(Decision, Self)> {
         let decision = read_counters(memory, charges);
-        let mut statuses = charges.iter().zip(&decision.statuses);
-        let has_room = statuses.all(|(charge, status)| {
-            !charge.is_enforced() || status.is_some_and(|status| status.refusal.is_none())
-        });
+        let mut outcomes = charges.iter().zip(&decision.outcomes);
+        let has_room =
+            outcomes.all(|(charge, outcome)| !charge.is_enforced() || outcome.refusal().is_none());
         let reservation = Self {
             memory: Arc::clone(memory),
             returns: Vec::new(),
@@ -66,9 +65,9 @@ impl InstanceReservation {
         let memory = Arc::clone(&self.memory);
         drop(self);
         let mut read = read_counters(&memory, charges);
-        for (status, decided) in read.statuses.iter_mut().zip(decision.statuses) {
-            if let Some(status) = status {
-                status.refusal = decided.and_then(|decided| decided.refusal);
+        for (outcome, decided) in read.outcomes.iter_mut().zip(&decision.outcomes) {
+            if let Some(status) = &mut outcome.status {
+                status.refusal = decided.refusal();
             }
         }
         read.admitted = decision.admitted;
@@ -79,8 +78,7 @@ impl InstanceReservation {
 impl Drop for InstanceReservation {
     fn drop(&mut self) {
         for made in &self.returns {
-            self.memory
-                .apply_settlement_if_present(&Settlement::from_pending(made));
+            (self.memory).amend_counter(&Settlement::from_pending(made), false);
         }
     }
 }
@@ -100,10 +98,10 @@ pub(super) fn mark_returnable<'c>(charges: &[Charge<'c>]) -> SmallVec<[Charge<'c
 /// The amendments that return the charges of an admitted request, which were marked by
 /// [`mark_returnable`].
 pub(super) fn list_returns(charges: &[Charge<'_>], decision: &Decision) -> Vec<PendingSettlement> {
-    let outcomes = decision.outcomes().filter(|_| decision.admitted);
+    let outcomes = decision.outcomes.iter().filter(|_| decision.admitted);
     let made = charges.iter().zip(outcomes);
     made.filter_map(|(charge, outcome)| {
-        let limit = outcome.status?.limit_in_effect(charge.limit);
+        let limit = outcome.limit_in_effect(charge.limit);
         let amendment = charge.return_amendment(outcome.charged_at_us?);
         Some(((limit, charge.key.clone()), amendment))
     })

@@ -15,15 +15,15 @@ mod override_table;
 pub(super) use counter_shard::{CounterId, counter_id};
 pub use override_table::MAX_MEMORY_OVERRIDES;
 
-use super::{Settlement, StoredOverride, override_end_us};
+use super::{Settlement, override_end_us};
 use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
-    Charge, ChargeEffect, CounterState, CounterView, Decision, Key, LeaseGrant, Limit,
-    OverriddenCharges, Refusal, compute_lease_grants, determine_effect,
+    Charge, ChargeEffect, ChargeOutcome, CounterState, CounterView, Decision, Key, LeaseGrant,
+    Limit, OverriddenCharges, Refusal, compute_lease_grants, determine_effect,
 };
 use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoreTime, StoredCounter};
 use override_table::OverrideTable;
-use parking_lot::{Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use smallvec::SmallVec;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -45,7 +45,7 @@ pub struct MemoryStore {
     /// Process-wide. A decision locks the shards of its charges, in ascending order.
     shards: Box<[Mutex<CounterShard>]>,
     usage: MemoryUsage,
-    overrides: OverrideTable,
+    overrides: RwLock<OverrideTable>,
 }
 
 /// Up to this number of keys there is one shard.
@@ -69,7 +69,7 @@ impl MemoryStore {
             settings,
             shards: (0..shards).map(|_| Mutex::default()).collect(),
             usage: MemoryUsage::default(),
-            overrides: OverrideTable::default(),
+            overrides: RwLock::default(),
         }
     }
 
@@ -107,44 +107,6 @@ impl MemoryStore {
         })
     }
 
-    /// Sets the override of a key. Returns whether there was room for it.
-    pub fn set_override(&self, stored: StoredOverride) -> bool {
-        self.overrides.insert(stored, self.clock.wall_us())
-    }
-
-    /// Sets the override of a key if it still is `previous`. Returns whether it was, or `None` if
-    /// there is no room for it.
-    pub fn replace_override(
-        &self,
-        previous: Option<&StoredOverride>,
-        stored: StoredOverride,
-    ) -> Option<bool> {
-        self.overrides
-            .replace(previous, stored, self.clock.wall_us())
-    }
-
-    /// Removes the override of a key. Returns the removed one.
-    pub fn remove_override(&self, key: &Key) -> Option<StoredOverride> {
-        self.overrides.remove(key.id(), self.clock.wall_us())
-    }
-
-    /// The override of a key.
-    pub fn find_override(&self, key: &Key) -> Option<StoredOverride> {
-        let overrides = self.overrides.read();
-        let stored = overrides.get(&key.id())?;
-        (!stored.is_expired(self.clock.wall_us())).then(|| stored.clone())
-    }
-
-    /// All overrides, in no order.
-    pub fn list_overrides(&self) -> Vec<StoredOverride> {
-        let now_us = self.clock.wall_us();
-        let overrides = self.overrides.read();
-        let current = overrides
-            .values()
-            .filter(|stored| !stored.is_expired(now_us));
-        current.cloned().collect()
-    }
-
     fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
         let mut locked = self.lock_shards(charges);
         let now_us = locked.advance_clock(requested_at);
@@ -158,22 +120,17 @@ impl MemoryStore {
             .zip(&refusals)
             .all(|(charge, refusal)| !charge.is_enforced() || refusal.is_none());
 
-        let has_estimates = charges.iter().any(|charge| charge.is_estimate);
-        let (mut delay_us, mut charged_at_us) = (0, SmallVec::new());
-        let statuses = charges
+        let mut delay_us = 0;
+        let outcomes = charges
             .iter()
             .zip(&refusals)
             .enumerate()
             .map(|(index, (charge, refusal))| {
                 let effect = determine_effect(charges, &refusals, index);
+                let is_charged = effect == ChargeEffect::Charge;
                 let read_view = |view: CounterView<'_>| {
-                    if effect == ChargeEffect::Charge && !charge.shadow {
+                    if is_charged && !charge.shadow {
                         delay_us = view.delay_us().max(delay_us);
-                    }
-                    if has_estimates {
-                        let reports_charge_time =
-                            charge.is_estimate && effect == ChargeEffect::Charge;
-                        charged_at_us.push(reports_charge_time.then(|| view.charged_at_us()));
                     }
                     // This rejected charge itself counts against the next request.
                     let refusal = if effect == ChargeEffect::ChargeRejected {
@@ -181,9 +138,14 @@ impl MemoryStore {
                     } else {
                         *refusal
                     };
-                    view.limit_status(refusal)
+                    let reports_charge_time = charge.is_estimate && is_charged;
+                    ChargeOutcome {
+                        status: Some(view.limit_status(refusal)),
+                        charged_at_us: reports_charge_time.then(|| view.charged_at_us()),
+                        override_expires_at_ms: None,
+                    }
                 };
-                match effect {
+                let outcome = match effect {
                     ChargeEffect::NoChange => Some(locked.view_counter(charge, read_view)),
                     ChargeEffect::Charge => locked.change_counter(
                         charge,
@@ -195,7 +157,8 @@ impl MemoryStore {
                         |state, at_us| state.charge_rejected(charge, at_us),
                         read_view,
                     ),
-                }
+                };
+                outcome.unwrap_or_default()
             })
             .collect();
         let grants = if admitted {
@@ -206,14 +169,12 @@ impl MemoryStore {
         let reported_us = locked.time.wall_us;
         self.unlock_and_evict(locked, now_us);
         Decision {
-            override_expiries_ms: Box::default(),
-            may_have_charged: false,
             now_us: reported_us,
             admitted,
-            statuses,
+            outcomes,
             delay_us,
             grants,
-            charged_at_us,
+            may_have_charged: false,
         }
     }
 
@@ -240,11 +201,6 @@ impl MemoryStore {
         }
     }
 
-    /// Applies a settlement if its counter exists.
-    pub(super) fn apply_settlement_if_present(&self, settlement: &Settlement<'_>) {
-        self.amend_counter(settlement, false);
-    }
-
     /// Whether a counter exists.
     pub(super) fn contains_counter(&self, limit: &Limit, key: &Key) -> bool {
         let charge = Charge::new(limit, key, 0);
@@ -261,7 +217,8 @@ impl MemoryStore {
         removed.count() as u64
     }
 
-    fn amend_counter(&self, settlement: &Settlement<'_>, may_create: bool) {
+    /// Applies a settlement. Unless it `may_create` the counter, only if that exists.
+    pub(super) fn amend_counter(&self, settlement: &Settlement<'_>, may_create: bool) {
         let charge = Charge::new(settlement.limit, settlement.key, 0);
         let mut locked = self.lock_shards(&[charge]);
         let now_us = locked.advance_clock(monotonic_now());
@@ -415,15 +372,10 @@ impl LockedShards<'_> {
         };
         let grants = compute_lease_grants(charges, now_us, available_units);
         for grant in &grants {
-            for charge in charges
-                .iter()
-                .filter(|charge| charge.policy_number == grant.policy_number)
-            {
-                let LeaseGrant {
-                    units, until_us, ..
-                } = *grant;
+            let own = charges.iter();
+            for charge in own.filter(|charge| charge.policy_number == grant.policy_number) {
                 let grant_units = |state: &mut CounterState, at_us| {
-                    state.grant_lease(charge.limit, units, at_us, until_us)
+                    state.grant_lease(charge.limit, grant.units, at_us, grant.until_us)
                 };
                 self.change_counter(charge, grant_units, |_| ());
             }
@@ -568,7 +520,7 @@ mod tests {
                 let (key, cost) = (key_named(random.usize(..5)), random.u64(..4));
                 let charge = Charge::new(&limit, &key, cost);
                 let used = charging_store.charge_unconditionally_at(&charge, Instant::now());
-                let status = deciding_store.decide(&[charge]).statuses[0].unwrap();
+                let status = deciding_store.decide(&[charge]).outcomes[0].status.unwrap();
                 assert_eq!(used, limit.requests - status.remaining);
             }
         }

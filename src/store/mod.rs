@@ -12,7 +12,7 @@ mod leases;
 mod memory;
 mod partial_decision;
 pub mod redis;
-mod settlements;
+mod settlement_queue;
 mod stored_override;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotAction};
@@ -21,7 +21,7 @@ pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
 pub use memory::{MAX_MEMORY_OVERRIDES, MemorySettings, MemoryStore};
 pub use partial_decision::{DecisionFailure, PartialDecision};
-pub use settlements::SettlementQueue;
+pub use settlement_queue::SettlementQueue;
 pub use stored_override::{
     MAX_OVERRIDE_EXPIRY_MS, MAX_REMARK_BYTES, StoredOverride, override_end_us, parse_override_rule,
 };
@@ -67,7 +67,7 @@ pub type PendingSettlement = (LimitAndKey, Amendment);
 
 /// A change to one counter after the decision: further units, a credit, or a slot's renewal or
 /// release.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settlement<'a> {
     pub limit: &'a Limit,
     pub key: &'a Key,
@@ -87,11 +87,11 @@ pub struct StoreUnavailable {
 /// Error with the settlements that the store has not confirmed. The store may have applied some of
 /// them.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{cause}; {} settlements are unconfirmed", unconfirmed_indices.len())]
-pub struct SettlementError {
+#[error("{cause}; {} settlements are unconfirmed", unconfirmed.len())]
+pub struct SettlementError<'a> {
     pub cause: StoreUnavailable,
-    /// Indices of the unconfirmed settlements in the caller's list, ascending and unique.
-    pub unconfirmed_indices: Vec<usize>,
+    /// Those of one counter in the order of the caller.
+    pub unconfirmed: Vec<Settlement<'a>>,
 }
 
 /// Waits until all queued messages are sent, for at most [`FLUSH_TIMEOUT`]. `drained` is notified
@@ -119,28 +119,6 @@ impl<'a> Settlement<'a> {
     }
 }
 
-/// Applies settlements in Redis. Keeps those of `local` policies for write-back if that fails.
-async fn apply_settlements_in_redis(
-    redis: &RedisStore,
-    settlements: &[Settlement<'_>],
-) -> Result<(), SettlementError> {
-    redis.fallback().apply_settlements(settlements);
-    let result = redis.apply_settlements(settlements).await;
-    result.or_else(|mut error| {
-        let is_lost = |index: &usize| {
-            settlements
-                .get(*index)
-                .is_some_and(|settlement| !redis.fallback().defer_settlement(settlement))
-        };
-        error.unconfirmed_indices.retain(is_lost);
-        if error.unconfirmed_indices.is_empty() {
-            Ok(())
-        } else {
-            Err(error)
-        }
-    })
-}
-
 impl Store {
     /// Creates a worker's store in Redis, with a deny cache and leases of its own.
     pub fn from_redis(redis: RedisStore) -> Self {
@@ -152,17 +130,11 @@ impl Store {
     }
 
     /// Replaces the worker's own leases with `shared`, the leases of all workers of the process.
-    pub fn with_shared_leases(self, shared: &Arc<LeasePool>) -> Self {
-        match self {
-            Self::Redis {
-                redis, deny_cache, ..
-            } => Self::Redis {
-                redis,
-                deny_cache,
-                leases: Arc::clone(shared),
-            },
-            store @ Self::Memory(_) => store,
+    pub fn with_shared_leases(mut self, shared: &Arc<LeasePool>) -> Self {
+        if let Self::Redis { leases, .. } = &mut self {
+            *leases = Arc::clone(shared);
         }
+        self
     }
 
     /// Applies settlements. Settlements of one counter are applied in the order of the list.
@@ -170,39 +142,38 @@ impl Store {
     /// # Errors
     /// [`SettlementError`] with the settlements that are neither confirmed nor kept for write-back.
     /// Whether they were applied is unknown.
-    pub async fn apply_settlements(
+    pub async fn apply_settlements<'a>(
         &self,
-        settlements: &[Settlement<'_>],
-    ) -> Result<(), SettlementError> {
-        let (redis, deny_cache) = match self {
-            Self::Memory(memory) => {
-                memory.apply_settlements(settlements);
-                return Ok(());
-            }
-            Self::Redis {
-                redis, deny_cache, ..
-            } => (redis, deny_cache),
+        settlements: &[Settlement<'a>],
+    ) -> Result<(), SettlementError<'a>> {
+        let mut in_redis = settlements.to_vec();
+        in_redis.retain(|settlement| {
+            let memory = self.find_memory_store(settlement.key);
+            memory.is_none_or(|memory| {
+                memory.apply_settlements(&[*settlement]);
+                false
+            })
+        });
+        let Self::Redis {
+            redis, deny_cache, ..
+        } = self
+        else {
+            return Ok(());
         };
-        let is_in_memory = |settlement: &Settlement<'_>| {
-            self.find_memory_store(settlement.key)
-                .is_some_and(|memory| {
-                    memory.apply_settlements(&[*settlement]);
-                    true
-                })
-        };
-        let (indices, in_redis): (Vec<usize>, Vec<Settlement<'_>>) = (0..)
-            .zip(settlements.iter().copied())
-            .filter(|(_, settlement)| !is_in_memory(settlement))
-            .unzip();
-        let result = apply_settlements_in_redis(redis, &in_redis).await;
+        let fallback = redis.fallback();
+        fallback.apply_settlements(&in_redis);
+        let result = redis.apply_settlements(&in_redis).await;
         for settlement in &in_redis {
             deny_cache.forget_settled(settlement);
         }
-        result.map_err(|mut error| {
-            for index in &mut error.unconfirmed_indices {
-                *index = indices.get(*index).copied().unwrap_or(*index);
+        result.or_else(|mut error| {
+            // Those of `local` policies are kept for write-back.
+            let is_lost = |settlement: &Settlement<'_>| !fallback.defer_settlement(settlement);
+            error.unconfirmed.retain(is_lost);
+            match error.unconfirmed.is_empty() {
+                true => Ok(()),
+                false => Err(error),
             }
-            error
         })
     }
 
@@ -230,7 +201,7 @@ impl Store {
     /// nothing for a memory store.
     pub async fn return_units_and_leave_membership(&self) {
         if let Self::Redis { redis, leases, .. } = self {
-            redis.wait_until_reservations_returned().await;
+            redis.router.wait_until_reservations_returned().await;
             leases.end_leases_and_send_credits(redis).await;
             redis.leave_membership().await;
         }

@@ -38,8 +38,8 @@ impl PartialDecision {
 
     /// The charges of the request whose counter gave no answer.
     pub(super) fn undecided_charges<'c>(&self, charges: &[Charge<'c>]) -> ChargePart<'c> {
-        let statuses = self.decision.statuses.iter();
-        ChargePart::new(charges, statuses.map(Option::is_none))
+        let outcomes = self.decision.outcomes.iter();
+        ChargePart::new(charges, outcomes.map(|outcome| outcome.status.is_none()))
     }
 
     /// Completes the decision with the local decision on all other charges of the request. If
@@ -108,7 +108,7 @@ impl From<StoreUnavailable> for DecisionFailure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, KeyBuilder, Limit, LimitStatus, Refusal};
+    use crate::limiter::{Algorithm, ChargeOutcome, KeyBuilder, Limit, LimitStatus, Refusal};
     use smallvec::{SmallVec, smallvec};
 
     fn decision(now_us: u64, delay_us: u64, refusal: Option<Refusal>) -> Decision {
@@ -122,7 +122,10 @@ mod tests {
             now_us,
             delay_us,
             admitted: refusal.is_none(),
-            statuses: smallvec![Some(status)],
+            outcomes: smallvec![ChargeOutcome {
+                status: Some(status),
+                ..ChargeOutcome::default()
+            }],
             ..Decision::default()
         }
     }
@@ -148,15 +151,13 @@ mod tests {
             let completed = complete(redis_delay_us, decision(9, local_delay_us, None));
             assert!(completed.admitted);
             assert_eq!((completed.now_us, completed.delay_us), (1_000, 70));
-            assert!(completed.statuses.iter().all(Option::is_some));
+            assert_eq!(completed.statuses().count(), 2);
         }
         let refused = complete(70, decision(9, 0, Some(Refusal::Until(29))));
-        let refusals: SmallVec<[_; 2]> = refused
-            .statuses
-            .iter()
-            .map(|status| status.map(|status| status.refusal))
-            .collect();
-        assert_eq!(refusals.as_slice(), [None, Some(Some(Refusal::Until(29)))]);
+        let outcomes = refused.outcomes.iter();
+        let refusals: SmallVec<[_; 2]> = outcomes.map(|outcome| outcome.refusal()).collect();
+        assert_eq!(refusals.as_slice(), [None, Some(Refusal::Until(29))]);
+        assert_eq!(refused.outcomes[0].status, None);
         assert_eq!((refused.now_us, refused.delay_us), (9, 0));
     }
 }

@@ -31,7 +31,7 @@ pub struct StoredOverride {
 impl StoredOverride {
     /// The text in Redis.
     pub fn to_text(&self) -> String {
-        let mut text = format_rule(&self.rule);
+        let mut text = self.format_rule();
         if let Some(expires_at_ms) = self.expires_at_ms {
             text.push('@');
             text.push_str(&expires_at_ms.to_string());
@@ -64,7 +64,18 @@ impl StoredOverride {
 
     /// The rule as [`parse_override_rule`] reads it.
     pub fn format_rule(&self) -> String {
-        format_rule(&self.rule)
+        let limits = match &self.rule {
+            KeyOverride::Unlimited => return "*".to_owned(),
+            KeyOverride::Blocked => return "!".to_owned(),
+            KeyOverride::Limits(limits) => limits,
+        };
+        let limits = limits.iter().map(|amounts| {
+            let burst = amounts
+                .burst
+                .map_or_else(String::new, |burst| format!("+{burst}"));
+            format!("{}={}{burst}", amounts.limit, amounts.requests)
+        });
+        limits.collect::<Vec<_>>().join(",")
     }
 
     pub fn is_expired(&self, now_us: u64) -> bool {
@@ -90,21 +101,6 @@ pub(super) fn split_rule_and_expiry(text: &str) -> Option<(&str, Option<u64>)> {
     let expires_at_ms: Option<u64> = expiry.parse().ok();
     let expires_at_ms = expires_at_ms.filter(|at_ms| *at_ms <= MAX_OVERRIDE_EXPIRY_MS);
     is_number.then_some((rule, expires_at_ms))
-}
-
-fn format_rule(rule: &KeyOverride) -> String {
-    let limits = match rule {
-        KeyOverride::Unlimited => return "*".to_owned(),
-        KeyOverride::Blocked => return "!".to_owned(),
-        KeyOverride::Limits(limits) => limits,
-    };
-    let limits = limits.iter().map(|amounts| {
-        let burst = amounts
-            .burst
-            .map_or_else(String::new, |burst| format!("+{burst}"));
-        format!("{}={}{burst}", amounts.limit, amounts.requests)
-    });
-    limits.collect::<Vec<_>>().join(",")
 }
 
 /// Parses the rule of an override.

@@ -232,7 +232,8 @@ impl SimulationRun {
             }
             let left = memory_store
                 .decide(&[charge(0)], START_US + now_us)
-                .statuses[0]
+                .outcomes[0]
+                .status
                 .unwrap()
                 .remaining;
             run.samples.push((now_us, limit.capacity() - left, left));

@@ -65,7 +65,7 @@ pub(crate) async fn decide_one(
 
 pub(crate) async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> u64 {
     let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
-    decision.statuses[0].unwrap().remaining
+    decision.outcomes[0].status.unwrap().remaining
 }
 
 pub(crate) fn error_count(shared: &SharedRedisState) -> u64 {
@@ -183,9 +183,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
         let decision = store.decide(&charges).await.unwrap();
         admitted += u64::from(decision.admitted);
         let refusing = decision
-            .statuses
-            .iter()
-            .flatten()
+            .statuses()
             .filter(|status| status.refusal.is_some());
         assert_eq!(decision.admitted, refusing.count() == 0);
     }
@@ -368,20 +366,17 @@ async fn estimated_costs_in_several_slots_are_settled_in_each() {
         .collect();
     let decision = store.decide(&charges).await.unwrap();
     assert!(decision.admitted);
-    let late = keys
-        .iter()
-        .zip(&decision.charged_at_us)
-        .map(|(key, at_us)| {
-            let amendment = Amendment::Credit {
-                units: 90,
-                at_us: at_us.unwrap(),
-            };
-            Settlement {
-                limit: &limit,
-                key,
-                amendment,
-            }
-        });
+    let late = keys.iter().zip(&decision.outcomes).map(|(key, outcome)| {
+        let amendment = Amendment::Credit {
+            units: 90,
+            at_us: outcome.charged_at_us.unwrap(),
+        };
+        Settlement {
+            limit: &limit,
+            key,
+            amendment,
+        }
+    });
     store
         .apply_settlements(&late.collect::<Vec<_>>())
         .await
@@ -445,7 +440,8 @@ async fn shards_are_inspected_and_reset_as_one_counter() {
         assert!(store.decide(&[charge(1)]).await.unwrap().admitted);
     }
     let whole = async || {
-        store.decide(&[charge(0)]).await.unwrap().statuses[0]
+        store.decide(&[charge(0)]).await.unwrap().outcomes[0]
+            .status
             .unwrap()
             .remaining
     };

@@ -60,7 +60,7 @@ impl SplitFixture {
         };
         let store = Store::from_redis(connect_redis(settings).await.1);
         let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
-        limit.requests - decision.statuses[0].unwrap().remaining
+        limit.requests - decision.outcomes[0].status.unwrap().remaining
     }
 
     fn forwarded(&self) -> u64 {
@@ -438,20 +438,20 @@ async fn settlements_in_an_open_slot_are_exact() {
     for (units, used) in [(4, 6), (6, 0)] {
         let settlements: Vec<Settlement<'_>> = limits
             .iter()
-            .zip(&decision.charged_at_us)
-            .map(|(limit, at_us)| Settlement {
+            .zip(&decision.outcomes)
+            .map(|(limit, outcome)| Settlement {
                 limit,
                 key: &key,
                 amendment: Amendment::Credit {
                     units,
-                    at_us: at_us.unwrap(),
+                    at_us: outcome.charged_at_us.unwrap(),
                 },
             })
             .collect();
         store.apply_settlements(&settlements).await.unwrap();
         for limit in &limits {
             let status = store.decide(&[Charge::new(limit, &key, 0)]).await.unwrap();
-            assert_eq!(status.statuses[0].unwrap().remaining, 100 - used);
+            assert_eq!(status.outcomes[0].status.unwrap().remaining, 100 - used);
         }
     }
     let errors: u64 = shared.error_counts().map(|(_, count)| count).sum();

@@ -317,7 +317,7 @@ fn both_stores_block_as_the_model_does() {
             if algorithms == MODELLED_ALGORITHMS {
                 assert_eq!(memory, model.decide(at_us, &charges), "{context}");
             }
-            if let Some(charged_at_us) = memory.charged_at_us[1] {
+            if let Some(charged_at_us) = memory.outcomes[1].charged_at_us {
                 pending.push((charges[1].cost, charged_at_us));
             }
         }

@@ -33,7 +33,7 @@ async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
     let key = KeyBuilder::new("k").finish();
     let decision = store.decide(&[Charge::new(&LIMIT, &key, 1)]).await;
     decision
-        .map(|decision| decision.statuses[0].unwrap().remaining)
+        .map(|decision| decision.outcomes[0].status.unwrap().remaining)
         .map_err(|error| error.kind)
 }
 

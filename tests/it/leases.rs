@@ -620,7 +620,7 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
     }
     // Sent after the cancelled calls.
     let look = store.decide(&[Charge { cost: 0, ..charge }]).await.unwrap();
-    let left = look.statuses[0].unwrap().remaining;
+    let left = look.outcomes[0].status.unwrap().remaining;
     assert!(left >= 1000 - 50 - 10, "{left}");
 }
 
@@ -654,7 +654,8 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
         let deadline = Instant::now() + TEST_TIMEOUT;
         let look = Charge::new(limit, &key, 0);
         // At most two requests and one lease.
-        while store.decide(&[look]).await.unwrap().statuses[0]
+        while store.decide(&[look]).await.unwrap().outcomes[0]
+            .status
             .unwrap()
             .remaining
             < limit.requests - 52
@@ -695,7 +696,8 @@ async fn a_short_lease_expires_before_an_older_long_one() {
         let deadline = Instant::now() + TEST_TIMEOUT;
         let look = [Charge { cost: 0, ..charge }];
         let left = async || {
-            store.decide(&look).await.unwrap().statuses[0]
+            store.decide(&look).await.unwrap().outcomes[0]
+                .status
                 .unwrap()
                 .remaining
         };

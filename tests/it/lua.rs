@@ -274,8 +274,9 @@ async fn compare_decisions(
             })
             .collect();
         let expected = model.decide(&charges, time_us);
-        let expected_names_us: Vec<u64> =
-            expected.charged_at_us.iter().copied().flatten().collect();
+        let expected_names_us: Vec<u64> = (expected.outcomes.iter())
+            .filter_map(|outcome| outcome.charged_at_us)
+            .collect();
         lent_us.extend(expected.grants.iter().map(|grant| grant.until_us));
         let answer = decide_in_redis(connection, &charges, time_us).await;
         prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);

@@ -377,7 +377,7 @@ proptest! {
                     let requests: Vec<_> = requests.iter().copied().filter(|(policy, ..)| *policy != BLOCK_POLICY).collect();
                     let requests = requests.as_slice();
                     let decision = with.store.decide(&with.make_charges(requests));
-                    edges.extend(decision.statuses.iter().flatten().filter_map(|status| status.next_growth_us));
+                    edges.extend(decision.statuses().filter_map(|status| status.next_growth_us));
                     if decision.admitted {
                         prop_assert_eq!(without.store.decide(&without.make_charges(requests)), decision);
                     } else {
@@ -403,7 +403,7 @@ proptest! {
                 StoreStep::Decide(requests) => {
                     let charges = fixture.make_charges(requests);
                     let decision = fixture.store.decide(&charges);
-                    edges.extend(decision.statuses.iter().flatten().filter_map(|status| status.next_growth_us));
+                    edges.extend(decision.statuses().filter_map(|status| status.next_growth_us));
                     let Some(until_us) = retry_at_us(&charges, &decision) else { continue };
                     fixture.manual_clock.set_us(until_us - 1);
                     prop_assert!(!fixture.store.decide(&charges).admitted, "admitted before {until_us}");
@@ -425,16 +425,16 @@ proptest! {
                 StoreStep::Decide(requests) => {
                     let charges = fixture.make_charges(requests);
                     let decision = fixture.store.decide(&charges);
-                    let grows = |(_, status): &(_, &LimitStatus)| status.next_growth_us;
-                    let first = charges.iter().zip(decision.statuses.iter().flatten()).filter(|it| grows(it).is_some()).min_by_key(grows);
+                    let grows = |(_, status): &(&Charge<'_>, LimitStatus)| status.next_growth_us;
+                    let first = charges.iter().zip(decision.statuses()).filter(|it| grows(it).is_some()).min_by_key(grows);
                     let Some((charge, status)) = first else { continue };
                     let grows_at_us = status.next_growth_us.unwrap();
                     edges.push(grows_at_us);
                     let look = Charge { cost: 0, ..*charge };
                     fixture.manual_clock.set_us(grows_at_us - 1);
-                    prop_assert_eq!(fixture.store.decide(&[look]).statuses[0].unwrap().remaining, status.remaining);
+                    prop_assert_eq!(fixture.store.decide(&[look]).outcomes[0].status.unwrap().remaining, status.remaining);
                     fixture.manual_clock.set_us(grows_at_us);
-                    prop_assert!(fixture.store.decide(&[look]).statuses[0].unwrap().remaining > status.remaining);
+                    prop_assert!(fixture.store.decide(&[look]).outcomes[0].status.unwrap().remaining > status.remaining);
                 }
             }
         }
@@ -445,7 +445,7 @@ proptest! {
 fn retry_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
     let refusals = charges
         .iter()
-        .zip(decision.statuses.iter().flatten())
+        .zip(decision.statuses())
         .filter(|(charge, _)| !charge.shadow);
     let mut latest_us = None;
     for (charge, status) in refusals {
@@ -527,7 +527,7 @@ impl ManyKeysFixture {
 
     /// Units of this user that the store still counts. The charge of cost 0 consumes nothing.
     fn used_units(&self, user: &str) -> u64 {
-        self.limit.requests - self.decide(user, 0).statuses[0].unwrap().remaining
+        self.limit.requests - self.decide(user, 0).outcomes[0].status.unwrap().remaining
     }
 }
 
@@ -725,7 +725,7 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
     let key = make_key("wide", "a");
     let look = Charge::new(&wide, &key, 0);
     assert_eq!(
-        store.decide(&[look]).statuses[0].unwrap().remaining,
+        store.decide(&[look]).outcomes[0].status.unwrap().remaining,
         40,
         "rejected requests must not consume the wide limit"
     );

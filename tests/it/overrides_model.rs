@@ -8,8 +8,8 @@ use fastrand::Rng;
 use std::collections::HashMap;
 use std::sync::Arc;
 use tidegate::limiter::{
-    Algorithm, Charge, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts, LimitName,
-    LimitStatus, MAX_UNITS, OverrideInEffect,
+    Algorithm, Charge, ChargeOutcome, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts,
+    LimitName, LimitStatus, MAX_UNITS, OverrideInEffect,
 };
 use tidegate::store::StoredOverride;
 
@@ -203,28 +203,29 @@ fn decide_by_model(
         })
         .collect();
     let decided = model.decide(at_us, &limited);
-    let mut statuses = decided.statuses.iter();
-    let mut charged_at = decided.charged_at_us.iter();
-    let has_estimates = charges.iter().any(|charge| charge.is_estimate);
+    let mut outcomes = decided.outcomes.iter();
     let mut decision = Decision {
-        statuses: <_>::default(),
-        charged_at_us: <_>::default(),
+        outcomes: <_>::default(),
         ..decided.clone()
     };
     for effective in &effective {
-        decision.statuses.push(match effective {
-            None => Some(LimitStatus::UNLIMITED),
-            Some((_, in_effect)) => Some(LimitStatus {
-                in_effect: *in_effect,
-                ..statuses.next().unwrap().unwrap()
-            }),
+        decision.outcomes.push(match effective {
+            None => ChargeOutcome {
+                status: Some(LimitStatus::UNLIMITED),
+                ..ChargeOutcome::default()
+            },
+            Some((_, in_effect)) => {
+                let outcome = *outcomes.next().unwrap();
+                let status = LimitStatus {
+                    in_effect: *in_effect,
+                    ..outcome.status.unwrap()
+                };
+                ChargeOutcome {
+                    status: Some(status),
+                    ..outcome
+                }
+            }
         });
-        if has_estimates {
-            decision.charged_at_us.push(match effective {
-                None => None,
-                Some(_) => charged_at.next().copied().flatten(),
-            });
-        }
     }
     decision
 }
@@ -368,14 +369,10 @@ fn retry_times_are_exact_when_overrides_end() {
                 }
                 store.decide(&[charge], at_us)
             });
-            let [memory, redis] = decisions;
-            let without_ends = Decision {
-                override_expiries_ms: Box::default(),
-                may_have_charged: false,
-                ..redis
-            };
+            let [memory, mut redis] = decisions;
+            redis.outcomes[0].override_expires_at_ms = None;
             assert_eq!(
-                memory, without_ends,
+                memory, redis,
                 "seed {seed}, round {round}, {limit:?}, {stored:?}"
             );
             memory

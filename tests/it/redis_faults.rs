@@ -120,7 +120,8 @@ async fn redis_is_killed_and_restarts_empty() {
     server.restart();
     wait_for_recovery(&shared, &store).await;
     assert_eq!(
-        decide(&store, "first").await.unwrap().statuses[0]
+        decide(&store, "first").await.unwrap().outcomes[0]
+            .status
             .unwrap()
             .remaining,
         999
@@ -374,7 +375,7 @@ async fn a_foreign_value_fails_only_its_key() {
     assert!(shared.is_up() && !shared.is_breaker_open());
     let answer = store.decide(&[charge(&LIMIT, &good)]).await.unwrap();
     assert_eq!(
-        answer.statuses[0].unwrap().remaining,
+        answer.outcomes[0].status.unwrap().remaining,
         999,
         "a failed request must charge none of its limits"
     );
@@ -507,7 +508,10 @@ async fn equal_decisions_share_a_call_and_the_remaining_units() {
     );
     let remaining = answers.iter().map(|answer| {
         let decision = answer.as_ref().unwrap();
-        (decision.admitted, decision.statuses[0].unwrap().remaining)
+        (
+            decision.admitted,
+            decision.outcomes[0].status.unwrap().remaining,
+        )
     });
     let expected = (0..200).map(|n| (n < 10, 9_u64.saturating_sub(n)));
     assert!(remaining.eq(expected), "{answers:?}");
@@ -526,7 +530,10 @@ async fn a_decision_cancelled_before_sending_is_not_charged() {
         }
     }
     let answer = decide(&store, "left").await.unwrap();
-    assert_eq!(answer.statuses[0].unwrap().remaining, LIMIT.requests - 1);
+    assert_eq!(
+        answer.outcomes[0].status.unwrap().remaining,
+        LIMIT.requests - 1
+    );
 }
 
 /// Each reply is delayed by two fifths of the timeout. The second and third decisions must be sent
@@ -655,7 +662,7 @@ async fn a_slow_network_is_waited_for_only_until_the_deadline() {
     wait_for_recovery(&shared, &store).await;
     let answer = decide(&store, "k").await.unwrap();
     assert_eq!(
-        answer.statuses[0].unwrap().remaining,
+        answer.outcomes[0].status.unwrap().remaining,
         997,
         "a charge with a late reply must stand"
     );

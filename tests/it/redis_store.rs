@@ -12,9 +12,9 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
-    Algorithm, Amendment, Calendar, CalendarUnit, Charge, ChargeEffect, CounterState, Decision,
-    Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit, LimitStatus, MAX_UNITS, Refusal,
-    compute_lease_grants, determine_effect,
+    Algorithm, Amendment, Calendar, CalendarUnit, Charge, ChargeEffect, ChargeOutcome,
+    CounterState, Decision, Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit, LimitStatus, MAX_UNITS,
+    Refusal, compute_lease_grants, determine_effect,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
@@ -143,8 +143,7 @@ impl StateModel {
             .iter()
             .zip(&checked)
             .any(|(charge, (state, _))| state.now_lower_bound_us() > time_us + charge.limit.per_us);
-        let (mut statuses, mut delay_us, mut charged_at_us) = (Vec::new(), 0, SmallVec::new());
-        let settles = charges.iter().any(|charge| charge.is_estimate);
+        let (mut outcomes, mut delay_us) = (SmallVec::new(), 0);
         for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
             let effect = determine_effect(charges, &refusals, at);
             match effect {
@@ -163,12 +162,9 @@ impl StateModel {
                     *refusal = state.view_at(charge.limit, time_us).refusal(charge.cost);
                 }
             }
-            if settles {
-                let is_reported = charge.is_estimate && effect == ChargeEffect::Charge;
-                charged_at_us.push(
-                    is_reported.then(|| state.view_at(charge.limit, time_us).charged_at_us()),
-                );
-            }
+            let is_reported = charge.is_estimate && effect == ChargeEffect::Charge;
+            let charged_at_us =
+                is_reported.then(|| state.view_at(charge.limit, time_us).charged_at_us());
             let (algorithm, per_us) = charge.limit.counter_identity();
             self.states
                 .insert((charge.key.id(), algorithm, per_us), state.clone());
@@ -176,7 +172,11 @@ impl StateModel {
             if has_clock_stepped_back {
                 bound_times(&mut status, charge.limit, state, time_us);
             }
-            statuses.push(Some(status));
+            outcomes.push(ChargeOutcome {
+                status: Some(status),
+                charged_at_us,
+                override_expires_at_ms: None,
+            });
         }
         let grants = if admitted {
             self.grant_leases(charges, time_us)
@@ -184,14 +184,12 @@ impl StateModel {
             <_>::default()
         };
         Decision {
-            override_expiries_ms: Box::default(),
-            may_have_charged: false,
             now_us: time_us,
             admitted,
-            statuses: statuses.into(),
+            outcomes,
             delay_us,
             grants,
-            charged_at_us,
+            may_have_charged: false,
         }
     }
 
@@ -511,7 +509,7 @@ async fn a_clock_that_ran_ahead_for_one_key_does_not_affect_others() {
         make_charge(&limit, &here, 1),
     ];
     let answer = decide_in_redis(&mut connection, &both, START_US + 1).await;
-    let until = |answer: &Decision, n: usize| answer.statuses[n].unwrap().refusal;
+    let until = |answer: &Decision, n: usize| answer.outcomes[n].status.unwrap().refusal;
     // The state is ten periods ahead: its key now expires after one.
     assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 1_001)));
     assert_eq!(until(&answer, 1), Some(Refusal::Until(START_US + 1_000)));
@@ -703,7 +701,7 @@ async fn a_request_is_admitted_after_the_reported_wait() {
             // that of the last one.
             let wait = loop {
                 let answer = store.decide(&charges).await.unwrap();
-                match answer.statuses[0].unwrap().refusal {
+                match answer.outcomes[0].status.unwrap().refusal {
                     Some(Refusal::Until(until_us)) if refusals == 2 => {
                         break until_us - answer.now_us;
                     }
@@ -742,7 +740,7 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
             .await,
         calls
     );
-    let wait = |decision: &Decision| match decision.statuses[0] {
+    let wait = |decision: &Decision| match decision.outcomes[0].status {
         Some(LimitStatus {
             refusal: Some(Refusal::Until(until_us)),
             ..
@@ -779,14 +777,10 @@ async fn the_longest_wait_is_reported_when_limits_were_exhausted_separately() {
     assert!(!store.decide(&charges[..1]).await.unwrap().admitted);
     for _ in 0..2 {
         let answer = store.decide(&charges).await.unwrap();
-        let until_us = answer
-            .statuses
-            .iter()
-            .flatten()
-            .filter_map(|status| match status.refusal {
-                Some(Refusal::Until(until_us)) => Some(until_us),
-                _ => None,
-            });
+        let until_us = answer.statuses().filter_map(|status| match status.refusal {
+            Some(Refusal::Until(until_us)) => Some(until_us),
+            _ => None,
+        });
         assert!(
             until_us.max().unwrap() - answer.now_us > 50_000_000,
             "{answer:?}"
@@ -831,7 +825,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     assert_eq!(tag(&kept[0]), tag(&kept[1]));
     // A longer `block_for` after a reload keeps the same block, and retries do not change it.
     assert_eq!(
-        decide(&long).await.statuses[0].unwrap().refusal,
+        decide(&long).await.outcomes[0].status.unwrap().refusal,
         Some(Refusal::Until(ends_us))
     );
     let expires_ms: u64 = server.command(&format!("PEXPIRETIME {name}")).await;
@@ -852,7 +846,7 @@ async fn a_cached_block_reports_how_long_it_lasts() {
     let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
-    let status = again.statuses[0].unwrap();
+    let status = again.outcomes[0].status.unwrap();
     assert!(!again.admitted && status.refusal.is_some(), "{status:?}");
     assert_eq!(status.refusal, status.next_growth_us.map(Refusal::Until));
 }

@@ -4,7 +4,9 @@
 //! looks at all of them. The stores are compared with it.
 
 use std::collections::HashMap;
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Limit, LimitStatus, Refusal};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, ChargeOutcome, Decision, Limit, LimitStatus, Refusal,
+};
 
 #[derive(Debug, Default)]
 pub struct NaiveModel {
@@ -56,8 +58,7 @@ impl NaiveModel {
             is_full(block, false) && (!counts || is_full(block, true))
         };
         let mut final_refusals = refusals.clone();
-        let settles = charges.iter().any(|charge| charge.is_estimate);
-        let mut charged_at_us: Vec<_> = charges.iter().filter(|_| settles).map(|_| None).collect();
+        let mut charged_at_us: Vec<Option<u64>> = vec![None; charges.len()];
         for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
             let charged = match charge.limit.algorithm {
                 Algorithm::Block => refusal.is_none() && is_over(charge),
@@ -96,15 +97,18 @@ impl NaiveModel {
                 refusal,
                 in_effect: None,
             });
+        let outcomes = statuses.zip(charged_at_us);
+        let outcomes = outcomes.map(|(status, charged_at_us)| ChargeOutcome {
+            status: Some(status),
+            charged_at_us,
+            override_expires_at_ms: None,
+        });
         Decision {
-            override_expiries_ms: Box::default(),
-            may_have_charged: false,
             now_us: clock_us,
             admitted,
-            statuses: statuses.map(Some).collect(),
+            outcomes: outcomes.collect(),
             delay_us,
-            grants: <_>::default(),
-            charged_at_us: charged_at_us.into(),
+            ..Decision::default()
         }
     }
 
@@ -624,7 +628,9 @@ mod hand_computed {
 
         fn decide(&mut self, at_us: u64, cost: u64) -> LimitStatus {
             let charge = Charge::new(&self.limit, &self.key, cost);
-            self.model.decide(at_us, &[charge]).statuses[0].unwrap()
+            self.model.decide(at_us, &[charge]).outcomes[0]
+                .status
+                .unwrap()
         }
     }
 
@@ -682,7 +688,7 @@ mod hand_computed {
         let mut ask = |at_us: u64, cost| {
             let charge = Charge::new(&fixture.limit, &fixture.key, cost);
             let decision = fixture.model.decide(at_us, &[charge]);
-            let status = decision.statuses[0].unwrap();
+            let status = decision.outcomes[0].status.unwrap();
             (status.refusal.ok_or(decision.delay_us), status.remaining)
         };
         assert_eq!(ask(BASE_US, 1), (Err(0), 2));
@@ -746,7 +752,7 @@ mod hand_computed {
         };
         assert!(ask(BASE_US, 2).admitted);
         assert_eq!(
-            ask(BASE_US, 3).statuses[0].unwrap().next_growth_us,
+            ask(BASE_US, 3).outcomes[0].status.unwrap().next_growth_us,
             None,
             "a cost that never fits must not start a block"
         );
@@ -757,12 +763,12 @@ mod hand_computed {
             refusal,
             in_effect: None,
         };
-        assert_eq!(first_rejection.statuses[0], Some(blocked(None)));
+        assert_eq!(first_rejection.outcomes[0].status, Some(blocked(None)));
         let until = Some(Refusal::Until(BASE_US + 510));
         for at_us in [BASE_US + 11, BASE_US + 200, BASE_US + 509] {
             let retry = ask(at_us, 1);
             assert_eq!(
-                (retry.admitted, retry.statuses[0]),
+                (retry.admitted, retry.outcomes[0].status),
                 (false, Some(blocked(until)))
             );
         }
@@ -783,7 +789,7 @@ mod hand_computed {
                 counts_rejected: true,
                 ..Charge::new(limit, &key, cost)
             };
-            let status = model.decide(at_us, &[charge]).statuses[0].unwrap();
+            let status = model.decide(at_us, &[charge]).outcomes[0].status.unwrap();
             (status.remaining, status.refusal)
         };
         let log = limit(Algorithm::SlidingLog);

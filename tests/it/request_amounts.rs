@@ -317,7 +317,11 @@ fn both_stores_keep_the_usage_while_amounts_change() {
             if is_modelled {
                 assert_eq!(memory, model.decide(at_us, &[charge]), "{context}");
             }
-            charged.extend(memory.charged_at_us[0].map(|at_us| (charge.cost, at_us)));
+            charged.extend(
+                memory.outcomes[0]
+                    .charged_at_us
+                    .map(|at_us| (charge.cost, at_us)),
+            );
             // A response returns units under the amount of a later request.
             if rng.u8(..4) == 0 && !charged.is_empty() {
                 let (units, charged_at_us) = charged.swap_remove(rng.usize(..charged.len()));
@@ -371,7 +375,7 @@ fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() 
             assert_eq!(expires_at_ms, (START_US + 60 * SECOND_US) / 1_000);
         }
         let decision = store.decide(&[both_units], START_US + 8 * SECOND_US);
-        let refusal = decision.statuses[0].unwrap().refusal;
+        let refusal = decision.outcomes[0].status.unwrap().refusal;
         let until_us = START_US + 60 * SECOND_US;
         assert_eq!(refusal, Some(Refusal::Until(until_us)), "{store:?}");
     }

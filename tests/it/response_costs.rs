@@ -530,7 +530,7 @@ async fn settlements_are_pipelined_and_keep_their_order() {
             .decide(&[Charge::new(&limit, key, 0)], Instant::now())
             .await
             .unwrap();
-        assert_eq!(probe.statuses[0].unwrap().remaining, 1000 - 17);
+        assert_eq!(probe.outcomes[0].status.unwrap().remaining, 1000 - 17);
     }
     assert!(
         took < trip * 80,

@@ -371,12 +371,14 @@ impl SharedState {
         let expected = self.previous.decide(&previous, Some(at_us)).await.unwrap();
         let decision = self.decide_by_current(&current, at_us).await;
         let grant = decision.grants.first();
-        let charged_at_us = current.iter().zip(&decision.charged_at_us);
+        let charged_at_us = current.iter().zip(&decision.outcomes);
         let charged_at_us = charged_at_us.filter(|(charge, _)| charge.is_estimate);
         assert_eq!(
             previous_version::PreviousDecision {
                 statuses: status_numbers(&decision),
-                charged_at_us: charged_at_us.map(|(_, at_us)| at_us.unwrap_or(0)).collect(),
+                charged_at_us: charged_at_us
+                    .map(|(_, outcome)| outcome.charged_at_us.unwrap_or(0))
+                    .collect(),
                 grant: grant.map(|grant| (grant.units, grant.until_us)),
                 delay_us: decision.delay_us,
             },
@@ -519,7 +521,8 @@ async fn both_versions_read_each_others_states_alike() {
                     }
                 } else if is_current {
                     let decision = state.decide_by_current(&charges, at_us).await;
-                    charged_at_us.extend(decision.charged_at_us.iter().flatten().copied());
+                    let outcomes = decision.outcomes.iter();
+                    charged_at_us.extend(outcomes.filter_map(|outcome| outcome.charged_at_us));
                     charged_at_us.extend(decision.grants.iter().map(|grant| grant.until_us));
                 } else {
                     let decision = state.previous.decide(&charges, Some(at_us)).await.unwrap();

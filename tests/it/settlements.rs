@@ -139,7 +139,11 @@ fn returns_after_hundreds_of_charges_match_the_reference_model() {
             };
             let decision = store.decide(&[charge], now_us);
             assert_eq!(decision, model.decide(now_us, &[charge]));
-            in_flight.extend(decision.charged_at_us[0].map(|at_us| (charge.cost, at_us)));
+            in_flight.extend(
+                decision.outcomes[0]
+                    .charged_at_us
+                    .map(|at_us| (charge.cost, at_us)),
+            );
         }
         rng.shuffle(&mut in_flight);
         for responses in in_flight.chunks(rng.usize(1..64)) {
@@ -263,7 +267,10 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                     }
                 }
                 let look = Charge::new(&ledger.limit, &ledger.key, 0);
-                let left = store.decide(&[look], now_us).statuses[0].unwrap().remaining;
+                let left = store.decide(&[look], now_us).outcomes[0]
+                    .status
+                    .unwrap()
+                    .remaining;
                 let known = ledger.remaining_if_known(now_us);
                 let what = format!(
                     "{name}, step {step} at {now_us} of {limit:?}: {left} are left, {known} should be"
@@ -300,16 +307,16 @@ fn a_queue_keeps_its_distance_whatever_is_returned() {
                 ..Charge::new(&limit, &key, cost)
             };
             let look = Charge::new(&limit, &key, 0);
-            let before = store.decide(&[look], now_us).statuses;
+            let before = store.decide(&[look], now_us).outcomes;
             let decision = store.decide(&[charge], now_us);
             if !decision.admitted {
                 continue;
             }
-            let name_us = decision.charged_at_us[0].unwrap();
+            let name_us = decision.outcomes[0].charged_at_us.unwrap();
             let amendment = charge.return_amendment(name_us);
             if rng.u8(..4) == 0 {
                 store.apply_amendment(&limit, &key, amendment, now_us);
-                let after = store.decide(&[look], now_us).statuses;
+                let after = store.decide(&[look], now_us).outcomes;
                 assert_eq!(after, before, "step {step} of {limit:?}");
                 continue;
             }

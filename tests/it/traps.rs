@@ -29,7 +29,7 @@ impl LimitFixture<'_> {
     }
 
     fn limit_status(&mut self) -> LimitStatus {
-        self.decide(0).statuses[0].unwrap()
+        self.decide(0).outcomes[0].status.unwrap()
     }
 
     /// Units that are certainly admitted at once if nothing was used.

@@ -67,7 +67,7 @@ fn use_other_keys(store: &MemoryStore) {
 }
 
 fn wait_us(decision: &Decision) -> u64 {
-    match decision.statuses[0].unwrap().refusal {
+    match decision.outcomes[0].status.unwrap().refusal {
         Some(Refusal::Until(at_us)) => at_us - decision.now_us,
         other => panic!("{other:?}"),
     }
@@ -220,7 +220,7 @@ fn other_algorithms_do_not_notice_a_step() {
                 }
                 let [expected, decided] = [&steady, &stepping].map(|store| {
                     let decision = store.decide(&[Charge::new(&limit, &key, 1)]);
-                    let status = decision.statuses[0].unwrap();
+                    let status = decision.outcomes[0].status.unwrap();
                     (decision.admitted, status.convert_clock(decision.now_us, 0))
                 });
                 assert_eq!(decided, expected, "seed {seed}, {name}, {limit:?}");

@@ -232,7 +232,9 @@ impl Instance {
         let counters = self.shared.redis.as_ref()?.instance_counters();
         let _guard = self.runtime.as_ref()?.enter();
         let decision = counters.decide(&[Charge::new(limit, key, 0)]);
-        decision.statuses[0].map(|status| limit.requests - status.remaining)
+        decision.outcomes[0]
+            .status
+            .map(|status| limit.requests - status.remaining)
     }
 
     /// The instances that share the limits, as this one has counted them.

@@ -35,12 +35,8 @@ impl ChargeHistory {
                 Some(units) => (1, units),
                 None => (part_index + 1 - HISTORY_PART_COUNT, 0),
             };
-            self.start_debt = apply_payment_and_charge(
-                self.start_debt,
-                limit,
-                parts.saturating_mul(part_us),
-                units,
-            );
+            let paying_us = parts.saturating_mul(part_us);
+            self.start_debt = apply_payment_and_charge(self.start_debt, limit, paying_us, units);
             self.start_us += parts * part_us;
             part_index -= parts;
         }
@@ -68,20 +64,12 @@ impl ChargeHistory {
         *part = part.saturating_sub(units);
         let (mut debt, mut from_us) = (self.start_debt, self.start_us);
         for units in &self.part_units {
-            debt = apply_payment_and_charge(
-                debt,
-                limit,
-                now_us.saturating_sub(from_us).min(part_us),
-                *units,
-            );
+            let paying_us = now_us.saturating_sub(from_us).min(part_us);
+            debt = apply_payment_and_charge(debt, limit, paying_us, *units);
             from_us += part_us;
         }
-        Some(apply_payment_and_charge(
-            debt,
-            limit,
-            now_us.saturating_sub(from_us),
-            0,
-        ))
+        let paying_us = now_us.saturating_sub(from_us);
+        Some(apply_payment_and_charge(debt, limit, paying_us, 0))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reads the limits that a refused request did not ask: `Retry-After` covers all of them.
 
 use super::RedisDecisionPath;
-use crate::limiter::{Charge, ChargePart, Decision, Refusal};
+use crate::limiter::{Charge, ChargeOutcome, ChargePart, Decision, Refusal};
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
@@ -11,10 +11,9 @@ pub(super) fn find_unasked_limits(
     charges: &[Charge<'_>],
     refusal: &Decision,
 ) -> SmallVec<[bool; 8]> {
-    let outcomes = charges.iter().zip(refusal.outcomes());
-    let is_unasked = outcomes.map(|(charge, outcome)| {
-        charge.has_retry_time() && outcome.status.is_none() && outcome.charged_at_us.is_none()
-    });
+    let outcomes = charges.iter().zip(&refusal.outcomes);
+    let is_unasked =
+        outcomes.map(|(charge, outcome)| charge.has_retry_time() && outcome.is_unknown());
     is_unasked.collect()
 }
 
@@ -36,11 +35,13 @@ impl RedisDecisionPath<'_> {
         if unknown.charges.is_empty() {
             return refusal;
         }
-        let statuses = refusal.statuses.iter().flatten();
-        let waits = statuses.map(|status| match status.refusal {
-            Some(Refusal::Until(at_us)) => at_us.saturating_sub(refusal.now_us),
-            _ => 0,
-        });
+        let waits = refusal
+            .outcomes
+            .iter()
+            .map(|outcome| match outcome.refusal() {
+                Some(Refusal::Until(at_us)) => at_us.saturating_sub(refusal.now_us),
+                _ => 0,
+            });
         let wait_us = waits.max().unwrap_or(0);
         // Boxed, because most refusals need no reading.
         let read = self.read_statuses(&unknown.charges, requested_at, wait_us);
@@ -70,7 +71,7 @@ impl RedisDecisionPath<'_> {
             let partial = failure.partial.map(|partial| partial.decision);
             partial.unwrap_or_default()
         });
-        read.statuses.resize(reads.len(), None);
+        read.outcomes.resize(reads.len(), ChargeOutcome::default());
         read.admitted = false;
         self.redis
             .fallback()

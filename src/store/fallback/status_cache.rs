@@ -2,9 +2,10 @@
 //! In an outage, the counters of this process start from these statuses.
 
 use super::counter_cache::CounterCache;
-use super::{FallbackStore, Share};
-use crate::limiter::{Algorithm, Amendment, Charge, Limit, LimitStatus};
+use super::{CachedOverride, FallbackStore, Share, uses_fallback};
+use crate::limiter::{Algorithm, Amendment, Charge, Decision, Limit};
 use crate::store::memory::counter_id;
+use crate::store::override_end_us;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -26,28 +27,66 @@ pub(super) struct CachedStatus {
 }
 
 impl FallbackStore {
-    /// Stores the status received at `received_at_us`, when the clock of Redis showed `now_us`.
-    pub(super) fn cache_status(
+    /// Caches the statuses reported by Redis, from which a later outage starts.
+    pub fn cache_statuses(
         &self,
-        charge: &Charge<'_>,
-        status: LimitStatus,
-        now_us: u64,
-        received_at_us: u64,
+        charges: &[Charge<'_>],
+        decision: &Decision,
+        received_at: Instant,
     ) {
-        let is_block = charge.limit.algorithm == Algorithm::Block;
-        let ends = status.next_growth_us.filter(|_| is_block);
-        if is_block && ends.is_none() {
-            return;
+        let received_us = self.clock.instant_to_unix_us(received_at);
+        let to_local_us =
+            |at_us: u64| received_us.saturating_add(at_us.saturating_sub(decision.now_us));
+        for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
+            let Some(mut status) = outcome.status.filter(|_| uses_fallback(charge)) else {
+                continue;
+            };
+            let mut grants = decision.grants.iter();
+            if let Some(grant) = grants.find(|grant| grant.policy_number == charge.policy_number) {
+                // Each instance uses only its share of the remaining units, so the units that this
+                // instance has just leased are deducted once per instance.
+                let instances = self.share().instance_count().into();
+                let leased_units = grant.units.saturating_mul(instances);
+                status.remaining = status.remaining.saturating_sub(leased_units);
+            }
+            let id = counter_id(charge.limit, charge.key);
+            match (charge.dynamic, status.in_effect) {
+                (None, _) => {}
+                (Some(_), Some(in_effect)) => {
+                    let ends_us = outcome.override_expires_at_ms.map(override_end_us);
+                    let ends_us = ends_us.map(to_local_us);
+                    let cached = CachedOverride { in_effect, ends_us };
+                    self.override_cache.insert(id, cached);
+                }
+                (Some(_), None) => self.override_cache.remove_and_apply(id, drop),
+            }
+            match charge.limit.algorithm {
+                _ if status.is_unlimited() => {}
+                // The slots in use are counted in this process; the number reported by Redis is not
+                // needed.
+                Algorithm::Concurrency { .. } => {
+                    let amendment = Amendment::Renew {
+                        slot: charge.slot_id,
+                    };
+                    // A charge without cost reads the slots, and takes none.
+                    if decision.admitted && charge.cost > 0 {
+                        self.amend_share(charge.limit, charge.key, amendment);
+                    }
+                }
+                _ if self.may_be_stale(charge) => {}
+                // A block that is not in effect.
+                Algorithm::Block if status.next_growth_us.is_none() => {}
+                _ => {
+                    let block_ends_us = status.next_growth_us.filter(|_| charge.is_block());
+                    let cached = CachedStatus {
+                        remaining: status.remaining,
+                        received_at_us: received_us,
+                        block_ends_us: block_ends_us.map(to_local_us),
+                    };
+                    self.status_cache.insert(id, cached);
+                }
+            }
         }
-        let ends_us =
-            ends.map(|ends_us| received_at_us.saturating_add(ends_us.saturating_sub(now_us)));
-        let cached = CachedStatus {
-            remaining: status.remaining,
-            received_at_us,
-            block_ends_us: ends_us,
-        };
-        let id = counter_id(charge.limit, charge.key);
-        self.status_cache.insert(id, cached);
     }
 
     /// Starts the local counter from a status of Redis.
@@ -97,18 +136,14 @@ impl CachedStatus {
     /// Counted from then, they are too strict for a sliding window, and exact for all other
     /// algorithms.
     pub(super) fn to_amendment(self, share: Share, limit: &Limit, now_us: u64) -> Amendment {
-        let age_us = now_us.saturating_sub(self.received_at_us);
-        if let Some(ends_us) = self.block_ends_us {
+        let (units, charged_at_us) = match self.block_ends_us {
             // A block lasts for `per_us` from its start.
-            let block_start_us = ends_us.saturating_sub(limit.per_us);
-            return Amendment::BackdatedCharge {
-                units: 1,
-                age_us: now_us.saturating_sub(block_start_us),
-            };
-        }
+            Some(ends_us) => (1, ends_us.saturating_sub(limit.per_us)),
+            None => (self.used_units(share, limit), self.received_at_us),
+        };
         Amendment::BackdatedCharge {
-            units: self.used_units(share, limit),
-            age_us,
+            units,
+            age_us: now_us.saturating_sub(charged_at_us),
         }
     }
 }

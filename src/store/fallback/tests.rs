@@ -1,6 +1,6 @@
 use super::*;
 use crate::clock::ManualClock;
-use crate::limiter::KeyBuilder;
+use crate::limiter::{Algorithm, ChargeOutcome, KeyBuilder};
 use crate::store::fallback::outage_usage::OutageUsage;
 use std::sync::Barrier;
 use std::thread;
@@ -354,7 +354,8 @@ fn a_refusal_above_the_share_is_not_permanent() {
             cost,
             ..fleet.one_unit_charge()
         }];
-        fallback.decide(&charges, Instant::now()).statuses[0]
+        fallback.decide(&charges, Instant::now()).outcomes[0]
+            .status
             .unwrap()
             .refusal
     };
@@ -405,12 +406,15 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
     assert_eq!(admitted, 2);
     let last = fallback.decide(&charges, Instant::now());
     assert_eq!(
-        last.statuses[0].unwrap().remaining,
+        last.outcomes[0].status.unwrap().remaining,
         7,
         "refused requests are not charged"
     );
-    assert_eq!((last.statuses[1], last.statuses[2]), (None, None));
-    assert!(last.statuses[3].unwrap().refusal.is_some());
+    assert_eq!(
+        (last.outcomes[1].status, last.outcomes[2].status),
+        (None, None)
+    );
+    assert!(last.outcomes[3].status.unwrap().refusal.is_some());
 }
 
 #[test]
@@ -482,14 +486,13 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
         in_effect: None,
     };
     let admitted = Decision {
-        override_expiries_ms: Box::default(),
-        may_have_charged: false,
         now_us: START_US,
         admitted: true,
-        statuses: [Some(status)].into_iter().collect(),
-        delay_us: 0,
-        grants: SmallVec::new(),
-        charged_at_us: SmallVec::new(),
+        outcomes: SmallVec::from_iter([ChargeOutcome {
+            status: Some(status),
+            ..ChargeOutcome::default()
+        }]),
+        ..Decision::default()
     };
     fallback.cache_statuses(&charge(1), &admitted, Instant::now());
     // A client that reads its own limits takes no slot.
@@ -827,14 +830,13 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
         in_effect: None,
     };
     let answer = Decision {
-        override_expiries_ms: Box::default(),
-        may_have_charged: false,
         now_us: START_US,
         admitted: true,
-        statuses: SmallVec::from_elem(Some(status), 1),
-        delay_us: 0,
-        grants: SmallVec::new(),
-        charged_at_us: SmallVec::new(),
+        outcomes: SmallVec::from_iter([ChargeOutcome {
+            status: Some(status),
+            ..ChargeOutcome::default()
+        }]),
+        ..Decision::default()
     };
     for round in 0..10_000 {
         let fallback = FallbackStore::new(1, Clock::manual(START_US).0);

@@ -27,13 +27,14 @@ const REFUSED_SUFFIX: &str = ".refused";
 /// The files of one service in the directory.
 #[derive(Debug)]
 pub(crate) struct UsageDirectory {
-    path: PathBuf,
+    pub(crate) path: PathBuf,
     /// Common start of the names of this service's files.
     name_prefix: String,
     instance_id: Box<str>,
     clock: Clock,
-    /// The file whose usage this process has restored.
-    restored_file: Mutex<Option<UsageFile>>,
+    /// The file whose usage this process has restored. It stays locked until
+    /// [`Self::remove_restored_file`].
+    pub(crate) restored_file: Mutex<Option<UsageFile>>,
 }
 
 /// A locked file with usage that is not in Redis yet.
@@ -57,10 +58,6 @@ impl UsageDirectory {
         }
     }
 
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
     /// Locks and reads the newest file that no process has locked. Unusable files are renamed.
     /// Returns the time (µs) since the file was saved, by the wall clock.
     pub(crate) fn lock_and_read_newest_file(&self) -> Option<(UsageFile, OutageUsage, u64)> {
@@ -79,11 +76,6 @@ impl UsageDirectory {
                 }
             }
         })
-    }
-
-    /// Keeps the restored file locked until [`Self::remove_restored_file`].
-    pub(crate) fn set_restored_file(&self, file: UsageFile) {
-        *self.restored_file.lock() = Some(file);
     }
 
     /// Removes the restored file after its usage was written to Redis or to a newer file.

@@ -3,7 +3,7 @@
 use super::outage_usage::{OutageCounter, OutageUsage};
 use super::status_cache::CachedStatus;
 use super::write_back::{CounterWriteBack, UsageEntry, is_bucket};
-use super::{FallbackStore, PHASE_UP_TO_DATE};
+use super::{FallbackStore, OutagePhase};
 use crate::limiter::{Algorithm, Amendment};
 use std::sync::atomic::Ordering;
 
@@ -11,17 +11,14 @@ impl FallbackStore {
     /// What a later process needs to continue this outage. `None` if Redis has all usage.
     /// `wall_clock_us`: the current wall clock.
     pub(crate) fn export_usage(&self, wall_clock_us: u64) -> Option<OutageUsage> {
-        if self.phase() == PHASE_UP_TO_DATE {
-            return None;
-        }
         // The statuses are exported before the table is locked, because other callers lock the
         // table while they hold the lock of a status shard.
         let statuses = self.status_cache.to_vec();
-        let mut table = self.write_back.lock();
-        table.finish_batch(|_| false);
+        let mut outage = self.outage.lock();
+        outage.write_back.finish_batch(|_| false);
         let now_us = self.clock.now_us();
-        let counters = table.iter();
-        Some(OutageUsage {
+        let counters = outage.write_back.iter();
+        (outage.phase != OutagePhase::UpToDate).then(|| OutageUsage {
             saved_at_us: wall_clock_us,
             now_us,
             outage_ended_us: self.outage_ended_us.load(Ordering::Relaxed),
@@ -106,6 +103,6 @@ impl FallbackStore {
         let partition = self.partition(&counter.key);
         let mut pending = CounterWriteBack::new(&counter.limit, &counter.key, partition);
         pending.usage = counter.usage.into();
-        self.write_back.lock().merge_older_usage(pending);
+        self.outage.lock().write_back.merge_older_usage(pending);
     }
 }

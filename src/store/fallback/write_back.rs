@@ -79,13 +79,11 @@ impl WriteBackTable {
             return pending.slot_calls.push(Amendment::Renew { slot });
         }
         self.usage_entry_count -= pending.usage.len();
-        pending.add_usage(
-            UsageEntry {
-                at_us: now_us,
-                units: charge.cost,
-            },
-            self.usage_entry_count < MAX_USAGE_ENTRIES,
-        );
+        let entry = UsageEntry {
+            at_us: now_us,
+            units: charge.cost,
+        };
+        pending.add_usage(entry, self.usage_entry_count < MAX_USAGE_ENTRIES);
         self.usage_entry_count += pending.usage.len();
     }
 
@@ -150,15 +148,11 @@ impl WriteBackTable {
 
     /// Ends the batch. Puts back the counters that were not written.
     pub(super) fn finish_batch(&mut self, is_written: impl Fn(CounterId) -> bool) {
-        for pending in std::mem::take(&mut self.sending) {
-            match is_written(counter_id(&pending.limit, &pending.key)) {
-                true => self.merge_older_usage(CounterWriteBack {
-                    usage: VecDeque::new(),
-                    slot_calls: Vec::new(),
-                    ..pending
-                }),
-                false => self.merge_older_usage(pending),
+        for mut pending in std::mem::take(&mut self.sending) {
+            if is_written(counter_id(&pending.limit, &pending.key)) {
+                (pending.usage, pending.slot_calls) = Default::default();
             }
+            self.merge_older_usage(pending);
         }
     }
 
@@ -233,7 +227,7 @@ impl CounterWriteBack {
 
     fn add_usage(&mut self, entry: UsageEntry, may_grow: bool) {
         let subperiod = |at_us: u64| {
-            let start_us = match is_fixed_window(&self.limit) {
+            let start_us = match self.limit.follows_wall_clock() {
                 true => self.limit.window_at(at_us).start_us,
                 false => 0,
             };
@@ -267,13 +261,6 @@ pub(super) fn is_bucket(limit: &Limit) -> bool {
     matches!(
         limit.algorithm,
         Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. }
-    )
-}
-
-fn is_fixed_window(limit: &Limit) -> bool {
-    matches!(
-        limit.algorithm,
-        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
     )
 }
 

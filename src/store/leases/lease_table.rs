@@ -177,11 +177,10 @@ impl LeaseTable {
                 .partition_point(|other| other.expires_at.instant <= lease.expires_at.instant);
             entry.leases.insert(at, lease);
             self.changed.notify_one();
-            let statuses = decision.statuses.iter().copied().flatten().collect();
             entry.last_grant_answer = Some(LastGrantAnswer {
                 store_now_us: decision.now_us,
                 received_at,
-                statuses,
+                statuses: decision.statuses().collect(),
                 issued_units: 0,
             });
         }
@@ -320,7 +319,8 @@ mod tests {
     use super::*;
     use crate::clock::Clock;
     use crate::limiter::{
-        Algorithm, Amendment, Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit, LimitStatus,
+        Algorithm, Amendment, ChargeOutcome, Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit,
+        LimitStatus,
     };
     use smallvec::SmallVec;
 
@@ -360,14 +360,14 @@ mod tests {
             until_us: 5_100_000,
         };
         Decision {
-            override_expiries_ms: Box::default(),
-            may_have_charged: false,
             now_us: 5_000_000,
             admitted: true,
-            statuses: SmallVec::from_elem(Some(status), 1),
-            delay_us: 0,
+            outcomes: SmallVec::from_iter([ChargeOutcome {
+                status: Some(status),
+                ..ChargeOutcome::default()
+            }]),
             grants: SmallVec::from_elem(grant, usize::from(units > 0)),
-            charged_at_us: SmallVec::new(),
+            ..Decision::default()
         }
     }
 

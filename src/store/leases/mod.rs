@@ -26,7 +26,7 @@ mod lease_table;
 use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Charge, ChargePart, Decision, Key, LeaseTerms, Limit, LimitName};
+use crate::limiter::{Amendment, Charge, ChargePart, Decision, Key, LeaseTerms, Limit, LimitName};
 use clock_reading::ClockReading;
 use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
@@ -103,10 +103,9 @@ impl LeasePool {
         // While an outage ends, Redis lacks the charges that other instances have not written back,
         // so it would grant too many units.
         let may_refill = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
-        let mut on_exhausted = if may_refill {
-            OnLeaseExhausted::Wait
-        } else {
-            OnLeaseExhausted::NeverRefill
+        let mut on_exhausted = match may_refill {
+            true => OnLeaseExhausted::Wait,
+            false => OnLeaseExhausted::NeverRefill,
         };
         loop {
             let mut guard = LeasePermitGuard {
@@ -120,11 +119,9 @@ impl LeasePool {
                 Err(refill_done) => {
                     drop(guard);
                     drop(timeout_at(wait_deadline, refill_done).await);
-                    on_exhausted = if Instant::now() < wait_deadline {
-                        OnLeaseExhausted::Wait
-                    } else {
-                        OnLeaseExhausted::RefillWithoutWaiting
-                    };
+                    if Instant::now() >= wait_deadline {
+                        on_exhausted = OnLeaseExhausted::RefillWithoutWaiting;
+                    }
                 }
             }
         }
@@ -141,13 +138,8 @@ impl LeasePool {
     /// Ends all leases and sends credits for their unused units, for at most [`FLUSH_TIMEOUT`]. No
     /// units are issued afterwards. The first worker that stops ends the leases of all workers.
     pub(super) async fn end_leases_and_send_credits(&self, redis: &RedisStore) {
-        drop(
-            timeout(
-                FLUSH_TIMEOUT,
-                self.send_credits(redis, self.table.close_and_end_all_leases()),
-            )
-            .await,
-        );
+        let credits = self.table.close_and_end_all_leases();
+        drop(timeout(FLUSH_TIMEOUT, self.send_credits(redis, credits)).await);
     }
 
     /// Number of leased units that were not used and could not be returned.
@@ -158,27 +150,21 @@ impl LeasePool {
     /// Sends credits to Redis. A failed credit is not retried: its units stay charged until they
     /// expire.
     async fn send_credits(&self, redis: &RedisStore, credits: Vec<LeaseCredit>) {
-        let (returned, settlements): (Vec<&LeaseCredit>, Vec<Settlement<'_>>) = credits
-            .iter()
-            .flat_map(|unused| {
-                unused
-                    .settlements()
-                    .map(move |settlement| (unused, settlement))
-            })
-            .unzip();
-        if settlements.is_empty() {
+        let settlements = credits.iter().flat_map(LeaseCredit::settlements);
+        let settlements: Vec<Settlement<'_>> = settlements.collect();
+        let Err(mut error) = redis.apply_settlements(&settlements).await else {
             return;
-        }
-        let result = redis.apply_settlements(&settlements).await;
-        let unconfirmed_indices = result.err().map(|error| error.unconfirmed_indices);
-        let unconfirmed = unconfirmed_indices.into_iter().flatten();
-        let mut lost: Vec<&LeaseCredit> = unconfirmed
-            .filter_map(|index| returned.get(index).copied())
-            .collect();
+        };
         // A credit that failed for several limits counts once.
-        lost.dedup_by(|first, second| std::ptr::eq(*first, *second));
-        let lost_units = lost.iter().map(|unused| unused.units).sum();
-        self.table.credits.record_lost_units(lost_units);
+        error.unconfirmed.dedup_by(|next, first| {
+            let is_same_credit = (first.key, first.amendment) == (next.key, next.amendment);
+            is_same_credit && first.limit != next.limit
+        });
+        let lost_units = error.unconfirmed.iter().map(|lost| match lost.amendment {
+            Amendment::Credit { units, .. } => units,
+            _ => 0,
+        });
+        self.table.credits.record_lost_units(lost_units.sum());
     }
 
     /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
@@ -225,8 +211,8 @@ impl LeaseRefill {
                 has_fallback: self.has_fallback,
                 ..Charge::new(limit, &self.key, 0)
             });
-            let (charges, sent_at): (SmallVec<[_; 2]>, _) =
-                (charges.collect(), ClockReading::now(&leases.clock));
+            let charges: SmallVec<[_; 2]> = charges.collect();
+            let sent_at = ClockReading::now(&leases.clock);
             if let Ok(decision) = redis.decide(&charges, sent_at.instant).await {
                 redis
                     .fallback()
@@ -343,8 +329,7 @@ impl LeasePermitGuard<'_> {
         let decision = Decision {
             now_us: (self.permits.first()).map_or(0, |permit| permit.store_now_us),
             admitted: true,
-            statuses: SmallVec::from_elem(None, charges.len()),
-            ..Decision::default()
+            ..Decision::without_outcomes(charges.len())
         };
         self.add_statuses(charges, decision)
     }
@@ -352,11 +337,11 @@ impl LeasePermitGuard<'_> {
     /// Adds the statuses of leased policies to the decision of the store about the request.
     pub(super) fn add_statuses(&self, charges: &[Charge<'_>], mut decision: Decision) -> Decision {
         for permit in &self.permits {
-            let targets = charges.iter().zip(&mut decision.statuses);
+            let targets = charges.iter().zip(&mut decision.outcomes);
             let targets =
                 targets.filter(|(charge, _)| charge.policy_number == permit.policy_number);
-            for ((_, target), status) in targets.zip(&permit.statuses) {
-                *target = Some(*status);
+            for ((_, outcome), status) in targets.zip(&permit.statuses) {
+                outcome.status = Some(*status);
             }
         }
         decision

@@ -22,11 +22,13 @@ pub(super) struct MemoryUsage {
     pub evictions: AtomicU64,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct CounterShard {
     /// Policies with counters, by [`Key::encoded_policy_name`].
     policies: IndexMap<Box<[u8]>, PolicyCounters, RandomState>,
-    random: fastrand::Rng,
+    /// Evictions so far: the seed of the next one, so that the same calls always evict the same
+    /// counters.
+    eviction_count: u64,
     /// Indices of the policy and of its counter at which [`CounterShard::sweep_expired`] continues.
     sweep_position: (usize, usize),
     /// Latest time of a decision in this shard (µs), and of the wall clock then.
@@ -187,19 +189,6 @@ fn fullness(used: u64, limit: &Limit) -> u32 {
     u32::try_from(share).unwrap_or(u32::MAX)
 }
 
-impl Default for CounterShard {
-    fn default() -> Self {
-        Self {
-            policies: IndexMap::default(),
-            // The seed is fixed, so that the same calls always evict the same counters.
-            random: fastrand::Rng::with_seed(0),
-            sweep_position: (0, 0),
-            newest_us: 0,
-            newest_wall_us: 0,
-        }
-    }
-}
-
 impl CounterShard {
     pub(super) fn get_counter(&self, charge: &Charge<'_>) -> Option<&StoredCounter> {
         let policy = self.policies.get(charge.key.encoded_policy_name())?;
@@ -321,10 +310,12 @@ impl CounterShard {
         let Some((policy_index, PolicyCounters { counters, .. })) = largest else {
             return false;
         };
+        self.eviction_count += 1;
+        let mut random = fastrand::Rng::with_seed(self.eviction_count);
         // The newest counter stays: if all older ones are exhausted, it would never count anything.
         let candidate_count = counters.len().saturating_sub(1).max(1);
         let sample = (0..EVICTION_SAMPLE_SIZE).filter_map(|_| {
-            let index = self.random.usize(..candidate_count);
+            let index = random.usize(..candidate_count);
             let (_, counter) = counters.get_index(index)?;
             let is_live = counter.expires_at_us > now_us;
             Some((is_live, counter.fullness, counter.expires_at_us, index))

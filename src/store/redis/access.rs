@@ -106,19 +106,15 @@ impl LoginRotation {
             Ok(value) => return Ok((value, &self.newest)),
             Err(error) => error,
         };
-        match &self.previous {
-            Some(previous) if error.kind == RedisErrorKind::NoAuth => {
-                match attempt(previous).await {
-                    Ok(value) => {
-                        self.log_rejection(&error);
-                        Ok((value, previous))
-                    }
-                    // The first error names the credentials that the operator has to correct.
-                    Err(_) => Err(error),
-                }
-            }
-            _ => Err(error),
+        if error.kind == RedisErrorKind::NoAuth
+            && let Some(previous) = &self.previous
+            && let Ok(value) = attempt(previous).await
+        {
+            self.log_rejection(&error);
+            return Ok((value, previous));
         }
+        // The first error names the credentials that the operator has to correct.
+        Err(error)
     }
 
     /// Records that credentials work: a server ran the commands that tidegate needs.

@@ -97,11 +97,8 @@ impl DecisionBatcher {
     ) -> Result<oneshot::Receiver<Result<CallerReply, RedisErrorKind>>, RedisErrorKind> {
         let (reply_sender, reply_receiver) = oneshot::channel();
         let mut state = self.state.lock();
-        if state
-            .pending
-            .back()
-            .is_none_or(|pending| pending.batch.is_full())
-        {
+        let last = state.pending.back();
+        if last.is_none_or(|pending| pending.batch.is_full()) {
             state.pending.push_back(PendingBatch {
                 live: self.node.connection.live()?,
                 batch: DecisionBatch::default(),
@@ -171,10 +168,10 @@ impl DecisionBatcher {
         match replies {
             Ok(replies) => pending.send_replies(&replies),
             Err(failure) => {
-                for _ in pending.callers.iter().flatten() {
+                for caller in pending.callers.into_iter().flatten() {
                     live.record_failure(failure);
+                    drop(caller.reply_sender.send(Err(failure)));
                 }
-                pending.fail_callers(failure);
             }
         }
     }
@@ -208,12 +205,6 @@ impl PendingBatch {
             for (index, caller) in (0..).zip(callers) {
                 drop(caller.reply_sender.send(Ok(reply.for_caller(index))));
             }
-        }
-    }
-
-    fn fail_callers(self, failure: RedisErrorKind) {
-        for caller in self.callers.into_iter().flatten() {
-            drop(caller.reply_sender.send(Err(failure)));
         }
     }
 }

@@ -5,17 +5,16 @@
 //! and it keeps connections to a hung server or a demoted master.
 
 use super::access::RedisAccess;
-use super::connection_target::RedisConnectionTarget;
 use super::connector::{self, AbortOnDropTask};
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::live_connection::LiveConnection;
-use super::script_transfer::is_proxy_refusal;
+use super::live_connection::is_proxy_refusal;
 use super::scripts::ScriptLibrary;
-use super::sentinel::SentinelGroup;
-use super::settings::{RedisAddress, RedisCredentials, RedisSettings};
+use super::sentinel::{SentinelDisagreements, SentinelGroup};
+use super::settings::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
 use super::shared_state::SharedRedisState;
 use super::watched_value::WatchedValue;
-use crate::limiter::{Algorithm, Charge, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
 use std::sync::Arc;
@@ -38,6 +37,47 @@ const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(1);
 
 /// Pause between two trials of credentials that Redis rejects.
 const RELOGIN_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The policy name of the counter that proves that Redis accepts writes. No policy can have this
+/// name.
+pub(super) const PROBE_POLICY_NAME: &str = "-probe";
+
+/// The server that a connection leads to.
+#[derive(Debug)]
+pub(super) struct RedisConnectionTarget {
+    /// `None`: the master that the sentinels name.
+    pub(super) address: Option<RedisAddress>,
+    /// The counter that proves that the server accepts writes. In a cluster, it is in one of the
+    /// node's slots.
+    pub(super) probe_key: Key,
+}
+
+impl RedisConnectionTarget {
+    /// The single server, or the master that the sentinels name.
+    pub(super) fn from_settings(settings: &RedisSettings) -> Self {
+        let is_known = settings.topology == RedisTopology::Standalone;
+        Self {
+            address: settings.servers.first().filter(|_| is_known).cloned(),
+            probe_key: KeyBuilder::new(PROBE_POLICY_NAME).finish(),
+        }
+    }
+
+    /// The address to connect to now.
+    pub(super) async fn resolve_address(
+        &self,
+        access: &RedisAccess,
+        disagreements: &SentinelDisagreements,
+    ) -> Result<RedisAddress, RedisConnectionError> {
+        match (&self.address, SentinelGroup::from_access(access)) {
+            (Some(address), _) => Ok(address.clone()),
+            (None, Some(sentinels)) => sentinels.resolve_master(disagreements).await,
+            (None, None) => Err(RedisConnectionError::new(
+                RedisErrorKind::Dns,
+                "no address is known",
+            )),
+        }
+    }
+}
 
 /// A connection that is reopened when it is lost.
 #[derive(Debug)]

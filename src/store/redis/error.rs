@@ -209,9 +209,7 @@ impl RedisErrorKind {
                 | Self::InvalidReply
         )
     }
-}
 
-impl RedisErrorKind {
     /// Classifies the text of an error. Redis 6 puts the position in the script before an error
     /// that a script met. If the script did not catch it, the position and the name of the script
     /// precede it again.

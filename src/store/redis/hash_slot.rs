@@ -16,13 +16,11 @@ pub(super) fn hash_slot_for_key(key: &Key) -> u16 {
 /// The slot of a Redis key: the hash of the text in its first braces, or of the whole key without
 /// one.
 pub(super) fn hash_slot_for_name(name: &str) -> u16 {
-    let tag = name
+    let braces = name
         .split_once('{')
         .and_then(|(_, rest)| rest.split_once('}'));
-    crc16(
-        tag.map_or(name, |(tag, _)| if tag.is_empty() { name } else { tag })
-            .as_bytes(),
-    ) % HASH_SLOT_COUNT
+    let tag = braces.map(|(tag, _)| tag).filter(|tag| !tag.is_empty());
+    crc16(tag.unwrap_or(name).as_bytes()) % HASH_SLOT_COUNT
 }
 
 /// CRC-16/XMODEM, as Redis Cluster requires.

@@ -1,13 +1,13 @@
 //! Reads and resets counters for operators, outside of the request path.
 
-use super::connection_target::PROBE_POLICY_NAME;
+use super::connection::PROBE_POLICY_NAME;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::live_connection::LiveConnection;
 use super::member_list::{MAX_LISTED_MEMBERS, MEMBER_LIST_SCRIPT, MemberList};
 use super::membership::MEMBER_TTL;
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisStore, SharedRedisState};
-use crate::limiter::{Charge, Limit};
+use crate::limiter::{Charge, KeyBuilder, Limit};
 use redis::{Cmd, Value, cmd, from_redis_value};
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,7 +22,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Reads and resets counters over its own connection.
 #[derive(Debug)]
-pub struct CounterInspector(RedisStore);
+pub struct CounterInspector(pub(super) RedisStore);
 
 /// One counter as stored in Redis.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -174,6 +174,7 @@ impl CounterInspector {
         &self,
         keys: &[String],
     ) -> Result<Vec<RedisCounter>, RedisConnectionError> {
+        let placeholder_key = KeyBuilder::new("").finish();
         let mut parsed_keys: Vec<(&String, Limit, Option<String>)> = keys
             .iter()
             .filter_map(|key| {
@@ -182,14 +183,12 @@ impl CounterInspector {
             })
             .collect();
         loop {
-            let queried_counters: Vec<(&str, &Limit)> = parsed_keys
-                .iter()
-                .map(|(key, limit, _)| (key.as_str(), limit))
-                .collect();
-            let reply = match self
-                .run_command(keys, &self.0.scripts.read_command(&queried_counters))
-                .await
-            {
+            let names = parsed_keys.iter().map(|(key, ..)| key.as_str());
+            let limits = parsed_keys.iter().map(|(_, limit, _)| limit);
+            let charges = limits.map(|limit| Charge::new(limit, &placeholder_key, 0));
+            let charges: Vec<Charge<'_>> = charges.collect();
+            let command = self.0.scripts.read_command(names, &charges);
+            let reply = match self.run_command(keys, &command).await {
                 Ok(reply) => reply,
                 // Tries again without the key that holds a foreign value.
                 Err(RedisErrorKind::WrongType(position))
@@ -200,31 +199,20 @@ impl CounterInspector {
                 }
                 Err(failure) => return Err(failure.into()),
             };
-            let (now_us, statuses) = ScriptLibrary::parse_read_reply(&reply, &queried_counters)
+            let decision = ScriptLibrary::parse_decision_reply(&reply, &charges)
                 .ok_or(RedisErrorKind::InvalidReply)?;
-            let counters =
-                parsed_keys
-                    .into_iter()
-                    .zip(statuses)
-                    .map(|((key, limit, readable), status)| RedisCounter {
-                        key: key.clone(),
-                        readable_key: readable,
-                        used_units: limit.requests - status.remaining,
-                        limit,
-                        next_release_in_us: status
-                            .next_growth_us
-                            .map_or(0, |at_us| at_us.saturating_sub(now_us)),
-                    });
+            let counters = parsed_keys.into_iter().zip(decision.statuses());
+            let counters = counters.map(|((key, limit, readable_key), status)| RedisCounter {
+                key: key.clone(),
+                readable_key,
+                used_units: limit.requests - status.remaining,
+                limit,
+                next_release_in_us: status
+                    .next_growth_us
+                    .map_or(0, |at_us| at_us.saturating_sub(decision.now_us)),
+            });
             return Ok(counters.collect());
         }
-    }
-
-    pub(super) fn scripts(&self) -> &ScriptLibrary {
-        &self.0.scripts
-    }
-
-    pub(super) fn master_connections(&self) -> Vec<Result<Arc<LiveConnection>, RedisErrorKind>> {
-        self.0.master_connections()
     }
 
     /// Runs a command about keys of one slot.

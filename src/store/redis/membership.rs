@@ -15,7 +15,7 @@ use super::node::RedisNode;
 use super::shared_state::SharedRedisState;
 use super::shared_state::new_fallback;
 use super::{RedisDialer, RedisStore};
-use crate::store::fallback::usage_directory::UsageFile;
+use crate::store::fallback::usage_directory::{UsageDirectory, UsageFile};
 use crate::store::{FallbackStore, Settlement, Share};
 use crate::telemetry::LogThrottle;
 use redis::{Cmd, Value, from_redis_value};
@@ -70,8 +70,9 @@ struct MembershipReply {
 /// What the membership task has learned from the replies of Redis.
 #[derive(Debug)]
 struct MembershipTracker {
-    /// Time since which every reply had a lower instance count. A failure resets it, because after
-    /// an outage the count has only the instances that have reconnected.
+    /// Time since which every reply had a lower instance count. A failure resets it: the grace
+    /// period needs consecutive replies, because after an outage the count has only the instances
+    /// that have reconnected.
     decrease_since: Option<Instant>,
     /// The time (µs) that Redis' clock showed in the last reply, and when that reply arrived.
     redis_clock: Option<(u64, Instant)>,
@@ -100,7 +101,7 @@ pub(super) async fn run_membership(redis: RedisStore) {
     loop {
         let round = run_heartbeat_round(&redis, &mut tracker, recovery).await;
         recovery = round.unwrap_or_else(|_| {
-            tracker.record_failure();
+            tracker.decrease_since = None;
             None
         });
         sleep(add_jitter(RECOVERY_HEARTBEAT_INTERVAL)).await;
@@ -125,7 +126,7 @@ async fn run_heartbeat_round(
     let has_failed = fallback.take_new_failure_flag();
     // In a cluster, failures of other servers say nothing about the count.
     if has_failed && fallback.is_stale(redis.membership_partition()) {
-        tracker.record_failure();
+        tracker.decrease_since = None;
     }
     // Other workers may still have no connection.
     let is_up = redis.breaker.is_up();
@@ -165,7 +166,8 @@ async fn run_heartbeat_round(
             tracker.redis_clock = Some((reply.now_us, now));
             Some(reply)
         }
-        Err(failure) if is_unresponsive(failure) => {
+        // Redis did not answer at all.
+        Err(failure @ (RedisErrorKind::Timeout | RedisErrorKind::Connection)) => {
             fallback.mark_partitions_unreachable([redis.membership_partition()]);
             return Err(failure);
         }
@@ -225,16 +227,16 @@ async fn write_back_with_files(
     }
     let shared = Arc::clone(&redis.shared);
     run_blocking(redis, move || {
-        let directory = shared.usage_directory.as_ref()?;
-        directory.remove_restored_file();
-        Some(())
+        let directory = shared.usage_directory.as_ref();
+        directory.map(UsageDirectory::remove_restored_file)
     })
     .await;
     loop {
         let leftover_usage = match tracker.leftover_usage.take() {
             None => {
                 let shared = Arc::clone(&redis.shared);
-                run_blocking(redis, move || claim_leftover_usage(&shared)).await
+                let claimed = run_blocking(redis, move || claim_leftover_usage(&shared)).await;
+                claimed.flatten()
             }
             leftover_usage => leftover_usage,
         };
@@ -245,11 +247,7 @@ async fn write_back_with_files(
             tracker.leftover_usage = Some((file, stopped_process));
             return Err(failure);
         }
-        run_blocking(redis, move || {
-            file.remove();
-            Some(())
-        })
-        .await;
+        run_blocking(redis, move || file.remove()).await;
     }
 }
 
@@ -267,11 +265,11 @@ fn claim_leftover_usage(shared: &SharedRedisState) -> Option<(UsageFile, Fallbac
 /// determines.
 async fn run_blocking<T: Send + 'static>(
     redis: &RedisStore,
-    work: impl FnOnce() -> Option<T> + Send + 'static,
+    work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {
     match redis.settings.dialer {
-        RedisDialer::Simulated(_) => work(),
-        RedisDialer::Network => spawn_blocking(work).await.ok().flatten(),
+        RedisDialer::Simulated(_) => Some(work()),
+        RedisDialer::Network => spawn_blocking(work).await.ok(),
     }
 }
 
@@ -288,8 +286,7 @@ async fn write_back(
             .ok_or(RedisErrorKind::Connection)?;
         let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
         if let Err(error) = redis.apply_settlements(&settlements).await {
-            let unconfirmed = error.unconfirmed_indices.iter();
-            fallback.requeue_unconfirmed(unconfirmed.filter_map(|index| settlements.get(*index)));
+            fallback.requeue_unconfirmed(&error.unconfirmed);
             return Err(RedisErrorKind::Timeout);
         }
         fallback.confirm_write_back_batch();
@@ -338,14 +335,6 @@ async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisEr
     router.run_on_hash_slot(hash_slot, command, deadline).await
 }
 
-/// Whether Redis did not answer at all.
-fn is_unresponsive(failure: RedisErrorKind) -> bool {
-    matches!(
-        failure,
-        RedisErrorKind::Timeout | RedisErrorKind::Connection
-    )
-}
-
 /// Adds jitter to a pause, so that instances started together don't send together.
 fn add_jitter(pause: Duration) -> Duration {
     pause.mul_f64(0.75 + fastrand::f64() / 2.0)
@@ -368,13 +357,8 @@ impl MembershipTracker {
         now_us.checked_add(since_us)
     }
 
-    /// Restarts the grace period of a lower count, which needs consecutive replies.
-    fn record_failure(&mut self) {
-        self.decrease_since = None;
-    }
-
     fn record_rejection(&mut self, failure: RedisErrorKind) {
-        self.record_failure();
+        self.decrease_since = None;
         let now = crate::clock::monotonic_now();
         if self.rejection_log.record_occurrence(now).is_some() {
             tracing::warn!(
@@ -477,7 +461,7 @@ mod tests {
             assert_eq!(lower_reply(&mut tracker), five, "a glimpse after an outage");
             sleep(MEMBERSHIP_GRACE_PERIOD - RECOVERY_HEARTBEAT_INTERVAL).await;
             assert_eq!(lower_reply(&mut tracker), five);
-            tracker.record_failure();
+            tracker.decrease_since = None;
             sleep(MEMBER_TTL).await;
         }
         assert_eq!(lower_reply(&mut tracker), five);

@@ -12,9 +12,9 @@
 //! | state | scope | true |
 //! |---|---|---|
 //! | [`SharedRedisState::is_up`] | process | once connected, no connection lost, breaker closed |
-//! | [`SharedRedisState::is_breaker_open`] | process | after consecutive failures, until a probe works |
+//! | `SharedRedisState::is_breaker_open` | process | after failures in a row, until a probe works |
 //! | [`RedisStore::is_reachable`] | worker | while the breaker is closed and its connection works |
-//! | [`super::FallbackStore::is_in_outage`] | process | from the first failure until all is written back |
+//! | `FallbackStore::is_in_outage` | process | from the first failure until all is written back |
 //!
 //! In a cluster the breaker never opens: failures of its nodes are only counted.
 
@@ -22,7 +22,6 @@ mod access;
 mod batcher;
 mod circuit_breaker;
 mod connection;
-mod connection_target;
 mod connector;
 mod diagnostics;
 mod error;
@@ -35,14 +34,11 @@ mod node;
 mod override_access;
 mod routing;
 mod script_batch;
-mod script_transfer;
 mod scripts;
 mod sentinel;
 mod server_info;
 mod settings;
-mod settlement_calls;
 mod shared_state;
-mod stored_usage;
 mod watched_value;
 
 pub use circuit_breaker::RedisOutage;
@@ -129,12 +125,6 @@ impl RedisStore {
         }
     }
 
-    /// Waits until the reservations of requests that were not forwarded are returned, for a bounded
-    /// time.
-    pub async fn wait_until_reservations_returned(&self) {
-        self.router.wait_until_reservations_returned().await;
-    }
-
     /// Writes back usage and removes the process from the instance count, if this handle maintains
     /// the membership.
     pub async fn leave_membership(&self) {
@@ -171,7 +161,7 @@ impl RedisStore {
             }
     }
 
-    /// The partitions, as [`super::FallbackStore`] counts them, that requests are not sent to, and those
+    /// The partitions, as `FallbackStore` counts them, that requests are not sent to, and those
     /// of the `silent` nodes.
     fn unreachable_partitions(&self, silent: &[Arc<RedisNode>]) -> Vec<u16> {
         let is_open = self.is_breaker_open();
@@ -275,28 +265,23 @@ impl RedisStore {
     ///
     /// # Errors
     /// [`SettlementError`] with the settlements that were not confirmed, and the last failure.
-    pub async fn apply_settlements(
+    pub async fn apply_settlements<'a>(
         &self,
-        settlements: &[Settlement<'_>],
-    ) -> Result<(), SettlementError> {
+        settlements: &[Settlement<'a>],
+    ) -> Result<(), SettlementError<'a>> {
         if self.is_breaker_open() {
             return Err(SettlementError {
                 cause: self.unavailable_error("breaker_open"),
-                unconfirmed_indices: (0..settlements.len()).collect(),
+                unconfirmed: settlements.to_vec(),
             });
         }
-        let results = self.router.apply_settlements(settlements).await;
-        let failures = || {
-            let numbered = results.iter().enumerate();
-            numbered.filter_map(|(index, result)| Some((index, result.err()?)))
-        };
-        match failures().next_back() {
-            None => Ok(()),
-            Some((_, failure)) => Err(SettlementError {
+        let failures = self.router.apply_settlements(settlements).await;
+        failures.last().map_or(Ok(()), |(_, failure)| {
+            Err(SettlementError {
                 cause: self.unavailable_error(failure.into_str()),
-                unconfirmed_indices: failures().map(|(index, _)| index).collect(),
-            }),
-        }
+                unconfirmed: failures.iter().map(|(settlement, _)| *settlement).collect(),
+            })
+        })
     }
 
     /// The error when Redis gave no reply. The next attempt is useful after the next probe at the

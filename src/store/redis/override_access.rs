@@ -24,7 +24,7 @@ impl CounterInspector {
         &self,
         key: &Key,
     ) -> Result<Option<StoredOverride>, RedisConnectionError> {
-        let name = self.scripts().override_key(key);
+        let name = self.0.scripts.override_key(key);
         Ok(self.read_override(&name).await?)
     }
 
@@ -33,7 +33,7 @@ impl CounterInspector {
     /// # Errors
     /// When Redis does not answer.
     pub async fn set_override(&self, stored: &StoredOverride) -> Result<(), RedisConnectionError> {
-        let name = self.scripts().override_key(&stored.key);
+        let name = self.0.scripts.override_key(&stored.key);
         let mut command = cmd("SET");
         command.arg(&name).arg(stored.to_text());
         if let Some(expires_at_ms) = stored.expires_at_ms {
@@ -52,7 +52,7 @@ impl CounterInspector {
         previous: Option<&StoredOverride>,
         stored: &StoredOverride,
     ) -> Result<bool, RedisConnectionError> {
-        let name = self.scripts().override_key(&stored.key);
+        let name = self.0.scripts.override_key(&stored.key);
         let expires_at = stored.expires_at_ms.map(|at_ms| at_ms.to_string());
         let mut command = cmd("EVAL");
         command
@@ -71,7 +71,7 @@ impl CounterInspector {
     /// # Errors
     /// When Redis does not answer.
     pub async fn remove_override(&self, key: &Key) -> Result<bool, RedisConnectionError> {
-        let name = self.scripts().override_key(key);
+        let name = self.0.scripts.override_key(key);
         let mut command = cmd("DEL");
         command.arg(&name);
         let reply = self.run_command(&[name], &command).await?;
@@ -87,9 +87,9 @@ impl CounterInspector {
         &self,
         mut visit: impl FnMut(StoredOverride) -> bool,
     ) -> Result<(), RedisConnectionError> {
-        let pattern = self.scripts().override_scan_pattern();
+        let pattern = self.0.scripts.override_scan_pattern();
         let mut visited = HashSet::new();
-        for live in self.master_connections() {
+        for live in self.0.master_connections() {
             let live = live?;
             let mut cursor = 0_u64;
             loop {
@@ -97,7 +97,7 @@ impl CounterInspector {
                 (cursor, names) = run_scan_step(&live, cursor, &pattern).await?;
                 // A scan may return a key twice.
                 names.retain(|name| {
-                    let id = self.scripts().parse_override_key(name);
+                    let id = self.0.scripts.parse_override_key(name);
                     id.is_some_and(|id| visited.insert(id))
                 });
                 let found = join_all(names.iter().map(|name| self.read_override(name))).await;
@@ -133,7 +133,7 @@ impl CounterInspector {
             .ok()
             .and_then(StoredOverride::from_text);
         // The name has the hash of the key, so a text about another key is foreign.
-        let stored = stored.filter(|stored| self.scripts().override_key(&stored.key) == name);
+        let stored = stored.filter(|stored| self.0.scripts.override_key(&stored.key) == name);
         stored.map(Some).ok_or(RedisErrorKind::InvalidReply)
     }
 }

@@ -20,8 +20,8 @@ mod slot_map_refresh;
 mod split_decision;
 
 use super::batcher::DecisionBatcher;
+use super::connection::RedisConnectionTarget;
 use super::connection::SupervisedConnection;
-use super::connection_target::RedisConnectionTarget;
 use super::connector::AbortOnDropTask;
 use super::error::RedisErrorKind;
 use super::hash_slot::hash_slot_for_key;
@@ -41,7 +41,8 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 pub(crate) use router::RedisRouter;
-pub(super) use slot_map::{ClusterSlotMap, HashSlotRange, find_probe_key, query_slot_ranges};
+pub(super) use slot_map::{ClusterSlotMap, find_probe_key};
+pub(super) use slot_map_refresh::query_configured_server;
 
 /// Whether charges are in several slots.
 fn spans_several_hash_slots(charges: &[Charge<'_>]) -> bool {
@@ -98,7 +99,7 @@ impl RedisRouter {
 
     /// Waits until all reservations of requests that are not forwarded are returned, for a bounded
     /// time.
-    pub(super) async fn wait_until_reservations_returned(&self) {
+    pub(crate) async fn wait_until_reservations_returned(&self) {
         let is_drained = || self.split_task_count.load(Ordering::Relaxed) == 0;
         wait_until_drained(&self.split_tasks_ended, is_drained).await;
     }

@@ -178,7 +178,7 @@ impl DecisionBatch {
         for (charge, _) in repeated_charges() {
             command.write_arg(text(&charge.key_range));
         }
-        if scripts::has_overrides(self.script_flags) {
+        if self.script_flags & scripts::OVERRIDE_FLAG != 0 {
             let mut override_key = String::with_capacity(96);
             for (charge, _) in repeated_charges() {
                 if charge.is_dynamic {
@@ -401,7 +401,7 @@ mod tests {
         let decisions: Vec<_> = (0..3).map(|nth| caller_decision(0, nth).unwrap()).collect();
         let remaining = decisions
             .iter()
-            .map(|decision| decision.statuses[0].unwrap().remaining);
+            .map(|decision| decision.outcomes[0].status.unwrap().remaining);
         assert_eq!(remaining.collect::<Vec<_>>(), [3, 1, 1]);
         assert_eq!(
             [
@@ -412,7 +412,7 @@ mod tests {
             [true, true, false]
         );
         assert_eq!(
-            decisions[2].statuses[0].unwrap().refusal,
+            decisions[2].outcomes[0].status.unwrap().refusal,
             Some(Refusal::Until(2000))
         );
         assert_eq!(

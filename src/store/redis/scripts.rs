@@ -6,19 +6,18 @@ mod program;
 mod reply;
 
 use crate::clock::Clock;
-use crate::limiter::{Charge, KeyBuilder, Limit};
+use crate::limiter::Charge;
 use crate::store::Settlement;
 use arguments::push_settlement_arguments;
 use program::{
-    LuaProgram, OVERRIDE_FLAG, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm,
-    program_flags_for_charges,
+    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_charges,
 };
 use redis::{Arg, Cmd, RedisWrite};
 use std::sync::OnceLock;
 
 pub(super) use arguments::{push_charge_argument, push_time_argument};
 pub(super) use counter_key::push_hex_id;
-pub(super) use program::program_flags_for_charge;
+pub(super) use program::{OVERRIDE_FLAG, program_flags_for_charge};
 pub(super) use reply::{CallerPosition, parse_now_us};
 
 /// Maximum arguments per charge (see `decide.lua` and `settle.lua`).
@@ -112,22 +111,19 @@ impl ScriptLibrary {
         command
     }
 
-    /// Builds the command that reads counters by their keys, without any change.
-    pub(super) fn read_command(&self, counters: &[(&str, &Limit)]) -> Cmd {
-        let placeholder_key = KeyBuilder::new("").finish();
-        let charges: Vec<_> = counters
-            .iter()
-            .map(|(_, limit)| Charge::new(limit, &placeholder_key, 0))
-            .collect();
-        let mut command =
-            self.start_evalsha_command(program_flags_for_charges(&charges), counters.len());
-        for (key, _) in counters {
-            command.write_arg(key.as_bytes());
-        }
+    /// Builds the command that reads the counters of these names, without any change. The charges
+    /// have their limits, and no cost.
+    pub(super) fn read_command<'n>(
+        &self,
+        names: impl Iterator<Item = &'n str>,
+        charges: &[Charge<'_>],
+    ) -> Cmd {
+        let flags = program_flags_for_charges(charges);
+        let mut command = self.start_evalsha_command(flags, charges.len());
+        names.for_each(|name| command.write_arg(name.as_bytes()));
         push_time_argument(&mut command, None);
-        let mut argument = String::with_capacity(64);
         for (nth, charge) in charges.iter().enumerate() {
-            argument.clear();
+            let mut argument = String::with_capacity(64);
             // With rate 0, a debt is paid back at the rate of its last charge.
             push_charge_argument(&mut argument, charge, 0, nth > 0, || self.read_wall_clock());
             command.write_arg(argument.as_bytes());
@@ -157,11 +153,6 @@ impl ScriptLibrary {
         command.write_arg(itoa::Buffer::new().format(key_count).as_bytes());
         command
     }
-}
-
-/// Whether the program with these flags applies overrides of keys.
-pub(super) fn has_overrides(flags: usize) -> bool {
-    flags & OVERRIDE_FLAG != 0
 }
 
 #[cfg(test)]

@@ -161,7 +161,8 @@ impl<'a> SentinelGroup<'a> {
             if master.is_some_and(|master| master != known_master) {
                 return;
             }
-            sleep(draw_check_pause()).await;
+            // Jitter keeps the workers of a fleet from connecting to the next sentinel at once.
+            sleep(MASTER_CHECK_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)).await;
             if let Some(poll) = polls.get_mut(index) {
                 // Without an answer, the previous one counts.
                 drop(self.poll_sentinel(poll).await);
@@ -284,12 +285,6 @@ fn choose_and_record<'p>(
         .collect();
     disagreements.record_check(&answers, master);
     Some(master)
-}
-
-/// Draws the pause before the next check of the master. Its jitter keeps the workers of a fleet
-/// from connecting to the next sentinel at the same time.
-fn draw_check_pause() -> Duration {
-    MASTER_CHECK_INTERVAL.mul_f64(0.75 + fastrand::f64() / 2.0)
 }
 
 #[cfg(test)]

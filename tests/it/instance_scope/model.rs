@@ -138,7 +138,7 @@ fn find_pending_responses(
             continue;
         }
         let policy = charge.policy_number as usize;
-        let charged = |decision: &Decision| decision.charged_at_us.get(index).copied().flatten();
+        let charged = |decision: &Decision| decision.outcomes[index].charged_at_us;
         let (in_model, in_split) = match decisions.map(charged) {
             [Some(in_model), Some(in_split)] => (in_model, in_split),
             [None, None] => continue,
@@ -239,8 +239,8 @@ async fn split_decisions_are_those_of_one_store() {
             let decided = split.decide(&charges).await.unwrap();
             let context = || format!("seed {seed}, round {round}, step {step}: {charges:#?}");
             assert_eq!(decided.admitted, expected.admitted, "{}", context());
-            for (one, other) in decided.statuses.iter().zip(&expected.statuses) {
-                let (Some(one), Some(other)) = (one, other) else {
+            for (one, other) in decided.outcomes.iter().zip(&expected.outcomes) {
+                let (Some(one), Some(other)) = (one.status, other.status) else {
                     assert!(!expected.admitted, "{}", context());
                     continue;
                 };

@@ -177,7 +177,7 @@ impl PreviousVersion {
 
 /// The same numbers of today's decision.
 pub fn status_numbers(decision: &tidegate::limiter::Decision) -> Vec<StatusNumbers> {
-    let statuses = decision.statuses.iter().flatten();
+    let statuses = decision.statuses();
     let numbers = statuses.map(|status| {
         let until = match status.refusal {
             None => 0,

@@ -226,7 +226,7 @@ pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u
         return None;
     }
     let mut latest_us = None;
-    for (charge, status) in charges.iter().zip(decision.statuses.iter().flatten()) {
+    for (charge, status) in charges.iter().zip(decision.statuses()) {
         if charge.shadow {
             continue;
         }

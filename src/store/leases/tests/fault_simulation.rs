@@ -682,7 +682,8 @@ impl FaultSimulation {
         self.manual_clock.set_us(self.now_us);
         let charges = charges_for_limits(&self.limits, &self.key, 0, None, 0);
         let decision = self.memory.decide(&charges);
-        for (limit, status) in self.limits.iter().zip(decision.statuses) {
+        for (limit, outcome) in self.limits.iter().zip(decision.outcomes) {
+            let status = outcome.status;
             // Units are charged at the lease's end at the latest, and for up to one sub-window
             // longer.
             let longest_us = limit.per_us + self.limits[0].per_us / 2 + limit.sub_window_width_us();

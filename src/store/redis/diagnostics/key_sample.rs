@@ -1,7 +1,7 @@
 //! A bounded sample of the counters: how many each policy has, their memory, and their expiry.
 
 use super::finish_check;
-use crate::store::redis::connection_target::PROBE_POLICY_NAME;
+use crate::store::redis::connection::PROBE_POLICY_NAME;
 use crate::store::redis::error::RedisConnectionError;
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;

@@ -13,12 +13,12 @@ pub(super) use server_facts::parse_time_reply;
 pub use server_facts::{ClockReading, InfoFields, ScriptLatency, ServerFacts};
 
 use super::access::RedisAccess;
-use super::connection_target::PROBE_POLICY_NAME;
+use super::connection::PROBE_POLICY_NAME;
 use super::connector;
 use super::error::{RedisConnectionError, RedisErrorKind};
 use super::hash_slot::HASH_SLOT_COUNT;
-use super::routing::{self, HashSlotRange};
-use super::script_transfer::is_proxy_refusal;
+use super::live_connection::is_proxy_refusal;
+use super::routing;
 use super::scripts::ScriptLibrary;
 use super::sentinel::{self, SentinelGroup};
 use super::{RedisAddress, RedisSettings, RedisTopology};
@@ -136,9 +136,11 @@ async fn find_cluster_masters(
     settings: &RedisSettings,
     diagnosis: &mut RedisDiagnosis,
 ) -> Vec<(RedisAddress, Key)> {
+    let access = &RedisAccess::new(settings.clone());
     let queries = settings.servers.iter().take(MAX_SERVERS);
     let queries = queries.map(|server| async move {
-        let ranges = timeout(connect_time(settings), fetch_slot_ranges(settings, server)).await;
+        let query = routing::query_configured_server(access, server);
+        let ranges = timeout(connect_time(settings), query).await;
         (server, ranges.unwrap_or_else(|elapsed| Err(elapsed.into())))
     });
     let mut slot_ranges = None;
@@ -171,16 +173,6 @@ async fn find_cluster_masters(
         }
     }
     masters
-}
-
-async fn fetch_slot_ranges(
-    settings: &RedisSettings,
-    server: &RedisAddress,
-) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
-    let (mut connection, _driver) =
-        connector::open_connection(server, settings, &settings.credentials, settings.database)
-            .await?;
-    routing::query_slot_ranges(&mut connection, server).await
 }
 
 /// Runs all checks of a server. After [`MAX_CHECK_TIME`], the facts that are still missing are
@@ -257,14 +249,13 @@ async fn finish_check<T, E: Into<RedisConnectionError>>(
     deadline: Instant,
     check: impl Future<Output = Result<T, E>>,
 ) -> Result<T, RedisConnectionError> {
-    let result = match Instant::now() < deadline {
-        true => timeout_at(deadline, check).await.ok(),
-        false => None,
-    };
-    result.map_or_else(
-        || Err(deadline_error()),
-        |result| result.map_err(Into::into),
-    )
+    if Instant::now() >= deadline {
+        return Err(deadline_error());
+    }
+    let result = timeout_at(deadline, check).await;
+    result
+        .map_err(|_elapsed| deadline_error())?
+        .map_err(Into::into)
 }
 
 fn deadline_error() -> RedisConnectionError {

@@ -4,7 +4,7 @@
 
 use crate::limiter::{Algorithm, Charge, Key, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
-use crate::store::redis::script_transfer::is_unknown_command;
+use crate::store::redis::live_connection::is_unknown_command;
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
 use redis::{RedisError, RedisResult, Value};

@@ -4,9 +4,9 @@ use super::key_sample::KeySample;
 use super::permission_trial::DeniedCommand;
 use super::{deadline_error, finish_check};
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Charge, Key, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Charge, Key, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
-use crate::store::redis::script_transfer::{is_missing_script, is_unknown_command};
+use crate::store::redis::live_connection::{is_missing_script, is_unknown_command};
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
 use redis::{RedisResult, Value, cmd, from_redis_value};
@@ -196,20 +196,11 @@ pub(super) async fn measure_latency(
     algorithms: &[Algorithm],
     deadline: Instant,
 ) -> Result<ScriptLatency, RedisConnectionError> {
-    let limits: Vec<Limit> = algorithms
-        .iter()
-        .filter_map(|one| probe_limit(*one))
-        .collect();
-    let default_limit = [Limit {
-        requests: MAX_UNITS,
-        per_us: PROBE_PERIOD_US,
-        algorithm: Algorithm::SlidingLog,
-    }];
-    let limits = if limits.is_empty() {
-        &default_limit[..]
-    } else {
-        &limits
-    };
+    let limits = algorithms.iter().filter_map(|one| probe_limit(*one));
+    let mut limits: Vec<Limit> = limits.collect();
+    if limits.is_empty() {
+        limits.extend(probe_limit(Algorithm::SlidingLog));
+    }
     let charges: Vec<Charge<'_>> = limits
         .iter()
         .map(|limit| Charge::new(limit, probe_key, 1))
@@ -283,7 +274,6 @@ async fn run_decisions(
 fn probe_limit(algorithm: Algorithm) -> Option<Limit> {
     let algorithm = match algorithm {
         Algorithm::Concurrency { .. } | Algorithm::Block => return None,
-        Algorithm::SlidingWindow { .. } => Algorithm::SlidingWindow { buckets: 10 },
         // A period of a calendar costs the same, and would stay longer if it could not be deleted.
         Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
             Algorithm::FixedWindow { offset_us: 0 }
@@ -295,7 +285,7 @@ fn probe_limit(algorithm: Algorithm) -> Option<Limit> {
         Algorithm::LeakyBucket { .. } => Algorithm::LeakyBucket {
             max_delay_us: PROBE_PERIOD_US,
         },
-        Algorithm::SlidingLog => Algorithm::SlidingLog,
+        algorithm => algorithm,
     };
     Some(Limit {
         requests: 1_000_000,

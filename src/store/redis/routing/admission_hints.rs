@@ -1,6 +1,6 @@
 //! The units that Redis last reported as left: which charges it probably admits.
 
-use crate::limiter::{Charge, LimitStatus};
+use crate::limiter::{Charge, Decision};
 use crate::store::memory::{CounterId, counter_id};
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -36,17 +36,13 @@ impl AdmissionHints {
         }
     }
 
-    pub(crate) fn record_remaining(
-        &self,
-        charges: &[Charge<'_>],
-        statuses: &[Option<LimitStatus>],
-    ) {
+    pub(crate) fn record_remaining(&self, charges: &[Charge<'_>], decision: &Decision) {
         let mut entries = self.0.lock();
-        for (charge, status) in charges.iter().zip(statuses) {
+        for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
             if entries.len() >= MAX_ENTRIES {
                 entries.clear();
             }
-            if let Some(status) = status {
+            if let Some(status) = outcome.status {
                 entries.insert(counter_id(charge.limit, charge.key), status.remaining);
             }
         }

@@ -3,7 +3,7 @@
 use super::admission_hints::AdmissionHints;
 use super::slot_charges::group_by_hash_slot;
 use super::slot_map::{self, ClusterSlotMap};
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Algorithm, Amendment, Charge, Decision};
 use crate::store::Settlement;
 use crate::store::redis::batcher::DecisionBatcher;
 use crate::store::redis::error::RedisErrorKind;
@@ -11,9 +11,6 @@ use crate::store::redis::live_connection::LiveConnection;
 use crate::store::redis::node::RedisNode;
 use crate::store::redis::scripts::ScriptLibrary;
 use crate::store::redis::settings::RedisAddress;
-use crate::store::redis::settlement_calls::{
-    MAX_PIPELINED_CALLS, results_by_settlement, split_into_calls,
-};
 use crate::store::redis::shared_state::SharedRedisState;
 use crate::store::redis::watched_value::WatchedValue;
 use futures_util::future::join_all;
@@ -29,6 +26,14 @@ const MAX_REDIRECTIONS: u32 = 8;
 
 /// Pause before a call is repeated because its keys are being migrated.
 const TRY_AGAIN_DELAY: Duration = Duration::from_millis(2);
+
+/// Maximum settlements per call: a few hundred microseconds of the server's time.
+const MAX_SETTLEMENTS_PER_CALL: usize = 64;
+
+/// Maximum settlement calls in flight on one connection, which keeps their order. With one call per
+/// round trip, settlements could arrive faster than they are sent. Decisions of the same worker
+/// wait behind these calls, for some milliseconds at most.
+const MAX_PIPELINED_CALLS: usize = 16;
 
 /// Finds the node of a slot and sends calls to it.
 #[derive(Debug)]
@@ -168,34 +173,27 @@ impl RedisRouter {
             .ok_or(RedisErrorKind::ClusterDown)
     }
 
-    /// Settles charges, and returns the result of each settlement. Settlements of one counter stay
-    /// in order.
-    pub(crate) async fn apply_settlements(
+    /// Settles charges, and returns the settlements that were not confirmed. Settlements of one
+    /// counter stay in order.
+    pub(crate) async fn apply_settlements<'a>(
         &self,
-        settlements: &[Settlement<'_>],
-    ) -> Vec<Result<(), RedisErrorKind>> {
-        let hash_slot_of =
-            |(_, one): &(usize, &Settlement<'_>)| self.shared.hash_slot_for_key(one.key);
-        let groups = group_by_hash_slot(settlements.iter().enumerate(), hash_slot_of);
-        let group_results = groups.iter().map(|(hash_slot, group)| async move {
-            let settlements: Vec<Settlement<'_>> = group.iter().map(|(_, one)| **one).collect();
-            let mut results = Vec::with_capacity(settlements.len());
-            for calls in split_into_calls(&settlements).chunks(MAX_PIPELINED_CALLS) {
-                let call_results = self.send_settlements(*hash_slot, calls).await;
-                results.extend(results_by_settlement(calls, call_results));
-            }
-            results
-        });
-        let group_results = join_all(group_results).await;
-        let mut results = vec![Ok(()); settlements.len()];
-        for ((_, group), group_results) in groups.iter().zip(group_results) {
-            for ((position, _), result) in group.iter().zip(group_results) {
-                if let Some(target) = results.get_mut(*position) {
-                    *target = result;
+        settlements: &[Settlement<'a>],
+    ) -> Vec<(Settlement<'a>, RedisErrorKind)> {
+        let hash_slot_of = |one: &Settlement<'_>| self.shared.hash_slot_for_key(one.key);
+        let groups = group_by_hash_slot(settlements.iter().copied(), hash_slot_of);
+        let failures = groups.iter().map(|(hash_slot, group)| async move {
+            let mut failures = Vec::new();
+            for calls in split_into_calls(group).chunks(MAX_PIPELINED_CALLS) {
+                let results = self.send_settlements(*hash_slot, calls).await;
+                for (call, result) in calls.iter().zip(results) {
+                    let failure = result.err().into_iter();
+                    failures
+                        .extend(failure.flat_map(|kind| call.iter().map(move |one| (*one, kind))));
                 }
             }
-        }
-        results
+            failures
+        });
+        join_all(failures).await.concat()
     }
 
     /// Runs settlement calls of one slot in order, and repeats those that name several keys of a
@@ -368,4 +366,21 @@ impl RedisRouter {
             RedisAddress::Unix(_) => None,
         }
     }
+}
+
+/// Splits settlements into calls, in order.
+fn split_into_calls<'l, 'a>(settlements: &'l [Settlement<'a>]) -> Vec<&'l [Settlement<'a>]> {
+    let runs = settlements.chunk_by(|one, next| match is_expensive(one) {
+        true => is_expensive(next) && one.limit == next.limit && one.key.id() == next.key.id(),
+        false => !is_expensive(next),
+    });
+    runs.flat_map(|run| run.chunks(MAX_SETTLEMENTS_PER_CALL))
+        .collect()
+}
+
+/// Whether a settlement takes Redis as long as a dozen others: it changes many entries of a log.
+/// Several of one counter change them once.
+fn is_expensive(settlement: &Settlement<'_>) -> bool {
+    settlement.limit.algorithm == Algorithm::SlidingLog
+        && matches!(settlement.amendment, Amendment::Credit { .. })
 }

@@ -2,36 +2,31 @@
 
 use super::router::RedisRouter;
 use super::split_decision::SplitResult;
-use crate::limiter::{Charge, Decision, Key, Limit, LimitStatus, Refusal};
+use crate::limiter::{Charge, ChargeOutcome, Decision, Key, Limit, LimitStatus, Refusal};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
 
-/// The statuses of the shards tried before, and the clock of the last one.
+/// The decision of the shards tried before, with their refusals only.
 #[derive(Default)]
-struct EarlierShardStatuses {
-    now_us: u64,
-    statuses: SmallVec<[Option<LimitStatus>; 4]>,
-}
+struct EarlierShardRefusals(Decision);
 
-impl EarlierShardStatuses {
-    /// Merges the earlier statuses into a decision, on its clock. Keeps only refusals for later
-    /// shards.
+impl EarlierShardRefusals {
+    /// Merges the earlier statuses into a decision, on its clock.
     fn merge_into(&mut self, decision: &mut Decision) {
-        let now_us = decision.now_us;
-        for (status, earlier) in decision.statuses.iter_mut().zip(&self.statuses) {
-            let earlier = earlier.map(|earlier| earlier.convert_clock(self.now_us, now_us));
-            *status = match (earlier, *status) {
+        for (outcome, earlier) in decision.outcomes.iter_mut().zip(&self.0.outcomes) {
+            let earlier = earlier.status;
+            let earlier =
+                earlier.map(|earlier| earlier.convert_clock(self.0.now_us, decision.now_us));
+            outcome.status = match (earlier, outcome.status) {
                 (Some(earlier), Some(status)) => Some(merge_shard_statuses(earlier, status)),
                 (earlier, status) => status.or(earlier),
             };
         }
-        let is_refusal = |status: &LimitStatus| status.refusal.is_some();
-        let statuses = decision.statuses.iter();
-        *self = Self {
-            now_us,
-            statuses: statuses.map(|status| status.filter(is_refusal)).collect(),
-        };
+        self.0 = decision.clone();
+        let outcomes = self.0.outcomes.iter_mut();
+        (outcomes.filter(|outcome| outcome.refusal().is_none()))
+            .for_each(|outcome| outcome.status = None);
     }
 }
 
@@ -96,7 +91,7 @@ impl RedisRouter {
         }
         let policies = charges.chunk_by(Charge::is_same_policy);
         let mut searches: SmallVec<[_; 2]> = policies.map(ShardSearch::new).collect();
-        let mut earlier = EarlierShardStatuses::default();
+        let mut earlier = EarlierShardRefusals::default();
         loop {
             let counters = searches.iter().flat_map(ShardSearch::shard_counters);
             let counters: SmallVec<[(Key, Limit); 4]> = counters.collect();
@@ -112,11 +107,11 @@ impl RedisRouter {
             let mut decision = result?;
             // Another shard may admit the request, but only if no other policy refuses.
             let (mut is_continued, mut is_final) = (false, decision.admitted);
-            let mut statuses = decision.statuses.as_slice();
+            let mut outcomes = decision.outcomes.iter();
             for search in &mut searches {
-                let own = take_statuses_of_policy(&mut statuses, search.policy);
-                let mut refusals = own.iter().flatten().filter_map(|status| status.refusal);
-                if search.is_shadow() || refusals.next().is_none() {
+                let own = outcomes.by_ref().take(search.policy.len());
+                let refusal_count = own.filter(|outcome| outcome.refusal().is_some()).count();
+                if search.is_shadow() || refusal_count == 0 {
                     continue;
                 }
                 if search.is_sharded() {
@@ -160,29 +155,23 @@ impl RedisRouter {
         let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
         // A partial decision is dropped: it has the statuses of shards, and charged nothing.
         let mut decision = result.map_err(|(failure, _)| (failure, None))?;
-        let mut shard_statuses = std::mem::take(&mut decision.statuses).into_iter();
-        let statuses = charges.iter().map(|charge| {
-            let own = shard_statuses
-                .by_ref()
-                .take(charge.shard_count.max(1).into());
-            own.flatten().reduce(|sum, status| LimitStatus {
-                remaining: sum.remaining + status.remaining,
-                ..merge_shard_statuses(sum, status)
-            })
+        let mut shards = std::mem::take(&mut decision.outcomes).into_iter();
+        let outcomes = charges.iter().map(|charge| {
+            let own = shards.by_ref().take(charge.shard_count.max(1).into());
+            let own: SmallVec<[ChargeOutcome; 4]> = own.collect();
+            let statuses = own.iter().filter_map(|shard| shard.status);
+            ChargeOutcome {
+                status: statuses.reduce(|sum, status| LimitStatus {
+                    remaining: sum.remaining + status.remaining,
+                    ..merge_shard_statuses(sum, status)
+                }),
+                charged_at_us: None,
+                override_expires_at_ms: own.iter().find_map(|one| one.override_expires_at_ms),
+            }
         });
-        decision.statuses = statuses.collect();
-        decision.charged_at_us.clear();
+        decision.outcomes = outcomes.collect();
         Ok(decision)
     }
-}
-
-/// Takes the statuses of the next policy from those of a request.
-fn take_statuses_of_policy<'d>(
-    statuses: &mut &'d [Option<LimitStatus>],
-    policy: &[Charge<'_>],
-) -> &'d [Option<LimitStatus>] {
-    let own = statuses.split_off(..policy.len().min(statuses.len()));
-    own.unwrap_or_default()
 }
 
 /// Removes the statuses of policies that did not ask all their shards from a refusal, because a
@@ -191,11 +180,12 @@ fn hide_statuses_of_unfinished_searches(searches: &[ShardSearch<'_>], decision: 
     if decision.admitted {
         return;
     }
-    let mut statuses = decision.statuses.iter_mut();
+    let mut outcomes = decision.outcomes.iter_mut();
     for search in searches {
-        let own = statuses.by_ref().take(search.policy.len());
+        let own = outcomes.by_ref().take(search.policy.len());
         let is_hidden = search.is_sharded() && !search.has_tried_all();
-        own.filter(|_| is_hidden).for_each(|status| *status = None);
+        own.filter(|_| is_hidden)
+            .for_each(|outcome| outcome.status = None);
     }
 }
 
@@ -242,16 +232,12 @@ mod tests {
             refusal: Some(Refusal::Until(at_us)),
             in_effect: None,
         };
-        Decision {
-            override_expiries_ms: Box::default(),
-            may_have_charged: false,
+        let mut decision = Decision {
             now_us,
-            admitted: false,
-            statuses: SmallVec::from_iter([Some(status), None]),
-            delay_us: 0,
-            grants: SmallVec::new(),
-            charged_at_us: SmallVec::new(),
-        }
+            ..Decision::without_outcomes(2)
+        };
+        decision.outcomes[0].status = Some(status);
+        decision
     }
 
     #[test]
@@ -263,19 +249,19 @@ mod tests {
         ] {
             for waits_us in [[50, 40, 60], [40, 50, 60], [60, 50, 40]] {
                 let (mut earlier, mut last) =
-                    (EarlierShardStatuses::default(), refused_decision(1, 1));
+                    (EarlierShardRefusals::default(), refused_decision(1, 1));
                 for (now_us, wait_us) in clocks_us.into_iter().zip(waits_us) {
                     last = refused_decision(now_us, wait_us);
                     earlier.merge_into(&mut last);
                 }
                 let until_us = last.now_us + 40;
-                let merged = last.statuses[0].unwrap();
+                let merged = last.outcomes[0].status.unwrap();
                 assert_eq!(
                     (merged.refusal, merged.next_growth_us),
                     (Some(Refusal::Until(until_us)), Some(until_us)),
                     "{clocks_us:?} {waits_us:?}"
                 );
-                assert_eq!(last.statuses[1], None);
+                assert_eq!(last.outcomes[1].status, None);
             }
         }
     }

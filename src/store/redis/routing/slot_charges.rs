@@ -8,8 +8,6 @@ use smallvec::SmallVec;
 pub(super) struct HashSlotCharges {
     pub(super) hash_slot: u16,
     pub(super) charges: Vec<OwnedCharge>,
-    /// Whether the slot counts as unreachable for this request.
-    pub(super) is_held_back: bool,
 }
 
 /// An owned charge, which outlives its caller.
@@ -36,11 +34,7 @@ impl HashSlotCharges {
         let owned = owned.map(|(position, charge)| OwnedCharge::from_charge(position, charge));
         group_by_hash_slot(owned, |charge| hash_slot_for_key(&charge.key))
             .into_iter()
-            .map(|(hash_slot, charges)| Self {
-                hash_slot,
-                is_held_back: charges.iter().any(|charge| charge.is_held_back),
-                charges,
-            })
+            .map(|(hash_slot, charges)| Self { hash_slot, charges })
             .collect()
     }
 
@@ -54,16 +48,16 @@ impl HashSlotCharges {
     /// Divides the charges into calls with one key each: the only ones that Redis accepts while the
     /// slot moves.
     pub(super) fn split_by_charge(self) -> impl Iterator<Item = Self> {
-        let Self {
-            hash_slot,
-            charges,
-            is_held_back,
-        } = self;
-        charges.into_iter().map(move |charge| Self {
+        let hash_slot = self.hash_slot;
+        self.charges.into_iter().map(move |charge| Self {
             hash_slot,
             charges: vec![charge],
-            is_held_back,
         })
+    }
+
+    /// Whether the slot counts as unreachable for this request.
+    pub(super) fn is_held_back(&self) -> bool {
+        self.charges.iter().any(|charge| charge.is_held_back)
     }
 
     fn enforced_charges(&self) -> impl Iterator<Item = &OwnedCharge> {

@@ -1,7 +1,7 @@
 //! The slot map: which node of a cluster holds which slot.
 
 use crate::limiter::{Key, KeyBuilder};
-use crate::store::redis::connection_target::PROBE_POLICY_NAME;
+use crate::store::redis::connection::PROBE_POLICY_NAME;
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::hash_slot::{HASH_SLOT_COUNT, hash_slot_for_key};
 use crate::store::redis::node::RedisNode;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 const MAX_PROBE_KEY_CANDIDATES: u32 = 200_000;
 
 /// Keys tried before yielding to other tasks. Each key takes about a microsecond.
-const PROBE_KEY_CANDIDATES_PER_YIELD: usize = 100;
+const PROBE_KEY_CANDIDATES_PER_YIELD: u32 = 100;
 
 #[derive(Debug)]
 pub(crate) struct ClusterSlotMap {
@@ -169,16 +169,14 @@ pub(crate) async fn find_probe_key(ranges: &[HashSlotRange], address: &RedisAddr
         key.push_key_value(Some(number.to_string().as_bytes()));
         key.finish()
     };
-    let mut candidates = (0..MAX_PROBE_KEY_CANDIDATES).map(probe_key).peekable();
-    while candidates.peek().is_some() {
-        if let Some(key) = candidates
-            .by_ref()
-            .take(PROBE_KEY_CANDIDATES_PER_YIELD)
-            .find(|key| is_hash_slot_of_node(hash_slot_for_key(key)))
-        {
+    for number in 0..MAX_PROBE_KEY_CANDIDATES {
+        let key = probe_key(number);
+        if is_hash_slot_of_node(hash_slot_for_key(&key)) {
             return key;
         }
-        tokio::task::yield_now().await;
+        if number % PROBE_KEY_CANDIDATES_PER_YIELD == PROBE_KEY_CANDIDATES_PER_YIELD - 1 {
+            tokio::task::yield_now().await;
+        }
     }
     probe_key(0)
 }

@@ -2,8 +2,9 @@
 
 use super::router::RedisRouter;
 use super::slot_map::{self, ClusterSlotMap, HashSlotRange};
+use crate::store::redis::access::RedisAccess;
+use crate::store::redis::connection::RedisConnectionTarget;
 use crate::store::redis::connection::SupervisedConnection;
-use crate::store::redis::connection_target::RedisConnectionTarget;
 use crate::store::redis::connector;
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::node::RedisNode;
@@ -121,7 +122,9 @@ async fn fetch_slot_ranges(
     let mut last_error = RedisConnectionError::new(RedisErrorKind::Dns, "no node address is known");
     let timeout_per_server = settings.connect_timeout / 2;
     for address in &settings.servers {
-        let fetched = timeout(timeout_per_server, query_configured_server(shared, address)).await;
+        let access = shared.access.get();
+        let query = query_configured_server(&access, address);
+        let fetched = timeout(timeout_per_server, query).await;
         match fetched.unwrap_or_else(|elapsed| Err(elapsed.into())) {
             Ok(ranges) => return Ok(ranges),
             Err(error) => {
@@ -133,11 +136,11 @@ async fn fetch_slot_ranges(
     Err(last_error)
 }
 
-async fn query_configured_server(
-    shared: &SharedRedisState,
+/// Asks a configured server for the slot map, with the logins that `access` has.
+pub(crate) async fn query_configured_server(
+    access: &RedisAccess,
     address: &RedisAddress,
 ) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
-    let access = shared.access.get();
     let settings = &access.settings;
     let attempt = |login| async move {
         let (mut connection, _driver) =

@@ -65,16 +65,28 @@ impl SplitChargeOutcome<'_> {
         is_start && self.outcome.charged_at_us.is_none()
     }
 
-    fn final_status(&self) -> Option<LimitStatus> {
+    /// The outcome on the clock of the request's decision. In a refusal, the statuses of reserved
+    /// charges are left out: they include units that are being returned.
+    fn merged_outcome(&self, now_us: u64, admitted: bool) -> ChargeOutcome {
         let ends_us = self.now_us.saturating_add(self.charge.limit.per_us);
-        self.outcome.status.map(|status| match self.starts_block() {
+        let status = self.outcome.status.map(|status| match self.starts_block() {
             true => LimitStatus {
                 remaining: 0,
                 next_growth_us: Some(ends_us),
                 ..status
             },
             false => status,
-        })
+        });
+        let expires_at_ms = self
+            .outcome
+            .override_expires_at_ms
+            .map(|at_ms| (at_ms.saturating_add(now_us / 1000)).saturating_sub(self.now_us / 1000));
+        ChargeOutcome {
+            status: (status.filter(|_| admitted || !self.is_reserved()))
+                .map(|status| status.convert_clock(self.now_us, now_us)),
+            charged_at_us: self.outcome.charged_at_us,
+            override_expires_at_ms: expires_at_ms,
+        }
     }
 
     /// The amendment that gives the counter the effect that one decision of all parts would have
@@ -148,7 +160,7 @@ impl RedisRouter {
         let slot_map = self.slot_map.get();
         let is_unreachable = |part: &HashSlotCharges| {
             let node = slot_map.node_for_hash_slot(part.hash_slot);
-            part.is_held_back || node.is_none_or(|node| !node.is_available())
+            part.is_held_back() || node.is_none_or(|node| !node.is_available())
         };
         let mut round: Vec<HashSlotCharges> = waiting
             .extract_if(.., |part| is_unreachable(part))
@@ -184,7 +196,7 @@ impl RedisRouter {
         part: &HashSlotCharges,
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        if part.is_held_back {
+        if part.is_held_back() {
             return Err(self.refuse_held_back(part.hash_slot));
         }
         let charges = part.to_creditable_charges();
@@ -198,7 +210,7 @@ impl RedisRouter {
             }
             (answer, _) => answer?,
         };
-        self.hints.record_remaining(&charges, &decision.statuses);
+        self.hints.record_remaining(&charges, &decision);
         Ok(decision)
     }
 }
@@ -237,7 +249,7 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     let mut outcomes = Vec::new();
     for DecidedPart { part, answer } in decided {
         let Ok(answer) = answer else { continue };
-        for (charge, outcome) in part.charges.iter().zip(answer.outcomes()) {
+        for (charge, outcome) in part.charges.iter().zip(&answer.outcomes) {
             let position = charge.position;
             let charge = charge.to_creditable_charge();
             outcomes.push(SplitChargeOutcome {
@@ -245,16 +257,15 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
                 limit: outcome.limit_in_effect(charge.limit),
                 charge,
                 now_us: answer.now_us,
-                outcome,
+                outcome: *outcome,
                 effect: ChargeEffect::NoChange,
             });
         }
     }
     let charges: SmallVec<[Charge<'_>; 4]> =
         outcomes.iter().map(|outcome| outcome.charge).collect();
-    let refusals: SmallVec<[_; 4]> = outcomes
-        .iter()
-        .map(|split| split.outcome.status.and_then(|status| status.refusal))
+    let refusals: SmallVec<[_; 4]> = (outcomes.iter())
+        .map(|split| split.outcome.refusal())
         .collect();
     for (at, outcome) in outcomes.iter_mut().enumerate() {
         outcome.effect = determine_effect(&charges, &refusals, at);
@@ -262,8 +273,7 @@ fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     outcomes
 }
 
-/// Merges the decisions of the parts, on the clock of the first part that answered. In a refusal,
-/// the statuses of reserved charges are left out: they include units that are being returned.
+/// Merges the decisions of the parts, on the clock of the first part that answered.
 fn merge_decisions(
     charge_count: usize,
     decided: &[DecidedPart],
@@ -274,36 +284,16 @@ fn merge_decisions(
     let now_us = answers().next()?.now_us;
     let delay_us = answers().map(|answer| answer.delay_us).max();
     let mut merged = Decision {
-        override_expiries_ms: Box::default(),
-        may_have_charged: false,
         now_us,
         admitted,
-        statuses: SmallVec::from_elem(None, charge_count),
         delay_us: delay_us.filter(|_| admitted).unwrap_or(0),
-        grants: SmallVec::new(),
-        charged_at_us: SmallVec::from_elem(None, charge_count),
+        ..Decision::without_outcomes(charge_count)
     };
-    let mut expiries_ms = Vec::new();
-    for outcome in outcomes {
-        if let Some(at_ms) = outcome.outcome.override_expires_at_ms {
-            expiries_ms.resize(charge_count, None);
-            let at_ms = at_ms.saturating_add(now_us / 1000);
-            if let Some(expiry_ms) = expiries_ms.get_mut(outcome.position) {
-                *expiry_ms = Some(at_ms.saturating_sub(outcome.now_us / 1000));
-            }
-        }
-        let is_returned = !admitted && outcome.is_reserved();
-        if let Some(status) = merged.statuses.get_mut(outcome.position) {
-            *status = outcome
-                .final_status()
-                .filter(|_| !is_returned)
-                .map(|status| status.convert_clock(outcome.now_us, now_us));
-        }
-        if let Some(charged_at_us) = merged.charged_at_us.get_mut(outcome.position) {
-            *charged_at_us = outcome.outcome.charged_at_us;
+    for split in outcomes {
+        if let Some(outcome) = merged.outcomes.get_mut(split.position) {
+            *outcome = split.merged_outcome(now_us, admitted);
         }
     }
-    merged.override_expiries_ms = expiries_ms.into();
     Some(merged)
 }
 
@@ -334,23 +324,24 @@ mod tests {
             refusal: None,
             in_effect: None,
         };
+        let outcome = ChargeOutcome {
+            status: Some(status),
+            charged_at_us: Some(now_us),
+            override_expires_at_ms: None,
+        };
         Decision {
-            override_expiries_ms: Box::default(),
-            may_have_charged: false,
             now_us,
             admitted: true,
-            statuses: SmallVec::from_iter([Some(status)]),
-            delay_us: 0,
-            grants: SmallVec::new(),
-            charged_at_us: SmallVec::from_iter([Some(now_us)]),
+            outcomes: SmallVec::from_iter([outcome]),
+            ..Decision::default()
         }
     }
 
     fn refused_decision(now_us: u64, until_us: u64) -> Decision {
         let mut decision = admitted_decision(now_us);
         decision.admitted = false;
-        decision.statuses[0].as_mut().unwrap().refusal = Some(Refusal::Until(until_us));
-        decision.charged_at_us[0] = None;
+        decision.outcomes[0].status.as_mut().unwrap().refusal = Some(Refusal::Until(until_us));
+        decision.outcomes[0].charged_at_us = None;
         decision
     }
 
@@ -384,11 +375,11 @@ mod tests {
         );
         let merged = merge_two_parts(&decided);
         assert_eq!((merged.now_us, merged.admitted), (1_000_000, false));
-        let other = merged.statuses[1].unwrap();
+        let other = merged.outcomes[1].status.unwrap();
         assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
         assert_eq!(other.next_growth_us, Some(1_000_500));
         assert_eq!(
-            (merged.statuses[0], merged.charged_at_us[0]),
+            (merged.outcomes[0].status, merged.outcomes[0].charged_at_us),
             (None, Some(1_000_000)),
             "its units are being returned"
         );
@@ -487,8 +478,8 @@ mod tests {
         ];
         let mut inactive = admitted_decision(10);
         (
-            inactive.charged_at_us[0],
-            inactive.statuses[0].as_mut().unwrap().next_growth_us,
+            inactive.outcomes[0].charged_at_us,
+            inactive.outcomes[0].status.as_mut().unwrap().next_growth_us,
         ) = (None, None);
         for (limit_answer, starts) in [
             (refused_decision(10, 20), true),
@@ -498,7 +489,8 @@ mod tests {
             let outcomes = collect_outcomes(&decided);
             let amendment = outcomes[0].correction(false).map(|made| made.amendment);
             assert_eq!(amendment, starts.then_some(Amendment::Charge(1)));
-            let ends_us = merge_two_parts(&decided).statuses[0]
+            let ends_us = merge_two_parts(&decided).outcomes[0]
+                .status
                 .unwrap()
                 .next_growth_us;
             assert_eq!(ends_us, starts.then_some(10 + BLOCK_LIMIT.per_us));
@@ -543,6 +535,6 @@ mod tests {
         let (is_forwarded, result) = send(false, [timed_out(), Ok(refused_decision(10, 20))]).await;
         assert!(!is_forwarded && result.is_ok_and(|decision| !decision.admitted));
         let (is_forwarded, result) = send(true, [Ok(admitted_decision(10)), timed_out()]).await;
-        assert!(is_forwarded && result.is_ok_and(|decision| decision.statuses[1].is_none()));
+        assert!(is_forwarded && result.is_ok_and(|decision| decision.outcomes[1].status.is_none()));
     }
 }

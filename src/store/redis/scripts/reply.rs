@@ -2,8 +2,8 @@
 
 use super::ScriptLibrary;
 use crate::limiter::{
-    Algorithm, Charge, Decision, LeaseGrant, LeaseTerms, Limit, LimitStatus, OverrideInEffect,
-    Refusal,
+    Algorithm, Charge, ChargeOutcome, Decision, LeaseGrant, LeaseTerms, Limit, LimitStatus,
+    OverrideInEffect, Refusal,
 };
 use redis::Value;
 use smallvec::SmallVec;
@@ -46,26 +46,17 @@ impl ScriptLibrary {
     ) -> Option<Decision> {
         let mut numbers = parse_numbers(text);
         let mut next_number = || numbers.next().flatten();
-        let (mut admitted, mut statuses, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
-        let has_estimates = charges.iter().any(|charge| charge.is_estimate);
-        let mut charged_at_us = SmallVec::new();
-        let mut override_expiries_ms = Vec::new();
-        for (index, charge) in charges.iter().enumerate() {
-            let (status, expires_at_ms) =
-                parse_charge_status(charge, now_us, position, &mut next_number)?;
-            if expires_at_ms.is_some() {
-                override_expiries_ms.resize(index, None);
-                override_expiries_ms.push(expires_at_ms);
+        let (mut admitted, mut outcomes, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
+        for charge in charges {
+            let mut outcome = parse_charge_outcome(charge, now_us, position, &mut next_number)?;
+            if charge.is_estimate {
+                // 0 if the charge was not made.
+                let at_us = to_time_us(next_number()?)?;
+                let is_possible = at_us == 0 || at_us >= now_us;
+                outcome.charged_at_us = is_possible.then_some(Some(at_us).filter(|at| *at > 0))?;
             }
-            if has_estimates {
-                charged_at_us.push(if charge.is_estimate {
-                    parse_charged_at_us(now_us, next_number()?)?
-                } else {
-                    None
-                });
-            }
-            admitted &= !charge.is_enforced() || status.refusal.is_none();
-            statuses.push(Some(status));
+            admitted &= !charge.is_enforced() || outcome.refusal().is_none();
+            outcomes.push(outcome);
             if !charge.shadow {
                 max_allowed_delay_us = charge.limit.max_delay_us().max(max_allowed_delay_us);
             }
@@ -88,34 +79,11 @@ impl ScriptLibrary {
         (is_valid_delay && numbers.next().is_none()).then_some(Decision {
             now_us,
             admitted,
-            statuses,
+            outcomes,
             delay_us,
             grants,
-            charged_at_us,
-            override_expiries_ms: override_expiries_ms.into(),
             may_have_charged: false,
         })
-    }
-
-    /// Parses the reply to [`ScriptLibrary::read_command`]: the time and the status of each
-    /// counter. Returns `None` if the reply is invalid.
-    pub(crate) fn parse_read_reply(
-        reply: &Value,
-        counters: &[(&str, &Limit)],
-    ) -> Option<(u64, Vec<LimitStatus>)> {
-        let Value::BulkString(text) = reply else {
-            return None;
-        };
-        let (now, text) = std::str::from_utf8(text).ok()?.split_once(' ')?;
-        let now_us = parse_now_us(now)?;
-        let mut numbers = parse_numbers(text);
-        let mut next_number = || numbers.next().flatten();
-        let statuses = counters.iter().map(|(_, limit)| {
-            let numbers = [next_number()?, next_number()?, next_number()?];
-            parse_limit_status(limit, (0, true), now_us, numbers)
-        });
-        let statuses = statuses.collect::<Option<_>>()?;
-        numbers.next().is_none().then_some((now_us, statuses))
     }
 }
 
@@ -130,13 +98,13 @@ pub(crate) fn parse_now_us(text: &str) -> Option<u64> {
     to_time_us(text.parse().ok()?).filter(|now_us| *now_us > 0)
 }
 
-/// Parses the status of one charge for one of its callers, and the expiry of its override (ms).
-fn parse_charge_status(
+/// Parses the status of one charge for one of its callers, and the expiry of its override.
+fn parse_charge_outcome(
     charge: &Charge<'_>,
     now_us: u64,
     position: CallerPosition,
     mut next_number: impl FnMut() -> Option<i64>,
-) -> Option<(LimitStatus, Option<u64>)> {
+) -> Option<ChargeOutcome> {
     let (mut in_effect, mut expires_at_ms) = (None, None);
     if charge.dynamic.is_some() {
         let mut requests = next_number()?;
@@ -152,20 +120,21 @@ fn parse_charge_status(
         true => Some(next_number()?),
         false => None,
     };
-    if in_effect == Some(OverrideInEffect::Unlimited) {
-        return Some((LimitStatus::UNLIMITED, expires_at_ms));
+    let mut status = LimitStatus::UNLIMITED;
+    if in_effect != Some(OverrideInEffect::Unlimited) {
+        // After an override, another limit applies.
+        let is_final = expires_at_ms.is_none();
+        status = parse_limit_status(&limit, (charge.cost, is_final), now_us, numbers)?;
+        if let Some(admitted) = admitted {
+            status = derive_caller_status(position, status, (&limit, charge.cost), admitted)?;
+        }
+        status.in_effect = in_effect;
     }
-    // After an override, another limit applies.
-    let is_final = expires_at_ms.is_none();
-    let mut status = parse_limit_status(&limit, (charge.cost, is_final), now_us, numbers)?;
-    if let Some(admitted) = admitted {
-        status = derive_caller_status(position, status, (&limit, charge.cost), admitted)?;
-    }
-    let status = LimitStatus {
-        in_effect,
-        ..status
-    };
-    Some((status, expires_at_ms))
+    Some(ChargeOutcome {
+        status: Some(status),
+        charged_at_us: None,
+        override_expires_at_ms: expires_at_ms,
+    })
 }
 
 /// Parses the override of a charge; `Some(None)` without one. Returns `None` for impossible values.
@@ -217,17 +186,6 @@ fn parse_limit_status(
         refusal,
         in_effect: None,
     })
-}
-
-/// Parses the time of a charge; `Some(None)` if it was not made. Returns `None` for an impossible
-/// value.
-fn parse_charged_at_us(now_us: u64, number: i64) -> Option<Option<u64>> {
-    if number == 0 {
-        return Some(None);
-    }
-    to_time_us(number)
-        .filter(|at_us| *at_us >= now_us)
-        .map(Some)
 }
 
 /// Derives the status for one of several callers with the same request. `admitted` of them were

@@ -211,13 +211,13 @@ fn a_script_reply_of_impossible_form_is_rejected() {
     let decision = read("1000 0 4 2000").unwrap();
     assert!(decision.admitted);
     assert_eq!(
-        decision.statuses.as_slice(),
-        [Some(LimitStatus {
+        decision.outcomes[0].status,
+        Some(LimitStatus {
             remaining: 4,
             next_growth_us: Some(2000),
             refusal: None,
             in_effect: None
-        })]
+        })
     );
     assert!(!read("1000 1500 0 1500").unwrap().admitted);
     for invalid in [

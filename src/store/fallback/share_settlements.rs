@@ -11,8 +11,8 @@ impl FallbackStore {
             let Settlement { limit, key, .. } = *settlement;
             let applies = match settlement.amendment {
                 Amendment::Release { slot } => {
-                    let mut write_back = self.write_back.lock();
-                    write_back.remove_released_slot(limit, key, slot);
+                    let mut outage = self.outage.lock();
+                    outage.write_back.remove_released_slot(limit, key, slot);
                     true
                 }
                 Amendment::Renew { .. } => true,
@@ -24,7 +24,7 @@ impl FallbackStore {
                 // A decision only reads this counter, so the first response creates it.
                 self.amend_share(limit, key, settlement.amendment);
             } else if applies {
-                self.memory.apply_settlement_if_present(settlement);
+                self.memory.amend_counter(settlement, false);
             }
         }
     }

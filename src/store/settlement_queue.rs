@@ -101,7 +101,7 @@ async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
         let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();
         if let Err(error) = queue.store.apply_settlements(&settlements).await {
             tracing::debug!(why = %error, "failed to send settlements to the store");
-            let lost_count = error.unconfirmed_indices.len();
+            let lost_count = error.unconfirmed.len();
             queue.metrics.record_lost_settlements(lost_count);
         }
     }
