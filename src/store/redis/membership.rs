@@ -19,9 +19,7 @@ use crate::store::fallback::usage_directory::{UsageDirectory, UsageFile};
 use crate::store::{FallbackStore, Settlement, Share};
 use crate::telemetry::LogThrottle;
 use redis::{Cmd, Value, from_redis_value};
-use std::collections::hash_map::RandomState;
-use std::hash::BuildHasher;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
@@ -46,17 +44,6 @@ const REJECTION_LOG_INTERVAL: Duration = Duration::from_secs(3600);
 const SHUTDOWN_WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(1);
 
 const MEMBERSHIP_SCRIPT: &str = include_str!("membership.lua");
-
-/// A unique id of this process.
-static INSTANCE_ID: LazyLock<String> = LazyLock::new(|| {
-    let [high, low] = [0, 1].map(|half| RandomState::new().hash_one(half));
-    format!("{high:016x}{low:016x}")
-});
-
-/// The unique id of this process: 32 hexadecimal digits, new with every start.
-pub fn instance_id() -> &'static str {
-    &INSTANCE_ID
-}
 
 /// The reply of `membership.lua`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

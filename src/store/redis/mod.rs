@@ -49,14 +49,13 @@ pub use diagnostics::{
 pub use error::{RedisConnectionError, RedisErrorKind};
 pub use inspector::{CounterInspector, RedisCounter};
 pub use member_list::{FleetMember, MemberDescription, MemberList};
-pub use membership::instance_id;
 pub use script_batch::{CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
 pub use settings::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
     RedisStreamFuture, RedisTopology, RedisTransport,
 };
-pub use shared_state::SharedRedisState;
+pub use shared_state::{SharedRedisState, instance_id};
 
 use super::fallback::SINGLE_PARTITION;
 use super::{DecisionFailure, Settlement, SettlementError, StoreUnavailable};

@@ -1,11 +1,9 @@
 //! State that all workers of the process share: settings, circuit breaker, counters.
 
 use super::access::RedisAccess;
-use super::circuit_breaker::RedisCircuitBreaker;
-use super::circuit_breaker::RedisOutage;
+use super::circuit_breaker::{RedisCircuitBreaker, RedisOutage};
 use super::hash_slot::{hash_slot_for_key, hash_slot_for_name};
 use super::member_list::MemberDescription;
-use super::membership::instance_id;
 use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelDisagreements;
 use super::settings::{RedisSettings, RedisTopology};
@@ -17,9 +15,22 @@ use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::store::{FallbackStore, MemoryStore};
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
+use std::collections::hash_map::RandomState;
+use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Once, OnceLock};
+use std::sync::{Arc, LazyLock, Once, OnceLock};
 use std::time::Duration;
+
+/// A unique id of this process.
+static INSTANCE_ID: LazyLock<String> = LazyLock::new(|| {
+    let [high, low] = [0, 1].map(|half| RandomState::new().hash_one(half));
+    format!("{high:016x}{low:016x}")
+});
+
+/// The unique id of this process: 32 hexadecimal digits, new with every start.
+pub fn instance_id() -> &'static str {
+    &INSTANCE_ID
+}
 
 /// State that the workers of one process share: settings, circuit breaker, counters.
 #[derive(Debug)]
