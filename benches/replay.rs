@@ -41,8 +41,8 @@ fn main() {
         text: generated_log::POLICIES.into(),
     };
     let flags = FlagOverrides {
-        upstream: Some("http://127.0.0.1".into()),
-        listen: None,
+        needs_no_upstream: true,
+        ..FlagOverrides::default()
     };
     let config = config::load(&ConfigSources {
         file,

@@ -8,10 +8,8 @@ use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use std::fmt;
 use std::net::IpAddr;
-use std::sync::Arc;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
-use tokio_rustls::TlsConnector;
 
 /// Maximum size of a response head.
 const MAX_HEAD_BYTES: usize = 64 << 10;
@@ -104,11 +102,7 @@ pub async fn connect(
     };
     let name = tls.server_name_for(&url.host);
     let name = name.map_err(|error| format!("{}: {error}", url.host))?;
-    let mut config = Arc::clone(tls.config());
-    let names = protocols.iter().map(|name| name.as_bytes().to_vec());
-    Arc::make_mut(&mut config).alpn_protocols = names.collect();
-    let stream = TlsConnector::from(config).connect(name, socket).await;
-    match stream {
+    match tls.connector(protocols).connect(name, socket).await {
         Ok(stream) => Ok(Box::new(stream)),
         Err(error) => Err(format!("TLS failed: {}", describe_tls_error(&error))),
     }

@@ -73,6 +73,7 @@ pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, Co
     let overrides = FlagOverrides {
         upstream: Some(format!("http://{upstream}")),
         listen: Some(flags.listen),
+        needs_no_upstream: false,
     };
     let sources = ConfigSources {
         file,

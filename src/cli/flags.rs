@@ -63,7 +63,9 @@ impl SharedFlags {
     /// # Errors
     /// Same as [`SharedFlags::to_sources`].
     pub(super) fn to_sources_without_upstream(&self) -> Result<ConfigSources, CommandError> {
-        self.to_sources(placeholder_upstream())
+        let mut sources = self.to_sources(OverrideFlags::default())?;
+        sources.flags.needs_no_upstream = true;
+        Ok(sources)
     }
 
     /// The sources of each file of `--config` and `files`, or of the default.
@@ -90,14 +92,10 @@ impl SharedFlags {
 
 /// The sources of one file for a command that never connects to the upstream.
 pub(super) fn sources_without_upstream(path: &Path) -> ConfigSources {
-    sources_with_environment(FileSource::Path(path.to_owned()), placeholder_upstream())
-}
-
-fn placeholder_upstream() -> OverrideFlags {
-    OverrideFlags {
-        upstream: Some("http://127.0.0.1".to_owned()),
-        listen: None,
-    }
+    let file = FileSource::Path(path.to_owned());
+    let mut sources = sources_with_environment(file, OverrideFlags::default());
+    sources.flags.needs_no_upstream = true;
+    sources
 }
 
 fn default_file_source() -> Result<FileSource, CommandError> {
@@ -133,6 +131,7 @@ fn sources_with_environment(file: FileSource, overrides: OverrideFlags) -> Confi
     let flags = FlagOverrides {
         upstream: overrides.upstream,
         listen: overrides.listen,
+        needs_no_upstream: false,
     };
     ConfigSources {
         file,

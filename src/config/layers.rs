@@ -38,11 +38,11 @@ pub(super) fn merge_layers(
             figment = figment.merge(layer);
         }
     }
-    let flags = [
+    let given = [
         ("--upstream", "upstream.url", &flags.upstream),
         ("--listen", "listen.address", &flags.listen),
     ];
-    for (label, path, text) in flags {
+    for (label, path, text) in given {
         if let Some(text) = text {
             let path = path.split('.').map(str::to_owned).collect();
             figment = figment.merge(OverrideLayer {
@@ -51,6 +51,13 @@ pub(super) fn merge_layers(
                 value: text.as_str().into(),
             });
         }
+    }
+    if flags.needs_no_upstream {
+        figment = figment.join(OverrideLayer {
+            label: "default",
+            path: vec!["upstream".to_owned(), "url".to_owned()],
+            value: "http://127.0.0.1".into(),
+        });
     }
     let values = figment
         .data()

@@ -65,7 +65,7 @@ pub fn load_with_environment(text: &str, env: &[(&str, &str)]) -> Result<Config,
     };
     let flags = FlagOverrides {
         upstream: Some("http://127.0.0.1:9".to_owned()),
-        listen: None,
+        ..FlagOverrides::default()
     };
     load(&ConfigSources {
         file,

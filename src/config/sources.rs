@@ -34,6 +34,8 @@ pub enum FileSource {
 pub struct FlagOverrides {
     pub upstream: Option<String>,
     pub listen: Option<String>,
+    /// For a command that never connects to the upstream: its URL may be absent from all sources.
+    pub needs_no_upstream: bool,
 }
 
 /// Variables may hold passwords, so they are not printed.

@@ -244,6 +244,7 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
     sources.flags = FlagOverrides {
         upstream: Some("http://flag:3".into()),
         listen: Some("[::1]:4".into()),
+        needs_no_upstream: false,
     };
     let config = load(&sources).unwrap();
     assert_eq!(config.upstream.url.to_string(), "http://flag:3");
@@ -670,4 +671,76 @@ fn lints_compare_each_of_thousands_of_policies() {
         1_499
     );
     assert_eq!(with("gets a higher limit than without it"), 1);
+}
+
+/// What was not compared is said, and only then.
+#[test]
+fn lints_say_that_too_many_policies_were_left_to_compare() {
+    let warns = |count: usize, matches: &dyn Fn(usize) -> String| {
+        let policies = (0..count).map(|n| {
+            let conditions = matches(n);
+            format!("[[policy]]\nname = 'p{n}'\nmatch = {{ {conditions} }}\naction = 'deny'\n")
+        });
+        let text = UPSTREAM_LINE.to_owned() + &policies.collect::<String>();
+        let config = load(&make_text_sources(&text)).unwrap();
+        let mut warnings = config.warnings.iter();
+        warnings.any(|one| {
+            one.problem
+                .contains("too many policies may match the same requests")
+        })
+    };
+    let without = |n: usize| format!("path = '/x/**', not = {{ headers = {{ x-t = 'v{n}' }} }}");
+    assert!(warns(1_500, &without) && !warns(100, &without));
+    assert!(!warns(1_500, &|n| format!(
+        "path = '/x/**', headers = {{ x-t = 'v{n}' }}"
+    )));
+}
+
+/// A text that no request has in the form in which policies read it never matches.
+#[test]
+fn conditions_in_a_spelling_that_no_request_has_are_reported() {
+    let warnings = |path: &str, conditions: &str| {
+        let policy = "[[policy]]\nname = 'p'\naction = 'deny'\nmatch = ";
+        let text = format!("{UPSTREAM_LINE}[path]\n{path}\n{policy}{{ {conditions} }}\n");
+        let config = load(&make_text_sources(&text)).unwrap();
+        let warnings = config.warnings.iter().map(|one| one.problem.clone());
+        warnings.collect::<Vec<_>>().join("\n")
+    };
+    for conditions in [
+        "query = { q = 'a%20b' }",
+        "query = { q = ['a', 'a%2Fb'] }",
+        "cookies = { sid = { regex = '^a%3Ab$' } }",
+        "not = { cookies = { sid = 'a%3ab' } }",
+        "any = [{ query = { q = { regex = '%2f' } } }]",
+    ] {
+        let found = warnings("", conditions);
+        assert!(
+            found.contains("are compared decoded"),
+            "{conditions}: {found}"
+        );
+    }
+    for conditions in [
+        "path_regex = '^/café$'",
+        "path_regex = '^/a%2fb$'",
+        "not = { path_regex = '^/%61dmin' }",
+    ] {
+        let found = warnings("", conditions);
+        assert!(found.contains("no path contains"), "{conditions}: {found}");
+        assert_eq!(
+            warnings("normalize = false", conditions),
+            "",
+            "{conditions}"
+        );
+    }
+    for conditions in [
+        "query = { q = '100%' }",
+        "headers = { x-a = 'a%20b' }",
+        "path_regex = '^/caf%C3%A9.x$'",
+    ] {
+        assert_eq!(warnings("", conditions), "", "{conditions}");
+    }
+    assert_eq!(
+        warnings("case_sensitive = false", "path_regex = '^/Caf%c3.x$'"),
+        ""
+    );
 }

@@ -111,7 +111,16 @@ fn canonicalize_network(net: IpNet) -> IpNet {
 }
 
 pub(super) fn parse_regex(text: &str) -> Result<Regex, String> {
-    RegexBuilder::new(text)
+    build_regex(RegexBuilder::new(text).case_insensitive(false))
+}
+
+/// Parses a regular expression on texts whose letter case has no meaning.
+pub(super) fn parse_caseless_regex(text: &str) -> Result<Regex, String> {
+    build_regex(RegexBuilder::new(text).case_insensitive(true))
+}
+
+fn build_regex(builder: &mut RegexBuilder) -> Result<Regex, String> {
+    builder
         .size_limit(MAX_REGEX_BYTES)
         .build()
         .map_err(|error| match error {

@@ -65,41 +65,33 @@ impl KeyFetcher {
     /// Call it before the table is used.
     pub fn attach_table(&self, table: &PolicyTable) {
         let mut sources = self.sources.lock();
-        let mut needed = Vec::new();
+        let mut needed: Vec<FetchedSource> = Vec::new();
         for keys in table
             .token_reader()
             .into_iter()
             .flat_map(|reader| reader.fetched_keys())
         {
-            let known = sources
-                .iter()
-                .position(|known| known.source == *keys.source())
-                .map(|position| sources.swap_remove(position));
-            let source = match known {
-                Some(known) => known,
-                None => match needed
-                    .iter()
-                    .find(|one: &&FetchedSource| one.source == *keys.source())
-                {
-                    Some(shared) => {
-                        keys.attach(Arc::clone(&shared.cell));
-                        continue;
-                    }
-                    None => self.start_source(keys.source()),
-                },
+            let is_same = |one: &FetchedSource| one.source == *keys.source();
+            let cell = match needed.iter().find(|one| is_same(one)) {
+                Some(shared) => Arc::clone(&shared.cell),
+                None => {
+                    let known = sources.iter().position(is_same);
+                    let known = known.map(|position| sources.swap_remove(position));
+                    let source = known.unwrap_or_else(|| self.start_source(keys.source()));
+                    let cell = Arc::clone(&source.cell);
+                    needed.push(source);
+                    cell
+                }
             };
-            keys.attach(Arc::clone(&source.cell));
-            needed.push(source);
+            keys.attach(cell);
         }
         *sources = needed;
     }
 
     fn start_source(&self, source: &KeySource) -> FetchedSource {
         let cell = Arc::<KeyCell>::default();
-        let counters = {
-            let mut counters = self.counters.lock();
-            Arc::clone(counters.entry(source.url.to_string()).or_default())
-        };
+        let mut counters = self.counters.lock();
+        let counters = Arc::clone(counters.entry(source.url.to_string()).or_default());
         let refresher = KeyRefresher::new(source.clone(), Arc::clone(&cell), counters);
         FetchedSource {
             source: source.clone(),

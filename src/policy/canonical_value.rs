@@ -29,10 +29,25 @@ pub(super) fn canonicalize_piece(
         KeyPart::Header(name) if *name == AUTHORIZATION => unsupported("complete credentials"),
         KeyPart::Header(name) if *name == HOST => Ok(piece.to_ascii_lowercase()),
         KeyPart::Host => Ok(piece.to_ascii_lowercase()),
+        KeyPart::Method => Ok(piece.to_ascii_uppercase()),
         KeyPart::PathCaptures(_) if !piece.is_empty() => {
             Ok(path::canonicalize_segment(piece, path).into())
         }
         _ => Ok(piece.to_owned()),
+    }
+}
+
+/// Rejects a pattern with an end that no canonical value has.
+pub(super) fn check_pattern_end(part: &KeyPart, pattern: &str) -> Result<(), String> {
+    let is_host = matches!(part, KeyPart::Host | KeyPart::Header(HOST));
+    let (_, port) = pattern.rsplit_once(':').unwrap_or(("", "none"));
+    let has_port = port.bytes().all(|byte| byte.is_ascii_digit());
+    match is_host && (has_port || pattern.ends_with('.')) {
+        true => Err(
+            "a host has no port and no dot at its end here; expected for example \"*.example.com\""
+                .to_owned(),
+        ),
+        false => Ok(()),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Conditions on the values of a request or descriptor.
 
 use super::key_part::KeyPart;
+use super::regex_spelling::{has_spellings, header_spellings};
 use super::{Descriptor, Facts};
 use regex::Regex;
 use std::fmt;
@@ -85,6 +86,10 @@ impl PartCondition {
             (KeyPart::Claim(name), ValueCondition::Present(wanted)) => {
                 facts.token.claim(facts.headers, name).is_present() == *wanted
             }
+            (KeyPart::Header(name), ValueCondition::Regex(regex)) if has_spellings(name) => {
+                let spellings = header_spellings(facts, name);
+                spellings.iter().any(|text| regex.is_match(text))
+            }
             (part, condition) => part.read_values(facts, |values| condition.is_met_by(values)),
         }
     }
@@ -134,6 +139,16 @@ impl ValueCondition {
     /// Whether the value does not matter.
     pub(super) fn is_presence(&self) -> bool {
         matches!(self, Self::Present(_))
+    }
+
+    /// The texts and the regular expression that values are compared with.
+    pub fn texts(&self) -> impl Iterator<Item = &str> {
+        let (texts, regex) = match self {
+            Self::OneOf(texts) => (&**texts, None),
+            Self::Regex(regex) => (&[][..], Some(regex.as_str())),
+            Self::Present(_) => (&[][..], None),
+        };
+        texts.iter().map(|text| &**text).chain(regex)
     }
 
     /// Rewrites the texts that values are compared with.

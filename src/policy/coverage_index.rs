@@ -57,17 +57,34 @@ impl<'m, T> CoverageIndex<'m, T> {
         }
     }
 
-    /// All items whose matcher covers `other`, and usually few further ones, in their order.
-    pub fn candidates(&self, other: &Matcher) -> impl Iterator<Item = &T> {
-        let mut found = self.unindexed.clone();
+    /// All items whose matcher covers `other`, and usually few further ones, in their order. Finds
+    /// each on demand: thousands may be candidates for each of thousands.
+    pub fn candidates<'a>(
+        &'a self,
+        other: &'a Matcher,
+    ) -> impl Iterator<Item = &'a T> + use<'a, 'm, T> {
         let values = offered_values(other).into_iter();
         let lists = values.filter_map(|value| self.by_value.get(&value));
-        lists.for_each(|list| found.extend_from_slice(list));
-        found.sort_unstable();
-        found.dedup();
-        let items = found.into_iter();
-        items.filter_map(|index| self.items.get(index))
+        let lists = lists.chain([&self.unindexed]).map(Vec::as_slice);
+        merge_ascending(lists.collect()).filter_map(|index| self.items.get(index))
     }
+}
+
+/// The numbers of ascending lists, in order, each once.
+pub fn merge_ascending(mut lists: Vec<&[usize]>) -> impl Iterator<Item = usize> {
+    iter::from_fn(move || {
+        let next = lists
+            .iter()
+            .filter_map(|list| list.first())
+            .min()
+            .copied()?;
+        for list in &mut lists {
+            while let Some(rest) = list.strip_prefix(&[next]) {
+                *list = rest;
+            }
+        }
+        Some(next)
+    })
 }
 
 /// The condition of each matcher that it shares with the fewest others: the accepted values.

@@ -1,6 +1,6 @@
 //! Key templates: the values of a request that form its rate-limit key.
 
-use super::canonical_value::{canonicalize_part_value, canonicalize_piece};
+use super::canonical_value::{canonicalize_part_value, canonicalize_piece, check_pattern_end};
 use super::key_component::KeyDigests;
 use super::key_error::KeyError;
 use super::key_hasher::KeyHasher;
@@ -349,6 +349,7 @@ impl KeyTemplate {
         if let (KeyPart::Claim(name), Some(first)) = (part, pieces.first()) {
             name.check_listed_value(first, true)?;
         }
+        check_pattern_end(part, text)?;
         let pieces = pieces
             .iter()
             .map(|piece| canonicalize_piece(part, piece, path));

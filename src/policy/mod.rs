@@ -34,6 +34,7 @@ mod policy_mode;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;
+mod regex_spelling;
 mod request_amounts;
 mod self_service;
 mod self_service_settings;
@@ -51,7 +52,7 @@ pub use conditions::{
 pub use cors::CorsOrigins;
 pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use counted_statuses::CountedStatuses;
-pub use coverage_index::CoverageIndex;
+pub use coverage_index::{CoverageIndex, merge_ascending};
 pub use descriptor::Descriptor;
 pub use facts::Facts;
 pub use json_pointer::{JsonPointer, JsonPointerToken};
@@ -67,6 +68,7 @@ pub use part_values::{KeyContext, KeyValues};
 pub use path_pattern::PathPattern;
 pub use policy_mode::PolicyMode;
 pub use quota::Quota;
+pub use regex_spelling::accept_marked_letters;
 pub use request_amounts::{RequestAmounts, read_request_amounts};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use self_service_settings::SelfServiceSettings;

@@ -11,7 +11,7 @@ mod settings;
 #[cfg(test)]
 mod tests;
 
-pub(super) use characters::canonicalize_segment;
+pub use characters::canonicalize_segment;
 pub use forwarding::normalize_forwarded_path;
 pub use interpretations::PathInterpretations;
 pub use settings::{EscapedDelimiters, EscapedSlashes, ForwardedPath, PathError, Settings};

@@ -9,13 +9,12 @@
 use super::server::peer::ConnectionPeer;
 use super::server::query_escaper::escape_query;
 use super::service::ProxyService;
-use super::service::request_summary::{RequestSummary, classify_verdict};
+use super::service::request_summary::RequestSummary;
 use crate::enforcer::Verdict;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
 use crate::proxy::UpstreamErrorKind;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
-use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
 use crate::proxy::http::mark_header::add_mark_header;
 use crate::proxy::http::rate_limit_headers;
@@ -39,8 +38,7 @@ const ENVOY_CHECK_PATH_PREFIX: &str = "/check/envoy";
 
 /// Headers that describe the authorization request, not the original one, and are therefore
 /// removed.
-static REMOVED_AUTH_REQUEST_HEADERS: [HeaderName; 8] = [
-    header::CONNECTION,
+static REMOVED_AUTH_REQUEST_HEADERS: [HeaderName; 7] = [
     header::CONTENT_LENGTH,
     header::EXPECT,
     header::TE,
@@ -129,7 +127,7 @@ impl ProxyService {
             .decide_request(&snapshot, &facts, arrived_at)
             .await;
         let decided_at = verdict.decided_at.unwrap_or(arrived_at);
-        self.count_decision(&verdict, &inbound);
+        self.record_decision(&verdict, &inbound, peer);
         let denial =
             match local_replies::build_verdict_reply(&verdict, table.rate_limit_headers, style) {
                 Some(denial) => Some(denial),
@@ -154,14 +152,6 @@ impl ProxyService {
                 self.translate_denial_status(denial.map(ResponseBody::Full), proxy_kind)
             }
             None => build_allowed_reply(&verdict, table),
-        }
-    }
-
-    fn count_decision(&self, verdict: &Verdict<'_>, inbound: &InboundRequest) {
-        self.metrics
-            .record_request_decision(classify_verdict(verdict) as usize);
-        if inbound.token_error().is_some() {
-            self.metrics.record_rejected_token();
         }
     }
 
@@ -256,21 +246,13 @@ fn restore_original_request(
     let (target, method) = match proxy_kind {
         AuthProxyKind::Nginx => {
             let target = get_single_header(&parts.headers, "x-original-uri")?;
-            (
-                target,
-                get_single_header(&parts.headers, "x-original-method")
-                    .and_then(method_header_parser("x-original-method"))?,
-            )
+            (target, get_method(&parts.headers, "x-original-method")?)
         }
         AuthProxyKind::Traefik => {
             let target = get_single_header(&parts.headers, "x-forwarded-uri")?;
             let host = get_single_header(&parts.headers, "x-forwarded-host")?;
             parts.headers.insert(header::HOST, host);
-            (
-                target,
-                get_single_header(&parts.headers, "x-forwarded-method")
-                    .and_then(method_header_parser("x-forwarded-method"))?,
-            )
+            (target, get_method(&parts.headers, "x-forwarded-method")?)
         }
         AuthProxyKind::Envoy => {
             let check_path = parts.uri.path_and_query().map_or("", PathAndQuery::as_str);
@@ -309,11 +291,7 @@ fn get_single_header(
     }
 }
 
-fn method_header_parser(
-    name: &'static str,
-) -> impl Fn(HeaderValue) -> Result<Method, AuthRequestError> {
-    move |value| {
-        Method::from_bytes(value.as_bytes())
-            .map_err(|_invalid| AuthRequestError::HeaderInvalid(name))
-    }
+fn get_method(headers: &HeaderMap, name: &'static str) -> Result<Method, AuthRequestError> {
+    let value = get_single_header(headers, name)?;
+    Method::from_bytes(value.as_bytes()).map_err(|_invalid| AuthRequestError::HeaderInvalid(name))
 }

@@ -37,6 +37,5 @@ pub use settings::{
 };
 pub use upstream::response_body::UpstreamBody;
 pub use upstream::{
-    UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin, UpstreamSharedState,
-    UpstreamUrlError,
+    UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamSharedState, UpstreamUrlError,
 };

@@ -16,13 +16,12 @@ mod messages;
 
 use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
-use super::service::request_summary::classify_verdict;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
 use crate::limiter::{Algorithm, CalendarUnit};
 use crate::policy::{
     Descriptor, PolicyTable, RateLimitHeaderSettings, RejectResponse, canonicalize_descriptor_value,
 };
-use crate::proxy::http::access_log::AccessLogEntry;
+use crate::proxy::http::access_log::{AccessLogEntry, classify_verdict};
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::mark_header::build_mark_value;
 use crate::proxy::http::rate_limit_headers;
@@ -171,18 +170,10 @@ impl ProxyService {
         arrived_at: Instant,
         trace: Option<TraceId>,
     ) {
-        let (status, policy) = match &verdict.outcome {
-            RequestOutcome::Forward => (StatusCode::OK, None),
-            // Envoy answers every `OVER_LIMIT` with 429.
-            RequestOutcome::Limited(limited) => {
-                (StatusCode::TOO_MANY_REQUESTS, Some(limited.policy))
-            }
-            RequestOutcome::Denied { policy, .. } | RequestOutcome::InvalidKey { policy, .. } => {
-                (StatusCode::TOO_MANY_REQUESTS, Some(*policy))
-            }
-            RequestOutcome::Unavailable { policy, .. } => {
-                (StatusCode::SERVICE_UNAVAILABLE, Some(*policy))
-            }
+        let status = match &verdict.outcome {
+            RequestOutcome::Forward => StatusCode::OK,
+            RequestOutcome::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
+            _ => StatusCode::TOO_MANY_REQUESTS,
         };
         let over_limit = statuses
             .iter()
@@ -191,27 +182,15 @@ impl ProxyService {
         let logged_descriptor = over_limit
             .map(|(_, descriptor)| descriptor)
             .or(descriptors.first());
-        let key = match &verdict.outcome {
-            RequestOutcome::Limited(limited) => limited.key.as_deref(),
-            _ => None,
-        };
         self.access_log.write(&AccessLogEntry {
-            key,
             method: "RLS",
             host: logged_descriptor.map_or("", |descriptor| descriptor.domain),
             path: &logged_descriptor
                 .map(Descriptor::canonical_text)
                 .unwrap_or_default(),
             time_to_head: arrived_at.elapsed(),
-            decision: classify_verdict(verdict).into_str(),
-            policy,
-            unenforced_rejections: Some(&verdict.unenforced_rejections),
-            retry_after_us: verdict.outcome.retry_after_us(),
-            limits: &verdict.limits,
-            source: verdict.source,
-            time_to_decision: verdict.decided_at.map(|at| at - arrived_at),
             trace_id: trace,
-            ..AccessLogEntry::for_unreadable_request(peer.addr.ip(), status)
+            ..AccessLogEntry::for_verdict(verdict, peer.addr.ip(), status, arrived_at)
         });
     }
 }

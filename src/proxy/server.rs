@@ -6,17 +6,15 @@
 //! hash, which is uneven for the few long-lived connections of an ingress.
 
 pub(crate) mod accept;
+mod acceptor;
 mod allocator_trim;
 pub(crate) mod blocking_thread;
 pub(crate) mod close_reason;
 mod connection;
-mod connection_activity;
 pub(crate) mod connection_load;
 pub(crate) mod connection_memory;
 pub(crate) mod connection_monitor;
-mod connection_registry;
 pub(crate) mod continue_responses;
-mod dispatch;
 mod field_block_filter;
 pub(crate) mod frame_limits;
 pub(crate) mod frame_scanner;
@@ -27,8 +25,8 @@ mod head_marks;
 mod hpack;
 pub(crate) mod lazy_timer;
 mod listener;
-mod memory_budget;
 mod monitored_socket;
+mod open_connection;
 mod parse_error_reply;
 pub(crate) mod peer;
 pub(crate) mod query_escaper;
@@ -41,16 +39,17 @@ use futures_util::future::select_all;
 use std::future::Future;
 use std::io;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
 use crate::listen::ListenAddress;
+use crate::proxy::server::acceptor::{ListenerAcceptor, PendingConnections};
 use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_monitor::ConnectionDrain;
-use crate::proxy::server::dispatch::{ListenerAcceptor, PendingConnections};
 use crate::proxy::server::handler::RequestHandler;
-use crate::proxy::server::listener::ServerListener;
+use crate::proxy::server::listener::{ListenerConfig, ServerListener};
 use crate::proxy::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
 use crate::proxy::server::worker::{WorkerPhase, WorkerThread, wait_until_workers_ready};
 use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
@@ -74,16 +73,6 @@ pub struct ProxyServer {
 }
 
 impl ProxyServer {
-    /// Binds the proxy listener. `tls` may be replaced while the server runs.
-    ///
-    /// # Errors
-    /// Fails if the address is in use, not local, or not permitted.
-    pub fn bind(settings: &ListenSettings, tls: ReloadableServerTls) -> io::Result<Self> {
-        let mut server = Self::with_worker_threads(settings.threads);
-        server.add_listener(ListenerKind::Proxy, settings, tls)?;
-        Ok(server)
-    }
-
     /// Creates a server with `threads` workers, at least 1, and no listener.
     pub fn with_worker_threads(threads: usize) -> Self {
         let threads = threads.max(1);
@@ -98,7 +87,7 @@ impl ProxyServer {
     /// system chose for port 0.
     ///
     /// # Errors
-    /// Fails as [`ProxyServer::bind`] does.
+    /// Fails if the address cannot be bound.
     pub fn add_listener(
         &mut self,
         kind: ListenerKind,
@@ -107,11 +96,14 @@ impl ProxyServer {
     ) -> io::Result<ListenAddress> {
         let socket = listener::bind_with_keepalive(&settings.address)?;
         let address = socket.address()?;
-        self.listeners.push(ServerListener {
+        let config = ListenerConfig {
             kind,
-            socket,
             settings: settings.clone(),
             tls,
+        };
+        self.listeners.push(ServerListener {
+            socket,
+            config: Arc::new(config),
         });
         Ok(address)
     }
@@ -164,6 +156,10 @@ impl ProxyServer {
         M: Fn(usize) -> F + Clone + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
+        let first = self.listeners.first();
+        if let Some(limit) = first.and_then(|first| first.config.settings.max_memory) {
+            self.load.set_memory_limit(limit);
+        }
         let (phase, worker_phase) = watch::channel(WorkerPhase::Serve);
         let mut workers = Vec::new();
         for index in 0..self.threads {

@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
+use strum::IntoStaticStr;
 
 use crate::listen::ListenAddress;
 use crate::tls::{ClientTls, ServerTls};
@@ -157,7 +158,8 @@ pub enum UpstreamUrl {
     Unix(PathBuf),
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[strum(serialize_all = "lowercase")]
 pub enum UpstreamScheme {
     /// HTTP/1.1.
     Http,
@@ -194,22 +196,12 @@ impl UpstreamUrl {
 
 impl fmt::Display for UpstreamUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let scheme = match self {
-            Self::Net {
-                scheme: UpstreamScheme::Http,
-                ..
-            } => "http",
-            Self::Net {
-                scheme: UpstreamScheme::Https,
-                ..
-            } => "https",
-            Self::Net {
-                scheme: UpstreamScheme::H2c,
-                ..
-            } => "h2c",
-            Self::Unix(path) => return write!(f, "unix:{}", path.display()),
-        };
-        write!(f, "{scheme}://{}", self.authority())
+        match self {
+            Self::Net { scheme, .. } => {
+                write!(f, "{}://{}", <&str>::from(scheme), self.authority())
+            }
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
     }
 }
 

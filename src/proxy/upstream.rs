@@ -36,7 +36,7 @@ use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool
 use retry::RetryRequest;
 
 pub use connector::UpstreamUrlError;
-pub use error::{UpstreamError, UpstreamErrorKind, UpstreamErrorOrigin};
+pub use error::{UpstreamError, UpstreamErrorKind};
 pub use shared_state::UpstreamSharedState;
 
 /// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at
@@ -69,18 +69,16 @@ impl UpstreamClient {
 
     /// The upstream's authority, as used in a `Host` header.
     pub(super) fn authority(&self) -> &HeaderValue {
-        self.pool.authority()
+        &self.pool.shared.authority
     }
 
     /// Logs why a request was not forwarded. Client errors go to the debug log; upstream and proxy
     /// errors produce a throttled warning.
     pub(super) fn log_error(&self, error: &UpstreamError) {
-        let occurrences = match error.kind.origin() {
-            UpstreamErrorOrigin::Client => None,
-            UpstreamErrorOrigin::Upstream | UpstreamErrorOrigin::Proxy => self
-                .pool
-                .error_log_throttle()
-                .record_occurrence(std::time::Instant::now()),
+        let throttle = &self.pool.shared.error_log_throttle;
+        let occurrences = match error.kind.is_client_error() {
+            true => None,
+            false => throttle.record_occurrence(std::time::Instant::now()),
         };
         match occurrences {
             Some(requests) => {
@@ -103,7 +101,7 @@ impl UpstreamClient {
         if limit == 0 {
             return Ok(None);
         }
-        let counted = self.pool.client_tunnels().try_acquire(client, limit);
+        let counted = self.pool.shared.client_tunnels.try_acquire(client, limit);
         counted.map(Some).ok_or_else(|| {
             UpstreamErrorKind::TunnelLimit
                 .with_detail(format!("the client has {limit} tunnels already"))
@@ -199,11 +197,15 @@ impl UpstreamClient {
                 match exchange.await {
                     Ok(mut response) => {
                         retry.inspect(|copy| copy.body.disable_replay());
-                        if let ResponseBody::Upstream(body) = response.body_mut() {
-                            body.attach_share(share);
-                            if !poll_fn(|cx| body.poll_first_frame(cx)).await? {
-                                *response.body_mut() = ResponseBody::Empty;
+                        match response.body_mut() {
+                            ResponseBody::Upstream(body) => {
+                                body.attach_share(share);
+                                if !poll_fn(|cx| body.poll_first_frame(cx)).await? {
+                                    *response.body_mut() = ResponseBody::Empty;
+                                }
                             }
+                            ResponseBody::Tunnel(tunnel) => tunnel.keep(share),
+                            _ => {}
                         }
                         return Ok(response);
                     }
@@ -327,7 +329,7 @@ impl UpstreamClient {
             return Ok(connection);
         };
         let is_websocket = upgrade::upgrade_names_websocket(request.headers());
-        if is_websocket && slot.connection().supports_extended_connect() {
+        if is_websocket && slot.connection.supports_extended_connect() {
             return Ok(connection);
         }
         if self.pool.settings().tls.is_some() {

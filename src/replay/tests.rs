@@ -19,8 +19,8 @@ impl ReplayFixture {
             text: policies.into(),
         };
         let flags = FlagOverrides {
-            upstream: Some("http://127.0.0.1".into()),
-            listen: None,
+            needs_no_upstream: true,
+            ..FlagOverrides::default()
         };
         let config = config::load(&ConfigSources {
             file,

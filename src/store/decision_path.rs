@@ -278,9 +278,19 @@ impl<'s> RedisDecisionPath<'s> {
             let decision = permits.decide_request(charges);
             return (Ok((decision, DecisionSource::Lease)), Some(permits));
         }
+        // The request's own units come first: a lease takes what is left. On one connection, both
+        // share a batch in this order. In a cluster, a call about several slots is queued later.
+        let (is_cluster, mut is_passed) = (self.redis.is_cluster(), false);
+        let on_passed = || match is_cluster {
+            true => is_passed = true,
+            false => permits.start_refills(),
+        };
         let decided = self
-            .check_and_decide(&unleased.charges, requested_at, || permits.start_refills())
+            .check_and_decide(&unleased.charges, requested_at, on_passed)
             .await;
+        if is_passed {
+            permits.start_refills();
+        }
         let (decision, source) = match decided {
             Ok(decided) => decided,
             Err(failure) => return (Err(failure.expand(&unleased)), None),

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::pki_types::{InvalidDnsNameError, ServerName};
 use tokio_rustls::rustls::{ClientConfig, Error};
 
@@ -33,6 +34,14 @@ impl ClientTls {
     /// Client configuration, without ALPN protocols.
     pub fn config(&self) -> &Arc<ClientConfig> {
         &self.config
+    }
+
+    /// Connector that offers these protocols by ALPN.
+    pub fn connector(&self, protocols: &[&str]) -> TlsConnector {
+        let mut config = ClientConfig::clone(&self.config);
+        let names = protocols.iter().map(|name| name.as_bytes().to_vec());
+        config.alpn_protocols = names.collect();
+        TlsConnector::from(Arc::new(config))
     }
 
     /// Name that the certificate of `host` is verified against.

@@ -66,10 +66,11 @@ pub struct ServerIdentity {
 
 /// TLS server settings: a set of certificates and one session ticket key.
 pub struct ServerTls {
-    config: Arc<ServerConfig>,
+    pub config: Arc<ServerConfig>,
     /// Source and expiry of each certificate.
     certificate_expiries: Vec<(String, u64)>,
-    forwards_client_cert: bool,
+    /// Whether the application gets the client's certificate.
+    pub forwards_client_cert: bool,
     /// Digest of all inputs, for comparison.
     digest: [u8; 32],
 }
@@ -215,16 +216,6 @@ impl ServerTls {
             forwards_client_cert: clients.forwards_certificate,
             digest: hash.finalize().into(),
         })
-    }
-
-    /// Configuration for handshakes of new connections.
-    pub fn config(&self) -> Arc<ServerConfig> {
-        Arc::clone(&self.config)
-    }
-
-    /// Whether the upstream receives the client's certificate.
-    pub fn forwards_client_cert(&self) -> bool {
-        self.forwards_client_cert
     }
 
     /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix

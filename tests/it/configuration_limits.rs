@@ -15,6 +15,8 @@ use tempfile::TempDir;
 /// 10 s and more.
 const MAX_CPU_TIME: Duration = Duration::from_secs(5);
 
+const LIMIT: &str = "key = ['client_ip']\nlimit = { requests = 5, per = '1s' }";
+
 /// Runs `check` and returns whether the file is valid, and the CPU time.
 async fn measure_check(path: &Path) -> (bool, Duration) {
     let mut shell = command_for(Path::new("/bin/bash"));
@@ -47,12 +49,16 @@ async fn large_and_malformed_files_are_checked_in_linear_time() {
         let policies: String = (0..count)
             .map(|n| {
                 let conditions = policy(n);
-                format!(
-                    "[[policy]]\nname = 'p{n}'\nmatch = {{ {conditions} }}\nkey = ['client_ip']\nlimit = {{ requests = 5, per = '1s' }}\n"
-                )
+                format!("[[policy]]\nname = 'p{n}'\nmatch = {{ {conditions} }}\n{LIMIT}\n")
             })
             .collect();
         format!("upstream.url = 'http://a'\n{policies}")
+    };
+    let shared_path = |action: &str| {
+        repeat(10_000, &|n| {
+            format!("path = '/x/**', not = {{ headers = {{ x-a = 'v{n}' }} }}")
+        })
+        .replace(LIMIT, action)
     };
     for (name, text, is_valid) in [
         (
@@ -84,6 +90,50 @@ async fn large_and_malformed_files_are_checked_in_linear_time() {
             repeat(5_000, &|n| {
                 format!("path = '/a{n}', not = {{ headers = {{ x-a = 'v{n}' }} }}")
             }),
+            true,
+        ),
+        ("denials below one path", shared_path("action = 'deny'"), true),
+        ("exemptions below one path", shared_path("action = 'allow'"), true),
+        ("limits below one path", shared_path(LIMIT), true),
+        (
+            "limits with one name below one path",
+            shared_path(&LIMIT.replace("requests", "name = 'same', requests")),
+            true,
+        ),
+        (
+            "skippable keys below one path",
+            shared_path(&LIMIT.replace("'client_ip'", "'header:x-user-id'"))
+                .replace("match =", "missing_key = 'skip'\nmatch ="),
+            true,
+        ),
+        (
+            "headers that must be present",
+            repeat(10_000, &|n| format!("path = '/x/**', headers = {{ x-a{n} = {{ present = true }} }}"))
+                .replace(LIMIT, "action = 'deny'"),
+            true,
+        ),
+        (
+            "exceptions without a path",
+            repeat(10_000, &|n| format!("not = {{ headers = {{ x-a = 'v{n}' }} }}")),
+            true,
+        ),
+        (
+            "exemptions before limits",
+            repeat(5_000, &|n| format!("path = '/x/**', not = {{ path = '/x/p{n}' }}"))
+                .replace(LIMIT, "action = 'allow'")
+                + repeat(5_000, &|n| format!("path = '/x/p{n}'"))
+                    .replace("name = 'p", "name = 'q")
+                    .split_once('\n')
+                    .unwrap()
+                    .1,
+            true,
+        ),
+        (
+            "descriptors",
+            repeat(10_000, &|n| {
+                format!("domain = 'd', descriptors = {{ a = '*' }}, not = {{ descriptors = {{ a = 'v{n}' }} }}")
+            })
+            .replace("['client_ip']", "['descriptor']"),
             true,
         ),
         (

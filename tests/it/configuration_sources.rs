@@ -2,6 +2,7 @@
 
 use super::support::process::{ProcessOutput, run_command, tidegate_command};
 use super::support::redis::RedisServer;
+use super::support::tls::CertificateAuthority;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -203,6 +204,30 @@ async fn with_json_errors_are_json_on_stdout() {
         let report: Value = serde_json::from_str(&output.stdout).unwrap();
         let found = report["errors"][0]["problem"].as_str().unwrap();
         assert!(found.contains(problem), "{found}");
+    }
+}
+
+/// Commands that never connect to the upstream need no URL, and one in the file counts: settings of
+/// TLS are for https only.
+#[tokio::test]
+async fn commands_without_a_proxy_read_the_upstream_of_the_file() {
+    let dir = TempDir::new().unwrap();
+    let authority = CertificateAuthority::new();
+    let ca = authority.path_string("ca.pem");
+    let policy =
+        "[[policy]]\nname = 'api'\nkey = ['client_ip']\nlimit = { requests = 9, per = '1h' }\n";
+    let with_tls = format!("[upstream]\nurl = 'https://a.test'\n[upstream.tls]\nca = {ca:?}\n");
+    for upstream in [with_tls.as_str(), ""] {
+        fs::write(dir.path().join("config.toml"), [upstream, policy].concat()).unwrap();
+        for words in [["explain", "GET", "/"].as_slice(), &["doctor"]] {
+            let output = run_command(&mut command_in(&dir, words)).await;
+            assert_eq!(
+                output.status.code(),
+                Some(0),
+                "{words:?}: {}",
+                output.stderr
+            );
+        }
     }
 }
 

@@ -226,14 +226,12 @@ fn post_head_frame(stream: u32, path: &str) -> Vec<u8> {
     request_head_frame(stream, &fields)
 }
 
-/// The upstream grants no window for uploads.
-#[tokio::test]
-async fn an_upload_of_small_frames_ends_no_other_stream_of_its_client() {
-    let release = Arc::new(Semaphore::new(0));
-    let held = Arc::clone(&release);
+/// Answers `/hold` with the next permit, never reads `/upload`, and grants no window for uploads.
+async fn start_unreading_upstream(release: &Arc<Semaphore>) -> H2Upstream {
+    let held = Arc::clone(release);
     let mut builder = Builder::new();
     builder.initial_window_size(0);
-    let upstream = H2Upstream::with_handler(builder, move |exchange| {
+    H2Upstream::with_handler(builder, move |exchange| {
         let held = Arc::clone(&held);
         async move {
             match exchange.request.uri().path() {
@@ -250,7 +248,13 @@ async fn an_upload_of_small_frames_ends_no_other_stream_of_its_client() {
             }
         }
     })
-    .await;
+    .await
+}
+
+#[tokio::test]
+async fn an_upload_of_small_frames_ends_no_other_stream_of_its_client() {
+    let release = Arc::new(Semaphore::new(0));
+    let upstream = start_unreading_upstream(&release).await;
     let proxy = start_proxy(&upstream).await;
     for size in [5, 30, 200] {
         let mut client = FrameClient::connect(proxy.address, &[]).await;
@@ -278,5 +282,55 @@ async fn an_upload_of_small_frames_ends_no_other_stream_of_its_client() {
             })
             .await;
         assert_eq!(answer.status(), Some(200), "{size} bytes");
+    }
+}
+
+/// Tiny frames end their upload. Only a stranger who goes on loses the connection, after a GOAWAY.
+#[tokio::test]
+async fn an_upload_of_tiny_frames_is_reset_alone() {
+    const TRUSTED: &str = "client.trusted_proxies = ['127.0.0.0/8']\n";
+    let release = Arc::new(Semaphore::new(0));
+    let upstream = start_unreading_upstream(&release).await;
+    for (is_trusted, size) in [(true, 0), (true, 1), (true, 4), (false, 1), (false, 4)] {
+        let proxy = Proxy::builder()
+            .config(&format!(
+                "{}{ONE_WORKER}",
+                if is_trusted { TRUSTED } else { "" }
+            ))
+            .upstream_url(&upstream.url())
+            .start()
+            .await;
+        let mut client = FrameClient::connect(proxy.address, &[]).await;
+        let opening = [post_head_frame(1, "/upload"), get_frame(3, "/hold")].concat();
+        client.send(opening).await;
+        client.send(encode_frame(SETTINGS, ACK, 0, [])).await;
+        let tiny = encode_frame(DATA, 0, 1, vec![b'x'; size]).repeat(1_000);
+        for _ in 0..12 {
+            assert!(client.send(&tiny).await, "{size} bytes");
+        }
+        let name = format!("trusted {is_trusted}, {size} bytes");
+        let reset = client
+            .wait_for_frame(&name, |frame| matches!(frame.kind, GOAWAY | RST_STREAM))
+            .await;
+        assert_eq!((reset.kind, reset.stream), (RST_STREAM, 1), "{name}");
+        let goes_on = if is_trusted { 20 } else { 0 };
+        for _ in 0..goes_on {
+            assert!(client.send(&tiny).await, "{size} bytes");
+        }
+        release.add_permits(1);
+        let answer = client
+            .wait_for_frame(&name, |frame| {
+                frame.kind == GOAWAY || frame.kind == HEADERS && frame.stream == 3
+            })
+            .await;
+        assert_eq!(answer.status(), Some(200), "{name}");
+        if !is_trusted {
+            let mut sent = 0;
+            while sent < 20 && client.send(&tiny).await {
+                sent += 1;
+            }
+            let goaway = client.wait_for_frame(&name, |frame| frame.kind == GOAWAY);
+            assert_eq!(goaway.await.error_code(), Some(ENHANCE_YOUR_CALM), "{name}");
+        }
     }
 }

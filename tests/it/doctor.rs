@@ -630,6 +630,28 @@ async fn start_refusing_server(line: &'static str) -> u16 {
     port
 }
 
+/// A server that answers what it receives with an error of HTTP, and closes.
+async fn start_web_server() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                stream.read(&mut [0; 1024]).await.ok();
+                let answer = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n";
+                stream.write_all(answer).await.ok();
+            });
+        }
+    });
+    port
+}
+
+/// `[store.redis]` for a server that requires a client certificate, without one.
+fn lines_without_certificate(server: &RedisServer, authority: &CertificateAuthority) -> String {
+    let (port, ca) = (server.tls_port(), authority.path_string("ca.pem"));
+    format!("url = \"rediss://127.0.0.1:{port}\"\nca = {ca:?}")
+}
+
 /// What a server, TLS or the network states before the first decision: the only problem is the
 /// connection, with its cause and its cure, in the report, in the log and in `/readyz`.
 #[tokio::test]
@@ -640,6 +662,7 @@ async fn errors_before_the_first_command_name_their_cure() {
     let open = RedisServer::start();
     let with_tls = RedisServer::start_with_tls(&authority, &["--tls-auth-clients", "no"]);
     let in_cluster = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    let with_client_tls = RedisServer::start_with_tls(&authority, &["--tls-auth-clients", "yes"]);
     let protected = start_refusing_server("-DENIED Redis is running in protected mode\r\n").await;
     let crowded = start_refusing_server("-ERR max number of clients reached\r\n").await;
     let password = tempfile::NamedTempFile::new().unwrap();
@@ -688,6 +711,16 @@ async fn errors_before_the_first_command_name_their_cure() {
             "other",
             "has only database 0",
         ),
+        (
+            lines_without_certificate(&with_client_tls, &authority),
+            "tls",
+            "set store.redis.cert and store.redis.key",
+        ),
+        (
+            plain_url(start_web_server().await),
+            "reply",
+            "not of another service",
+        ),
     ];
     for (lines, kind, cure) in cases {
         let (report, code) = examine(&lines).await;
@@ -706,28 +739,73 @@ async fn errors_before_the_first_command_name_their_cure() {
 
 #[tokio::test]
 async fn log_and_readiness_name_cause_and_cure() {
-    let server = RedisServer::start_with(&["--requirepass", "secret"]);
+    let authority = CertificateAuthority::new();
+    authority.sign("server", "127.0.0.1");
+    let with_password = RedisServer::start_with(&["--requirepass", "secret"]);
+    let with_client_tls = RedisServer::start_with_tls(&authority, &["--tls-auth-clients", "yes"]);
+    let in_cluster = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    let open = RedisServer::start();
+    let web_port = start_web_server().await;
+    let cases = [
+        (
+            url_line(&with_password),
+            with_password.port(),
+            "NOAUTH Authentication required.",
+            "set store.redis.password_file",
+        ),
+        (
+            lines_without_certificate(&with_client_tls, &authority),
+            with_client_tls.tls_port(),
+            "CertificateRequired",
+            "set store.redis.cert and store.redis.key",
+        ),
+        (
+            format!("url = \"redis://127.0.0.1:{web_port}\""),
+            web_port,
+            "the answer is not of the Redis protocol",
+            "not of another service",
+        ),
+        (
+            format!(
+                "topology = \"cluster\"\nurls = [\"redis://127.0.0.1:{}\"]",
+                in_cluster.port()
+            ),
+            in_cluster.port(),
+            "no slot has a master",
+            "restore the missing masters",
+        ),
+        (
+            url_line(&in_cluster),
+            in_cluster.port(),
+            "CLUSTERDOWN",
+            "a cluster also needs topology",
+        ),
+        (
+            format!(
+                "topology = \"sentinel\"\nsentinel_master = \"main\"\nurls = [\"redis://127.0.0.1:{}\"]",
+                open.port()
+            ),
+            open.port(),
+            "unknown command",
+            "the server is no sentinel",
+        ),
+    ];
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&store_config(&url_line(&server)), upstream.address).await;
-    let line = proxy
-        .wait_for_log("the outage", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("redis unavailable")
-        })
-        .await;
-    assert_eq!(line.field("reason"), "NOAUTH Authentication required.");
-    assert_eq!(
-        line.field("address"),
-        format!("127.0.0.1:{}", server.port())
-    );
-    assert!(line.field("remedy").contains("password_file"));
-    let request = ClientRequest::new(proxy.admin_address(), "GET", "/readyz");
-    let readiness = request.header("Host", "localhost").send().await.text();
-    for words in [
-        "NOAUTH",
-        "set store.redis.password_file",
-        "nothing is limited by api",
-    ] {
-        assert!(readiness.contains(words), "{words}: {readiness}");
+    for (lines, port, reason, remedy) in cases {
+        let proxy = Proxy::start(&store_config(&lines), upstream.address).await;
+        let line = proxy
+            .wait_for_log("the outage", 0, TEST_TIMEOUT, |line| {
+                line.message_starts_with("redis unavailable")
+            })
+            .await;
+        assert!(line.field("reason").contains(reason), "{line:?}");
+        assert!(line.field("remedy").contains(remedy), "{line:?}");
+        assert_eq!(line.field("address"), format!("127.0.0.1:{port}"));
+        let request = ClientRequest::new(proxy.admin_address(), "GET", "/readyz");
+        let readiness = request.header("Host", "localhost").send().await.text();
+        for words in [reason, remedy, "nothing is limited by api"] {
+            assert!(readiness.contains(words), "{words}: {readiness}");
+        }
     }
 }
 

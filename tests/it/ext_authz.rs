@@ -333,6 +333,38 @@ limit = { requests = 1, per = '1h' }\n";
     assert_eq!(ask().send().await.status, 429);
 }
 
+/// As at the main listener. A proxy that removes the header would hide it from the app only.
+#[tokio::test]
+async fn a_connection_header_that_lists_a_header_of_a_policy_is_rejected() {
+    let config = format!(
+        "client.trusted_headers = ['x-plan']
+{CHECK_LISTENER}[[policy]]
+name = 'free'
+match = {{ headers = {{ x-plan = 'free' }} }}
+action = 'deny'\n"
+    );
+    let (proxy, at) = start_check_listener(&config).await;
+    for question in [envoy_request, traefik_request, nginx_request] {
+        for (connection, status) in [
+            ("x-plan", 400),
+            ("close, X-Plan", 400),
+            ("authorization", 400),
+            ("x-other, close", 200),
+            ("upgrade", 200),
+            ("keep-alive", 200),
+        ] {
+            let request = question(at, "GET", "/a").header("X-Plan", "gold");
+            let reply = request.header("Connection", connection).send().await;
+            assert_eq!(reply.status, status, "{connection}: {reply:?}");
+        }
+    }
+    let listed = proxy.request("GET", "/a").header("X-Plan", "gold");
+    assert_eq!(
+        listed.header("Connection", "x-plan").send().await.status,
+        400
+    );
+}
+
 /// Envoy takes a 5xx status for a failed call, and `failure_mode_allow` then lets the request pass.
 #[tokio::test]
 async fn envoy_never_gets_a_denial_with_a_5xx_status() {

@@ -797,6 +797,24 @@ async fn a_malformed_head_has_a_reason_and_a_log_line() {
             ["GET", "shop.example", "/"],
         ),
         (
+            vec![(":path", "#")],
+            400,
+            "path",
+            ["GET", "shop.example", "/"],
+        ),
+        (
+            vec![(":path", "?a=1")],
+            400,
+            "path",
+            ["GET", "shop.example", "/"],
+        ),
+        (
+            vec![(":path", "*#")],
+            400,
+            "path",
+            ["GET", "shop.example", "/"],
+        ),
+        (
             vec![(":authority", "a b")],
             400,
             "Host",

@@ -443,6 +443,41 @@ async fn http2_clients_with_small_header_tables_get_100_continue() {
     }
 }
 
+/// The smallest of several table sizes is signalled before the last one (RFC 7541, 4.2), unless a
+/// response has filled the table meanwhile.
+#[tokio::test]
+async fn every_change_of_a_header_table_is_signalled_with_100_continue() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start("", upstream.address).await;
+    let settings = |sizes: &[u32]| -> Vec<u8> {
+        let sizes = sizes.iter().flat_map(|size| encode_setting(1, *size));
+        sizes.collect()
+    };
+    let expect = encode_header_block(&[("expect", "100-continue")]);
+    let upload = |stream| encode_frame(HEADERS, END_HEADERS, stream, post_block(&expect));
+    for (sizes, updates) in [
+        (&[0, 4096][..], &b"\x20\x3f\xe1\x1f"[..]),
+        (&[100, 0, 31], b"\x20\x3f\0"),
+        (&[65_536, 30, 5000], b"\x3e\x3f\xe1\x1f"),
+        (&[4096, 65_536, 4096], b""),
+        (&[200, 100], b"\x3f\x45"),
+    ] {
+        let mut client = FrameClient::connect(proxy.address, &settings(sizes)).await;
+        client.send(upload(1)).await;
+        let block = next_head(&mut client, 1).await.payload;
+        assert_eq!(block, [updates, b"\x08\x03100"].concat(), "{sizes:?}");
+        client.send(encode_frame(DATA, END_STREAM, 1, "")).await;
+        assert_eq!(next_head(&mut client, 1).await.kind, HEADERS);
+        client
+            .send(encode_frame(SETTINGS, 0, 0, settings(&[0, 4096])))
+            .await;
+        client.send(get_frame(3, "/")).await;
+        assert_eq!(next_head(&mut client, 3).await.kind, HEADERS);
+        client.send(upload(5)).await;
+        assert_eq!(next_head(&mut client, 5).await, continue_frame(5));
+    }
+}
+
 /// The response is written between two frames, also while downloads fill the socket.
 #[tokio::test]
 async fn http2_100_continue_never_divides_a_frame() {

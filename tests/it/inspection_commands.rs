@@ -197,6 +197,21 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
     );
 }
 
+/// Overrides lie beside the counters in Redis, and are no counters.
+#[tokio::test]
+async fn keys_are_listed_if_redis_holds_only_overrides() {
+    let office = CommandFixture::start();
+    let policy = "[[policy]]\nname = 'plan'\nkey = ['header:x-user-id']\ndynamic = true\n\
+                  limit = { requests = 9, per = '1h' }";
+    let config = format!("{}\n{policy}", office.config_text());
+    fs::write(office.config_path(), config).unwrap();
+    office
+        .run_successfully(&["overrides", "set", "plan", "ann", "--block"])
+        .await;
+    let listed = office.run_successfully(&["keys", "list"]).await;
+    assert!(!listed.contains("plan/ann"), "{listed}");
+}
+
 /// At the current rate, the bucket would have refilled long ago.
 #[tokio::test]
 async fn a_listed_bucket_refills_at_the_rate_it_was_charged_with() {

@@ -586,6 +586,29 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     );
 }
 
+/// In a cluster, the charges of a request and its lease are separate calls. The lease takes what the
+/// request leaves.
+#[tokio::test]
+async fn a_request_takes_its_units_before_a_lease_does() {
+    let cluster = RedisCluster::start().await;
+    let upstream = Upstream::echo().await;
+    let config = format!(
+        "[defaults]\non_store_failure = 'closed'\n[store]\nkind = 'redis'\n[store.redis]\n{}\ntimeout = '5s'\n\
+         [[policy]]\nname = 'leased'\nmatch = {{ path = '/leased' }}\nkey = ['header:x-key']\n\
+         limit = {{ requests = 1, per = '1h' }}\nlease = {{ size = 2, ttl = '100ms' }}\n\
+         [[policy]]\nname = 'other'\nkey = ['header:x-user']\nlimit = {{ requests = 100, per = '1h' }}\n",
+        cluster.config_lines()
+    );
+    let proxy = Proxy::start(&config, upstream.address).await;
+    for user in ["ann", "ben", "cem", "dan"] {
+        let send = async || {
+            let request = proxy.request("GET", "/leased").header("x-key", user);
+            request.header("x-user", user).send().await.status
+        };
+        assert_eq!([send().await, send().await], [200, 429], "{user}");
+    }
+}
+
 #[tokio::test]
 async fn units_leased_for_a_cancelled_request_serve_other_requests() {
     let server = RedisServer::start();

@@ -59,7 +59,6 @@ limit = { requests = 1, per = "1h" }
     assert_eq!(proxy.get("/?user=b&role=<admin>").await.status, 403);
 }
 
-/// A pipelined request line is scanned only if it arrives after the response before it.
 #[tokio::test]
 async fn a_pipelined_request_changes_no_body() {
     let (proxy, _upstream) = start_proxy("").await;
@@ -79,6 +78,52 @@ async fn a_pipelined_request_changes_no_body() {
     assert_eq!(reply.json()["body_len"], 30, "{}", reply.text());
     client.send("GET /?\" HTTP/1.1\r\nHost: a\r\n\r\n").await;
     assert_eq!(client.read_response().await.json()["target"], "/?%22");
+}
+
+/// A read may begin within a pipelined head, whose start arrived with the request before it: the
+/// rest is no request line, whatever it looks like.
+#[tokio::test]
+async fn the_rest_of_a_pipelined_head_is_not_changed() {
+    let (proxy, _upstream) = start_proxy("").await;
+    let value = "see GET /p?q=\"v\"<w> HTTP/1.1";
+    let second = format!("GET /second HTTP/1.1\r\nHost: a\r\nX-Note: {value}\r\n\r\n");
+    let post = "POST /first HTTP/1.1\r\nHost: a\r\n";
+    for first in [
+        "GET /first HTTP/1.1\r\nHost: a\r\n\r\n",
+        &format!("{post}Content-Length: 4\r\n\r\nbody"),
+        &format!("{post}Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"),
+        &format!("{post}Content-Length: 4\r\n\r\nbody{post}Content-Length: 4\r\n\r\n\r\n\r\n"),
+    ] {
+        let responses = first.matches("/first").count();
+        // Before the value, before its word "GET", and before its query.
+        for behind in ["X-Note: ", "see ", "see GET /p?q"] {
+            let at = second.find(behind).unwrap() + behind.len();
+            let (front, back) = second.split_at(at);
+            let mut client = RawClient::connect(proxy.address).await;
+            client.send(format!("{first}{front}")).await;
+            for _ in 0..responses {
+                assert_eq!(client.read_response().await.json()["target"], "/first");
+            }
+            client.send(back).await;
+            let text = client.read_response().await.text();
+            let value = value.replace('"', "\\\"");
+            assert!(text.contains(&value), "{first:?}, {behind:?}: {text}");
+        }
+    }
+}
+
+/// The line of a request that arrived with the one before it is found as well.
+#[tokio::test]
+async fn a_raw_query_of_a_pipelined_request_is_escaped() {
+    let (proxy, _upstream) = start_proxy("").await;
+    let mut client = RawClient::connect(proxy.address).await;
+    let request = format!("GET {RAW_QUERY} HTTP/1.1\r\nHost: a\r\n\r\n");
+    let (front, back) = request.split_at(7);
+    client.send(format!("{request}{front}")).await;
+    for rest in [back, ""] {
+        assert_eq!(client.read_response().await.json()["target"], ESCAPED_QUERY);
+        client.send(rest).await;
+    }
 }
 
 #[tokio::test]

@@ -780,6 +780,37 @@ async fn the_tunnels_of_one_client_are_limited() {
     }
 }
 
+/// A tunnel keeps the share of the upstream connections that its request took.
+#[tokio::test]
+async fn the_tunnels_of_one_client_leave_connections_to_others() {
+    let upstream = start_websocket_upstream().await;
+    let config = "client.trusted_proxies = ['127.0.0.1']\n[upstream]\nmax_connections = 8\nqueue_timeout = '100ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
+    let open = async |client: &str| {
+        let mut connection = RawClient::connect(proxy.address).await;
+        let field = format!("X-Forwarded-For: {client}\r\nHost:");
+        let handshake = WEBSOCKET_HANDSHAKE.replacen("Host:", &field, 1);
+        connection.send(handshake).await;
+        let reply = connection.read_any_response(false).await;
+        (connection, reply.status)
+    };
+    let mut held = Vec::new();
+    // Half of the connections, and half of the rest.
+    for status in [101, 101, 101, 101, 101, 101, 503, 503] {
+        let (connection, given) = open("192.0.2.1").await;
+        assert_eq!(given, status, "tunnel {}", held.len());
+        held.push(connection);
+    }
+    let (_other, status) = open("192.0.2.2").await;
+    assert_eq!(status, 101, "another client");
+    drop(held.remove(0));
+    let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
+    while open("192.0.2.1").await.1 != 101 {
+        let now = tokio::time::Instant::now();
+        assert!(now < deadline, "a closed tunnel leaves its share");
+    }
+}
+
 #[tokio::test]
 async fn an_idle_tunnel_ends_after_its_own_timeout() {
     let upstream = start_websocket_upstream().await;

@@ -240,6 +240,119 @@ limit = { requests = 100, per = "1h" }
     }
 }
 
+/// Each regex is written as the client sends the value, or as it is usually written.
+#[tokio::test]
+async fn regexes_match_values_in_each_spelling_that_apps_read_alike() {
+    let cases = [
+        (
+            "authorization",
+            "^ApiKey leaked$",
+            "ApiKey leaked",
+            "ApiKey Leaked",
+        ),
+        (
+            "authorization",
+            "^ApiKey leaked$",
+            "APIKEY  leaked",
+            "ApiKeys leaked",
+        ),
+        ("authorization", "^apikey", "ApiKey leaked", "Token apikey"),
+        (
+            "authorization",
+            "^bearer leaked$",
+            "Bearer leaked",
+            "Bearer LEAKED",
+        ),
+        ("authorization", "^BEARER", "bearer leaked", "Token BEARER"),
+        ("authorization", "^OAuth x", "oauth x", "OAuth X"),
+        ("authorization", "^DPoP x", "DPoP x", "DPoP y"),
+        (
+            "authorization",
+            "^GoogleLogin auth=",
+            "GoogleLogin auth=x",
+            "GoogleLogin Auth=x",
+        ),
+        (
+            "authorization",
+            r"^SharedAccess\w+ sr=a",
+            "SharedAccessSignature sr=a",
+            "SharedKey sr=a",
+        ),
+        (
+            "authorization",
+            "^AWS4-HMAC-SHA256 Credential=AKIA",
+            "AWS4-HMAC-SHA256 Credential=AKIA7",
+            "AWS4-HMAC-SHA256 Credential=akia",
+        ),
+        ("authorization", "^(HOBA|OAuth) x$", "hoba x", "hobax x"),
+        ("authorization", "^basic YTo$", "Basic YTo=", "Basic YTpi"),
+        ("authorization", "^Basic YTo=$", "basic YTo", "Basic YTpi"),
+        ("authorization", "^LEAKED$", "LEAKED", "leaked"),
+        ("host", r"^Shop\.", "shop.example", "a.shop.example"),
+        (
+            "host",
+            r"^shop\.example$",
+            "SHOP.example.:8443",
+            "shop.example.org",
+        ),
+        ("host", ":8443$", "shop.example:8443", "shop.example:443"),
+        (
+            "host",
+            r"^Shop\.Example:8443$",
+            "sHop.example.:8443",
+            "shop.example",
+        ),
+        ("host", r"^\[::1\]:80$", "[0::1]:80", "[::1]:81"),
+    ];
+    let mut config = String::new();
+    for (at, (name, regex, ..)) in cases.iter().enumerate() {
+        let condition = format!("headers = {{ {name} = {{ regex = '{regex}' }} }}");
+        for (target, conditions) in [
+            ("denied", condition.clone()),
+            ("excluded", format!("not = {{ {condition} }}")),
+            (
+                "either",
+                format!("any = [{{ query = {{ x = '1' }} }}, {{ {condition} }}]"),
+            ),
+        ] {
+            config += &format!(
+                "[[policy]]\nname = '{target}-{at}'\nmatch = {{ path = '/{target}/{at}', {conditions} }}\naction = 'deny'\n"
+            );
+        }
+    }
+    let (proxy, _upstream) = start_proxy(&config).await;
+    for (at, (name, regex, meant, other)) in cases.into_iter().enumerate() {
+        let proxy = &proxy;
+        let ask = |target: &str, value: &'static str| {
+            let target = format!("/{target}/{at}");
+            async move {
+                let head = match name {
+                    "host" => format!("GET {target} HTTP/1.1\r\nhost: {value}\r\n"),
+                    name => format!("GET {target} HTTP/1.1\r\nhost: a\r\n{name}: {value}\r\n"),
+                };
+                let mut client = RawClient::connect(proxy.address).await;
+                client.send(head + "connection: close\r\n\r\n").await;
+                client.read_response().await.status
+            }
+        };
+        assert_eq!(ask("denied", meant).await, 403, "{regex}: {meant}");
+        assert_eq!(ask("either", meant).await, 403, "{regex}: {meant}");
+        assert_eq!(ask("excluded", meant).await, 200, "{regex}: {meant}");
+        assert_eq!(ask("denied", other).await, 200, "{regex}: {other}");
+        assert_eq!(ask("excluded", other).await, 403, "{regex}: {other}");
+    }
+    let fields = with_field("authorization", b"apiKEY leaked");
+    let fields: Vec<(&str, &[u8])> = fields
+        .into_iter()
+        .map(|(name, value)| match name {
+            ":path" => (name, &b"/denied/0"[..]),
+            ":authority" => (name, &b"shop.example"[..]),
+            _ => (name, value),
+        })
+        .collect();
+    assert_eq!(ask_http2(&proxy, &fields).await, Some(429), "denied: 403");
+}
+
 #[tokio::test]
 async fn hosts_in_conditions_and_overrides_have_the_form_of_requests() {
     let config = r#"

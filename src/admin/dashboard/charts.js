@@ -71,9 +71,14 @@ class StackedBarChart {
       this.build(data);
     } else {
       this.plot.setData(data);
+      this.plot.setScale('x', this.span());
     }
-    this.plot.setScale('x', { min: times[0], max: times[times.length - 1] + step });
     this.host.querySelector('.uplot')?.setAttribute('aria-label', this.label(shown, columns));
+  }
+
+  /** The range of the time axis. A new plot needs it at once: set later, its labels are missing. */
+  span() {
+    return { min: this.times[0], max: this.times[this.times.length - 1] + this.step };
   }
 
   build(data) {
@@ -93,7 +98,7 @@ class StackedBarChart {
       padding: [8, 8, 0, 0],
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false }, points: { show: false } },
-      scales: { x: { time: true, auto: false }, y: { range: (_, __, most) => [0, Math.max(1, most * 1.08)] } },
+      scales: { x: { time: true, auto: false, ...this.span() }, y: { range: (_, __, most) => [0, Math.max(1, most * 1.08)] } },
       axes: [
         { ...axis, grid: { show: false }, size: 28, space: 84, values: (plot, splits) => splits.map((s) => label(plot, s)) },
         { ...axis, grid: { stroke: themeColour('edge'), width: 1 }, size: 48, space: 40, incrs: WHOLE_STEPS, values: (_, splits) => splits.map((n) => compactFormat.format(n)) },
@@ -117,7 +122,6 @@ class StackedBarChart {
   redraw() {
     if (!this.plot) return;
     this.build(this.plot.data);
-    this.plot.setScale('x', { min: this.times[0], max: this.times[this.times.length - 1] + this.step });
   }
 
   destroy() {

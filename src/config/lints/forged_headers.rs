@@ -46,8 +46,9 @@ pub(super) fn check_forged_headers(
         .filter(|question| question.depends_on_others());
     let asked: Vec<_> = asked.map(|one| (without_asked(one.spanned), one)).collect();
     for (rest, question) in &asked {
-        let mut others = wider.candidates(rest).map(|(_, other)| *other);
-        let is_answered = others.any(|other| question.is_answered_by(other, budget));
+        let is_answered = budget
+            .limit(wider.candidates(rest))
+            .any(|(_, other)| question.is_answered_by(other));
         question.is_answered.set(is_answered);
     }
     let open = asked
@@ -55,11 +56,9 @@ pub(super) fn check_forged_headers(
         .filter(|(_, question)| !question.is_answered.get());
     let open = CoverageIndex::new(open.collect(), |(rest, _)| rest);
     for (rest, other) in &rests {
-        for (_, question) in open.candidates(rest) {
+        for (_, question) in budget.limit(open.candidates(rest)) {
             if !question.is_answered.get() {
-                question
-                    .is_answered
-                    .set(question.is_answered_by(other, budget));
+                question.is_answered.set(question.is_answered_by(other));
             }
         }
     }
@@ -201,7 +200,7 @@ impl HeaderQuestion<'_, '_> {
         self.met.is_none() || self.spanned.quota().is_some()
     }
 
-    fn is_answered_by(&self, other: &PolicyWithReader<'_>, budget: &mut ComparisonBudget) -> bool {
+    fn is_answered_by(&self, other: &PolicyWithReader<'_>) -> bool {
         let matcher = &other.policy.matcher;
         let (quota, other_quota) = (self.spanned.quota(), other.quota());
         let decides = match self.met {
@@ -224,7 +223,6 @@ impl HeaderQuestion<'_, '_> {
         };
         decides
             && !std::ptr::eq(other, self.spanned)
-            && budget.take()
             && are_for_same_requests(&self.spanned.policy.matcher, matcher, self.header)
     }
 

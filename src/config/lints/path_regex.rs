@@ -1,4 +1,45 @@
-//! Finds regular expressions that a path pattern can replace.
+//! Finds regular expressions that a path pattern can replace, and those in a spelling that no path
+//! has.
+
+use crate::policy::path;
+
+/// The first part of a regular expression that no path contains, with its canonical spelling: an
+/// escape or a character that paths spell differently.
+pub(super) fn find_unusual_spelling<'r>(
+    regex: &'r str,
+    settings: &path::Settings,
+) -> Option<(&'r str, Box<str>)> {
+    let mut parts = regex.char_indices().filter_map(|(at, letter)| {
+        let rest = regex.get(at..)?;
+        let escape = rest.get(..3).filter(|text| is_escape(text));
+        match (escape, letter) {
+            (Some(escape), _) => Some(escape),
+            (None, letter) if !letter.is_ascii() => rest.get(..letter.len_utf8()),
+            _ => None,
+        }
+    });
+    parts.find_map(|part| {
+        let canonical = path::canonicalize_segment(part, settings);
+        let is_same = match settings.case_sensitive {
+            true => *canonical == *part,
+            false => canonical.eq_ignore_ascii_case(part),
+        };
+        (!is_same).then_some((part, canonical))
+    })
+}
+
+/// Whether a text is percent-encoded, at least in part.
+pub(super) fn has_escape(text: &str) -> bool {
+    let starts = text.match_indices('%');
+    let mut escapes = starts.filter_map(|(at, _)| text.get(at..at + 3));
+    escapes.any(is_escape)
+}
+
+/// Whether three characters are a percent-encoded byte.
+fn is_escape(text: &str) -> bool {
+    let is_hex = |digits: &str| digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+    text.strip_prefix('%').is_some_and(is_hex)
+}
 
 /// Returns the path pattern equivalent to `regex`, or `None`. `^/api/.*` becomes `/api/**`, which
 /// also matches `/api`.
@@ -58,7 +99,31 @@ fn parse_literal_segment<'r>(regex: &'r str, pattern: &mut String) -> Option<&'r
 
 #[cfg(test)]
 mod tests {
-    use super::path_pattern_from_regex;
+    use super::*;
+
+    #[test]
+    fn spellings_that_no_path_has_are_found() {
+        let find = |regex, settings| {
+            let found = find_unusual_spelling(regex, settings);
+            found.map(|(part, canonical)| format!("{part} {canonical}"))
+        };
+        let exact = path::Settings::DEFAULT;
+        for (regex, found) in [
+            ("^/café$", Some("é %C3%A9")),
+            ("^/caf%c3%A9$", Some("%c3 %C3")),
+            ("^/%61dmin", Some("%61 a")),
+            ("^/a%2fb", Some("%2f %2F")),
+            ("^/caf%C3%A9/a%2Fb%20[%].%x1$", None),
+        ] {
+            assert_eq!(find(regex, &exact).as_deref(), found, "{regex}");
+        }
+        let caseless = path::Settings {
+            case_sensitive: false,
+            ..exact
+        };
+        assert_eq!(find("^/A%2fb%2F", &caseless), None);
+        assert!(has_escape("a%2F") && !has_escape("100%") && !has_escape("%é2 %2"));
+    }
 
     #[test]
     fn converts_only_regexes_that_a_path_pattern_expresses() {

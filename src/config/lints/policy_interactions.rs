@@ -3,7 +3,7 @@
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::policy::{
     CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, PartCondition, PolicyAction,
-    PolicyMode, ValueCondition,
+    PolicyMode, ValueCondition, merge_ascending,
 };
 use indexmap::IndexMap;
 use std::cmp::Reverse;
@@ -12,11 +12,11 @@ use std::rc::Rc;
 
 /// Largest number of comparisons of two policies in one load. An index leaves few to compare,
 /// except of policies that differ only in what it does not have, such as `not`. Then some pairs are
-/// skipped: a missed warning does less harm than a reload that takes seconds.
+/// skipped, and a warning says so: a missed warning does less harm than a reload that takes seconds.
 const MAX_COMPARISONS: usize = 200_000;
 
-/// The comparisons of two policies that are left in a load.
-pub(super) struct ComparisonBudget(usize);
+/// The comparisons of two policies that are left in a load. `None` if some were left out.
+pub(super) struct ComparisonBudget(Option<usize>);
 
 pub(super) fn check_policy_interactions(
     policies: &[PolicyWithReader<'_>],
@@ -33,21 +33,25 @@ pub(super) fn check_policy_interactions(
 
 impl Default for ComparisonBudget {
     fn default() -> Self {
-        Self(MAX_COMPARISONS)
+        Self(Some(MAX_COMPARISONS))
     }
 }
 
 impl ComparisonBudget {
     /// Whether comparisons were left out, so that an absence of findings proves nothing.
     pub(super) fn is_exhausted(&self) -> bool {
-        self.0 == 0
+        self.0.is_none()
     }
 
-    /// Takes one comparison. Returns `false` if none is left.
-    pub(super) fn take(&mut self) -> bool {
-        let is_allowed = self.0 > 0;
-        self.0 = self.0.saturating_sub(1);
-        is_allowed
+    /// The candidates that may still be compared; each takes one comparison.
+    pub(super) fn limit<T>(
+        &mut self,
+        candidates: impl Iterator<Item = T>,
+    ) -> impl Iterator<Item = T> {
+        candidates.take_while(|_| {
+            self.0 = self.0.and_then(|left| left.checked_sub(1));
+            !self.is_exhausted()
+        })
     }
 }
 
@@ -61,9 +65,10 @@ fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], budget: &mut Com
     let ends = CoverageIndex::new(ends, |(_, end)| &end.policy.matcher);
     for (rank, spanned) in in_order.iter().enumerate() {
         let matcher = &spanned.policy.matcher;
-        let mut earlier = ends.candidates(matcher).take_while(|(end, _)| *end < rank);
-        let Some((_, end)) =
-            earlier.find(|(_, end)| budget.take() && end.policy.matcher.covers(matcher))
+        let earlier = ends.candidates(matcher).take_while(|(end, _)| *end < rank);
+        let Some((_, end)) = budget
+            .limit(earlier)
+            .find(|(_, end)| end.policy.matcher.covers(matcher))
         else {
             continue;
         };
@@ -159,7 +164,7 @@ fn find_overlapping_pairs<'p, 'r>(
     });
     let mut firsts: Vec<_> = policies.iter().copied().enumerate().collect();
     for (at, one) in policies.iter().copied().enumerate() {
-        for &(other_at, other) in index.candidates(&one.policy.matcher) {
+        for &(other_at, other) in budget.limit(index.candidates(&one.policy.matcher)) {
             let (earlier, later) = match at < other_at {
                 true => ((at, one), other_at),
                 false => ((other_at, other), at),
@@ -169,7 +174,6 @@ fn find_overlapping_pairs<'p, 'r>(
                 .filter(|(first, _)| earlier.0 < *first);
             if let Some(first) = first
                 && !shares_counter(one, other)
-                && budget.take()
                 && other.policy.matcher.covers(&one.policy.matcher)
             {
                 *first = earlier;
@@ -196,9 +200,9 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut Compariso
         let Some((part, without)) = part else {
             continue;
         };
-        let mut candidates = limiting.candidates(&without);
-        let is_caught =
-            candidates.any(|other| budget.take() && other.policy.matcher.covers(&without));
+        let is_caught = budget
+            .limit(limiting.candidates(&without))
+            .any(|other| other.policy.matcher.covers(&without));
         if !is_caught && !budget.is_exhausted() {
             let key = if spanned.reader.contains_key("missing_key") {
                 "missing_key"
@@ -257,12 +261,12 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
         is_for_descriptors && one.policy.is_enforced() && one.quota().is_some()
     };
     for spanned in policies.iter().filter(limits) {
-        let overlap = known.insert(spanned).into_iter().find_map(|other| {
-            let is_allowed = budget.take();
-            let matcher = &spanned.policy.matcher;
-            let common =
-                is_allowed.then(|| matcher.descriptor_overlap(&other.policy.matcher))??;
-            Some((other, common))
+        let overlap = known.insert(spanned, |earlier| {
+            budget.limit(earlier).find_map(|other| {
+                let matcher = &spanned.policy.matcher;
+                let common = matcher.descriptor_overlap(&other.policy.matcher)?;
+                Some((other, common))
+            })
         });
         if let Some((other, common)) = overlap {
             let entries: Vec<_> = common.iter().map(describe_entry).collect();
@@ -282,6 +286,8 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
 #[derive(Default)]
 struct DescriptorIndex<'p, 'r> {
     policies: Vec<&'p PolicyWithReader<'r>>,
+    /// The positions of all policies.
+    all: Vec<usize>,
     /// By the names of all entries, one of them (none for the domain), and its value (none for a
     /// condition without exact values).
     by_value: HashMap<DescriptorValue<'p>, Vec<usize>>,
@@ -290,14 +296,14 @@ struct DescriptorIndex<'p, 'r> {
 type DescriptorValue<'p> = (Rc<[&'p str]>, Option<&'p str>, Option<&'p str>);
 
 impl<'p, 'r> DescriptorIndex<'p, 'r> {
-    /// Inserts a policy. Returns the earlier ones to compare it with, in their order.
-    fn insert(&mut self, spanned: &'p PolicyWithReader<'r>) -> Vec<&'p PolicyWithReader<'r>> {
-        let conditions = spanned.policy.matcher.descriptor_conditions.as_ref();
-        let Some((conditions, entries)) =
-            conditions.and_then(|all| Some((all, all.entries.as_ref()?)))
-        else {
-            return Vec::new();
-        };
+    /// Inserts a policy. Passes the earlier ones to compare it with, in their order, to `compare`.
+    fn insert<R>(
+        &mut self,
+        spanned: &'p PolicyWithReader<'r>,
+        compare: impl FnOnce(&mut dyn Iterator<Item = &'p PolicyWithReader<'r>>) -> Option<R>,
+    ) -> Option<R> {
+        let conditions = spanned.policy.matcher.descriptor_conditions.as_ref()?;
+        let entries = conditions.entries.as_ref()?;
         let mut names: Vec<&str> = entries.iter().map(|entry| entry.part.name()).collect();
         names.sort_unstable();
         let names: Rc<[&str]> = names.into();
@@ -314,25 +320,17 @@ impl<'p, 'r> DescriptorIndex<'p, 'r> {
         let lists = |(field, values): &(_, Vec<&'p str>)| {
             let any = values.iter().copied().map(Some).chain([None]);
             let lists = any.filter_map(|value| self.by_value.get(&key(*field, value)));
-            lists.collect::<Vec<_>>()
+            lists.map(Vec::as_slice).collect::<Vec<_>>()
         };
         let exact = fields
             .iter()
             .filter(|(_, values)| !values.is_empty())
             .map(lists);
         let rarest = exact.min_by_key(|lists| lists.iter().map(|list| list.len()).sum::<usize>());
-        let found: Vec<usize> = match rarest {
-            Some(lists) => {
-                let mut found = lists.into_iter().flatten().copied().collect::<Vec<_>>();
-                found.sort_unstable();
-                found
-            }
-            None => (0..self.policies.len()).collect(),
-        };
-        let earlier = found
-            .into_iter()
-            .filter_map(|at| self.policies.get(at).copied())
-            .collect();
+        let found = merge_ascending(rarest.unwrap_or_else(|| vec![&self.all]));
+        let mut earlier = found.filter_map(|at| self.policies.get(at).copied());
+        let compared = compare(&mut earlier);
+        drop(earlier);
         for (field, values) in &fields {
             let is_inexact = values.is_empty().then_some(None);
             for value in values.iter().copied().map(Some).chain(is_inexact) {
@@ -342,8 +340,9 @@ impl<'p, 'r> DescriptorIndex<'p, 'r> {
                     .push(self.policies.len());
             }
         }
+        self.all.push(self.policies.len());
         self.policies.push(spanned);
-        earlier
+        compared
     }
 }
 
@@ -407,9 +406,10 @@ fn warn_client_chosen_keys(
     }
     for spanned in policies.iter().filter(|one| has_client_chosen_key(one)) {
         let matcher = &spanned.policy.matcher;
-        let mut candidates = guards.candidates(matcher);
-        let is_limited = candidates.any(|one| !budget.take() || one.policy.matcher.covers(matcher));
-        if is_limited {
+        let is_limited = budget
+            .limit(guards.candidates(matcher))
+            .any(|one| one.policy.matcher.covers(matcher));
+        if is_limited || budget.is_exhausted() {
             continue;
         }
         let chosen = spanned.key_parts().find_map(|part| match part {

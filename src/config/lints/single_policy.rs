@@ -78,6 +78,26 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
             &format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
         );
     }
+    let settings = &context.policy_context.path;
+    let regex = matcher.path_regex.as_ref().filter(|_| settings.normalize);
+    let unusual =
+        regex.and_then(|regex| path_regex::find_unusual_spelling(regex.as_str(), settings));
+    if let Some((part, canonical)) = unusual {
+        reader.report_warning(
+            "path_regex",
+            &format!("no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\""),
+        );
+    }
+    for one in &matcher.values {
+        let key = match one.part {
+            KeyPart::Query(_) => "query",
+            KeyPart::Cookie(_) => "cookies",
+            _ => continue,
+        };
+        if one.condition.texts().any(path_regex::has_escape) {
+            reader.report_warning(key, DECODED_VALUE_WARNING);
+        }
+    }
     for item in reader.get_items("methods") {
         let method = item.value.as_str().unwrap_or_default();
         if let Some(meant) = find_misspelled_method(method) {
@@ -108,6 +128,8 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
         check_conditions(table, one, context);
     }
 }
+
+const DECODED_VALUE_WARNING: &str = "values of query parameters and cookies are compared decoded; expected the text without percent-encoding";
 
 /// Methods of HTTP and of common extensions.
 const KNOWN_METHODS: [&str; 20] = [
@@ -380,6 +402,7 @@ fn is_impossible_value(
             };
             !matcher.client_ips.is_empty() && net.is_ok_and(|net| !overlaps(&net))
         }
+        KeyPart::Query(_) | KeyPart::Cookie(_) => path_regex::has_escape(value),
         _ => false,
     }
 }

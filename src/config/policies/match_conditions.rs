@@ -6,10 +6,12 @@ use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::{
     ConditionRegex, DescriptorConditions, HostPattern, KeyPart, Matcher, MethodSet, PartCondition,
-    PathPattern, ValueCondition, canonicalize_part_value,
+    PathPattern, ValueCondition, accept_marked_letters, canonicalize_part_value,
 };
 use figment::value::{Num, Value};
 use http::Method;
+use http::header::{AUTHORIZATION, HOST};
+use regex::Regex;
 
 /// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 3] = ["domain", "descriptors", "descriptors_match"];
@@ -69,7 +71,12 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         hosts: reader.get_list("hosts", HostPattern::parse),
         paths: reader.get_list("path", |text| PathPattern::parse(text, &context.path)),
         path_regex: reader
-            .get_parsed("path_regex", values::parse_regex)
+            .get_parsed("path_regex", |text| {
+                match context.path.normalize && !context.path.case_sensitive {
+                    true => values::parse_caseless_regex(text),
+                    false => values::parse_regex(text),
+                }
+            })
             .map(ConditionRegex),
         client_ips: reader.get_list("client_ips", |text| {
             let net = values::parse_network(text)?;
@@ -179,6 +186,17 @@ fn parse_conditions(
     entries.filter_map(parse).collect()
 }
 
+/// Parses a regular expression on the values of a part. The scheme of credentials and a host match
+/// in any letter case.
+fn parse_part_regex(part: &KeyPart, text: &str) -> Result<Regex, String> {
+    let regex = values::parse_regex(text)?;
+    match part {
+        KeyPart::Header(AUTHORIZATION) => values::parse_regex(&accept_marked_letters(text)?),
+        KeyPart::Header(HOST) => values::parse_caseless_regex(text),
+        _ => Ok(regex),
+    }
+}
+
 /// Adjusts a condition on a descriptor entry: `"*"` is any value.
 fn adjust_entry_condition(
     condition: ValueCondition,
@@ -229,7 +247,7 @@ fn parse_condition(part: &KeyPart, item: &ConfigValue<'_>) -> Option<ValueCondit
     };
     match (table.contains_key("regex"), table.contains_key("present")) {
         (true, false) => table
-            .get_parsed("regex", values::parse_regex)
+            .get_parsed("regex", |text| parse_part_regex(part, text))
             .map(|regex| ValueCondition::Regex(ConditionRegex(regex))),
         (false, true) => table.get_bool("present").map(ValueCondition::Present),
         _ => item.report_error(EXPECTED),

@@ -85,8 +85,8 @@ schema_table! {
     }
 
     pub(super) static COUNT_WHEN {
-        /// Statuses that count. Those of tidegate's own 502 and 504 count only if listed; a client
-        /// that leaves early always counts.
+        /// Statuses that count. tidegate's own 502, 503 or 504 counts if the request was sent, and
+        /// otherwise only if listed; a client that leaves early always counts.
         status: ValueKind::StatusList, required;
     }
 

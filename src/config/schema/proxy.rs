@@ -157,7 +157,7 @@ schema_table! {
         max_connections: integer(1, 1_000_000), default = "1024";
         /// Once half of max_connections are in use: most HTTP/1.1 connections of the other half
         /// that one client (by client.ipv6_prefix) may take, and at most half of them. Its further
-        /// requests wait. 0: no limit.
+        /// requests wait. Tunnels (WebSockets) count too. 0: no limit.
         max_connections_per_client: integer(0, 1_000_000), default = "256";
         /// Most tunnels (WebSockets) of one client (by client.ipv6_prefix); further ones get 429.
         /// 0: no limit.

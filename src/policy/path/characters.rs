@@ -15,7 +15,7 @@ pub(super) struct SegmentSeparators {
 
 /// Normalizes one literal segment of a pattern to the spelling of
 /// [`super::PathInterpretations`].
-pub(in crate::policy) fn canonicalize_segment(segment: &str, settings: &Settings) -> Box<str> {
+pub fn canonicalize_segment(segment: &str, settings: &Settings) -> Box<str> {
     if !settings.normalize {
         return segment.into();
     }

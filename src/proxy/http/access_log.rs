@@ -3,7 +3,9 @@
 //! Values from clients are log fields, never part of the message, so that the formatter escapes
 //! them.
 
-use crate::enforcer::{DecisionSource, LimitReport, RequestDecision, UnenforcedRejections};
+use crate::enforcer::{
+    DecisionSource, LimitReport, RequestDecision, RequestOutcome, UnenforcedRejections, Verdict,
+};
 use crate::limiter::{Key, OverrideInEffect};
 use crate::policy::PolicyMode;
 use crate::telemetry::trace::TraceId;
@@ -148,7 +150,7 @@ pub(crate) struct AccessLogEntry<'a> {
     pub(crate) trace_id: Option<TraceId>,
 }
 
-impl AccessLogEntry<'_> {
+impl<'a> AccessLogEntry<'a> {
     /// Creates an entry for a request that could not be parsed: all other fields are empty.
     pub(crate) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
         Self {
@@ -167,6 +169,33 @@ impl AccessLogEntry<'_> {
             source: None,
             time_to_decision: None,
             trace_id: None,
+        }
+    }
+
+    /// Entry of a request that arrived at `arrived_at`. The caller adds what the client sent.
+    pub(crate) fn for_verdict(
+        verdict: &'a Verdict<'_>,
+        client_ip: IpAddr,
+        status: StatusCode,
+        arrived_at: Instant,
+    ) -> Self {
+        let (policy, key) = match &verdict.outcome {
+            RequestOutcome::Forward => (None, None),
+            RequestOutcome::Limited(limited) => (Some(limited.policy), limited.key.as_deref()),
+            RequestOutcome::Denied { policy, .. }
+            | RequestOutcome::InvalidKey { policy, .. }
+            | RequestOutcome::Unavailable { policy, .. } => (Some(*policy), None),
+        };
+        Self {
+            decision: classify_verdict(verdict).into_str(),
+            policy,
+            unenforced_rejections: Some(&verdict.unenforced_rejections),
+            retry_after_us: verdict.outcome.retry_after_us(),
+            key,
+            limits: &verdict.limits,
+            source: verdict.source,
+            time_to_decision: verdict.decided_at.map(|at| at - arrived_at),
+            ..Self::for_unreadable_request(client_ip, status)
         }
     }
 }
@@ -254,6 +283,20 @@ impl AccessLog {
             head_ms = to_millis(entry.time_to_head),
             "request"
         );
+    }
+}
+
+/// Maps a verdict to the decision reported in logs and metrics.
+pub(crate) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
+    match &verdict.outcome {
+        RequestOutcome::Forward if verdict.is_degraded => RequestDecision::Degraded,
+        RequestOutcome::Forward if !verdict.delay.is_zero() => RequestDecision::Delayed,
+        RequestOutcome::Forward => RequestDecision::Allowed,
+        RequestOutcome::Limited(limited) if limited.is_blocked => RequestDecision::Blocked,
+        RequestOutcome::Limited(_) => RequestDecision::Rejected,
+        RequestOutcome::Denied { .. } => RequestDecision::Denied,
+        RequestOutcome::InvalidKey { .. } => RequestDecision::Malformed,
+        RequestOutcome::Unavailable { .. } => RequestDecision::Unavailable,
     }
 }
 

@@ -7,6 +7,7 @@ pub(crate) mod error;
 mod replay_buffer;
 pub(crate) mod request;
 pub(crate) mod response;
+pub(crate) mod size_hint;
 
 pub use error::BodyError;
 pub use request::RequestBody;

@@ -72,7 +72,7 @@ impl InboundRequest {
             && let Some(path) = path::normalize_forwarded_path(target.path(), &path_settings)
         {
             target.replace_path(&path)?;
-            parts.uri = Uri::from(target.path_and_query().clone());
+            parts.uri = Uri::from(target.path_and_query.clone());
         }
         let token = match table.token_reader() {
             // The policy could read one of two tokens and the upstream the other.
@@ -114,12 +114,6 @@ impl InboundRequest {
             is_peer_trusted: self.client.is_peer_trusted,
             descriptor: None,
         }
-    }
-
-    /// Returns the parts needed after the decision and drops the others, which can be large: a
-    /// hostile path has many interpretations.
-    pub(crate) fn into_target_and_client(self) -> (RequestTarget, ClientAddress) {
-        (self.target, self.client)
     }
 
     /// Returns why the token is invalid; `None` if it is valid or no policy has read it.

@@ -34,7 +34,7 @@ use hyper::ext::Protocol;
 pub(crate) struct RequestTarget {
     authority: Option<HeaderValue>,
     host: NormalizedHost,
-    path_and_query: PathAndQuery,
+    pub(crate) path_and_query: PathAndQuery,
     /// Declared length of the body in bytes; `None` without `Content-Length` (chunked, HTTP/2 or no
     /// body).
     pub(crate) content_length: Option<u64>,
@@ -140,10 +140,6 @@ impl RequestTarget {
         };
         self.path_and_query = replaced.map_err(|_invalid| RequestValidationError::Target)?;
         Ok(())
-    }
-
-    pub(crate) fn path_and_query(&self) -> &PathAndQuery {
-        &self.path_and_query
     }
 
     /// The query without the question mark.

@@ -5,6 +5,7 @@
 //! without traffic holds no buffer.
 
 use bytes::{Buf, Bytes};
+use std::fmt::Debug;
 use std::future::poll_fn;
 use std::io;
 use std::mem::MaybeUninit;
@@ -16,12 +17,9 @@ use tokio::time::Instant;
 
 use super::websocket_frames::{CLOSE_TO_CLIENT, CLOSE_TO_UPSTREAM, WebSocketFrames};
 use crate::enforcer::ConcurrencySlotGuard;
-use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::server::connection_monitor::ConnectionMonitor;
 use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::tunnel_io::TunnelUpstream;
-use crate::telemetry::metrics::ActiveHttpRequest;
-use crate::telemetry::trace::RequestRecording;
 
 /// Maximum bytes buffered per direction of a tunnel.
 const MAX_CHUNK_BYTES: usize = 16 * 1024;
@@ -33,12 +31,8 @@ pub struct Tunnel {
     /// Maximum time without traffic in either direction; `None` for no limit.
     idle_timeout: Option<Duration>,
     slot_guard: Option<ConcurrencySlotGuard>,
-    /// Counts the tunnel for its client, if the upstream limits them.
-    _client_count: Option<Box<ClientCountGuard>>,
-    /// The trace recording, which ends when the tunnel is dropped.
-    _recording: Option<Box<RequestRecording>>,
-    /// The request's metrics, which end when the tunnel is dropped.
-    _active_request: Option<Box<ActiveHttpRequest>>,
+    /// Guards that end with the tunnel: counts of it, its trace recording and its metrics.
+    guards: Vec<Box<dyn Debug>>,
     client_to_upstream: TunnelDirection,
     upstream_to_client: TunnelDirection,
     last_activity_at: Instant,
@@ -88,9 +82,7 @@ impl Tunnel {
             upstream: Box::new(upstream),
             idle_timeout,
             slot_guard: None,
-            _client_count: None,
-            _recording: None,
-            _active_request: None,
+            guards: Vec::new(),
             client_to_upstream: TunnelDirection::default(),
             upstream_to_client: TunnelDirection::default(),
             last_activity_at: Instant::now(),
@@ -102,8 +94,8 @@ impl Tunnel {
 
     /// Keeps the concurrency slot until the tunnel ends, and ends the tunnel at the slot's
     /// `ends_at`.
-    pub(crate) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
-        self.slot_guard = Some(slot_guard);
+    pub(crate) fn attach_slot_guard(&mut self, slot_guard: Option<ConcurrencySlotGuard>) {
+        self.slot_guard = slot_guard.or(self.slot_guard.take());
     }
 
     /// Follows the frames of a WebSocket, to close it properly at a shutdown.
@@ -112,19 +104,9 @@ impl Tunnel {
         self.upstream_to_client.frames = Some(WebSocketFrames::default());
     }
 
-    /// Keeps the client's count until the tunnel ends.
-    pub(crate) fn attach_client_count(&mut self, client_count: Option<Box<ClientCountGuard>>) {
-        self._client_count = client_count;
-    }
-
-    /// Attaches the trace recording, to end with the tunnel.
-    pub(crate) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
-        self._recording = recording;
-    }
-
-    /// Attaches the request's metrics, to end with the tunnel.
-    pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
-        self._active_request = Some(active);
+    /// Keeps a guard until the tunnel ends.
+    pub(crate) fn keep(&mut self, guard: impl Debug + 'static) {
+        self.guards.push(Box::new(guard));
     }
 
     /// Copies bytes until the tunnel ends. A side that closes its sending direction still receives
@@ -368,7 +350,7 @@ impl TunnelDirection {
     {
         while let (Some(frames), TunnelDirectionState::Open) = (&self.frames, self.state) {
             let unsent = match frames.is_at_boundary() {
-                true if self.is_sending_close || frames.has_close() => {
+                true if self.is_sending_close || frames.has_close => {
                     return Pin::new(sink).poll_flush(cx).map_err(TunnelCopyError::Sink);
                 }
                 true => {

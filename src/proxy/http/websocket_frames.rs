@@ -18,18 +18,13 @@ pub(super) struct WebSocketFrames {
     header_len: usize,
     /// Bytes of masking key and payload still to come.
     remaining: u64,
-    has_close: bool,
+    pub(super) has_close: bool,
 }
 
 impl WebSocketFrames {
     /// Whether the bytes so far end with a complete frame.
     pub(super) fn is_at_boundary(&self) -> bool {
         self.header_len == 0 && self.remaining == 0
-    }
-
-    /// Whether a Close frame has begun. No frame may follow it.
-    pub(super) fn has_close(&self) -> bool {
-        self.has_close
     }
 
     /// Passes over the next bytes.
@@ -131,7 +126,7 @@ mod tests {
                     end
                 });
                 assert_eq!(ends, expected, "{mask}, steps of {step}");
-                assert!(!position.has_close());
+                assert!(!position.has_close);
             }
         }
     }
@@ -141,11 +136,11 @@ mod tests {
         for close in [CLOSE_TO_CLIENT, CLOSE_TO_UPSTREAM] {
             let mut position = WebSocketFrames::default();
             position.advance(&encode_frame(1, true, 300));
-            assert!(position.is_at_boundary() && !position.has_close());
+            assert!(position.is_at_boundary() && !position.has_close);
             position.advance(&close[..3]);
             assert!(!position.is_at_boundary());
             position.advance(&close[3..]);
-            assert!(position.is_at_boundary() && position.has_close());
+            assert!(position.is_at_boundary() && position.has_close);
         }
     }
 }

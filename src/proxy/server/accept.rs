@@ -5,14 +5,17 @@ pub(crate) mod proxy_header;
 use ipnet::IpNet;
 use std::io;
 use std::net::SocketAddr;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
+use tokio_util::either::Either;
 
 use super::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
+use super::listener::ListenerConfig;
 use super::monitored_socket::MonitoredSocket;
 use super::peer::ConnectionPeer;
 use super::transport::{ClientTransport, SocketBelowTls};
@@ -20,8 +23,7 @@ use crate::clock;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::client_cert::ClientCertFields;
 use crate::proxy::server::accept::proxy_header::ProxyHeader;
-use crate::proxy::settings::ListenSettings;
-use crate::tls::{self, CertificateSubject, ParsedCertificate, ServerTls};
+use crate::tls::{CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.
 const TYPICAL_PROXY_HEADER_BYTES: usize = 256;
@@ -30,24 +32,12 @@ const TLS_SEND_BUFFER_BYTES: usize = 32 * 1024;
 /// Time limit for delivering a TLS alert to the client.
 const TLS_ALERT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Handshake settings of one listener, on one worker.
-#[derive(Clone, Debug)]
-pub(crate) struct HandshakeAcceptor {
-    proxy_protocol_from: Option<Arc<[IpNet]>>,
-    tls: tls::ReloadableServerTls,
-    assumes_https: bool,
-    /// Time limit for the PROXY header and the TLS handshake together.
-    handshake_timeout: Duration,
-}
-
 /// Connection that completed its handshake.
 pub(crate) struct CompletedHandshake {
     pub(crate) socket: ClientTransport,
     pub(crate) peer: ConnectionPeer,
     /// Whether ALPN negotiated HTTP/2 (`true`) or HTTP/1.1 (`false`); `None` without ALPN.
     pub(crate) negotiated_http2: Option<bool>,
-    /// Counts the connection for its client, if the listener limits them.
-    pub(crate) client_count: Option<ClientCountGuard>,
 }
 
 /// Connection that failed its handshake.
@@ -58,64 +48,50 @@ pub(crate) struct FailedHandshake {
     alert_socket: Option<SocketBelowTls>,
 }
 
-impl HandshakeAcceptor {
-    /// A reload may replace the settings in `tls` while the acceptor is in use.
-    pub(crate) fn new(settings: &ListenSettings, tls: &tls::ReloadableServerTls) -> Self {
-        let from = settings.proxy_protocol_from.as_deref();
+impl From<Option<HandshakeError>> for FailedHandshake {
+    fn from(error: Option<HandshakeError>) -> Self {
         Self {
-            proxy_protocol_from: from.map(Arc::from),
-            tls: Arc::clone(tls),
-            assumes_https: settings.assumes_https,
-            handshake_timeout: settings.header_timeout,
-        }
-    }
-
-    /// Runs the handshake of a connection from `addr`. `admit` counts it for its client, once a
-    /// PROXY header has named the client and before TLS.
-    ///
-    /// # Errors
-    /// Returns a [`FailedHandshake`], which the caller records and closes.
-    pub(crate) async fn run_handshake(
-        &self,
-        mut socket: SocketBelowTls,
-        addr: SocketAddr,
-        admit: impl FnOnce(SocketAddr) -> Result<Option<ClientCountGuard>, ()>,
-    ) -> Result<CompletedHandshake, FailedHandshake> {
-        let deadline = Instant::now() + self.handshake_timeout;
-        let (mut client, mut is_https) = (addr, self.assumes_https);
-        if let Some(from) = &self.proxy_protocol_from {
-            // Boxed, so that the connection's future does not reserve space for reading the PROXY
-            // header.
-            let header = Box::pin(read_proxy_header(&mut socket, addr, from, deadline)).await;
-            let to_failure = |error: Option<ProxyHeaderError>| FailedHandshake {
-                error: error.map(HandshakeError::ProxyHeader),
-                alert_socket: None,
-            };
-            let header = header.map_err(to_failure)?;
-            client = header.source.unwrap_or(addr);
-            is_https = header.is_tls.unwrap_or(is_https);
-        }
-        let client_count = admit(client).map_err(|()| FailedHandshake {
-            error: None,
+            error,
             alert_socket: None,
-        })?;
-        let Some(tls) = self.tls.load_full() else {
-            return Ok(CompletedHandshake {
-                socket: ClientTransport::Plain(socket),
-                peer: ConnectionPeer {
-                    is_https,
-                    ..ConnectionPeer::new(client)
-                },
-                negotiated_http2: None,
-                client_count,
-            });
-        };
-        let handshake = Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await?;
-        Ok(CompletedHandshake {
-            client_count,
-            ..handshake
-        })
+        }
     }
+}
+
+/// Runs the handshake of a connection from `addr`. `admit` counts it for its client, once a
+/// PROXY header has named the client and before TLS. Returns the count beside the connection.
+///
+/// # Errors
+/// Returns a [`FailedHandshake`], which the caller records and closes.
+pub(crate) async fn run_handshake(
+    config: &ListenerConfig,
+    mut socket: SocketBelowTls,
+    addr: SocketAddr,
+    admit: impl FnOnce(SocketAddr) -> Result<Option<ClientCountGuard>, ()>,
+) -> Result<(CompletedHandshake, Option<ClientCountGuard>), FailedHandshake> {
+    let deadline = Instant::now() + config.settings.header_timeout;
+    let (mut client, mut is_https) = (addr, config.settings.assumes_https);
+    if let Some(from) = &config.settings.proxy_protocol_from {
+        // Boxed, so that the connection's future does not reserve space for reading the PROXY
+        // header.
+        let header = Box::pin(read_proxy_header(&mut socket, addr, from, deadline)).await;
+        let header = header.map_err(|error| error.map(HandshakeError::ProxyHeader))?;
+        client = header.source.unwrap_or(addr);
+        is_https = header.is_tls.unwrap_or(is_https);
+    }
+    let client_count = admit(client).map_err(|()| None)?;
+    let Some(tls) = config.tls.load_full() else {
+        let connection = CompletedHandshake {
+            socket: Either::Left(socket),
+            peer: ConnectionPeer {
+                is_https,
+                ..ConnectionPeer::new(client)
+            },
+            negotiated_http2: None,
+        };
+        return Ok((connection, client_count));
+    };
+    let handshake = Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await?;
+    Ok((handshake, client_count))
 }
 
 /// Reads the PROXY header, and puts back the bytes that follow it.
@@ -157,8 +133,8 @@ async fn run_tls_handshake(
     client: SocketAddr,
     deadline: Instant,
 ) -> Result<CompletedHandshake, FailedHandshake> {
-    socket.set_below_tls();
-    let handshake = TlsAcceptor::from(tls.config())
+    socket.is_below_tls = true;
+    let handshake = TlsAcceptor::from(Arc::clone(&tls.config))
         .accept(socket)
         .into_fallible();
     let mut stream = match timeout_at(deadline, handshake).await {
@@ -173,10 +149,7 @@ async fn run_tls_handshake(
         }
         Err(_elapsed) => {
             tracing::debug!(peer = %client, "TLS handshake timed out");
-            return Err(FailedHandshake {
-                error: Some(HandshakeError::Tls(TlsHandshakeError::Timeout)),
-                alert_socket: None,
-            });
+            return Err(Some(HandshakeError::Tls(TlsHandshakeError::Timeout)).into());
         }
     };
     // Set after the handshake: rustls would cut its own messages.
@@ -188,10 +161,10 @@ async fn run_tls_handshake(
     let http2 = session.alpn_protocol().map(|protocol| protocol == b"h2");
     let certificate = checked_client_certificate_subject(session).map_err(|error| {
         tracing::debug!(peer = %client, "TLS session resumption rejected; client certificate expired");
-        FailedHandshake { error: Some(HandshakeError::Tls(error)), alert_socket: None }
+        Some(HandshakeError::Tls(error))
     })?;
     let client_cert_fields = match session.peer_certificates() {
-        Some(chain) if tls.forwards_client_cert() => ClientCertFields::from_chain(chain),
+        Some(chain) if tls.forwards_client_cert => ClientCertFields::from_chain(chain),
         _ => None,
     };
     let peer = ConnectionPeer {
@@ -201,10 +174,9 @@ async fn run_tls_handshake(
         ..ConnectionPeer::new(client)
     };
     Ok(CompletedHandshake {
-        socket: ClientTransport::Tls(Box::new(stream)),
+        socket: Either::Right(Box::new(stream)),
         peer,
         negotiated_http2: http2,
-        client_count: None,
     })
 }
 
@@ -214,9 +186,7 @@ fn classify_tls_error(error: &io::Error, socket: &SocketBelowTls) -> Option<TlsH
         .get_ref()
         .and_then(|error| error.downcast_ref::<TlsError>())
     else {
-        return socket
-            .has_received_bytes()
-            .then_some(TlsHandshakeError::Closed);
+        return socket.has_received.then_some(TlsHandshakeError::Closed);
     };
     Some(match error {
         TlsError::InvalidMessage(_)
@@ -262,9 +232,9 @@ impl FailedHandshake {
         let Some(socket) = self.alert_socket else {
             return;
         };
-        let monitor = socket.monitor();
+        let monitor = Rc::clone(&socket.monitor);
         monitor.exchange.has_unread_input.set(true);
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(socket), monitor, 0);
+        let mut socket = MonitoredSocket::new(Either::Left(socket), monitor, 0);
         if !matches!(
             timeout(TLS_ALERT_TIMEOUT, socket.shutdown()).await,
             Ok(Ok(()))

@@ -25,7 +25,7 @@ use crate::proxy::server::connection::http2::serve_http2;
 use crate::proxy::server::connection::protocol_detection::{
     DetectedProtocol, HTTP2_PREFACE, poll_detect_protocol,
 };
-use crate::proxy::server::connection::protocols::HttpServerSettings;
+use crate::proxy::server::connection::protocols::WorkerListener;
 use crate::proxy::server::connection::request::handle_request;
 use crate::proxy::server::connection::upgrade_handover::UpgradeHandover;
 
@@ -33,22 +33,21 @@ use crate::proxy::server::connection::upgrade_handover::UpgradeHandover;
 pub(crate) async fn serve_connection<H: RequestHandler>(
     connection: CompletedHandshake,
     handler: Rc<H>,
-    protocols: Rc<HttpServerSettings>,
+    protocols: Rc<WorkerListener>,
     monitor: Rc<ConnectionMonitor>,
 ) {
     let CompletedHandshake {
         socket,
         peer,
         negotiated_http2: http2,
-        client_count: _,
     } = connection;
     let peer = Arc::new(peer);
     monitor.record_handshake_end();
     let mut driver = ConnectionDriver::new(Rc::clone(&monitor));
     let parse_error_status = handler.unreadable_request_status(&peer);
-    let max_head_bytes = protocols.settings.max_header_bytes;
-    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor), max_head_bytes)
-        .with_parse_error_status(parse_error_status);
+    let max_head_bytes = protocols.config.settings.max_header_bytes;
+    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor), max_head_bytes);
+    socket.parse_error_status = parse_error_status;
     let mut first_bytes = Vec::with_capacity(HTTP2_PREFACE.len());
     let detected = driver
         .drive(|cx, close| poll_detect_protocol(&mut socket, &mut first_bytes, cx, close))

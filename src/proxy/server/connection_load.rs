@@ -1,28 +1,43 @@
-//! Counters of open connections, panics and connection limit hits.
+//! The open connections of all workers, their memory, and counters of the server.
+//!
+//! The sizes of connections are estimates: see [`super::connection_memory`]. They change when a head
+//! takes several reads, when a client does not read, and when a connection becomes idle; other
+//! requests cost nothing here. While connections are being closed for the memory budget, no other
+//! connection reads.
 
-use parking_lot::{Mutex, MutexGuard};
-use std::sync::Arc;
+use parking_lot::Mutex;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use super::connection_activity::{ConnectionActivity, OpenConnection};
-use super::connection_registry::ConnectionRegistry;
+use super::open_connection::OpenConnection;
 use crate::proxy::client_counts::ClientCounts;
+use crate::telemetry::LogThrottle;
+
+/// Connections found in one scan of the table: it serves as many closes.
+const MAX_FOUND: usize = 1024;
+/// Minimum interval between warnings about the memory budget.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Live counters of the server, shared with metrics.
 #[derive(Clone, Debug)]
-pub struct ServerLoad(Arc<LoadCounters>);
+pub struct ServerLoad(Arc<LoadState>);
 
 #[derive(Debug)]
-struct LoadCounters {
-    open_connections: Box<[AtomicUsize]>,
-    /// Start of the clock of [`ConnectionActivity`].
+struct LoadState {
+    /// Open connections of each worker, by id.
+    workers: Box<[Mutex<HashMap<u64, Arc<OpenConnection>>>]>,
+    /// Start of the clock of [`OpenConnection`].
     epoch: Instant,
     last_connection_id: AtomicU64,
-    registry: ConnectionRegistry,
+    /// Maximum bytes of all connections. Unset for no limit.
+    memory_limit: OnceLock<usize>,
     /// Held by the worker that chooses connections to close for memory.
     memory_choice: Mutex<()>,
+    memory_log: LogThrottle,
     /// Connections of each client to the proxy listener.
     client_counts: ClientCounts,
     /// Estimated memory of all client connections.
@@ -35,26 +50,16 @@ struct LoadCounters {
     connection_limit_hits: AtomicU64,
 }
 
-/// Estimated memory of the client connections.
-pub(super) struct ConnectionBytes {
-    /// Memory of all connections.
-    pub(super) used: usize,
-    /// The part that is being freed.
-    pub(super) closing: usize,
-    /// The part that cannot be freed by closing connections.
-    pub(super) unclosable: usize,
-}
-
 impl ServerLoad {
     /// Creates counters for `threads` workers.
     pub(super) fn new(threads: usize) -> Self {
-        let open_connections = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-        Self(Arc::new(LoadCounters {
-            open_connections,
+        Self(Arc::new(LoadState {
+            workers: (0..threads).map(|_| Mutex::default()).collect(),
             epoch: Instant::now(),
             last_connection_id: AtomicU64::new(0),
-            registry: ConnectionRegistry::new(threads),
+            memory_limit: OnceLock::new(),
             memory_choice: Mutex::default(),
+            memory_log: LogThrottle::new(LOG_INTERVAL),
             client_counts: ClientCounts::default(),
             connection_bytes: AtomicUsize::new(0),
             closing_bytes: AtomicUsize::new(0),
@@ -64,71 +69,67 @@ impl ServerLoad {
         }))
     }
 
-    /// Number of open connections.
+    /// Number of open client connections.
     pub fn open_connections(&self) -> usize {
-        self.0
-            .open_connections
-            .iter()
-            .map(|counter| counter.load(Ordering::Relaxed))
-            .sum()
+        let workers = self.0.workers.iter();
+        workers.map(|connections| connections.lock().len()).sum()
     }
 
-    /// Number of connection tasks and HTTP/2 stream tasks that panicked. Each panic is a bug.
+    /// Number of connections and HTTP/2 streams that ended by a panic.
     pub fn panic_count(&self) -> u64 {
         self.0.panics.load(Ordering::Relaxed)
     }
 
-    /// Number of times that a new connection met `max_connections` open ones.
+    /// Number of connections that arrived while `max_connections` were open.
     pub fn connection_limit_hits(&self) -> u64 {
         self.0.connection_limit_hits.load(Ordering::Relaxed)
     }
 
-    /// Creates the entry of a new connection of `worker`.
-    pub(super) fn open_connection(&self, worker: usize) -> OpenConnection {
-        OpenConnection {
-            id: self.0.last_connection_id.fetch_add(1, Ordering::Relaxed),
+    /// Index of the worker with the fewest connections.
+    pub(super) fn least_loaded_worker(&self) -> Option<usize> {
+        let workers = self.0.workers.iter().enumerate();
+        let least = workers.min_by_key(|(_, connections)| connections.lock().len());
+        least.map(|(worker, _)| worker)
+    }
+
+    /// Adds a connection to the table, until the entry is dropped.
+    pub(super) fn add_connection(
+        &self,
+        worker: usize,
+        listener_index: usize,
+        permit: OwnedSemaphorePermit,
+    ) -> ConnectionEntry {
+        let id = self.0.last_connection_id.fetch_add(1, Ordering::Relaxed);
+        let connection = Arc::new(OpenConnection::new(id, listener_index, self.0.epoch));
+        if let Some(connections) = self.0.workers.get(worker) {
+            connections.lock().insert(id, Arc::clone(&connection));
+        }
+        ConnectionEntry {
+            connection,
+            load: self.clone(),
             worker,
-            activity: Arc::new(ConnectionActivity::new(self.0.epoch)),
+            _permit: permit,
         }
     }
 
-    /// Replaces the estimate of one connection and returns the sum of all.
-    pub(super) fn update_connection_bytes(&self, before: usize, after: usize) -> usize {
-        update_sum(&self.0.connection_bytes, before, after)
-    }
-
-    /// Replaces the estimate of one connection that is not closed to free its memory.
-    pub(super) fn update_unclosable_bytes(&self, before: usize, after: usize) {
-        update_sum(&self.0.unclosable_bytes, before, after);
-    }
-
-    /// Estimated memory of the client connections.
-    pub(super) fn connection_bytes(&self) -> ConnectionBytes {
-        let load = |sum: &AtomicUsize| sum.load(Ordering::Relaxed);
-        ConnectionBytes {
-            closing: load(&self.0.closing_bytes),
-            unclosable: load(&self.0.unclosable_bytes),
-            used: load(&self.0.connection_bytes),
+    /// Finds the connections with the smallest keys, at most [`MAX_FOUND`], in the order of their
+    /// keys. Leaves out those without a key.
+    pub(super) fn find_connections<K: Ord + Copy>(
+        &self,
+        key: impl Fn(&OpenConnection) -> Option<K>,
+    ) -> Vec<(K, Arc<OpenConnection>)> {
+        let mut found = Vec::new();
+        for connections in &self.0.workers {
+            let connections = connections.lock();
+            let open = connections.values();
+            found.extend(open.filter_map(|open| Some((key(open)?, Arc::clone(open)))));
         }
-    }
-
-    pub(super) fn connection_registry(&self) -> &ConnectionRegistry {
-        &self.0.registry
-    }
-
-    /// Lets this worker choose connections to close, one worker at a time.
-    pub(super) fn lock_memory_choice(&self) -> MutexGuard<'_, ()> {
-        self.0.memory_choice.lock()
-    }
-
-    /// Records that a connection of this size is being closed to free its memory.
-    pub(super) fn begin_memory_close(&self, bytes: usize) {
-        self.0.closing_bytes.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    /// Records that a connection of this size was closed.
-    pub(super) fn end_memory_close(&self, bytes: usize) {
-        self.0.closing_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        if found.len() > MAX_FOUND {
+            found.select_nth_unstable_by_key(MAX_FOUND, |(key, _)| *key);
+            found.truncate(MAX_FOUND);
+        }
+        found.sort_unstable_by_key(|(key, _)| *key);
+        found
     }
 
     pub(super) fn client_counts(&self) -> &ClientCounts {
@@ -143,13 +144,110 @@ impl ServerLoad {
         self.0.connection_limit_hits.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Number of open connections of one worker.
-    pub(super) fn worker_open_connections(&self, worker: usize) -> usize {
-        self.0
-            .open_connections
-            .get(worker)
-            .map_or(usize::MAX, |counter| counter.load(Ordering::Relaxed))
+    /// Sets the maximum bytes of all connections, once.
+    pub(super) fn set_memory_limit(&self, limit: usize) {
+        self.0.memory_limit.get_or_init(|| limit);
     }
+
+    /// Records the memory of a connection. Above the limit, the largest connections are closed.
+    pub(super) fn set_memory(&self, connection: &OpenConnection, bytes: usize) {
+        let before = connection.replace_memory_bytes(bytes);
+        if connection.is_unclosable() {
+            update_sum(&self.0.unclosable_bytes, before, bytes);
+        }
+        let used = update_sum(&self.0.connection_bytes, before, bytes);
+        if let Some(limit) = self.0.memory_limit.get()
+            && bytes > before
+            && used > *limit
+            && self.excess_bytes(*limit) > 0
+        {
+            self.close_largest(*limit);
+        }
+    }
+
+    /// Records that the connection must not be closed to free its memory.
+    pub(super) fn set_unclosable(&self, connection: &OpenConnection) {
+        if !connection.set_unclosable() {
+            update_sum(&self.0.unclosable_bytes, 0, connection.memory_bytes());
+        }
+    }
+
+    /// Subtracts the memory of a connection that has ended.
+    pub(super) fn remove_memory(&self, connection: &OpenConnection) {
+        let closing = connection.end_memory();
+        self.set_memory(connection, 0);
+        self.0.closing_bytes.fetch_sub(closing, Ordering::Relaxed);
+    }
+
+    /// Whether the budget is exceeded while connections are being closed for it.
+    pub(super) fn is_memory_being_freed(&self) -> bool {
+        self.0.memory_limit.get().is_some_and(|limit| {
+            load(&self.0.closing_bytes) > 0 && self.closable_bytes() > self.closable_share(*limit)
+        })
+    }
+
+    /// Closes connections of all workers until those that remain are within the limit, the largest
+    /// first. Of large ones a tenth more is freed, of others a hundredth, so that the next byte
+    /// does not cause another scan.
+    fn close_largest(&self, limit: usize) {
+        // A worker that did not wait for another's choice would read on above the limit.
+        let _choice = self.0.memory_choice.lock();
+        let excess = self.excess_bytes(limit);
+        if excess == 0 {
+            return;
+        }
+        let (mut freed, mut closed) = (0, 0_u64);
+        for (_, connection) in self.find_connections(OpenConnection::memory_close_order) {
+            let surplus = match connection.is_large() {
+                true => limit / 10,
+                false => limit / 100,
+            };
+            if freed >= excess + surplus {
+                break;
+            }
+            let bytes = connection.memory_bytes();
+            // Added first: the end of the connection subtracts what it finds.
+            self.0.closing_bytes.fetch_add(bytes, Ordering::Relaxed);
+            if connection.close_for_memory(bytes) {
+                freed += bytes;
+                closed += 1;
+            } else {
+                self.0.closing_bytes.fetch_sub(bytes, Ordering::Relaxed);
+            }
+        }
+        let now = std::time::Instant::now();
+        if closed > 0 && self.0.memory_log.record_occurrence(now).is_some() {
+            tracing::warn!(
+                closed,
+                "listen.max_memory reached; the largest client connections are closed"
+            );
+        }
+    }
+
+    /// Bytes that must be freed of connections that can be closed. They may use what the others
+    /// leave of the limit, and always half of it: otherwise tunnels that fill the limit would end
+    /// all other connections.
+    fn excess_bytes(&self, limit: usize) -> usize {
+        let kept = self
+            .closable_bytes()
+            .saturating_sub(load(&self.0.closing_bytes));
+        kept.saturating_sub(self.closable_share(limit))
+    }
+
+    /// Memory of the connections that can be closed or are being closed.
+    fn closable_bytes(&self) -> usize {
+        load(&self.0.connection_bytes).saturating_sub(load(&self.0.unclosable_bytes))
+    }
+
+    fn closable_share(&self, limit: usize) -> usize {
+        limit
+            .saturating_sub(load(&self.0.unclosable_bytes))
+            .max(limit / 2)
+    }
+}
+
+fn load(sum: &AtomicUsize) -> usize {
+    sum.load(Ordering::Relaxed)
 }
 
 /// Replaces a part of a sum and returns the sum.
@@ -163,30 +261,113 @@ fn update_sum(sum: &AtomicUsize, before: usize, after: usize) -> usize {
     }
 }
 
-/// Counts a connection of a worker, and holds its connection slot, until it is dropped.
-pub(super) struct ConnectionCountGuard {
+/// Keeps a connection in the table, and its connection slot, until it is dropped.
+pub(super) struct ConnectionEntry {
+    pub(super) connection: Arc<OpenConnection>,
     load: ServerLoad,
     worker: usize,
     _permit: OwnedSemaphorePermit,
 }
 
-impl ConnectionCountGuard {
-    pub(super) fn new(load: &ServerLoad, worker: usize, permit: OwnedSemaphorePermit) -> Self {
-        if let Some(counter) = load.0.open_connections.get(worker) {
-            counter.fetch_add(1, Ordering::Relaxed);
-        }
-        Self {
-            load: load.clone(),
-            worker,
-            _permit: permit,
+impl Drop for ConnectionEntry {
+    fn drop(&mut self) {
+        if let Some(connections) = self.load.0.workers.get(self.worker) {
+            connections.lock().remove(&self.connection.id);
         }
     }
 }
 
-impl Drop for ConnectionCountGuard {
-    fn drop(&mut self) {
-        if let Some(counter) = self.load.0.open_connections.get(self.worker) {
-            counter.fetch_sub(1, Ordering::Relaxed);
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use tokio::sync::Semaphore;
+    use tokio::time::advance;
+
+    pub(in crate::proxy::server) fn add_connection(
+        load: &ServerLoad,
+        worker: usize,
+    ) -> ConnectionEntry {
+        let slots = Arc::new(Semaphore::new(1));
+        load.add_connection(worker, 0, slots.try_acquire_owned().unwrap())
+    }
+
+    fn connection_of(load: &ServerLoad, bytes: usize) -> ConnectionEntry {
+        let entry = add_connection(load, 0);
+        load.set_memory(&entry.connection, bytes);
+        entry
+    }
+
+    fn limited_load(limit: usize) -> ServerLoad {
+        let load = ServerLoad::new(1);
+        load.set_memory_limit(limit);
+        load
+    }
+
+    fn is_closing(entry: &ConnectionEntry) -> bool {
+        entry.connection.is_closed_for_memory()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn large_connections_come_first_and_requests_last() {
+        let load = ServerLoad::new(2);
+        let kib = |n: usize| n * 1024;
+        let sizes = [kib(4), kib(84), kib(24), kib(4), kib(24), kib(84), kib(99)];
+        let mut entries = Vec::new();
+        for (id, bytes) in sizes.into_iter().enumerate() {
+            advance(Duration::from_millis(1)).await;
+            let entry = add_connection(&load, id % 2);
+            load.set_memory(&entry.connection, bytes);
+            entries.push(entry);
         }
+        entries[2].connection.set_busy();
+        entries[5].connection.set_busy();
+        let order = || {
+            let found = load.find_connections(OpenConnection::memory_close_order);
+            found.iter().map(|(_, one)| one.id).collect::<Vec<_>>()
+        };
+        assert_eq!(order(), [6, 1, 5, 4, 0, 3, 2]);
+        load.set_unclosable(&entries[6].connection);
+        assert!(entries[1].connection.close_for_memory(kib(84)));
+        assert!(
+            !entries[1].connection.close_for_memory(kib(84)),
+            "closed twice"
+        );
+        entries.remove(4);
+        assert_eq!(order(), [5, 0, 3, 2]);
+        entries[4].connection.set_from_trusted_proxy();
+        assert_eq!(order(), [0, 3, 2, 5]);
+    }
+
+    #[test]
+    fn ordinary_connections_are_closed_with_a_small_surplus() {
+        let load = limited_load(1_000_000);
+        let open: Vec<_> = (0..251).map(|_| connection_of(&load, 4_000)).collect();
+        let closing = open.iter().filter(|open| is_closing(open)).count();
+        assert_eq!(closing, 4, "1 % and what is too much");
+    }
+
+    #[test]
+    fn connections_that_cannot_be_closed_leave_half_of_the_limit_to_others() {
+        let load = limited_load(100_000);
+        let tunnel = connection_of(&load, 1);
+        load.set_unclosable(&tunnel.connection);
+        load.set_memory(&tunnel.connection, 150_000);
+        let ordinary: Vec<_> = (0..12).map(|_| connection_of(&load, 4_000)).collect();
+        assert!(!ordinary.iter().any(is_closing));
+        assert!(!load.is_memory_being_freed());
+        let more: Vec<_> = (0..3).map(|_| connection_of(&load, 4_000)).collect();
+        let all = ordinary.iter().chain(&more);
+        assert_eq!(all.filter(|open| is_closing(open)).count(), 3);
+        assert!(load.is_memory_being_freed());
+        assert!(!is_closing(&tunnel));
+        for open in ordinary.iter().chain(&more).chain([&tunnel]) {
+            load.remove_memory(&open.connection);
+            assert!(!open.connection.close_for_memory(1), "it has ended");
+        }
+        assert_eq!(
+            (super::load(&load.0.closing_bytes), load.closable_bytes()),
+            (0, 0)
+        );
+        assert_eq!(super::load(&load.0.unclosable_bytes), 0);
     }
 }

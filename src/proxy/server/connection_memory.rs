@@ -1,11 +1,10 @@
 //! Estimated memory of one client connection, from its state and the bytes that its socket read.
 
-use std::cell::{Cell, OnceCell};
-use std::rc::Rc;
+use std::cell::Cell;
 use std::sync::Arc;
 
-use super::connection_activity::ConnectionActivity;
-use super::memory_budget::WorkerMemory;
+use super::connection_load::ServerLoad;
+use super::open_connection::OpenConnection;
 
 /// Measured memory of a connection that is idle, that has buffers for a request and an upstream
 /// connection, and more for each HTTP/2 stream and for a client that does not read: 3, 20, 8 and at
@@ -50,6 +49,8 @@ pub(super) struct ConnectionBuffers {
 /// Received bytes that a connection holds, and its memory as last reported to the budget.
 #[derive(Debug)]
 pub(crate) struct ConnectionMemory {
+    connection: Arc<OpenConnection>,
+    load: ServerLoad,
     /// Bytes of the incomplete request head.
     head_bytes: Cell<usize>,
     /// Bytes that replace read ones and are not processed.
@@ -69,14 +70,13 @@ pub(crate) struct ConnectionMemory {
     http2_bodies: Cell<usize>,
     /// Bytes that TLS received since it last returned plaintext or ended its handshake.
     tls_input_bytes: Cell<usize>,
-    /// Holds the memory as last reported.
-    activity: Arc<ConnectionActivity>,
-    budget: OnceCell<Rc<WorkerMemory>>,
 }
 
 impl ConnectionMemory {
-    pub(super) fn new(activity: Arc<ConnectionActivity>) -> Self {
+    pub(super) fn new(connection: Arc<OpenConnection>, load: ServerLoad) -> Self {
         Self {
+            connection,
+            load,
             head_bytes: Cell::new(0),
             read_ahead_bytes: Cell::new(0),
             complete_head_bytes: Cell::new(0),
@@ -87,14 +87,7 @@ impl ConnectionMemory {
             trailer_bytes: Cell::new(0),
             http2_bodies: Cell::new(0),
             tls_input_bytes: Cell::new(0),
-            activity,
-            budget: OnceCell::new(),
         }
-    }
-
-    pub(super) fn set_budget(&self, budget: Rc<WorkerMemory>) {
-        // Set once per connection, so the cell is empty.
-        drop(self.budget.set(budget));
     }
 
     /// Sets the number of bytes that replace read ones and are not processed.
@@ -222,46 +215,30 @@ impl ConnectionMemory {
     /// Records that the connection is not closed for the budget, and does not wait for it: a
     /// tunnel, or a connection of the operator's own proxy.
     pub(crate) fn set_unclosable(&self) {
-        if !self.activity.is_unclosable() {
-            self.activity.set_unclosable();
-            if let Some(budget) = self.budget.get() {
-                budget.update_unclosable(0, self.activity.memory_bytes());
-            }
-        }
+        self.load.set_unclosable(&self.connection);
     }
 
     /// Records that the peer is a trusted proxy. Its connection is closed last for the budget.
     pub(super) fn set_from_trusted_proxy(&self) {
-        self.activity.set_from_trusted_proxy();
+        self.connection.set_from_trusted_proxy();
     }
 
     /// Whether the peer is a trusted proxy, which carries many clients.
     pub(crate) fn is_from_trusted_proxy(&self) -> bool {
-        self.activity.is_from_trusted_proxy()
+        self.connection.is_from_trusted_proxy()
     }
 
     /// Whether the budget is exceeded while connections are being closed for it, and the connection
     /// has to wait.
     pub(super) fn is_budget_being_freed(&self) -> bool {
-        self.budget
-            .get()
-            .is_some_and(|budget| budget.is_being_freed())
-            && !self.activity.is_unclosable()
+        self.load.is_memory_being_freed() && !self.connection.is_unclosable()
     }
 
     /// Reports the memory to the budget, if it has changed and the connection stays open.
     pub(super) fn report(&self, buffers: &ConnectionBuffers) {
         let held = self.held_bytes(buffers);
-        let reported = self.activity.memory_bytes();
-        if held != reported
-            && self.activity.closing_bytes() == 0
-            && let Some(budget) = self.budget.get()
-        {
-            self.activity.set_memory_bytes(held);
-            if self.activity.is_unclosable() {
-                budget.update_unclosable(reported, held);
-            }
-            budget.update(reported, held);
+        if held != self.connection.memory_bytes() && !self.connection.is_closed_for_memory() {
+            self.load.set_memory(&self.connection, held);
         }
     }
 
@@ -295,16 +272,6 @@ impl ConnectionMemory {
 
 impl Drop for ConnectionMemory {
     fn drop(&mut self) {
-        if let Some(budget) = self.budget.get() {
-            let reported = self.activity.memory_bytes();
-            if self.activity.is_unclosable() {
-                budget.update_unclosable(reported, 0);
-            }
-            budget.update(reported, 0);
-            let closing_bytes = self.activity.closing_bytes();
-            if closing_bytes > 0 {
-                budget.record_freed(closing_bytes);
-            }
-        }
+        self.load.remove_memory(&self.connection);
     }
 }

@@ -22,11 +22,12 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::close_reason::ConnectionCloseReason;
-use super::connection_activity::ConnectionActivity;
+use super::connection_load::ServerLoad;
 use super::connection_memory::{ConnectionBuffers, ConnectionMemory};
 use super::frame_limits::FrameBudget;
 use super::frame_scanner::FrameScan;
-use super::memory_budget::WorkerMemory;
+use super::open_connection::OpenConnection;
+use super::query_escaper::ParsedInput;
 use super::unsent_responses::UnsentResponses;
 use crate::telemetry::metrics::WorkerMetrics;
 
@@ -95,14 +96,10 @@ pub(crate) struct ConnectionMonitor {
     /// Credit of an HTTP/2 client for costly frames.
     pub(crate) frame_budget: FrameBudget,
     metrics: Option<Arc<WorkerMetrics>>,
-    /// Waker of the task that drives the connection.
-    driver_waker: RefCell<Option<Waker>>,
     pub(crate) output: OutputState,
-    /// Idle time, for the acceptor.
-    activity: Arc<ConnectionActivity>,
+    /// The connection, as other threads see it.
+    pub(crate) connection: Arc<OpenConnection>,
     pub(crate) memory: ConnectionMemory,
-    /// Why the connection is to be closed early.
-    close_request: Cell<Option<ConnectionCloseReason>>,
 }
 
 /// State of the active HTTP/1 request and its response.
@@ -116,6 +113,10 @@ pub(crate) struct ExchangeState {
     pub(crate) is_responding: Cell<bool>,
     /// Whether the client may take the end of the connection as the end of the response (HTTP/1.0).
     pub(crate) is_close_delimited: Cell<bool>,
+    /// Received bytes of the request's body.
+    pub(crate) body_bytes: Cell<u64>,
+    /// Heads since the last request line that was found in the input.
+    pub(crate) heads: Cell<u32>,
 }
 
 impl ExchangeState {
@@ -124,6 +125,8 @@ impl ExchangeState {
         self.awaits_body.set(false);
         self.is_responding.set(false);
         self.is_close_delimited.set(false);
+        self.body_bytes.set(0);
+        self.heads.set(self.heads.get().saturating_add(1));
     }
 }
 
@@ -139,7 +142,8 @@ impl ConnectionMonitor {
     pub(crate) fn new(
         timeouts: ConnectionTimeouts,
         metrics: Option<Arc<WorkerMetrics>>,
-        activity: Arc<ConnectionActivity>,
+        connection: Arc<OpenConnection>,
+        load: ServerLoad,
     ) -> Rc<Self> {
         let now = Instant::now();
         Rc::new(Self {
@@ -158,18 +162,10 @@ impl ConnectionMonitor {
             drain: DrainState::default(),
             frame_budget: FrameBudget::new(now),
             metrics,
-            driver_waker: RefCell::new(None),
             output: OutputState::default(),
-            memory: ConnectionMemory::new(Arc::clone(&activity)),
-            activity,
-            close_request: Cell::new(None),
+            memory: ConnectionMemory::new(Arc::clone(&connection), load),
+            connection,
         })
-    }
-
-    /// Sets the budget to which the connection reports its memory.
-    pub(super) fn set_memory_budget(&self, budget: Rc<WorkerMemory>) {
-        self.memory.set_budget(budget);
-        self.report_memory();
     }
 
     /// Reports the connection's memory to the budget, if it has changed.
@@ -185,7 +181,7 @@ impl ConnectionMonitor {
     pub(crate) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
         if self.active_requests.get() == 0 || !self.is_http2.get() {
             self.exchange.reset();
-            self.activity.set_busy();
+            self.connection.set_busy();
         }
         self.output.is_between_responses.set(false);
         self.active_requests.set(self.active_requests.get() + 1);
@@ -217,21 +213,14 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Asks the connection to close at once. See [`ConnectionMonitor::take_close_request`].
-    pub(crate) fn request_close(&self, reason: ConnectionCloseReason) {
-        // A connection is closed for memory also with active requests, so this reason stays.
-        if self.close_request.get() != Some(ConnectionCloseReason::Memory) {
-            self.close_request.set(Some(reason));
-        }
-        self.wake_driver();
-    }
-
     /// Takes the request to close. A connection with requests, or with responses that the client
     /// has not read, closes only to free memory.
     pub(crate) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
-        self.close_request
-            .take()
-            .filter(|reason| *reason == ConnectionCloseReason::Memory || self.is_idle())
+        if self.connection.is_closed_for_memory() {
+            return Some(ConnectionCloseReason::Memory);
+        }
+        let is_closed = self.connection.take_idle_close_request() && self.is_idle();
+        is_closed.then_some(ConnectionCloseReason::ConnectionLimit)
     }
 
     /// Whether the connection has neither requests nor responses that the client has not read.
@@ -244,10 +233,10 @@ impl ConnectionMonitor {
     /// Updates what the acceptor knows: it closes a connection that is idle for a new one.
     pub(crate) fn update_activity(&self) {
         let is_idle = self.is_idle();
-        if is_idle != self.activity.idle_since_ms().is_some() {
+        if is_idle != self.connection.idle_since_ms().is_some() {
             match is_idle {
-                true => self.activity.set_idle(Instant::now()),
-                false => self.activity.set_busy(),
+                true => self.connection.set_idle(Instant::now()),
+                false => self.connection.set_busy(),
             }
         }
     }
@@ -255,7 +244,7 @@ impl ConnectionMonitor {
     /// Waits for a request to close, before the connection has a driver.
     pub(crate) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
         poll_fn(|cx| {
-            self.set_driver_waker(cx.waker());
+            self.connection.set_driver_waker(cx.waker());
             self.take_close_request().map_or(Poll::Pending, Poll::Ready)
         })
         .await
@@ -265,20 +254,6 @@ impl ConnectionMonitor {
     pub(crate) fn set_closing(&self) {
         self.closing_since
             .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
-    }
-
-    pub(crate) fn set_driver_waker(&self, waker: &Waker) {
-        let mut driver = self.driver_waker.borrow_mut();
-        match &mut *driver {
-            Some(known) => known.clone_from(waker),
-            none => *none = Some(waker.clone()),
-        }
-    }
-
-    pub(crate) fn wake_driver(&self) {
-        if let Some(driver) = &*self.driver_waker.borrow() {
-            driver.wake_by_ref();
-        }
     }
 
     /// Returns ready while no write is blocked. A pending task is woken when the write succeeds.
@@ -306,10 +281,16 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Whether the next bytes of the client begin a request: the last one was read to its end.
-    pub(super) fn awaits_request_line(&self) -> bool {
-        let is_idle = matches!(self.phase.get(), ConnectionPhase::Idle(_));
-        is_idle && self.active_requests.get() == 0 && !self.exchange.has_unread_input.get()
+    /// Input of an HTTP/1 connection that hyper has parsed. `None` if the next bytes belong to a
+    /// body, or are not read.
+    pub(super) fn parsed_input(&self) -> Option<ParsedInput> {
+        let exchange = &self.exchange;
+        let is_within_body = exchange.awaits_body.get() || exchange.has_unread_input.get();
+        (!is_within_body).then(|| ParsedInput {
+            heads: exchange.heads.get(),
+            body_bytes: exchange.body_bytes.get(),
+            is_idle: self.active_requests.get() == 0,
+        })
     }
 
     /// Records received bytes, which may belong to a request head.
@@ -377,11 +358,11 @@ impl Drop for ActiveRequestGuard {
         if active_requests.get() == 0 {
             let now = Instant::now();
             monitor.phase.set(ConnectionPhase::Idle(now));
-            monitor.activity.set_idle(now);
+            monitor.connection.set_idle(now);
             // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
             // deadline.
             if monitor.is_http2.get() {
-                monitor.wake_driver();
+                monitor.connection.wake_driver();
             }
         }
     }
@@ -392,10 +373,9 @@ mod tests {
     use super::deadlines::BUFFER_RELEASE_DELAY;
     use super::{
         ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts, FrameScan, TimeoutKind,
-        WorkerMemory,
     };
-    use crate::proxy::server::connection_activity::ConnectionActivity;
     use crate::proxy::server::connection_load::ServerLoad;
+    use crate::proxy::server::connection_load::tests::add_connection;
     use crate::proxy::server::unsent_responses::StreamOutput;
     use std::rc::Rc;
     use std::sync::Arc;
@@ -410,8 +390,9 @@ mod tests {
     };
 
     fn new_monitor(timeouts: ConnectionTimeouts) -> Rc<ConnectionMonitor> {
-        let activity = ConnectionActivity::new(Instant::now());
-        ConnectionMonitor::new(timeouts, None, Arc::new(activity))
+        let load = ServerLoad::new(1);
+        let connection = Arc::clone(&add_connection(&load, 0).connection);
+        ConnectionMonitor::new(timeouts, None, connection, load)
     }
 
     /// Frames that end within a field block, of which these bytes have arrived.
@@ -563,27 +544,21 @@ mod tests {
     async fn a_close_for_memory_is_not_replaced() {
         let monitor = new_monitor(TIMEOUTS);
         let _request = monitor.begin_request();
-        monitor.request_close(ConnectionCloseReason::ConnectionLimit);
+        monitor.connection.close_if_idle();
         assert_eq!(monitor.take_close_request(), None);
-        for reason in [
-            ConnectionCloseReason::Memory,
-            ConnectionCloseReason::ConnectionLimit,
-        ] {
-            monitor.request_close(reason);
-        }
+        assert!(monitor.connection.close_for_memory(1));
+        monitor.connection.close_if_idle();
         let closed = Some(ConnectionCloseReason::Memory);
         assert_eq!(monitor.take_close_request(), closed);
     }
 
     #[tokio::test]
     async fn heads_and_unread_bodies_count_until_their_requests_end() {
-        let activity = Arc::new(ConnectionActivity::new(Instant::now()));
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None, Arc::clone(&activity));
-        monitor.set_memory_budget(Rc::new(WorkerMemory::new(ServerLoad::new(1), None)));
+        let monitor = new_monitor(TIMEOUTS);
         monitor.has_buffers.set(true);
         let kib = || {
             monitor.report_memory();
-            activity.memory_bytes() / 1024
+            monitor.connection.memory_bytes() / 1024
         };
         monitor.record_read(60 * 1024);
         assert_eq!(kib(), 80);
@@ -654,13 +629,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_slow_reader_is_not_closed_for_a_new_connection() {
-        let activity = Arc::new(ConnectionActivity::new(Instant::now()));
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None, Arc::clone(&activity));
+        let monitor = new_monitor(TIMEOUTS);
         let is_kept = || {
             monitor.update_activity();
-            monitor.request_close(ConnectionCloseReason::ConnectionLimit);
+            monitor.connection.close_if_idle();
             let is_kept = monitor.take_close_request().is_none();
-            assert_eq!(activity.idle_since_ms().is_none(), is_kept);
+            assert_eq!(monitor.connection.idle_since_ms().is_none(), is_kept);
             is_kept
         };
         assert!(!is_kept());
@@ -670,9 +644,10 @@ mod tests {
         assert!(!is_kept());
         monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
         assert!(is_kept());
-        monitor.request_close(ConnectionCloseReason::Memory);
-        assert!(monitor.take_close_request().is_some());
         monitor.record_write_result(&Poll::Ready(Ok(1)));
         assert!(!is_kept());
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert!(monitor.connection.close_for_memory(1));
+        assert!(monitor.take_close_request().is_some());
     }
 }

@@ -5,6 +5,7 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use super::frame_splitter::{END_HEADERS, HEADERS};
+use super::hpack::push_integer;
 
 /// `:status: 100` as a literal that enters no dynamic table. Entry 8 of the static table is
 /// `:status`.
@@ -16,8 +17,8 @@ const MAX_TABLE_BYTES: u32 = 4096;
 /// Streams of an HTTP/2 connection whose clients wait for `100 Continue`.
 #[derive(Debug)]
 pub(crate) struct ContinueQueue {
-    /// Size of the client's HPACK table.
-    table_bytes: Cell<u32>,
+    /// Smallest size of the client's HPACK table since the last block, and the present size.
+    table_bytes: Cell<(u32, u32)>,
     permits: RefCell<Vec<ContinuePermit>>,
 }
 
@@ -47,16 +48,24 @@ impl ContinuePermit {
 impl Default for ContinueQueue {
     fn default() -> Self {
         Self {
-            table_bytes: Cell::new(MAX_TABLE_BYTES),
+            table_bytes: Cell::new((MAX_TABLE_BYTES, MAX_TABLE_BYTES)),
             permits: RefCell::default(),
         }
     }
 }
 
 impl ContinueQueue {
-    /// Records a table size from the client's SETTINGS.
-    pub(super) fn set_table_bytes(&self, bytes: u32) {
-        self.table_bytes.set(bytes.min(MAX_TABLE_BYTES));
+    /// Records the smallest and the last table size in SETTINGS of the client.
+    pub(super) fn set_table_bytes(&self, (smallest, last): (u32, u32)) {
+        let smallest = smallest.min(self.table_bytes.get().0);
+        self.table_bytes.set((smallest, last.min(MAX_TABLE_BYTES)));
+    }
+
+    /// Forgets smaller table sizes: a response of h2 begins, which may fill the client's table. An
+    /// update to a smaller size would empty it again.
+    pub(super) fn keep_present_table_size(&self) {
+        let (_, present) = self.table_bytes.get();
+        self.table_bytes.set((present, present));
     }
 
     /// Queues the response, unless it was queued before. Returns whether the task that writes it
@@ -77,8 +86,11 @@ impl ContinueQueue {
         }
         for permit in self.permits.take() {
             if let PermitState::Queued(stream) = permit.0.replace(PermitState::Revoked) {
-                let block = [&*encode_table_size(self.table_bytes.get()), &STATUS_100].concat();
-                // A block has fewer than 10 bytes.
+                let mut block = Vec::new();
+                push_table_sizes(self.table_bytes.get(), &mut block);
+                self.keep_present_table_size();
+                block.extend_from_slice(&STATUS_100);
+                // A block has at most 11 bytes.
                 let length = u8::try_from(block.len()).unwrap_or_default();
                 into.extend_from_slice(&[0, 0, length, HEADERS, END_HEADERS]);
                 into.extend_from_slice(&stream.to_be_bytes());
@@ -88,24 +100,17 @@ impl ContinueQueue {
     }
 }
 
-/// A table size update, if the client's table is smaller than by default: the first block after
-/// the client's SETTINGS must have one (RFC 7541, 4.2). h2 repeats it, which changes nothing.
-fn encode_table_size(bytes: u32) -> Vec<u8> {
-    let mut update = Vec::new();
-    let low_byte = |value: u32| value.to_le_bytes().first().copied().unwrap_or_default();
-    match bytes.checked_sub(31) {
-        _ if bytes == MAX_TABLE_BYTES => {}
-        None => update.push(0x20 | low_byte(bytes)),
-        Some(mut rest) => {
-            update.push(0x3f);
-            while rest >= 0x80 {
-                update.push(0x80 | low_byte(rest));
-                rest >>= 7;
-            }
-            update.push(low_byte(rest));
-        }
+/// Table size updates, if the client's table is or was smaller than by default: the first block
+/// after the client's SETTINGS must have them (RFC 7541, 4.2). h2 repeats them, which changes
+/// nothing.
+fn push_table_sizes((smallest, present): (u32, u32), block: &mut Vec<u8>) {
+    let mut push = |bytes: u32| push_integer(bytes as usize, 5, 0x20, block);
+    if smallest < present {
+        push(smallest);
     }
-    update
+    if smallest < MAX_TABLE_BYTES {
+        push(present);
+    }
 }
 
 #[cfg(test)]
@@ -114,15 +119,19 @@ mod tests {
 
     #[test]
     fn table_sizes_are_encoded_as_in_rfc_7541() {
-        for (bytes, expected) in [
-            (0, &[0x20][..]),
-            (30, &[0x3e]),
-            (31, &[0x3f, 0]),
-            (1337, &[0x3f, 0x9a, 0x0a]),
-            (4095, &[0x3f, 0xe0, 0x1f]),
-            (4096, &[]),
+        for (sizes, expected) in [
+            ((0, 0), &[0x20][..]),
+            ((30, 30), &[0x3e]),
+            ((31, 31), &[0x3f, 0]),
+            ((1337, 1337), &[0x3f, 0x9a, 0x0a]),
+            ((4095, 4095), &[0x3f, 0xe0, 0x1f]),
+            ((4096, 4096), &[]),
+            ((0, 4096), &[0x20, 0x3f, 0xe1, 0x1f]),
+            ((30, 31), &[0x3e, 0x3f, 0]),
         ] {
-            assert_eq!(encode_table_size(bytes), expected, "{bytes}");
+            let mut block = Vec::new();
+            push_table_sizes(sizes, &mut block);
+            assert_eq!(block, expected, "{sizes:?}");
         }
     }
 

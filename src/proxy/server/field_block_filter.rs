@@ -12,7 +12,7 @@ use std::borrow::Cow;
 
 use super::frame_splitter::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS};
 use super::head_marks::{encode_malformed_mark, encode_stream_mark};
-use super::hpack::{FieldList, HpackDecoder, InvalidFieldBlock};
+use super::hpack::{FieldList, HpackDecoder, InvalidFieldBlock, push_integer};
 use super::query_escaper::escape_query;
 use crate::policy::parse_whole_number;
 use crate::proxy::http::request_validation::RequestValidationError;
@@ -62,7 +62,7 @@ pub(super) struct ReplacedBlock {
 pub(super) const INVALID_BLOCK: [u8; 1] = [0x80];
 
 /// Filter of one connection.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct FieldBlockFilter {
     decoder: HpackDecoder,
     /// Maximum size of a field list, from which h2 rejects it.
@@ -77,10 +77,8 @@ pub(super) struct FieldBlockFilter {
 impl FieldBlockFilter {
     pub(super) fn new(max_list_bytes: usize) -> Self {
         Self {
-            decoder: HpackDecoder::default(),
             max_list_bytes,
-            is_table_unknown: false,
-            last_list_bytes: 0,
+            ..Self::default()
         }
     }
 
@@ -102,7 +100,7 @@ impl FieldBlockFilter {
     ) -> Result<Option<ReplacedBlock>, InvalidFieldBlock> {
         let mut fields = FieldList::with_max_bytes(self.max_list_bytes.saturating_sub(1));
         self.decoder.decode(block, &mut fields)?;
-        self.last_list_bytes = self.max_list_bytes.saturating_sub(fields.remaining_bytes());
+        self.last_list_bytes = self.max_list_bytes.saturating_sub(fields.remaining_bytes);
         let mut output = Vec::new();
         let mut is_marked = false;
         match kind {
@@ -169,7 +167,7 @@ impl<'f> RequestHead<'f> {
             result = result.and(checked);
         }
         self.path_for_h2 = escape_query(self.path.unwrap_or_default());
-        if fields.is_too_large() {
+        if fields.is_too_large {
             return Err(RequestValidationError::HeadTooLarge);
         }
         result?;
@@ -181,7 +179,7 @@ impl<'f> RequestHead<'f> {
         }
         let added = self.path_for_h2.len() - self.path.map_or(0, <[u8]>::len);
         let mark = if self.has_expectation { MARK_BYTES } else { 0 };
-        match added + mark > fields.remaining_bytes() {
+        match added + mark > fields.remaining_bytes {
             true => Err(RequestValidationError::HeadTooLarge),
             false => Ok(()),
         }
@@ -273,7 +271,9 @@ impl<'f> RequestHead<'f> {
         let is_plain = path.starts_with(b"/")
             && path.len() <= MAX_KEPT_BYTES
             && path.iter().all(is_plain_path_byte);
-        is_plain || PathAndQuery::try_from(path).is_ok()
+        // `http` also accepts a path without a slash, and drops a fragment.
+        let has_start = path.starts_with(b"/") || path == b"*";
+        is_plain || has_start && PathAndQuery::try_from(path).is_ok()
     }
 
     /// Whether h2 must not see the head as it is.
@@ -334,7 +334,7 @@ impl<'f> RequestHead<'f> {
 
 fn are_malformed_trailers(fields: &FieldList) -> bool {
     let mut fields_iter = fields.iter();
-    fields.is_too_large()
+    fields.is_too_large
         || fields_iter.any(|(name, value)| check_regular_field(name, value).is_err())
 }
 
@@ -366,23 +366,9 @@ fn encode_fields(fields: &FieldList, output: &mut Vec<u8>) {
 fn encode_field(name: &[u8], value: &[u8], output: &mut Vec<u8>) {
     output.push(0);
     for text in [name, value] {
-        encode_length(text.len(), output);
+        push_integer(text.len(), 7, 0, output);
         output.extend_from_slice(text);
     }
-}
-
-/// Encodes the length of a string that is not compressed (RFC 7541, 5.1 and 5.2).
-fn encode_length(length: usize, output: &mut Vec<u8>) {
-    let Some(mut rest) = length.checked_sub(127) else {
-        output.extend(u8::try_from(length));
-        return;
-    };
-    output.push(127);
-    while rest >= 0x80 {
-        output.extend(u8::try_from(rest & 0x7f | 0x80));
-        rest >>= 7;
-    }
-    output.extend(u8::try_from(rest));
 }
 
 /// Divides a field block into HEADERS and CONTINUATION frames.

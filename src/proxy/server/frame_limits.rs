@@ -4,7 +4,8 @@
 //! h2 processes all other frames without limit: PING, SETTINGS, PRIORITY, RST_STREAM, WINDOW_UPDATE
 //! of single bytes, unknown types. A client may also cancel each request as soon as it has started.
 //! Each connection therefore has a [`FrameBudget`]: abusive frames spend credit, sent responses
-//! earn credit, and an exhausted budget ends the connection.
+//! earn credit, and an exhausted budget ends the connection. Each upload has one for its tiny DATA
+//! frames, which ends the upload.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -30,13 +31,14 @@ const MALFORMED_HEAD_COST: u32 = EARLY_RESET_COST + 2 * RESPONSE_CREDIT;
 /// number of concurrent streams.
 const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
 
-/// Remaining credit of a client connection for costly frames.
+/// Remaining credit of a client connection for costly frames, or of an upload for tiny ones.
 #[derive(Debug)]
 pub(crate) struct FrameBudget {
     remaining: Cell<u32>,
     /// Time of the last refill.
     refilled_at: Cell<Instant>,
-    is_exhausted: Cell<bool>,
+    /// Whether more than the credit was spent, so that the connection must be closed.
+    pub(crate) is_exhausted: Cell<bool>,
 }
 
 impl FrameBudget {
@@ -88,11 +90,6 @@ impl FrameBudget {
             None => self.is_exhausted.set(true),
         }
     }
-
-    /// Whether more than the credit was spent, so that the connection must be closed.
-    pub(crate) fn is_exhausted(&self) -> bool {
-        self.is_exhausted.get()
-    }
 }
 
 #[cfg(test)]
@@ -105,22 +102,22 @@ mod tests {
         let budget = FrameBudget::new(Instant::now());
         budget.credit_response();
         budget.charge_frames(MAX_BUDGET);
-        assert!(!budget.is_exhausted(), "the whole budget can be spent");
+        assert!(!budget.is_exhausted.get(), "the whole budget can be spent");
         budget.credit_response();
         budget.charge_frames(RESPONSE_CREDIT);
         advance(Duration::from_millis(500)).await;
         budget.charge_frames(REFILL_PER_SECOND / 2);
-        assert!(!budget.is_exhausted());
+        assert!(!budget.is_exhausted.get());
         budget.charge_early_reset(EARLY_RESET_WINDOW);
-        assert!(!budget.is_exhausted(), "a late cancellation is free");
+        assert!(!budget.is_exhausted.get(), "a late cancellation is free");
         budget.charge_early_reset(Duration::ZERO);
-        assert!(budget.is_exhausted());
+        assert!(budget.is_exhausted.get());
         let budget = FrameBudget::new(Instant::now());
         advance(Duration::from_secs(3600)).await;
         budget.charge_frames(MAX_BUDGET);
         budget.charge_frames(MAX_BUDGET + 1);
         assert!(
-            budget.is_exhausted(),
+            budget.is_exhausted.get(),
             "a refill does not exceed the maximum"
         );
     }

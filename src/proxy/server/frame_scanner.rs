@@ -1,15 +1,17 @@
 //! Scans a client's HTTP/2 byte stream by its frames, below hyper and h2.
 //!
-//! Counts the costly frames, drops empty DATA frames, rejects a first frame other than SETTINGS
-//! (RFC 9113, 3.4), which h2 accepts, and passes field blocks through a [`FieldBlockFilter`]. See
-//! `docs/decisions/0047-http2-corrections.md`.
+//! Counts the costly frames, drops empty DATA frames, ends uploads of too many tiny ones, rejects a
+//! first frame other than SETTINGS (RFC 9113, 3.4), which h2 accepts, and passes field blocks through
+//! a [`FieldBlockFilter`]. See `docs/decisions/0047-http2-corrections.md`.
 
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
+use tokio::time::Instant;
 
 use super::field_block_filter::{FieldBlockFilter, FieldBlockKind, INVALID_BLOCK, encode_frames};
+use super::frame_limits::FrameBudget;
 use super::frame_splitter::{
     CONTINUATION, DATA, END_HEADERS, END_STREAM, FRAME_HEADER_BYTES, FrameHeader, FramePart,
     FrameSplitter, HEADERS,
@@ -20,10 +22,12 @@ const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const PUSH_PROMISE: u8 = 5;
 const GOAWAY: u8 = 7;
+const WINDOW_UPDATE: u8 = 8;
 
 const ACK: u8 = 1;
 
-/// Payload below which a DATA frame spends credit. gRPC messages and WebSocket frames are larger.
+/// Payload below which a DATA frame spends credit, that of its upload. gRPC messages and WebSocket
+/// frames are larger.
 const MIN_DATA_BYTES: usize = 5;
 
 /// Bytes of a field list for which it spends one credit: a byte of a block can stand for 4 KiB.
@@ -48,15 +52,15 @@ pub(crate) const INVALID_FRAME: io::ErrorKind = io::ErrorKind::InvalidData;
 const MAX_OPEN_UPLOADS: usize = 256;
 
 /// State of the scan between two reads.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct FrameScanner {
     splitter: FrameSplitter,
     /// Whether the first frame has arrived.
     has_started: bool,
     /// Highest stream with a request head.
     last_stream: u32,
-    /// Streams whose request body the client has not ended. HEADERS of such a stream are trailers.
-    open_uploads: VecDeque<u32>,
+    /// Request bodies that the client has not ended. HEADERS of such a stream are trailers.
+    open_uploads: VecDeque<OpenUpload>,
     /// Type of the last frame.
     frame_type: u8,
     /// Bytes of the last frame still to be received, with padding.
@@ -72,6 +76,14 @@ pub(crate) struct FrameScanner {
     block: Option<Box<FieldBlock>>,
     /// Whether the last field block is trailers.
     is_trailer_block: bool,
+}
+
+/// A request body that the client has not ended.
+#[derive(Debug)]
+struct OpenUpload {
+    stream: u32,
+    /// Credit for tiny DATA frames, set with the first one.
+    budget: Option<Box<FrameBudget>>,
 }
 
 /// Frames of a field block.
@@ -127,6 +139,8 @@ impl FieldBlock {
 pub(crate) struct FrameScan {
     /// Number of costly frames whose header ends in these bytes.
     pub(crate) costly_frames: u32,
+    /// Number of tiny DATA frames beyond the credit of their upload, or of no upload.
+    pub(crate) excess_data_frames: u32,
     /// Number of costly frames for which h2 visits every open stream.
     pub(crate) connection_wide_frames: u32,
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
@@ -146,8 +160,8 @@ pub(crate) struct FrameScan {
     pub(crate) is_rewritten: bool,
     /// Whether a head ends with a mark.
     pub(crate) has_head_mark: bool,
-    /// New size of the client's HPACK table.
-    pub(crate) table_bytes: Option<u32>,
+    /// Smallest and last new size of the client's HPACK table.
+    pub(crate) table_bytes: Option<(u32, u32)>,
 }
 
 /// Bytes to be passed on: those of one read, up to the first difference.
@@ -187,18 +201,8 @@ impl FrameScanner {
     /// `max_head_bytes` is the limit of h2 for a list of fields.
     pub(crate) fn new(max_head_bytes: usize) -> Self {
         Self {
-            splitter: FrameSplitter::default(),
-            has_started: false,
-            last_stream: 0,
-            open_uploads: VecDeque::new(),
-            frame_type: 0,
-            remaining_frame: 0,
-            setting: SmallVec::new(),
             max_head_bytes,
-            filter: None,
-            is_filter_disabled: false,
-            block: None,
-            is_trailer_block: false,
+            ..Self::default()
         }
     }
 
@@ -265,11 +269,14 @@ impl FrameScanner {
         self.frame_type = kind;
         self.remaining_frame = header.remaining_len;
         self.setting.clear();
-        let is_dropped =
-            header.is_empty_data() && self.block.is_none() && self.open_uploads.contains(&stream);
-        scan.data_frames += usize::from(kind == DATA && !is_dropped);
         let is_tiny = kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
-        let cost = u32::from(is_costly_frame_type(kind) || is_tiny);
+        let (is_upload, ends_upload) = match is_tiny {
+            true => self.charge_tiny_frame(stream, scan),
+            false => (false, false),
+        };
+        let is_dropped = is_upload && header.is_empty_data() && self.block.is_none();
+        scan.data_frames += usize::from(kind == DATA && !is_dropped);
+        let cost = u32::from(is_costly_frame_type(kind));
         scan.costly_frames = scan.costly_frames.saturating_add(cost);
         scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
         // h2 may decode the block of a client's PUSH_PROMISE and go on.
@@ -301,6 +308,9 @@ impl FrameScanner {
                     payload: Vec::new(),
                 })
             });
+        }
+        if ends_upload {
+            output.rewrite().extend_from_slice(&overflow_window(stream));
         }
         if let Some(block) = &mut self.block {
             block.begin_frame(header);
@@ -393,7 +403,11 @@ impl FrameScanner {
             self.setting.push(*byte);
             if let [id_high, id_low, a, b, c, d] = *self.setting.as_slice() {
                 if [id_high, id_low] == HEADER_TABLE_SIZE {
-                    scan.table_bytes = Some(u32::from_be_bytes([a, b, c, d]));
+                    let bytes = u32::from_be_bytes([a, b, c, d]);
+                    let smallest = scan
+                        .table_bytes
+                        .map_or(bytes, |(known, _)| bytes.min(known));
+                    scan.table_bytes = Some((smallest, bytes));
                 }
                 self.setting.clear();
             }
@@ -403,6 +417,22 @@ impl FrameScanner {
     /// Whether the bytes so far end within a field block: the head or the trailers of a request.
     pub(crate) fn is_within_field_block(&self) -> bool {
         self.block.is_some()
+    }
+
+    /// Charges a tiny DATA frame to its upload. Returns whether there is one, and whether it must be
+    /// reset now.
+    fn charge_tiny_frame(&mut self, stream: u32, scan: &mut FrameScan) -> (bool, bool) {
+        let mut uploads = self.open_uploads.iter_mut();
+        let Some(upload) = uploads.find(|upload| upload.stream == stream) else {
+            scan.excess_data_frames += 1;
+            return (false, false);
+        };
+        let new_budget = || Box::new(FrameBudget::new(Instant::now()));
+        let budget = upload.budget.get_or_insert_with(new_budget);
+        let was_exhausted = budget.is_exhausted.get();
+        budget.charge_frames(1);
+        scan.excess_data_frames += u32::from(was_exhausted);
+        (true, budget.is_exhausted.get() && !was_exhausted)
     }
 
     /// Follows the streams with an open request body. Returns what the field block of a HEADERS
@@ -415,7 +445,10 @@ impl FrameScanner {
                 self.is_trailer_block = false;
                 if !ends_stream {
                     self.open_uploads.truncate(MAX_OPEN_UPLOADS - 1);
-                    self.open_uploads.push_front(stream);
+                    self.open_uploads.push_front(OpenUpload {
+                        stream,
+                        budget: None,
+                    });
                 }
                 Some(FieldBlockKind::RequestHead)
             }
@@ -437,9 +470,19 @@ impl FrameScanner {
 
     /// Returns whether the stream had an open request body.
     fn end_upload(&mut self, stream: u32) -> bool {
-        let found = self.open_uploads.iter().position(|open| *open == stream);
+        let mut uploads = self.open_uploads.iter();
+        let found = uploads.position(|upload| upload.stream == stream);
         found.is_some_and(|at| self.open_uploads.remove(at).is_some())
     }
+}
+
+/// Encodes WINDOW_UPDATE frames beyond the maximum of any window, for which h2 resets the stream and
+/// not the connection (RFC 9113, 6.9.1).
+fn overflow_window(stream: u32) -> Vec<u8> {
+    let mut frame = vec![0, 0, 4, WINDOW_UPDATE, 0];
+    frame.extend_from_slice(&stream.to_be_bytes());
+    frame.extend_from_slice(&[0x7f, 0xff, 0xff, 0xff]);
+    frame.repeat(2)
 }
 
 /// Whether frames of this type spend credit. Larger DATA, HEADERS and CONTINUATION do not: they
@@ -524,7 +567,7 @@ mod tests {
         let expected = [&frames[..at], &frames[at + 9..]].concat();
         for step in [1, 2, 3, 8, 9, 10, 1000, usize::MAX] {
             let (costly_frames, passed) = scan_in_steps(&frames, step);
-            assert_eq!(costly_frames, 6, "{step}: 4, 6, 8, 3, 200 and empty DATA");
+            assert_eq!(costly_frames, 5, "{step}: 4, 6, 8, 3 and 200");
             assert!(passed == expected, "in steps of {step}");
             let (mut filter, mut filtered) = (EmptyFrameFilter::default(), vec![]);
             for part in frames.chunks(step.min(frames.len())) {
@@ -533,6 +576,19 @@ mod tests {
                 }
             }
             assert!(filtered == expected, "in steps of {step}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_upload_of_too_many_tiny_frames_is_reset_once() {
+        let [head, end] = head_frames(0, 1, 35, 30);
+        let opening = [build_frame(SETTINGS, 0, 0, 6), head, end].concat();
+        let (tiny, empty) = (build_frame(DATA, 0, 1, 4), build_frame(DATA, 0, 1, 0));
+        let frames = [&opening[..], &[&tiny[..], &empty].concat().repeat(6_000)].concat();
+        let (within_credit, beyond) = (tiny.repeat(5_000), tiny.repeat(1_000));
+        let expected = [opening, within_credit, overflow_window(1), beyond].concat();
+        for step in [7, 1000, usize::MAX] {
+            assert!(scan_in_steps(&frames, step).1 == expected, "{step}");
         }
     }
 

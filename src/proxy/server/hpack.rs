@@ -78,35 +78,23 @@ struct TableEntry {
 }
 
 /// Fields of one block, in order.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct FieldList {
     text: SmallVec<[u8; 1024]>,
     /// Ends of names and values in `text`.
     ends: SmallVec<[(usize, usize); 32]>,
     /// Size that remains, with the overhead of each field. Fields beyond it are left out.
-    remaining_bytes: usize,
-    is_too_large: bool,
+    pub(super) remaining_bytes: usize,
+    pub(super) is_too_large: bool,
 }
 
 impl FieldList {
     /// A list of at most this size, with 32 bytes for each field (RFC 9113, 6.5.2).
     pub(super) fn with_max_bytes(max_bytes: usize) -> Self {
         Self {
-            text: SmallVec::new(),
-            ends: SmallVec::new(),
             remaining_bytes: max_bytes,
-            is_too_large: false,
+            ..Self::default()
         }
-    }
-
-    /// Whether fields are left out.
-    pub(super) fn is_too_large(&self) -> bool {
-        self.is_too_large
-    }
-
-    /// Size up to the limit.
-    pub(super) fn remaining_bytes(&self) -> usize {
-        self.remaining_bytes
     }
 
     /// Names and values.
@@ -248,6 +236,20 @@ fn read_integer(bytes: &mut &[u8], prefix_bits: u32) -> Result<usize, InvalidFie
         }
     }
     Err(InvalidFieldBlock)
+}
+
+/// Appends an integer (RFC 7541, 5.1) with a prefix of `prefix_bits` bits, after the bits of `flags`.
+pub(super) fn push_integer(value: usize, prefix_bits: u32, flags: u8, output: &mut Vec<u8>) {
+    let max = (1 << prefix_bits) - 1;
+    output.extend(u8::try_from(value.min(max)).map(|prefix| flags | prefix));
+    let Some(mut rest) = value.checked_sub(max) else {
+        return;
+    };
+    while rest >= 0x80 {
+        output.extend(u8::try_from(rest & 0x7f | 0x80));
+        rest >>= 7;
+    }
+    output.extend(u8::try_from(rest));
 }
 
 fn take_byte(bytes: &mut &[u8]) -> Result<u8, InvalidFieldBlock> {
@@ -449,7 +451,7 @@ mod tests {
         let mut fields = FieldList::with_max_bytes(2 * 34);
         let block = b"\x00\x01a\x01b\x00\x01c\x01d\x40\x01e\x01f";
         decoder.decode(block, &mut fields).unwrap();
-        assert!(fields.is_too_large());
+        assert!(fields.is_too_large);
         assert_eq!(fields.iter().count(), 2);
         assert_eq!(decode(&mut decoder, &[0xbe]).unwrap(), pairs(&[("e", "f")]));
     }

@@ -6,8 +6,10 @@ use socket2::{SockFilter, SockRef};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
+use tokio_util::either::Either;
 
 use super::transport::ClientSocket;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
@@ -32,13 +34,20 @@ const HANDSHAKE_TIME: Duration = Duration::from_millis(5);
 /// Address attributed to clients of a Unix socket.
 const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
-/// Bound socket of a listener, with the listener's settings.
+/// Listener of a server. The socket starts to listen later.
 #[derive(Debug)]
 pub(super) struct ServerListener {
-    pub(super) kind: ListenerKind,
     pub(super) socket: BoundSocket,
-    pub(super) settings: ListenSettings,
-    pub(super) tls: ReloadableServerTls,
+    pub(super) config: Arc<ListenerConfig>,
+}
+
+/// What the workers need of a listener.
+#[derive(Debug)]
+pub(crate) struct ListenerConfig {
+    pub(crate) kind: ListenerKind,
+    pub(crate) settings: ListenSettings,
+    /// A reload may replace these settings.
+    pub(crate) tls: ReloadableServerTls,
 }
 
 /// Accepted socket that is not registered with a runtime yet.
@@ -172,9 +181,9 @@ impl AcceptedSocket {
             Self::Tcp(socket) => {
                 let socket = tokio::net::TcpStream::from_std(socket)?;
                 socket.set_nodelay(true)?;
-                ClientSocket::Tcp(socket)
+                Either::Left(socket)
             }
-            Self::Unix(socket) => ClientSocket::Unix(tokio::net::UnixStream::from_std(socket)?),
+            Self::Unix(socket) => Either::Right(tokio::net::UnixStream::from_std(socket)?),
         })
     }
 }

@@ -15,7 +15,7 @@ use super::frame_scanner::{FrameScan, FrameScanner};
 use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
 use super::query_escaper::QueryEscaper;
-use super::transport::{ClientTransport, move_buffered_bytes};
+use super::transport::{ClientTransport, move_buffered_bytes, socket_below_tls};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
 /// can destroy the last response before the client reads it. After these bytes the client has to
@@ -51,6 +51,11 @@ const MIN_PAUSED_HEAD_BYTES: usize = 4 * 1024;
 /// reset.
 const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 
+/// GOAWAY with ENHANCE_YOUR_CALM: any stream may have been processed.
+const GOAWAY_CALM: &[u8] = &[
+    0, 0, 8, 7, 0, 0, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 11,
+];
+
 /// Client byte stream that records its state in a [`ConnectionMonitor`]. Reads first return the
 /// bytes that were put back. Shutdown lingers: it discards input for a limited time.
 #[derive(Debug)]
@@ -62,10 +67,12 @@ pub(crate) struct MonitoredSocket {
     frame_scanner: Option<Box<FrameScanner>>,
     max_head_bytes: usize,
     query_escaper: QueryEscaper,
+    /// Input behind a request head, which hyper has not asked for yet.
+    pipelined: Bytes,
     /// Number of reads to be delayed: see [`MIN_PAUSED_HEAD_BYTES`].
     remaining_pauses: u32,
     /// Whether shutdown ends only the write direction.
-    is_half_close: bool,
+    pub(super) is_half_close: bool,
     /// Whether both directions have ended. Further input is discarded: it must not be parsed as
     /// another request, nor be read as if it came from TLS.
     is_closed: bool,
@@ -73,7 +80,7 @@ pub(crate) struct MonitoredSocket {
     half_close: Option<HalfCloseState>,
     memory_wait: Option<Box<MemoryWait>>,
     /// Status of the response to input that is not a valid request. `None`: hyper's.
-    parse_error_status: Option<StatusCode>,
+    pub(super) parse_error_status: Option<StatusCode>,
 }
 
 /// Progress of a read that waits until other connections have freed memory.
@@ -116,6 +123,7 @@ impl MonitoredSocket {
             frame_scanner: None,
             max_head_bytes,
             query_escaper: QueryEscaper::default(),
+            pipelined: Bytes::new(),
             remaining_pauses: 0,
             is_half_close: false,
             is_closed: false,
@@ -123,14 +131,6 @@ impl MonitoredSocket {
             half_close: None,
             memory_wait: None,
             parse_error_status: None,
-        }
-    }
-
-    /// Sets the status of the response to input that is not a valid request.
-    pub(crate) fn with_parse_error_status(self, status: Option<StatusCode>) -> Self {
-        Self {
-            parse_error_status: status,
-            ..self
         }
     }
 
@@ -156,14 +156,9 @@ impl MonitoredSocket {
     /// Closes with a reset. The client cannot mistake a partial response for a complete one, and
     /// unsent output holds no memory.
     pub(crate) fn abort(mut self) {
-        if let Err(error) = self.transport.socket_below_tls().set_reset_on_close() {
+        if let Err(error) = socket_below_tls(&mut self.transport).set_reset_on_close() {
             tracing::debug!(%error, "failed to prepare a connection reset");
         }
-    }
-
-    /// Sets whether shutdown ends only the write direction.
-    pub(crate) fn set_half_close(&mut self, is_half_close: bool) {
-        self.is_half_close = is_half_close;
     }
 
     /// Records that further input will not be read.
@@ -216,7 +211,7 @@ impl MonitoredSocket {
             timer: LazyTimer::default(),
         });
         loop {
-            if let Some(error) = self.transport.socket_below_tls().take_error()? {
+            if let Some(error) = socket_below_tls(&mut self.transport).take_error()? {
                 return Poll::Ready(Err(error));
             }
             let now = Instant::now();
@@ -242,19 +237,39 @@ impl MonitoredSocket {
     /// memory.
     fn read_from_buffer(&mut self, into: &mut ReadBuf<'_>) {
         move_buffered_bytes(&mut self.read_ahead, into);
-        self.monitor.memory.set_read_ahead(self.read_ahead.len());
+        self.report_read_ahead();
+    }
+
+    fn report_read_ahead(&self) {
+        let bytes = self.read_ahead.len() + self.pipelined.len();
+        self.monitor.memory.set_read_ahead(bytes);
     }
 
     /// Spends credit for received frames. A frame for which h2 visits every stream costs as much as
-    /// one frame per stream.
+    /// one frame per stream. The operator's proxies carry many clients: the DATA of one costs them
+    /// nothing.
     fn charge_frames(&self, scan: &FrameScan) {
         let mut frames = scan.costly_frames;
+        if scan.excess_data_frames > 0 && !self.monitor.memory.is_from_trusted_proxy() {
+            frames = frames.saturating_add(scan.excess_data_frames);
+        }
         if scan.connection_wide_frames > 0 {
             let streams = self.monitor.memory.stream_count() + self.monitor.unsent_responses.len();
             let streams = u32::try_from(streams).unwrap_or(u32::MAX);
             frames = frames.saturating_add(scan.connection_wide_frames.saturating_mul(streams));
         }
         self.monitor.frame_budget.charge_frames(frames);
+    }
+
+    /// Sends GOAWAY to a client that has spent its credit, unless it does not read earlier output.
+    /// h2 takes the result for the end of the input, and closes.
+    fn end_flood(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.monitor.queue_informational_head(GOAWAY_CALM);
+        let is_queued = !self.monitor.pending_informational_heads().is_empty();
+        match is_queued && self.poll_write_informational_heads(cx)?.is_ready() {
+            true => Poll::Ready(Ok(())),
+            false => Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into())),
+        }
     }
 
     fn record_output(&mut self) {
@@ -287,7 +302,7 @@ impl MonitoredSocket {
         let mut scratch = [0; 8192];
         while linger.remaining_bytes > 0 {
             let mut into = ReadBuf::new(&mut scratch);
-            match Pin::new(self.transport.socket_below_tls()).poll_read(cx, &mut into) {
+            match Pin::new(socket_below_tls(&mut self.transport)).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
                     self.monitor.exchange.has_unread_input.set(true);
                     linger.remaining_bytes =
@@ -326,7 +341,13 @@ impl AsyncRead for MonitoredSocket {
         }
         loop {
             let before = into.filled().len();
-            ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+            let is_pipelined = !this.pipelined.is_empty();
+            if is_pipelined {
+                move_buffered_bytes(&mut this.pipelined, into);
+                this.report_read_ahead();
+            } else {
+                ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+            }
             let received = into.filled().get(before..).unwrap_or_default();
             if received.is_empty() {
                 let may_read_response = this.monitor.has_active_requests()
@@ -338,19 +359,33 @@ impl AsyncRead for MonitoredSocket {
                     Poll::Ready(Ok(()))
                 };
             }
-            if this.monitor.awaits_request_line() {
-                this.query_escaper.start_line();
-            }
-            this.monitor.record_read(received.len());
+            this.monitor.memory.end_tls_input();
             if !this.monitor.is_http2.get() {
+                let parsed = this.monitor.parsed_input().filter(|parsed| {
+                    (parsed.is_idle || is_pipelined)
+                        && this.query_escaper.is_at_request_line(*parsed)
+                });
+                if parsed.is_some() {
+                    this.monitor.exchange.heads.set(0);
+                }
+                let length = this.query_escaper.follow(received, parsed.is_some());
+                let (received, next) = received.split_at(length);
+                this.monitor.record_read(received.len());
+                if !next.is_empty() {
+                    this.pipelined = [next, &this.pipelined].concat().into();
+                    this.report_read_ahead();
+                }
                 let mut escaped = Vec::new();
                 if this.query_escaper.scan(received, &mut escaped) {
                     into.set_filled(before);
                     this.read_ahead = escaped.into();
                     this.read_from_buffer(into);
+                } else {
+                    into.set_filled(before + length);
                 }
                 return Poll::Ready(Ok(()));
             }
+            this.monitor.record_read(received.len());
             let max_head_bytes = this.max_head_bytes;
             let new_scanner = || Box::new(FrameScanner::new(max_head_bytes));
             let scanner = this.frame_scanner.get_or_insert_with(new_scanner);
@@ -359,8 +394,9 @@ impl AsyncRead for MonitoredSocket {
             let is_within_field_block = scanner.is_within_field_block();
             this.charge_frames(&scan);
             this.monitor.record_scan(&scan);
-            if this.monitor.frame_budget.is_exhausted() {
-                return Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into()));
+            if this.monitor.frame_budget.is_exhausted.get() {
+                into.set_filled(before);
+                return this.end_flood(cx);
             }
             this.monitor
                 .record_field_block(is_within_field_block, &scan);
@@ -445,9 +481,10 @@ impl AsyncWrite for MonitoredSocket {
 #[cfg(test)]
 mod tests {
     use super::MonitoredSocket;
-    use crate::proxy::server::connection_activity::ConnectionActivity;
+    use crate::proxy::server::connection_load::ServerLoad;
+    use crate::proxy::server::connection_load::tests::add_connection;
     use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
-    use crate::proxy::server::transport::{ClientSocket, ClientTransport, SocketBelowTls};
+    use crate::proxy::server::transport::SocketBelowTls;
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;
@@ -456,7 +493,7 @@ mod tests {
     use std::time::Duration;
     use tokio::io::{AsyncReadExt, AsyncWrite, AsyncWriteExt};
     use tokio::net::UnixStream;
-    use tokio::time::Instant;
+    use tokio_util::either::Either;
 
     const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
         idle: Duration::from_secs(75),
@@ -467,13 +504,11 @@ mod tests {
     #[tokio::test]
     async fn informational_heads_are_written_between_responses() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(
-            TIMEOUTS,
-            None,
-            Arc::new(ConnectionActivity::new(Instant::now())),
-        );
-        let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor), 0);
+        let load = ServerLoad::new(1);
+        let connection = Arc::clone(&add_connection(&load, 0).connection);
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, load);
+        let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
         monitor.queue_informational_head(b"<1>");
         socket.flush().await.unwrap();
         monitor.queue_informational_head(b"<2>");
@@ -503,13 +538,11 @@ mod tests {
     #[tokio::test]
     async fn input_after_shutdown_is_not_read() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let monitor = ConnectionMonitor::new(
-            TIMEOUTS,
-            None,
-            Arc::new(ConnectionActivity::new(Instant::now())),
-        );
-        let raw = SocketBelowTls::new(ClientSocket::Unix(ours), Rc::clone(&monitor));
-        let mut socket = MonitoredSocket::new(ClientTransport::Plain(raw), Rc::clone(&monitor), 0);
+        let load = ServerLoad::new(1);
+        let connection = Arc::clone(&add_connection(&load, 0).connection);
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, load);
+        let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
+        let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
         socket.put_back(b"read too early");
         socket.record_unread_input();
         let lingers =

@@ -8,8 +8,8 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::acceptor::PendingConnections;
 use super::connection_load::ServerLoad;
-use super::dispatch::PendingConnections;
 use super::worker::{WorkerPhase, WorkerThread, worker_died_error};
 
 /// Requested run state of the server. The state only moves forward.
@@ -69,10 +69,7 @@ pub(super) async fn drain_workers(
         }
     }
     // The queues are closed: each worker finishes its connections and ends.
-    let threads: Vec<_> = workers
-        .into_iter()
-        .map(WorkerThread::into_join_handle)
-        .collect();
+    let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
     let mut joined_workers = tokio::task::spawn_blocking(|| {
         threads
             .into_iter()

@@ -22,7 +22,7 @@ pub(crate) struct UnsentResponses {
     /// Start of the last generation. `None` while there are no responses.
     since: Cell<Option<Instant>>,
     /// Time at which the last response was sent, if it was ever unsent.
-    emptied_at: Cell<Option<Instant>>,
+    pub(super) emptied_at: Cell<Option<Instant>>,
 }
 
 /// Output of one stream. When it is dropped, the response is complete.
@@ -72,11 +72,6 @@ impl UnsentResponses {
     /// Whether all complete responses were sent.
     pub(super) fn is_empty(&self) -> bool {
         self.len() == 0
-    }
-
-    /// Time at which the last response was sent, if it was ever unsent.
-    pub(super) fn emptied_at(&self) -> Option<Instant> {
-        self.emptied_at.get()
     }
 
     /// Restarts the timeout of all responses.

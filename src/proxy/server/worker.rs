@@ -6,29 +6,26 @@ use std::future::{Future, poll_fn};
 use std::io;
 use std::net::SocketAddr;
 use std::pin::pin;
-use std::rc::Rc;
+use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinError, JoinSet};
 
-use super::accept::HandshakeAcceptor;
+use super::accept::run_handshake;
 use super::allocator_trim::AllocatorTrim;
 use super::blocking_thread::{
     BLOCKING_THREAD_KEEP_ALIVE, describe_spawn_error, start_blocking_thread,
 };
 use super::close_reason::ConnectionCloseReason;
-use super::connection::protocols::HttpServerSettings;
+use super::connection::protocols::WorkerListener;
 use super::connection::serve_connection;
-use super::connection_activity::OpenConnection;
-use super::connection_load::{ConnectionCountGuard, ServerLoad};
+use super::connection_load::{ConnectionEntry, ServerLoad};
 use super::connection_monitor::{ConnectionDrain, ConnectionMonitor};
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
-use super::memory_budget::WorkerMemory;
 use super::transport::SocketBelowTls;
-use crate::proxy::settings::{ListenSettings, ListenerKind};
 
 /// Capacity of a worker's queue of accepted connections.
 const WORKER_QUEUE_CAPACITY: usize = 256;
@@ -38,19 +35,9 @@ const DNS_LOOKUP_THREADS: usize = 16;
 
 /// Accepted connection on its way to a worker.
 pub(super) struct QueuedConnection {
-    /// Index of the listener in the server.
-    pub(super) listener_index: usize,
     pub(super) socket: AcceptedSocket,
     pub(super) addr: SocketAddr,
-    pub(super) open: OpenConnection,
-    pub(super) count_guard: ConnectionCountGuard,
-}
-
-/// Message of an acceptor to a worker.
-pub(super) enum WorkerMessage {
-    Connection(QueuedConnection),
-    /// Close the connection with this id, unless it has a request meanwhile.
-    CloseIdle(u64),
+    pub(super) entry: ConnectionEntry,
 }
 
 /// What the workers do with their connections. The phase only moves forward.
@@ -65,8 +52,9 @@ pub(super) enum WorkerPhase {
 
 /// Handle of a worker thread.
 pub(super) struct WorkerThread {
-    thread: JoinHandle<usize>,
-    queue: mpsc::Sender<WorkerMessage>,
+    /// Returns the number of connections that it cut.
+    pub(super) thread: JoinHandle<usize>,
+    pub(super) queue: mpsc::Sender<QueuedConnection>,
     ready: oneshot::Receiver<io::Result<()>>,
 }
 
@@ -88,15 +76,9 @@ impl WorkerThread {
         let (queue, queued) = mpsc::channel(WORKER_QUEUE_CAPACITY);
         let (ready_tx, ready) = oneshot::channel();
         let load = load.clone();
-        let listener_configs: Vec<_> = listeners
+        let configs: Vec<_> = listeners
             .iter()
-            .map(|listener| {
-                (
-                    listener.kind,
-                    HandshakeAcceptor::new(&listener.settings, &listener.tls),
-                    listener.settings.clone(),
-                )
-            })
+            .map(|listener| Arc::clone(&listener.config))
             .collect();
         let thread = std::thread::Builder::new()
             .name(format!("tidegate-worker-{index}"))
@@ -120,10 +102,15 @@ impl WorkerThread {
                     }
                     let handler = make_handler(index).await;
                     drop(ready_tx.send(Ok(())));
-                    let listeners = build_worker_listener_settings(listener_configs, &load);
+                    let trim = Rc::<AllocatorTrim>::default();
+                    let listeners = configs.into_iter();
+                    let listeners = listeners.map(|config| {
+                        let trim = Rc::clone(&trim);
+                        Rc::new(WorkerListener::new(config, load.clone(), trim))
+                    });
+                    let listeners = listeners.collect();
                     let cut =
-                        run_worker(index, Rc::clone(&handler), listeners, queued, phase, &load)
-                            .await;
+                        run_worker(Rc::clone(&handler), listeners, queued, phase, &load).await;
                     // Lets the runtime drop the aborted connection tasks, which releases their
                     // requests.
                     tokio::task::yield_now().await;
@@ -144,16 +131,6 @@ impl WorkerThread {
             ready,
         })
     }
-
-    pub(super) fn queue_sender(&self) -> mpsc::Sender<WorkerMessage> {
-        self.queue.clone()
-    }
-
-    /// Closes this handle's end of the queue. The thread returns the number of connections that it
-    /// cut.
-    pub(super) fn into_join_handle(self) -> JoinHandle<usize> {
-        self.thread
-    }
 }
 
 /// Waits until all workers have their handlers.
@@ -170,108 +147,63 @@ pub(super) fn worker_died_error() -> io::Error {
     io::Error::other("a worker thread ended unexpectedly")
 }
 
-/// Handshake and HTTP settings of one listener, on one worker.
-struct WorkerListenerSettings {
-    kind: ListenerKind,
-    acceptor: HandshakeAcceptor,
-    protocols: Rc<HttpServerSettings>,
-}
-
-fn build_worker_listener_settings(
-    configs: Vec<(ListenerKind, HandshakeAcceptor, ListenSettings)>,
-    load: &ServerLoad,
-) -> Vec<Rc<WorkerListenerSettings>> {
-    let allocator_trim = Rc::<AllocatorTrim>::default();
-    let listeners = configs
-        .into_iter()
-        .map(|(kind, acceptor, settings)| WorkerListenerSettings {
-            kind,
-            acceptor,
-            protocols: Rc::new(HttpServerSettings::new(
-                &settings,
-                kind,
-                load.clone(),
-                Rc::clone(&allocator_trim),
-            )),
-        });
-    listeners.map(Rc::new).collect()
-}
-
 /// Serves the worker's connections until its queue closes and they end. Returns the number of
 /// connections that were cut.
 async fn run_worker<H: RequestHandler>(
-    index: usize,
     handler: Rc<H>,
-    listeners: Vec<Rc<WorkerListenerSettings>>,
-    mut queued: mpsc::Receiver<WorkerMessage>,
+    listeners: Vec<Rc<WorkerListener>>,
+    mut queued: mpsc::Receiver<QueuedConnection>,
     mut phase: watch::Receiver<WorkerPhase>,
     load: &ServerLoad,
 ) -> usize {
     let mut connections = JoinSet::new();
     let (mut drain_phase, mut drain) = (phase.clone(), None);
     let monitors = ConnectionMonitors::default();
-    let max_memory = listeners
-        .first()
-        .and_then(|listener| listener.protocols.max_memory());
-    let memory = Rc::new(WorkerMemory::new(load.clone(), max_memory));
-    loop {
+    let mut is_queue_open = true;
+    while is_queue_open || !connections.is_empty() {
         tokio::select! {
-            next = queued.recv() => {
-                let next = match next {
-                    Some(WorkerMessage::Connection(next)) => next,
-                    Some(WorkerMessage::CloseIdle(id)) => {
-                        if let Some(monitor) = monitors.borrow().get(&id) {
-                            monitor.request_close(ConnectionCloseReason::ConnectionLimit);
-                        }
-                        continue;
-                    }
-                    None => break,
+            next = queued.recv(), if is_queue_open => {
+                let Some(next) = next else {
+                    is_queue_open = false;
+                    continue;
                 };
-                let Some(listener) = listeners.get(next.listener_index) else { continue };
+                let open = Arc::clone(&next.entry.connection);
+                let Some(listener) = listeners.get(open.listener_index) else { continue };
+                let id = open.id;
                 let monitor = ConnectionMonitor::new(
-                    listener.protocols.connection_timeouts(),
+                    listener.connection_timeouts(),
                     handler.worker_metrics(),
-                    Arc::clone(&next.open.activity),
+                    open,
+                    load.clone(),
                 );
-                let registration = MonitorRegistration::new(&monitors, &monitor, &next.open, load);
-                monitor.set_memory_budget(memory.clone());
-                monitor.set_age_limit(listener.protocols.connection_age_limit(next.open.id));
+                monitors.borrow_mut().insert(id, Rc::downgrade(&monitor));
+                monitor.report_memory();
+                monitor.set_age_limit(listener.connection_age_limit(id));
                 if let Some(drain) = drain {
                     monitor.request_drain(drain);
                 }
-                if !listener.kind.is_public() {
+                if !listener.config.kind.is_public() {
                     monitor.memory.set_unclosable();
                 }
                 let serving = serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor, load.clone());
+                let monitors = Rc::clone(&monitors);
                 connections.spawn_local(async move {
-                    let _registration = registration;
                     serving.await;
+                    monitors.borrow_mut().remove(&id);
                 });
             }
             Some(ended) = connections.join_next() => record_connection_panic(ended, load),
-            ids = load.connection_registry().next_memory_closes(index) => close_for_memory(&monitors, &ids),
             begun = wait_for_drain(&mut drain_phase), if drain.is_none() => {
                 drain = Some(begun);
-                drain_connections(&monitors, begun);
+                let monitors = monitors.borrow();
+                for monitor in monitors.values().filter_map(Weak::upgrade) {
+                    monitor.request_drain(begun);
+                }
             }
             () = wait_for_cut(&mut phase) => return cut_and_count_connections(connections),
         }
     }
-    let current = *phase.borrow();
-    if let (None, WorkerPhase::Drain(begun)) = (drain, current) {
-        drain_connections(&monitors, begun);
-    }
-    loop {
-        tokio::select! {
-            biased;
-            ended = connections.join_next() => match ended {
-                Some(ended) => record_connection_panic(ended, load),
-                None => return 0,
-            },
-            ids = load.connection_registry().next_memory_closes(index) => close_for_memory(&monitors, &ids),
-            () = wait_for_cut(&mut phase) => return cut_and_count_connections(connections),
-        }
-    }
+    0
 }
 
 async fn wait_for_drain(phase: &mut watch::Receiver<WorkerPhase>) -> ConnectionDrain {
@@ -289,16 +221,10 @@ async fn wait_for_cut(phase: &mut watch::Receiver<WorkerPhase>) {
         .await;
 }
 
-fn drain_connections(monitors: &ConnectionMonitors, drain: ConnectionDrain) {
-    for monitor in monitors.borrow().values() {
-        monitor.request_drain(drain);
-    }
-}
-
 /// Runs the handshake of a connection and serves it until it ends.
 async fn serve_queued_connection<H: RequestHandler>(
     queued: QueuedConnection,
-    listener: Rc<WorkerListenerSettings>,
+    listener: Rc<WorkerListener>,
     handler: Rc<H>,
     monitor: Rc<ConnectionMonitor>,
     load: ServerLoad,
@@ -306,15 +232,14 @@ async fn serve_queued_connection<H: RequestHandler>(
     let QueuedConnection {
         socket,
         addr,
-        count_guard: _counted,
-        ..
+        entry: _entry,
     } = queued;
     let is_unix = matches!(socket, AcceptedSocket::Unix(_));
     let socket = match socket.into_client_socket() {
         Ok(socket) => SocketBelowTls::new(socket, Rc::clone(&monitor)),
         Err(error) => return tracing::debug!(%error, "failed to register an accepted socket"),
     };
-    let limit = listener.protocols.max_connections_per_client();
+    let limit = listener.config.settings.max_connections_per_client;
     let admit = |client: SocketAddr| {
         // Clients of a Unix socket have no address of their own.
         if is_unix && client == addr {
@@ -333,7 +258,7 @@ async fn serve_queued_connection<H: RequestHandler>(
             .ok_or_else(|| monitor.record_close(ConnectionCloseReason::ClientLimit))
     };
     let handshake = {
-        let mut handshake = pin!(listener.acceptor.run_handshake(socket, addr, admit));
+        let mut handshake = pin!(run_handshake(&listener.config, socket, addr, admit));
         let handshake = poll_fn(|cx| {
             let polled = handshake.as_mut().poll(cx);
             if polled.is_pending() {
@@ -348,11 +273,9 @@ async fn serve_queued_connection<H: RequestHandler>(
         }
     };
     match handshake {
-        Ok(mut connection) => {
-            connection.peer.listener_kind = listener.kind;
-            let _client_count = connection.client_count.take();
-            let protocols = Rc::clone(&listener.protocols);
-            serve_connection(connection, handler, protocols, monitor).await;
+        Ok((mut connection, _client_count)) => {
+            connection.peer.listener_kind = listener.config.kind;
+            serve_connection(connection, handler, listener, monitor).await;
         }
         Err(failed) => {
             if let Some(error) = failed.error {
@@ -377,47 +300,5 @@ fn record_connection_panic(ended: Result<(), JoinError>, load: &ServerLoad) {
     }
 }
 
-fn close_for_memory(monitors: &ConnectionMonitors, ids: &[u64]) {
-    let monitors = monitors.borrow();
-    for monitor in ids.iter().filter_map(|id| monitors.get(id)) {
-        monitor.request_close(ConnectionCloseReason::Memory);
-    }
-}
-
 /// Monitors of a worker's connections, by connection id.
-type ConnectionMonitors = Rc<RefCell<HashMap<u64, Rc<ConnectionMonitor>>>>;
-
-/// Entry of a connection in the worker's monitors and in the registry of all workers, removed on
-/// drop.
-struct MonitorRegistration {
-    monitors: ConnectionMonitors,
-    load: ServerLoad,
-    worker: usize,
-    id: u64,
-}
-
-impl MonitorRegistration {
-    fn new(
-        monitors: &ConnectionMonitors,
-        monitor: &Rc<ConnectionMonitor>,
-        open: &OpenConnection,
-        load: &ServerLoad,
-    ) -> Self {
-        monitors.borrow_mut().insert(open.id, Rc::clone(monitor));
-        load.connection_registry().insert(open);
-        Self {
-            monitors: Rc::clone(monitors),
-            load: load.clone(),
-            worker: open.worker,
-            id: open.id,
-        }
-    }
-}
-
-impl Drop for MonitorRegistration {
-    fn drop(&mut self) {
-        // First, so that no worker chooses the connection after its memory was subtracted.
-        self.load.connection_registry().remove(self.worker, self.id);
-        self.monitors.borrow_mut().remove(&self.id);
-    }
-}
+type ConnectionMonitors = Rc<RefCell<HashMap<u64, Weak<ConnectionMonitor>>>>;

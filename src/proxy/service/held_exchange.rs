@@ -45,7 +45,7 @@ impl HeldExchange {
             let send = upstream.send(request, is_upgrade, || client, now, &mut interim, &sent);
             let mut result = await_until_deadline(deadline, pin!(send)).await;
             match &mut result {
-                Ok(response) => response.body_mut().attach_slot_guard(guard),
+                Ok(response) => response.body_mut().attach_guards(Some(guard), None),
                 Err(ForwardError::Upstream(error)) if sent.get() && !has_upstream_ended(error) => {
                     guard.keep_without_exchange();
                 }

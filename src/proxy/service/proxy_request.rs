@@ -19,7 +19,7 @@ use crate::proxy::http::response_cost::CostMeter;
 use crate::proxy::http::upgrade;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
-use crate::telemetry::trace::{RequestRecording, TraceParent};
+use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::{Request, Response, request};
 use std::cell::Cell;
@@ -51,7 +51,15 @@ impl ProxyService {
                 }
             };
         if let Some(settings) = table.self_service_at(inbound.target.path()) {
-            let request = OwnLimitsRequest::new((&parts, version), inbound, body, peer, arrived_at);
+            let parts = &parts;
+            let request = OwnLimitsRequest {
+                parts,
+                version,
+                inbound,
+                body,
+                peer,
+                arrived_at,
+            };
             return Box::pin(self.answer_own_limits(settings, table, request, style)).await;
         }
         let trace = TraceParent::from_headers(&parts.headers);
@@ -78,7 +86,8 @@ impl ProxyService {
         // The concurrency slot is released when the response ends or this future is dropped.
         let mut slot_guard = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
-        let deadline = request_ends_at(slot_guard.as_ref());
+        let deadline = slot_guard.as_ref();
+        let deadline = deadline.and_then(ConcurrencySlotGuard::request_ends_at);
 
         // 3. Wait.
         let turn = self.wait_for_turn(&verdict, &mut summary, tunnel_count, deadline);
@@ -104,8 +113,10 @@ impl ProxyService {
         // 5. Finish.
         let sent = (body_handle, was_sent.get());
         let response = self.respond_to_result(result, sent, estimates, &mut summary, style);
-        let response = self.complete_response(response, &mut summary, &verdict, table, style);
-        attach_slot_and_recording(response, slot_guard, summary.recording.take())
+        let mut response = self.complete_response(response, &mut summary, &verdict, table, style);
+        let body = response.body_mut();
+        body.attach_guards(slot_guard, summary.recording.take());
+        response
     }
 
     /// Sends a request until the deadline of its slot, if it has one. An exchange that may outlive
@@ -265,7 +276,7 @@ impl ProxyService {
                 }
                 let cost_meter = CostMeter::settle_head_and_create(estimates, &parts);
                 if let ResponseBody::Upstream(body) = &mut body {
-                    body.attach_cost_meter(cost_meter);
+                    body.cost_meter = cost_meter;
                 }
                 Response::from_parts(parts, body)
             }
@@ -318,7 +329,7 @@ impl ProxyService {
         // avoid it.
         for estimate in unsent.into_iter().filter(|_| !is_caused_by_client) {
             match estimate.is_settled_by_status() {
-                true => estimate.settle_by_status(reply.status()),
+                true => estimate.settle_by_status(reply.status_error_and_detail().0),
                 false => estimate.settle(0),
             }
         }
@@ -335,7 +346,7 @@ impl ProxyService {
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
         if let ResponseBody::Tunnel(tunnel) = response.body_mut() {
-            tunnel.attach_client_count(summary.tunnel_count.take());
+            tunnel.keep(summary.tunnel_count.take());
         }
         rate_limit_headers::write_headers(
             verdict,
@@ -351,24 +362,6 @@ impl ProxyService {
         );
         response
     }
-}
-
-fn request_ends_at(slot_guard: Option<&ConcurrencySlotGuard>) -> Option<Instant> {
-    slot_guard.and_then(ConcurrencySlotGuard::request_ends_at)
-}
-
-/// Attaches what ends with the response body.
-fn attach_slot_and_recording(
-    mut response: Response<ResponseBody>,
-    slot_guard: Option<ConcurrencySlotGuard>,
-    recording: Option<Box<RequestRecording>>,
-) -> Response<ResponseBody> {
-    let body = response.body_mut();
-    if let Some(slot_guard) = slot_guard {
-        body.attach_slot_guard(slot_guard);
-    }
-    body.attach_recording(recording);
-    response
 }
 
 fn finish_upstream_span(

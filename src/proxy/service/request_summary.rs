@@ -1,10 +1,10 @@
 //! What logs, metrics and traces record about a request.
 
 use super::ProxyService;
-use crate::enforcer::{DecisionSource, LimitReport, RequestDecision, RequestOutcome, Verdict};
+use crate::enforcer::{DecisionSource, LimitReport, RequestOutcome, Verdict};
 use crate::policy::client::ClientAddress;
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::http::access_log::AccessLogEntry;
+use crate::proxy::http::access_log::{AccessLogEntry, classify_verdict};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::request_validation::RequestTarget;
 use crate::proxy::server::peer::ConnectionPeer;
@@ -41,7 +41,7 @@ impl RequestSummary {
             .map(|recording| recording.context())
             .or(trace)
             .map(|context| context.trace);
-        let (target, client) = inbound.into_target_and_client();
+        let InboundRequest { target, client, .. } = inbound;
         Self {
             target,
             client,
@@ -82,7 +82,7 @@ impl ProxyService {
     }
 
     /// Counts the decision about a proxied request, and a token that was rejected.
-    pub(super) fn record_decision(
+    pub(crate) fn record_decision(
         &self,
         verdict: &Verdict<'_>,
         inbound: &InboundRequest,
@@ -104,37 +104,19 @@ impl ProxyService {
         status: StatusCode,
         responded_at: Instant,
     ) {
-        let mut key = None;
-        let policy = match &verdict.outcome {
-            RequestOutcome::Forward => None,
-            RequestOutcome::Limited(limited) => {
-                key = limited.key.as_deref();
-                Some(limited.policy)
-            }
-            RequestOutcome::Denied { policy, .. }
-            | RequestOutcome::InvalidKey { policy, .. }
-            | RequestOutcome::Unavailable { policy, .. } => Some(*policy),
-        };
-        let is_rejected = policy.is_some() || !verdict.unenforced_rejections.is_empty();
+        let is_rejected = !matches!(verdict.outcome, RequestOutcome::Forward)
+            || !verdict.unenforced_rejections.is_empty();
         if summary.recording.is_none() && !self.access_log.filter_allows_request(is_rejected) {
             return;
         }
+        let (client_ip, arrived_at) = (summary.client.ip, summary.arrived_at);
         let entry = AccessLogEntry {
             method: summary.method.as_str(),
             host: summary.target.host(),
             path: summary.target.path(),
-            client_ip: summary.client.ip,
-            status,
-            time_to_head: responded_at - summary.arrived_at,
-            decision: classify_verdict(verdict).into_str(),
-            policy,
-            unenforced_rejections: Some(&verdict.unenforced_rejections),
-            retry_after_us: verdict.outcome.retry_after_us(),
-            key,
-            limits: &verdict.limits,
-            source: verdict.source,
-            time_to_decision: verdict.decided_at.map(|at| at - summary.arrived_at),
+            time_to_head: responded_at - arrived_at,
             trace_id: summary.trace_id,
+            ..AccessLogEntry::for_verdict(verdict, client_ip, status, arrived_at)
         };
         self.access_log.write(&entry);
         if let Some(recording) = &mut summary.recording {
@@ -142,7 +124,7 @@ impl ProxyService {
             recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
                 decision: entry.decision,
-                policy,
+                policy: entry.policy,
                 limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.status.remaining)),
                 source: verdict
                     .source
@@ -151,19 +133,5 @@ impl ProxyService {
                     .zip(verdict.decided_at),
             });
         }
-    }
-}
-
-/// Maps a verdict to the decision reported in logs and metrics.
-pub(crate) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
-    match &verdict.outcome {
-        RequestOutcome::Forward if verdict.is_degraded => RequestDecision::Degraded,
-        RequestOutcome::Forward if !verdict.delay.is_zero() => RequestDecision::Delayed,
-        RequestOutcome::Forward => RequestDecision::Allowed,
-        RequestOutcome::Limited(limited) if limited.is_blocked => RequestDecision::Blocked,
-        RequestOutcome::Limited(_) => RequestDecision::Rejected,
-        RequestOutcome::Denied { .. } => RequestDecision::Denied,
-        RequestOutcome::InvalidKey { .. } => RequestDecision::Malformed,
-        RequestOutcome::Unavailable { .. } => RequestDecision::Unavailable,
     }
 }

@@ -13,33 +13,14 @@ use tokio::time::Instant;
 
 /// A request for the client's own limits.
 pub(super) struct OwnLimitsRequest<'r> {
-    parts: &'r request::Parts,
-    version: Version,
-    inbound: InboundRequest,
-    body: RequestBody,
-    peer: &'r ConnectionPeer,
-    arrived_at: Instant,
-}
-
-impl<'r> OwnLimitsRequest<'r> {
-    /// `head` is the rewritten request head, and the version that the client used.
-    pub(super) fn new(
-        head: (&'r request::Parts, Version),
-        inbound: InboundRequest,
-        body: RequestBody,
-        peer: &'r ConnectionPeer,
-        arrived_at: Instant,
-    ) -> Self {
-        let (parts, version) = head;
-        Self {
-            parts,
-            version,
-            inbound,
-            body,
-            peer,
-            arrived_at,
-        }
-    }
+    /// The rewritten request head.
+    pub(super) parts: &'r request::Parts,
+    /// The version that the client used.
+    pub(super) version: Version,
+    pub(super) inbound: InboundRequest,
+    pub(super) body: RequestBody,
+    pub(super) peer: &'r ConnectionPeer,
+    pub(super) arrived_at: Instant,
 }
 
 impl ProxyService {

@@ -103,7 +103,9 @@ impl RunningServer {
         M: Fn(usize) -> F + Clone + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
-        let server = ProxyServer::bind(settings, Arc::default()).unwrap();
+        let mut server = ProxyServer::with_worker_threads(settings.threads);
+        let kind = ListenerKind::Proxy;
+        server.add_listener(kind, settings, Arc::default()).unwrap();
         let ListenAddress::Ip(addr) = server.first_listener_address().unwrap() else {
             panic!("expected an IP address")
         };

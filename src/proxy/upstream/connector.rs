@@ -1,10 +1,10 @@
 //! Establishes connections to the upstream: DNS lookup, TCP or Unix socket, TLS handshake.
 
 use arc_swap::ArcSwap;
+use bytes::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use rustix::io::Errno;
-use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -17,12 +17,13 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::{sleep, timeout};
-use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
-use tokio_rustls::rustls::ClientConfig;
+use tokio_util::either::Either;
 
 use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
-use super::read_limit::ReadLimit;
+use super::read_limit::{ReadAllowance, ReadLimit};
+use crate::proxy::server::frame_splitter::EmptyFrameFilter;
+use crate::proxy::server::transport::move_buffered_bytes;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::tls::{ClientTls, describe_tls_error};
 
@@ -41,9 +42,10 @@ const UNIX_BACKLOG_RETRY_DELAY: Duration = Duration::from_millis(5);
 pub struct UpstreamUrlError(pub(super) String);
 
 /// Opens connections to the upstream.
+#[derive(Debug)]
 pub(super) struct UpstreamConnector {
-    /// TLS connectors for new connections; a reload replaces them. `None` for a cleartext upstream.
-    tls: Option<ArcSwap<UpstreamTlsConnectors>>,
+    /// TLS settings of new connections; a reload replaces them. `None` for a cleartext upstream.
+    tls: Option<ArcSwap<ClientTls>>,
 }
 
 /// The protocols offered to a TLS server by ALPN.
@@ -55,28 +57,19 @@ pub(super) enum AlpnOffer {
     Http1Only,
 }
 
-struct UpstreamTlsConnectors {
-    client_tls: ClientTls,
-    http2_connector: TlsConnector,
-    http1_connector: TlsConnector,
-}
-
 impl UpstreamConnector {
     pub(super) fn new(settings: &UpstreamSettings) -> Self {
         Self {
-            tls: settings
-                .tls
-                .clone()
-                .map(|client| ArcSwap::from_pointee(UpstreamTlsConnectors::new(client))),
+            tls: settings.tls.clone().map(ArcSwap::from_pointee),
         }
     }
 
     /// Replaces the TLS settings of new connections. A cleartext upstream stays cleartext.
     pub(super) fn update_tls(&self, client: &ClientTls) {
         if let Some(tls) = &self.tls
-            && tls.load().client_tls != *client
+            && **tls.load() != *client
         {
-            tls.store(Arc::new(UpstreamTlsConnectors::new(client.clone())));
+            tls.store(Arc::new(client.clone()));
             tracing::info!("upstream certificates reloaded; new connections use them");
         }
     }
@@ -87,84 +80,53 @@ impl UpstreamConnector {
         settings: &UpstreamSettings,
         offer: AlpnOffer,
     ) -> Result<UpstreamSocket, UpstreamError> {
-        let limit = settings.connect_timeout;
-        let (host, port, scheme) = match &settings.url {
-            UpstreamUrl::Net { host, port, scheme } => (host, *port, *scheme),
-            UpstreamUrl::Unix(path) => {
-                let socket = with_connect_timeout(limit, connect_unix(path));
-                return Ok(UpstreamSocket::new(
-                    SocketTransport::Unix(socket.await?),
-                    false,
-                ));
-            }
-        };
-        with_connect_timeout(limit, async {
+        let connecting = async {
+            let (host, port, scheme) = match &settings.url {
+                UpstreamUrl::Net { host, port, scheme } => (host, *port, *scheme),
+                UpstreamUrl::Unix(path) => {
+                    let socket = Either::Left(Either::Right(connect_unix(path).await?));
+                    return Ok(UpstreamSocket::new(socket, false));
+                }
+            };
             let socket = resolve_and_connect_tcp(host, port).await?;
             match &self.tls {
-                None => Ok(UpstreamSocket::new(
-                    SocketTransport::Plain(socket),
-                    scheme == UpstreamScheme::H2c,
-                )),
+                None => {
+                    let is_http2 = scheme == UpstreamScheme::H2c;
+                    Ok(UpstreamSocket::new(
+                        Either::Left(Either::Left(socket)),
+                        is_http2,
+                    ))
+                }
                 Some(tls) => perform_tls_handshake(&tls.load_full(), host, socket, offer).await,
             }
-        })
-        .await
-    }
-}
-
-async fn with_connect_timeout<T>(
-    limit: Duration,
-    connecting: impl Future<Output = Result<T, UpstreamError>>,
-) -> Result<T, UpstreamError> {
-    timeout(limit, connecting).await.unwrap_or_else(|_elapsed| {
-        let detail = format!("no connection within {limit:?}");
-        Err(UpstreamErrorKind::ConnectTimeout.with_detail(detail))
-    })
-}
-
-impl UpstreamTlsConnectors {
-    fn new(client: ClientTls) -> Self {
-        let connector_with_alpn = |protocols: &[&[u8]]| {
-            let mut config = ClientConfig::clone(client.config());
-            config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
-            TlsConnector::from(Arc::new(config))
         };
-        let (http2_connector, http1_connector) = (
-            connector_with_alpn(&[b"h2", b"http/1.1"]),
-            connector_with_alpn(&[b"http/1.1"]),
-        );
-        Self {
-            client_tls: client,
-            http2_connector,
-            http1_connector,
-        }
+        let limit = settings.connect_timeout;
+        timeout(limit, connecting).await.unwrap_or_else(|_elapsed| {
+            let detail = format!("no connection within {limit:?}");
+            Err(UpstreamErrorKind::ConnectTimeout.with_detail(detail))
+        })
     }
 }
 
 async fn perform_tls_handshake(
-    tls: &UpstreamTlsConnectors,
+    tls: &ClientTls,
     host: &str,
     socket: TcpStream,
     offer: AlpnOffer,
 ) -> Result<UpstreamSocket, UpstreamError> {
     let failed = |detail: String| UpstreamErrorKind::Tls.with_detail(detail);
-    let name = tls.client_tls.server_name_for(host);
+    let name = tls.server_name_for(host);
     let name =
         name.map_err(|_invalid| failed(format!("{host:?} is not a valid TLS server name")))?;
-    let connector = if offer == AlpnOffer::Http2AndHttp1 {
-        &tls.http2_connector
-    } else {
-        &tls.http1_connector
+    let protocols: &[&str] = match offer {
+        AlpnOffer::Http2AndHttp1 => &["h2", "http/1.1"],
+        AlpnOffer::Http1Only => &["http/1.1"],
     };
-    let stream = connector
-        .connect(name, socket)
-        .await
-        .map_err(|error| failed(describe_tls_error(&error)))?;
+    let stream = tls.connector(protocols).connect(name, socket).await;
+    let stream = stream.map_err(|error| failed(describe_tls_error(&error)))?;
     let is_http2 = stream.get_ref().1.alpn_protocol() == Some(b"h2");
-    Ok(UpstreamSocket::new(
-        SocketTransport::Tls(Box::new(stream)),
-        is_http2,
-    ))
+    let transport = Either::Right(Box::new(stream));
+    Ok(UpstreamSocket::new(transport, is_http2))
 }
 
 /// Connects to a Unix socket. Unlike TCP, the kernel refuses a connection at once while the
@@ -251,14 +213,6 @@ fn map_connect_error(error: io::Error) -> UpstreamError {
     kind.with_detail(format_error_chain(&error) + remedy)
 }
 
-impl fmt::Debug for UpstreamConnector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UpstreamConnector")
-            .field("tls", &self.tls.is_some())
-            .finish()
-    }
-}
-
 /// A connected socket, with or without TLS.
 ///
 /// An upstream may respond to an upload early, e.g. with 413, and close. Writing then fails
@@ -269,10 +223,12 @@ impl fmt::Debug for UpstreamConnector {
 pub(super) struct UpstreamSocket {
     /// Limited to `read_limit` for each read.
     transport: Take<SocketTransport>,
-    read_limit: ReadLimit,
-    is_http2: bool,
+    pub(super) read_limit: ReadLimit,
+    /// Whether HTTP/2 was negotiated.
+    pub(super) is_http2: bool,
+    http2: Option<Box<Http2Input>>,
     /// Every read sets this flag; the PING monitor resets it.
-    read_activity: Arc<AtomicBool>,
+    pub(super) read_activity: Arc<AtomicBool>,
     /// Whether a write failed and was reported as successful.
     write_failed: bool,
     /// Whether reading has reached a clean end.
@@ -281,11 +237,15 @@ pub(super) struct UpstreamSocket {
     _permit: Option<OwnedSemaphorePermit>,
 }
 
+type SocketTransport = Either<Either<TcpStream, UnixStream>, Box<TlsStream<TcpStream>>>;
+
+/// What a socket does with the bytes for h2.
 #[derive(Debug)]
-enum SocketTransport {
-    Plain(TcpStream),
-    Unix(UnixStream),
-    Tls(Box<TlsStream<TcpStream>>),
+struct Http2Input {
+    allowance: ReadAllowance,
+    filter: EmptyFrameFilter,
+    /// Filtered bytes that the next reads return.
+    read_ahead: Bytes,
 }
 
 impl UpstreamSocket {
@@ -294,6 +254,7 @@ impl UpstreamSocket {
             transport: io.take(0),
             read_limit: ReadLimit::default(),
             is_http2,
+            http2: None,
             read_activity: Arc::default(),
             write_failed: false,
             read_ended: false,
@@ -301,19 +262,13 @@ impl UpstreamSocket {
         }
     }
 
-    /// Whether HTTP/2 was negotiated.
-    pub(super) fn is_http2(&self) -> bool {
-        self.is_http2
-    }
-
-    /// Returns the flag that every read sets.
-    pub(super) fn read_activity_flag(&self) -> Arc<AtomicBool> {
-        Arc::clone(&self.read_activity)
-    }
-
-    /// Limit of each read, which the responses of the connection adjust.
-    pub(super) fn read_limit(&self) -> ReadLimit {
-        self.read_limit.clone()
+    /// Prepares the reads for h2: limits them to `allowance`, and drops empty DATA frames.
+    pub(super) fn filter_http2(&mut self, allowance: ReadAllowance) {
+        self.http2 = Some(Box::new(Http2Input {
+            allowance,
+            filter: EmptyFrameFilter::default(),
+            read_ahead: Bytes::new(),
+        }));
     }
 
     /// Keeps `permit` until the socket is closed.
@@ -327,19 +282,11 @@ impl UpstreamSocket {
     /// The IP address of the peer; `None` for a Unix socket.
     pub(super) fn peer_ip(&self) -> Option<IpAddr> {
         let socket = match self.transport.get_ref() {
-            SocketTransport::Plain(socket) => socket,
-            SocketTransport::Tls(stream) => stream.get_ref().0,
-            SocketTransport::Unix(_) => return None,
+            Either::Left(Either::Left(socket)) => socket,
+            Either::Left(Either::Right(_)) => return None,
+            Either::Right(stream) => stream.get_ref().0,
         };
         socket.peer_addr().ok().map(|address| address.ip())
-    }
-
-    fn writer(&mut self) -> Pin<&mut (dyn AsyncWrite + Unpin)> {
-        match self.transport.get_mut() {
-            SocketTransport::Plain(socket) => Pin::new(socket),
-            SocketTransport::Unix(socket) => Pin::new(socket),
-            SocketTransport::Tls(stream) => Pin::new(stream.as_mut()),
-        }
     }
 
     /// Replaces a broken-connection error of a write with `value_if_broken`.
@@ -364,20 +311,6 @@ impl UpstreamSocket {
     }
 }
 
-impl AsyncRead for SocketTransport {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(socket) => Pin::new(socket).poll_read(cx, into),
-            Self::Unix(socket) => Pin::new(socket).poll_read(cx, into),
-            Self::Tls(stream) => Pin::new(stream).poll_read(cx, into),
-        }
-    }
-}
-
 impl AsyncRead for UpstreamSocket {
     fn poll_read(
         self: Pin<&mut Self>,
@@ -385,17 +318,40 @@ impl AsyncRead for UpstreamSocket {
         into: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let before = into.filled().len();
-        this.transport.set_limit(this.read_limit.bytes());
-        ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
-        if this.write_failed && into.filled().len() == before {
-            // Returns an error instead of a clean end, because the failed write consumed the error
-            // that this read would have returned.
-            return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+        loop {
+            if let Some(http2) = &mut this.http2 {
+                if !http2.read_ahead.is_empty() {
+                    move_buffered_bytes(&mut http2.read_ahead, into);
+                    return Poll::Ready(Ok(()));
+                }
+                if http2.allowance.is_spent() {
+                    // The driver renews the allowance before it polls again.
+                    cx.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+            }
+            let before = into.filled().len();
+            this.transport.set_limit(this.read_limit.bytes());
+            ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
+            let received = into.filled().get(before..).unwrap_or_default();
+            if this.write_failed && received.is_empty() {
+                // Returns an error instead of a clean end, because the failed write consumed the
+                // error that this read would have returned.
+                return Poll::Ready(Err(io::ErrorKind::ConnectionReset.into()));
+            }
+            this.read_activity.store(true, Ordering::Relaxed);
+            this.read_ended |= received.is_empty() && into.remaining() > 0;
+            let Some(http2) = &mut this.http2 else {
+                return Poll::Ready(Ok(()));
+            };
+            http2.allowance.spend(received.len());
+            let mut filtered = Vec::new();
+            if received.is_empty() || !http2.filter.filter(received, &mut filtered) {
+                return Poll::Ready(Ok(()));
+            }
+            into.set_filled(before);
+            http2.read_ahead = filtered.into();
         }
-        this.read_activity.store(true, Ordering::Relaxed);
-        this.read_ended |= into.filled().len() == before && into.remaining() > 0;
-        Poll::Ready(Ok(()))
     }
 }
 
@@ -406,7 +362,7 @@ impl AsyncWrite for UpstreamSocket {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let result = this.writer().poll_write(cx, bytes);
+        let result = Pin::new(this.transport.get_mut()).poll_write(cx, bytes);
         this.mask_write_failure(result, bytes.len())
     }
 
@@ -416,35 +372,32 @@ impl AsyncWrite for UpstreamSocket {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
-        let result = this.writer().poll_write_vectored(cx, bytes);
+        let result = Pin::new(this.transport.get_mut()).poll_write_vectored(cx, bytes);
         this.mask_write_failure(result, bytes.iter().map(|slice| slice.len()).sum())
     }
 
     fn is_write_vectored(&self) -> bool {
-        match self.transport.get_ref() {
-            SocketTransport::Plain(socket) => socket.is_write_vectored(),
-            SocketTransport::Unix(socket) => socket.is_write_vectored(),
-            SocketTransport::Tls(stream) => stream.is_write_vectored(),
-        }
+        self.transport.get_ref().is_write_vectored()
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        let result = this.writer().poll_flush(cx);
+        let result = Pin::new(this.transport.get_mut()).poll_flush(cx);
         this.mask_write_failure(result, ())
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.get_mut().writer().poll_shutdown(cx)
+        Pin::new(self.get_mut().transport.get_mut()).poll_shutdown(cx)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{SocketTransport, UpstreamSocket, interleave_address_families};
+    use super::{UpstreamSocket, interleave_address_families};
     use std::net::SocketAddr;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream};
+    use tokio_util::either::Either;
 
     #[test]
     fn interleaves_ipv4_and_ipv6_addresses() {
@@ -481,7 +434,7 @@ mod tests {
             .await
             .unwrap();
         let (mut theirs, _) = listener.accept().await.unwrap();
-        let mut stream = UpstreamSocket::new(SocketTransport::Plain(ours), false);
+        let mut stream = UpstreamSocket::new(Either::Left(Either::Left(ours)), false);
         stream.write_all(b"never read").await.unwrap();
         theirs.readable().await.unwrap();
         theirs.write_all(b"no").await.unwrap();

@@ -57,27 +57,10 @@ pub enum UpstreamErrorKind {
     ClientDisconnected,
 }
 
-/// The party responsible for an [`UpstreamError`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UpstreamErrorOrigin {
-    Client,
-    Upstream,
-    /// The request reached a limit of the proxy.
-    Proxy,
-}
-
 impl UpstreamErrorKind {
-    pub fn origin(self) -> UpstreamErrorOrigin {
-        match self {
-            Self::LocalResources | Self::QueueFull | Self::QueueTimeout => {
-                UpstreamErrorOrigin::Proxy
-            }
-            Self::TunnelLimit
-            | Self::RequestBodyTimeout
-            | Self::RequestBodyTooLarge
-            | Self::ClientDisconnected => UpstreamErrorOrigin::Client,
-            _ => UpstreamErrorOrigin::Upstream,
-        }
+    /// Whether the client is responsible, and neither the upstream nor a limit of the proxy.
+    pub fn is_client_error(self) -> bool {
+        self == Self::TunnelLimit || self.is_caused_by_client()
     }
 
     /// Whether the client ended or spoiled the request while it was sent.

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 
 use super::UpstreamClient;
 use super::error::{UpstreamError, UpstreamErrorKind};
-use super::pool::{PooledConnection, UpstreamConnection};
+use super::pool::UpstreamConnection;
 use super::response_body::{UpstreamBody, UpstreamBodySource};
 use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
 use crate::proxy::http::body::response::ResponseBody;
@@ -38,12 +38,11 @@ impl UpstreamClient {
         source: UpstreamBodySource,
         connection: Box<UpstreamConnection>,
     ) -> ResponseBody {
-        let lease = PooledConnection::new(Rc::clone(&self.pool), connection);
         if source.is_end_stream() {
-            lease.return_to_pool();
+            self.pool.return_connection(connection);
             return ResponseBody::Empty;
         }
-        ResponseBody::Upstream(UpstreamBody::new(source, lease))
+        ResponseBody::Upstream(UpstreamBody::new(source, Rc::clone(&self.pool), connection))
     }
 
     /// Waits for a response head. `poll_response` is ready with `None` if the upstream sends too
@@ -73,13 +72,14 @@ impl UpstreamClient {
             let Some(limit) = limit else {
                 return Poll::Pending;
             };
-            let since =
-                match progress.map(|progress| (progress.state(), progress.last_progress_at())) {
-                    Some((RequestBodyState::AwaitingClient, _)) => Instant::now(),
-                    // The body may have moved before, when it was read ahead.
-                    Some((_, moved)) => moved.max(sent_at),
-                    None => sent_at,
-                };
+            let since = match progress
+                .map(|progress| (progress.state.get(), progress.last_progress_at.get()))
+            {
+                Some((RequestBodyState::AwaitingClient, _)) => Instant::now(),
+                // The body may have moved before, when it was read ahead.
+                Some((_, moved)) => moved.max(sent_at),
+                None => sent_at,
+            };
             let elapsed = timer.poll(since + limit, cx);
             elapsed.map(|()| {
                 Err(UpstreamErrorKind::ResponseTimeout
@@ -95,7 +95,7 @@ impl UpstreamClient {
 pub(super) fn client_error_kind(
     progress: Option<&RequestBodyProgress>,
 ) -> Option<UpstreamErrorKind> {
-    match progress?.state() {
+    match progress?.state.get() {
         RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
         RequestBodyState::TooLarge => Some(UpstreamErrorKind::RequestBodyTooLarge),
         RequestBodyState::ClientAborted => Some(UpstreamErrorKind::ClientDisconnected),

@@ -12,7 +12,6 @@ pub(super) mod head_conversion;
 mod ping_monitor;
 pub(super) mod received_stream;
 pub(super) mod response_body;
-mod socket;
 
 pub(super) use connection::{
     Http2Connection, Http2ResponseFuture, MAX_CONCURRENT_STREAMS, StreamOpenError,

@@ -16,9 +16,9 @@ mod stream_slot;
 mod waiting;
 
 use futures_util::future::LocalBoxFuture;
-use http::HeaderValue;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::future::ready;
 use std::rc::Rc;
 use std::sync::Arc;
 use tokio::time::{Instant, sleep_until};
@@ -28,18 +28,16 @@ use super::connector::AlpnOffer;
 use super::error::UpstreamError;
 use super::http2::{self, Http2Connection};
 use super::shared_state::{DelaySlotGuard, UpstreamSharedState};
-use crate::proxy::client_counts::ClientCounts;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use crate::telemetry::LogThrottle;
 use waiting::{AcquireOutcome, ConnectionWaiter};
 
-pub(super) use connection::{ConnectionProtocol, PooledConnection, UpstreamConnection};
+pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
 pub(super) use share::ConnectionShare;
 pub(super) use stream_slot::StreamSlot;
 
 #[derive(Debug)]
 pub(super) struct UpstreamPool {
-    shared: Arc<UpstreamSharedState>,
+    pub(super) shared: Arc<UpstreamSharedState>,
     /// Idle HTTP/1.1 connections; the longest idle one is in front.
     idle_http1: RefCell<VecDeque<Box<UpstreamConnection>>>,
     /// Open HTTP/2 connections.
@@ -94,18 +92,6 @@ impl UpstreamPool {
         &self.shared.settings
     }
 
-    pub(super) fn authority(&self) -> &HeaderValue {
-        &self.shared.authority
-    }
-
-    pub(super) fn client_tunnels(&self) -> &ClientCounts {
-        &self.shared.client_tunnels
-    }
-
-    pub(super) fn error_log_throttle(&self) -> &LogThrottle {
-        &self.shared.error_log_throttle
-    }
-
     /// Returns an idle or freed connection if possible, otherwise a new one. `retries` is the
     /// number of connection attempts allowed after failed ones.
     ///
@@ -141,25 +127,29 @@ impl UpstreamPool {
         self: &'p Rc<Self>,
         retries: &'p mut u32,
     ) -> AcquireFuture<'p> {
-        if self.negotiated_http2.get() != Some(false) {
-            return self.acquire(retries);
+        match self.negotiated_http2.get() {
+            Some(false) => self.open_new(retries, AlpnOffer::Http2AndHttp1),
+            _ => self.acquire(retries),
         }
-        Box::pin(async move {
-            let permit = self.acquire_permit().await?;
-            self.open_connection(permit, retries, AlpnOffer::Http2AndHttp1)
-                .await
-        })
     }
 
     /// Returns an HTTP/1.1 connection, idle or new, even if the upstream prefers HTTP/2.
     pub(super) fn acquire_http1<'p>(self: &'p Rc<Self>, retries: &'p mut u32) -> AcquireFuture<'p> {
+        match self.take_idle_http1(Instant::now()) {
+            Some(connection) => Box::pin(ready(Ok(connection))),
+            None => self.open_new(retries, AlpnOffer::Http1Only),
+        }
+    }
+
+    /// Opens a connection when `max_connections` allows it.
+    fn open_new<'p>(
+        self: &'p Rc<Self>,
+        retries: &'p mut u32,
+        offer: AlpnOffer,
+    ) -> AcquireFuture<'p> {
         Box::pin(async move {
-            if let Some(connection) = self.take_idle_http1(Instant::now()) {
-                return Ok(connection);
-            }
             let permit = self.acquire_permit().await?;
-            self.open_connection(permit, retries, AlpnOffer::Http1Only)
-                .await
+            self.open_connection(permit, retries, offer).await
         })
     }
 

@@ -5,7 +5,7 @@
 //! than a power of two keeps the buffer at that size.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -19,13 +19,22 @@ const LARGE_READ_BYTES: u64 = 32 * 1024 - 1;
 const SAMPLE_BYTES: usize = 512 * 1024;
 const FAST_SAMPLE_TIME: Duration = Duration::from_millis(100);
 
+/// Bytes that a connection reads before its unread frames are collected. Bounds the unread
+/// frames that h2 holds.
+pub(super) const READ_ALLOWANCE_BYTES: usize = 64 * 1024;
+
+/// Bytes that a connection may still read before its unread frames are collected. One task uses it;
+/// it is atomic because hyper requires sockets that are `Send`.
+#[derive(Clone, Debug)]
+pub(crate) struct ReadAllowance(Arc<AtomicUsize>);
+
 /// Maximum bytes of the next read from one connection.
 #[derive(Clone, Debug)]
 pub(super) struct ReadLimit(Arc<AtomicU64>);
 
 /// Rate at which the client takes the current response of a connection, which sets the limit.
 #[derive(Debug)]
-pub(super) struct ResponseRate {
+pub(crate) struct ResponseRate {
     limit: ReadLimit,
     /// Bytes since the last sample.
     bytes: usize,
@@ -49,6 +58,28 @@ impl ReadLimit {
             false => SMALL_READ_BYTES,
         };
         self.0.store(bytes, Ordering::Relaxed);
+    }
+}
+
+impl Default for ReadAllowance {
+    fn default() -> Self {
+        Self(Arc::new(AtomicUsize::new(READ_ALLOWANCE_BYTES)))
+    }
+}
+
+impl ReadAllowance {
+    /// Records read bytes.
+    pub(crate) fn spend(&self, bytes: usize) {
+        let left = self.0.load(Ordering::Relaxed).saturating_sub(bytes);
+        self.0.store(left, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_spent(&self) -> bool {
+        self.0.load(Ordering::Relaxed) == 0
+    }
+
+    pub(crate) fn renew(&self) {
+        self.0.store(READ_ALLOWANCE_BYTES, Ordering::Relaxed);
     }
 }
 

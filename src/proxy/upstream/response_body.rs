@@ -8,6 +8,7 @@ use std::future::{pending, poll_fn};
 use std::io;
 use std::mem::take;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::task::spawn_local;
@@ -15,9 +16,10 @@ use tokio::time::{Instant, timeout_at};
 
 use super::error::{UpstreamError, UpstreamErrorKind};
 use super::http2::response_body::Http2ResponseBody;
-use super::pool::{ConnectionShare, PooledConnection};
+use super::pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::http::body::error::BodyError;
+use crate::proxy::http::body::size_hint::add_to_size_hint;
 use crate::proxy::http::response_cost::CostMeter;
 use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
@@ -112,12 +114,16 @@ pub struct UpstreamBody {
     is_unflushed: bool,
     /// Error that waits until hyper has flushed.
     delayed_error: Option<Box<BodyError>>,
-    lease: Option<PooledConnection>,
+    pool: Rc<UpstreamPool>,
+    /// Taken when the body ends or fails.
+    connection: Option<Box<UpstreamConnection>>,
     pending_since: Option<Instant>,
     slot_guard: Option<Box<ConcurrencySlotGuard>>,
     recording: Option<Box<RequestRecording>>,
     active_request: Option<Box<ActiveHttpRequest>>,
-    cost_meter: Option<Box<CostMeter>>,
+    /// Reads the response cost from the body and settles it at the end. If the body ends early,
+    /// estimates are only ever raised.
+    pub(crate) cost_meter: Option<Box<CostMeter>>,
 }
 
 impl UpstreamBody {
@@ -126,24 +132,25 @@ impl UpstreamBody {
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
-        let mut hint = self.source.size_hint();
-        if let FirstFrame::Data(data) = &self.first_frame {
-            let bytes = u64::try_from(data.len()).unwrap_or(u64::MAX);
-            if let Some(upper) = hint.upper() {
-                hint.set_upper(upper.saturating_add(bytes));
-            }
-            hint.set_lower(hint.lower().saturating_add(bytes));
+        let hint = self.source.size_hint();
+        match &self.first_frame {
+            FirstFrame::Data(data) => add_to_size_hint(hint, data.len()),
+            FirstFrame::None | FirstFrame::Trailers(_) => hint,
         }
-        hint
     }
 
-    pub(super) fn new(source: UpstreamBodySource, lease: PooledConnection) -> Self {
+    pub(super) fn new(
+        source: UpstreamBodySource,
+        pool: Rc<UpstreamPool>,
+        connection: Box<UpstreamConnection>,
+    ) -> Self {
         Self {
             source,
             first_frame: FirstFrame::None,
             is_unflushed: true,
             delayed_error: None,
-            lease: Some(lease),
+            pool,
+            connection: Some(connection),
             pending_since: None,
             slot_guard: None,
             recording: None,
@@ -178,10 +185,10 @@ impl UpstreamBody {
             }
             Poll::Pending
                 if self.source.size_hint().exact().is_some()
-                    && let Some(lease) = &mut self.lease =>
+                    && let Some(connection) = &mut self.connection =>
             {
                 let due = *self.pending_since.get_or_insert_with(Instant::now) + FIRST_FRAME_WAIT;
-                lease.timer().poll(due, cx).map(|()| Ok(true))
+                connection.timer.poll(due, cx).map(|()| Ok(true))
             }
             Poll::Pending => Poll::Ready(Ok(true)),
         }
@@ -189,14 +196,9 @@ impl UpstreamBody {
 
     /// Keeps the share of the connections until the body ends.
     pub(super) fn attach_share(&mut self, share: Option<ConnectionShare>) {
-        if let Some(lease) = &mut self.lease {
-            lease.attach_share(share);
+        if let Some(connection) = &mut self.connection {
+            connection.share = share;
         }
-    }
-
-    /// Keeps the concurrency slot until the body ends, and fails the body at the slot's `ends_at`.
-    pub(crate) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
-        self.slot_guard = Some(Box::new(slot_guard));
     }
 
     /// Reads the body and discards it until it ends, or until `ends_at` if it stalls.
@@ -213,8 +215,14 @@ impl UpstreamBody {
         drop(timeout_at(ends_at, end).await);
     }
 
-    /// Attaches the trace recording, to end with the body.
-    pub(crate) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
+    /// Keeps the concurrency slot until the body ends, and fails the body at the slot's `ends_at`.
+    /// The trace recording ends with the body too.
+    pub(crate) fn attach_guards(
+        &mut self,
+        slot_guard: Option<ConcurrencySlotGuard>,
+        recording: Option<Box<RequestRecording>>,
+    ) {
+        self.slot_guard = slot_guard.map(Box::new).or(self.slot_guard.take());
         self.recording = recording
             .filter(|_| !self.is_fully_received())
             .map(RequestRecording::mark_streaming);
@@ -229,12 +237,6 @@ impl UpstreamBody {
     /// signal its end later.
     fn is_fully_received(&self) -> bool {
         self.is_end_stream() || self.size_hint().exact() == Some(0)
-    }
-
-    /// Attaches the meter that reads the response cost from the body and settles it at the end. If
-    /// the body ends early, estimates are only ever raised.
-    pub(crate) fn attach_cost_meter(&mut self, cost_meter: Option<Box<CostMeter>>) {
-        self.cost_meter = cost_meter;
     }
 
     /// Polls for the next frame. Before an error, returns pending once, because hyper drops what it
@@ -287,8 +289,10 @@ impl UpstreamBody {
                     meter.read_frame(&frame);
                 }
                 let bytes = frame.data_ref().map_or(0, Bytes::len);
-                if let Some(lease) = &mut self.lease {
-                    lease.record_response_bytes(bytes);
+                if let Some(connection) = &mut self.connection
+                    && let ConnectionProtocol::Http1(http1) = &mut connection.protocol
+                {
+                    http1.response_rate.record(bytes);
                 }
                 // hyper does not poll again after trailers or the end of the stream.
                 if frame.is_trailers() || self.source.is_end_stream() {
@@ -314,18 +318,16 @@ impl UpstreamBody {
         ends_at: Option<Instant>,
         cx: &mut Context<'_>,
     ) -> Poll<BodyError> {
-        let Some(lease) = &mut self.lease else {
+        let Some(connection) = &mut self.connection else {
             return Poll::Pending;
         };
-        let idle_at = match lease.body_idle_timeout() {
-            Some(idle) => Some(*self.pending_since.get_or_insert_with(Instant::now) + idle),
-            None => None,
-        };
+        let idle = self.pool.settings().body_idle_timeout;
+        let idle_at = idle.map(|idle| *self.pending_since.get_or_insert_with(Instant::now) + idle);
         let Some(due) = idle_at.into_iter().chain(ends_at).min() else {
             return Poll::Pending;
         };
-        lease
-            .timer()
+        connection
+            .timer
             .poll(due, cx)
             .map(|()| match ends_at == Some(due) {
                 true => BodyError::MaxDurationExceeded,
@@ -334,7 +336,7 @@ impl UpstreamBody {
     }
 
     fn fail(&mut self, error: BodyError) -> BodyError {
-        self.lease = None;
+        self.connection = None;
         let slot_guard = self.slot_guard.take();
         if let (Some(guard), BodyError::UpstreamTimeout) = (slot_guard, &error) {
             guard.keep_without_exchange();
@@ -357,8 +359,8 @@ impl UpstreamBody {
         }
         self.slot_guard = None;
         self.finish_recording(Ok(()));
-        if let Some(lease) = self.lease.take() {
-            lease.return_to_pool();
+        if let Some(connection) = self.connection.take() {
+            self.pool.return_connection(connection);
         }
     }
 }
@@ -368,9 +370,11 @@ impl Drop for UpstreamBody {
         let Some(slot_guard) = self.slot_guard.take() else {
             return;
         };
-        if let (Some(held_until), Some(lease)) = (slot_guard.held_until(), self.lease.take()) {
+        if let (Some(held_until), Some(connection)) =
+            (slot_guard.held_until(), self.connection.take())
+        {
             let source = take(&mut self.source);
-            let mut rest = Self::new(source, lease);
+            let mut rest = Self::new(source, Rc::clone(&self.pool), connection);
             rest.first_frame = take(&mut self.first_frame);
             rest.cost_meter = self.cost_meter.take();
             spawn_local(async move {

@@ -299,8 +299,7 @@ impl LeasePermitGuard<'_> {
     }
 
     /// Requests leases in calls of their own, because a lease serves all callers, even if this
-    /// caller disconnects or another policy refuses its request. On one connection, the charges and
-    /// the lease request share a batch.
+    /// caller's request is refused.
     pub(super) fn start_refills(&mut self) {
         for refill in self.refills.drain(..) {
             refill.spawn(self.redis);

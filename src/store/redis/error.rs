@@ -107,6 +107,9 @@ impl RedisConnectionError {
             RedisErrorKind::Tls if has("corrupt message") => {
                 "the port does not speak TLS: use redis://, or the server's tls-port"
             }
+            RedisErrorKind::Tls if has("set cert and key") => {
+                "set store.redis.cert and store.redis.key to a client certificate that the server trusts"
+            }
             RedisErrorKind::Tls => {
                 "check store.redis.ca (the certificate of the issuer, or the server's own), and the names in the certificate"
             }
@@ -132,10 +135,28 @@ impl RedisConnectionError {
                 "check the server's disk, log and replicas: it rejects writes because it cannot persist or replicate"
             }
             RedisErrorKind::ClusterDown => {
-                "restore the missing masters of the cluster; set cluster-require-full-coverage no"
+                "some slots of the cluster have no master: restore the missing masters, or set \
+                 cluster-require-full-coverage no; a cluster also needs topology = \"cluster\""
             }
             RedisErrorKind::Moved => "the server is in a cluster: set topology = \"cluster\"",
-            RedisErrorKind::InvalidReply => "check that the address is that of Redis",
+            RedisErrorKind::InvalidReply => {
+                "check that store.redis.url is the address of Redis, not of another service"
+            }
+            _ if has("unknown command") && has("SENTINEL") => {
+                "the server is no sentinel: set url to the sentinels (often port 26379), or topology = \"standalone\""
+            }
+            // Envoy; twemproxy, which states the error of its socket.
+            _ if [
+                "upstream failure",
+                "no upstream host",
+                "Connection refused",
+                "Host is down",
+            ]
+            .into_iter()
+            .any(has) =>
+            {
+                "this looks like a Redis proxy that does not reach Redis: check the server behind it"
+            }
             _ if has("cluster support disabled") => {
                 "the server is not in a cluster: set topology = \"standalone\""
             }
@@ -181,6 +202,9 @@ impl From<&RedisError> for RedisConnectionError {
         let tls_remedy = find_tls_error(error).and_then(tls::suggest_remedy);
         let message = match (tls_remedy, error.code(), error.detail()) {
             (Some(remedy), ..) => format!("{error}; {remedy}"),
+            _ if error.kind() == ErrorKind::Parse => {
+                "the answer is not of the Redis protocol".to_owned()
+            }
             // As Redis wrote it.
             (None, Some(code), Some(detail)) => format!("{code} {detail}"),
             _ => error.to_string(),

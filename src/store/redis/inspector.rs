@@ -182,7 +182,8 @@ impl CounterInspector {
                 Some((key, limit, readable))
             })
             .collect();
-        loop {
+        // All keys may hold something else, such as overrides.
+        while !parsed_keys.is_empty() {
             let names = parsed_keys.iter().map(|(key, ..)| key.as_str());
             let limits = parsed_keys.iter().map(|(_, limit, _)| limit);
             let charges = limits.map(|limit| Charge::new(limit, &placeholder_key, 0));
@@ -213,6 +214,7 @@ impl CounterInspector {
             });
             return Ok(counters.collect());
         }
+        Ok(Vec::new())
     }
 
     /// Runs a command about keys of one slot.

@@ -10,22 +10,24 @@ use std::collections::HashSet;
 
 /// Replaces the override only if it is still the one that the caller has read.
 const REPLACE_SCRIPT: &str = "\
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+local text = redis.pcall('GET', KEYS[1])
+if (type(text) == 'string' and text or '') ~= ARGV[1] then return 0 end
 if ARGV[3] == '' then redis.call('SET', KEYS[1], ARGV[2])
 else redis.call('SET', KEYS[1], ARGV[2], 'PXAT', ARGV[3]) end
 return 1";
 
 impl CounterInspector {
-    /// The override of a key.
+    /// The override of a key. A foreign value is none, as for decisions.
     ///
     /// # Errors
-    /// When Redis does not answer, or the value is foreign.
+    /// When Redis does not answer.
     pub async fn find_override(
         &self,
         key: &Key,
     ) -> Result<Option<StoredOverride>, RedisConnectionError> {
         let name = self.0.scripts.override_key(key);
-        Ok(self.read_override(&name).await?)
+        let text = self.read_text(&name).await?;
+        Ok(text.and_then(|text| self.parse_override(&name, &text)))
     }
 
     /// Sets the override of a key, whatever it was before.
@@ -43,7 +45,8 @@ impl CounterInspector {
         Ok(())
     }
 
-    /// Sets the override of a key if it still is `previous`. Returns whether it was.
+    /// Sets the override of a key if it still is `previous`; without one, replaces a foreign value.
+    /// Returns whether it was.
     ///
     /// # Errors
     /// When Redis does not answer.
@@ -54,12 +57,19 @@ impl CounterInspector {
     ) -> Result<bool, RedisConnectionError> {
         let name = self.0.scripts.override_key(&stored.key);
         let expires_at = stored.expires_at_ms.map(|at_ms| at_ms.to_string());
+        let expected_text = match previous {
+            Some(previous) => previous.to_text().into_bytes(),
+            None => match self.read_text(&name).await? {
+                Some(text) if self.parse_override(&name, &text).is_some() => return Ok(false),
+                foreign => foreign.unwrap_or_default(),
+            },
+        };
         let mut command = cmd("EVAL");
         command
             .arg(REPLACE_SCRIPT)
             .arg(1)
             .arg(&name)
-            .arg(previous.map(StoredOverride::to_text).unwrap_or_default())
+            .arg(expected_text)
             .arg(stored.to_text())
             .arg(expires_at.unwrap_or_default());
         let reply = self.run_command(&[name], &command).await?;
@@ -100,17 +110,11 @@ impl CounterInspector {
                     let id = self.0.scripts.parse_override_key(name);
                     id.is_some_and(|id| visited.insert(id))
                 });
-                let found = join_all(names.iter().map(|name| self.read_override(name))).await;
-                for stored in found {
-                    match stored {
-                        Ok(Some(stored)) => {
-                            if !visit(stored) {
-                                return Ok(());
-                            }
-                        }
-                        Ok(None)
-                        | Err(RedisErrorKind::InvalidReply | RedisErrorKind::WrongType(_)) => {}
-                        Err(failure) => return Err(failure.into()),
+                let texts = join_all(names.iter().map(|name| self.read_text(name))).await;
+                for (name, text) in names.iter().zip(texts) {
+                    let stored = text?.and_then(|text| self.parse_override(name, &text));
+                    if stored.is_some_and(|stored| !visit(stored)) {
+                        return Ok(());
                     }
                 }
                 if cursor == 0 {
@@ -121,19 +125,22 @@ impl CounterInspector {
         Ok(())
     }
 
-    async fn read_override(&self, name: &str) -> Result<Option<StoredOverride>, RedisErrorKind> {
+    /// The text at an override's key; `None` also for a value of another type.
+    async fn read_text(&self, name: &str) -> Result<Option<Vec<u8>>, RedisErrorKind> {
         let mut command = cmd("GET");
         command.arg(name);
-        let text = match self.run_command(&[name.to_owned()], &command).await? {
-            Value::Nil => return Ok(None),
-            Value::BulkString(text) => text,
-            _ => return Err(RedisErrorKind::InvalidReply),
-        };
-        let stored = std::str::from_utf8(&text)
-            .ok()
-            .and_then(StoredOverride::from_text);
+        match self.run_command(&[name.to_owned()], &command).await {
+            Ok(Value::BulkString(text)) => Ok(Some(text)),
+            Ok(Value::Nil) | Err(RedisErrorKind::WrongType(_)) => Ok(None),
+            Ok(_) => Err(RedisErrorKind::InvalidReply),
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// The override that a text states; `None` if it is foreign.
+    fn parse_override(&self, name: &str, text: &[u8]) -> Option<StoredOverride> {
+        let stored = StoredOverride::from_text(std::str::from_utf8(text).ok()?)?;
         // The name has the hash of the key, so a text about another key is foreign.
-        let stored = stored.filter(|stored| self.0.scripts.override_key(&stored.key) == name);
-        stored.map(Some).ok_or(RedisErrorKind::InvalidReply)
+        (self.0.scripts.override_key(&stored.key) == name).then_some(stored)
     }
 }

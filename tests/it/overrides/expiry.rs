@@ -78,8 +78,13 @@ async fn a_value_of_another_type_is_no_override() {
             assert_eq!(proxy.read_metric(&degraded).await, 0.0, "{write}");
             assert_eq!(fixture.run_successfully(&["list"]).await, "", "{write}");
             words[0] = "show";
-            let shown = fixture.run_command(&words).await;
-            assert_ne!(shown.status.code(), Some(0), "{write}: {}", shown.stdout);
+            let shown = fixture.run_successfully(&words).await;
+            assert!(shown.contains("no override"), "{write}: {shown}");
+            words[0] = "set";
+            words.push("--block");
+            fixture.run_successfully(&words).await;
+            let listed = fixture.run_successfully(&["list"]).await;
+            assert!(listed.contains(&user), "{write}: {listed}");
         }
     }
 }

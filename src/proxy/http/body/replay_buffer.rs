@@ -130,17 +130,13 @@ impl ReplayBuffer {
     }
 
     /// Number of recorded data bytes that remain to be replayed.
-    pub(super) fn bytes_left_to_replay(&self) -> u64 {
+    pub(super) fn bytes_left_to_replay(&self) -> usize {
         let pending = self.parts.iter().skip(self.position);
-        pending
-            .map(|part| {
-                if let BodyReplayPart::Data(data) = part {
-                    data.len() as u64
-                } else {
-                    0
-                }
-            })
-            .sum()
+        let bytes = pending.map(|part| match part {
+            BodyReplayPart::Data(data) => data.len(),
+            BodyReplayPart::Trailers(_) => 0,
+        });
+        bytes.sum()
     }
 
     /// Rewinds to the start of the body. Returns `false`, without a rewind, if the buffer is

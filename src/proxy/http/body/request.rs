@@ -20,6 +20,7 @@ use self::http2_rest::discard_http2_rest;
 use self::read_ahead::is_message_stream;
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
+use super::size_hint::add_to_size_hint;
 use crate::proxy::http::request_validation::has_outer_white_space;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_memory::UNREAD_FRAME_BYTES;
@@ -79,8 +80,8 @@ struct RequestBodyStream {
 /// Progress of a request body, for timeouts that depend on the progress.
 #[derive(Debug)]
 pub(crate) struct RequestBodyProgress {
-    state: Cell<RequestBodyState>,
-    last_progress_at: Cell<Instant>,
+    pub(crate) state: Cell<RequestBodyState>,
+    pub(crate) last_progress_at: Cell<Instant>,
     /// `100 Continue` over HTTP/2, which is sent when the body is awaited.
     continue_permit: Option<ContinuePermit>,
     response_ended: Notify,
@@ -173,7 +174,7 @@ impl RequestBody {
         tokio::task::spawn_local(async move {
             drop(rest.await);
             // The body may have kept the request active. Now the idle timeout begins.
-            monitor.wake_driver();
+            monitor.connection.wake_driver();
         });
     }
 
@@ -222,15 +223,6 @@ impl RequestBody {
 }
 
 impl RequestBodyProgress {
-    pub(crate) fn state(&self) -> RequestBodyState {
-        self.state.get()
-    }
-
-    /// Time at which the last body chunk was handed over to the upstream.
-    pub(crate) fn last_progress_at(&self) -> Instant {
-        self.last_progress_at.get()
-    }
-
     /// Records that the final response begins: `100 Continue` must not follow it.
     pub(crate) fn record_response_start(&self) {
         if let Some(permit) = &self.continue_permit {
@@ -327,19 +319,12 @@ impl RequestBodyStream {
     }
 
     fn size_hint(&self) -> SizeHint {
-        let (mut hint, recorded) = (
-            self.incoming.size_hint(),
-            self.replay_buffer.bytes_left_to_replay(),
-        );
-        if let Some(upper) = hint.upper() {
-            hint.set_upper(upper.saturating_add(recorded));
-        }
-        hint.set_lower(hint.lower().saturating_add(recorded));
-        hint
+        let recorded = self.replay_buffer.bytes_left_to_replay();
+        add_to_size_hint(self.incoming.size_hint(), recorded)
     }
 
     fn rewind(&mut self) -> bool {
-        match self.progress.state() {
+        match self.progress.state.get() {
             // No retry after a failure of the body: a truncated body must not look complete.
             RequestBodyState::ClientTimeout
             | RequestBodyState::TooLarge
@@ -371,6 +356,9 @@ impl RequestBodyStream {
         self.release_frame(&frame);
         let received = u64::try_from(bytes).unwrap_or(u64::MAX);
         self.received = self.received.saturating_add(received);
+        if !self.multiplexed {
+            self.active.monitor().exchange.body_bytes.set(self.received);
+        }
         if !self.lag.is_zero() {
             let paid_ns = received.saturating_mul(1_000_000_000) / self.limits.min_rate.max(1);
             self.lag = self.lag.saturating_sub(Duration::from_nanos(paid_ns));
@@ -399,7 +387,8 @@ impl RequestBodyStream {
     fn mark_rest_unread(&self) {
         // HTTP/2 is exempt: the unread rest of a stream blocks no other request.
         let is_read = self.is_complete || self.incoming.is_end_stream();
-        if !self.multiplexed && !is_read && self.progress.state() != RequestBodyState::Finished {
+        if !self.multiplexed && !is_read && self.progress.state.get() != RequestBodyState::Finished
+        {
             self.active.monitor().exchange.has_unread_input.set(true);
         }
     }
@@ -439,7 +428,7 @@ impl RequestBodyStream {
     fn record_drop(&self) {
         self.mark_rest_unread();
         self.active.monitor().exchange.awaits_body.set(false);
-        match self.progress.state() {
+        match self.progress.state.get() {
             RequestBodyState::AwaitingClient | RequestBodyState::Transferring => {
                 self.progress.state.set(RequestBodyState::Finished)
             }

@@ -29,22 +29,19 @@ pub enum ResponseBody {
 }
 
 impl ResponseBody {
-    /// Attaches the concurrency slot to the body, to end with it. For a local body, which is
-    /// already complete, it ends immediately.
-    pub(crate) fn attach_slot_guard(&mut self, slot_guard: ConcurrencySlotGuard) {
+    /// Attaches the concurrency slot and the trace recording to the body, to end with it. For a
+    /// local body, which is already complete, they end immediately.
+    pub(crate) fn attach_guards(
+        &mut self,
+        slot_guard: Option<ConcurrencySlotGuard>,
+        recording: Option<Box<RequestRecording>>,
+    ) {
         match self {
-            Self::Upstream(body) => body.attach_slot_guard(slot_guard),
-            Self::Tunnel(tunnel) => tunnel.attach_slot_guard(slot_guard),
-            Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
-        }
-    }
-
-    /// Attaches the trace recording to the body, to end with it. For a local body, it ends
-    /// immediately.
-    pub(crate) fn attach_recording(&mut self, recording: Option<Box<RequestRecording>>) {
-        match self {
-            Self::Upstream(body) => body.attach_recording(recording),
-            Self::Tunnel(tunnel) => tunnel.attach_recording(recording),
+            Self::Upstream(body) => body.attach_guards(slot_guard, recording),
+            Self::Tunnel(tunnel) => {
+                tunnel.attach_slot_guard(slot_guard);
+                tunnel.keep(recording);
+            }
             Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
         }
     }
@@ -54,7 +51,7 @@ impl ResponseBody {
     pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
         match self {
             Self::Upstream(body) => body.attach_active_request(active),
-            Self::Tunnel(tunnel) => tunnel.attach_active_request(active),
+            Self::Tunnel(tunnel) => tunnel.keep(active),
             Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
         }
     }

@@ -7,7 +7,7 @@ use crate::limiter::Algorithm;
 use crate::policy::RateLimitHeaderSettings;
 use crate::proxy::http::rate_limit_headers;
 use bytes::Bytes;
-use http::{HeaderValue, Response, StatusCode, header};
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -57,24 +57,26 @@ pub(crate) fn build_own_limits_reply(
 pub(crate) fn build_unidentified_client_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
     let detail = "No policy has a key that identifies the client of this request. Expected a valid \
                   token or client certificate.";
-    let problem = ProblemReply::new(
-        StatusCode::UNAUTHORIZED,
-        "http_request_error",
-        detail.to_owned(),
-    );
-    let mut response = problem.build_standard(style);
-    let headers = response.headers_mut();
-    headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-    response
+    let challenge = (header::WWW_AUTHENTICATE, "Bearer");
+    build_error_reply(StatusCode::UNAUTHORIZED, detail, challenge, style)
 }
 
 /// Builds the reply to a method other than GET and HEAD.
 pub(crate) fn build_method_not_allowed_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
-    let detail = "Limits can only be read.".to_owned();
-    let problem = ProblemReply::new(StatusCode::METHOD_NOT_ALLOWED, "http_request_error", detail);
+    let (detail, allowed) = ("Limits can only be read.", (header::ALLOW, "GET, HEAD"));
+    build_error_reply(StatusCode::METHOD_NOT_ALLOWED, detail, allowed, style)
+}
+
+fn build_error_reply(
+    status: StatusCode,
+    detail: &str,
+    (name, value): (HeaderName, &'static str),
+    style: ReplyStyle<'_>,
+) -> Response<Bytes> {
+    let problem = ProblemReply::new(status, "http_request_error", detail.to_owned());
     let mut response = problem.build_standard(style);
     let headers = response.headers_mut();
-    headers.insert(header::ALLOW, HeaderValue::from_static("GET, HEAD"));
+    headers.insert(name, HeaderValue::from_static(value));
     response
 }
 

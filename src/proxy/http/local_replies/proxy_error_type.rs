@@ -15,12 +15,8 @@ pub(crate) enum ProxyErrorType {
 }
 
 impl ProxyErrorType {
-    pub(crate) fn status(self) -> StatusCode {
-        self.status_error_and_detail().0
-    }
-
     /// Returns the HTTP status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
-    pub(super) fn status_error_and_detail(self) -> (StatusCode, &'static str, &'static str) {
+    pub(crate) fn status_error_and_detail(self) -> (StatusCode, &'static str, &'static str) {
         use StatusCode as S;
         use UpstreamErrorKind as Kind;
         let kind = match self {

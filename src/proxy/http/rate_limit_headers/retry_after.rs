@@ -8,16 +8,12 @@ impl RetryHint {
     /// Returns the wait in seconds for `Retry-After`: 1 if unknown, `None` if no retry can succeed.
     pub(crate) fn retry_after_s(self) -> Option<u64> {
         match self {
-            Self::After(us) => Some(retry_after_from_us(us)),
+            // Rounded up, at least 1.
+            Self::After(us) => Some(us.div_ceil(SECOND_US).max(1)),
             Self::Unknown => Some(1),
             Self::Never => None,
         }
     }
-}
-
-/// Converts a wait in microseconds to `Retry-After` seconds: rounded up, at least 1.
-fn retry_after_from_us(retry_after_us: u64) -> u64 {
-    retry_after_us.div_ceil(SECOND_US).max(1)
 }
 
 #[cfg(test)]
@@ -35,7 +31,8 @@ mod tests {
             (60_000_000, 60),
         ];
         for (us, seconds) in cases {
-            assert_eq!(retry_after_from_us(us), seconds, "{us}");
+            let hint = RetryHint::After(us);
+            assert_eq!(hint.retry_after_s(), Some(seconds), "{us}");
         }
     }
 }

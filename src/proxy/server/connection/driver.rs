@@ -43,7 +43,7 @@ impl ConnectionDriver {
             self.close_at = Some(Instant::now());
         }
         poll_fn(|cx| {
-            self.monitor.set_driver_waker(cx.waker());
+            self.monitor.connection.set_driver_waker(cx.waker());
             self.begin_requested_drain();
             // The close is requested before `work` is polled, so that a response in progress
             // announces it.

@@ -11,7 +11,7 @@ use std::task::Poll;
 
 use super::close::{close_gracefully, close_timed_out_connection};
 use super::driver::ConnectionDriver;
-use super::protocols::HttpServerSettings;
+use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
@@ -24,7 +24,7 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 /// `record_unreadable` receives the status sent for input that is not a valid request.
 pub(super) async fn serve_http1<S>(
     mut socket: MonitoredSocket,
-    protocols: &HttpServerSettings,
+    protocols: &WorkerListener,
     mut driver: ConnectionDriver,
     mut requests: S,
     handover: &UpgradeHandover,
@@ -75,7 +75,7 @@ pub(super) async fn serve_http1<S>(
 /// an idle connection.
 async fn serve_http1_until_idle<S>(
     socket: MonitoredSocket,
-    protocols: &HttpServerSettings,
+    protocols: &WorkerListener,
     driver: &mut ConnectionDriver,
     requests: S,
     handover: &UpgradeHandover,
@@ -99,18 +99,21 @@ where
             let mut socket = io.into_inner();
             socket.put_back(&read_buf);
             drop(read_buf);
-            match handover.take() {
+            match handover.request.take() {
                 // Until the 101 head is written, the client cannot read tunnel bytes.
                 Some(upgraded) if driver.monitor.has_no_blocked_write() => {
                     // Boxed, so that the connection's future has no space for the tunnel's.
                     Box::pin(
-                        upgraded.serve_http1_tunnel(socket, protocols.settings.body_idle_timeout),
+                        upgraded.serve_http1_tunnel(
+                            socket,
+                            protocols.config.settings.body_idle_timeout,
+                        ),
                     )
                     .await;
                 }
                 // hyper leaves the socket open after a request that could have been upgraded, so it
                 // is closed here.
-                None if handover.was_upgrade_requested() => close_gracefully(&mut socket).await,
+                None if handover.was_upgrade_requested.get() => close_gracefully(&mut socket).await,
                 _ => {}
             }
         }

@@ -10,7 +10,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 
 use super::driver::ConnectionDriver;
-use super::protocols::HttpServerSettings;
+use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
@@ -21,7 +21,7 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 /// Serves HTTP/2 until the connection ends.
 pub(super) async fn serve_http2<S>(
     socket: MonitoredSocket,
-    protocols: &HttpServerSettings,
+    protocols: &WorkerListener,
     mut driver: ConnectionDriver,
     requests: S,
     handover: &Rc<UpgradeHandover>,
@@ -38,6 +38,9 @@ pub(super) async fn serve_http2<S>(
         Pin::new(&mut connection).poll(cx)
     });
     match end.await {
+        Ok(Ok(())) if driver.monitor.frame_budget.is_exhausted.get() => {
+            driver.monitor.record_close(ConnectionCloseReason::Flood);
+        }
         Ok(Ok(())) => {}
         Ok(Err(error)) => {
             tracing::debug!(%error, "client connection failed");
@@ -70,7 +73,7 @@ fn classify_connection_error(
     error: &hyper::Error,
     monitor: &ConnectionMonitor,
 ) -> Option<ConnectionCloseReason> {
-    if monitor.frame_budget.is_exhausted() {
+    if monitor.frame_budget.is_exhausted.get() {
         return Some(ConnectionCloseReason::Flood);
     }
     let error = error

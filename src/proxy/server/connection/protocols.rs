@@ -3,6 +3,7 @@
 use hyper::server::conn::{http1, http2};
 use hyper_util::rt::TokioTimer;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::streams::StreamTaskExecutor;
@@ -12,7 +13,7 @@ use crate::proxy::server::allocator_trim::AllocatorTrim;
 use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_memory::{H2_CONNECTION_WINDOW_BYTES, H2_STREAM_WINDOW_BYTES};
 use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
-use crate::proxy::settings::{ListenSettings, ListenerKind};
+use crate::proxy::server::listener::ListenerConfig;
 
 /// Header limit for which hyper's parser keeps the headers on the stack. Any other header limit
 /// costs an allocation.
@@ -37,24 +38,23 @@ const AGE_SPREAD_FACTOR: u64 = 13;
 const H2_PING_INTERVAL: Duration = Duration::from_secs(20);
 const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// HTTP settings of one listener, on one worker.
-#[derive(Clone, Debug)]
-pub(crate) struct HttpServerSettings {
+/// One listener, on one worker.
+#[derive(Debug)]
+pub(crate) struct WorkerListener {
+    pub(crate) config: Arc<ListenerConfig>,
     pub(super) http1: http1::Builder,
-    pub(super) settings: ListenSettings,
-    listener_kind: ListenerKind,
     load: ServerLoad,
     pub(super) allocator_trim: Rc<AllocatorTrim>,
 }
 
-impl HttpServerSettings {
+impl WorkerListener {
     /// Panics of HTTP/2 stream tasks are counted in `load`.
     pub(crate) fn new(
-        settings: &ListenSettings,
-        listener_kind: ListenerKind,
+        config: Arc<ListenerConfig>,
         load: ServerLoad,
         allocator_trim: Rc<AllocatorTrim>,
     ) -> Self {
+        let settings = &config.settings;
         let mut http1 = http1::Builder::new();
         http1
             .half_close(false)
@@ -69,44 +69,33 @@ impl HttpServerSettings {
             http1.max_headers(settings.max_headers);
         }
         Self {
+            config,
             http1,
-            settings: settings.clone(),
-            listener_kind,
             load,
             allocator_trim,
         }
-    }
-
-    /// Maximum connections of one client. 0 for no limit.
-    pub(crate) fn max_connections_per_client(&self) -> usize {
-        self.settings.max_connections_per_client
     }
 
     /// Time until the connection with this id ends gracefully, from 90 % to 110 % of the setting.
     /// Successive ids are spread evenly, so that connections of one moment do not end together.
     pub(crate) fn connection_age_limit(&self, id: u64) -> Option<Duration> {
         let percent = 90 + u32::try_from(id.wrapping_mul(AGE_SPREAD_FACTOR) % 21).unwrap_or(0);
-        Some(self.settings.max_connection_age? / 100 * percent)
-    }
-
-    /// Maximum memory of all client connections. `None` for no limit.
-    pub(crate) fn max_memory(&self) -> Option<usize> {
-        self.settings.max_memory
+        Some(self.config.settings.max_connection_age? / 100 * percent)
     }
 
     pub(crate) fn connection_timeouts(&self) -> ConnectionTimeouts {
         ConnectionTimeouts {
-            idle: self.settings.idle_timeout,
-            request_head: self.settings.header_timeout,
-            write_stall: self.settings.body_idle_timeout,
+            idle: self.config.settings.idle_timeout,
+            request_head: self.config.settings.header_timeout,
+            write_stall: self.config.settings.body_idle_timeout,
         }
     }
 
     pub(super) fn body_limits(&self) -> RequestBodyLimits {
         RequestBodyLimits {
-            idle_timeout: self.settings.body_idle_timeout,
-            min_rate: self.settings.min_upload_rate,
-            max_bytes: self.settings.max_body_bytes,
+            idle_timeout: self.config.settings.body_idle_timeout,
+            min_rate: self.config.settings.min_upload_rate,
+            max_bytes: self.config.settings.max_body_bytes,
         }
     }
 
@@ -115,10 +104,10 @@ impl HttpServerSettings {
     /// timeouts of milliseconds, and carry many clients, of which one must not end the requests of
     /// others.
     fn reset_limits(&self, monitor: &ConnectionMonitor) -> (usize, Option<usize>) {
-        match self.listener_kind.is_public() && !monitor.memory.is_from_trusted_proxy() {
+        match self.config.kind.is_public() && !monitor.memory.is_from_trusted_proxy() {
             true => (H2_MAX_PENDING_RESETS, Some(H2_MAX_LOCAL_RESETS)),
             false => {
-                let streams = usize::try_from(self.settings.max_concurrent_streams);
+                let streams = usize::try_from(self.config.settings.max_concurrent_streams);
                 (streams.unwrap_or(usize::MAX), None)
             }
         }
@@ -129,15 +118,20 @@ impl HttpServerSettings {
         monitor: &Rc<ConnectionMonitor>,
         handover: &Rc<UpgradeHandover>,
     ) -> http2::Builder<StreamTaskExecutor> {
-        let tasks =
-            StreamTaskExecutor::new(Rc::clone(monitor), Rc::clone(handover), self.load.clone());
+        let tasks = StreamTaskExecutor {
+            monitor: Rc::clone(monitor),
+            handover: Rc::clone(handover),
+            load: self.load.clone(),
+        };
         let mut http2 = http2::Builder::new(tasks);
         let (max_pending_resets, max_local_resets) = self.reset_limits(monitor);
         http2
             .timer(TokioTimer::new())
             .enable_connect_protocol()
-            .max_concurrent_streams(self.settings.max_concurrent_streams)
-            .max_header_list_size(u32::try_from(self.settings.max_header_bytes).unwrap_or(u32::MAX))
+            .max_concurrent_streams(self.config.settings.max_concurrent_streams)
+            .max_header_list_size(
+                u32::try_from(self.config.settings.max_header_bytes).unwrap_or(u32::MAX),
+            )
             .initial_stream_window_size(H2_STREAM_WINDOW_BYTES)
             .initial_connection_window_size(H2_CONNECTION_WINDOW_BYTES)
             .max_send_buf_size(H2_STREAM_SEND_BUFFER_BYTES)

@@ -14,6 +14,7 @@ use std::task::{Context, Poll, ready};
 use tokio::time::Instant;
 
 use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
+use crate::proxy::http::body::size_hint::add_to_size_hint;
 use crate::proxy::http::body::{
     BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
 };
@@ -53,7 +54,7 @@ pub(super) fn handle_request<H: RequestHandler>(
     let (mut head, incoming) = request.into_parts();
     let upgrade = head.extensions.remove::<OnUpgrade>();
     if upgrade.is_some() {
-        handover.set_upgrade_requested();
+        handover.was_upgrade_requested.set(true);
     }
     if head.version == Version::HTTP_10 {
         monitor.exchange.is_close_delimited.set(true);
@@ -98,7 +99,13 @@ pub(super) fn handle_request<H: RequestHandler>(
             announce_close(&mut response);
         }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
-            handover.put(UpgradedRequest::new(tunnel, client, guard.request.clone()));
+            let active = guard.request.clone();
+            let upgraded = UpgradedRequest {
+                tunnel,
+                client,
+                active,
+            };
+            handover.request.replace(Some(upgraded));
         }
         let hides_end = !is_http2
             && response.status() == StatusCode::NOT_MODIFIED
@@ -187,8 +194,7 @@ impl RequestGuard {
         if let Some(body) = &self.body {
             body.record_response_start();
         }
-        self.request.monitor().frame_budget.credit_response();
-        self.request.monitor().exchange.is_responding.set(true);
+        self.request.monitor().record_response_start();
     }
 }
 
@@ -311,14 +317,6 @@ impl Body for TrackedResponseBody {
         if self.hides_end {
             return SizeHint::default();
         }
-        let (mut hint, rest) = (
-            self.body.size_hint(),
-            u64::try_from(self.remainder.len()).unwrap_or(u64::MAX),
-        );
-        if let Some(upper) = hint.upper() {
-            hint.set_upper(upper.saturating_add(rest));
-        }
-        hint.set_lower(hint.lower().saturating_add(rest));
-        hint
+        add_to_size_hint(self.body.size_hint(), self.remainder.len())
     }
 }

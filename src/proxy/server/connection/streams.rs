@@ -19,23 +19,9 @@ use crate::proxy::server::lazy_timer::LazyTimer;
 /// request's tunnel.
 #[derive(Clone, Debug)]
 pub(super) struct StreamTaskExecutor {
-    monitor: Rc<ConnectionMonitor>,
-    handover: Rc<UpgradeHandover>,
-    load: ServerLoad,
-}
-
-impl StreamTaskExecutor {
-    pub(super) fn new(
-        monitor: Rc<ConnectionMonitor>,
-        handover: Rc<UpgradeHandover>,
-        load: ServerLoad,
-    ) -> Self {
-        Self {
-            monitor,
-            handover,
-            load,
-        }
-    }
+    pub(super) monitor: Rc<ConnectionMonitor>,
+    pub(super) handover: Rc<UpgradeHandover>,
+    pub(super) load: ServerLoad,
 }
 
 /// Counts and logs the panic of a stream task on drop, because no other task joins the stream
@@ -55,7 +41,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
     fn execute(&self, stream: F) {
         let (monitor, handover) = (Rc::clone(&self.monitor), Rc::clone(&self.handover));
         let panic_reporter = StreamPanicReporter(self.load.clone());
-        if let Some(upgraded_request) = handover.take() {
+        if let Some(upgraded_request) = handover.request.take() {
             let tunnel = upgraded_request.serve_http2_tunnel(stream, monitor.timeouts.write_stall);
             tokio::task::spawn_local(async move {
                 let _panic_reporter = panic_reporter;
@@ -72,7 +58,7 @@ impl<F: Future<Output = ()> + 'static> hyper::rt::Executor<F> for StreamTaskExec
                 let done = stream.as_mut().poll(cx);
                 // A request still in the handover is dropped: its client disconnected before the
                 // upgrade.
-                drop(handover.take());
+                drop(handover.request.take());
                 if done.is_ready() {
                     return Poll::Ready(());
                 }

@@ -23,55 +23,29 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 /// Slot in which a request leaves its tunnel for the connection driver or the stream task.
 #[derive(Debug, Default)]
 pub(super) struct UpgradeHandover {
-    upgraded_request: RefCell<Option<UpgradedRequest>>,
-    upgrade_requested: Cell<bool>,
-}
-
-impl UpgradeHandover {
-    pub(super) fn put(&self, request: UpgradedRequest) {
-        self.upgraded_request.replace(Some(request));
-    }
-
-    pub(super) fn take(&self) -> Option<UpgradedRequest> {
-        self.upgraded_request.take()
-    }
-
-    /// Records that a request arrived that could be upgraded.
-    pub(super) fn set_upgrade_requested(&self) {
-        self.upgrade_requested.set(true);
-    }
-
-    /// Whether hyper treats the end of the connection as an upgrade and leaves the socket open.
-    pub(super) fn was_upgrade_requested(&self) -> bool {
-        self.upgrade_requested.get()
-    }
+    pub(super) request: RefCell<Option<UpgradedRequest>>,
+    /// Whether a request arrived that could be upgraded: then hyper treats the end of the connection
+    /// as an upgrade and leaves the socket open.
+    pub(super) was_upgrade_requested: Cell<bool>,
 }
 
 /// Request that was answered by switching protocols.
 #[derive(Debug)]
 pub(super) struct UpgradedRequest {
-    tunnel: Box<Tunnel>,
-    client: OnUpgrade,
-    active: ActiveRequestGuard,
+    pub(super) tunnel: Box<Tunnel>,
+    /// hyper's future of the client's byte stream.
+    pub(super) client: OnUpgrade,
+    pub(super) active: ActiveRequestGuard,
 }
 
 impl UpgradedRequest {
-    /// `client` is hyper's future of the client's byte stream.
-    pub(super) fn new(tunnel: Box<Tunnel>, client: OnUpgrade, active: ActiveRequestGuard) -> Self {
-        Self {
-            tunnel,
-            client,
-            active,
-        }
-    }
-
     /// Runs the tunnel over the whole HTTP/1 connection.
     pub(super) async fn serve_http1_tunnel(
         mut self,
         mut socket: MonitoredSocket,
         stall_timeout: Duration,
     ) {
-        socket.set_half_close(true);
+        socket.is_half_close = true;
         // hyper and its buffers have ended.
         self.active.monitor().has_buffers.set(false);
         self.active.monitor().memory.set_unclosable();
@@ -88,7 +62,7 @@ impl UpgradedRequest {
             | TunnelEndReason::IdleTimeout
             | TunnelEndReason::MaxDurationExceeded
             | TunnelEndReason::ShuttingDown => {
-                socket.set_half_close(false);
+                socket.is_half_close = false;
                 socket.record_unread_input();
                 close_gracefully(&mut socket).await;
             }

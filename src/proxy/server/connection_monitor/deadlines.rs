@@ -67,7 +67,7 @@ impl ConnectionMonitor {
             (0, ConnectionPhase::Idle(since), Some(closing_since)) => {
                 let since = closing_since
                     .max(since)
-                    .max(self.unsent_responses.emptied_at().unwrap_or(since));
+                    .max(self.unsent_responses.emptied_at.get().unwrap_or(since));
                 Some((since + CLIENT_CLOSE_TIMEOUT, TimeoutKind::Stalled))
             }
             _ => None,

@@ -45,7 +45,7 @@ impl ConnectionMonitor {
             state.websockets_close_at.set(drain.websockets_close_at);
             state.websocket_close_signal.notify_waiters();
         }
-        self.wake_driver();
+        self.connection.wake_driver();
     }
 
     /// Waits for the time at which a WebSocket must close because the server shuts down.

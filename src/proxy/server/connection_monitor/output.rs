@@ -43,14 +43,14 @@ impl ConnectionMonitor {
         if self.output.is_flushed.get() {
             let mut heads = self.output.informational_heads.borrow_mut();
             heads.extend_from_slice(head);
-            self.wake_driver();
+            self.connection.wake_driver();
         }
     }
 
     /// Queues `100 Continue` for the client of an HTTP/2 stream.
     pub(crate) fn queue_continue(&self, permit: &ContinuePermit) {
         if self.output.continue_queue.push(permit) {
-            self.wake_driver();
+            self.connection.wake_driver();
         }
     }
 
@@ -62,6 +62,12 @@ impl ConnectionMonitor {
             self.output.continue_queue.drain_frames(&mut heads);
         }
         heads
+    }
+
+    pub(crate) fn record_response_start(&self) {
+        self.frame_budget.credit_response();
+        self.exchange.is_responding.set(true);
+        self.output.continue_queue.keep_present_table_size();
     }
 
     /// Records what the frame scanner found for the requests and responses of the connection.

@@ -75,7 +75,7 @@ impl UpstreamClient {
             .await
             .inspect_err(|(_, error)| {
                 if error.kind == UpstreamErrorKind::ResponseTimeout {
-                    slot.connection().mark_suspect();
+                    slot.connection.mark_suspect();
                 }
             })?
             .map_err(|error| {
@@ -93,7 +93,7 @@ impl UpstreamClient {
         slot: &StreamSlot,
     ) -> Result<Option<HeaderValue>, ExchangeError> {
         let is_websocket = upgrade::upgrade_names_websocket(&head.headers)
-            && slot.connection().supports_extended_connect();
+            && slot.connection.supports_extended_connect();
         let websocket_key = match is_websocket {
             true => head_conversion::convert_to_extended_connect(head),
             false => None,
@@ -147,7 +147,7 @@ async fn start_request(
         .collect();
     let keeps_stream_open = is_websocket || !body.is_empty();
     let (response, send_stream) = slot
-        .connection()
+        .connection
         .send_request_head(Request::from_parts(head, ()), keeps_stream_open)
         .map_err(exchange_error_from_stream_open)?;
     let mut tunnel = None;
@@ -156,7 +156,7 @@ async fn start_request(
     } else if keeps_stream_open
         && let Some(upload) = BodyUpload::start(body, send_stream, declared_trailers).await
     {
-        slot.attach_upload(upload);
+        slot.upload = Some(upload);
     }
     Ok(StartedRequest { response, tunnel })
 }

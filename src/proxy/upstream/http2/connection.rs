@@ -38,18 +38,18 @@ pub(crate) struct Http2Connection {
     /// Number of reserved streams, one per request in progress.
     active_streams: Cell<usize>,
     /// Whether the connection takes no new requests and closes after the last one ends.
-    closing: Cell<bool>,
+    pub(crate) closing: Cell<bool>,
     /// Whether a response timed out and no PONG has arrived since. A suspect connection takes no
     /// new requests.
-    is_suspect: Cell<bool>,
-    was_used: Cell<bool>,
+    pub(super) is_suspect: Cell<bool>,
+    pub(crate) was_used: Cell<bool>,
     /// Remaining cancellations; see [`CANCELLATION_BUDGET`].
     cancellation_budget: Cell<u32>,
     deferred_cancels: RefCell<DeferredCancels>,
     received_streams: ReceivedStreams,
     idle_since: Cell<Instant>,
-    driver_waker: RefCell<Option<Waker>>,
-    task: Cell<Option<AbortHandle>>,
+    pub(super) driver_waker: RefCell<Option<Waker>>,
+    pub(crate) task: Cell<Option<AbortHandle>>,
 }
 
 /// Future of the response head. Dropping it before completion cancels the request, possibly with a
@@ -91,11 +91,6 @@ impl Http2Connection {
         }
     }
 
-    /// Sets the task that runs the connection. Dropping the connection aborts the task.
-    pub(crate) fn set_driver_task(&self, task: AbortHandle) {
-        self.task.set(Some(task));
-    }
-
     /// Reserves a stream if the connection has capacity. Returns whether a stream was reserved.
     pub(crate) fn try_reserve_stream(&self) -> bool {
         let is_available = !self.closing.get()
@@ -117,11 +112,6 @@ impl Http2Connection {
         if self.active_streams.get() == 0 {
             self.idle_since.set(Instant::now());
         }
-    }
-
-    /// Marks the connection as used, and returns whether it was already used.
-    pub(crate) fn mark_used(&self) -> bool {
-        self.was_used.replace(true)
     }
 
     /// Whether the upstream announced support for extended CONNECT (RFC 8441, 3).
@@ -186,10 +176,6 @@ impl Http2Connection {
         self.closing.set(true);
     }
 
-    pub(crate) fn is_closing(&self) -> bool {
-        self.closing.get()
-    }
-
     /// Cancels a request, or defers the cancellation if the cancellation budget is used up.
     fn cancel_or_defer_request(&self, request: ResponseFuture) {
         match self.cancellation_budget.get() {
@@ -232,16 +218,6 @@ impl Http2Connection {
         deferred
             .requests
             .retain_mut(|request| Pin::new(request).poll(&mut cx).is_pending());
-    }
-
-    /// Stores the waker of the task that runs the connection.
-    pub(super) fn set_driver_waker(&self, waker: &Waker) {
-        self.driver_waker.replace(Some(waker.clone()));
-    }
-
-    /// Returns the flag that a response timeout sets and the next PONG clears.
-    pub(super) fn suspect_flag(&self) -> &Cell<bool> {
-        &self.is_suspect
     }
 
     fn wake_driver(&self) {

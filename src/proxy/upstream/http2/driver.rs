@@ -8,36 +8,21 @@ use std::task::Poll;
 
 use super::connection::Http2Connection;
 use super::ping_monitor::PingMonitor;
-use super::received_stream::ReadAllowance;
-use super::socket::Http2Socket;
 use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::upstream::connector::UpstreamSocket;
 use crate::proxy::upstream::error::format_error_chain;
+use crate::proxy::upstream::read_limit::ReadAllowance;
 
 /// The task that reads and writes for all requests of a connection.
 pub(crate) struct Http2Driver {
-    connection: h2::client::Connection<Http2Socket, Bytes>,
-    ping_monitor: Option<PingMonitor>,
-    read_allowance: ReadAllowance,
-    http2_connection: Weak<Http2Connection>,
-    deferred_cancel_timer: LazyTimer,
+    pub(super) connection: h2::client::Connection<UpstreamSocket, Bytes>,
+    pub(super) ping_monitor: Option<PingMonitor>,
+    pub(super) read_allowance: ReadAllowance,
+    pub(super) http2_connection: Weak<Http2Connection>,
+    pub(super) deferred_cancel_timer: LazyTimer,
 }
 
 impl Http2Driver {
-    pub(super) fn new(
-        connection: h2::client::Connection<Http2Socket, Bytes>,
-        ping_monitor: Option<PingMonitor>,
-        read_allowance: ReadAllowance,
-        http2_connection: Weak<Http2Connection>,
-    ) -> Self {
-        Self {
-            connection,
-            ping_monitor,
-            read_allowance,
-            http2_connection,
-            deferred_cancel_timer: LazyTimer::default(),
-        }
-    }
-
     /// Runs the connection until it closes, which fails its remaining requests.
     pub(crate) async fn run(mut self) {
         let end = poll_fn(|cx| {
@@ -52,13 +37,14 @@ impl Http2Driver {
                 http2_connection.collect_unread_frames();
                 self.read_allowance.renew();
             }
-            http2_connection.set_driver_waker(cx.waker());
+            let waker = cx.waker().clone();
+            http2_connection.driver_waker.replace(Some(waker));
             http2_connection.cancel_deferred_if_due(&mut self.deferred_cancel_timer, cx);
             let Some(ping_monitor) = &mut self.ping_monitor else {
                 return Poll::Pending;
             };
             ping_monitor
-                .poll(http2_connection.suspect_flag(), cx)
+                .poll(&http2_connection.is_suspect, cx)
                 .map(|()| Err("the upstream did not answer a PING".to_owned()))
         });
         match end.await {

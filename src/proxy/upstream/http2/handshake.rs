@@ -4,17 +4,19 @@ use h2::client::Builder;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
 use super::connection::Http2Connection;
 use super::driver::Http2Driver;
 use super::ping_monitor::PingMonitor;
-use super::received_stream::{DATA_FRAME_BUDGET_BYTES, ReadAllowance};
-use super::socket::Http2Socket;
+use super::received_stream::DATA_FRAME_BUDGET_BYTES;
+use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::UpstreamSocket;
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::upstream::read_limit::ReadAllowance;
 
 /// Receive windows per stream and per connection. The connection window holds one full stream
 /// window per possible stream, so a slow client delays only its own response.
@@ -33,12 +35,12 @@ const MAX_REMEMBERED_RESETS: usize = 1000;
 /// # Errors
 /// Returns an error if the upstream does not send valid SETTINGS within `limit`.
 pub(crate) async fn perform_http2_handshake(
-    stream: UpstreamSocket,
+    mut stream: UpstreamSocket,
     limit: Duration,
 ) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {
-    let (read_activity, peer) = (stream.read_activity_flag(), stream.peer_ip());
+    let (read_activity, peer) = (Arc::clone(&stream.read_activity), stream.peer_ip());
     let allowance = ReadAllowance::default();
-    let stream = Http2Socket::new(stream, allowance.clone());
+    stream.filter_http2(allowance.clone());
     let mut builder = Builder::new();
     builder
         .enable_push(false)
@@ -81,7 +83,12 @@ pub(crate) async fn perform_http2_handshake(
     let ping_monitor = connection
         .ping_pong()
         .map(|pings| PingMonitor::new(pings, read_activity));
-    let weak_connection = Rc::downgrade(&http2_connection);
-    let driver = Http2Driver::new(connection, ping_monitor, allowance, weak_connection);
+    let driver = Http2Driver {
+        connection,
+        ping_monitor,
+        read_allowance: allowance,
+        http2_connection: Rc::downgrade(&http2_connection),
+        deferred_cancel_timer: LazyTimer::default(),
+    };
     Ok((http2_connection, driver))
 }

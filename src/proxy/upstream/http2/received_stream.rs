@@ -6,14 +6,12 @@
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
 use http::HeaderMap;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker, ready};
 
-/// Bytes that a connection reads before [`ReceivedStreams::collect`] is called. Bounds the unread
-/// frames that h2 holds.
-const READ_ALLOWANCE_BYTES: usize = 64 * 1024;
+use crate::proxy::upstream::read_limit::READ_ALLOWANCE_BYTES;
 
 /// Budget of h2 for the overhead of unread DATA frames, 256 bytes each. Two allowances of the
 /// smallest frames, which have 10 bytes, do not exhaust it.
@@ -25,10 +23,6 @@ const MAX_COPIED_FRAME_BYTES: usize = 4 * 1024;
 
 /// Number of streams from which the list of streams is cleaned of ended ones.
 const MIN_LISTED_STREAMS: usize = 256;
-
-/// Bytes that a connection may still read before its unread frames are collected.
-#[derive(Clone, Debug)]
-pub(crate) struct ReadAllowance(Rc<Cell<usize>>);
 
 /// The streams of one connection whose data has not ended.
 #[derive(Debug, Default)]
@@ -49,27 +43,6 @@ struct StreamState {
     error: Option<h2::Error>,
     /// Waker of the reader that waits for data.
     reader: Option<Waker>,
-}
-
-impl Default for ReadAllowance {
-    fn default() -> Self {
-        Self(Rc::new(Cell::new(READ_ALLOWANCE_BYTES)))
-    }
-}
-
-impl ReadAllowance {
-    /// Records read bytes.
-    pub(crate) fn spend(&self, bytes: usize) {
-        self.0.set(self.0.get().saturating_sub(bytes));
-    }
-
-    pub(crate) fn is_spent(&self) -> bool {
-        self.0.get() == 0
-    }
-
-    pub(super) fn renew(&self) {
-        self.0.set(READ_ALLOWANCE_BYTES);
-    }
 }
 
 impl ReceivedStreams {

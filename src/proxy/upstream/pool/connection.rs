@@ -2,13 +2,11 @@
 
 use hyper::client::conn::http1::SendRequest;
 use std::net::IpAddr;
-use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-use super::UpstreamPool;
 use super::share::ConnectionShare;
 use super::stream_slot::StreamSlot;
 use crate::proxy::http::body::request::RequestBody;
@@ -24,7 +22,7 @@ pub(crate) struct UpstreamConnection {
     /// Response and idle timeouts of the current request.
     pub(crate) timer: LazyTimer,
     /// The client's share, as long as the response body uses the connection.
-    pub(super) share: Option<ConnectionShare>,
+    pub(crate) share: Option<ConnectionShare>,
     /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
     pub(super) idle_since: Option<Instant>,
 }
@@ -40,16 +38,9 @@ pub(crate) enum ConnectionProtocol {
 pub(crate) struct Http1Connection {
     pub(crate) sender: SendRequest<RequestBody>,
     pub(crate) informational: Arc<InformationalResponseQueue>,
-    pub(super) response_rate: ResponseRate,
+    pub(crate) response_rate: ResponseRate,
     pub(super) peer: Option<IpAddr>,
     pub(super) task: AbortHandle,
-}
-
-/// A connection taken from the pool, to be returned when the response body was read.
-#[derive(Debug)]
-pub(crate) struct PooledConnection {
-    pool: Rc<UpstreamPool>,
-    connection: Box<UpstreamConnection>,
 }
 
 impl UpstreamConnection {
@@ -65,7 +56,7 @@ impl UpstreamConnection {
     pub(crate) fn is_reused(&self) -> bool {
         match &self.protocol {
             ConnectionProtocol::Http1(_) => self.idle_since.is_some(),
-            ConnectionProtocol::Http2(slot) => slot.is_reused(),
+            ConnectionProtocol::Http2(slot) => slot.is_reused,
         }
     }
 
@@ -85,37 +76,5 @@ impl Drop for Http1Connection {
     fn drop(&mut self) {
         // Without this abort, hyper would wait for the rest of an unneeded request or response.
         self.task.abort();
-    }
-}
-
-impl PooledConnection {
-    pub(crate) fn new(pool: Rc<UpstreamPool>, connection: Box<UpstreamConnection>) -> Self {
-        Self { pool, connection }
-    }
-
-    pub(crate) fn timer(&mut self) -> &mut LazyTimer {
-        &mut self.connection.timer
-    }
-
-    /// Keeps the request's share of the connections until the connection is returned or dropped.
-    pub(crate) fn attach_share(&mut self, share: Option<ConnectionShare>) {
-        self.connection.share = share;
-    }
-
-    /// Records bytes of the response that the client is about to take.
-    pub(crate) fn record_response_bytes(&mut self, bytes: usize) {
-        if let ConnectionProtocol::Http1(http1) = &mut self.connection.protocol {
-            http1.response_rate.record(bytes);
-        }
-    }
-
-    /// Maximum time without data from the upstream.
-    pub(crate) fn body_idle_timeout(&self) -> Option<Duration> {
-        self.pool.settings().body_idle_timeout
-    }
-
-    /// Returns the connection to the pool. The response must have been read to its end.
-    pub(crate) fn return_to_pool(self) {
-        self.pool.return_connection(self.connection);
     }
 }

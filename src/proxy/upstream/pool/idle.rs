@@ -29,7 +29,7 @@ impl UpstreamPool {
                 http2_connection.retire();
             }
         }
-        if http2_connection.is_closing() {
+        if http2_connection.closing.get() {
             self.remove_http2_connection(http2_connection);
             if self.http2_connections.borrow().is_empty() {
                 self.reject_waiters(&WaiterRejection::Retry);
@@ -60,7 +60,7 @@ impl UpstreamPool {
         http2_idle + self.idle_http1.borrow().len()
     }
 
-    pub(super) fn return_connection(&self, mut connection: Box<UpstreamConnection>) {
+    pub(crate) fn return_connection(&self, mut connection: Box<UpstreamConnection>) {
         let _freed_last = connection.share.take();
         let ConnectionProtocol::Http1(http1) = &mut connection.protocol else {
             return;

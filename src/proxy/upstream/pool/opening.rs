@@ -41,13 +41,7 @@ impl UpstreamPool {
         let pool = Rc::clone(self);
         tokio::task::spawn_local(async move {
             let mut retries = pool.settings().retry_connect;
-            let opened = match pool.acquire_permit().await {
-                Ok(permit) => {
-                    pool.open_connection(permit, &mut retries, AlpnOffer::Http2AndHttp1)
-                        .await
-                }
-                Err(error) => Err(error),
-            };
+            let opened = pool.open_new(&mut retries, AlpnOffer::Http2AndHttp1).await;
             pool.opening_http2_connections
                 .set(pool.opening_http2_connections.get() - 1);
             match opened {
@@ -109,7 +103,7 @@ impl UpstreamPool {
             None => self.acquire_permit().await?,
         };
         let stream = stream.with_permit(connection_permit);
-        if stream.is_http2() {
+        if stream.is_http2 {
             let limit = self
                 .settings()
                 .connect_timeout
@@ -128,7 +122,10 @@ impl UpstreamPool {
                         .with_detail("the upstream allows no concurrent streams")
                 });
         }
-        let (peer, response_rate) = (stream.peer_ip(), ResponseRate::new(stream.read_limit()));
+        let (peer, response_rate) = (
+            stream.peer_ip(),
+            ResponseRate::new(stream.read_limit.clone()),
+        );
         let handshake = http1::Builder::new()
             .max_buf_size(MAX_RESPONSE_HEAD_BYTES as usize)
             .max_headers(MAX_RESPONSE_HEADERS)
@@ -154,7 +151,7 @@ impl UpstreamPool {
     /// Gives a new connection, and for HTTP/2 its further streams, to waiting requests.
     pub(super) fn distribute_connection(self: &Rc<Self>, connection: Box<UpstreamConnection>) {
         let http2_connection = match &connection.protocol {
-            ConnectionProtocol::Http2(slot) => Some(Rc::clone(slot.connection())),
+            ConnectionProtocol::Http2(slot) => Some(Rc::clone(&slot.connection)),
             ConnectionProtocol::Http1(_) => None,
         };
         match self.pop_waiter() {
@@ -179,6 +176,6 @@ impl UpstreamPool {
                 pool.handle_stream_end(&connection);
             }
         });
-        connection.set_driver_task(task.abort_handle());
+        connection.task.set(Some(task.abort_handle()));
     }
 }

@@ -9,10 +9,10 @@ use crate::proxy::upstream::http2::body_upload::BodyUpload;
 /// A reserved stream on an [`Http2Connection`]. Dropping it ends the request.
 #[derive(Debug)]
 pub(crate) struct StreamSlot {
-    connection: Rc<Http2Connection>,
+    pub(crate) connection: Rc<Http2Connection>,
     pool: Rc<UpstreamPool>,
-    is_reused: bool,
-    upload: Option<BodyUpload>,
+    pub(crate) is_reused: bool,
+    pub(crate) upload: Option<BodyUpload>,
 }
 
 impl StreamSlot {
@@ -22,25 +22,11 @@ impl StreamSlot {
         pool: &Rc<UpstreamPool>,
     ) -> Option<Self> {
         connection.try_reserve_stream().then(|| Self {
-            is_reused: connection.mark_used(),
+            is_reused: connection.was_used.replace(true),
             connection: Rc::clone(connection),
             pool: Rc::clone(pool),
             upload: None,
         })
-    }
-
-    /// Whether the connection had requests before this one.
-    pub(crate) fn is_reused(&self) -> bool {
-        self.is_reused
-    }
-
-    pub(crate) fn connection(&self) -> &Rc<Http2Connection> {
-        &self.connection
-    }
-
-    /// Attaches the upload of the request body. Dropping the slot aborts the upload.
-    pub(crate) fn attach_upload(&mut self, upload: BodyUpload) {
-        self.upload = Some(upload);
     }
 }
 

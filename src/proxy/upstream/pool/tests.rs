@@ -86,14 +86,14 @@ async fn http2_requests_finish_before_a_stale_connection_closes() {
         let ConnectionProtocol::Http2(slot) = &busy.protocol else {
             panic!("the connection is not HTTP/2")
         };
-        let http2_connection = Rc::clone(slot.connection());
+        let http2_connection = Rc::clone(&slot.connection);
         for _ in 0..2 {
             assert!(pool.take_available_connection(Instant::now()).is_some());
             pool.apply_resolved_addresses(vec![IpAddr::from([127, 0, 0, 2])]);
         }
         assert!(
             pool.take_available_connection(Instant::now()).is_none()
-                && http2_connection.is_closing()
+                && http2_connection.closing.get()
         );
         assert_eq!(http2_connection.idle_since(), None, "its request continues");
     };

@@ -32,8 +32,15 @@ pub(super) async fn run_slot_map_refresh(router: Arc<RedisRouter>) {
     let (mut is_lost, mut backoff) = (false, INITIAL_BACKOFF);
     loop {
         let map = router.slot_map.get();
-        match fetch_slot_ranges(&router.shared, &map).await {
-            Ok(ranges) if ranges.is_empty() => breaker.count_failure(RedisErrorKind::ClusterDown),
+        let ranges = fetch_slot_ranges(&router.shared, &map).await;
+        let ranges = match ranges {
+            Ok(ranges) if ranges.is_empty() => Err(RedisConnectionError::new(
+                RedisErrorKind::ClusterDown,
+                "no slot has a master",
+            )),
+            ranges => ranges,
+        };
+        match ranges {
             Ok(ranges) => {
                 if std::mem::take(&mut is_lost) {
                     breaker.record_connection_restored();

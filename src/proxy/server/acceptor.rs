@@ -5,13 +5,14 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use std::vec;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{sleep, timeout};
 
-use super::connection_activity::{IdleConnections, OpenConnection};
-use super::connection_load::{ConnectionCountGuard, ServerLoad};
+use super::connection_load::ServerLoad;
 use super::listener::{AcceptedSocket, ServerListener};
-use super::worker::{QueuedConnection, WorkerMessage, WorkerThread, worker_died_error};
+use super::open_connection::OpenConnection;
+use super::worker::{QueuedConnection, WorkerThread, worker_died_error};
 use crate::listen::SocketListener;
 use crate::telemetry::LogThrottle;
 
@@ -30,8 +31,10 @@ pub(super) struct ListenerAcceptor {
     listener_index: usize,
     listener: SocketListener,
     connection_slots: Arc<Semaphore>,
-    worker_queues: Vec<mpsc::Sender<WorkerMessage>>,
-    idle_connections: IdleConnections,
+    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
+    /// Idle connections of the last scan, with the start of their idle time; the longest idle one is
+    /// next.
+    idle_connections: vec::IntoIter<((u64, u64), Arc<OpenConnection>)>,
     limit_log: LogThrottle,
     is_failing: bool,
     /// Accepted connection that waits for a connection slot.
@@ -46,7 +49,7 @@ type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
 pub(super) struct PendingConnections {
     listener_index: usize,
     connections: Vec<UnassignedConnection>,
-    worker_queues: Vec<mpsc::Sender<WorkerMessage>>,
+    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
 }
 
 impl ListenerAcceptor {
@@ -60,12 +63,13 @@ impl ListenerAcceptor {
             listener: listener.socket.into_listener()?,
             connection_slots: Arc::new(Semaphore::new(
                 listener
+                    .config
                     .settings
                     .max_connections
                     .clamp(1, Semaphore::MAX_PERMITS),
             )),
-            worker_queues: workers.iter().map(WorkerThread::queue_sender).collect(),
-            idle_connections: IdleConnections::default(),
+            worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
+            idle_connections: Vec::new().into_iter(),
             limit_log: LogThrottle::new(LIMIT_LOG_INTERVAL),
             is_failing: false,
             without_slot: None,
@@ -78,7 +82,7 @@ impl ListenerAcceptor {
         loop {
             // The connection is stored in `self`, so that it is dispatched during the drain even if
             // shutdown drops this future while it waits.
-            self.without_slot = Some(self.accept().await);
+            self.without_slot = Some(self.accept(load).await);
             let Some(permit) = self.acquire_connection_slot(load).await else {
                 return worker_died_error();
             };
@@ -86,17 +90,16 @@ impl ListenerAcceptor {
                 .without_slot
                 .take()
                 .map(|(socket, addr)| (socket, addr, permit));
-            let Some(open) = dispatch_connection(
+            let dispatched = dispatch_connection(
                 &self.worker_queues,
                 load,
                 self.listener_index,
                 &mut self.unassigned,
             )
-            .await
-            else {
+            .await;
+            if dispatched.is_none() {
                 return worker_died_error();
-            };
-            self.idle_connections.add(open);
+            }
         }
     }
 
@@ -144,8 +147,8 @@ impl ListenerAcceptor {
             );
         }
         loop {
-            self.close_longest_idle().await?;
-            // The connection may get a request before it reads the message.
+            self.close_longest_idle(load);
+            // The connection may get a request before it is closed.
             let slot = Arc::clone(&self.connection_slots).acquire_owned();
             if let Ok(permit) = timeout(SLOT_RETRY_INTERVAL, slot).await {
                 return permit.ok();
@@ -153,19 +156,30 @@ impl ListenerAcceptor {
         }
     }
 
-    /// Closes the connection that is idle longest, if any. Returns `None` if its worker died.
-    async fn close_longest_idle(&mut self) -> Option<()> {
-        if let Some(idle) = self.idle_connections.take_longest_idle()
-            && let Some(queue) = self.worker_queues.get(idle.worker)
-        {
-            queue.send(WorkerMessage::CloseIdle(idle.id)).await.ok()?;
+    /// Closes the connection that is idle longest, if any. Those that stay idle after a scan of all
+    /// connections remain the ones that are idle longest, so one scan serves many closes.
+    fn close_longest_idle(&mut self, load: &ServerLoad) {
+        for is_scanned in [false, true] {
+            if is_scanned {
+                let found = load.find_connections(|open| {
+                    let since = open.idle_since_ms()?;
+                    (open.listener_index == self.listener_index).then_some((since, open.id))
+                });
+                self.idle_connections = found.into_iter();
+            }
+            // A connection that has ended is in no table.
+            let found = self.idle_connections.find(|((since, _), open)| {
+                open.idle_since_ms() == Some(*since) && Arc::strong_count(open) > 1
+            });
+            if let Some((_, open)) = found {
+                return open.close_if_idle();
+            }
         }
-        Some(())
     }
 
     /// Accepts the next connection. Errors are never fatal: either resources are exhausted or the
     /// client disconnected early.
-    async fn accept(&mut self) -> (AcceptedSocket, SocketAddr) {
+    async fn accept(&mut self, load: &ServerLoad) -> (AcceptedSocket, SocketAddr) {
         loop {
             match self.listener.accept().await {
                 Ok(accepted) => {
@@ -181,7 +195,7 @@ impl ListenerAcceptor {
                     }
                     if is_descriptor_shortage(&error) {
                         for _ in 0..CLOSES_PER_SHORTAGE {
-                            _ = self.close_longest_idle().await;
+                            self.close_longest_idle(load);
                         }
                     }
                     sleep(ACCEPT_RETRY_DELAY).await;
@@ -212,23 +226,20 @@ impl PendingConnections {
 /// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `None`
 /// if that worker has ended.
 async fn dispatch_connection(
-    worker_queues: &[mpsc::Sender<WorkerMessage>],
+    worker_queues: &[mpsc::Sender<QueuedConnection>],
     load: &ServerLoad,
     listener_index: usize,
     unassigned: &mut Option<UnassignedConnection>,
-) -> Option<OpenConnection> {
-    let (worker, queue) = select_least_loaded_worker(worker_queues, load)?;
-    let queue_slot = queue.reserve().await.ok()?;
+) -> Option<()> {
+    let worker = load.least_loaded_worker()?;
+    let queue_slot = worker_queues.get(worker)?.reserve().await.ok()?;
     let (socket, addr, permit) = unassigned.take()?;
-    let open = load.open_connection(worker);
-    queue_slot.send(WorkerMessage::Connection(QueuedConnection {
-        listener_index,
+    queue_slot.send(QueuedConnection {
         socket,
         addr,
-        open: open.clone(),
-        count_guard: ConnectionCountGuard::new(load, worker, permit),
-    }));
-    Some(open)
+        entry: load.add_connection(worker, listener_index, permit),
+    });
+    Some(())
 }
 
 /// Whether the process or the machine has no file descriptor left.
@@ -237,15 +248,4 @@ fn is_descriptor_shortage(error: &io::Error) -> bool {
         Errno::from_io_error(error),
         Some(Errno::MFILE | Errno::NFILE)
     )
-}
-
-/// Finds the worker with the fewest connections.
-fn select_least_loaded_worker<'q>(
-    worker_queues: &'q [mpsc::Sender<WorkerMessage>],
-    load: &ServerLoad,
-) -> Option<(usize, &'q mpsc::Sender<WorkerMessage>)> {
-    worker_queues
-        .iter()
-        .enumerate()
-        .min_by_key(|(worker, _)| load.worker_open_connections(*worker))
 }

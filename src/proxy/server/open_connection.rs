@@ -1,0 +1,178 @@
+//! An open client connection, as all threads see it.
+
+use parking_lot::Mutex;
+use std::cmp::Reverse;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::task::Waker;
+use tokio::time::Instant;
+
+/// Value of [`OpenConnection::idle_since_ms`] while a request is active.
+const BUSY: u64 = u64::MAX;
+
+/// Size above which a connection holds more than an ordinary request needs.
+const LARGE_CONNECTION_BYTES: usize = 32 * 1024;
+
+/// Value of [`OpenConnection::closing_bytes`] after the connection's memory was subtracted.
+const ENDED: usize = usize::MAX;
+
+/// Idle time and memory of one connection, and requests to close it. Its worker writes the state;
+/// the acceptor and the other workers read it.
+#[derive(Debug)]
+pub(crate) struct OpenConnection {
+    pub(super) id: u64,
+    /// Index of the listener in the server.
+    pub(super) listener_index: usize,
+    /// Start of the clock.
+    epoch: Instant,
+    /// End of the last request, or the time of the accept. [`BUSY`] while a request is active.
+    idle_since_ms: AtomicU64,
+    /// Estimated memory.
+    memory_bytes: AtomicUsize,
+    /// Part of the memory that is being freed by closing the connection. 0 while it stays open.
+    closing_bytes: AtomicUsize,
+    /// Whether the connection must not be closed to free its memory.
+    is_unclosable: AtomicBool,
+    /// Whether the peer is a trusted proxy, whose connection carries requests of many clients.
+    is_from_trusted_proxy: AtomicBool,
+    /// Whether the connection is to make place for another one, if it is idle.
+    is_idle_close_requested: AtomicBool,
+    /// Waker of the task that drives the connection.
+    driver: Mutex<Option<Waker>>,
+}
+
+impl OpenConnection {
+    /// A new connection, with a clock in milliseconds since `epoch`.
+    pub(super) fn new(id: u64, listener_index: usize, epoch: Instant) -> Self {
+        let connection = Self {
+            id,
+            listener_index,
+            epoch,
+            idle_since_ms: AtomicU64::new(BUSY),
+            memory_bytes: AtomicUsize::new(0),
+            closing_bytes: AtomicUsize::new(0),
+            is_unclosable: AtomicBool::new(false),
+            is_from_trusted_proxy: AtomicBool::new(false),
+            is_idle_close_requested: AtomicBool::new(false),
+            driver: Mutex::new(None),
+        };
+        connection.set_idle(Instant::now());
+        connection
+    }
+
+    pub(super) fn set_busy(&self) {
+        self.idle_since_ms.store(BUSY, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_idle(&self, now: Instant) {
+        let elapsed = now.saturating_duration_since(self.epoch).as_millis();
+        let since = u64::try_from(elapsed).unwrap_or(BUSY - 1);
+        self.idle_since_ms.store(since, Ordering::Relaxed);
+    }
+
+    /// Start of the idle time. `None` while a request is active.
+    pub(super) fn idle_since_ms(&self) -> Option<u64> {
+        Some(self.idle_since_ms.load(Ordering::Relaxed)).filter(|since| *since != BUSY)
+    }
+
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.memory_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Sets the memory and returns the former.
+    pub(super) fn replace_memory_bytes(&self, bytes: usize) -> usize {
+        self.memory_bytes.swap(bytes, Ordering::Relaxed)
+    }
+
+    /// Records that the connection must not be closed to free its memory. Returns whether it was so
+    /// before.
+    pub(super) fn set_unclosable(&self) -> bool {
+        self.is_unclosable.swap(true, Ordering::Relaxed)
+    }
+
+    pub(super) fn is_unclosable(&self) -> bool {
+        self.is_unclosable.load(Ordering::Relaxed)
+    }
+
+    /// Records that the peer is a trusted proxy.
+    pub(super) fn set_from_trusted_proxy(&self) {
+        self.is_from_trusted_proxy.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_from_trusted_proxy(&self) -> bool {
+        self.is_from_trusted_proxy.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_large(&self) -> bool {
+        self.memory_bytes() > LARGE_CONNECTION_BYTES
+    }
+
+    /// Order in which connections are closed to free memory: large ones first, then idle ones, then
+    /// ordinary requests; of these by size, then by idle time; trusted proxies last. `None` if the
+    /// connection must not be closed or is being closed.
+    pub(super) fn memory_close_order(&self) -> Option<impl Ord + Copy + use<>> {
+        if self.is_closed_for_memory() || self.is_unclosable() {
+            return None;
+        }
+        let (bytes, idle_since_ms) = (self.memory_bytes(), self.idle_since_ms());
+        let is_large = bytes > LARGE_CONNECTION_BYTES;
+        let has_request = idle_since_ms.is_none();
+        let rank = (
+            self.is_from_trusted_proxy(),
+            !is_large,
+            !is_large && has_request,
+        );
+        Some((rank, Reverse(bytes), idle_since_ms.unwrap_or(BUSY)))
+    }
+
+    /// Asks the driving task to close the connection, to free this memory. Returns `false` if it is
+    /// being closed already or has ended.
+    pub(super) fn close_for_memory(&self, bytes: usize) -> bool {
+        let order = (Ordering::AcqRel, Ordering::Relaxed);
+        let claim = self
+            .closing_bytes
+            .compare_exchange(0, bytes, order.0, order.1);
+        let is_claimed = claim.is_ok() && bytes > 0;
+        if is_claimed {
+            self.wake_driver();
+        }
+        is_claimed
+    }
+
+    /// Whether the connection is being closed to free its memory.
+    pub(super) fn is_closed_for_memory(&self) -> bool {
+        self.closing_bytes.load(Ordering::Relaxed) > 0
+    }
+
+    /// Ends the accounting of the connection: nothing closes it for memory any more. Returns the
+    /// bytes that closing it was to free.
+    pub(super) fn end_memory(&self) -> usize {
+        self.closing_bytes.swap(ENDED, Ordering::AcqRel)
+    }
+
+    /// Asks the driving task to close the connection, unless it has a request meanwhile.
+    pub(super) fn close_if_idle(&self) {
+        self.is_idle_close_requested.store(true, Ordering::Relaxed);
+        self.wake_driver();
+    }
+
+    /// Takes the request of [`OpenConnection::close_if_idle`].
+    pub(super) fn take_idle_close_request(&self) -> bool {
+        self.is_idle_close_requested.load(Ordering::Relaxed)
+            && self.is_idle_close_requested.swap(false, Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_driver_waker(&self, waker: &Waker) {
+        let mut driver = self.driver.lock();
+        match &mut *driver {
+            Some(known) => known.clone_from(waker),
+            none => *none = Some(waker.clone()),
+        }
+    }
+
+    /// Wakes the task that drives the connection.
+    pub(crate) fn wake_driver(&self) {
+        if let Some(driver) = &*self.driver.lock() {
+            driver.wake_by_ref();
+        }
+    }
+}
