@@ -117,32 +117,6 @@ async fn a_user_without_script_load_decides_by_texts() {
 }
 
 #[tokio::test]
-async fn a_user_without_evalsha_decides_by_texts() {
-    let server = RedisServer::start_with(&["--appendonly", "yes"]);
-    let _: () = server
-        .command("ACL SETUSER ann on >s3cret ~* &* +@all -evalsha")
-        .await;
-    let url = format!("redis://ann:s3cret@127.0.0.1:{}", server.port());
-    let (proxy, _upstream) = start_proxy(&url).await;
-    assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
-    let notice = "scripts are sent with EVAL";
-    assert_eq!(proxy.log_text().matches(notice).count(), 1);
-    let report = run_doctor(&proxy).await;
-    assert!(report.contains("EVAL sends some KiB of script"), "{report}");
-    assert!(
-        report.contains("+evalsha") && !report.contains(" fault "),
-        "{report}"
-    );
-    // Without both, decisions are impossible.
-    let _: () = server.command("ACL SETUSER ann -eval").await;
-    let report = run_doctor(&proxy).await;
-    assert!(
-        report.contains(" fault ") && report.contains("+evalsha"),
-        "{report}"
-    );
-}
-
-#[tokio::test]
 async fn an_ordinary_server_receives_no_script_text() {
     let server = RedisServer::start();
     let (proxy, _upstream) = start_proxy(&format!("valkey://127.0.0.1:{}", server.port())).await;

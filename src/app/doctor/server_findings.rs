@@ -296,11 +296,8 @@ fn judge_permissions(
     denied: &[DeniedCommand],
 ) {
     // Without these, scripts are sent as texts.
-    let lacks_eval = denied.iter().any(|one| one.command == "EVAL");
     let (scripts, others): (Vec<_>, Vec<_>) = denied.iter().partition(|one| {
-        let is_replaced = one.reason == DenialReason::Unknown
-            || one.reason == DenialReason::Command && !lacks_eval;
-        one.command == "SCRIPT" || one.command == "EVALSHA" && is_replaced
+        one.command == "SCRIPT" || one.command == "EVALSHA" && one.reason == DenialReason::Unknown
     });
     let (required, optional): (Vec<_>, Vec<_>) =
         others.into_iter().partition(|command| command.is_required);

@@ -60,10 +60,10 @@ impl LiveConnection {
             answer = self.send_once(command, is_asking).await;
         }
         if let Err(error) = &answer
-            && (is_missing_script(error) || lacks_evalsha(error))
+            && (is_missing_script(error) || is_unknown_command(error))
             && let Some(with_text) = scripts.replace_digest_by_text(command)
         {
-            let lacks_evalsha = lacks_evalsha(error);
+            let lacks_evalsha = is_unknown_command(error);
             answer = self.send_once(&with_text, is_asking).await;
             if answer.is_ok() {
                 self.lacks_evalsha.store(lacks_evalsha, Ordering::Relaxed);
@@ -197,12 +197,6 @@ fn is_load_refusal(error: &RedisError) -> bool {
 
 pub(super) fn is_missing_script(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
-}
-
-/// Whether a server has no EVALSHA, or none for this user. EVAL may work.
-pub(super) fn lacks_evalsha(error: &RedisError) -> bool {
-    let is_denied = RedisErrorKind::from(error) == RedisErrorKind::NoAuth;
-    is_unknown_command(error) || is_denied && error.to_string().contains("'evalsha'")
 }
 
 pub(super) fn is_unknown_command(error: &RedisError) -> bool {

@@ -6,7 +6,7 @@ use super::{deadline_error, finish_check};
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Charge, Key, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
-use crate::store::redis::live_connection::{is_missing_script, lacks_evalsha};
+use crate::store::redis::live_connection::{is_missing_script, is_unknown_command};
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
 use redis::{RedisResult, Value, cmd, from_redis_value};
@@ -227,7 +227,7 @@ async fn run_decisions(
     let mut decide = scripts.decide_command(charges, None);
     let first_reply = timeout_at(deadline, decide.exec_async(connection)).await;
     if let Err(error) = first_reply.map_err(|_elapsed| deadline_error())? {
-        let lacks_evalsha = lacks_evalsha(&error);
+        let lacks_evalsha = is_unknown_command(&error);
         let with_text = scripts.replace_digest_by_text(&decide);
         let Some(with_text) = with_text.filter(|_| lacks_evalsha || is_missing_script(&error))
         else {
