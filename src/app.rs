@@ -126,7 +126,7 @@ async fn run_proxy(
     descriptor_limit::fit_connections_to_descriptors(&mut config);
     let mut server = ProxyServer::with_worker_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
-    let address = server.first_listener_address()?;
+    let (address, shutdown) = (server.first_listener_address()?, config.shutdown);
     let (tracer, exporter) = start_tracing(&config)?;
     let shared = SharedState::new(&config, tracer)?;
     let store_backend = shared.store_backend.clone();
@@ -147,7 +147,7 @@ async fn run_proxy(
     let view_state = AdminViewState {
         stop: stop.clone(),
         shutdown_handle,
-        shutdown: config.shutdown,
+        shutdown,
         is_listening: Arc::clone(&is_listening),
         load: server.server_load(),
         max_connections: config.listen.max_connections,
@@ -173,7 +173,6 @@ async fn run_proxy(
     let reloader = tokio::task::spawn_local(reloader.run());
     shared.key_fetcher.wait_for_first_keys().await;
 
-    let shutdown = config.shutdown;
     let (config, shared, stop_receiver) = (Arc::new(config), Arc::new(shared), stop.clone());
     let started_config = Arc::clone(&config);
     let make_service = move |worker| {

@@ -32,7 +32,7 @@ pub(super) struct FleetAnswers {
 #[derive(Debug)]
 enum InstanceAnswer {
     /// The summary of this process.
-    Own(InstanceSummary),
+    Own(Box<InstanceSummary>),
     /// A response body, not yet parsed.
     Body(Bytes),
 }
@@ -60,7 +60,7 @@ impl AskedInstance {
     pub(super) fn from_own_summary(instance: FleetInstance, summary: InstanceSummary) -> Self {
         Self {
             instance,
-            answer: Ok(InstanceAnswer::Own(summary)),
+            answer: Ok(InstanceAnswer::Own(Box::new(summary))),
         }
     }
 
@@ -84,7 +84,7 @@ impl AskedInstance {
 
     fn parse_answer(&self) -> Result<InstanceSummary, String> {
         let summary = match &self.answer {
-            Ok(InstanceAnswer::Own(summary)) => return Ok(summary.clone()),
+            Ok(InstanceAnswer::Own(summary)) => return Ok((**summary).clone()),
             Ok(InstanceAnswer::Body(body)) => serde_json::from_slice::<InstanceSummary>(body)
                 .map_err(|_invalid| "its answer is not a summary".to_owned())?,
             Err(reason) => return Err(reason.clone()),

@@ -57,7 +57,7 @@ pub(crate) fn selects_only_offered_protocols(
 /// Generates a random `Sec-WebSocket-Key`: 16 bytes in base64 (RFC 6455, 4.1).
 pub(crate) fn generate_websocket_key() -> HeaderValue {
     let nonce = fastrand::u128(..).to_be_bytes();
-    HeaderValue::try_from(STANDARD.encode(&nonce)).expect("base64 is visible ASCII")
+    HeaderValue::try_from(STANDARD.encode(nonce)).expect("base64 is visible ASCII")
 }
 
 /// Whether the `Upgrade` header of a request or response names `websocket`.
@@ -86,7 +86,7 @@ fn compute_websocket_accept(key: &[u8]) -> String {
     let mut hash = Sha1::new();
     hash.update(key);
     hash.update(WEBSOCKET_GUID);
-    STANDARD.encode(&hash.digest().bytes())
+    STANDARD.encode(hash.digest().bytes())
 }
 
 /// Whether the text is a protocol `name` or `name/version`, with tokens as parts.

@@ -26,10 +26,13 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug)]
 pub struct ServerLoad(Arc<LoadState>);
 
+/// The open connections of one worker, by id.
+type ConnectionTable = HashMap<u64, Arc<OpenConnection>>;
+
 #[derive(Debug)]
 struct LoadState {
-    /// Open connections of each worker, by id.
-    workers: Box<[Mutex<HashMap<u64, Arc<OpenConnection>>>]>,
+    /// One table per worker.
+    workers: Box<[Mutex<ConnectionTable>]>,
     /// Start of the clock of [`OpenConnection`].
     epoch: Instant,
     last_connection_id: AtomicU64,

@@ -272,6 +272,33 @@ impl MonitoredSocket {
         }
     }
 
+    /// Accounts for what was read of HTTP/1 after `before`, and escapes the query of a request line.
+    /// Bytes after the first head wait until hyper has parsed it.
+    fn follow_http1(&mut self, into: &mut ReadBuf<'_>, before: usize, is_pipelined: bool) {
+        let received = into.filled().get(before..).unwrap_or_default();
+        let parsed = self.monitor.parsed_input().filter(|parsed| {
+            (parsed.is_idle || is_pipelined) && self.query_escaper.is_at_request_line(*parsed)
+        });
+        if parsed.is_some() {
+            self.monitor.exchange.heads.set(0);
+        }
+        let length = self.query_escaper.follow(received, parsed.is_some());
+        let (received, next) = received.split_at(length);
+        self.monitor.record_read(received.len());
+        if !next.is_empty() {
+            self.pipelined = [next, &self.pipelined].concat().into();
+            self.report_read_ahead();
+        }
+        let mut escaped = Vec::new();
+        if self.query_escaper.scan(received, &mut escaped) {
+            into.set_filled(before);
+            self.read_ahead = escaped.into();
+            self.read_from_buffer(into);
+        } else {
+            into.set_filled(before + length);
+        }
+    }
+
     fn record_output(&mut self) {
         if let Some(half_close) = &mut self.half_close {
             half_close.last_output_at = Instant::now();
@@ -361,28 +388,7 @@ impl AsyncRead for MonitoredSocket {
             }
             this.monitor.memory.end_tls_input();
             if !this.monitor.is_http2.get() {
-                let parsed = this.monitor.parsed_input().filter(|parsed| {
-                    (parsed.is_idle || is_pipelined)
-                        && this.query_escaper.is_at_request_line(*parsed)
-                });
-                if parsed.is_some() {
-                    this.monitor.exchange.heads.set(0);
-                }
-                let length = this.query_escaper.follow(received, parsed.is_some());
-                let (received, next) = received.split_at(length);
-                this.monitor.record_read(received.len());
-                if !next.is_empty() {
-                    this.pipelined = [next, &this.pipelined].concat().into();
-                    this.report_read_ahead();
-                }
-                let mut escaped = Vec::new();
-                if this.query_escaper.scan(received, &mut escaped) {
-                    into.set_filled(before);
-                    this.read_ahead = escaped.into();
-                    this.read_from_buffer(into);
-                } else {
-                    into.set_filled(before + length);
-                }
+                this.follow_http1(into, before, is_pipelined);
                 return Poll::Ready(Ok(()));
             }
             this.monitor.record_read(received.len());

@@ -43,7 +43,10 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(1);
         for (wait_ms, is_late) in [(999, false), (1000, true)] {
             let at = deadline - Duration::from_secs(1) + Duration::from_millis(wait_ms);
-            let response = pin!(async move { Ok::<_, UpstreamError>(sleep_until(at).await) });
+            let response = pin!(async move {
+                sleep_until(at).await;
+                Ok::<_, UpstreamError>(())
+            });
             let result = await_until_deadline(Some(deadline), response).await;
             assert_eq!(
                 matches!(result, Err(ForwardError::MaxDurationExceeded)),

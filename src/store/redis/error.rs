@@ -75,6 +75,7 @@ impl RedisConnectionError {
     }
 
     /// The cause in the operator's terms, and what to do about it.
+    #[allow(clippy::too_many_lines, reason = "a table of causes")]
     pub fn remedy(&self) -> &'static str {
         let has = |words: &str| self.message.contains(words);
         match self.kind {

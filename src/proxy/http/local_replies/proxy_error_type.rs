@@ -16,6 +16,7 @@ pub(crate) enum ProxyErrorType {
 
 impl ProxyErrorType {
     /// Returns the HTTP status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
+    #[allow(clippy::too_many_lines, reason = "a table of errors")]
     pub(crate) fn status_error_and_detail(self) -> (StatusCode, &'static str, &'static str) {
         use StatusCode as S;
         use UpstreamErrorKind as Kind;

@@ -312,6 +312,7 @@ fn an_invalid_request_closes_the_connection() {
 }
 
 #[test]
+#[allow(clippy::too_many_lines, reason = "a table of cases")]
 fn proxy_errors_have_their_status_and_error_type() {
     for (error_type, status, error, grpc) in [
         (
