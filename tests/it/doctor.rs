@@ -637,9 +637,11 @@ async fn start_web_server() -> u16 {
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
             tokio::spawn(async move {
-                stream.read(&mut [0; 1024]).await.ok();
+                let received = stream.read(&mut [0; 1024]).await;
                 let answer = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n";
-                stream.write_all(answer).await.ok();
+                if received.is_ok_and(|count| count > 0) {
+                    stream.write_all(answer).await.ok();
+                }
             });
         }
     });
