@@ -49,7 +49,7 @@ async fn main() {
     .await;
     let config = upgrade_config(&server);
     let start = async |is_current: bool| {
-        let builder = Proxy::builder().config(&config).upstream(upstream.address);
+        let builder = Proxy::setup(&config).upstream(upstream.address);
         let builder = if is_current {
             builder
         } else {

@@ -1,8 +1,6 @@
 //! Machines and pods with only one address family, and listeners for both.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::process::{ChildProcess, run_command, tidegate_command};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::fs;
 use std::net::SocketAddr;
 use tempfile::TempDir;
@@ -50,13 +48,10 @@ async fn run_in_namespace(setup: &str, [client, admin]: [&str; 2], urls: &str) -
         println!("not checked: network namespaces are not permitted here");
         return None;
     }
-    let dir = TempDir::new().unwrap();
-    let config = dir.path().join("config.toml");
-    fs::write(
-        &config,
+    let (_dir, config) = write_temp_file(
+        "config.toml",
         CONFIG.replace("CLIENT", client).replace("ADMIN", admin),
-    )
-    .unwrap();
+    );
     let mut command = in_namespace();
     command.args(["sh", "-c", SCRIPT]);
     command.env("TIDEGATE", env!("CARGO_BIN_EXE_tidegate"));
@@ -140,9 +135,7 @@ async fn an_ipv4_client_of_a_dual_stack_listener_counts_as_ipv4() {
                 (line["message"] == "listening").then(|| address.port())
             })
             .await;
-        let mut client =
-            crate::support::client::RawClient::connect(SocketAddr::from(([127, 0, 0, 1], port)))
-                .await;
+        let mut client = RawClient::connect(SocketAddr::from(([127, 0, 0, 1], port))).await;
         client.send(greeting).await;
         client
             .send("GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 203.0.113.9\r\n\r\n")

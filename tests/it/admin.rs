@@ -1,19 +1,11 @@
 //! The admin listener: metrics, health, and access control.
 
-use crate::support::client::{ClientRequest, RawClient, RawResponse};
-use crate::support::process::{ChildProcess, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::{Upstream, channel_body};
-use crate::support::{TEST_TIMEOUT, eventually};
-use hyper::Response;
+use crate::support::prelude::*;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::net::SocketAddr;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use tempfile::TempDir;
 
 /// A metrics page, parsed strictly: anything that Prometheus would reject fails the test.
 #[derive(Debug)]
@@ -21,9 +13,7 @@ struct MetricsPage(BTreeMap<String, f64>);
 
 impl MetricsPage {
     async fn fetch(proxy: &Proxy) -> Self {
-        let reply = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-            .send_to_localhost()
-            .await;
+        let reply = proxy.admin_request("GET", "/metrics").send().await;
         assert_eq!(
             reply.header("content-type"),
             Some("text/plain; version=0.0.4; charset=utf-8")
@@ -112,9 +102,7 @@ impl ClientRequest {
 }
 
 async fn admin_get(proxy: &Proxy, target: &str) -> RawResponse {
-    ClientRequest::new(proxy.admin_address(), "GET", target)
-        .send_to_localhost()
-        .await
+    proxy.admin_request("GET", target).send().await
 }
 
 async fn get_readiness(proxy: &Proxy) -> (u16, Value) {
@@ -164,28 +152,16 @@ async fn queued_requests_count_as_delayed() {
         [("allowed", 1.0), ("delayed", 2.0)]
     );
     assert_eq!(metrics.policy_counts("other"), [("allowed", 3.0)]);
-    let _ = proxy
-        .wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
-            line.field("decision") == "delayed"
-        })
-        .await;
+    let _ = proxy.wait_for_field("decision", "delayed", 0).await;
 }
 
 #[tokio::test]
 async fn metrics_match_the_requests_served() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(EVERY_POLICY_KIND, upstream.address).await;
+    let proxy = Proxy::with_echo(EVERY_POLICY_KIND).await;
     assert_eq!(proxy.get_statuses("/", 5).await, [200, 200, 200, 429, 429]);
     assert_eq!(proxy.get_statuses("/free", 2).await, [200, 200]);
     assert_eq!(proxy.get_statuses("/closed", 4).await, [403; 4]);
-    assert_eq!(
-        proxy
-            .request("GET", "/")
-            .header("Host", "a b")
-            .send_for_status()
-            .await,
-        400
-    );
+    assert_eq!(proxy.get_with("/", "Host", "a b").await.status, 400);
     let metrics = MetricsPage::fetch(&proxy).await;
     assert_eq!(metrics.policy_counts("free"), [("exempt", 2.0)]);
     assert_eq!(metrics.policy_counts("closed"), [("denied", 4.0)]);
@@ -220,16 +196,9 @@ async fn metrics_match_the_requests_served() {
 
 #[tokio::test]
 async fn upstream_errors_and_connections_are_counted() {
-    let (feeder, body) = channel_body();
-    let body = Mutex::new(Some(body));
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body.lock().unwrap().take().unwrap_or_default();
-        async { Response::new(body) }
-    })
-    .await;
+    let (feeder, upstream) = Upstream::streaming().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("x").await;
     client.read_past(b"x").await;
     assert_eq!(
@@ -239,7 +208,7 @@ async fn upstream_errors_and_connections_are_counted() {
         1.0
     );
 
-    let unreachable = Proxy::builder().start().await;
+    let unreachable = Proxy::setup("").start().await;
     assert_eq!(unreachable.get_statuses("/", 2).await, [502, 502]);
     let metrics = MetricsPage::fetch(&unreachable).await;
     assert_eq!(
@@ -270,8 +239,7 @@ fn redis_config(port: u16) -> String {
 #[tokio::test]
 async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready() {
     let mut redis = RedisServer::start();
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&redis_config(redis.port()), upstream.address).await;
+    let proxy = Proxy::with_echo(&redis_config(redis.port())).await;
     assert_eq!(proxy.get_statuses("/shut", 1).await, [200]);
     // Redis decides the first refusal. The next may come from the deny cache, if the same worker
     // serves it.
@@ -364,22 +332,16 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
 }
 
 async fn wait_for_store_status(proxy: &Proxy, wanted: &str) {
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while get_readiness(proxy).await.1["store"] != wanted {
-        assert!(
-            Instant::now() < deadline,
-            "the store is not {wanted}:\n{}",
-            proxy.log_text()
-        );
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
-    }
+    wait_until(format!("the store to be {wanted}"), async || {
+        get_readiness(proxy).await.1["store"] == wanted
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn fail_closed_policies_count_degraded_rejections() {
-    let upstream = Upstream::echo().await;
     let mut redis = RedisServer::start();
-    let proxy = Proxy::start(&redis_config(redis.port()), upstream.address).await;
+    let proxy = Proxy::with_echo(&redis_config(redis.port())).await;
     redis.kill();
     wait_for_store_status(&proxy, "degraded").await;
     assert_eq!(proxy.get_statuses("/shut", 2).await, [503; 2]);
@@ -399,8 +361,7 @@ async fn fail_closed_policies_count_degraded_rejections() {
             .filter_map(Value::as_u64)
             .sum::<u64>()
     };
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    loop {
+    wait_until("the counts of the outage", async || {
         let overview = admin_get(&proxy, "/overview").await.json();
         let policies = admin_get(&proxy, "/policies").await.json();
         let seconds = &overview["requests"]["seconds"];
@@ -409,13 +370,10 @@ async fn fail_closed_policies_count_degraded_rejections() {
             let hour = &policies["policies"][at]["last_hour"];
             [&hour["degraded"], &hour["degraded_refused"]].map(total)
         };
-        if (seen, hour(0), hour(1)) == ([5, 2], [5, 0], [2, 2]) {
-            assert_eq!(overview["requests"]["total"]["degraded_refused"], 2);
-            break;
-        }
-        assert!(Instant::now() < deadline, "{seconds:#}\n{policies:#}");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+        overview["requests"]["total"]["degraded_refused"] == 2
+            && (seen, hour(0), hour(1)) == ([5, 2], [5, 0], [2, 2])
+    })
+    .await;
     let mut top = tidegate_command();
     top.args(["top", "--once", "--config"])
         .arg(proxy.config_path());
@@ -435,40 +393,27 @@ async fn fail_closed_policies_count_degraded_rejections() {
 
 #[tokio::test]
 async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_exit() {
-    let (feeder, body) = channel_body();
-    let body = Mutex::new(Some(body));
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body.lock().unwrap().take().unwrap_or_default();
-        async { Response::new(body) }
-    })
-    .await;
+    let (feeder, upstream) = Upstream::streaming().await;
     let mut proxy = Proxy::start("[shutdown]\ndelay = '700ms'", upstream.address).await;
-    let mut busy = RawClient::connect(proxy.address).await;
-    busy.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut busy = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("x").await;
     busy.read_past(b"x").await;
     assert_eq!(get_readiness(&proxy).await.1["status"], "ready");
     let mark = proxy.log_mark();
     proxy.send_sigterm();
-    proxy
-        .wait_for_log("the drain to begin", mark, TEST_TIMEOUT, |line| {
-            line.contains("SIGTERM")
-        })
-        .await;
+    proxy.wait_for_text("SIGTERM", mark).await;
     let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(
         (status, &readiness["status"]),
         (503, &Value::from("stopping"))
     );
-    assert_eq!(
-        proxy.get("/").await.status,
-        200,
-        "the proxy still serves during the delay"
-    );
+    proxy
+        .expect_status("/", 200, "the proxy still serves during the delay")
+        .await;
     assert_eq!(admin_get(&proxy, "/livez").await.status, 200);
     let address = proxy.address;
-    eventually("the listener to close", TEST_TIMEOUT, || {
-        std::net::TcpStream::connect(address).is_err().then_some(())
+    wait_until("the listener to close", async || {
+        std::net::TcpStream::connect(address).is_err()
     })
     .await;
     assert_eq!(
@@ -477,23 +422,17 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
         "the admin listener stays open"
     );
     drop(feeder);
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 }
 
 #[tokio::test]
 async fn it_is_live_but_not_ready_before_it_listens() {
     let redis = RedisServer::start();
     redis.pause();
-    let dir = TempDir::new().unwrap();
-    let config = dir.path().join("config.toml");
-    fs::write(
-        &config,
+    let (_dir, config) = write_temp_file(
+        "config.toml",
         redis_config(redis.port()).replace("timeout = \"2s\"", "connect_timeout = \"5s\""),
-    )
-    .unwrap();
+    );
     let mut command = tidegate_command();
     command
         .args([
@@ -544,11 +483,7 @@ async fn config_generation_and_reload_results_are_reported() {
     ] {
         let mark = proxy.log_mark();
         proxy.write_config(&text);
-        proxy
-            .wait_for_log(logged, mark, TEST_TIMEOUT, |line| {
-                line.message_starts_with(logged)
-            })
-            .await;
+        proxy.wait_for_message(logged, mark).await;
     }
     let shown = admin_get(&proxy, "/config").await.json();
     assert_eq!(shown["generation"], 2);
@@ -583,11 +518,7 @@ async fn config_generation_and_reload_results_are_reported() {
     );
     let mark = proxy.log_mark();
     proxy.write_config(&policies(30).replace("\"p\"", "\"q\""));
-    proxy
-        .wait_for_log("the third reload", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("configuration reloaded")
-        })
-        .await;
+    proxy.wait_for_message("configuration reloaded", mark).await;
     assert_eq!(
         get_readiness(&proxy).await.1["reload_errors"],
         Value::Array(Vec::new())
@@ -606,7 +537,7 @@ async fn secrets_are_not_shown() {
     let text = format!(
         "[store]\nkind = \"redis\"\n[store.redis]\nkey_prefix = \"t\"\nconnect_timeout = \"50ms\"\nurl = \"{url}\"\n"
     );
-    let proxy = Proxy::builder().config(&text).start().await;
+    let proxy = Proxy::setup(&text).start().await;
     let reply = admin_get(&proxy, "/config").await;
     assert_eq!(
         reply.json()["config"]["store"]["redis"]["url"],
@@ -617,17 +548,9 @@ async fn secrets_are_not_shown() {
 
 #[tokio::test]
 async fn trap_26_nothing_that_a_client_sends_becomes_a_label() {
-    let upstream = Upstream::echo().await;
     let keyed = "[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\nlimit = { requests = 9, per = \"1h\" }\n";
-    let proxy = Proxy::start(keyed, upstream.address).await;
-    assert_eq!(
-        proxy
-            .request("GET", "/first")
-            .header("x-user", "a")
-            .send_for_status()
-            .await,
-        200
-    );
+    let proxy = Proxy::with_echo(keyed).await;
+    assert_eq!(proxy.get_with("/first", "x-user", "a").await.status, 200);
     let before = MetricsPage::fetch(&proxy).await;
     for user in 0..20 {
         let hostile = format!("u{user}\"}} 1\\n# HELP x");
@@ -646,10 +569,9 @@ async fn trap_26_nothing_that_a_client_sends_becomes_a_label() {
 
 #[tokio::test]
 async fn an_untrusted_ingress_is_reported_as_a_hint() {
-    let upstream = Upstream::echo().await;
     let keyed =
         "[[policy]]\nname = \"p\"\nkey = [\"client_ip\"]\nlimit = { requests = 9, per = \"1h\" }\n";
-    let proxy = Proxy::start(keyed, upstream.address).await;
+    let proxy = Proxy::with_echo(keyed).await;
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(
         get_readiness(&proxy).await.1["hints"],
@@ -657,10 +579,9 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
     );
     assert_eq!(
         proxy
-            .request("GET", "/")
-            .header("X-Forwarded-For", "192.0.2.1")
-            .send_for_status()
-            .await,
+            .get_with("/", "X-Forwarded-For", "192.0.2.1")
+            .await
+            .status,
         200
     );
     assert_eq!(
@@ -684,7 +605,7 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
         [&serde_json::json!(["127.0.0.1"]), &readiness["hints"]]
     );
     assert_eq!(overview["untrusted_forwarding"], 1);
-    let has_hint = |line: &crate::support::proxy::LogLine| line.contains("client.trusted_proxies");
+    let has_hint = |line: &LogLine| line.contains("client.trusted_proxies");
     let line = proxy
         .wait_for_log("a hint", 0, TEST_TIMEOUT, has_hint)
         .await;
@@ -700,9 +621,7 @@ async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
     let token = dir.path().join("token");
     std::fs::write(&token, "s3cret").unwrap();
     let config = format!("[admin]\ntoken_file = {token:?}\nprobes = \"127.0.0.1:0\"");
-    let builder = Proxy::builder()
-        .config(&config)
-        .env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
+    let builder = Proxy::setup(&config).env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
     let proxy = builder.start().await;
     let page = admin_get(&proxy, "/").await;
     assert_eq!(
@@ -740,8 +659,7 @@ async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
 
 #[tokio::test]
 async fn only_known_hosts_and_known_routes_are_answered() {
-    let proxy = Proxy::builder()
-        .config("[admin]\nallowed_hosts = [\"Admin.Internal\"]")
+    let proxy = Proxy::setup("[admin]\nallowed_hosts = [\"Admin.Internal\"]")
         .start()
         .await;
     let status = |host: &str| {
@@ -773,22 +691,16 @@ async fn only_known_hosts_and_known_routes_are_answered() {
             .status,
         405
     );
-    assert_eq!(
-        proxy.get("/livez").await.status,
-        502,
-        "the client listener serves no metrics"
-    );
+    proxy
+        .expect_status("/livez", 502, "the client listener serves no metrics")
+        .await;
 }
 
 #[tokio::test]
 async fn a_non_loopback_admin_address_requires_a_token_except_for_probes() {
-    let dir = TempDir::new().unwrap();
-    let token = dir.path().join("token");
-    fs::write(&token, "s3cret\n").unwrap();
+    let (dir, token) = write_temp_file("token", "s3cret\n");
     let text = format!("[admin]\nprobes = \"127.0.0.1:0\"\ntoken_file = {token:?}\n");
-    let builder = Proxy::builder()
-        .config(&text)
-        .env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
+    let builder = Proxy::setup(&text).env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
     let proxy = builder.start().await;
     let local = |mut address: SocketAddr| {
         address.set_ip([127, 0, 0, 1].into());
@@ -840,13 +752,10 @@ async fn a_non_loopback_admin_address_requires_a_token_except_for_probes() {
     command
         .args(["run", "--upstream", "http://127.0.0.1:9", "--config"])
         .arg(&without);
-    let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0")).await;
-    assert_eq!(ended.status.code(), Some(1));
-    assert!(
-        ended.stderr.contains("admin.token_file"),
-        "{}",
-        ended.stderr
-    );
+    run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0"))
+        .await
+        .expect_code(1)
+        .expect_stderr("admin.token_file");
 }
 
 #[tokio::test]
@@ -862,37 +771,34 @@ async fn an_admin_address_in_use_is_a_clear_error() {
     ]);
     let ended =
         run_command(command.env("TIDEGATE_ADMIN__ADDRESS", taken.address.to_string())).await;
-    assert_eq!(ended.status.code(), Some(1));
+    ended.expect_code(1);
     for expected in [
         "admin.address",
         "TIDEGATE_ADMIN__ADDRESS",
         &taken.address.to_string(),
     ] {
-        assert!(
-            ended.stderr.contains(expected),
-            "{expected} is not in {}",
-            ended.stderr
-        );
+        ended.expect_stderr(expected);
     }
 }
 
 #[tokio::test]
 async fn silent_and_oversized_admin_clients_are_disconnected() {
-    let proxy = Proxy::builder().start().await;
-    let mut large = RawClient::connect(proxy.admin_address()).await;
-    large
-        .send(format!(
+    let proxy = Proxy::setup("").start().await;
+    let mut large = RawClient::connect_and_send(
+        proxy.admin_address(),
+        format!(
             "GET /livez HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n",
             "x".repeat(20_000)
-        ))
-        .await;
+        ),
+    )
+    .await;
     let refused = large.read_response_or_close().await;
     assert!(
         refused.is_none_or(|reply| reply.status == 431),
         "the oversized head was accepted"
     );
-    let mut silent = RawClient::connect(proxy.admin_address()).await;
-    silent.send("GET /livez HTTP/1.1\r\n").await;
+    let mut silent =
+        RawClient::connect_and_send(proxy.admin_address(), "GET /livez HTTP/1.1\r\n").await;
     let late = tokio::time::timeout(TEST_TIMEOUT + TEST_TIMEOUT, async {
         silent.read_to_close().await
     });
@@ -901,15 +807,11 @@ async fn silent_and_oversized_admin_clients_are_disconnected() {
 
 #[tokio::test]
 async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
-    let dir = TempDir::new().unwrap();
-    let config = dir.path().join("config.toml");
-    fs::write(
-        &config,
+    let proxy = Proxy::with_echo("").await;
+    let (_dir, config) = write_temp_file(
+        "config.toml",
         "nonsense = 1\n[listen]\naddress = \"nowhere\"\n[admin]\n",
-    )
-    .unwrap();
+    );
     let health = async |address: SocketAddr| {
         let mut command = tidegate_command();
         command.arg("health").arg("--config").arg(&config);
@@ -930,14 +832,13 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
     );
     let unreachable = "127.0.0.1:1".parse().unwrap();
     let ended = health(unreachable).await;
-    assert_eq!(ended.status.code(), Some(1));
-    assert!(ended.stderr.contains("127.0.0.1:1"), "{}", ended.stderr);
+    ended.expect_code(1).expect_stderr("127.0.0.1:1");
 
     let in_json = async |address: SocketAddr| {
         let mut command = tidegate_command();
         command.args(["health", "--json", "--config"]).arg(&config);
         let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
-        let report: Value = serde_json::from_str(&ended.stdout).unwrap();
+        let report: Value = ended.json();
         assert_eq!(report["address"], address.to_string());
         (
             ended.status.code(),
@@ -960,9 +861,8 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
 /// connections.
 #[tokio::test]
 async fn probes_are_answered_beside_idle_connections_and_slow_readers() {
-    let upstream = Upstream::echo().await;
     let config = "admin.probes = '127.0.0.1:0'";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     for address in [proxy.admin_address(), proxy.probe_address().unwrap()] {
         let mut open = Vec::new();
         for n in 0..200 {
@@ -979,10 +879,6 @@ async fn probes_are_answered_beside_idle_connections_and_slow_readers() {
             assert_eq!(probe.send_for_status().await, 200);
         }
         println!("{:?} for a probe", start.elapsed() / 20);
-        assert!(
-            start.elapsed() < Duration::from_secs(4),
-            "{:?}",
-            start.elapsed()
-        );
+        assert_faster_than(Duration::from_secs(4), start);
     }
 }

@@ -1,13 +1,8 @@
 //! The admin API: policy counts, the most limited keys, its errors, and the log level.
 
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::{ClientRequest, RawResponse};
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
-use crate::support::{TEST_TIMEOUT, unix_s};
+use crate::support::prelude::*;
+use crate::support::unix_s;
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 
 pub(crate) const POLICIES: &str = r#"
 [[policy]]
@@ -63,16 +58,10 @@ pub(crate) fn assert_problem(reply: &RawResponse, status: u16) -> String {
 
 #[tokio::test]
 async fn policies_report_their_settings_and_counts() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
-    assert_eq!(
-        admin_proxy.proxy.get_statuses("/all", 3).await,
-        [200, 200, 429]
-    );
-    assert_eq!(admin_proxy.proxy.get_statuses("/free", 1).await, [200]);
-    assert_eq!(
-        admin_proxy.proxy.get_statuses("/shut/x", 2).await,
-        [403, 403]
-    );
+    let admin_proxy = Proxy::with_token(POLICIES).await;
+    assert_eq!(admin_proxy.get_statuses("/all", 3).await, [200, 200, 429]);
+    assert_eq!(admin_proxy.get_statuses("/free", 1).await, [200]);
+    assert_eq!(admin_proxy.get_statuses("/shut/x", 2).await, [403, 403]);
     let all = admin_proxy
         .wait_for_policy("all", |report| {
             sum_series(&report["last_hour"]["rejected"]) == 1
@@ -136,7 +125,7 @@ async fn policies_report_their_settings_and_counts() {
     let checked = run_command(
         tidegate_command()
             .arg("check")
-            .arg(admin_proxy.proxy.config_path()),
+            .arg(admin_proxy.config_path()),
     )
     .await;
     let words: Vec<&str> = report["policies"]
@@ -168,24 +157,19 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
     let text = |requests: u32, name: &str| {
         format!("[[policy]]\nname = {name:?}\nlimit = {{ requests = {requests}, per = '1h' }}\n")
     };
-    let admin_proxy = AdminProxy::start_without_token(&text(9, "p")).await;
-    assert_eq!(admin_proxy.proxy.get_statuses("/", 2).await, [200; 2]);
+    let admin_proxy = Proxy::with_echo(&text(9, "p")).await;
+    assert_eq!(admin_proxy.get_statuses("/", 2).await, [200; 2]);
     admin_proxy
         .wait_for_policy("p", |report| {
             sum_series(&report["last_hour"]["allowed"]) == 2
         })
         .await;
-    let mark = admin_proxy.proxy.log_mark();
+    let mark = admin_proxy.log_mark();
+    admin_proxy.write_config(&format!("{}{}", text(30, "p"), text(40, "q")));
     admin_proxy
-        .proxy
-        .write_config(&format!("{}{}", text(30, "p"), text(40, "q")));
-    admin_proxy
-        .proxy
-        .wait_for_log("the reload", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("configuration reloaded")
-        })
+        .wait_for_message("configuration reloaded", mark)
         .await;
-    assert_eq!(admin_proxy.proxy.get_statuses("/", 1).await, [200]);
+    assert_eq!(admin_proxy.get_statuses("/", 1).await, [200]);
     let p = admin_proxy
         .wait_for_policy("p", |report| {
             sum_series(&report["last_hour"]["allowed"]) == 3
@@ -214,13 +198,10 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
             < 30,
         "{overview}"
     );
-    let mark = admin_proxy.proxy.log_mark();
-    admin_proxy.proxy.write_config("nonsense = 1");
+    let mark = admin_proxy.log_mark();
+    admin_proxy.write_config("nonsense = 1");
     admin_proxy
-        .proxy
-        .wait_for_log("the rejected reload", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new configuration rejected")
-        })
+        .wait_for_message("new configuration rejected", mark)
         .await;
     let overview = admin_proxy.get_json("/overview").await;
     assert!(
@@ -235,29 +216,14 @@ async fn a_reload_shows_the_new_policies_and_keeps_the_history_of_the_old() {
 
 #[tokio::test]
 async fn the_overview_has_the_fields_of_the_dashboard() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
-    assert_eq!(
-        admin_proxy.proxy.get_statuses("/all", 3).await,
-        [200, 200, 429]
-    );
-    assert_eq!(
-        admin_proxy
-            .proxy
-            .request("GET", "/")
-            .header("Host", "a b")
-            .send_for_status()
-            .await,
-        400
-    );
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    let report = loop {
+    let admin_proxy = Proxy::with_token(POLICIES).await;
+    assert_eq!(admin_proxy.get_statuses("/all", 3).await, [200, 200, 429]);
+    assert_eq!(admin_proxy.get_with("/", "Host", "a b").await.status, 400);
+    let report = eventually("the malformed request", TEST_TIMEOUT, async || {
         let report = admin_proxy.get_json("/overview?seconds=600").await;
-        if sum_series(&report["requests"]["seconds"]["malformed"]) == 1 {
-            break report;
-        }
-        assert!(Instant::now() < deadline, "{report:#}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    };
+        (sum_series(&report["requests"]["seconds"]["malformed"]) == 1).then_some(report)
+    })
+    .await;
     let seconds = &report["requests"]["seconds"];
     for (name, count) in [
         ("allowed", 2),
@@ -304,7 +270,7 @@ async fn the_overview_has_the_fields_of_the_dashboard() {
 
 #[tokio::test]
 async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
+    let admin_proxy = Proxy::with_token(POLICIES).await;
     let hostile = "<img src=x>\u{e9}\"";
     for (user, times) in [("ann", 6), ("bob", 3), (hostile, 4)] {
         for _ in 0..times {
@@ -313,15 +279,11 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
     }
     assert_eq!(
         admin_proxy
-            .proxy
             .get_statuses("/shut/%C2%9B31m/%3Cb%3E?secret=1", 2)
             .await,
         [403; 2]
     );
-    assert_eq!(
-        admin_proxy.proxy.get_statuses("/all", 3).await,
-        [200, 200, 429]
-    );
+    assert_eq!(admin_proxy.get_statuses("/all", 3).await, [200, 200, 429]);
     let reply = admin_proxy.admin_request("GET", "/top?n=2").send().await;
     assert!(
         reply
@@ -377,7 +339,7 @@ async fn the_most_limited_keys_are_listed_with_hostile_values_escaped() {
 
 #[tokio::test]
 async fn invalid_requests_get_a_descriptive_problem() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
+    let admin_proxy = Proxy::with_token(POLICIES).await;
     for (target, status, words) in [
         ("/keys", 400, "policy=NAME is missing"),
         (
@@ -469,7 +431,7 @@ async fn invalid_requests_get_a_descriptive_problem() {
 
 #[tokio::test]
 async fn each_route_accepts_exactly_the_methods_in_the_openapi_document() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
+    let admin_proxy = Proxy::with_token(POLICIES).await;
     let document = admin_proxy.get_json("/openapi.json").await;
     for (path, methods) in document["paths"].as_object().unwrap() {
         let mut documented: Vec<String> = methods
@@ -493,7 +455,7 @@ async fn each_route_accepts_exactly_the_methods_in_the_openapi_document() {
 
 #[tokio::test]
 async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
+    let admin_proxy = Proxy::with_token(POLICIES).await;
     let order = |lines: &[(&str, &str)]| {
         let ask = admin_proxy
             .authorized_request("PUT", "/log-level")
@@ -541,16 +503,13 @@ async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
             assert_eq!(reply.header(name), Some(value), "{target}");
         }
         let policy = reply.header("content-security-policy").unwrap();
-        assert!(
-            policy.contains("default-src 'none'") && policy.contains("frame-ancestors 'none'"),
-            "{policy}"
-        );
+        assert_contains(&policy, &["default-src 'none'", "frame-ancestors 'none'"]);
     }
 }
 
 #[tokio::test]
 async fn the_log_level_can_be_changed_at_run_time() {
-    let admin_proxy = AdminProxy::start("").await;
+    let admin_proxy = Proxy::with_token("").await;
     let level = |level: &str| {
         let body = json!({ "level": level }).to_string().into_bytes();
         admin_proxy
@@ -561,25 +520,22 @@ async fn the_log_level_can_be_changed_at_run_time() {
     };
     let debugged = |mark: usize| {
         admin_proxy
-            .proxy
             .log_since(mark)
             .iter()
             .any(|line| line.is_level("DEBUG"))
     };
     let refuse = || {
         admin_proxy
-            .proxy
             .request("GET", "/")
             .header("Host", "a b")
             .send_for_status()
     };
-    let mark = admin_proxy.proxy.log_mark();
+    let mark = admin_proxy.log_mark();
     refuse().await;
     assert!(!debugged(mark));
     assert_eq!(level("debug,hyper=off").await.status, 200);
     refuse().await;
     admin_proxy
-        .proxy
         .wait_for_log("a debug line", mark, TEST_TIMEOUT, |line| {
             line.is_level("DEBUG")
         })
@@ -590,7 +546,7 @@ async fn the_log_level_can_be_changed_at_run_time() {
         "debug,hyper=off"
     );
     assert_eq!(level("off").await.status, 200);
-    let mark = admin_proxy.proxy.log_mark();
+    let mark = admin_proxy.log_mark();
     assert_eq!(level("info").await.status, 200);
     refuse().await;
     assert!(!debugged(mark));
@@ -608,8 +564,7 @@ async fn the_log_level_can_be_changed_at_run_time() {
 
 #[tokio::test]
 async fn without_a_token_only_drain_is_accepted() {
-    let upstream = Upstream::echo().await;
-    let mut proxy = Proxy::start(POLICIES, upstream.address).await;
+    let mut proxy = Proxy::with_echo(POLICIES).await;
     let admin = proxy.admin_address();
     let ask = |method: &str, target: &str| {
         ClientRequest::new(admin, method, target).header("Host", "localhost")
@@ -629,8 +584,5 @@ async fn without_a_token_only_drain_is_accepted() {
         (accepted.status, &accepted.json()["status"]),
         (202, &json!("stopping"))
     );
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 }

@@ -1,31 +1,24 @@
 //! Draining an instance by its admin API and by `tidegate drain`.
 
 use crate::admin_api::assert_problem;
-use crate::support::TEST_TIMEOUT;
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::RawClient;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::upstream::{BodySender, Upstream, channel_body};
-use hyper::Response;
+use crate::support::prelude::*;
+use crate::support::upstream::BodySender;
 use std::fs;
 use std::path::PathBuf;
-use std::sync::Mutex;
 use std::time::Instant;
 use tempfile::TempDir;
 
 /// A proxy with a request in flight. The request ends when the body sender is dropped.
-async fn start_with_request_in_flight(shutdown: &str) -> (AdminProxy, RawClient, BodySender) {
-    let (feeder, body) = channel_body();
-    let body = Mutex::new(Some(body));
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body.lock().unwrap().take().unwrap_or_default();
-        async { Response::new(body) }
-    })
-    .await;
-    let admin_proxy =
-        AdminProxy::start_with_upstream(upstream, &format!("[shutdown]\n{shutdown}")).await;
-    let mut client = RawClient::connect(admin_proxy.proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+async fn start_with_request_in_flight(shutdown: &str) -> (Proxy, RawClient, BodySender) {
+    let (feeder, upstream) = Upstream::streaming().await;
+    let admin_proxy = Proxy::setup(&format!("[shutdown]\n{shutdown}"))
+        .token()
+        .owned_upstream(upstream)
+        .start()
+        .await;
+    let mut client = admin_proxy
+        .send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     feeder.send("x").await;
     client.read_past(b"x").await;
     (admin_proxy, client, feeder)
@@ -40,12 +33,7 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
         401,
     );
     let rest = async {
-        admin_proxy
-            .proxy
-            .wait_for_log("the drain to begin", 0, TEST_TIMEOUT, |line| {
-                line.field("asked_by") == "admin"
-            })
-            .await;
+        admin_proxy.wait_for_field("asked_by", "admin", 0).await;
         assert_eq!(
             admin_proxy
                 .admin_request("GET", "/readyz")
@@ -67,23 +55,15 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
         client.read_to_close().await
     };
     let (drained, rest) = tokio::join!(admin_proxy.run_command(&["drain"]), rest);
-    assert_eq!(drained.status.code(), Some(0), "{}", drained.stderr);
+    drained.expect_code(0);
     assert!(
         drained.stdout.starts_with("drained in "),
         "{}",
         drained.stdout
     );
     assert!(rest.ends_with(b"0\r\n\r\n"), "{rest:?}");
-    assert_eq!(
-        admin_proxy
-            .proxy
-            .wait_for_exit(TEST_TIMEOUT)
-            .await
-            .status
-            .code(),
-        Some(0)
-    );
-    let log = admin_proxy.proxy.log_text();
+    admin_proxy.assert_exit_code(0).await;
+    let log = admin_proxy.log_text();
     assert!(log.contains("\"connections_cut\":0"), "{log}");
     assert_eq!(
         log.matches("requests in flight may finish").count(),
@@ -92,7 +72,7 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
     );
 
     let unreachable = admin_proxy.run_command(&["drain"]).await;
-    assert_eq!(unreachable.status.code(), Some(1));
+    unreachable.expect_code(1);
     assert!(
         unreachable.stderr.starts_with("error: 127.0.0.1:"),
         "{}",
@@ -104,12 +84,9 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
 async fn drain_stops_waiting_after_its_timeout() {
     let (admin_proxy, _client, _feeder) = start_with_request_in_flight("grace = '60s'").await;
     let impatient = admin_proxy.run_command(&["drain", "--timeout", "1"]).await;
-    assert_eq!(impatient.status.code(), Some(1));
-    assert!(
-        impatient.stderr.contains("still running after 1.0 s"),
-        "{}",
-        impatient.stderr
-    );
+    impatient
+        .expect_code(1)
+        .expect_stderr("still running after 1.0 s");
 }
 
 #[tokio::test]
@@ -126,16 +103,12 @@ async fn drain_rejects_servers_that_are_not_a_tidegate_admin_port() {
             .arg(&config)
             .env("TIDEGATE_ADMIN__ADDRESS", address);
         let ended = run_command(&mut command).await;
-        assert_eq!(ended.status.code(), Some(1), "{}", ended.stdout);
+        ended.expect_code(1);
         ended.stderr
     };
     let other = drain(&upstream.address.to_string()).await;
     assert!(other.contains("answered 200"), "{other}");
-    assert!(
-        drain("127.0.0.1:0")
-            .await
-            .contains("admin.address has port 0")
-    );
+    assert_contains(&drain("127.0.0.1:0").await, &["admin.address has port 0"]);
     let mute = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let start = Instant::now();
     drain(&mute.local_addr().unwrap().to_string()).await;

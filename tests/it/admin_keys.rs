@@ -1,10 +1,7 @@
 //! Inspecting and resetting a key by the admin API, and explaining a request.
 
 use crate::admin_api::{POLICIES, assert_problem};
-use crate::support::TEST_TIMEOUT;
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::cluster::RedisCluster;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::sentinel::SentinelDeployment;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -13,7 +10,7 @@ use std::time::{Duration, Instant};
 const DENY_CACHE_TTL: Duration = Duration::from_secs(1);
 
 /// Checks the reported state of a key, and that a reset takes effect.
-async fn assert_key_can_be_inspected_and_reset(admin_proxy: &AdminProxy, counters: usize) {
+async fn assert_key_can_be_inspected_and_reset(admin_proxy: &Proxy, counters: usize) {
     for expected in [200, 200, 429, 429] {
         assert_eq!(
             admin_proxy.status_for_user("ann", "/api/pay/1").await,
@@ -87,7 +84,7 @@ async fn assert_key_can_be_inspected_and_reset(admin_proxy: &AdminProxy, counter
 
 #[tokio::test]
 async fn a_key_in_memory_can_be_inspected_and_reset() {
-    assert_key_can_be_inspected_and_reset(&AdminProxy::start(POLICIES).await, 0).await;
+    assert_key_can_be_inspected_and_reset(&Proxy::with_token(POLICIES).await, 0).await;
 }
 
 fn redis_config(port: u16) -> String {
@@ -100,8 +97,8 @@ fn redis_config(port: u16) -> String {
 #[tokio::test]
 async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
     let mut redis = RedisServer::start();
-    let admin_proxy = AdminProxy::start(&redis_config(redis.port())).await;
-    admin_proxy.proxy.wait_for_store().await;
+    let admin_proxy = Proxy::with_token(&redis_config(redis.port())).await;
+    admin_proxy.wait_for_store().await;
     assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
     let report = admin_proxy
         .get_json("/keys?policy=api&key=ann&key=pay")
@@ -124,15 +121,10 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
     );
 
     redis.kill();
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while admin_proxy.get_json("/overview").await["store"]["up"] == true {
-        assert!(
-            Instant::now() < deadline,
-            "{}",
-            admin_proxy.proxy.log_text()
-        );
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("the outage", async || {
+        admin_proxy.get_json("/overview").await["store"]["up"] == false
+    })
+    .await;
     let away = admin_proxy
         .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
         .send()
@@ -158,11 +150,9 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
     assert_eq!(report["expected"]["decision"], "degraded", "{report}");
     let overview = admin_proxy.get_json("/overview").await;
     assert_eq!(overview["store"]["up"], false);
-    assert!(
-        overview["hints"][0]
-            .as_str()
-            .unwrap()
-            .contains("the store is unavailable")
+    assert_contains(
+        overview["hints"][0].as_str().unwrap(),
+        &["the store is unavailable"],
     );
 }
 
@@ -174,12 +164,12 @@ async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
         )
     };
     let watched = SentinelDeployment::start(1).await;
-    let admin_proxy = AdminProxy::start(&on(&watched.config_lines())).await;
-    admin_proxy.proxy.wait_for_store().await;
+    let admin_proxy = Proxy::with_token(&on(&watched.config_lines())).await;
+    admin_proxy.wait_for_store().await;
     assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
     let cluster = RedisCluster::start().await;
-    let admin_proxy = AdminProxy::start(&on(&cluster.config_lines())).await;
-    admin_proxy.proxy.wait_for_store().await;
+    let admin_proxy = Proxy::with_token(&on(&cluster.config_lines())).await;
+    admin_proxy.wait_for_store().await;
     assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
 }
 
@@ -187,16 +177,16 @@ async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
 #[tokio::test]
 async fn explaining_a_request_without_limits_keeps_the_connection_to_redis() {
     let redis = RedisServer::start();
-    let admin_proxy = AdminProxy::start(&redis_config(redis.port())).await;
-    admin_proxy.proxy.wait_for_store().await;
+    let admin_proxy = Proxy::with_token(&redis_config(redis.port())).await;
+    admin_proxy.wait_for_store().await;
     let report = post_explain(&admin_proxy, json!({ "url": "/shut/x" })).await;
     assert_eq!(report["store_error"], Value::Null, "{report}");
     assert_eq!(report["expected"]["decision"], "denied", "{report}");
-    let log = admin_proxy.proxy.log_text();
+    let log = admin_proxy.log_text();
     assert!(!log.contains("redis unavailable"), "{log}");
 }
 
-async fn post_explain(admin_proxy: &AdminProxy, request: Value) -> Value {
+async fn post_explain(admin_proxy: &Proxy, request: Value) -> Value {
     let body = request.to_string().into_bytes();
     let reply = admin_proxy
         .admin_request("POST", "/explain")
@@ -210,7 +200,7 @@ async fn post_explain(admin_proxy: &AdminProxy, request: Value) -> Value {
 
 #[tokio::test]
 async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
-    let admin_proxy = AdminProxy::start(POLICIES).await;
+    let admin_proxy = Proxy::with_token(POLICIES).await;
     assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 200);
     let request = json!({
         "method": "GET", "url": "http://shop.example//api/pay/2?x", "headers": { "x-user": "ann", "accept": ["a", "b"] },

@@ -1,10 +1,6 @@
 //! The admin listener on a Unix socket: file permissions decide which processes may connect.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::process::{ProcessOutput, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -26,7 +22,7 @@ impl UnixAdminProxy {
         let dir = TempDir::new().unwrap();
         let path = dir.path().join("admin.sock");
         let upstream = Upstream::echo().await;
-        let proxy = Proxy::builder().config(POLICY).upstream(upstream.address);
+        let proxy = Proxy::setup(POLICY).upstream(upstream.address);
         let proxy = proxy
             .env(
                 "TIDEGATE_ADMIN__ADDRESS",
@@ -76,12 +72,12 @@ async fn clients_with_write_access_to_the_socket_are_treated_as_local() {
         0o660
     );
     let log = admin_proxy.proxy.log_text();
-    assert!(
-        log.contains(&format!(
+    assert_contains(
+        &log,
+        &[&format!(
             "\"address\":\"unix:{}\"",
             admin_proxy.path.display()
-        )),
-        "{log}"
+        )],
     );
     assert_eq!(
         admin_proxy
@@ -141,21 +137,13 @@ async fn commands_connect_through_the_socket() {
         drained.stdout,
         drained.stderr
     );
-    assert_eq!(
-        admin_proxy
-            .proxy
-            .wait_for_exit(TEST_TIMEOUT)
-            .await
-            .status
-            .code(),
-        Some(0)
-    );
+    admin_proxy.proxy.assert_exit_code(0).await;
     assert!(
         !admin_proxy.path.exists(),
         "the socket file was not removed"
     );
     let gone = admin_proxy.run_command(&["health"]).await;
-    assert_eq!(gone.status.code(), Some(1));
+    gone.expect_code(1);
     assert!(
         gone.stderr.starts_with(&format!(
             "error: unix:{}: No such file",
@@ -178,17 +166,13 @@ async fn a_socket_in_use_is_named_in_the_error() {
             "127.0.0.1:0",
         ])
         .await;
-    assert_eq!(ended.status.code(), Some(1));
+    ended.expect_code(1);
     let wanted = format!(
         "cannot listen on unix:{}: another process answers on it",
         admin_proxy.path.display()
     );
-    assert!(ended.stderr.contains(&wanted), "{}", ended.stderr);
-    assert!(
-        ended.stderr.contains("Set another admin.address"),
-        "{}",
-        ended.stderr
-    );
+    ended.expect_stderr(&wanted);
+    ended.expect_stderr("Set another admin.address");
     assert_eq!(
         admin_proxy
             .send_request("GET /livez", "localhost")

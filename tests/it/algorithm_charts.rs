@@ -2,6 +2,7 @@
 //! clock, with one fixed demand. `make pictures` redraws them. Otherwise the test requires
 //! `docs/img/` to match the drawing.
 
+use crate::support::prelude::*;
 use crate::support::store_harness::{START_US, StoreUnderTest};
 use std::fmt::Write as _;
 use std::fs;
@@ -96,10 +97,7 @@ const ALGORITHM_PLOTS: [AlgorithmPlot; 7] = [
     AlgorithmPlot {
         name: "token_bucket",
         parameters: r#"per = "1s", algorithm = "token_bucket", burst = 10"#,
-        algorithm: Algorithm::TokenBucket {
-            burst: 10,
-            warm_up_us: 0,
-        },
+        algorithm: plain_bucket(10),
         passed_label: "admitted",
         lower_title: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),

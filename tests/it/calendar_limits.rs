@@ -1,16 +1,11 @@
 //! Limits per day, week and month of a time zone, end to end and in the script of Redis.
 
-use crate::limits::start_proxy;
 use crate::redis_store::{
     CLOCK, SCRIPT, START_US, StateModel, calendar_day, decide_in_redis, make_charge, make_key,
     run_script,
 };
-use crate::support::client::RawResponse;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::prelude::*;
 use crate::support::unix_s;
-use crate::support::upstream::Upstream;
 use std::fs;
 use std::time::Duration;
 use tempfile::TempDir;
@@ -93,8 +88,8 @@ fn assert_about(value: u64, expected: u64) {
 async fn a_month_is_counted_for_all_proxies_and_reported_with_its_length() {
     let (zone, server) = (zone_far_from_midnight(), RedisServer::start());
     let config = config_text(&server.store_config(), zone);
-    let (one, upstream) = start_proxy(&config).await;
-    let other = Proxy::start(&config, upstream.address).await;
+    let one = Proxy::with_echo(&config).await;
+    let other = Proxy::start(&config, one.echo().address).await;
     for (proxy, remaining) in [(&one, 2), (&other, 1), (&one, 0)] {
         let response = get(proxy, "/plan").await;
         assert_eq!(response.status, 200);
@@ -127,8 +122,7 @@ async fn a_month_is_counted_for_all_proxies_and_reported_with_its_length() {
 #[tokio::test]
 async fn the_clock_of_redis_decides_the_day() {
     let (zone, server) = (zone_far_from_midnight(), RedisServer::start_with_clock());
-    let (proxy, _upstream) = start_proxy(&config_text(&server.store_config(), zone)).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::echo_connected(&config_text(&server.store_config(), zone)).await;
     let statuses = async |path: &'static str| {
         // Workers cache refusals for up to one second.
         tokio::time::sleep(Duration::from_millis(1_050)).await;
@@ -145,10 +139,7 @@ async fn the_clock_of_redis_decides_the_day() {
     server.set_clock_offset(left_s + 60);
     assert_eq!(statuses("/day").await, [200, 200, 429], "after midnight");
     let refused = get(&proxy, "/day").await;
-    assert_about(
-        refused.header("retry-after").unwrap().parse().unwrap(),
-        DAY_S - 60,
-    );
+    assert_about(refused.retry_after_s(), DAY_S - 60);
     // The counter proves that the next day began, so the day before does not come back.
     server.set_clock_offset(0);
     assert_eq!(statuses("/day").await, [429, 429, 429], "right again");
@@ -413,7 +404,7 @@ limit = { requests = 2, per = "month", tz = "Europe/Berlin", algorithm = "fixed_
     command.args(["replay", "--json", "access.log"]);
     let ended = run_command(&mut command).await;
     assert!(ended.status.success(), "{}", ended.stderr);
-    let report: serde_json::Value = serde_json::from_str(&ended.stdout).unwrap();
+    let report: serde_json::Value = ended.json();
     let set = &report["sets"][0];
     assert_eq!(
         (set["forwarded"].as_u64(), set["limited"].as_u64()),

@@ -1,7 +1,7 @@
 //! The commands as users and scripts run them: request formats, JSON, help, completions, the
 //! manual.
 
-use super::support::process::{ProcessOutput, run_command, tidegate_command};
+use crate::support::prelude::*;
 use serde_json::{Value, json};
 use std::fs;
 use tempfile::TempDir;
@@ -51,13 +51,7 @@ async fn a_request_in_any_of_four_formats_gets_the_same_explanation() {
             "x-user-id: ann",
         ])
         .await;
-    assert!(
-        plain
-            .stdout
-            .contains("api              matches: key api/ann, cost 1"),
-        "{}",
-        plain.stdout
-    );
+    plain.expect_stdout("api              matches: key api/ann, cost 1");
     let line = "curl -X POST http://shop.example/api/login -H 'x-user-id: ann'";
     let curl = config_dir.explain(&["--curl", line]).await;
     let words = [
@@ -119,17 +113,13 @@ async fn invalid_requests_are_reported_on_stderr() {
             "{args:?}: {}",
             output.stderr
         );
-        assert!(output.stderr.contains(why), "{args:?}: {}", output.stderr);
+        output.expect_stderr(why);
     }
     // Control characters of pasted input do not reach the terminal.
     let output = config_dir
         .explain(&["--curl", "curl /api/x --frob\u{1b}[31m"])
         .await;
-    assert!(
-        output.stderr.contains("note: ignored: --frob\\u{1b}[31m"),
-        "{}",
-        output.stderr
-    );
+    output.expect_stderr("note: ignored: --frob\\u{1b}[31m");
 }
 
 #[tokio::test]

@@ -1,9 +1,6 @@
 //! Many connections of few clients: new clients are served, and one client has a share at most.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use hyper::Response;
 use std::future::pending;
 use std::time::{Duration, Instant};
@@ -13,24 +10,23 @@ const CLOSED_FOR_LIMIT: &str = "tidegate_connections_closed_total{reason=\"conne
 
 #[tokio::test]
 async fn the_connection_idle_longest_is_closed_for_a_new_one() {
-    let upstream = Upstream::echo().await;
     let config = "[listen]\nthreads = 2\nmax_connections = 4";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let mut clients = Vec::new();
     for _ in 0..4 {
         let mut client = RawClient::connect(proxy.address).await;
-        assert_eq!(client.send(GET).await.read_response().await.status, 200);
+        assert_eq!(client.request(GET).await.status, 200);
         clients.push(client);
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     // The first two get another request, so the third is idle longest.
     for client in &mut clients[..2] {
-        assert_eq!(client.send(GET).await.read_response().await.status, 200);
+        assert_eq!(client.request(GET).await.status, 200);
     }
     assert_eq!(proxy.get("/").await.status, 200);
     assert!(clients[2].closes_within(TEST_TIMEOUT).await);
     for index in [0, 1, 3] {
-        let still_open = clients[index].send(GET).await.read_response().await.status;
+        let still_open = clients[index].request(GET).await.status;
         assert_eq!(still_open, 200, "{index}");
     }
     assert_eq!(proxy.read_metric(CLOSED_FOR_LIMIT).await, 1.0);
@@ -48,16 +44,16 @@ async fn active_connections_are_not_closed_for_new_ones() {
     let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
     let mut active = Vec::new();
     for _ in 0..2 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET /never HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let client = proxy
+            .send_raw("GET /never HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await;
         active.push(client);
     }
-    crate::support::eventually("both requests to arrive", TEST_TIMEOUT, || {
-        (upstream.requests().len() == 2).then_some(())
+    wait_until("both requests to arrive", async || {
+        upstream.requests().len() == 2
     })
     .await;
-    let mut waiting = RawClient::connect(proxy.address).await;
-    waiting.send(GET).await;
+    let mut waiting = proxy.send_raw(GET).await;
     assert!(!waiting.closes_within(Duration::from_millis(300)).await);
     assert_eq!(upstream.requests().len(), 2);
     drop(active.pop());
@@ -69,9 +65,8 @@ async fn active_connections_are_not_closed_for_new_ones() {
 /// HTTP/2 connections fill the limit. New clients are served at once.
 #[tokio::test]
 async fn a_crowd_of_idle_connections_stops_no_new_client() {
-    let upstream = Upstream::echo().await;
     let config = "[listen]\nmax_connections = 300";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let mut crowd = Vec::new();
     for n in 0..330 {
         let mut client = RawClient::connect(proxy.address).await;
@@ -85,9 +80,7 @@ async fn a_crowd_of_idle_connections_stops_no_new_client() {
     let mut times = Vec::new();
     for _ in 0..200 {
         let start = Instant::now();
-        let status = ClientRequest::new(proxy.address, "GET", "/")
-            .send_for_status()
-            .await;
+        let status = proxy.request("GET", "/").send_for_status().await;
         assert_eq!(status, 200);
         times.push(start.elapsed());
     }
@@ -98,10 +91,9 @@ async fn a_crowd_of_idle_connections_stops_no_new_client() {
 
 #[tokio::test]
 async fn connections_of_one_client_are_limited_except_of_trusted_proxies() {
-    let upstream = Upstream::echo().await;
     for (trusted, served) in [("", 3), ("client.trusted_proxies = ['127.0.0.1']", 5)] {
         let config = format!("{trusted}\n[listen]\nmax_connections_per_client = 3");
-        let proxy = Proxy::start(&config, upstream.address).await;
+        let proxy = Proxy::with_echo(&config).await;
         let (mut open, mut closed) = (Vec::new(), 0);
         for _ in 0..5 {
             let mut client = RawClient::connect(proxy.address).await;
@@ -117,19 +109,10 @@ async fn connections_of_one_client_are_limited_except_of_trusted_proxies() {
         let series = "tidegate_connections_closed_total{reason=\"client_limit\"}";
         assert_eq!(proxy.read_metric(series).await, closed as f64);
         open.clear();
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while RawClient::connect(proxy.address)
-            .await
-            .send(GET)
-            .await
-            .read_response_or_close()
-            .await
-            .is_none()
-        {
-            assert!(
-                Instant::now() < deadline,
-                "closed connections count no more"
-            );
-        }
+        wait_until("the closed connections to be forgotten", async || {
+            let mut client = proxy.send_raw(GET).await;
+            client.read_response_or_close().await.is_some()
+        })
+        .await;
     }
 }

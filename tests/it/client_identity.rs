@@ -1,8 +1,6 @@
 //! Client identification: a header of an untrusted peer must not decide the client address.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 
 const PER_CLIENT_POLICY: &str = r#"
 [[policy]]
@@ -63,7 +61,7 @@ async fn trap_23_a_header_from_an_untrusted_peer_is_ignored_and_logged_once() {
         .assert_known_client(XFF, &["2.2.2.2", "10.0.0.1", "3.3.3.3, 10.0.0.1"])
         .await;
     fixture.assert_known_client("X-Real-IP", &["4.4.4.4"]).await;
-    let hint = |line: &crate::support::proxy::LogLine| line.contains("trusted_proxies");
+    let hint = |line: &LogLine| line.contains("trusted_proxies");
     fixture
         .proxy
         .wait_for_log("the hint about trusted_proxies", 0, TEST_TIMEOUT, hint)
@@ -202,10 +200,9 @@ key = ["client_ip"]
 limit = { requests = 1, per = "1h" }
 override = [{ key = ["64:ff9b::198.51.100.7"], limit = { requests = 2, per = "1h" } }]
 "#;
-    let upstream = Upstream::echo().await;
     let config =
         format!("[client]\ntrusted_proxies = ['127.0.0.0/8']\nip_header = 'forwarded'\n{policy}");
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     for (client, status) in [
         ("64:ff9b::203.0.113.5", 403),
         ("64:ff9b::198.51.100.7", 200),

@@ -1,13 +1,8 @@
 //! A Redis Cluster: limits hold for all slots of their keys.
 
 use crate::redis_outage::OutageFixture;
-use crate::support::TEST_TIMEOUT;
-use crate::support::cluster::{RedisCluster, initial_node, user_key};
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::connect_redis;
-use crate::support::upstream::Upstream;
-use std::fs;
+use crate::support::cluster::{initial_node, user_key};
+use crate::support::prelude::*;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
@@ -16,13 +11,20 @@ use tidegate::limiter::{
 use tidegate::store::redis::{CounterInspector, SharedRedisState};
 use tidegate::store::{Settlement, Store, StoreUnavailable};
 use tokio::task::JoinSet;
-use tokio::time::sleep;
 
 pub(crate) const DAILY_LIMIT: Limit = Limit {
     requests: 1000,
     per_us: 86_400_000_000,
     algorithm: Algorithm::FixedWindow { offset_us: 0 },
 };
+/// [`DAILY_LIMIT`] with another amount.
+pub(crate) const fn daily_limit(requests: u64) -> Limit {
+    Limit {
+        requests,
+        ..DAILY_LIMIT
+    }
+}
+
 pub(crate) const CONCURRENCY_LIMIT: Limit = Limit {
     requests: 3,
     per_us: 10_000_000,
@@ -48,10 +50,7 @@ pub(crate) fn key_on(node: usize, policy: &str) -> Key {
 
 pub(crate) async fn connect_store(cluster: &RedisCluster) -> (Arc<SharedRedisState>, Store) {
     let (shared, redis) = connect_redis(cluster.settings()).await;
-    wait_until("all nodes to be connected", TEST_TIMEOUT, async || {
-        shared.is_up()
-    })
-    .await;
+    wait_until("all nodes to be connected", async || shared.is_up()).await;
     (shared, Store::from_redis(redis))
 }
 
@@ -72,14 +71,6 @@ pub(crate) fn error_count(shared: &SharedRedisState) -> u64 {
     shared.error_counts().map(|(_, count)| count).sum()
 }
 
-pub(crate) async fn wait_until(what: &str, within: Duration, mut holds: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + within;
-    while !holds().await {
-        assert!(Instant::now() < deadline, "waited {within:?} for {what}");
-        sleep(Duration::from_millis(10)).await;
-    }
-}
-
 /// Users with counters on the first node and on others.
 pub(crate) const USER_POLICY: &str = "[[policy]]\nname = 'user'\nkey = 'header:x-user-id'\n\
                      limit = { requests = 100000, per = '1h' }\non_store_failure = 'closed'\n";
@@ -93,11 +84,7 @@ pub(crate) fn user_on_node(node: usize) -> String {
 
 pub(crate) async fn status_for_user(proxy: &Proxy, user: &str) -> (u16, Duration) {
     let asked = Instant::now();
-    let status = proxy
-        .request("GET", "/")
-        .header("x-user-id", user)
-        .send_for_status()
-        .await;
+    let status = proxy.get_with("/", "x-user-id", user).await.status;
     (status, asked.elapsed())
 }
 
@@ -161,10 +148,7 @@ async fn limits_are_exact_over_two_proxies_and_all_slots() {
 async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     let cluster = RedisCluster::start().await;
     let (shared, store) = connect_store(&cluster).await;
-    let narrow = Limit {
-        requests: 5,
-        ..DAILY_LIMIT
-    };
+    let narrow = daily_limit(5);
     let (wide, tight, room) = (key_on(0, "wide"), key_on(1, "tight"), key_on(2, "room"));
     let mut admitted = 0;
     for slot in 1..=20 {
@@ -189,23 +173,16 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     }
     assert_eq!(admitted, 3, "the limit has three slots");
     // Refunds may still be in flight when the decision returns.
-    wait_until(
-        "the refund of the refused charges",
-        TEST_TIMEOUT,
-        async || {
-            remaining_units(&store, &DAILY_LIMIT, &wide).await == 1000 - 2 * 3
-                && remaining_units(&store, &narrow, &tight).await == 5 - 3
-        },
-    )
+    wait_until("the refund of the refused charges", async || {
+        remaining_units(&store, &DAILY_LIMIT, &wide).await == 1000 - 2 * 3
+            && remaining_units(&store, &narrow, &tight).await == 5 - 3
+    })
     .await;
     assert_eq!(remaining_units(&store, &CONCURRENCY_LIMIT, &room).await, 0);
 
     // The reverse order: a slot that was taken is free again.
     let (full, free) = (key_on(0, "full"), key_on(1, "free"));
-    let nothing = Limit {
-        requests: 0,
-        ..DAILY_LIMIT
-    };
+    let nothing = daily_limit(0);
     let charges = [
         Charge::new(&nothing, &full, 1),
         Charge {
@@ -215,7 +192,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
         },
     ];
     assert!(!store.decide(&charges).await.unwrap().admitted);
-    wait_until("the slot to be free", TEST_TIMEOUT, async || {
+    wait_until("the slot to be free", async || {
         remaining_units(&store, &CONCURRENCY_LIMIT, &free).await == 3
     })
     .await;
@@ -226,19 +203,13 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
 async fn every_algorithm_refunds_denied_charges() {
     let cluster = RedisCluster::start().await;
     let (_shared, store) = connect_store(&cluster).await;
-    let nothing = Limit {
-        requests: 0,
-        ..DAILY_LIMIT
-    };
+    let nothing = daily_limit(0);
     let (full, owner) = (key_on(0, "full"), key_on(1, "owner"));
     let all = [
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket {
-            burst: 1000,
-            warm_up_us: 0,
-        },
+        plain_bucket(1000),
     ];
     for algorithm in all {
         let limit = Limit {
@@ -264,11 +235,9 @@ async fn every_algorithm_refunds_denied_charges() {
                 },
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
-            wait_until(
-                &format!("{algorithm:?} to give back"),
-                TEST_TIMEOUT,
-                async || remaining_units(&store, &limit, &owner).await == 1000 - spent,
-            )
+            wait_until(format!("{algorithm:?} to give back"), async || {
+                remaining_units(&store, &limit, &owner).await == 1000 - spent
+            })
             .await;
         }
     }
@@ -279,24 +248,15 @@ async fn every_algorithm_refunds_denied_charges() {
 async fn denied_charges_are_refunded_while_units_are_leased() {
     let cluster = RedisCluster::start().await;
     let (shared, redis) = connect_redis(cluster.settings()).await;
-    wait_until("all nodes to be connected", TEST_TIMEOUT, async || {
-        shared.is_up()
-    })
-    .await;
+    wait_until("all nodes to be connected", async || shared.is_up()).await;
     let store = Store::from_redis(redis.clone());
-    let nothing = Limit {
-        requests: 0,
-        ..DAILY_LIMIT
-    };
+    let nothing = daily_limit(0);
     let full = key_on(0, "full");
     let all = [
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket {
-            burst: 1000,
-            warm_up_us: 0,
-        },
+        plain_bucket(1000),
     ];
     for algorithm in all {
         let (limit, owner) = (
@@ -337,11 +297,9 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
         }
-        wait_until(
-            &format!("{algorithm:?} to give back"),
-            TEST_TIMEOUT,
-            async || remaining_units(&store, &limit, &owner).await == 950,
-        )
+        wait_until(format!("{algorithm:?} to give back"), async || {
+            remaining_units(&store, &limit, &owner).await == 950
+        })
         .await;
     }
 }
@@ -402,7 +360,7 @@ async fn shards_together_admit_exactly_the_limit() {
     let mut last = None;
     for _ in 0..110 {
         let reply = fixture.proxy.get("/").await;
-        let remaining = reply.list_parameter("ratelimit", "hot", "r").unwrap();
+        let remaining = reply.remaining("hot").unwrap();
         assert!(
             remaining <= 100 - passed,
             "{remaining} reported as remaining after {passed}"
@@ -455,10 +413,7 @@ async fn shards_are_inspected_and_reset_as_one_counter() {
 async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests() {
     let cluster = RedisCluster::start().await;
     let (_shared, store) = connect_store(&cluster).await;
-    let narrow = Limit {
-        requests: 2,
-        ..DAILY_LIMIT
-    };
+    let narrow = daily_limit(2);
     let (enforced, shadow) = (key_on(0, "enforced"), key_on(2, "shadow"));
     for _ in 0..6 {
         let charges = [
@@ -471,7 +426,7 @@ async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests()
         ];
         store.decide(&charges).await.unwrap();
     }
-    wait_until("the shadow policy's charge", TEST_TIMEOUT, async || {
+    wait_until("the shadow policy's charge", async || {
         remaining_units(&store, &DAILY_LIMIT, &shadow).await == 998
     })
     .await;
@@ -498,8 +453,6 @@ async fn lost_scripts_are_reloaded_on_every_node() {
 #[tokio::test]
 async fn the_commands_find_counters_on_every_node() {
     let cluster = RedisCluster::start().await;
-    let folder = tempfile::TempDir::new().unwrap();
-    let file = folder.path().join("config.toml");
     let upstream = Upstream::echo().await;
     let text = format!(
         "[upstream]\nurl = 'http://{}'\n[store]\nkind = 'redis'\n[store.redis]\n{}\nkey_prefix = 'shop'\n\
@@ -507,19 +460,14 @@ async fn the_commands_find_counters_on_every_node() {
         upstream.address,
         cluster.config_lines()
     );
-    fs::write(&file, &text).unwrap();
-    let proxy = Proxy::builder()
-        .config(&text)
-        .upstream(upstream.address)
-        .start()
-        .await;
+    let config = ConfigFile::new(&text);
+    let proxy = Proxy::start(&text, upstream.address).await;
     let users: Vec<String> = (0..3).map(user_on_node).collect();
     for user in &users {
         assert_eq!(status_for_user(&proxy, user).await.0, 200);
     }
     let says = async |words: &[&str]| {
-        let mut command = tidegate_command();
-        let ended = run_command(command.args(words).arg("--config").arg(&file)).await;
+        let ended = config.run(words).await;
         assert!(ended.status.success(), "{words:?}: {}", ended.stderr);
         ended.stdout
     };
@@ -537,10 +485,9 @@ async fn the_commands_find_counters_on_every_node() {
     assert!(explained.contains("99999 left"), "{explained}");
     let reset = says(&["keys", "reset", "user", &users[1]]).await;
     assert!(reset.contains("reset 1 counter"), "{reset}");
-    assert!(
-        says(&["keys", "show", "user", &users[1]])
-            .await
-            .contains("100000 left")
+    assert_contains(
+        &says(&["keys", "show", "user", &users[1]]).await,
+        &["100000 left"],
     );
 }
 
@@ -550,7 +497,7 @@ async fn dropping_the_store_closes_its_connections() {
     let open = async || {
         let mut open = 0;
         for node in &cluster.nodes {
-            open += node.read_info_number("clients", "connected_clients").await;
+            open += node.connected_clients().await;
         }
         open
     };
@@ -558,20 +505,14 @@ async fn dropping_the_store_closes_its_connections() {
     for _ in 0..3 {
         drop(connect_store(&cluster).await);
     }
-    wait_until("all connections to end", TEST_TIMEOUT, async || {
-        open().await <= before
-    })
-    .await;
+    wait_until("all connections to end", async || open().await <= before).await;
 }
 
 #[tokio::test]
 async fn a_decision_cancelled_between_slots_refunds_its_charges() {
     let cluster = RedisCluster::start().await;
     let (_shared, store) = connect_store(&cluster).await;
-    let nothing = Limit {
-        requests: 0,
-        ..DAILY_LIMIT
-    };
+    let nothing = daily_limit(0);
     let (full, free) = (key_on(0, "full"), key_on(1, "free"));
     for _ in 0..10 {
         let charges = [
@@ -588,7 +529,7 @@ async fn a_decision_cancelled_between_slots_refunds_its_charges() {
         }
     }
     // Sent after the refunds.
-    wait_until("the refund of all charges", TEST_TIMEOUT, async || {
+    wait_until("the refund of all charges", async || {
         remaining_units(&store, &DAILY_LIMIT, &free).await == 1000
     })
     .await;
@@ -598,16 +539,7 @@ async fn a_decision_cancelled_between_slots_refunds_its_charges() {
 async fn retries_on_other_shards_do_not_deny_the_request_themselves() {
     let cluster = RedisCluster::start().await;
     let (_shared, store) = connect_store(&cluster).await;
-    let (sixteen, one) = (
-        Limit {
-            requests: 16,
-            ..DAILY_LIMIT
-        },
-        Limit {
-            requests: 1,
-            ..DAILY_LIMIT
-        },
-    );
+    let (sixteen, one) = (daily_limit(16), daily_limit(1));
     for round in 0..8 {
         let (hot, own) = (
             policy_key(&format!("hot-{round}")),

@@ -3,12 +3,8 @@
 
 mod reservations;
 
-use crate::support::client::RawClient;
-use crate::support::cluster::{RedisCluster, hash_slot, initial_node, user_key};
-use crate::support::proxy::Proxy;
-use crate::support::redis::connect_redis;
-use crate::support::upstream::Upstream;
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::cluster::{hash_slot, initial_node, user_key};
+use crate::support::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -79,11 +75,7 @@ async fn start_proxy(
          key_prefix = 'shop'\ntimeout = '{timeout}'\nconnect_timeout = '1s'\n{policies}",
         cluster.config_lines()
     );
-    Proxy::builder()
-        .config(&config)
-        .upstream(upstream.address)
-        .start()
-        .await
+    Proxy::start(&config, upstream.address).await
 }
 
 fn policy_key(name: &str) -> Key {
@@ -146,7 +138,7 @@ impl HostileLoad {
                     let request = format!(
                         "GET / HTTP/1.1\r\nHost: shop.example\r\nx-user-id: {user}\r\n\r\n"
                     );
-                    statuses.push(client.send(request).await.read_response().await.status);
+                    statuses.push(client.request(request).await.status);
                     if !pause.is_zero() {
                         sleep(pause).await;
                     }
@@ -284,12 +276,8 @@ async fn fixture_with_dead_master(mode: &str, live_limit: [&str; 2]) -> (SplitFi
     let mut fixture = SplitFixture::start("200ms", &policies).await;
     // The cluster needs a majority to stay up; the third master has no counter.
     fixture.cluster.nodes[1].kill();
-    eventually("the loss to be noticed", TEST_TIMEOUT, || {
-        fixture
-            .proxy
-            .log_text()
-            .contains("redis unavailable")
-            .then_some(())
+    wait_until("the loss to be noticed", async || {
+        fixture.proxy.log_text().contains("redis unavailable")
     })
     .await;
     (fixture, policy_key(&live))
@@ -400,11 +388,7 @@ async fn an_open_slot_decides_two_keys_without_an_error() {
             let is_block = name == "block_for";
             assert_eq!(wait > 3601.0, is_block, "{wait}");
             if !is_block {
-                let daily = Limit {
-                    requests: 100,
-                    per_us: 24 * HOUR_US,
-                    algorithm: Algorithm::SlidingLog,
-                };
+                let daily = sliding_log(100, 24 * HOUR_US);
                 let used = fixture.used_units(&daily, &user_key("two", &user)).await;
                 assert_eq!(used, 5, "a refused request charges no limit");
             }
@@ -491,7 +475,7 @@ async fn resharding_many_slots_under_load_fails_no_request() {
                     break;
                 }
                 let request = format!("GET / HTTP/1.1\r\nHost: a\r\nx-user-id: {user}\r\n\r\n");
-                statuses.push(client.send(request).await.read_response().await.status);
+                statuses.push(client.request(request).await.status);
                 sleep(Duration::from_millis(2)).await;
             }
             statuses

@@ -3,11 +3,8 @@
 mod held_slots;
 mod slot_calls;
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, list_counter_keys};
-use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body, full_body};
+use crate::support::prelude::*;
+use crate::support::upstream::BodySender;
 use hyper::Response;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -67,21 +64,17 @@ impl SlowUpstream {
 
 /// Begins a request as soon as a slot is free. A slot is returned a moment after its response ends.
 async fn begin_when_free(proxy: &Proxy) -> RawClient {
-    let start = Instant::now();
-    loop {
+    eventually("a free slot", TEST_TIMEOUT, async || {
         let (client, head) = send_request(proxy).await;
-        if head.starts_with(b"HTTP/1.1 200") {
-            return client;
-        }
-        drop(client);
-        assert!(start.elapsed() < TEST_TIMEOUT, "no slot is returned");
-        sleep(Duration::from_millis(5)).await;
-    }
+        head.starts_with(b"HTTP/1.1 200").then_some(client)
+    })
+    .await
 }
 
 async fn send_request(proxy: &Proxy) -> (RawClient, Vec<u8>) {
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut client = proxy
+        .send_raw("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     let head = client.read_past(b"\r\n\r\n").await;
     (client, head)
 }
@@ -104,12 +97,10 @@ async fn send_quick_request(proxy: &Proxy) -> RawResponse {
 /// Returns the time until a request is admitted.
 async fn wait_until_admitted(proxy: &Proxy) -> Duration {
     let start = Instant::now();
-    let admitted = timeout(TEST_TIMEOUT, async {
-        while send_quick_request(proxy).await.status != 200 {
-            sleep(Duration::from_millis(5)).await;
-        }
-    });
-    admitted.await.expect("the slot was not returned in time");
+    wait_until("the slot", async || {
+        send_quick_request(proxy).await.status == 200
+    })
+    .await;
     start.elapsed()
 }
 
@@ -201,8 +192,9 @@ async fn a_client_that_disconnects_before_redis_replies_holds_no_slot() {
     send_quick_request(&proxy).await;
     server.pause();
     for _ in 0..2 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let _client = proxy
+            .send_raw("GET /jobs/ HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await;
         // Gives the worker time to send the call to Redis.
         sleep(Duration::from_millis(50)).await;
     }
@@ -301,10 +293,10 @@ async fn concurrency_combines_with_other_limits() {
     for _ in 0..3 {
         let reply = send_quick_request(&proxy).await;
         assert_eq!(reply.status, 429);
-        assert_eq!(reply.list_parameter("ratelimit", "hourly", "r"), Some(1));
+        assert_eq!(reply.remaining("hourly"), Some(1));
         let grows_in_s = reply.list_parameter("ratelimit", "hourly", "t").unwrap();
         assert!((3_000..=3_600).contains(&grows_in_s), "{grows_in_s}");
-        assert_eq!(reply.list_parameter("ratelimit", "slots", "r"), Some(0));
+        assert_eq!(reply.remaining("slots"), Some(0));
     }
     drop(work.take_oldest_body());
     wait_until_admitted(&proxy).await;
@@ -314,5 +306,5 @@ async fn concurrency_combines_with_other_limits() {
         reply.retry_after_us() > 3_000_000_000,
         "the retry_after of the hourly limit"
     );
-    assert_eq!(reply.list_parameter("ratelimit", "slots", "r"), Some(1));
+    assert_eq!(reply.remaining("slots"), Some(1));
 }

@@ -1,9 +1,7 @@
 //! Configurations that are large, malformed, or made of files that are no configuration.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::process::{ProcessOutput, command_for, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
+use crate::support::process::command_for;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -200,26 +198,21 @@ async fn only_regular_files_of_limited_size_are_read() {
 
 #[tokio::test]
 async fn a_pipe_in_the_configuration_stops_neither_reload_nor_shutdown() {
-    let upstream = Upstream::echo().await;
     let deny = "[[policy]]\nname = 'deny'\naction = 'deny'\n";
-    let mut proxy = Proxy::start(deny, upstream.address).await;
+    let mut proxy = Proxy::with_echo(deny).await;
     let pipe = proxy.config_path().with_file_name("pipe.toml");
     make_fifo(&pipe);
     let mark = proxy.log_mark();
     proxy.write_config("include = ['pipe.toml', '/dev/zero']");
     proxy.send_sighup();
-    let is_rejection = |line: &crate::support::proxy::LogLine| line.contains("not a regular file");
+    let is_rejection = |line: &LogLine| line.contains("not a regular file");
     proxy
         .wait_for_log("a rejection", mark, TEST_TIMEOUT, is_rejection)
         .await;
     assert!(proxy.rss_kib() < 300 * 1024, "{} KiB", proxy.rss_kib());
     proxy.write_config("");
     proxy.send_sighup();
-    proxy
-        .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("configuration reloaded")
-        })
-        .await;
+    proxy.wait_for_message("configuration reloaded", mark).await;
     assert_eq!(proxy.get("/").await.status, 200);
     proxy.send_sigterm();
     let output = proxy.wait_for_exit(Duration::from_secs(15)).await;

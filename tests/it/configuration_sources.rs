@@ -1,8 +1,6 @@
 //! The flags that all commands share: configuration files, stdin, `TIDEGATE_CONFIG`, `--json`.
 
-use super::support::process::{ProcessOutput, run_command, tidegate_command};
-use super::support::redis::RedisServer;
-use super::support::tls::CertificateAuthority;
+use crate::support::prelude::*;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -51,17 +49,12 @@ async fn check_reads_several_files_flags_stdin_and_the_variable() {
     let both = run_in(&dir, &["check", "a.toml", "--config", "b.toml"]).await;
     assert!(both.status.success(), "{}", both.stderr);
     for text in ["a.toml:\n", "b.toml:\n", "login: ", "other: "] {
-        assert!(both.stdout.contains(text), "{}", both.stdout);
+        both.expect_stdout(text);
     }
 
     let one_bad = run_in(&dir, &["check", "a.toml", "bad.toml"]).await;
-    assert_eq!(one_bad.status.code(), Some(1));
-    assert!(one_bad.stdout.contains("login: "), "{}", one_bad.stdout);
-    assert!(
-        one_bad.stderr.contains("bad.toml:3:9: log.level"),
-        "{}",
-        one_bad.stderr
-    );
+    one_bad.expect_code(1).expect_stdout("login: ");
+    one_bad.expect_stderr("bad.toml:3:9: log.level");
 
     let json = run_in(&dir, &["check", "--json", "a.toml", "bad.toml"]).await;
     let report: Value = serde_json::from_str(&json.stdout).unwrap();
@@ -75,16 +68,12 @@ async fn check_reads_several_files_flags_stdin_and_the_variable() {
 
     let mut from_variable = command_in(&dir, &["check"]);
     let from_variable = run_command(from_variable.env("TIDEGATE_CONFIG", "b.toml")).await;
-    assert!(
-        from_variable.stdout.contains("other: "),
-        "{}",
-        from_variable.stderr
-    );
+    from_variable.expect_stdout("other: ");
 
     for words in [["check", "-"].as_slice(), &["check", "--config", "-"]] {
         let output = run_with_stdin(&mut command_in(&dir, words), INVALID).await;
-        let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(1));
+        let stderr = String::from_utf8(output.stderr).unwrap();
         assert!(
             stderr.starts_with("error: <stdin>:3:9: log.level: found 'loud'")
                 && stderr.contains("    3 | level = 'loud'"),
@@ -98,22 +87,14 @@ async fn check_reads_several_files_flags_stdin_and_the_variable() {
         ],
     )
     .await;
-    assert!(
-        several.stderr.contains("only check reads several"),
-        "{}",
-        several.stderr
-    );
+    several.expect_stderr("only check reads several");
 }
 
 #[tokio::test]
 async fn commands_work_without_a_file_in_the_working_directory() {
     let dir = TempDir::new().unwrap();
     let explained = run_in(&dir, &["explain", "GET", "/"]).await;
-    assert!(
-        explained.stdout.contains("no limit applies"),
-        "{}",
-        explained.stderr
-    );
+    explained.expect_stdout("no limit applies");
 
     let redis = RedisServer::start();
     let mut keys = command_in(&dir, &["keys", "list"]);
@@ -129,7 +110,7 @@ async fn commands_work_without_a_file_in_the_working_directory() {
     for command in ["top", "health", "drain"] {
         let mut command = command_in(&dir, &[command]);
         let output = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:1")).await;
-        assert_eq!(output.status.code(), Some(1));
+        output.expect_code(1);
         assert!(
             output.stderr.starts_with("error: 127.0.0.1:1: "),
             "{}",
@@ -284,11 +265,7 @@ async fn strict_fails_on_every_warning() {
                 "{flags:?} {}",
                 output.stderr
             );
-            assert!(
-                output.stderr.contains("warning: ") && output.stderr.contains(warning),
-                "{}",
-                output.stderr
-            );
+            assert_contains(&output.stderr, &["warning: ", warning]);
         }
     }
 }
@@ -304,7 +281,7 @@ async fn a_header_that_the_gateway_sets_is_no_warning() {
         &format!("client.trusted_headers = ['X-Plan']\n{policy}"),
     );
     let output = run_in(&dir, &["check", "--strict"]).await;
-    assert_eq!(output.status.code(), Some(0), "{}", output.stderr);
+    output.expect_code(0);
 }
 
 const WITH_FILES: &str = "
@@ -345,7 +322,7 @@ async fn check_works_without_the_files_and_prints_addresses_and_missing_keys() {
     let dir = TempDir::new().unwrap();
     write(&dir, "config.toml", WITH_FILES);
     let without = run_in(&dir, &["check", "--no-files", "--strict"]).await;
-    assert_eq!(without.status.code(), Some(0), "{}", without.stderr);
+    without.expect_code(0);
     for line in [
         "listen: 0.0.0.0:8443, TLS",
         "upstream: https://app.internal:8443",
@@ -359,14 +336,10 @@ async fn check_works_without_the_files_and_prints_addresses_and_missing_keys() {
         "; without claim sub: rejected;",
         "; without header x-api-key: one quota for all such requests;",
     ] {
-        assert!(without.stdout.contains(text), "{text}: {}", without.stdout);
+        without.expect_stdout(text);
     }
-    assert!(
-        !without.stdout.contains("without query"),
-        "{}",
-        without.stdout
-    );
-    assert!(without.stderr.contains("--no-files"), "{}", without.stderr);
+    assert_lacks(&without.stdout, &["without query"]);
+    without.expect_stderr("--no-files");
     let all = without.stdout + &without.stderr;
     assert!(!all.contains("hunter2") && !all.contains("ann"), "{all}");
 
@@ -376,7 +349,7 @@ async fn check_works_without_the_files_and_prints_addresses_and_missing_keys() {
     assert_eq!(json["files_read"], false);
 
     let with = run_in(&dir, &["check"]).await;
-    assert_eq!(with.status.code(), Some(1));
+    with.expect_code(1);
     for key in [
         "listen.tls.cert",
         "upstream.tls.ca",
@@ -387,18 +360,15 @@ async fn check_works_without_the_files_and_prints_addresses_and_missing_keys() {
         "store.state_dir",
         "store.redis.ca",
     ] {
-        assert!(with.stderr.contains(key), "{key}: {}", with.stderr);
+        with.expect_stderr(key);
     }
     // Mistakes other than absent files are still found.
     let mistake = WITH_FILES.replace("client_ca = '/none/ca'", "client_crl = '/none/crl'");
     write(&dir, "config.toml", &mistake);
     let mistaken = run_in(&dir, &["check", "--no-files"]).await;
-    assert_eq!(mistaken.status.code(), Some(1));
-    assert!(
-        mistaken.stderr.contains("expected client_ca too"),
-        "{}",
-        mistaken.stderr
-    );
+    mistaken
+        .expect_code(1)
+        .expect_stderr("expected client_ca too");
 }
 
 #[tokio::test]

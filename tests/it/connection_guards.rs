@@ -1,10 +1,8 @@
 //! Limits that h2 keeps per connection: a slow or abusive stream ends no other stream.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_frames::*;
 use crate::support::h2_upstream::{H2Exchange, H2Upstream};
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use bytes::Bytes;
 use h2::server::Builder;
 use hyper::Response;
@@ -20,11 +18,7 @@ const ONE_WORKER: &str = "listen.threads = 1\n";
 const HELD: usize = 5;
 
 async fn start_proxy(upstream: &H2Upstream) -> Proxy {
-    Proxy::builder()
-        .config(ONE_WORKER)
-        .upstream_url(&upstream.url())
-        .start()
-        .await
+    Proxy::start(ONE_WORKER, &upstream.url()).await
 }
 
 /// Sends DATA frames of these sizes in turn until the proxy grants no window for some time, or the
@@ -80,7 +74,7 @@ async fn start_endless_upstream(sizes: &'static [usize], stalled: u32) -> H2Upst
 
 fn spawn_held_requests(proxy: &Proxy) -> Vec<tokio::task::JoinHandle<u16>> {
     (0..HELD)
-        .map(|_| tokio::spawn(ClientRequest::new(proxy.address, "GET", "/hold").send_for_status()))
+        .map(|_| tokio::spawn(proxy.request("GET", "/hold").send_for_status()))
         .collect()
 }
 
@@ -104,8 +98,7 @@ async fn clients_that_do_not_read_small_frames_end_no_other_request() {
             "GET /socket HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
              Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
         ] {
-            let mut reader = RawClient::connect(proxy.address).await;
-            reader.send(head).await;
+            let reader = proxy.send_raw(head).await;
             readers.push(reader);
         }
         let mut reader = FrameClient::connect(proxy.address, &encode_setting(4, 0)).await;
@@ -145,9 +138,7 @@ async fn a_stalled_response_passes_unchanged_once_the_client_reads() {
     let proxy = start_proxy(&upstream).await;
     let mut reader = FrameClient::connect(proxy.address, &encode_setting(4, 0)).await;
     reader.send(get_frame(1, "/")).await;
-    reader
-        .wait_for_frame("a head", |frame| frame.kind == HEADERS)
-        .await;
+    reader.wait_for_kind(HEADERS).await;
     all_sent.acquire().await.unwrap().forget();
     assert_eq!(proxy.get("/livez-of-nobody").await.status, 200);
     reader
@@ -192,11 +183,7 @@ async fn empty_frames_of_an_upstream_end_no_request() {
 async fn malformed_requests_through_a_trusted_proxy_end_no_other_request() {
     let upstream = H2Upstream::echo().await;
     let config = format!("{ONE_WORKER}[client]\ntrusted_proxies = ['127.0.0.0/8']\n");
-    let proxy = Proxy::builder()
-        .config(&config)
-        .upstream_url(&upstream.url())
-        .start()
-        .await;
+    let proxy = Proxy::start(&config, &upstream.url()).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     client.send(window_update_frame(0, 1 << 30)).await;
     for n in 0..600 {
@@ -292,14 +279,11 @@ async fn an_upload_of_tiny_frames_is_reset_alone() {
     let release = Arc::new(Semaphore::new(0));
     let upstream = start_unreading_upstream(&release).await;
     for (is_trusted, size) in [(true, 0), (true, 1), (true, 4), (false, 1), (false, 4)] {
-        let proxy = Proxy::builder()
-            .config(&format!(
-                "{}{ONE_WORKER}",
-                if is_trusted { TRUSTED } else { "" }
-            ))
-            .upstream_url(&upstream.url())
-            .start()
-            .await;
+        let proxy = Proxy::start(
+            &format!("{}{ONE_WORKER}", if is_trusted { TRUSTED } else { "" }),
+            &upstream.url(),
+        )
+        .await;
         let mut client = FrameClient::connect(proxy.address, &[]).await;
         let opening = [post_head_frame(1, "/upload"), get_frame(3, "/hold")].concat();
         client.send(opening).await;

@@ -1,8 +1,6 @@
 //! CORS: browser scripts may read responses that tidegate generates.
 
-use crate::support::client::{ClientRequest, RawResponse};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, full_body};
+use crate::support::prelude::*;
 use hyper::Response;
 
 const APP_ORIGIN: &str = "https://app.example";
@@ -40,9 +38,7 @@ fn request_from_origin(proxy: &Proxy, target: &str, origin: &str) -> ClientReque
 async fn only_listed_origins_may_read_generated_responses() {
     let upstream = Upstream::with_handler(|_| async {
         let mut answer = Response::new(full_body("ok"));
-        answer
-            .headers_mut()
-            .insert("vary", "Accept".parse().unwrap());
+        set_header(&mut answer, "vary", "Accept");
         answer
     })
     .await;
@@ -142,7 +138,7 @@ async fn scripts_of_allowed_origins_read_the_rate_limit_fields_of_admitted_respo
 async fn a_wildcard_origin_allows_reads_without_credentials() {
     let any = format!("[response.cors]\nallow_origins = ['*']\n{POLICIES}");
     // No process listens on the upstream's port.
-    let proxy = Proxy::builder().config(&any).start().await;
+    let proxy = Proxy::setup(&any).start().await;
     for (target, status) in [("/limited", 429), ("/", 502)] {
         let reply = request_from_origin(&proxy, target, "https://anywhere.example")
             .send()
@@ -153,7 +149,7 @@ async fn a_wildcard_origin_allows_reads_without_credentials() {
             "{target}"
         );
     }
-    let proxy = Proxy::builder().config(POLICIES).start().await;
+    let proxy = Proxy::setup(POLICIES).start().await;
     assert_eq!(
         cors_headers(
             &request_from_origin(&proxy, "/limited", APP_ORIGIN)
@@ -171,7 +167,7 @@ async fn a_rejection_during_a_store_outage_has_cors_headers() {
         "[response.cors]\nallow_origins = '{APP_ORIGIN}'\n[store]\nkind = 'redis'\nredis.url = 'redis://127.0.0.1:9'\n\
          [[policy]]\nname = 'p'\nlimit = {{ requests = 9, per = '1h' }}\non_store_failure = 'closed'\n"
     );
-    let proxy = Proxy::builder().config(&config).start().await;
+    let proxy = Proxy::setup(&config).start().await;
     let reply = request_from_origin(&proxy, "/", APP_ORIGIN).send().await;
     assert_eq!(
         (reply.status, cors_headers(&reply)),

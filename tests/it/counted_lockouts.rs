@@ -1,22 +1,14 @@
 //! `count_when` with `block_for`: only counted responses lock a key out.
 
 use crate::reference_model::NaiveModel;
-use crate::support::TEST_TIMEOUT;
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::cluster::RedisCluster;
 use crate::support::gated_upstream::GatedUpstream;
 use crate::support::login_app::{self, check_password};
-use crate::support::process::run_check;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
-use crate::support::upstream::{RawUpstream, Upstream};
 use fastrand::Rng;
 use futures_util::future::join_all;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
-use tokio::time::{sleep, timeout};
 
 /// A refusal with a longer wait than the period is a block.
 const LOCKOUT_POLICY: &str = "[[policy]]
@@ -42,7 +34,7 @@ fn is_block(reply: &RawResponse) -> bool {
 /// Sends wrong passwords until the key is locked out. Returns how many reached the app.
 async fn fail_until_locked_out(proxy: &Proxy, user: &str) -> usize {
     let mut failures = 0;
-    timeout(TEST_TIMEOUT, async {
+    in_time(async {
         loop {
             let reply = log_in(proxy, user, "wrong").await;
             if is_block(&reply) {
@@ -52,7 +44,6 @@ async fn fail_until_locked_out(proxy: &Proxy, user: &str) -> usize {
         }
     })
     .await
-    .unwrap()
 }
 
 fn store_config(redis: Option<&RedisServer>) -> String {
@@ -65,8 +56,12 @@ async fn five_wrong_passwords_lock_out_and_a_reset_unlocks() {
         let redis = in_redis.then(RedisServer::start);
         let config = format!("{}\n{LOCKOUT_POLICY}", store_config(redis.as_ref()));
         let app = Upstream::with_handler(check_password).await;
-        let admin_proxy = AdminProxy::start_with_upstream(app, &config).await;
-        let proxy = &admin_proxy.proxy;
+        let admin_proxy = Proxy::setup(&config)
+            .token()
+            .owned_upstream(app)
+            .start()
+            .await;
+        let proxy = &admin_proxy;
         for _ in 0..2 {
             assert_eq!(fail_until_locked_out(proxy, "ann").await, 5, "{in_redis}");
             assert!(is_block(&log_in(proxy, "ann", "right").await));
@@ -76,13 +71,10 @@ async fn five_wrong_passwords_lock_out_and_a_reset_unlocks() {
             let reset = reset.send().await;
             assert_eq!(reset.json()["counters_forgotten"], 3, "{}", reset.text());
             // A worker caches a block for a second.
-            timeout(TEST_TIMEOUT, async {
-                while log_in(proxy, "ann", "right").await.status != 200 {
-                    sleep(Duration::from_millis(20)).await;
-                }
+            wait_until("the end of the block", async || {
+                log_in(proxy, "ann", "right").await.status == 200
             })
-            .await
-            .unwrap();
+            .await;
         }
     }
 }
@@ -104,18 +96,15 @@ async fn right_passwords_in_parallel_start_no_block() {
             app.answer(1_000);
         };
         let held = join_all((0..5).map(|_| log_in(&proxy, "ann", "right")));
-        let (held, ()) = timeout(TEST_TIMEOUT, async { tokio::join!(held, release) })
-            .await
-            .unwrap();
+        let (held, ()) = in_time(async { tokio::join!(held, release) }).await;
         assert!(held.iter().all(|reply| reply.status == 200));
         // The last reservations are returned soon.
-        timeout(TEST_TIMEOUT, async {
+        in_time(async {
             for _ in 0..20 {
                 while log_in(&proxy, "ann", "right").await.status != 200 {}
             }
         })
-        .await
-        .unwrap();
+        .await;
     }
 }
 
@@ -123,26 +112,15 @@ async fn right_passwords_in_parallel_start_no_block() {
 async fn clients_that_leave_before_the_response_are_locked_out() {
     for in_redis in [false, true] {
         let redis = in_redis.then(RedisServer::start);
-        let silent = RawUpstream::with_script(|_, mut socket| async move {
-            socket.read_request().await;
-            socket.read_to_close().await;
-        })
-        .await;
+        let silent = RawUpstream::silent().await;
         let policy = LOCKOUT_POLICY.replace("requests = 5", "requests = 1");
         let config = format!("{}\n{policy}", store_config(redis.as_ref()));
         let proxy = Proxy::start(&config, silent.address).await;
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        while silent.connection_count() == 0 {
-            sleep(Duration::from_millis(5)).await;
-        }
+        let client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        wait_until("the request", async || silent.connection_count() > 0).await;
         assert!(!is_block(&proxy.get("/").await));
         drop(client);
-        timeout(TEST_TIMEOUT, async {
-            while !is_block(&proxy.get("/").await) {}
-        })
-        .await
-        .unwrap();
+        wait_until("the block", async || is_block(&proxy.get("/").await)).await;
     }
 }
 
@@ -169,8 +147,7 @@ async fn after_a_short_block_the_limit_still_refuses_in_a_cluster() {
         cluster.config_lines()
     );
     let app = Upstream::with_handler(check_password).await;
-    let proxy = Proxy::start(&config, app.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, app.address).await;
     for _ in 0..5 {
         assert_eq!(log_in(&proxy, "ann", "wrong").await.status, 401);
     }
@@ -191,8 +168,7 @@ async fn an_instance_without_redis_locks_out_by_itself() {
         redis.store_config()
     );
     let app = Upstream::with_handler(check_password).await;
-    let proxy = Proxy::start(&config, app.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, app.address).await;
     redis.kill();
     assert_eq!(fail_until_locked_out(&proxy, "ann").await, 5);
     assert_eq!(log_in(&proxy, "bob", "right").await.status, 200);
@@ -329,8 +305,5 @@ async fn check_describes_the_lockout() {
     let output = run_check(LOCKOUT_POLICY).await;
     assert!(output.status.success(), "{}", output.stderr);
     let text = output.stdout;
-    assert!(
-        text.contains("if responses with such a status fill the limit"),
-        "{text}"
-    );
+    assert_contains(&text, &["if responses with such a status fill the limit"]);
 }

@@ -1,13 +1,8 @@
 //! `count_when`: a request counts only if its response has one of the listed statuses.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawClient;
 use crate::support::h2_frames::{FrameClient, HEADERS, request_head_frame};
 use crate::support::login_app::{self, check_password};
-use crate::support::process::run_check;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::{RawUpstream, Upstream};
+use crate::support::prelude::*;
 use futures_util::future::join_all;
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
@@ -21,10 +16,7 @@ count_when = { status = [401, 403] }\n";
 
 async fn log_in(proxy: &Proxy, user: &str, password: &str) -> (u16, Option<u64>) {
     let reply = login_app::log_in(proxy, "/", user, password).await;
-    (
-        reply.status,
-        reply.list_parameter("ratelimit", "login", "r"),
-    )
+    (reply.status, reply.remaining("login"))
 }
 
 #[tokio::test]
@@ -86,18 +78,11 @@ async fn our_own_502_gives_the_unit_back_unless_it_is_listed() {
 
 #[tokio::test]
 async fn a_client_that_leaves_before_the_response_is_counted() {
-    let silent = RawUpstream::with_script(|_, mut socket| async move {
-        socket.read_request().await;
-        socket.read_to_close().await;
-    })
-    .await;
+    let silent = RawUpstream::silent().await;
     let config = LOGIN_POLICY.replace("requests = 5", "requests = 1");
     let proxy = Proxy::start(&config, silent.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    while silent.connection_count() == 0 {
-        sleep(Duration::from_millis(5)).await;
-    }
+    let client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    wait_until("the request", async || silent.connection_count() > 0).await;
     drop(client);
     assert_eq!(proxy.get("/").await.status, 429);
 }
@@ -153,11 +138,7 @@ async fn replies_of_the_proxy_to_a_sent_request_return_no_unit() {
 
 #[tokio::test]
 async fn a_request_that_outlasts_its_max_duration_is_counted_once_it_was_sent() {
-    let silent = RawUpstream::with_script(|_, mut socket| async move {
-        socket.read_request().await;
-        socket.read_to_close().await;
-    })
-    .await;
+    let silent = RawUpstream::silent().await;
     let slots = "[[policy]]\nname = 'slots'\nkey = ['header:x-user']\n\
         limit = { algorithm = 'concurrency', requests = 9, max_duration = '300ms' }\n";
     let config = LOGIN_POLICY
@@ -184,9 +165,7 @@ async fn an_extended_connect_that_opens_no_websocket_is_counted() {
     ];
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     client.send(request_head_frame(1, &fields)).await;
-    client
-        .wait_for_frame("response", |frame| frame.kind == HEADERS)
-        .await;
+    client.wait_for_kind(HEADERS).await;
     assert_eq!(proxy.get("/").await.status, 429);
 }
 
@@ -210,20 +189,13 @@ async fn check_names_what_does_not_go_with_it() {
         assert!(output.contains(expected), "{wrong}: {output}");
     }
     let with_check = format!("check.address = '127.0.0.1:0'\n{LOGIN_POLICY}");
-    assert!(
-        check_output(&with_check)
-            .await
-            .contains("carry no response")
-    );
+    assert_contains(&check_output(&with_check).await, &["carry no response"]);
     for status in ["[]", "[99]", "['6xx']", "[401.5]", "[-1]"] {
         let config = LOGIN_POLICY.replace("[401, 403]", status);
         assert!(check_output(&config).await.contains("expected"), "{status}");
     }
     let described = check_output(LOGIN_POLICY).await;
-    assert!(
-        described.contains("if the response has status 401, 403, else 0"),
-        "{described}"
-    );
+    assert_contains(&described, &["if the response has status 401, 403, else 0"]);
 }
 
 async fn check_output(config: &str) -> String {

@@ -1,19 +1,13 @@
 //! Credentials in files: rotated while the proxy runs, in every order of file and server.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::ClientRequest;
-use crate::support::cluster::RedisCluster;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
 use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
-use crate::support::tls::CertificateAuthority;
-use crate::support::upstream::Upstream;
 use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Charge, KeyBuilder};
 use tidegate::store::Store;
 use tidegate::store::redis::{
     RedisCredentials, RedisPassword, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
@@ -42,8 +36,7 @@ async fn start_proxy(server: &RedisServer, secret: &SecretVolume, upstream: &Ups
         server.port(),
         secret.path("password"),
     );
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
     proxy
 }
 
@@ -60,16 +53,11 @@ async fn wait_for_message(proxy: &Proxy, mark: usize, message: &str) -> Duration
 /// Waits until several requests in sequence are decided by Redis, so that all workers have lost
 /// and replaced a killed connection.
 async fn wait_until_decided(proxy: &Proxy) {
-    let started = Instant::now();
     sleep(Duration::from_millis(100)).await;
-    while proxy.get_statuses("/", 10).await != [200; 10] {
-        assert!(
-            started.elapsed() < MAX_ROTATION_TIME,
-            "{}",
-            proxy.log_text()
-        );
-        sleep(Duration::from_millis(50)).await;
-    }
+    wait_until_within("ten decisions", MAX_ROTATION_TIME, async || {
+        proxy.get_statuses("/", 10).await == [200; 10]
+    })
+    .await;
 }
 
 /// Clients that send requests until [`Self::finish`].
@@ -150,8 +138,7 @@ async fn ten_rotations_under_load_in_both_orders_degrade_nothing() {
     assert_eq!(
         (failed, proxy.read_metric(degraded).await),
         (0, 0.0),
-        "of {sent} requests; the proxy logged:\n{}",
-        proxy.log_text()
+        "of {sent} requests"
     );
     assert!(sent > 100, "{sent}");
     assert_eq!(proxy.read_metric("tidegate_store_up").await, 1.0);
@@ -189,14 +176,13 @@ async fn a_new_user_without_permissions_degrades_nothing() {
         secret.path("username"),
         secret.path("password"),
     );
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
     let load = ConstantLoad::start(&proxy);
     let mark = proxy.log_mark();
     secret.swap(&[("username", "weak"), ("password", "p1")]);
     wait_for_message(&proxy, mark, "redis rejected the new login").await;
     let (sent, failed) = load.finish().await;
-    assert_eq!(failed, 0, "of {sent}; logged:\n{}", proxy.log_text());
+    assert_eq!(failed, 0, "of {sent}");
     let _: u64 = server.command("CLIENT KILL USER app").await;
     wait_until_decided(&proxy).await;
     let _: () = server.command("ACL SETUSER weak ~* &* +@all").await;
@@ -240,7 +226,7 @@ async fn a_wrong_password_is_logged_in_the_words_of_redis_and_its_correction_is_
     let _: () = server.command("ACL SETUSER app resetpass >p1").await;
     let _: u64 = server.command("CLIENT KILL USER app").await;
     proxy
-        .wait_for_log("WRONGPASS", mark, TEST_TIMEOUT, |line| {
+        .wait_for_log("the refused password", mark, TEST_TIMEOUT, |line| {
             line.field("kind") == "noauth" && line.field("reason").contains("WRONGPASS")
         })
         .await;
@@ -248,9 +234,7 @@ async fn a_wrong_password_is_logged_in_the_words_of_redis_and_its_correction_is_
     // The last good file is followed even while the configuration is invalid.
     proxy.write_config("not TOML");
     proxy
-        .wait_for_log("the rejection", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new configuration rejected")
-        })
+        .wait_for_message("new configuration rejected", mark)
         .await;
     secret.swap(&[("password", "p1")]);
     let swapped = Instant::now();
@@ -292,9 +276,7 @@ async fn a_rotated_user_and_authority_are_used_for_new_connections() {
         path("username"),
         path("password"),
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::echo_connected(&config).await;
     assert_eq!(proxy.get("/").await.status, 200);
 
     let new = CertificateAuthority::new();
@@ -310,15 +292,11 @@ async fn a_rotated_user_and_authority_are_used_for_new_connections() {
             "CONFIG SET tls-cert-file {cert} tls-key-file {key} tls-ca-cert-file {ca}"
         ))
         .await;
-    let started = Instant::now();
-    loop {
+    wait_until_within("a connection of bob", MAX_ROTATION_TIME, async || {
         let clients: String = server.command("CLIENT LIST").await;
-        if clients.contains("user=bob") {
-            break;
-        }
-        assert!(started.elapsed() < MAX_ROTATION_TIME, "{clients}");
-        sleep(Duration::from_millis(50)).await;
-    }
+        clients.contains("user=bob")
+    })
+    .await;
     let _: () = server.command("ACL SETUSER ann off").await;
     let _: u64 = server.command("CLIENT KILL USER bob").await;
     wait_until_decided(&proxy).await;
@@ -328,13 +306,12 @@ async fn a_rotated_user_and_authority_are_used_for_new_connections() {
 
 #[tokio::test]
 async fn a_rotated_admin_token_is_in_use_within_two_seconds_and_the_old_one_is_refused() {
-    let upstream = Upstream::echo().await;
     let secret = SecretVolume::mount(&[("token", "first")]);
     let config = format!("admin.token_file = {:?}\n", secret.path("token"));
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let status = async |token: &str| {
-        ClientRequest::new(proxy.admin_address(), "PUT", "/log-level")
-            .header("Host", "localhost")
+        proxy
+            .admin_request("PUT", "/log-level")
             .header("Authorization", &format!("Bearer {token}"))
             .header("Content-Type", "application/json")
             .body("{\"level\":\"info\"}")
@@ -345,11 +322,10 @@ async fn a_rotated_admin_token_is_in_use_within_two_seconds_and_the_old_one_is_r
     assert_eq!(status("second").await, 401);
     for (old, new) in [("first", "second"), ("second", "third")] {
         secret.swap(&[("token", new)]);
-        let swapped = Instant::now();
-        while status(new).await == 401 {
-            assert!(swapped.elapsed() < MAX_TOKEN_ROTATION_TIME);
-            sleep(Duration::from_millis(50)).await;
-        }
+        wait_until_within("the new token", MAX_TOKEN_ROTATION_TIME, async || {
+            status(new).await != 401
+        })
+        .await;
         assert_eq!(status(old).await, 401);
         assert_eq!(status(new).await / 100, 2);
         // An invalid configuration does not keep the old token alive.
@@ -377,11 +353,7 @@ fn with_login(deployment: &SentinelDeployment, password: &str) -> RedisSettings 
 }
 
 async fn is_admitted(store: &Store, number: u32) -> bool {
-    let limit = Limit {
-        requests: 10,
-        per_us: 60_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(10, 60_000_000);
     let key = KeyBuilder::new(&format!("p{number}")).finish();
     let decision = store.decide(&[Charge::new(&limit, &key, 1)]).await;
     decision.is_ok_and(|decision| decision.admitted)
@@ -406,12 +378,9 @@ async fn connections_to_all_nodes_of_a_cluster_log_in_again() {
     shared.update_logins(&with("p1"));
     let _: Vec<()> = cluster.command_on_each_node("ACL SETUSER app <p0").await;
     let _: Vec<u64> = cluster.command_on_each_node("CLIENT KILL USER app").await;
-    let killed = Instant::now();
     for number in 0..16 {
-        while !is_admitted(&store, number).await {
-            assert!(killed.elapsed() < MAX_ROTATION_TIME);
-            sleep(Duration::from_millis(20)).await;
-        }
+        let decides = async || is_admitted(&store, number).await;
+        wait_until_within("a decision", MAX_ROTATION_TIME, decides).await;
     }
 }
 
@@ -437,11 +406,10 @@ async fn new_logins_for_sentinels_and_master_are_used() {
     command_on_all("ACL SETUSER app resetpass >p1").await;
     command_on_all("CLIENT KILL USER app").await;
     shared.update_logins(&with("p1"));
-    let changed = Instant::now();
-    while !is_admitted(&store, 1).await {
-        assert!(changed.elapsed() < MAX_ROTATION_TIME);
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_until_within("a decision", MAX_ROTATION_TIME, async || {
+        is_admitted(&store, 1).await
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -462,11 +430,10 @@ async fn the_previous_login_is_used_if_the_new_one_is_accepted_and_may_not_decid
         .await;
     shared.update_logins(&with(RedisCredentials::default()));
     let _: u64 = server.command("CLIENT KILL USER app").await;
-    let killed = Instant::now();
-    while !is_admitted(&store, 1).await {
-        assert!(killed.elapsed() < MAX_ROTATION_TIME);
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_until_within("a decision", MAX_ROTATION_TIME, async || {
+        is_admitted(&store, 1).await
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -489,9 +456,8 @@ async fn sentinels_are_asked_with_the_previous_login_until_they_accept_the_new_o
     shared.update_logins(&with("p1"));
     // A reconnect has to find the master.
     let _: u64 = deployment.servers[0].command("CLIENT KILL USER app").await;
-    let killed = Instant::now();
-    while !is_admitted(&store, 1).await {
-        assert!(killed.elapsed() < MAX_ROTATION_TIME);
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_until_within("a decision", MAX_ROTATION_TIME, async || {
+        is_admitted(&store, 1).await
+    })
+    .await;
 }

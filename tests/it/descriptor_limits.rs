@@ -1,9 +1,6 @@
 //! Limits on open file descriptors below what the configuration needs.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use tempfile::TempDir;
@@ -17,7 +14,7 @@ async fn start_limited_proxy(hard_limit: u32, upstream: &Upstream, dir: &TempDir
     );
     fs::write(&script, text).unwrap();
     fs::set_permissions(&script, Permissions::from_mode(0o755)).unwrap();
-    Proxy::builder()
+    Proxy::setup("")
         .program(&script)
         .upstream(upstream.address)
         .start()
@@ -29,11 +26,7 @@ async fn idle_connections_leave_descriptors_for_requests_admin_and_reloads() {
     let upstream = Upstream::echo().await;
     let dir = TempDir::new().unwrap();
     let proxy = start_limited_proxy(300, &upstream, &dir).await;
-    let warning = proxy
-        .wait_for_log("a warning", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("too few file descriptors")
-        })
-        .await;
+    let warning = proxy.wait_for_message("too few file descriptors", 0).await;
     assert_eq!(warning.field("descriptors"), "300");
     let mut idle = Vec::new();
     for _ in 0..400 {
@@ -47,11 +40,7 @@ async fn idle_connections_leave_descriptors_for_requests_admin_and_reloads() {
     }
     proxy.write_config("[[policy]]\nname = 'closed'\naction = 'deny'");
     proxy.send_sighup();
-    proxy
-        .wait_for_log("the reload", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("configuration reloaded")
-        })
-        .await;
+    proxy.wait_for_message("configuration reloaded", 0).await;
     assert_eq!(proxy.get("/").await.status, 403);
 }
 
@@ -65,11 +54,7 @@ async fn the_soft_limit_is_raised() {
         idle.push(RawClient::connect(proxy.address).await);
     }
     assert_eq!(proxy.get("/").await.status, 200);
-    assert!(
-        !proxy.log_text().contains("too few file descriptors"),
-        "{}",
-        proxy.log_text()
-    );
+    assert!(!proxy.log_text().contains("too few file descriptors"));
     let open = proxy.read_metric("tidegate_connections_active").await;
     assert!(open >= 200.0, "{open}: no idle connection is closed");
 }

@@ -1,9 +1,7 @@
 //! The documentation: every example that a user can copy must work.
 
-use super::support::client::ClientRequest;
 use super::support::jwt_issuer::{TokenIssuer, write_jwks};
-use super::support::process::{run_command, tidegate_command};
-use super::support::tls::CertificateAuthority;
+use crate::support::prelude::*;
 use jsonwebtoken::Algorithm;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -287,7 +285,7 @@ async fn shipped_configurations_pass_a_strict_check_without_their_files() {
         let output = run_command(&mut check).await;
         assert!(output.status.success(), "{file:?}: {}", output.stderr);
         for line in ["listen: ", "upstream: ", "store: "] {
-            assert!(output.stdout.contains(line), "{line}: {}", output.stdout);
+            output.expect_stdout(line);
         }
     }
 }

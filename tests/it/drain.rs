@@ -1,11 +1,8 @@
 //! SIGTERM under load: no request that was sent in time is lost.
 
-use crate::support::client::{ClientBody, ClientRequest, RawClient, open_http2_connection};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream, echo};
-use crate::support::{TEST_TIMEOUT, eventually};
-use hyper::{Request, StatusCode};
+use crate::support::prelude::*;
+use hyper::StatusCode;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -111,14 +108,7 @@ async fn run_http2_client(address: SocketAddr, seen: ClientResults) {
         let mut sender = open_http2_connection(address).await;
         while sender.ready().await.is_ok() {
             let sent = Instant::now();
-            match sender
-                .send_request(
-                    Request::get("http://a/")
-                        .body(ClientBody::default())
-                        .unwrap(),
-                )
-                .await
-            {
+            match sender.send_request(get_request("http://a/")).await {
                 Ok(answer) => seen.record("h2", sent, answer.status() == StatusCode::OK),
                 Err(error) if error.is_canceled() => break,
                 Err(_) => seen.record("h2", sent, false),
@@ -185,28 +175,25 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
     for _ in 0..3 {
         chats.spawn(run_tunnel_client(address, ended.clone(), seen.clone()));
     }
-    let mut upload = RawClient::connect(address).await;
-    upload
-        .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nhalf")
-        .await;
-    let answered = || seen.answered.load(Ordering::Relaxed);
-    eventually("all clients to be active", TEST_TIMEOUT, || {
-        (answered() > 100).then_some(())
-    })
+    let mut upload = RawClient::connect_and_send(
+        address,
+        "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nhalf",
+    )
     .await;
+    let answered = || seen.answered.load(Ordering::Relaxed);
+    wait_until("all clients to be active", async || answered() > 100).await;
 
     let signalled_at = Instant::now();
     proxy.send_sigterm();
-    let admin = proxy.admin_address();
     let not_ready = async {
-        while ClientRequest::new(admin, "GET", "/readyz")
-            .header("host", "localhost")
-            .send_for_status()
-            .await
-            != 503
-        {
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
+        wait_until("the end of the readiness", async || {
+            proxy
+                .admin_request("GET", "/readyz")
+                .send_for_status()
+                .await
+                == 503
+        })
+        .await;
         signalled_at.elapsed()
     };
     let (closed, not_ready) = tokio::join!(connect_until_refused(address), not_ready);
@@ -237,16 +224,10 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
         (reply.status, reply.header("connection")),
         (200, Some("close"))
     );
-    eventually("tunnels to continue", TEST_TIMEOUT, || {
-        (answered() > before + 10).then_some(())
-    })
-    .await;
+    wait_until("tunnels to continue", async || answered() > before + 10).await;
     end.send_replace(true);
     chats.join_all().await;
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
     let log_text = proxy.log_text();
     assert!(log_text.contains("\"connections_cut\":0"), "{log_text}");
 }
@@ -266,14 +247,12 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
     let mut proxy = Proxy::start("", upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     client.send(get_frame(1, "/")).await;
-    eventually("the request to arrive", TEST_TIMEOUT, || {
-        (upstream.requests().len() == 1).then_some(())
+    wait_until("the request to arrive", async || {
+        upstream.requests().len() == 1
     })
     .await;
     proxy.send_sigterm();
-    let first = client
-        .wait_for_frame("the first GOAWAY", |frame| frame.kind == GOAWAY)
-        .await;
+    let first = client.wait_for_kind(GOAWAY).await;
     assert_eq!(first.error_code(), Some(0));
     assert_eq!(
         first.payload[..4],
@@ -285,14 +264,12 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
         .await;
     // Sent before the client saw the first GOAWAY.
     client.send(get_frame(3, "/")).await;
-    eventually("the second request to arrive", TEST_TIMEOUT, || {
-        (upstream.requests().len() == 2).then_some(())
+    wait_until("the second request to arrive", async || {
+        upstream.requests().len() == 2
     })
     .await;
     client.send(encode_frame(PING, ACK, 0, &ping.payload)).await;
-    let second = client
-        .wait_for_frame("the final GOAWAY", |frame| frame.kind == GOAWAY)
-        .await;
+    let second = client.wait_for_kind(GOAWAY).await;
     assert_eq!(
         (second.error_code(), &second.payload[..4]),
         (Some(0), &[0, 0, 0, 3][..])
@@ -308,10 +285,7 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
         ended.push(end.stream);
     }
     assert!(client.wait_for_close(TEST_TIMEOUT).await.0);
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 }
 
 /// Posts after pauses of 0 to 20 ms. The client does not look for a close before it sends.
@@ -344,25 +318,21 @@ async fn clients_that_keep_posting_lose_no_request() {
     let mut proxy = Proxy::start(config, upstream.address).await;
     let mut open = RawClient::connect(proxy.address).await;
     let get = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
-    let before = open.send(get).await.read_response().await;
+    let before = open.request(get).await;
     assert_eq!((before.status, before.header("connection")), (200, None));
     let seen = ClientResults::default();
     let mut clients = JoinSet::new();
     for seed in 0..40 {
         clients.spawn(run_posting_client(proxy.address, seed, seen.clone()));
     }
-    eventually("all clients to be active", TEST_TIMEOUT, || {
-        (seen.answered.load(Ordering::Relaxed) > 400).then_some(())
+    wait_until("all clients to be active", async || {
+        seen.answered.load(Ordering::Relaxed) > 400
     })
     .await;
     let mark = proxy.log_mark();
     proxy.send_sigterm();
-    proxy
-        .wait_for_log("the drain", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("stopping")
-        })
-        .await;
-    let answer = open.send(get).await.read_response().await;
+    proxy.wait_for_message("stopping", mark).await;
+    let answer = open.request(get).await;
     assert_eq!(
         (answer.status, answer.header("connection")),
         (200, Some("close")),
@@ -384,7 +354,7 @@ async fn connections_end_gracefully_at_their_maximum_age() {
     let mut http2 = FrameClient::connect(proxy.address, &[]).await;
     loop {
         let request = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
-        let reply = client.send(request).await.read_response().await;
+        let reply = client.request(request).await;
         assert_eq!(reply.status, 200);
         if reply.header("connection") == Some("close") {
             break;
@@ -398,9 +368,7 @@ async fn connections_end_gracefully_at_their_maximum_age() {
         began.elapsed()
     );
     assert!(client.closes_within(TEST_TIMEOUT).await);
-    let goaway = http2
-        .wait_for_frame("GOAWAY", |frame| frame.kind == GOAWAY)
-        .await;
+    let goaway = http2.wait_for_kind(GOAWAY).await;
     assert_eq!(goaway.error_code(), Some(0));
     assert_eq!(goaway.payload[..4], [0x7f, 0xff, 0xff, 0xff]);
     http2.send(get_frame(1, "/")).await;

@@ -1,11 +1,8 @@
 //! Responses to uploads that end before the request does reach a client that is still sending.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ByteStream, RawClient};
+use crate::support::client::ByteStream;
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::RawUpstream;
+use crate::support::prelude::*;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

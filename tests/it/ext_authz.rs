@@ -2,13 +2,8 @@
 //! itself. `tests/envoy.sh` runs Traefik and Envoy.
 
 use super::documentation::{CodeBlock, read_code_blocks};
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient, RawResponse};
 use crate::support::nginx::Nginx;
-use crate::support::process::{ChildProcess, tidegate_command};
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
@@ -23,7 +18,7 @@ key = ['client_ip']
 limit = { requests = 2, per = '1h' }\n";
 
 async fn start_check_listener(config: &str) -> (Proxy, SocketAddr) {
-    let proxy = Proxy::builder().config(config).start().await;
+    let proxy = Proxy::setup(config).start().await;
     let check = proxy
         .logged_address("check listening")
         .expect("the listener logs its address");
@@ -266,12 +261,11 @@ async fn an_unreadable_head_gets_the_refused_status() {
             .map(|n| format!("x-{n}: 1\r\n"))
             .collect::<String>();
         async move {
-            let mut client = RawClient::connect(at).await;
-            client
-                .send(format!(
-                    "GET /check/nginx HTTP/1.1\r\nHost: a\r\n{crowded}\r\n"
-                ))
-                .await;
+            let mut client = RawClient::connect_and_send(
+                at,
+                format!("GET /check/nginx HTTP/1.1\r\nHost: a\r\n{crowded}\r\n"),
+            )
+            .await;
             String::from_utf8(client.read_to_close().await).unwrap()
         }
     };
@@ -468,7 +462,7 @@ async fn the_certificate_of_the_calling_proxy_is_not_the_certificate_of_the_clie
     let question = "GET /check/nginx HTTP/1.1\r\nHost: shop.example\r\nX-Original-Method: POST\r\nX-Original-URI: /api/x\r\n\r\n";
     let mut statuses = Vec::new();
     for _ in 0..3 {
-        statuses.push(client.send(question).await.read_response().await.status);
+        statuses.push(client.request(question).await.status);
     }
     assert_eq!(
         statuses,
@@ -481,9 +475,7 @@ async fn the_certificate_of_the_calling_proxy_is_not_the_certificate_of_the_clie
         stranger.send(question).await;
         assert_eq!(stranger.read_first_bytes().await, Vec::<u8>::new());
     }
-    let in_the_clear = RawClient::connect(at)
-        .await
-        .send(question)
+    let in_the_clear = RawClient::connect_and_send(at, question)
         .await
         .read_to_close()
         .await;
@@ -513,7 +505,7 @@ async fn check_requests_are_accepted_on_a_unix_socket() {
             "POST /check/envoy/api/x HTTP/1.1\r\nHost: shop.example\r\nContent-Length: 0\r\nX-Forwarded-For: {client}\r\n\r\n"
         );
         let mut asker = RawClient::from_stream(UnixStream::connect(&socket).await.unwrap());
-        asker.send(question).await.read_response().await.status
+        asker.request(question).await.status
     };
     // A local process may name client addresses, as 127.0.0.1 may.
     assert_eq!(
@@ -556,11 +548,7 @@ async fn nginx_forwards_requests_while_the_check_gives_no_answer() {
     let page = read_code_blocks("docs/ENVOY.md");
     let app = Upstream::echo().await;
     let config = "[check]\naddress = '127.0.0.1:0'\nrefused_status = 403\n[[policy]]\nname = 'one'\nlimit = { requests = 1, per = '1h' }\n";
-    let proxy = Proxy::builder()
-        .config(config)
-        .upstream(app.address)
-        .start()
-        .await;
+    let proxy = Proxy::start(config, app.address).await;
     let check = proxy.logged_address("check listening").unwrap();
     let nginx = start_nginx_from_page(&page, check, app.address).await;
     let post = async |target: &str| {
@@ -574,11 +562,7 @@ async fn nginx_forwards_requests_while_the_check_gives_no_answer() {
     let began = Instant::now();
     let reply = post("/hung?x=1").await;
     assert_eq!(reply.status, 200, "{reply:?}");
-    assert!(
-        began.elapsed() < Duration::from_secs(5),
-        "{:?}",
-        began.elapsed()
-    );
+    assert_faster_than(Duration::from_secs(5), began);
     drop(proxy);
     let reply = post("/stopped").await;
     assert_eq!(reply.status, 200, "{reply:?}");
@@ -604,16 +588,12 @@ async fn nginx_auth_request_enforces_the_decisions() {
     let denied = "[[policy]]\nname = 'no'\nmatch = { path = '/api/no' }\naction = 'deny'\n[[policy]]\nname = 'host'\nmatch = { hosts = ['secret.example'] }\naction = 'deny'\n";
     let app = Upstream::echo().await;
     let config = format!("{config}\n{denied}");
-    let proxy = Proxy::builder()
-        .config(&config)
-        .upstream(app.address)
-        .start()
-        .await;
+    let proxy = Proxy::start(&config, app.address).await;
     let check = proxy.logged_address("check listening").unwrap();
     let nginx = start_nginx_from_page(&page, check, app.address).await;
     for left in (0..10).rev() {
         let passes = get_through_nginx(&nginx, "/api/x").await;
-        assert_eq!(passes.status, 200, "{passes:?} {}", proxy.log_text());
+        assert_eq!(passes.status, 200, "{passes:?}");
         assert!(
             header_or_empty(&passes, "ratelimit").contains(&format!("r={left}")),
             "{passes:?}"

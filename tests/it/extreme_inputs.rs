@@ -1,10 +1,7 @@
 //! Extreme settings: every option with every algorithm, limits of 0 and 2^53, periods of 1 ms and
 //! 400 days, invalid costs. The results are defined and the same in both stores.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, list_counter_keys};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::time::{Duration, Instant};
 use tidegate::config::{ConfigSources, FileSource, load};
 
@@ -109,10 +106,7 @@ fn an_option_of_another_algorithm_is_rejected_naming_its_own_algorithm() {
         }
     }
     let error = check_errors(&limit_with_option("concurrency", ", per = \"1s\""), "").unwrap();
-    assert!(
-        error.contains("per: not for algorithm = \"concurrency\""),
-        "{error}"
-    );
+    assert_contains(&error, &["per: not for algorithm = \"concurrency\""]);
     let error = check_errors("requests = 5", "").unwrap();
     assert!(error.contains("per: missing"), "{error}");
 }
@@ -309,11 +303,7 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
                 .header("x-cost", cost)
                 .send()
         };
-        let left = async |cost| {
-            ask(cost)
-                .await
-                .list_parameter("ratelimit", &format!("most-{algorithm}"), "r")
-        };
+        let left = async |cost| ask(cost).await.remaining(&format!("most-{algorithm}"));
         assert_eq!(left("9007199254740990").await, Some(2), "{algorithm}");
         for nonsense in [
             "-1",
@@ -343,19 +333,20 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
             Some(1),
             "{algorithm}: an invalid cost was charged"
         );
-        assert_eq!(
-            proxy.get(&format!("/most/{algorithm}")).await.status,
-            200,
-            "{algorithm}: an absent cost is 1"
-        );
+        proxy
+            .expect_status(
+                &format!("/most/{algorithm}"),
+                200,
+                &format!("{algorithm}: an absent cost is 1"),
+            )
+            .await;
         assert_eq!(ask("1").await.status, 429, "{algorithm}");
     }
 }
 
 #[tokio::test]
 async fn extreme_limits_are_defined_in_memory() {
-    let upstream = Upstream::echo().await;
-    assert_extremes_are_defined(&Proxy::start(&extreme_policies(), upstream.address).await).await;
+    assert_extremes_are_defined(&Proxy::with_echo(&extreme_policies()).await).await;
 }
 
 /// Redis expires keys at whole milliseconds. A period of 1 ms must neither be cut short nor leave
@@ -363,24 +354,23 @@ async fn extreme_limits_are_defined_in_memory() {
 #[tokio::test]
 async fn extreme_limits_are_defined_in_redis() {
     let server = RedisServer::start();
-    let upstream = Upstream::echo().await;
     let store = format!(
         "[store]\nkind = 'redis'\nredis.url = 'redis://127.0.0.1:{}/0'\nredis.timeout = '5s'\nredis.key_prefix = 'x'\n",
         server.port()
     );
-    let proxy = Proxy::start(&(store + &extreme_policies()), upstream.address).await;
+    let proxy = Proxy::with_echo(&(store + &extreme_policies())).await;
     assert_extremes_are_defined(&proxy).await;
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    let left = loop {
-        let left: Vec<String> = list_counter_keys(&server).await;
-        if left.iter().all(|key| !key.contains(":short-")) {
-            break left;
-        }
-        assert!(
-            Instant::now() < deadline,
-            "counters with a period of 1 ms remain: {left:?}"
-        );
-    };
+    let left = eventually(
+        "the counters with a period of 1 ms to expire",
+        TEST_TIMEOUT,
+        async || {
+            let left: Vec<String> = list_counter_keys(&server).await;
+            left.iter()
+                .all(|key| !key.contains(":short-"))
+                .then_some(left)
+        },
+    )
+    .await;
     assert!(
         left.iter()
             .any(|key| key.contains("sliding_log:34560000000000:long-")),

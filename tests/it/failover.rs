@@ -3,12 +3,10 @@
 use crate::redis_outage::{
     OutageFixture, POLICIES, PolicyRoute, RequestSample, TIMEOUT, TIMEOUT_SLACK,
 };
-use crate::support::TEST_TIMEOUT;
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::redis::{RedisServer, connect_redis, list_counter_keys};
+use crate::support::prelude::*;
 use crate::support::sentinel::{FakeSentinel, MASTER_NAME, SentinelDeployment, SentinelProcess};
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Charge, KeyBuilder, Limit};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
 use tokio::time::{sleep, timeout};
@@ -23,11 +21,7 @@ const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);
 /// After this time, a replica has received a charge.
 const REPLICATION_DELAY: Duration = Duration::from_millis(200);
 
-const LIMIT: Limit = Limit {
-    requests: 1000,
-    per_us: 60_000_000,
-    algorithm: Algorithm::SlidingLog,
-};
+const LIMIT: Limit = sliding_log(1000, 60_000_000);
 
 async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
     let key = KeyBuilder::new("k").finish();
@@ -48,11 +42,13 @@ async fn assert_failover_is_handled(
     let old = watched.master_port().await;
     let began = Instant::now();
     fault(watched, old).await;
-    let deadline = Instant::now() + ELECTION_TIMEOUT;
-    while watched.master_port().await == old {
-        assert!(Instant::now() < deadline, "{what}: no replica was promoted");
-        sleep(Duration::from_millis(20)).await;
-    }
+    let is_promoted = async || watched.master_port().await != old;
+    wait_until_within(
+        format!("{what}: a promotion"),
+        ELECTION_TIMEOUT,
+        is_promoted,
+    )
+    .await;
     let elected = Instant::now();
     let new = watched.master_port().await;
     while watched
@@ -107,9 +103,7 @@ async fn assert_failover_is_handled(
     );
 
     // Only charges that were not replicated may be lost. The new master counts all later ones.
-    let left = |reply: crate::support::client::RawResponse| {
-        reply.list_parameter("ratelimit", "closed", "r")
-    };
+    let left = |reply: RawResponse| reply.remaining("closed");
     // Until the old master is demoted, a worker that has not switched yet may still call it, and
     // rejects a request when it finds that out.
     let first = loop {
@@ -280,7 +274,7 @@ async fn a_disagreement_of_sentinels_is_logged_and_counted() {
         "[store]\nkind = 'redis'\n[store.redis]\n{}",
         watched.config_lines()
     );
-    let proxy = Proxy::builder().config(&config).start().await;
+    let proxy = Proxy::setup(&config).start().await;
     proxy.wait_for_store().await;
     assert_eq!(proxy.read_metric(DISAGREEMENTS).await, 0.0);
     assert!(!proxy.log_text().contains(MESSAGE));
@@ -323,20 +317,19 @@ async fn a_demoted_master_is_abandoned_though_it_still_replies() {
     assert_eq!(remaining_units(&store).await, Ok(999));
     let other = RedisServer::start();
     monitor(&watched.sentinels, &other).await;
-    let moved = Instant::now();
-    while !list_counter_keys(&other)
-        .await
-        .iter()
-        .any(|key| key.ends_with(":k"))
-    {
-        assert!(
-            moved.elapsed() < RECOVERY_TIMEOUT,
-            "the store still uses the old master"
-        );
-        // The switch may leave this call without a reply.
-        remaining_units(&store).await.unwrap_or_default();
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_until_within(
+        "the switch to the new master",
+        RECOVERY_TIMEOUT,
+        async || {
+            // The switch may leave this call without a reply.
+            remaining_units(&store).await.unwrap_or_default();
+            list_counter_keys(&other)
+                .await
+                .iter()
+                .any(|key| key.ends_with(":k"))
+        },
+    )
+    .await;
     assert!(
         remaining_units(&store).await.unwrap() > 990,
         "the new master starts with an empty counter"

@@ -1,11 +1,6 @@
 //! One view of the fleet: `GET /fleet` and `tidegate top --fleet` with several instances.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawResponse};
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use serde_json::Value;
 use std::fs;
 use std::path::PathBuf;
@@ -51,8 +46,7 @@ impl Fleet {
             "admin.token_file = {file:?}\n{}\n{POLICY}",
             self.redis.store_config()
         );
-        let proxy = Proxy::builder()
-            .config(&config)
+        let proxy = Proxy::setup(&config)
             .upstream(self.upstream.address)
             .env("POD_NAME", name)
             .env("POD_IP", "127.0.0.1")
@@ -86,15 +80,11 @@ impl Fleet {
 
     /// Waits until the view of the first instance fulfils a condition.
     async fn wait_for_view(&self, what: &str, wanted: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + 2 * TEST_TIMEOUT;
-        loop {
+        eventually(what, 2 * TEST_TIMEOUT, async || {
             let view = self.read_fleet(0).await;
-            if wanted(&view) {
-                return view;
-            }
-            assert!(Instant::now() < deadline, "{what}: {view:#}");
-            sleep(Duration::from_millis(200)).await;
-        }
+            wanted(&view).then_some(view)
+        })
+        .await
     }
 
     /// Adds an entry to the set of heartbeats, as an instance with this entry does.
@@ -281,11 +271,7 @@ async fn slow_and_huge_answers_are_bounded() {
     }
     let started = Instant::now();
     let view = fleet.read_fleet(0).await;
-    assert!(
-        started.elapsed() < Duration::from_secs(6),
-        "{:?}",
-        started.elapsed()
-    );
+    assert_faster_than(Duration::from_secs(6), started);
     assert_eq!((&view["total"], &view["answered"]), (&41.into(), &1.into()));
     let rss_kib = fleet.instances[0].rss_kib();
     assert!(rss_kib < 200 << 10, "{rss_kib} KiB");
@@ -315,7 +301,7 @@ async fn during_an_outage_the_last_list_is_asked() {
 
 #[tokio::test]
 async fn the_memory_store_has_one_instance() {
-    let proxy = Proxy::builder().config(POLICY).start().await;
+    let proxy = Proxy::setup(POLICY).start().await;
     let address = proxy.admin_address();
     let request = ClientRequest::new(address, "GET", "/fleet").header("Host", "localhost");
     let view = request.send().await.json();

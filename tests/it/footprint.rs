@@ -1,5 +1,6 @@
 //! Memory of one full counter in each store. The test prints the figures of `docs/ALGORITHMS.md`.
 
+use crate::support::prelude::*;
 use crate::support::store_harness::{DAY_US, START_US, StoreUnderTest};
 use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit, MAX_UNITS};
 
@@ -22,14 +23,7 @@ const MEASURED_ALGORITHMS: [(&str, Algorithm, bool); 7] = [
         Algorithm::FixedWindow { offset_us: 0 },
         true,
     ),
-    (
-        "token_bucket",
-        Algorithm::TokenBucket {
-            burst: 10_000,
-            warm_up_us: 0,
-        },
-        true,
-    ),
+    ("token_bucket", plain_bucket(10_000), true),
     (
         "with warm_up",
         Algorithm::TokenBucket {
@@ -132,10 +126,7 @@ fn keys_stay_small_at_the_largest_limits() {
         )
     });
     let most = MAX_UNITS / MINUTE_US;
-    let bucket = Algorithm::TokenBucket {
-        burst: most,
-        warm_up_us: 0,
-    };
+    let bucket = plain_bucket(most);
     // The longest delay that holds this many requests.
     let line = Algorithm::LeakyBucket {
         max_delay_us: MINUTE_US - 1_000_000,

@@ -1,14 +1,9 @@
 //! What the app learns of the client's TLS: `Client-Cert` (RFC 9440), and the protocol of clients
 //! whose TLS ends at a load balancer.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{
-    ClientBody, ClientRequest, RawClient, await_response, open_http2_over_stream,
-};
-use crate::support::process::run_check;
-use crate::support::proxy::Proxy;
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::{RawUpstream, ReceivedRequest, Upstream, full_body};
+use crate::support::client::open_http2_over_stream;
+use crate::support::prelude::*;
+use crate::support::upstream::ReceivedRequest;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http_body_util::BodyExt;
@@ -107,7 +102,7 @@ async fn the_app_receives_the_certificate_and_its_issuers() {
             for _ in 0..2 {
                 let mut http1 = client.connect_http1(proxy.address, "a.example").await;
                 for request in [GET_REQUEST, FORGED_REQUEST] {
-                    assert_eq!(http1.send(request).await.read_response().await.status, 200);
+                    assert_eq!(http1.request(request).await.status, 200);
                     let seen = upstream.last_request();
                     assert_eq!(client_cert_of(&seen), expected, "{file}: {request}");
                 }
@@ -124,35 +119,15 @@ async fn the_app_receives_the_certificate_and_its_issuers() {
     let mut without = TlsClient::new(&ca)
         .connect_http1(proxy.address, "a.example")
         .await;
-    assert_eq!(
-        without
-            .send(FORGED_REQUEST)
-            .await
-            .read_response()
-            .await
-            .status,
-        200
-    );
+    assert_eq!(without.request(FORGED_REQUEST).await.status, 200);
     assert_eq!(client_cert_of(&upstream.last_request()), ["", ""]);
     // A reload turns the fields off for new connections.
     proxy.write_config(&tls_config(&ca, "client_auth = 'optional'"));
     proxy.send_sighup();
-    proxy
-        .wait_for_log("a reload", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("TLS settings changed")
-        })
-        .await;
+    proxy.wait_for_message("TLS settings changed", 0).await;
     let client = TlsClient::with_certificate(&ca, &middle, "chain");
     let mut client = client.connect_http1(proxy.address, "a.example").await;
-    assert_eq!(
-        client
-            .send(FORGED_REQUEST)
-            .await
-            .read_response()
-            .await
-            .status,
-        200
-    );
+    assert_eq!(client.request(FORGED_REQUEST).await.status, 200);
     assert_eq!(client_cert_of(&upstream.last_request()), ["", ""]);
 }
 
@@ -171,10 +146,7 @@ async fn a_long_chain_is_left_out() {
     fs::copy(ca.path("ann.key"), ca.path("long.key")).unwrap();
     let client = TlsClient::with_certificate(&ca, &ca, "long");
     let mut client = client.connect_http1(proxy.address, "a.example").await;
-    assert_eq!(
-        client.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(client.request(GET_REQUEST).await.status, 200);
     let [certificate, chain] = client_cert_of(&upstream.last_request());
     assert_eq!(certificate, byte_sequences(&ca, "ann.pem")[0]);
     assert_eq!(chain, "");
@@ -257,7 +229,7 @@ async fn trailers_state_no_certificate() {
     let mut client = RawClient::connect(proxy.address).await;
     let request = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\
                    Trailer: x-sum\r\n\r\n0\r\nx-sum: 1\r\nClient-Cert: x\r\nClient_Cert_Chain: x\r\n\r\n";
-    let response = client.send(request).await.read_response().await;
+    let response = client.request(request).await;
     assert_eq!((response.status, response.text().as_str()), (200, "x-sum"));
 }
 
@@ -290,7 +262,7 @@ async fn a_trusted_gateway_may_state_the_certificate() {
         let client = TlsClient::with_certificate(&ca, &ca, "gateway");
         let mut client = client.connect_http1(proxy.address, "a.example").await;
         for (request, expected) in [(FORGED_REQUEST, of_gateway), (GET_REQUEST, of_plain)] {
-            assert_eq!(client.send(request).await.read_response().await.status, 200);
+            assert_eq!(client.request(request).await.status, 200);
             let seen = client_cert_of(&upstream.last_request());
             assert_eq!(seen, expected, "{trusted} {named} {request}");
         }
@@ -302,7 +274,7 @@ async fn a_trusted_gateway_may_state_the_certificate() {
 async fn checks_ignore_the_fields() {
     let config = "[check]\naddress = '127.0.0.1:0'\n[[policy]]\nname = 'p'\n\
                   match = { headers = { client-cert = 'x' } }\naction = 'deny'\n";
-    let proxy = Proxy::builder().config(config).start().await;
+    let proxy = Proxy::setup(config).start().await;
     let at = proxy.logged_address("check listening").unwrap();
     let check = |name: &str| {
         let request = ClientRequest::new(at, "GET", "/check/nginx");
@@ -400,8 +372,7 @@ async fn the_proxy_header_states_whether_the_client_uses_tls() {
         (b"PROXY UNKNOWN\r\n".to_vec(), "http", "https"),
     ] {
         for (proxy, expected) in [(&auto, expected), (&constant, expected_constant)] {
-            let mut client = RawClient::connect(proxy.address).await;
-            client.send(&header).await;
+            let mut client = proxy.send_raw(&header).await;
             client.send("GET / HTTP/1.1\r\nHost: a\r\nX-Forwarded-Proto: ftp\r\nForwarded: proto=ftp\r\n\r\n").await;
             assert_eq!(client.read_response().await.status, 200, "{header:?}");
             let seen = upstream.last_request();
@@ -417,10 +388,9 @@ async fn the_proxy_header_states_whether_the_client_uses_tls() {
             );
         }
     }
-    let mut client = RawClient::connect(auto.address).await;
-    client
-        .send(v2_header(0x21, 0x11, b"\x20\0\x04\x01\0\0\0"))
-        .await;
+    let mut client =
+        RawClient::connect_and_send(auto.address, v2_header(0x21, 0x11, b"\x20\0\x04\x01\0\0\0"))
+            .await;
     assert_eq!(client.send(GET_REQUEST).await.read_to_close().await, b"");
 }
 

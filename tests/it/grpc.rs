@@ -1,10 +1,7 @@
 //! gRPC end to end: all four kinds of calls, how they end, and denials in gRPC's format.
 
-use crate::support::TEST_TIMEOUT;
 use crate::support::h2_upstream::{H2Exchange, H2Upstream};
-use crate::support::proxy::Proxy;
-use crate::support::tls::CertificateAuthority;
-use crate::support::upstream::RawUpstream;
+use crate::support::prelude::*;
 use bytes::{BufMut, Bytes, BytesMut};
 use h2::client::SendRequest;
 use h2::server::Builder;
@@ -70,9 +67,8 @@ impl MessageReader {
     }
 
     async fn read_trailers(&mut self) -> HeaderMap {
-        timeout(TEST_TIMEOUT, self.stream.trailers())
+        in_time(self.stream.trailers())
             .await
-            .unwrap()
             .unwrap()
             .unwrap_or_default()
     }
@@ -204,11 +200,7 @@ async fn assert_all_call_types_work(proxy: &Proxy) {
 #[tokio::test]
 async fn all_call_types_work_over_cleartext() {
     let upstream = H2Upstream::with_handler(Builder::new(), serve_calls).await;
-    let proxy = Proxy::builder()
-        .config("listen.threads = 1")
-        .upstream_url(&upstream.url())
-        .start()
-        .await;
+    let proxy = Proxy::start("listen.threads = 1", &upstream.url()).await;
     assert_all_call_types_work(&proxy).await;
     assert_eq!(upstream.connection_count(), 1);
 }
@@ -224,11 +216,7 @@ async fn all_call_types_work_over_tls() {
         authority.path_string("ca.pem")
     );
     let url = format!("https://{}", upstream.address);
-    let proxy = Proxy::builder()
-        .config(&config)
-        .upstream_url(&url)
-        .start()
-        .await;
+    let proxy = Proxy::start(&config, &url).await;
     assert_all_call_types_work(&proxy).await;
 }
 
@@ -248,11 +236,7 @@ async fn assert_call_rejected(proxy: &Proxy, status: &str) -> String {
 async fn rejections_are_grpc_statuses() {
     let upstream = H2Upstream::with_handler(Builder::new(), serve_calls).await;
     let limited = "[[policy]]\nname = 'p'\nmatch = { path = '/a.Service/**' }\nlimit = { requests = 1, per = '1h' }";
-    let proxy = Proxy::builder()
-        .config(limited)
-        .upstream_url(&upstream.url())
-        .start()
-        .await;
+    let proxy = Proxy::start(limited, &upstream.url()).await;
     let (response, mut sending) = start_call(&connect_client(proxy.address).await, "unary").await;
     sending.send_data(encode_message("a"), true).unwrap();
     assert_eq!(
@@ -265,14 +249,8 @@ async fn rejections_are_grpc_statuses() {
         "{expected}"
     );
 
-    let closed_port = std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap();
-    let proxy = Proxy::builder()
-        .upstream_url(&format!("h2c://{closed_port}"))
-        .start()
-        .await;
+    let closed_port = unused_address();
+    let proxy = Proxy::start("", &format!("h2c://{closed_port}")).await;
     assert_call_rejected(&proxy, "14").await;
 
     let silent = RawUpstream::with_script(|_, mut socket| async move {
@@ -284,11 +262,7 @@ async fn rejections_are_grpc_statuses() {
     .await;
     let config = "upstream.response_timeout = '200ms'";
     let url = format!("h2c://{}", silent.address);
-    let proxy = Proxy::builder()
-        .config(config)
-        .upstream_url(&url)
-        .start()
-        .await;
+    let proxy = Proxy::start(config, &url).await;
     let (response, mut sending) = start_call(&connect_client(proxy.address).await, "unary").await;
     sending.send_data(encode_message("a"), true).unwrap();
     let response = await_response(response).await;
@@ -313,12 +287,12 @@ async fn a_truncated_call_has_no_status() {
         }
     })
     .await;
-    let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
+    let proxy = Proxy::start("", &upstream.url()).await;
     let (response, _sending) = start_call(&connect_client(proxy.address).await, "unary").await;
     let mut stream = await_response(response).await.into_body();
     release.add_permits(1);
     let end = loop {
-        match timeout(TEST_TIMEOUT, stream.data()).await.unwrap() {
+        match in_time(stream.data()).await {
             Some(Ok(_)) => {}
             end => break end,
         }

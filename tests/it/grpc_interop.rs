@@ -3,8 +3,7 @@
 //!
 //! Messages are plain texts. Codec and service are written by hand in place of generated code.
 
-use crate::support::proxy::Proxy;
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use bytes::{Buf, BufMut};
 use futures_util::future::BoxFuture;
 use futures_util::stream::{self, BoxStream, Stream, StreamExt};
@@ -248,11 +247,7 @@ impl ShopClient {
             PathAndQuery::from_static("/a.Shop/Many"),
             TextCodec,
         );
-        timeout(TEST_TIMEOUT, called)
-            .await
-            .unwrap()
-            .unwrap()
-            .into_inner()
+        in_time(called).await.unwrap().into_inner()
     }
 
     async fn call_bidirectional(
@@ -265,11 +260,7 @@ impl ShopClient {
             PathAndQuery::from_static("/a.Shop/Chat"),
             TextCodec,
         );
-        timeout(TEST_TIMEOUT, called)
-            .await
-            .unwrap()
-            .unwrap()
-            .into_inner()
+        in_time(called).await.unwrap().into_inner()
     }
 }
 
@@ -287,11 +278,7 @@ async fn next_message(stream: &mut Streaming<String>) -> Result<Option<String>, 
 
 async fn start_through_proxy(config: &str) -> (ShopService, Proxy, ShopClient, JoinHandle<()>) {
     let (shop, address, serving) = ShopService::start().await;
-    let proxy = Proxy::builder()
-        .config(config)
-        .upstream_url(&format!("h2c://{address}"))
-        .start()
-        .await;
+    let proxy = Proxy::start(config, &format!("h2c://{address}")).await;
     let client = ShopClient::connect_lazy(&proxy);
     (shop, proxy, client, serving)
 }
@@ -345,7 +332,7 @@ async fn all_call_types_behave_as_without_a_proxy() {
     let sum = client
         .0
         .client_streaming(texts, PathAndQuery::from_static("/a.Shop/Sum"), TextCodec);
-    let sum: Response<String> = timeout(TEST_TIMEOUT, sum).await.unwrap().unwrap();
+    let sum: Response<String> = in_time(sum).await.unwrap();
     assert_eq!(sum.into_inner(), "abc");
 
     // Each reply arrives before the next message is sent.
@@ -363,8 +350,8 @@ async fn all_call_types_behave_as_without_a_proxy() {
     drop(say);
     assert_eq!(next_message(&mut chat).await.unwrap(), None);
     assert!(chat.trailers().await.unwrap().is_some());
-    eventually("the bidirectional call to end", TEST_TIMEOUT, || {
-        (shop.hanging_calls.load(Ordering::SeqCst) == 0).then_some(())
+    wait_until("the bidirectional call to end", async || {
+        shop.hanging_calls.load(Ordering::SeqCst) == 0
     })
     .await;
 }
@@ -375,8 +362,8 @@ async fn deadlines_reach_the_server_and_a_client_disconnect_cancels_its_call() {
     let hanging = |count: usize| {
         let hanging = Arc::clone(&shop.hanging_calls);
         async move {
-            eventually("the open calls", TEST_TIMEOUT, || {
-                (hanging.load(Ordering::SeqCst) == count).then_some(())
+            wait_until("the open calls", async || {
+                hanging.load(Ordering::SeqCst) == count
             })
             .await;
         }
@@ -476,14 +463,10 @@ response_timeout = '200ms'
     let refused = client
         .0
         .streaming(texts, PathAndQuery::from_static("/a.Shop/Chat"), TextCodec);
-    let refused: Result<Response<Streaming<String>>, Status> =
-        timeout(TEST_TIMEOUT, refused).await.unwrap();
+    let refused: Result<Response<Streaming<String>>, Status> = in_time(refused).await;
     assert_eq!(refused.unwrap_err().code(), Code::PermissionDenied);
 
-    let proxy = Proxy::builder()
-        .upstream_url("h2c://127.0.0.1:9")
-        .start()
-        .await;
+    let proxy = Proxy::start("", "h2c://127.0.0.1:9").await;
     let status = ShopClient::connect_lazy(&proxy)
         .send_text("hi")
         .await

@@ -1,8 +1,6 @@
 //! HTTP/1 clients that send a request, end their sending direction and read the response.
 
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, echo};
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -91,8 +89,8 @@ async fn a_client_that_is_gone_ends_its_request() {
         let mut stream = TcpStream::connect(proxy.address).await.unwrap();
         let request = format!("GET /never HTTP/{version}\r\nHost: a\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
-        eventually("the request arrives", TEST_TIMEOUT, || {
-            (in_upstream.load(Ordering::SeqCst) == 1).then_some(())
+        wait_until("the request arrives", async || {
+            in_upstream.load(Ordering::SeqCst) == 1
         })
         .await;
         if ends_half_open {
@@ -101,8 +99,8 @@ async fn a_client_that_is_gone_ends_its_request() {
         } else {
             drop(stream);
         }
-        eventually("the request ends", TEST_TIMEOUT, || {
-            (in_upstream.load(Ordering::SeqCst) == 0).then_some(())
+        wait_until("the request ends", async || {
+            in_upstream.load(Ordering::SeqCst) == 0
         })
         .await;
     }
@@ -137,10 +135,7 @@ async fn a_request_after_one_of_http_1_0_is_answered_after_a_half_close() {
     stream.write_all(slow.as_bytes()).await.unwrap();
     stream.shutdown().await.unwrap();
     output.clear();
-    timeout(TEST_TIMEOUT, stream.read_to_end(&mut output))
-        .await
-        .unwrap()
-        .unwrap();
+    in_time(stream.read_to_end(&mut output)).await.unwrap();
     let second = String::from_utf8_lossy(&output);
     assert!(second.contains(" 200 OK"), "{second}");
 }

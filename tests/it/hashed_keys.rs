@@ -1,15 +1,9 @@
 //! API keys do not stand in the clear in the store, in the log or at the admin port, and operators
 //! use the clear value.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::ClientRequest;
-use crate::support::process::{ProcessOutput, run_command, tidegate_command};
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use crate::support::upstream::Upstream;
 use std::fs;
-use std::path::PathBuf;
 use tempfile::TempDir;
 
 const SECRET: &str = "sk_live_hunter2";
@@ -53,15 +47,12 @@ limit = { requests = 2, per = "1h" }
 "#;
 
 struct HashingFixture {
-    dir: TempDir,
     redis: Option<RedisServer>,
-    _upstream: Upstream,
     proxy: Proxy,
 }
 
 impl HashingFixture {
     async fn start(redis: Option<RedisServer>, settings: &str) -> Self {
-        let dir = TempDir::new().unwrap();
         let upstream = Upstream::echo().await;
         let store = redis.as_ref().map(RedisServer::store_config);
         let text = format!(
@@ -70,23 +61,8 @@ impl HashingFixture {
             store.unwrap_or_default(),
             POLICIES.replace("[client]", &format!("[client]\n{settings}"))
         );
-        let config = dir.path().join("config.toml");
-        fs::write(&config, text).unwrap();
-        let proxy = Proxy::builder()
-            .config_file(&config)
-            .upstream(upstream.address)
-            .start()
-            .await;
-        Self {
-            dir,
-            redis,
-            _upstream: upstream,
-            proxy,
-        }
-    }
-
-    fn config_path(&self) -> PathBuf {
-        self.dir.path().join("config.toml")
+        let proxy = Proxy::setup(&text).owned_upstream(upstream).start().await;
+        Self { redis, proxy }
     }
 
     async fn statuses(&self, header: (&str, &str), path: &str, times: usize) -> Vec<u16> {
@@ -98,26 +74,12 @@ impl HashingFixture {
         statuses
     }
 
-    async fn run(&self, words: &[&str]) -> ProcessOutput {
-        let mut command = tidegate_command();
-        command.args(words).arg("--config").arg(self.config_path());
-        // The commands find the proxy's admin port, which is needed with the memory store.
-        command.env(
-            "TIDEGATE_ADMIN__ADDRESS",
-            self.proxy.admin_address().to_string(),
-        );
-        run_command(&mut command).await
-    }
-
     async fn run_successfully(&self, words: &[&str]) -> String {
-        let ended = self.run(words).await;
-        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
-        ended.stdout
+        self.proxy.run_command(words).await.into_stdout()
     }
 
     async fn admin(&self, target: &str) -> String {
-        let request = ClientRequest::new(self.proxy.admin_address(), "GET", target);
-        let reply = request.header("Host", "localhost").send().await;
+        let reply = self.proxy.admin_request("GET", target).send().await;
         assert_eq!(reply.status, 200, "{target}: {}", reply.text());
         reply.text()
     }
@@ -168,17 +130,14 @@ async fn assert_no_clear_value(redis: Option<RedisServer>, settings: &str) {
         .run_successfully(&["explain", "GET", "/api/a", "-H", &header])
         .await;
     assert!(explained.contains(&hash), "{explained}");
-    let log = fixture.dir.path().join("log");
+    let log = fixture.proxy.dir().join("log");
     fs::write(&log, fixture.proxy.log_text()).unwrap();
     let why = fixture
         .run_successfully(&["why", "--key", SECRET, log.to_str().unwrap()])
         .await;
     assert!(why.contains("by-key"), "{why}");
     let checked = fixture.run_successfully(&["check"]).await;
-    assert!(
-        checked.contains("per header x-api-key (hashed)") && checked.contains("; for #"),
-        "{checked}"
-    );
+    assert_contains(&checked, &["per header x-api-key (hashed)", "; for #"]);
 
     let config = fixture.admin("/config").await;
     assert!(config.contains("\"override\":[{\"key\":[\"#"), "{config}");
@@ -329,8 +288,7 @@ async fn mistakes_about_hashing_are_reported() {
     ] {
         fs::write(dir.path().join("config.toml"), text).unwrap();
         let output = run_command(tidegate_command().current_dir(dir.path()).arg("check")).await;
-        assert_eq!(output.status.code(), Some(code), "{}", output.stderr);
-        assert!(output.stderr.contains(&found), "{found}\n{}", output.stderr);
+        output.expect_code(code).expect_stderr(&found);
         assert!(!output.stderr.contains("hunter2"), "{}", output.stderr);
     }
 }

@@ -1,14 +1,11 @@
 //! HTTP/2 conformance (RFC 9113): a client error ends its stream or its connection, with the
 //! correct code.
 
-use crate::support::client::RawClient;
 use crate::support::h2_frames::*;
 use crate::support::h2_upstream::H2Upstream;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, echo};
+use crate::support::prelude::*;
 use h2::server::Builder;
 use http::{HeaderMap, Request};
-use std::future::pending;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
@@ -27,22 +24,10 @@ enum StreamOutcome {
 }
 use StreamOutcome::{Answered, ConnectionClosed, Rejected, StreamReset};
 
-async fn start_upstream() -> Upstream {
-    Upstream::with_handler(|request| async move {
-        match request.uri().path() {
-            "/never" => pending().await,
-            _ => echo(request).await,
-        }
-    })
-    .await
-}
-
 /// Sends these frames after a normal connection start, and returns the outcome.
 async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> StreamOutcome {
     let mut client = FrameClient::connect(address, &[]).await;
-    client
-        .wait_for_frame("SETTINGS", |frame| frame.kind == SETTINGS)
-        .await;
+    client.wait_for_kind(SETTINGS).await;
     client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
     client.send(frames).await;
     let outcome = client.wait_for_frame(name, |frame| match frame.kind {
@@ -53,7 +38,7 @@ async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> Str
     match (outcome.kind, outcome.error_code()) {
         (GOAWAY, Some(code)) => {
             assert!(
-                client.wait_for_close(crate::support::TEST_TIMEOUT).await.0,
+                client.wait_for_close(TEST_TIMEOUT).await.0,
                 "{name}: the connection stays open"
             );
             ConnectionClosed(code)
@@ -79,14 +64,17 @@ async fn expect_another_response(client: &mut FrameClient) {
         .await;
 }
 
-async fn assert_outcomes(cases: Vec<(&str, Vec<u8>, StreamOutcome)>) {
-    let upstream = start_upstream().await;
+/// Each list has frames with their names, and one outcome.
+async fn assert_outcomes<const N: usize>(groups: [(StreamOutcome, Vec<(&str, Vec<u8>)>); N]) {
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut wrong = Vec::new();
-    for (name, frames, expected) in &cases {
-        let got = send_and_observe(proxy.address, name, frames).await;
-        if got != *expected {
-            wrong.push(format!("{name}: {got:?} instead of {expected:?}"));
+    for (expected, cases) in &groups {
+        for (name, frames) in cases {
+            let got = send_and_observe(proxy.address, name, frames).await;
+            if got != *expected {
+                wrong.push(format!("{name}: {got:?} instead of {expected:?}"));
+            }
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
@@ -112,8 +100,7 @@ async fn a_first_frame_other_than_settings_ends_the_connection() {
         ("WINDOW_UPDATE", window_update_frame(0, 1)),
     ] {
         let settings = encode_frame(SETTINGS, 0, 0, "");
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send([PREFACE, &frame, &settings].concat()).await;
+        let mut client = proxy.send_raw([PREFACE, &frame, &settings].concat()).await;
         let received = client.read_to_close().await;
         let kinds = received.get(3).into_iter().collect::<Vec<_>>();
         assert!(
@@ -133,7 +120,7 @@ async fn trailers_reach_the_upstream_unchanged() {
         exchange.respond_with(200, format!("{trailers:?}"));
     })
     .await;
-    let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
+    let proxy = Proxy::start("", &upstream.url()).await;
     let (client, connection) =
         h2::client::handshake(TcpStream::connect(proxy.address).await.unwrap())
             .await
@@ -154,6 +141,11 @@ async fn trailers_reach_the_upstream_unchanged() {
     assert_eq!(text.unwrap(), r#"Some({"x-sum": "1"})"#);
 }
 
+/// A GET without its end, and a frame after it.
+fn after_get(frame: Vec<u8>) -> Vec<u8> {
+    [request_head_frame(1, &GET_FIELDS), frame].concat()
+}
+
 /// A POST that the upstream never answers.
 fn post_head_frame(fields: &[(&str, &str)]) -> Vec<u8> {
     let post = [
@@ -167,93 +159,90 @@ fn post_head_frame(fields: &[(&str, &str)]) -> Vec<u8> {
 
 #[tokio::test]
 async fn malformed_frames_end_the_stream_or_connection() {
-    assert_outcomes(vec![
+    assert_outcomes([
         (
-            "SETTINGS of 5 bytes",
-            encode_frame(SETTINGS, 0, 0, [0; 5]),
             STRICTER_THAN_RFC,
+            vec![
+                ("SETTINGS of 5 bytes", encode_frame(SETTINGS, 0, 0, [0; 5])),
+                (
+                    "an ACK with settings",
+                    encode_frame(SETTINGS, ACK, 0, encode_setting(4, 1)),
+                ),
+                ("PING of 7 bytes", encode_frame(PING, 0, 0, [0; 7])),
+                (
+                    "RST_STREAM of 3 bytes",
+                    [
+                        get_frame(1, "/never"),
+                        encode_frame(RST_STREAM, 0, 1, [0; 3]),
+                    ]
+                    .concat(),
+                ),
+                (
+                    "WINDOW_UPDATE of 3 bytes",
+                    encode_frame(WINDOW_UPDATE, 0, 0, [0; 3]),
+                ),
+                (
+                    "a window of 2^31",
+                    encode_frame(SETTINGS, 0, 0, encode_setting(4, 1 << 31)),
+                ),
+                (
+                    "an index beyond both header tables",
+                    encode_frame(HEADERS, END_HEADERS, 1, [0xff, 0x7f]),
+                ),
+                (
+                    "a truncated field",
+                    encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x40, 10, b'x']),
+                ),
+            ],
         ),
         (
-            "an ACK with settings",
-            encode_frame(SETTINGS, ACK, 0, encode_setting(4, 1)),
-            STRICTER_THAN_RFC,
-        ),
-        (
-            "PING of 7 bytes",
-            encode_frame(PING, 0, 0, [0; 7]),
-            STRICTER_THAN_RFC,
-        ),
-        (
-            "RST_STREAM of 3 bytes",
-            [
-                get_frame(1, "/never"),
-                encode_frame(RST_STREAM, 0, 1, [0; 3]),
-            ]
-            .concat(),
-            STRICTER_THAN_RFC,
-        ),
-        (
-            "WINDOW_UPDATE of 3 bytes",
-            encode_frame(WINDOW_UPDATE, 0, 0, [0; 3]),
-            STRICTER_THAN_RFC,
-        ),
-        (
-            "a frame of 16,385 bytes",
-            encode_frame(DATA, 0, 1, vec![0; 16_385]),
             ConnectionClosed(FRAME_SIZE_ERROR),
+            vec![(
+                "a frame of 16,385 bytes",
+                encode_frame(DATA, 0, 1, vec![0; 16_385]),
+            )],
         ),
         (
-            "padding longer than the DATA frame",
-            [
-                post_head_frame(&[]),
-                encode_frame(DATA, PADDED, 1, [5, 0, 0]),
-            ]
-            .concat(),
             ConnectionClosed(PROTOCOL_ERROR),
+            vec![
+                (
+                    "padding longer than the DATA frame",
+                    [
+                        post_head_frame(&[]),
+                        encode_frame(DATA, PADDED, 1, [5, 0, 0]),
+                    ]
+                    .concat(),
+                ),
+                (
+                    "padding longer than the HEADERS frame",
+                    encode_frame(HEADERS, PADDED | END_HEADERS, 1, [9, 0]),
+                ),
+                (
+                    "SETTINGS_ENABLE_PUSH of 2",
+                    encode_frame(SETTINGS, 0, 0, encode_setting(2, 2)),
+                ),
+                (
+                    "SETTINGS_MAX_FRAME_SIZE of 100",
+                    encode_frame(SETTINGS, 0, 0, encode_setting(5, 100)),
+                ),
+            ],
         ),
         (
-            "padding longer than the HEADERS frame",
-            encode_frame(HEADERS, PADDED | END_HEADERS, 1, [9, 0]),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "SETTINGS_ENABLE_PUSH of 2",
-            encode_frame(SETTINGS, 0, 0, encode_setting(2, 2)),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "a window of 2^31",
-            encode_frame(SETTINGS, 0, 0, encode_setting(4, 1 << 31)),
-            STRICTER_THAN_RFC,
-        ),
-        (
-            "SETTINGS_MAX_FRAME_SIZE of 100",
-            encode_frame(SETTINGS, 0, 0, encode_setting(5, 100)),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "an unknown setting",
-            [
-                encode_frame(SETTINGS, 0, 0, encode_setting(999, 9)),
-                get_frame(1, "/"),
-            ]
-            .concat(),
             Answered,
-        ),
-        (
-            "an unknown frame",
-            [encode_frame(77, 255, 1, "?"), get_frame(1, "/")].concat(),
-            Answered,
-        ),
-        (
-            "an index beyond both header tables",
-            encode_frame(HEADERS, END_HEADERS, 1, [0xff, 0x7f]),
-            STRICTER_THAN_RFC,
-        ),
-        (
-            "a truncated field",
-            encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x40, 10, b'x']),
-            STRICTER_THAN_RFC,
+            vec![
+                (
+                    "an unknown setting",
+                    [
+                        encode_frame(SETTINGS, 0, 0, encode_setting(999, 9)),
+                        get_frame(1, "/"),
+                    ]
+                    .concat(),
+                ),
+                (
+                    "an unknown frame",
+                    [encode_frame(77, 255, 1, "?"), get_frame(1, "/")].concat(),
+                ),
+            ],
         ),
     ])
     .await;
@@ -264,164 +253,124 @@ async fn frames_on_invalid_streams() {
     let never = get_frame(1, "/never");
     let after = |frame: Vec<u8>| [never.clone(), frame].concat();
     let begun = encode_frame(HEADERS, END_STREAM, 1, encode_header_block(&GET_FIELDS));
-    assert_outcomes(vec![
+    assert_outcomes([
         (
-            "DATA on 0",
-            encode_frame(DATA, 0, 0, "x"),
             ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "HEADERS on 0",
-            encode_frame(HEADERS, END_HEADERS, 0, encode_header_block(&GET_FIELDS)),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "PRIORITY on 0",
-            encode_frame(PRIORITY, 0, 0, [0; 5]),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "RST_STREAM on 0",
-            rst_stream_frame(0),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "CONTINUATION on 0",
-            encode_frame(CONTINUATION, 0, 0, ""),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "SETTINGS on a stream",
-            encode_frame(SETTINGS, 0, 1, ""),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "PING on a stream",
-            encode_frame(PING, 0, 1, [0; 8]),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "GOAWAY on a stream",
-            encode_frame(GOAWAY, 0, 1, [0; 8]),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "PUSH_PROMISE by a client",
-            after(encode_frame(PUSH_PROMISE, END_HEADERS, 1, [0, 0, 0, 2])),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "a stream with an even id",
-            get_frame(2, "/"),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "streams in the wrong order",
-            [get_frame(5, "/never"), get_frame(1, "/")].concat(),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "DATA on an idle stream",
-            encode_frame(DATA, 0, 9, "x"),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "RST_STREAM on an idle stream",
-            rst_stream_frame(9),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "WINDOW_UPDATE on an idle stream",
-            window_update_frame(9, 1),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "PRIORITY on an idle stream",
-            [encode_frame(PRIORITY, 0, 9, [0; 5]), get_frame(1, "/")].concat(),
-            Answered,
-        ),
-        (
-            "CONTINUATION without HEADERS",
-            after(encode_frame(CONTINUATION, END_HEADERS, 1, "")),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "DATA inside a header block",
-            [begun.clone(), encode_frame(DATA, 0, 1, "x")].concat(),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "PING inside a header block",
-            [begun.clone(), encode_frame(PING, 0, 0, [0; 8])].concat(),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "CONTINUATION of another stream",
-            [
-                begun.clone(),
-                encode_frame(CONTINUATION, END_HEADERS, 3, ""),
-            ]
-            .concat(),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "a header block in several frames",
-            [
-                begun,
-                encode_frame(
-                    CONTINUATION,
-                    END_HEADERS,
-                    1,
-                    encode_header_block(&[("a", "b")]),
+            vec![
+                ("DATA on 0", encode_frame(DATA, 0, 0, "x")),
+                (
+                    "HEADERS on 0",
+                    encode_frame(HEADERS, END_HEADERS, 0, encode_header_block(&GET_FIELDS)),
                 ),
-            ]
-            .concat(),
+                ("PRIORITY on 0", encode_frame(PRIORITY, 0, 0, [0; 5])),
+                ("RST_STREAM on 0", rst_stream_frame(0)),
+                ("CONTINUATION on 0", encode_frame(CONTINUATION, 0, 0, "")),
+                ("SETTINGS on a stream", encode_frame(SETTINGS, 0, 1, "")),
+                ("PING on a stream", encode_frame(PING, 0, 1, [0; 8])),
+                ("GOAWAY on a stream", encode_frame(GOAWAY, 0, 1, [0; 8])),
+                (
+                    "PUSH_PROMISE by a client",
+                    after(encode_frame(PUSH_PROMISE, END_HEADERS, 1, [0, 0, 0, 2])),
+                ),
+                ("a stream with an even id", get_frame(2, "/")),
+                (
+                    "streams in the wrong order",
+                    [get_frame(5, "/never"), get_frame(1, "/")].concat(),
+                ),
+                ("DATA on an idle stream", encode_frame(DATA, 0, 9, "x")),
+                ("RST_STREAM on an idle stream", rst_stream_frame(9)),
+                ("WINDOW_UPDATE on an idle stream", window_update_frame(9, 1)),
+                (
+                    "CONTINUATION without HEADERS",
+                    after(encode_frame(CONTINUATION, END_HEADERS, 1, "")),
+                ),
+                (
+                    "DATA inside a header block",
+                    [begun.clone(), encode_frame(DATA, 0, 1, "x")].concat(),
+                ),
+                (
+                    "PING inside a header block",
+                    [begun.clone(), encode_frame(PING, 0, 0, [0; 8])].concat(),
+                ),
+                (
+                    "CONTINUATION of another stream",
+                    [
+                        begun.clone(),
+                        encode_frame(CONTINUATION, END_HEADERS, 3, ""),
+                    ]
+                    .concat(),
+                ),
+                (
+                    "a stream WINDOW_UPDATE of 0",
+                    after(window_update_frame(1, 0)),
+                ),
+                ("a connection WINDOW_UPDATE of 0", window_update_frame(0, 0)),
+                (
+                    "an unexpected SETTINGS ACK",
+                    encode_frame(SETTINGS, ACK, 0, ""),
+                ),
+            ],
+        ),
+        (
             Answered,
+            vec![
+                (
+                    "PRIORITY on an idle stream",
+                    [encode_frame(PRIORITY, 0, 9, [0; 5]), get_frame(1, "/")].concat(),
+                ),
+                (
+                    "a header block in several frames",
+                    [
+                        begun,
+                        encode_frame(
+                            CONTINUATION,
+                            END_HEADERS,
+                            1,
+                            encode_header_block(&[("a", "b")]),
+                        ),
+                    ]
+                    .concat(),
+                ),
+            ],
         ),
         (
-            "DATA after END_STREAM",
-            after(encode_frame(DATA, END_STREAM, 1, "x")),
             STRICTER_THAN_RFC,
+            vec![
+                (
+                    "DATA after END_STREAM",
+                    after(encode_frame(DATA, END_STREAM, 1, "x")),
+                ),
+                (
+                    "HEADERS after END_STREAM",
+                    after(request_frame(1, &GET_FIELDS)),
+                ),
+            ],
         ),
         (
-            "HEADERS after END_STREAM",
-            after(request_frame(1, &GET_FIELDS)),
-            STRICTER_THAN_RFC,
-        ),
-        (
-            "a stream WINDOW_UPDATE of 0",
-            after(window_update_frame(1, 0)),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "a connection WINDOW_UPDATE of 0",
-            window_update_frame(0, 0),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "a stream window above 2^31 - 1",
-            after(window_update_frame(1, (1 << 31) - 1)),
             StreamReset(FLOW_CONTROL_ERROR),
+            vec![(
+                "a stream window above 2^31 - 1",
+                after(window_update_frame(1, (1 << 31) - 1)),
+            )],
         ),
         (
-            "a connection window above 2^31 - 1",
-            window_update_frame(0, (1 << 31) - 1),
             ConnectionClosed(FLOW_CONTROL_ERROR),
+            vec![(
+                "a connection window above 2^31 - 1",
+                window_update_frame(0, (1 << 31) - 1),
+            )],
         ),
         (
-            "an unexpected SETTINGS ACK",
-            encode_frame(SETTINGS, ACK, 0, ""),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "a stream that depends on itself",
-            encode_frame(
-                HEADERS,
-                END_STREAM | END_HEADERS | PRIORITY_FLAG,
-                1,
-                [&[0, 0, 0, 1, 0][..], &encode_header_block(&GET_FIELDS)].concat(),
-            ),
             StreamReset(PROTOCOL_ERROR),
+            vec![(
+                "a stream that depends on itself",
+                encode_frame(
+                    HEADERS,
+                    END_STREAM | END_HEADERS | PRIORITY_FLAG,
+                    1,
+                    [&[0, 0, 0, 1, 0][..], &encode_header_block(&GET_FIELDS)].concat(),
+                ),
+            )],
         ),
     ])
     .await;
@@ -441,189 +390,157 @@ async fn malformed_header_blocks_and_bodies() {
         )
     };
     let wrong = StreamReset(PROTOCOL_ERROR);
-    assert_outcomes(vec![
-        ("an upper-case name", and("X-Upper", "1"), Rejected),
-        ("a name with a space", and("x y", "1"), Rejected),
-        ("an empty name", and("", "1"), Rejected),
-        ("a value with a line feed", and("x", "1\n2"), Rejected),
-        ("a value with NUL", and("x", "1\0"), Rejected),
-        ("an unknown pseudo-field", and(":proto", "1"), Rejected),
-        (":status in a request", and(":status", "200"), Rejected),
+    assert_outcomes([
         (
-            "a pseudo-field after a regular field",
-            request_frame(1, &[&[("x", "1")], &bad[..]].concat()),
             Rejected,
-        ),
-        (":method twice", and(":method", "GET"), Rejected),
-        (":path twice", and(":path", "/other"), Rejected),
-        (":scheme twice", and(":scheme", "http"), Rejected),
-        (":authority twice", and(":authority", "b"), Rejected),
-        ("no :method", without(":method"), Rejected),
-        ("no :scheme", without(":scheme"), Rejected),
-        ("no :path", without(":path"), Rejected),
-        (
-            "an empty :path",
-            request_frame(1, &get_fields_with(":path", "")),
-            Rejected,
-        ),
-        ("connection", and("connection", "keep-alive"), Rejected),
-        ("keep-alive", and("keep-alive", "5"), Rejected),
-        (
-            "proxy-connection",
-            and("proxy-connection", "close"),
-            Rejected,
-        ),
-        (
-            "transfer-encoding",
-            and("transfer-encoding", "chunked"),
-            Rejected,
-        ),
-        ("upgrade", and("upgrade", "websocket"), Rejected),
-        ("te", and("te", "gzip"), Rejected),
-        (
-            "te: trailers",
-            request_frame(1, &[&GET_FIELDS[..], &[("te", "trailers")]].concat()),
-            Answered,
-        ),
-        (
-            "a length, and no body",
-            and("content-length", "1"),
-            Rejected,
-        ),
-        ("two lengths", and("content-length", "1, 2"), Rejected),
-        (
-            "less DATA than content-length",
-            [
-                post_head_frame(&[("content-length", "5")]),
-                encode_frame(DATA, END_STREAM, 1, "123"),
-            ]
-            .concat(),
-            wrong,
-        ),
-        (
-            "more DATA than content-length",
-            [
-                post_head_frame(&[("content-length", "2")]),
-                encode_frame(DATA, 0, 1, "123"),
-            ]
-            .concat(),
-            wrong,
-        ),
-        (
-            "trailers without END_STREAM",
-            [post_head_frame(&[]), request_head_frame(1, &[("x", "1")])].concat(),
-            wrong,
-        ),
-        (
-            "trailers with pseudo-fields",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                request_frame(1, &[(":path", "/bad")]),
-            ]
-            .concat(),
-            Rejected,
-        ),
-        (
-            "trailers with a pseudo-field of HPACK's static table",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x83]),
-            ]
-            .concat(),
-            Rejected,
-        ),
-        (
-            "trailers with a pseudo-field of HPACK's dynamic table",
-            [
-                encode_frame(
-                    HEADERS,
-                    END_HEADERS,
-                    1,
+            vec![
+                ("an upper-case name", and("X-Upper", "1")),
+                ("a name with a space", and("x y", "1")),
+                ("an empty name", and("", "1")),
+                ("a value with a line feed", and("x", "1\n2")),
+                ("a value with NUL", and("x", "1\0")),
+                ("an unknown pseudo-field", and(":proto", "1")),
+                (":status in a request", and(":status", "200")),
+                (
+                    "a pseudo-field after a regular field",
+                    request_frame(1, &[&[("x", "1")], &bad[..]].concat()),
+                ),
+                (":method twice", and(":method", "GET")),
+                (":path twice", and(":path", "/other")),
+                (":scheme twice", and(":scheme", "http")),
+                (":authority twice", and(":authority", "b")),
+                ("no :method", without(":method")),
+                ("no :scheme", without(":scheme")),
+                ("no :path", without(":path")),
+                (
+                    "an empty :path",
+                    request_frame(1, &get_fields_with(":path", "")),
+                ),
+                ("connection", and("connection", "keep-alive")),
+                ("keep-alive", and("keep-alive", "5")),
+                ("proxy-connection", and("proxy-connection", "close")),
+                ("transfer-encoding", and("transfer-encoding", "chunked")),
+                ("upgrade", and("upgrade", "websocket")),
+                ("te", and("te", "gzip")),
+                ("a length, and no body", and("content-length", "1")),
+                ("two lengths", and("content-length", "1, 2")),
+                (
+                    "trailers with pseudo-fields",
+                    after_get(request_frame(1, &[(":path", "/bad")])),
+                ),
+                (
+                    "trailers with a pseudo-field of HPACK's static table",
+                    after_get(encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x83])),
+                ),
+                (
+                    "trailers with a pseudo-field of HPACK's dynamic table",
                     [
-                        encode_header_block(&GET_FIELDS[..3]),
-                        encode_indexed_literal(":path", "/never"),
+                        encode_frame(
+                            HEADERS,
+                            END_HEADERS,
+                            1,
+                            [
+                                encode_header_block(&GET_FIELDS[..3]),
+                                encode_indexed_literal(":path", "/never"),
+                            ]
+                            .concat(),
+                        ),
+                        encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x80 | 62]),
                     ]
                     .concat(),
                 ),
-                encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x80 | 62]),
-            ]
-            .concat(),
-            Rejected,
+                (
+                    "padded trailers with a pseudo-field",
+                    after_get(encode_frame(
+                        HEADERS,
+                        PADDED | END_STREAM | END_HEADERS,
+                        1,
+                        [2, 0x83, 0, 0],
+                    )),
+                ),
+                (
+                    "trailers with a priority and a pseudo-field",
+                    after_get(encode_frame(
+                        HEADERS,
+                        PRIORITY_FLAG | END_STREAM | END_HEADERS,
+                        1,
+                        [0, 0, 0, 0, 15, 0x83],
+                    )),
+                ),
+            ],
         ),
         (
-            "padded trailers with a pseudo-field",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                encode_frame(
+            Answered,
+            vec![
+                (
+                    "te: trailers",
+                    request_frame(1, &[&GET_FIELDS[..], &[("te", "trailers")]].concat()),
+                ),
+                (
+                    "padded trailers with a priority",
+                    after_get(encode_frame(
+                        HEADERS,
+                        PADDED | PRIORITY_FLAG | END_STREAM | END_HEADERS,
+                        1,
+                        [
+                            &[3, 0, 0, 0, 0, 15],
+                            &encode_header_block(&[("x", "1")])[..],
+                            &[0; 3],
+                        ]
+                        .concat(),
+                    )),
+                ),
+                (
+                    "trailers without pseudo-fields",
+                    after_get(request_frame(1, &[("x", "1")])),
+                ),
+                (
+                    "trailers in two frames",
+                    [
+                        request_head_frame(1, &GET_FIELDS),
+                        encode_frame(HEADERS, END_STREAM, 1, [0]),
+                        encode_frame(CONTINUATION, END_HEADERS, 1, [1, b'x', 1, b'1']),
+                    ]
+                    .concat(),
+                ),
+            ],
+        ),
+        (
+            wrong,
+            vec![
+                (
+                    "less DATA than content-length",
+                    [
+                        post_head_frame(&[("content-length", "5")]),
+                        encode_frame(DATA, END_STREAM, 1, "123"),
+                    ]
+                    .concat(),
+                ),
+                (
+                    "more DATA than content-length",
+                    [
+                        post_head_frame(&[("content-length", "2")]),
+                        encode_frame(DATA, 0, 1, "123"),
+                    ]
+                    .concat(),
+                ),
+                (
+                    "trailers without END_STREAM",
+                    [post_head_frame(&[]), request_head_frame(1, &[("x", "1")])].concat(),
+                ),
+            ],
+        ),
+        (
+            ConnectionClosed(PROTOCOL_ERROR),
+            vec![(
+                "trailers with too much padding",
+                after_get(encode_frame(
                     HEADERS,
                     PADDED | END_STREAM | END_HEADERS,
                     1,
-                    [2, 0x83, 0, 0],
-                ),
-            ]
-            .concat(),
-            Rejected,
-        ),
-        (
-            "trailers with a priority and a pseudo-field",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                encode_frame(
-                    HEADERS,
-                    PRIORITY_FLAG | END_STREAM | END_HEADERS,
-                    1,
-                    [0, 0, 0, 0, 15, 0x83],
-                ),
-            ]
-            .concat(),
-            Rejected,
-        ),
-        (
-            "padded trailers with a priority",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                encode_frame(
-                    HEADERS,
-                    PADDED | PRIORITY_FLAG | END_STREAM | END_HEADERS,
-                    1,
-                    [
-                        &[3, 0, 0, 0, 0, 15],
-                        &encode_header_block(&[("x", "1")])[..],
-                        &[0; 3],
-                    ]
-                    .concat(),
-                ),
-            ]
-            .concat(),
-            Answered,
-        ),
-        (
-            "trailers with too much padding",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                encode_frame(HEADERS, PADDED | END_STREAM | END_HEADERS, 1, [9, 0, 0]),
-            ]
-            .concat(),
-            ConnectionClosed(PROTOCOL_ERROR),
-        ),
-        (
-            "trailers without pseudo-fields",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                request_frame(1, &[("x", "1")]),
-            ]
-            .concat(),
-            Answered,
-        ),
-        (
-            "trailers in two frames",
-            [
-                request_head_frame(1, &GET_FIELDS),
-                encode_frame(HEADERS, END_STREAM, 1, [0]),
-                encode_frame(CONTINUATION, END_HEADERS, 1, [1, b'x', 1, b'1']),
-            ]
-            .concat(),
-            Answered,
+                    [9, 0, 0],
+                )),
+            )],
         ),
     ])
     .await;
@@ -632,7 +549,7 @@ async fn malformed_header_blocks_and_bodies() {
 /// A PING and valid SETTINGS are acknowledged at once and in order.
 #[tokio::test]
 async fn pings_and_settings_are_acknowledged() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &encode_setting(3, 50)).await;
     client.send(encode_frame(PING, 0, 0, "abcdefgh")).await;
@@ -652,9 +569,8 @@ async fn pings_and_settings_are_acknowledged() {
 /// Stock clients such as curl 7.88 lose a response that arrives together with a reset.
 #[tokio::test]
 async fn an_early_response_is_not_followed_by_a_reset_at_once() {
-    let upstream = Upstream::echo().await;
     let policy = "[[policy]]\nname = 'deny'\naction = 'deny'";
-    let proxy = Proxy::start(policy, upstream.address).await;
+    let proxy = Proxy::with_echo(policy).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     let put = |stream| {
         let fields = [&GET_FIELDS[..], &[("content-length", "300000")]].concat();
@@ -683,9 +599,8 @@ async fn an_early_response_is_not_followed_by_a_reset_at_once() {
 /// However much the client uploads after the response, the reset comes later.
 #[tokio::test]
 async fn an_early_response_to_a_large_upload_is_not_followed_by_a_reset_at_once() {
-    let upstream = Upstream::echo().await;
     let policy = "[[policy]]\nname = 'deny'\naction = 'deny'";
-    let proxy = Proxy::start(policy, upstream.address).await;
+    let proxy = Proxy::with_echo(policy).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     client.send(request_head_frame(1, &GET_FIELDS)).await;
     let mut answered_at = None;
@@ -742,121 +657,53 @@ fn altered_fields<'a>(altered: &[(&'a str, &'a str)]) -> Vec<(&'a str, &'a str)>
 /// h2 rejects these heads without a response.
 #[tokio::test]
 async fn a_malformed_head_has_a_reason_and_a_log_line() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("log.access = 'all'\n", upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     let long = "x".repeat(70_000);
     let mut stream = 1;
-    for (altered, status, reason, logged) in [
-        (
-            vec![("X-Upper", "1")],
-            400,
-            "header name",
-            ["GET", "shop.example", "/items"],
-        ),
-        (
-            vec![("a b", "1")],
-            400,
-            "header name",
-            ["GET", "shop.example", "/items"],
-        ),
-        (
-            vec![("x", "a\u{1}b")],
-            400,
-            "control characters",
-            ["GET", "shop.example", "/items"],
-        ),
-        (
-            vec![("connection", "close")],
-            400,
-            "Connection",
-            ["GET", "shop.example", "/items"],
-        ),
-        (
-            vec![("te", "gzip")],
-            400,
-            "TE",
-            ["GET", "shop.example", "/items"],
-        ),
+    let usual = ["GET", "shop.example", "/items"];
+    for (altered, reason, logged) in [
+        (vec![("X-Upper", "1")], "header name", usual),
+        (vec![("a b", "1")], "header name", usual),
+        (vec![("x", "a\u{1}b")], "control characters", usual),
+        (vec![("connection", "close")], "Connection", usual),
+        (vec![("te", "gzip")], "TE", usual),
         (
             vec![(":path", "/a<b")],
-            400,
             "path",
             ["GET", "shop.example", "/"],
         ),
         (
             vec![(":path", "/a b?c")],
-            400,
             "path",
             ["GET", "shop.example", "/"],
         ),
-        (
-            vec![(":path", "")],
-            400,
-            "path",
-            ["GET", "shop.example", "/"],
-        ),
-        (
-            vec![(":path", "#")],
-            400,
-            "path",
-            ["GET", "shop.example", "/"],
-        ),
+        (vec![(":path", "")], "path", ["GET", "shop.example", "/"]),
+        (vec![(":path", "#")], "path", ["GET", "shop.example", "/"]),
         (
             vec![(":path", "?a=1")],
-            400,
             "path",
             ["GET", "shop.example", "/"],
         ),
-        (
-            vec![(":path", "*#")],
-            400,
-            "path",
-            ["GET", "shop.example", "/"],
-        ),
-        (
-            vec![(":authority", "a b")],
-            400,
-            "Host",
-            ["GET", "", "/items"],
-        ),
-        (
-            vec![(":method", "G T")],
-            400,
-            "method",
-            ["GET", "shop.example", "/items"],
-        ),
+        (vec![(":path", "*#")], "path", ["GET", "shop.example", "/"]),
+        (vec![(":authority", "a b")], "Host", ["GET", "", "/items"]),
+        (vec![(":method", "G T")], "method", usual),
         (
             vec![(":method", "PUT"), ("y", "1"), (":late", "1")],
-            400,
             "pseudo",
             ["PUT", "shop.example", "/items"],
         ),
         (
             vec![(":scheme", "http"), (":scheme", "http")],
-            400,
             "pseudo",
-            ["GET", "shop.example", "/items"],
+            usual,
         ),
-        (
-            vec![("content-length", "1")],
-            400,
-            "Content-Length",
-            ["GET", "shop.example", "/items"],
-        ),
-        (
-            vec![("content-length", "x")],
-            400,
-            "Content-Length",
-            ["GET", "shop.example", "/items"],
-        ),
-        (
-            vec![("x", &long)],
-            431,
-            "too large",
-            ["GET", "shop.example", "/items"],
-        ),
+        (vec![("content-length", "1")], "Content-Length", usual),
+        (vec![("content-length", "x")], "Content-Length", usual),
+        (vec![("x", &long)], "too large", usual),
     ] {
+        let status = if reason == "too large" { 431 } else { 400 };
         for splits in [false, true] {
             let block = encode_header_block(&altered_fields(&altered));
             let parts: Vec<_> = block.chunks(if splits { 50 } else { 16_384 }).collect();
@@ -885,9 +732,7 @@ async fn a_malformed_head_has_a_reason_and_a_log_line() {
             let detail = body["detail"].as_str().unwrap();
             assert!(detail.contains(reason), "{name}: {body}");
             assert_eq!(body["status"], status, "{name}");
-            let line = proxy.wait_for_log("a line", mark, crate::support::TEST_TIMEOUT, |line| {
-                line.contains("malformed")
-            });
+            let line = proxy.wait_for_text("malformed", mark);
             let line = line.await;
             assert_eq!(line.field("status"), status.to_string(), "{name}");
             let seen = [line.field("method"), line.field("host"), line.field("path")];
@@ -930,7 +775,7 @@ async fn a_malformed_head_has_a_reason_and_a_log_line() {
 /// A malformed head that comes with a body, and malformed trailers.
 #[tokio::test]
 async fn malformed_uploads_are_rejected() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     let post = [
@@ -993,7 +838,7 @@ async fn no_head_is_reset() {
         "", "5", "GET", "CONNECT", "G\"T", "http", "ht tp", "1x", "/", "/\"?\"", "//", "*", "?",
         "a", "a:b:c", "[::1]", "u@a", "trailers", "\u{e9}\n",
     ];
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let random = crate::support::pseudo_random_bytes(60_000);
     let mut random = random.iter().map(|byte| usize::from(*byte));

@@ -1,28 +1,11 @@
 //! HTTP/2 floods: the connection is closed, other clients are unaffected, and a metric counts it.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, echo, full_body};
-use hyper::Response;
-use std::future::pending;
+use crate::support::prelude::*;
 use std::time::{Duration, Instant};
 
 /// The most that the process may grow by during an attack.
 const MAX_GROWTH_KIB: u64 = 48 << 10;
-
-/// Answers at once, with a large body, or never, depending on the path.
-async fn start_upstream() -> Upstream {
-    Upstream::with_handler(|request| async move {
-        match request.uri().path() {
-            "/never" => pending().await,
-            "/big" => Response::new(full_body(vec![b'x'; 4 << 20])),
-            _ => echo(request).await,
-        }
-    })
-    .await
-}
 
 /// Sends the frames of `round` repeatedly until the proxy closes. Meanwhile another client is
 /// served. Returns the number of rounds sent, and the code of the GOAWAY if there was one.
@@ -65,44 +48,28 @@ async fn keep_requesting(address: std::net::SocketAddr) {
                 .await,
             200
         );
-        assert!(start.elapsed() < TEST_TIMEOUT / 2, "{:?}", start.elapsed());
+        assert_faster_than(TEST_TIMEOUT / 2, start);
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
 /// The count of this reason on the metrics page.
 async fn closed_connections(proxy: &Proxy, reason: &str) -> u64 {
-    let page = fetch_metrics(proxy).await;
-    let line = format!("tidegate_connections_closed_total{{reason=\"{reason}\"}} ");
-    let value = page.lines().find_map(|known| known.strip_prefix(&line));
-    value
-        .unwrap_or_else(|| panic!("no {line} in {page}"))
-        .parse()
-        .unwrap()
+    let series = format!("tidegate_connections_closed_total{{reason=\"{reason}\"}}");
+    proxy.read_present_metric(&series).await as u64
 }
 
 /// Waits for this count: the client may see the close before the proxy has counted it.
 async fn wait_for_closed_connections(proxy: &Proxy, reason: &str, count: u64) {
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    loop {
-        let found = closed_connections(proxy, reason).await;
-        if found == count {
-            return;
-        }
-        assert!(
-            found < count && Instant::now() < deadline,
-            "{reason}: {found} instead of {count}"
-        );
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}
-
-async fn fetch_metrics(proxy: &Proxy) -> String {
-    ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("host", "localhost")
-        .send()
-        .await
-        .text()
+    wait_until(
+        format!("{count} closed connections: {reason}"),
+        async || {
+            let found = closed_connections(proxy, reason).await;
+            assert!(found <= count, "{reason}: {found} instead of {count}");
+            found == count
+        },
+    )
+    .await;
 }
 
 /// Sends a flood, and checks that the proxy counts it and does not grow.
@@ -122,7 +89,7 @@ async fn assert_paced_flood_is_stopped(
     pause: Duration,
     round: impl Fn(u32) -> Vec<u8>,
 ) {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let (before, mark) = (proxy.rss_kib(), proxy.log_mark());
@@ -305,7 +272,7 @@ async fn alternating_window_sizes_while_streams_wait() {
 /// SETTINGS and GOAWAY cost more, the more streams are open.
 #[tokio::test]
 async fn frames_for_which_h2_visits_every_stream() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let goaway = encode_frame(GOAWAY, 0, 0, [0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 0]);
     for frame in [
@@ -319,9 +286,7 @@ async fn frames_for_which_h2_visits_every_stream() {
             .collect();
         attacker.send(opening).await;
         for _ in 0..200 {
-            attacker
-                .wait_for_frame("a response", |frame| frame.kind == HEADERS)
-                .await;
+            attacker.wait_for_kind(HEADERS).await;
         }
         assert!(!attacker.is_closed());
         let mut sent = 0;
@@ -374,7 +339,7 @@ async fn data_frames_without_payload() {
 
 #[tokio::test]
 async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let before = proxy.rss_kib();
@@ -412,7 +377,7 @@ async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
 
 #[tokio::test]
 async fn streams_without_a_window_are_reset_and_others_are_served() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start(
         "[listen.http]\nbody_idle_timeout = '500ms'",
         upstream.address,
@@ -431,9 +396,7 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
         .await;
     assert_eq!(proxy.get("/").await.status, 200);
     for _ in 0..streams {
-        client
-            .wait_for_frame("RST_STREAM", |frame| frame.kind == RST_STREAM)
-            .await;
+        client.wait_for_kind(RST_STREAM).await;
     }
     let grown = proxy.rss_kib().saturating_sub(before);
     assert!(grown < MAX_GROWTH_KIB, "{grown} KiB more");
@@ -458,7 +421,7 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
 /// Traffic that resembles a flood but is legitimate.
 #[tokio::test]
 async fn busy_clients_are_not_disconnected() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let policy = "[[policy]]\nname = 'p'\nmatch = { path = '/limited' }\nlimit = { requests = 1, per = '1h' }";
     let proxy = Proxy::start(policy, upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &encode_setting(4, 1 << 24)).await;
@@ -525,17 +488,12 @@ async fn busy_clients_are_not_disconnected() {
 /// Reasons for closed connections other than floods.
 #[tokio::test]
 async fn slow_and_malformed_clients_are_counted_by_reason() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let config = "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '300ms'\nbody_idle_timeout = '200ms'";
     let proxy = Proxy::start(config, upstream.address).await;
-    let mut slow = RawClient::connect(proxy.address).await;
-    slow.send("GET / HTTP/1.1\r\nHo").await;
+    let mut slow = proxy.send_raw("GET / HTTP/1.1\r\nHo").await;
     assert_eq!(slow.read_response().await.status, 408);
-    let line = proxy
-        .wait_for_log("an access line", 0, TEST_TIMEOUT, |line| {
-            line.field("status") == "408"
-        })
-        .await;
+    let line = proxy.wait_for_field("status", "408", 0).await;
     assert_eq!(
         (
             line.field("decision").as_str(),
@@ -545,8 +503,8 @@ async fn slow_and_malformed_clients_are_counted_by_reason() {
     );
     let mut idle = RawClient::connect(proxy.address).await;
     assert!(idle.closes_within(TEST_TIMEOUT).await);
-    let mut body = RawClient::connect(proxy.address).await;
-    body.send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
+    let mut body = proxy
+        .send_raw("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
         .await;
     assert_eq!(body.read_response().await.status, 408);
     let long = "x".repeat(70_000);
@@ -563,23 +521,13 @@ async fn slow_and_malformed_clients_are_counted_by_reason() {
     ] {
         let mark = proxy.log_mark();
         assert_eq!(
-            RawClient::connect(proxy.address)
-                .await
-                .send(odd)
-                .await
-                .read_response()
-                .await
-                .status,
+            proxy.send_raw(odd).await.read_response().await.status,
             status
         );
         let status = status.to_string();
-        proxy
-            .wait_for_log("an access line", mark, TEST_TIMEOUT, |line| {
-                line.field("status") == status
-            })
-            .await;
+        proxy.wait_for_field("status", &status, mark).await;
     }
-    let page = fetch_metrics(&proxy).await;
+    let page = proxy.read_metrics_page().await;
     for line in ["{code=\"400\"} 2", "{code=\"408\"} 2", "{code=\"431\"} 1"] {
         let line = format!("tidegate_http_requests_total{line}");
         assert!(
@@ -595,21 +543,17 @@ async fn slow_and_malformed_clients_are_counted_by_reason() {
 
 #[tokio::test]
 async fn reaching_the_connection_limit_is_counted() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("[listen]\nmax_connections = 2", upstream.address).await;
     let mut held = Vec::new();
     for _ in 0..3 {
         held.push(RawClient::connect(proxy.address).await);
     }
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    loop {
-        let page = fetch_metrics(&proxy).await;
+    wait_until("the full table to be counted", async || {
+        let page = proxy.read_metrics_page().await;
         assert!(page.contains("\ntidegate_connections_max 2\n"), "{page}");
-        if page.contains("\ntidegate_connections_full_total 1\n") {
-            break;
-        }
-        assert!(Instant::now() < deadline, "{page}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+        page.contains("\ntidegate_connections_full_total 1\n")
+    })
+    .await;
     drop(held);
 }

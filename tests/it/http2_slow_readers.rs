@@ -3,25 +3,13 @@
 
 use crate::support::h2_frames::*;
 use crate::support::h2_upstream::H2Upstream;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, echo, full_body};
+use crate::support::prelude::*;
 use h2::server::Builder;
-use hyper::Response;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 const CONFIG: &str = "[listen.http]\nbody_idle_timeout = '500ms'\n\
     [[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
-
-async fn start_upstream() -> Upstream {
-    Upstream::with_handler(|request| async move {
-        match request.uri().path() {
-            "/big" => Response::new(full_body(vec![b'x'; 4 << 20])),
-            _ => echo(request).await,
-        }
-    })
-    .await
-}
 
 async fn start_h2c_upstream() -> H2Upstream {
     H2Upstream::with_handler(Builder::new(), |exchange| async move {
@@ -39,9 +27,7 @@ async fn start_h2c_upstream() -> H2Upstream {
 async fn time_to_end(address: SocketAddr, path: &str, window: u32) -> Duration {
     let mut client = FrameClient::connect(address, &encode_setting(4, window)).await;
     client.send(get_frame(1, path)).await;
-    client
-        .wait_for_frame("a response", |frame| frame.kind == HEADERS)
-        .await;
+    client.wait_for_kind(HEADERS).await;
     let started_at = Instant::now();
     while started_at.elapsed() < Duration::from_secs(8) && !client.is_closed() {
         if client.take_frame(|frame| frame.kind == RST_STREAM) {
@@ -54,17 +40,13 @@ async fn time_to_end(address: SocketAddr, path: &str, window: u32) -> Duration {
 
 #[tokio::test]
 async fn a_stream_whose_client_grants_no_window_ends_after_the_timeout() {
-    let (http1, http2) = (start_upstream().await, start_h2c_upstream().await);
+    let (http1, http2) = (Upstream::echo_or_slow().await, start_h2c_upstream().await);
     let mut wrong = Vec::new();
     for (upstream, url) in [
         ("http", format!("http://{}", http1.address)),
         ("h2c", http2.url()),
     ] {
-        let proxy = Proxy::builder()
-            .config(CONFIG)
-            .upstream_url(&url)
-            .start()
-            .await;
+        let proxy = Proxy::start(CONFIG, &url).await;
         for path in ["/deny", "/small", "/big"] {
             for window in [0, 10] {
                 let elapsed = time_to_end(proxy.address, path, window).await;
@@ -84,7 +66,7 @@ async fn a_stream_whose_client_grants_no_window_ends_after_the_timeout() {
 /// Other requests do not extend the time of a stream whose last chunk is not read.
 #[tokio::test]
 async fn a_busy_connection_with_an_unread_response_is_closed() {
-    let upstream = start_upstream().await;
+    let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start(CONFIG, upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &encode_setting(4, 10)).await;
     client.send(get_frame(1, "/deny")).await;
@@ -113,11 +95,7 @@ async fn a_slow_upstream_is_not_taken_for_a_slow_reader() {
         }
     })
     .await;
-    let proxy = Proxy::builder()
-        .config(CONFIG)
-        .upstream_url(&upstream.url())
-        .start()
-        .await;
+    let proxy = Proxy::start(CONFIG, &upstream.url()).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     client.send(get_frame(1, "/")).await;
     let second = client.wait_for_frame("the end", |frame| {

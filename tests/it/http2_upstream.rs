@@ -3,36 +3,28 @@
 
 mod bodies;
 
-use crate::support::client::{
-    ClientBody, ClientRequest, RawClient, await_response, open_http2_connection,
-};
 use crate::support::h2_frames;
 use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::nginx::Nginx;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawSocket, RawUpstream};
-use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes, sha256};
+use crate::support::prelude::*;
+use crate::support::upstream::RawSocket;
+use crate::support::{pseudo_random_bytes, sha256};
 use h2::Reason;
 use h2::server::Builder;
 use http_body_util::BodyExt;
-use hyper::{Request, Response};
+use hyper::Response;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::sync::{Semaphore, mpsc};
-use tokio::time::timeout;
 
 /// One worker, so that all connections belong to the same pool.
 const ONE_WORKER: &str = "listen.threads = 1\n";
 
 async fn start_proxy(upstream: &H2Upstream, config: &str) -> Proxy {
-    Proxy::builder()
-        .config(&format!("{ONE_WORKER}{config}"))
-        .upstream_url(&upstream.url())
-        .start()
-        .await
+    Proxy::start(&format!("{ONE_WORKER}{config}"), &upstream.url()).await
 }
 
 /// Answers once the test releases the semaphore.
@@ -50,7 +42,7 @@ fn respond_when_released(
 }
 
 fn spawn_get(proxy: &Proxy, target: &str) -> tokio::task::JoinHandle<u16> {
-    tokio::spawn(ClientRequest::new(proxy.address, "GET", target).send_for_status())
+    tokio::spawn(proxy.request("GET", target).send_for_status())
 }
 
 #[tokio::test]
@@ -98,9 +90,7 @@ async fn a_request_is_translated_to_http2() {
     assert_eq!(reply.header("via"), Some("2 tidegate"));
 
     // HTTP/2 on both sides: cookie fields are joined.
-    let mut request = Request::get("http://shop.example/")
-        .body(ClientBody::default())
-        .unwrap();
+    let mut request = get_request("http://shop.example/");
     for crumb in ["a=1", "b=2"] {
         request
             .headers_mut()
@@ -145,7 +135,7 @@ async fn one_connection_carries_many_concurrent_requests() {
     let asked: Vec<_> = (0..60).map(|_| spawn_get(&proxy, "/")).collect();
     release.add_permits(60);
     for asked in asked {
-        assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
+        assert_eq!(in_time(asked).await.unwrap(), 200);
     }
     assert_eq!(
         upstream.connection_count(),
@@ -172,18 +162,13 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
     let config = "upstream.max_connections = 2\nupstream.queue_timeout = '200ms'";
     let proxy = start_proxy(&upstream, config).await;
     let asked: Vec<_> = (0..4).map(|_| spawn_get(&proxy, "/")).collect();
-    eventually("four requests", TEST_TIMEOUT, || {
-        (seen.load(Ordering::SeqCst) == 4).then_some(())
-    })
-    .await;
-    assert_eq!(
-        proxy.get("/").await.status,
-        503,
-        "a fifth request has no stream"
-    );
+    wait_until("four requests", async || seen.load(Ordering::SeqCst) == 4).await;
+    proxy
+        .expect_status("/", 503, "a fifth request has no stream")
+        .await;
     release.add_permits(4);
     for asked in asked {
-        assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
+        assert_eq!(in_time(asked).await.unwrap(), 200);
     }
     assert_eq!(upstream.connection_count(), 2);
 
@@ -193,7 +178,7 @@ async fn another_connection_is_opened_when_all_streams_are_in_use() {
     let asked: Vec<_> = (0..6).map(|_| spawn_get(&proxy, "/")).collect();
     release.add_permits(6);
     for asked in asked {
-        assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), 200);
+        assert_eq!(in_time(asked).await.unwrap(), 200);
     }
     // A connection may be closed for another worker while a request that just got a stream still
     // counts as waiting.
@@ -223,15 +208,7 @@ async fn after_goaway_a_connection_only_finishes_its_open_streams() {
     .await;
     let proxy = start_proxy(&upstream, "").await;
     let under_way = spawn_get(&proxy, "/slow");
-    assert_eq!(
-        proxy
-            .request("GET", "/")
-            .header("X-Go-Away", "1")
-            .send()
-            .await
-            .text(),
-        "0"
-    );
+    assert_eq!(proxy.get_with("/", "X-Go-Away", "1").await.text(), "0");
     // Which worker sees the GOAWAY first depends on timing. All requests are answered.
     for _ in 0..20 {
         assert_eq!(
@@ -245,10 +222,7 @@ async fn after_goaway_a_connection_only_finishes_its_open_streams() {
     }
     assert_eq!(proxy.get("/").await.text(), "1");
     release.add_permits(1);
-    assert_eq!(
-        timeout(TEST_TIMEOUT, under_way).await.unwrap().unwrap(),
-        200
-    );
+    assert_eq!(in_time(under_way).await.unwrap(), 200);
 }
 
 #[tokio::test]
@@ -334,11 +308,7 @@ async fn a_request_after_goaway_is_retried_on_another_connection() {
         socket.read_to_close().await;
     })
     .await;
-    let proxy = Proxy::builder()
-        .config(ONE_WORKER)
-        .upstream_url(&format!("h2c://{}", upstream.address))
-        .start()
-        .await;
+    let proxy = Proxy::start(ONE_WORKER, &format!("h2c://{}", upstream.address)).await;
     assert_eq!(proxy.request("POST", "/").send_for_status().await, 204);
     assert_eq!(upstream.connection_count(), 2);
 }
@@ -352,20 +322,14 @@ async fn a_reset_instead_of_a_response_is_a_502() {
     let proxy = start_proxy(&upstream, "").await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
-    assert!(
-        reply
-            .header("proxy-status")
-            .unwrap()
-            .contains("connection_terminated")
+    assert_contains(
+        reply.header("proxy-status").unwrap(),
+        &["connection_terminated"],
     );
-    let metrics = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text();
-    assert!(
-        metrics.contains("tidegate_upstream_errors_total{kind=\"reset\"} 1"),
-        "{metrics}"
+    let metrics = proxy.read_metrics_page().await;
+    assert_contains(
+        &metrics,
+        &["tidegate_upstream_errors_total{kind=\"reset\"} 1"],
     );
 }
 
@@ -403,9 +367,8 @@ async fn a_client_disconnect_cancels_only_its_own_request() {
         ("/begun", "Content-Length: 10\r\n\r\nhalf"),
         ("/silent", "Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"),
     ] {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}"))
+        let mut client = proxy
+            .send_raw(format!("POST {target} HTTP/1.1\r\nHost: a\r\n{framing}"))
             .await;
         if target == "/begun" {
             client.read_past(b"some").await;
@@ -414,7 +377,7 @@ async fn a_client_disconnect_cancels_only_its_own_request() {
         }
         drop(client);
         assert_eq!(
-            timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
+            in_time(given_up.recv()).await,
             Some(Some(Reason::CANCEL)),
             "{target} {framing}"
         );
@@ -441,10 +404,7 @@ async fn a_client_that_cancels_many_requests_does_not_affect_others() {
     .await;
     let proxy = start_proxy(&upstream, "").await;
     let others = spawn_get(&proxy, "/others");
-    eventually("a connection", TEST_TIMEOUT, || {
-        (upstream.connection_count() == 1).then_some(())
-    })
-    .await;
+    wait_until("a connection", async || upstream.connection_count() == 1).await;
 
     let mut attack = h2_frames::PREFACE.to_vec();
     attack.extend(h2_frames::encode_frame(h2_frames::SETTINGS, 0, 0, []));
@@ -457,10 +417,7 @@ async fn a_client_that_cancels_many_requests_does_not_affect_others() {
     std::thread::sleep(Duration::from_millis(300));
 
     for _ in 0..50 {
-        assert_eq!(
-            timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
-            Some(Some(Reason::CANCEL))
-        );
+        assert_eq!(in_time(given_up.recv()).await, Some(Some(Reason::CANCEL)));
     }
     let next = spawn_get(&proxy, "/others");
     release.add_permits(2);
@@ -486,11 +443,7 @@ async fn a_connection_whose_response_timed_out_is_not_reused() {
     .await;
     let url = format!("h2c://{}", upstream.address);
     let config = format!("{ONE_WORKER}upstream.response_timeout = '200ms'");
-    let proxy = Proxy::builder()
-        .config(&config)
-        .upstream_url(&url)
-        .start()
-        .await;
+    let proxy = Proxy::start(&config, &url).await;
     assert_eq!(proxy.get("/").await.status, 504);
     assert_eq!(proxy.get("/").await.status, 204);
     assert_eq!(
@@ -504,37 +457,24 @@ async fn a_connection_whose_response_timed_out_is_not_reused() {
 async fn an_upstream_without_http2_is_detected_before_a_request_is_sent() {
     let upstream =
         RawUpstream::with_response("HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n").await;
-    let silent =
-        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
+    let silent = RawUpstream::silent().await;
     for (upstream, status) in [(upstream, 502), (silent, 504)] {
         let url = format!("h2c://{}", upstream.address);
         let config = "upstream.connect_timeout = '300ms'\nupstream.retry_connect = 0";
-        let proxy = Proxy::builder()
-            .config(config)
-            .upstream_url(&url)
-            .start()
-            .await;
+        let proxy = Proxy::start(config, &url).await;
         let asked: Vec<_> = (0..3).map(|_| spawn_get(&proxy, "/secret")).collect();
         for asked in asked {
-            assert_eq!(timeout(TEST_TIMEOUT, asked).await.unwrap().unwrap(), status);
+            assert_eq!(in_time(asked).await.unwrap(), status);
         }
         assert!(!String::from_utf8_lossy(&upstream.received_bytes()).contains("secret"));
     }
-    let closed_port = std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap();
-    let proxy = Proxy::builder()
-        .upstream_url(&format!("h2c://{closed_port}"))
-        .start()
-        .await;
+    let closed_port = unused_address();
+    let proxy = Proxy::start("", &format!("h2c://{closed_port}")).await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
-    assert!(
-        reply
-            .header("proxy-status")
-            .unwrap()
-            .contains("connection_refused")
+    assert_contains(
+        reply.header("proxy-status").unwrap(),
+        &["connection_refused"],
     );
 }
 
@@ -560,11 +500,7 @@ async fn an_idle_connection_is_kept_until_its_timeout() {
 async fn a_worker_gets_a_connection_while_another_worker_holds_the_only_one() {
     let upstream = H2Upstream::echo().await;
     let config = "listen.threads = 2\nupstream.max_connections = 1\nupstream.queue_timeout = '5s'";
-    let proxy = Proxy::builder()
-        .config(config)
-        .upstream_url(&upstream.url())
-        .start()
-        .await;
+    let proxy = Proxy::start(config, &upstream.url()).await;
     let (mut one, mut two) = (
         RawClient::connect(proxy.address).await,
         RawClient::connect(proxy.address).await,
@@ -573,9 +509,7 @@ async fn a_worker_gets_a_connection_while_another_worker_holds_the_only_one() {
         for _ in 0..30 {
             assert_eq!(
                 client
-                    .send("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-                    .await
-                    .read_response()
+                    .request("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
                     .await
                     .status,
                 200
@@ -590,10 +524,7 @@ async fn nginx_is_proxied_over_http2() {
     let nginx = Nginx::start_http2().await;
     let content = pseudo_random_bytes(5 << 20);
     nginx.write_file("big", &content);
-    let proxy = Proxy::builder()
-        .upstream_url(&format!("h2c://{}", nginx.address))
-        .start()
-        .await;
+    let proxy = Proxy::start("", &format!("h2c://{}", nginx.address)).await;
     let reply = proxy.get("/big").await;
     assert_eq!(sha256(&reply.body), sha256(&content));
     assert_eq!(reply.header("via"), Some("2 tidegate"));

@@ -1,10 +1,8 @@
 //! Informational (1xx) responses reach only clients that can read them.
 
-use crate::support::client::{RawClient, RawResponse};
 use crate::support::h2_frames::*;
 use crate::support::h2_upstream::H2Upstream;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream, echo, full_body};
+use crate::support::prelude::*;
 use h2::server::Builder;
 use hyper::Response;
 use std::sync::Arc;
@@ -93,9 +91,8 @@ async fn early_hints_are_forwarded_from_http2_upstreams() {
         }
     })
     .await;
-    let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send(GET_REQUEST).await;
+    let proxy = Proxy::start("", &upstream.url()).await;
+    let mut client = proxy.send_raw(GET_REQUEST).await;
     for link in ["</a>", "</b>"] {
         let early = read_response_head(&mut client).await;
         assert_eq!(
@@ -113,15 +110,13 @@ async fn clients_that_cannot_read_hints_get_none() {
     let upstream =
         start_upstream_with_hints("HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n", &release).await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut old = RawClient::connect(proxy.address).await;
-    old.send("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
+    let mut old = proxy.send_raw("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
     assert_eq!(read_response_head(&mut old).await.status, 200);
 
     // The proxy answers an expectation itself, once. The upstream does not see it.
     let upstream = start_upstream_with_hints("HTTP/1.1 100 Continue\r\n\r\n", &release).await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send(GET_REQUEST).await;
+    let mut client = proxy.send_raw(GET_REQUEST).await;
     assert_eq!(client.read_response().await.status, 200);
     client
         .send("POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
@@ -182,8 +177,7 @@ async fn at_most_16_hints_of_a_request_are_forwarded() {
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send(GET_REQUEST).await;
+    let mut client = proxy.send_raw(GET_REQUEST).await;
     for _ in 0..16 {
         release.add_permits(1);
         assert_eq!(read_response_head(&mut client).await.status, 103);
@@ -249,8 +243,9 @@ async fn an_upstream_that_floods_informational_responses_is_a_502() {
     })
     .await;
     let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
-    let mut flooded = RawClient::connect(proxy.address).await;
-    flooded.send("GET /flood HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut flooded = proxy
+        .send_raw("GET /flood HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     let start = std::time::Instant::now();
     assert_eq!(proxy.get("/").await.status, 200);
     println!("{:?} for another request", start.elapsed());
@@ -418,8 +413,7 @@ async fn a_rejected_http2_request_gets_no_100_continue() {
 /// block (RFC 7541, 4.2).
 #[tokio::test]
 async fn http2_clients_with_small_header_tables_get_100_continue() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     for (size, update) in [
         (0, &b"\x20"[..]),
         (100, b"\x3f\x45"),

@@ -1,14 +1,7 @@
 //! The commands for operators: `explain` and `keys`.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::process::{ProcessOutput, run_command, tidegate_command};
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::fs;
-use std::path::PathBuf;
-use tempfile::TempDir;
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -43,63 +36,41 @@ limit = { requests = 1, per = "10m" }
 
 /// A configuration file for a Redis server, and the commands that read it.
 struct CommandFixture {
-    dir: TempDir,
+    config: ConfigFile,
     redis: RedisServer,
 }
 
 impl CommandFixture {
     fn start() -> Self {
-        let office = Self {
-            dir: TempDir::new().unwrap(),
-            redis: RedisServer::start(),
-        };
-        fs::write(office.config_path(), office.config_text()).unwrap();
-        office
+        let redis = RedisServer::start();
+        let text = format!(
+            "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{}'\nkey_prefix = 'shop'\n\
+             {POLICIES}",
+            redis.port()
+        );
+        Self {
+            config: ConfigFile::new(&text),
+            redis,
+        }
     }
 
     fn config_text(&self) -> String {
-        let port = self.redis.port();
-        format!(
-            "[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{port}'\nkey_prefix = 'shop'\n\
-             {POLICIES}"
-        )
-    }
-
-    fn config_path(&self) -> PathBuf {
-        self.dir.path().join("config.toml")
-    }
-
-    async fn run_command(&self, words: &[&str]) -> ProcessOutput {
-        run_command(
-            tidegate_command()
-                .args(words)
-                .arg("--config")
-                .arg(self.config_path()),
-        )
-        .await
-    }
-
-    async fn run_successfully(&self, words: &[&str]) -> String {
-        let ended = self.run_command(words).await;
-        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
-        ended.stdout
+        fs::read_to_string(self.config.path()).unwrap()
     }
 
     /// Uses up ann's limit at the pay service.
-    async fn exhaust_limit(&self) -> (Proxy, Upstream) {
-        let upstream = Upstream::echo().await;
-        let proxy = Proxy::start(&self.config_text(), upstream.address).await;
+    async fn exhaust_limit(&self) -> Proxy {
+        let proxy = Proxy::with_echo(&self.config_text()).await;
         for expected in [200, 200, 200, 429] {
             assert_eq!(
                 proxy
-                    .request("GET", "/api/pay/1")
-                    .header("x-user-id", "ann")
-                    .send_for_status()
-                    .await,
+                    .get_with("/api/pay/1", "x-user-id", "ann")
+                    .await
+                    .status,
                 expected
             );
         }
-        (proxy, upstream)
+        proxy
     }
 }
 
@@ -107,6 +78,7 @@ impl CommandFixture {
 async fn explain_says_why_each_policy_applies_or_not() {
     let office = CommandFixture::start();
     let output = office
+        .config
         .run_successfully(&[
             "explain",
             "GET",
@@ -131,25 +103,24 @@ async fn explain_says_why_each_policy_applies_or_not() {
     );
 
     let output = office
+        .config
         .run_successfully(&["explain", "GET", "/health"])
         .await;
-    assert!(
-        output.contains("matches: exempt") && output.contains("api              not reached"),
-        "{output}"
+    assert_contains(
+        &output,
+        &["matches: exempt", "api              not reached"],
     );
     let output = office
+        .config
         .run_successfully(&["explain", "POST", "/api/x", "--ip", "2001:db8::1:2:3:4"])
         .await;
-    assert!(
-        output.contains("key writes/2001:db8::%2F64, cost 1"),
-        "{output}"
-    );
+    assert_contains(&output, &["key writes/2001:db8::%2F64, cost 1"]);
 }
 
 #[tokio::test]
 async fn explain_and_keys_read_the_counters_without_changing_them() {
     let office = CommandFixture::start();
-    let (proxy, _upstream) = office.exhaust_limit().await;
+    let proxy = office.exhaust_limit().await;
     let is_refusal = |line: &LogLine| line.field("status") == "429";
     let refusal = proxy
         .wait_for_log("a refusal", 0, TEST_TIMEOUT, is_refusal)
@@ -157,26 +128,25 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
     let hash_line = format!("{} in the log", refusal.field("key"));
     for _ in 0..3 {
         let output = office
+            .config
             .run_successfully(&["explain", "GET", "/api/pay/2", "-H", "X-User-Id: ann"])
             .await;
-        assert!(
-            output.contains("3 per 10m, sliding_log           0 left, more in "),
-            "{output}"
+        assert_contains(
+            &output,
+            &["3 per 10m, sliding_log           0 left, more in "],
         );
         assert!(output.contains("97 left"), "{output}");
         assert!(output.contains("Rejected by api: 429."), "{output}");
         let shown = office
+            .config
             .run_successfully(&["keys", "show", "api", "ann", "pay"])
             .await;
-        assert!(
-            shown.contains("0 left") && shown.contains("Rejected now."),
-            "{shown}"
-        );
+        assert_contains(&shown, &["0 left", "Rejected now."]);
         for text in [&output, &shown] {
             assert!(text.contains(&hash_line), "{hash_line}\n{text}");
         }
     }
-    let listed = office.run_successfully(&["keys", "list"]).await;
+    let listed = office.config.run_successfully(&["keys", "list"]).await;
     let lines: Vec<&str> = listed.lines().collect();
     assert_eq!(
         lines.len(),
@@ -188,6 +158,7 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
         "{listed}"
     );
     let listed = office
+        .config
         .run_successfully(&["keys", "list", "--policy", "api"])
         .await;
     assert_eq!(
@@ -220,18 +191,19 @@ async fn a_listed_bucket_refills_at_the_rate_it_was_charged_with() {
         { requests = 9, per = '1h', algorithm = 'token_bucket' }, \
         { requests = 9, per = '1h', algorithm = 'leaky_bucket', max_delay = '0s' }]";
     fs::write(
-        office.config_path(),
+        office.config.path(),
         format!("{}\n{buckets}", office.config_text()),
     )
     .unwrap();
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::builder()
-        .config_file(&office.config_path())
+    let proxy = Proxy::setup("")
+        .config_file(&office.config.path())
         .upstream(upstream.address)
         .start()
         .await;
     assert_eq!(proxy.get_statuses("/b", 2).await, [200, 429]);
     let listed = office
+        .config
         .run_successfully(&["keys", "list", "--policy", "b"])
         .await;
     let counted: Vec<Vec<&str>> = listed
@@ -256,23 +228,22 @@ async fn a_listed_bucket_refills_at_the_rate_it_was_charged_with() {
 #[tokio::test]
 async fn a_reset_takes_effect_within_a_second() {
     let office = CommandFixture::start();
-    let (proxy, _upstream) = office.exhaust_limit().await;
+    let proxy = office.exhaust_limit().await;
     let output = office
+        .config
         .run_successfully(&["keys", "reset", "api", "ann", "pay"])
         .await;
     assert!(output.contains("reset 2 counters"), "{output}");
     // The deny cache of the proxy may hold the key for up to a second.
-    let deadline = std::time::Instant::now() + std::time::Duration::from_millis(1500);
-    while proxy
-        .request("GET", "/api/pay/1")
-        .header("x-user-id", "ann")
-        .send_for_status()
-        .await
-        != 200
-    {
-        assert!(std::time::Instant::now() < deadline, "still refused");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
-    }
+    let within = std::time::Duration::from_millis(1500);
+    wait_until_within("the request to be admitted", within, async || {
+        proxy
+            .get_with("/api/pay/1", "x-user-id", "ann")
+            .await
+            .status
+            == 200
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -291,6 +262,7 @@ async fn foreign_values_under_the_key_prefix_do_not_break_listing() {
         .command(&format!("SET shop:v1:{{{hash}}}:tomorrow:1:api/y 1"))
         .await;
     let listed = office
+        .config
         .run_successfully(&["keys", "list", "--policy", "api"])
         .await;
     assert_eq!(listed.lines().count(), 3, "{listed}");
@@ -319,13 +291,16 @@ async fn invalid_arguments_get_helpful_errors() {
             "rejected before policies apply",
         ),
     ] {
-        let ended = office.run_command(words).await;
-        assert_eq!(ended.status.code(), Some(1), "{words:?}");
-        assert!(ended.stderr.contains(help), "{words:?}: {}", ended.stderr);
+        office
+            .config
+            .run(words)
+            .await
+            .expect_code(1)
+            .expect_stderr(help);
     }
     office.redis.kill();
-    let ended = office.run_command(&["keys", "list"]).await;
-    assert_eq!(ended.status.code(), Some(1));
+    let ended = office.config.run(&["keys", "list"]).await;
+    ended.expect_code(1);
     assert!(
         ended
             .stderr
@@ -334,17 +309,18 @@ async fn invalid_arguments_get_helpful_errors() {
         ended.stderr
     );
     let output = office
+        .config
         .run_successfully(&["explain", "GET", "/api/pay/1"])
         .await;
-    assert!(
-        output.contains("The state of the limits is unknown: the store gave no answer (refused)"),
-        "{output}"
+    assert_contains(
+        &output,
+        &["The state of the limits is unknown: the store gave no answer (refused)"],
     );
 }
 
 #[tokio::test]
 async fn keys_of_a_memory_store_are_read_by_the_admin_port() {
-    let admin_proxy = AdminProxy::start(&POLICIES.replace("x-user-id", "x-user")).await;
+    let admin_proxy = Proxy::with_token(&POLICIES.replace("x-user-id", "x-user")).await;
     for expected in [200, 200, 200, 429] {
         let status = admin_proxy.status_for_user("ann", "/api/pay/1").await;
         assert_eq!(status, expected);
@@ -356,7 +332,7 @@ async fn keys_of_a_memory_store_are_read_by_the_admin_port() {
         admin_proxy.run_command(&words).await
     };
     let shown = keys(&["show", "api", "ann", "pay"]).await;
-    assert_eq!(shown.status.code(), Some(0), "{}", shown.stderr);
+    shown.expect_code(0);
     let lines: Vec<&str> = shown.stdout.lines().collect();
     assert_eq!(lines[0], "api/ann/pay");
     assert!(lines[1].contains("3 per 10m, sliding_log"), "{lines:?}");
@@ -377,10 +353,7 @@ async fn keys_of_a_memory_store_are_read_by_the_admin_port() {
     );
 
     let unknown = keys(&["show", "apy"]).await;
-    assert_eq!(unknown.status.code(), Some(1));
-    assert!(
-        unknown.stderr.contains("unknown policy \"apy\""),
-        "{}",
-        unknown.stderr
-    );
+    unknown
+        .expect_code(1)
+        .expect_stderr("unknown policy \"apy\"");
 }

@@ -3,17 +3,11 @@
 mod combinations;
 mod model;
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, list_counter_keys};
-use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body};
+use crate::support::prelude::*;
+use crate::support::upstream::BodySender;
 use hyper::Response;
 use serde_json::Value;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
-use tokio::time::{Instant, sleep};
 
 /// Five requests in flight in each proxy, twelve per customer in all proxies.
 const POLICIES: &str = r#"
@@ -54,8 +48,10 @@ impl SlowUpstream {
     }
 
     async fn start_proxy(&self, redis: &RedisServer, policies: &str) -> Proxy {
-        let config = format!("{}\n{policies}", redis.store_config());
-        let proxy = Proxy::start(&config, self.upstream.address).await;
+        let proxy = Proxy::setup(policies)
+            .redis(&redis)
+            .upstream(self.upstream.address);
+        let proxy = proxy.start().await;
         proxy.wait_for_store().await;
         proxy
     }
@@ -80,20 +76,20 @@ async fn send_quick(proxy: &Proxy, customer: &str) -> RawResponse {
 }
 
 fn remaining(response: &RawResponse, limit: &str) -> Option<u64> {
-    response.list_parameter("ratelimit", limit, "r")
+    response.remaining(limit)
 }
 
 /// Waits until a request of the customer gets this status. Slots return a moment after a response.
 async fn wait_for_status(proxy: &Proxy, customer: &str, status: u16) -> RawResponse {
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    loop {
-        let response = send_quick(proxy, customer).await;
-        if response.status == status {
-            return response;
-        }
-        assert!(Instant::now() < deadline, "still {}", response.status);
-        sleep(Duration::from_millis(5)).await;
-    }
+    eventually(
+        format!("{status} for {customer}"),
+        TEST_TIMEOUT,
+        async || {
+            let response = send_quick(proxy, customer).await;
+            (response.status == status).then_some(response)
+        },
+    )
+    .await
 }
 
 /// The units of a customer that are used in Redis, read without charging.
@@ -179,23 +175,14 @@ async fn units_of_the_instance_are_returned_when_redis_refuses() {
              [[policy]]\nname = 'customer'\nkey = ['header:x-customer', 'const:{algorithm}']\nlimit = {{ requests = 2, per = '1h' }}\n",
             redis.store_config(),
         );
-        let proxy = Proxy::start(&config, upstream.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, upstream.address).await;
         for round in 0..20 {
-            let response = proxy
-                .request("GET", "/")
-                .header("x-customer", "a")
-                .send()
-                .await;
+            let response = proxy.get_with("/", "x-customer", "a").await;
             let expected = if round < 2 { 200 } else { 429 };
             assert_eq!(response.status, expected, "{algorithm}");
         }
         if algorithm != "leaky_bucket" {
-            let response = proxy
-                .request("GET", "/")
-                .header("x-customer", "b")
-                .send()
-                .await;
+            let response = proxy.get_with("/", "x-customer", "b").await;
             assert_eq!(response.status, 200, "{algorithm}");
             assert_eq!(remaining(&response, "pod"), Some(6), "{algorithm}");
         }
@@ -264,25 +251,22 @@ async fn a_client_that_leaves_during_the_decision_takes_nothing() {
     redis.pause();
     let mut clients = Vec::new();
     for _ in 0..5 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send("GET /jobs/slow HTTP/1.1\r\nHost: a\r\nX-Customer: a\r\n\r\n")
+        let client = proxy
+            .send_raw("GET /jobs/slow HTTP/1.1\r\nHost: a\r\nX-Customer: a\r\n\r\n")
             .await;
         clients.push(client);
     }
     // A sixth request is refused by the instance, so the five have been decided there.
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while read_remaining(&proxy, "pod").await != Some(0) {
-        assert!(Instant::now() < deadline, "the slots are not taken");
-        sleep(Duration::from_millis(5)).await;
-    }
+    wait_until("the slots to be taken", async || {
+        read_remaining(&proxy, "pod").await == Some(0)
+    })
+    .await;
     drop(clients);
-    while read_remaining(&proxy, "pod").await != Some(5)
-        || read_remaining(&proxy, "units").await != Some(9)
-    {
-        assert!(Instant::now() < deadline, "the slots are not returned");
-        sleep(Duration::from_millis(5)).await;
-    }
+    wait_until("the slots to be returned", async || {
+        read_remaining(&proxy, "pod").await == Some(5)
+            && read_remaining(&proxy, "units").await == Some(9)
+    })
+    .await;
     redis.resume();
     assert_eq!(wait_for_status(&proxy, "b", 200).await.status, 200);
     assert!(
@@ -295,7 +279,7 @@ async fn a_client_that_leaves_during_the_decision_takes_nothing() {
 /// What the admin port says that a policy of the instance has left.
 async fn read_remaining(proxy: &Proxy, policy: &str) -> Option<u64> {
     let target = format!("/keys?policy={policy}");
-    let request = crate::support::client::ClientRequest::new(proxy.admin_address(), "GET", &target);
+    let request = ClientRequest::new(proxy.admin_address(), "GET", &target);
     let status = request.header("Host", "localhost").send().await.json();
     status
         .pointer("/limits/0/remaining")
@@ -308,9 +292,7 @@ async fn estimates_of_the_instance_are_settled_in_memory() {
     let redis = RedisServer::start();
     let upstream = Upstream::with_handler(|_| async {
         let mut response = Response::new(crate::support::upstream::full_body("x"));
-        response
-            .headers_mut()
-            .insert("x-units", "30".parse().unwrap());
+        set_header(&mut response, "x-units", "30");
         UpstreamResponse::from(response)
     });
     let upstream = upstream.await;
@@ -320,20 +302,18 @@ async fn estimates_of_the_instance_are_settled_in_memory() {
          [[policy]]\nname = 'all'\nlimit = {{ requests = 9, per = '1h' }}\n",
         redis.store_config(),
     );
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
     for left in [70, 40, 10] {
         if left >= 20 {
             assert_eq!(proxy.get("/").await.status, 200);
         } else {
-            assert_eq!(proxy.get("/").await.status, 429, "50 do not fit into 40");
+            proxy.expect_status("/", 429, "50 do not fit into 40").await;
             break;
         }
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while read_remaining(&proxy, "pod").await != Some(left) {
-            assert!(Instant::now() < deadline, "not settled");
-            sleep(Duration::from_millis(5)).await;
-        }
+        wait_until("the settlement", async || {
+            read_remaining(&proxy, "pod").await == Some(left)
+        })
+        .await;
     }
     assert_eq!(list_counter_keys(&redis).await.len(), 1);
 }
@@ -347,44 +327,22 @@ async fn admin_and_commands_know_the_counters_of_the_instance() {
          [[policy]]\nname = 'all'\nlimit = {{ requests = 9, per = '1h' }}\n",
         redis.store_config(),
     );
-    let admin = AdminProxy::start(&config).await;
-    admin.proxy.wait_for_store().await;
-    let send = || {
-        admin
-            .proxy
-            .request("GET", "/")
-            .header("x-customer", "a")
-            .send()
-    };
+    let admin = Proxy::with_token(&config).await;
+    admin.wait_for_store().await;
+    let send = || admin.request("GET", "/").header("x-customer", "a").send();
     for _ in 0..2 {
         assert_eq!(send().await.status, 200);
     }
     let shown = admin.run_command(&["keys", "show", "pod", "a"]).await;
-    assert!(
-        shown.stdout.contains("counted per instance"),
-        "{}",
-        shown.stdout
-    );
-    assert!(shown.stdout.contains("1 left"), "{}", shown.stdout);
+    shown.expect_stdout("counted per instance");
+    shown.expect_stdout("1 left");
     let listed = admin.run_command(&["keys", "list"]).await;
-    assert!(
-        listed.stdout.contains("Not listed: pod"),
-        "{}",
-        listed.stdout
-    );
+    listed.expect_stdout("Not listed: pod");
     let explained = admin
         .run_command(&["explain", "GET", "http://a/", "-H", "x-customer: a"])
         .await;
-    assert!(
-        explained.stdout.contains("counted per instance"),
-        "{}",
-        explained.stdout
-    );
-    assert!(
-        explained.stdout.contains("Admitted unless"),
-        "{}",
-        explained.stdout
-    );
+    explained.expect_stdout("counted per instance");
+    explained.expect_stdout("Admitted unless");
     let body =
         r#"{"method":"GET","url":"http://a/","headers":{"x-customer":"a"},"ip":"127.0.0.1"}"#;
     let request = admin.authorized_request("POST", "/explain");
@@ -397,7 +355,7 @@ async fn admin_and_commands_know_the_counters_of_the_instance() {
         "{explained}"
     );
     let reset = admin.run_command(&["keys", "reset", "pod", "a"]).await;
-    assert!(reset.stdout.contains("reset 1 counter"), "{}", reset.stdout);
+    reset.expect_stdout("reset 1 counter");
     let response = send().await;
     assert_eq!(remaining(&response, "pod"), Some(2));
     assert_eq!(remaining(&response, "all"), Some(6));
@@ -415,8 +373,7 @@ async fn shadow_and_block_of_the_instance_follow_the_whole_decision() {
          [[policy]]\nname = 'customer'\nkey = ['header:x-customer']\nlimit = {{ requests = 2, per = '1h' }}\n",
         redis.store_config(),
     );
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
     let send = |customer| {
         proxy
             .request("GET", "/")

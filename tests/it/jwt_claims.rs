@@ -1,15 +1,13 @@
 //! JWT claims as keys and match conditions, end to end.
 
 use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::upstream::Upstream;
-use crate::support::{TEST_TIMEOUT, unix_s};
+use crate::support::prelude::*;
+use crate::support::unix_s;
 use jsonwebtoken::Algorithm;
 use serde_json::json;
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// One request per user. All requests without a user share one.
@@ -25,11 +23,7 @@ fn config_with_keys_file(file: &Path) -> String {
 }
 
 async fn get_status(proxy: &Proxy, bearer: &str) -> u16 {
-    proxy
-        .request("GET", "/")
-        .header("Authorization", bearer)
-        .send_for_status()
-        .await
+    proxy.get_with("/", "Authorization", bearer).await.status
 }
 
 #[tokio::test]
@@ -55,7 +49,7 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
             "{user}, with another token"
         );
     }
-    assert_eq!(proxy.get("/").await.status, 200, "the anonymous quota");
+    proxy.expect_status("/", 200, "the anonymous quota").await;
     let (ann, stranger) = (
         issuers[0].bearer_for_subject("dan"),
         TokenIssuer::new("RS256", Algorithm::RS256),
@@ -95,13 +89,9 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
         .header("authorization", "Bearer x");
     assert_eq!(twice.send_for_status().await, 400);
     assert_eq!(upstream.requests().len(), 5);
-    let page = crate::support::client::ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost");
+    let page = proxy.admin_request("GET", "/metrics");
     let page = page.send().await.text();
-    assert!(
-        page.contains("\ntidegate_tokens_refused_total 6\n"),
-        "{page}"
-    );
+    assert_contains(&page, &["\ntidegate_tokens_refused_total 6\n"]);
 }
 
 /// Two issuers may give two users the same `sub`.
@@ -137,9 +127,8 @@ key = ["jwt:iss", "jwt:sub"]
 limit = { requests = 1, per = "1h" }
 override = [{ key = ["https://partner", "vip"], limit = { requests = 2, per = "1h" } }]
 "#;
-    let upstream = Upstream::echo().await;
     let config = format!("[client.jwt]\nissuers = [{tables}]\n{policies}");
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let bearer = |at: usize, sub: &str| {
         let (name, issuer, _) = &issuers[at];
         issuer.bearer(&json!({ "iss": name, "sub": sub, "exp": unix_s() + 3600 }))
@@ -175,17 +164,13 @@ override = [{ key = ["https://partner", "vip"], limit = { requests = 2, per = "1
 
 #[tokio::test]
 async fn an_override_names_the_issuer_where_there_are_several() {
-    let dir = TempDir::new().unwrap();
-    let file = dir.path().join("secret");
-    fs::write(&file, "0123456789abcdef0123456789abcdef").unwrap();
+    let (_dir, file) = write_temp_file("secret", "0123456789abcdef0123456789abcdef");
     let issuer = |name: &str| format!("{{ issuer = \"{name}\", secret_file = {file:?} }}");
     let check = async |issuers: &str, value: &str| {
         let text = format!(
             "upstream.url = \"http://a\"\n[client.jwt]\nissuers = [{issuers}]\n{PER_USER_POLICY}override = [{{ key = [\"{value}\"], action = \"deny\" }}]\n"
         );
-        let path = dir.path().join("config.toml");
-        fs::write(&path, text).unwrap();
-        run_command(tidegate_command().arg("check").arg(&path)).await
+        ConfigFile::new(&text).run(&["check"]).await
     };
     let both = format!("{}, {}", issuer("https://a"), issuer("https://b"));
     for (issuers, value, is_valid) in [
@@ -241,8 +226,7 @@ missing_key = "reject"
 limit = {{ requests = 1, per = "1h" }}
 "#
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let issuer = TokenIssuer::with_secret(secret);
     let status = async |claims: serde_json::Value| {
         let token = issuer.bearer(&claims);
@@ -294,14 +278,10 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
         TokenIssuer::new("new", Algorithm::ES256),
     );
     write_jwks(&file, &[&old]);
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(
-        &format!(
-            "[defaults]\nmissing_key = 'reject'\n{}",
-            config_with_keys_file(&file)
-        ),
-        upstream.address,
-    )
+    let proxy = Proxy::with_echo(&format!(
+        "[defaults]\nmissing_key = 'reject'\n{}",
+        config_with_keys_file(&file)
+    ))
     .await;
     assert_eq!(
         get_status(&proxy, &old.bearer_for_subject("ann")).await,
@@ -327,15 +307,11 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
         );
     }
     write_jwks(&file, &[&new]);
-    let changed = Instant::now();
-    while get_status(&proxy, &new.bearer_for_subject("bob")).await == 400 {
-        assert!(
-            changed.elapsed() < Duration::from_millis(2_500),
-            "{}",
-            proxy.log_text()
-        );
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    let within = Duration::from_millis(2_500);
+    wait_until_within("the new key", within, async || {
+        get_status(&proxy, &new.bearer_for_subject("bob")).await != 400
+    })
+    .await;
     assert_eq!(
         get_status(&proxy, &old.bearer_for_subject("ann")).await,
         400,
@@ -350,9 +326,7 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
 
 #[tokio::test]
 async fn unverified_tokens_cause_a_warning_and_secrets_are_never_logged() {
-    let dir = TempDir::new().unwrap();
-    let file = dir.path().join("secret");
-    fs::write(&file, "hunter2").unwrap();
+    let (_dir, file) = write_temp_file("secret", "hunter2");
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(
         &format!("[client.jwt]\nverify = false\n{PER_USER_POLICY}"),
@@ -381,35 +355,25 @@ async fn unverified_tokens_cause_a_warning_and_secrets_are_never_logged() {
     let token = TokenIssuer::with_secret("hunter2").bearer_for_subject("ann");
     assert_eq!(get_status(&proxy, &token).await, 200);
     assert_eq!(get_status(&proxy, &format!("{token}x")).await, 200);
-    let shown = crate::support::client::ClientRequest::new(proxy.admin_address(), "GET", "/config")
-        .header("Host", "localhost");
+    let shown = proxy.admin_request("GET", "/config");
     let shown = shown.send().await.text();
-    assert!(
-        shown.contains("secret_file") && !shown.contains("hunter2"),
-        "{shown}"
-    );
+    assert_contains(&shown, &["secret_file"]);
+    assert_lacks(&shown, &["hunter2"]);
     let log = proxy.log_text();
     let signature = token.rsplit('.').next().unwrap();
-    assert!(
-        log.contains("7 bytes") && log.contains("the signature matches no trusted key"),
-        "{log}"
-    );
-    assert!(
-        !log.contains("hunter2") && !log.contains(signature),
-        "{log}"
-    );
+    assert_contains(&log, &["7 bytes", "the signature matches no trusted key"]);
+    assert_lacks(&log, &["hunter2", signature]);
 }
 
 /// Apps that split the header leniently read a token there.
 #[tokio::test]
 async fn a_token_among_several_credentials_is_a_400() {
-    let upstream = Upstream::echo().await;
     let issuer = TokenIssuer::new("k1", Algorithm::EdDSA);
     let dir = TempDir::new().unwrap();
     let file = dir.path().join("jwks.json");
     write_jwks(&file, &[&issuer]);
     let config = config_with_keys_file(&file) + "missing_key = 'skip'\n";
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let ann = issuer.bearer_for_subject("ann");
     let token = ann.trim_start_matches("Bearer ");
     for (credentials, status) in [

@@ -1,18 +1,11 @@
 //! Key parts with alternatives, end to end: the first present one counts, and no value of one
 //! source shares a counter with a value of another.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawResponse;
 use crate::support::jwt_issuer::TokenIssuer;
-use crate::support::process::{ProcessOutput, run_command, tidegate_command};
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::unix_s;
-use crate::support::upstream::Upstream;
 use serde_json::json;
 use std::fs;
-use std::path::PathBuf;
-use tempfile::TempDir;
 
 /// The key of the tokens.
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -43,7 +36,7 @@ missing_key = "reject"
 "#;
 
 struct AlternativesFixture {
-    dir: TempDir,
+    config: ConfigFile,
     redis: RedisServer,
     upstream: Upstream,
     issuer: TokenIssuer,
@@ -60,25 +53,20 @@ struct Identity<'i> {
 impl AlternativesFixture {
     async fn start() -> Self {
         Self {
-            dir: TempDir::new().unwrap(),
+            config: ConfigFile::new(""),
             redis: RedisServer::start(),
             upstream: Upstream::echo().await,
             issuer: TokenIssuer::with_secret(SECRET),
         }
     }
 
-    fn config_path(&self) -> PathBuf {
-        self.dir.path().join("config.toml")
-    }
-
     async fn start_proxy(&self, policies: &str) -> Proxy {
-        let secret = self.dir.path().join("secret");
+        let secret = self.config.beside("secret");
         fs::write(&secret, SECRET).unwrap();
         let policies = policies.replace("FILE", &secret.display().to_string());
         let text = format!("{}\n{policies}", self.redis.store_config());
-        fs::write(self.config_path(), &text).unwrap();
-        let proxy = Proxy::start(&text, self.upstream.address).await;
-        proxy.wait_for_store().await;
+        self.config.write(&text);
+        let proxy = Proxy::start_connected(&text, self.upstream.address).await;
         proxy
     }
 
@@ -92,18 +80,6 @@ impl AlternativesFixture {
             request = request.header("authorization", &self.issuer.bearer(&claims));
         }
         request.header("x-forwarded-for", from.address).send().await
-    }
-
-    async fn run_command(&self, words: &[&str]) -> ProcessOutput {
-        let mut command = tidegate_command();
-        let command = command.args(words).arg("--config").arg(self.config_path());
-        run_command(command).await
-    }
-
-    async fn run_successfully(&self, words: &[&str]) -> String {
-        let ended = self.run_command(words).await;
-        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
-        ended.stdout
     }
 }
 
@@ -189,28 +165,41 @@ async fn operators_name_the_source_of_a_value() {
         } else {
             &[]
         };
-        let shown = fixture.run_successfully(&[&words, more].concat()).await;
+        let shown = fixture
+            .config
+            .run_successfully(&[&words, more].concat())
+            .await;
         assert!(
             words[0] == "overrides" || shown.contains("jwt:sub=ann"),
             "{shown}"
         );
     }
-    let listed = fixture.run_successfully(&["overrides", "list"]).await;
+    let listed = fixture
+        .config
+        .run_successfully(&["overrides", "list"])
+        .await;
     assert!(listed.contains("jwt:sub=ann"), "{listed}");
-    let exported = fixture.run_successfully(&["overrides", "export"]).await;
+    let exported = fixture
+        .config
+        .run_successfully(&["overrides", "export"])
+        .await;
     assert!(exported.contains("\"jwt:sub=ann\""), "{exported}");
     for status in [200, 200, 429] {
         assert_eq!(fixture.send(&proxy, by_user).await.status, status);
     }
     fixture
+        .config
         .run_successfully(&["keys", "reset", "api", "jwt:sub=ann"])
         .await;
 
     // A hashed value is shown by its digest, which the commands take too.
     let secret = "header:x-api-key=sk_live_1";
     let words = ["overrides", "set", "api", secret, "--block"];
-    fixture.run_successfully(&words).await;
-    let exported = fixture.run_successfully(&["overrides", "export"]).await;
+    fixture.config.run_successfully(&words).await;
+    let exported = fixture
+        .config
+        .run_successfully(&["overrides", "export"])
+        .await;
     assert!(!exported.contains("sk_live_1"), "{exported}");
     let at = exported.find("header:x-api-key=#").unwrap();
     let digest = exported[at..].split('"').next().unwrap().to_owned();
@@ -221,20 +210,19 @@ async fn operators_name_the_source_of_a_value() {
     };
     assert_eq!(fixture.send(&proxy, by_key).await.status, 429);
     fixture
+        .config
         .run_successfully(&["overrides", "remove", "api", &digest])
         .await;
-    let listed = fixture.run_successfully(&["overrides", "list"]).await;
+    let listed = fixture
+        .config
+        .run_successfully(&["overrides", "list"])
+        .await;
     assert!(!listed.contains("x-api-key"), "{listed}");
 
-    let unnamed = fixture.run_command(&["keys", "show", "api", "ann"]).await;
-    assert!(
-        unnamed
-            .stderr
-            .contains("expected header:x-api-key=VALUE or jwt:sub=VALUE or client_ip=VALUE"),
-        "{}",
-        unnamed.stderr
-    );
+    let unnamed = fixture.config.run(&["keys", "show", "api", "ann"]).await;
+    unnamed.expect_stderr("expected header:x-api-key=VALUE or jwt:sub=VALUE or client_ip=VALUE");
     let explained = fixture
+        .config
         .run_successfully(&["explain", "http://localhost/api", "--ip", "192.0.2.9"])
         .await;
     assert!(explained.contains("client_ip=192.0.2.9"), "{explained}");

@@ -1,10 +1,8 @@
 //! Token keys from a URL: an issuer that rotates, misbehaves and disappears.
 
 use crate::support::jwt_issuer::{TokenIssuer, jwks_text};
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::tls::CertificateAuthority;
-use crate::support::upstream::{Upstream, UpstreamResponse, channel_body, full_body};
-use crate::support::{TEST_TIMEOUT, eventually, unix_s};
+use crate::support::prelude::*;
+use crate::support::unix_s;
 use futures_util::future::join_all;
 use hyper::Response;
 use jsonwebtoken::Algorithm;
@@ -93,30 +91,20 @@ async fn build_response(response: KeyResponse) -> UpstreamResponse {
     }
 }
 
-async fn start_proxy(jwt: &str) -> (Proxy, Upstream) {
-    let upstream = Upstream::echo().await;
+async fn start_proxy(jwt: &str) -> Proxy {
     let config = format!("[client.jwt]\n{jwt}\n{PER_USER_POLICY}");
-    (Proxy::start(&config, upstream.address).await, upstream)
+    Proxy::with_echo(&config).await
 }
 
 async fn get_status(proxy: &Proxy, bearer: &str) -> u16 {
-    proxy
-        .request("GET", "/")
-        .header("Authorization", bearer)
-        .send_for_status()
-        .await
+    proxy.get_with("/", "Authorization", bearer).await.status
 }
 
 async fn wait_for_status(proxy: &Proxy, bearer: &str, wanted: u16, within: Duration) {
-    let started = Instant::now();
-    while get_status(proxy, bearer).await != wanted {
-        assert!(
-            started.elapsed() < within,
-            "not {wanted}: {}",
-            proxy.log_text()
-        );
-        sleep(Duration::from_millis(50)).await;
-    }
+    wait_until_within(format!("{wanted}"), within, async || {
+        get_status(proxy, bearer).await == wanted
+    })
+    .await;
 }
 
 fn new_issuer(kid: &str) -> TokenIssuer {
@@ -127,7 +115,7 @@ fn new_issuer(kid: &str) -> TokenIssuer {
 async fn a_thousand_bogus_key_ids_cause_one_fetch() {
     let issuer = new_issuer("k1");
     let server = KeyServer::with_keys(&[&issuer]).await;
-    let (proxy, _upstream) = start_proxy(&format!("keys_url = {:?}", server.url())).await;
+    let proxy = start_proxy(&format!("keys_url = {:?}", server.url())).await;
     assert_eq!(
         get_status(&proxy, &issuer.bearer_for_subject("ann")).await,
         200
@@ -137,10 +125,7 @@ async fn a_thousand_bogus_key_ids_cause_one_fetch() {
         let bogus = new_issuer(&format!("bogus-{number}")).bearer_for_subject("eve");
         assert_eq!(get_status(&proxy, &bogus).await, 400);
     }
-    eventually("the fetch", TEST_TIMEOUT, || {
-        (server.fetch_count() == 2).then_some(())
-    })
-    .await;
+    wait_until("the fetch", async || server.fetch_count() == 2).await;
     sleep(Duration::from_secs(1)).await;
     assert_eq!(server.fetch_count(), 2);
     assert_eq!(
@@ -153,7 +138,7 @@ async fn a_thousand_bogus_key_ids_cause_one_fetch() {
 async fn a_rotated_key_is_used_with_its_first_token_and_the_removed_one_is_not() {
     let (old, new) = (new_issuer("k1"), new_issuer("k2"));
     let server = KeyServer::with_keys(&[&old]).await;
-    let (proxy, _upstream) = start_proxy(&format!(
+    let proxy = start_proxy(&format!(
         "keys_url = {:?}\nkeys_refresh = '1h'",
         server.url()
     ))
@@ -177,14 +162,11 @@ async fn cache_control_sets_the_interval_within_bounds() {
     let long = KeyServer::start(KeyResponse::Keys(text, Some("max-age=600"))).await;
     let settings =
         |server: &KeyServer| format!("keys_url = {:?}\nkeys_refresh = '1s'", server.url());
-    let (_short_proxy, _one) = start_proxy(&settings(&short)).await;
-    let (_long_proxy, _two) = start_proxy(&settings(&long)).await;
+    let _short_proxy = start_proxy(&settings(&short)).await;
+    let _long_proxy = start_proxy(&settings(&long)).await;
     sleep(Duration::from_secs(3)).await;
     assert_eq!(short.fetch_count(), 1, "at most one fetch in 5 s");
-    eventually("the second fetch", TEST_TIMEOUT, || {
-        (short.fetch_count() == 2).then_some(())
-    })
-    .await;
+    wait_until("the second fetch", async || short.fetch_count() == 2).await;
     assert_eq!(long.fetch_count(), 1);
 }
 
@@ -213,7 +195,7 @@ async fn keys_stay_in_use_while_the_issuer_misbehaves() {
         let (old, new) = (new_issuer("k1"), new_issuer("k2"));
         let server = KeyServer::with_keys(&[&old]).await;
         let settings = format!("keys_url = {:?}\nkeys_refresh = '1s'", server.url());
-        let (proxy, _upstream) = start_proxy(&settings).await;
+        let proxy = start_proxy(&settings).await;
         server.set(fault);
         let is_logged = |line: &LogLine| {
             line.message_starts_with("failed to fetch token keys")
@@ -249,7 +231,7 @@ async fn keys_that_are_too_old_are_dropped() {
         "keys_url = {:?}\nkeys_refresh = '1s'\nkeys_max_stale = '3s'",
         server.url()
     );
-    let (proxy, _upstream) = start_proxy(&settings).await;
+    let proxy = start_proxy(&settings).await;
     let token = issuer.bearer_for_subject("ann");
     server.set(KeyResponse::Status(503));
     let is_failure = |line: &LogLine| line.message_starts_with("failed to fetch token keys");
@@ -273,9 +255,9 @@ async fn a_hanging_issuer_delays_no_request_and_cached_keys_survive_a_restart() 
         server.url(),
         dir.path()
     );
-    let (proxy, _upstream) = start_proxy(&settings).await;
+    let proxy = start_proxy(&settings).await;
     assert_eq!(get_status(&proxy, &token).await, 200);
-    eventually("the cached keys", TEST_TIMEOUT, || {
+    eventually("the cached keys", TEST_TIMEOUT, async || {
         let mut files = fs::read_dir(dir.path()).unwrap().flatten();
         files
             .any(|file| file.path().extension().is_some_and(|kind| kind == "json"))
@@ -285,16 +267,12 @@ async fn a_hanging_issuer_delays_no_request_and_cached_keys_survive_a_restart() 
     drop(proxy);
 
     server.set(KeyResponse::Hanging);
-    let (cached, _upstream) = start_proxy(&settings).await;
+    let cached = start_proxy(&settings).await;
     assert_eq!(get_status(&cached, &token).await, 200);
-    let (without_cache, _upstream) = start_proxy(&format!("keys_url = {:?}", server.url())).await;
+    let without_cache = start_proxy(&format!("keys_url = {:?}", server.url())).await;
     let sent = Instant::now();
     assert_eq!(get_status(&without_cache, &token).await, 400);
-    assert!(
-        sent.elapsed() < Duration::from_secs(1),
-        "{:?}",
-        sent.elapsed()
-    );
+    assert_faster_than(Duration::from_secs(1), sent);
 }
 
 #[tokio::test]
@@ -303,8 +281,7 @@ async fn a_reload_keeps_fetched_keys() {
     let token = issuer.bearer_for_subject("ann");
     let server = KeyServer::with_keys(&[&issuer]).await;
     let jwt = format!("[client.jwt]\nkeys_url = {:?}\n", server.url());
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&format!("{jwt}{PER_USER_POLICY}"), upstream.address).await;
+    let proxy = Proxy::with_echo(&format!("{jwt}{PER_USER_POLICY}")).await;
     assert_eq!(get_status(&proxy, &token).await, 200);
     server.set(KeyResponse::Status(500));
     let mark = proxy.log_mark();
@@ -325,15 +302,13 @@ async fn a_reload_keeps_fetched_keys() {
 async fn issuers_have_their_own_keys_and_audiences() {
     let (one, two) = (new_issuer("k1"), new_issuer("k2"));
     let server = KeyServer::with_keys(&[&one]).await;
-    let dir = TempDir::new().unwrap();
-    let file = dir.path().join("jwks.json");
-    fs::write(&file, jwks_text(&[&two])).unwrap();
+    let (_dir, file) = write_temp_file("jwks.json", jwks_text(&[&two]));
     let settings = format!(
         "[[client.jwt.issuers]]\nissuer = 'https://one'\naudience = ['orders', 'billing']\nkeys_url = {:?}\n\
          [[client.jwt.issuers]]\nissuer = 'https://two'\nkeys_file = {file:?}",
         server.url()
     );
-    let (proxy, _upstream) = start_proxy(&settings).await;
+    let proxy = start_proxy(&settings).await;
     let claims = |iss: &str, aud: serde_json::Value| json!({ "sub": "ann", "exp": unix_s() + 60, "iss": iss, "aud": aud });
     for (what, bearer, status) in [
         (
@@ -394,9 +369,9 @@ async fn the_certificate_of_an_https_issuer_is_verified() {
             ca.path("ca.pem")
         )
     };
-    let (proxy, _upstream) = start_proxy(&settings(&authority)).await;
+    let proxy = start_proxy(&settings(&authority)).await;
     assert_eq!(get_status(&proxy, &token).await, 200);
-    let (proxy, _upstream) = start_proxy(&settings(&CertificateAuthority::new())).await;
+    let proxy = start_proxy(&settings(&CertificateAuthority::new())).await;
     let is_tls_error = |line: &LogLine| line.field("error").starts_with("TLS failed");
     proxy
         .wait_for_log("the TLS error", 0, TEST_TIMEOUT, is_tls_error)

@@ -1,10 +1,6 @@
 //! `leaky_bucket` end to end: requests are queued until their turn.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::{Upstream, UpstreamResponse, full_body};
+use crate::support::prelude::*;
 use hyper::Response;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -40,19 +36,14 @@ async fn send_concurrently(proxies: &[Proxy], count: usize) -> Vec<RawResponse> 
     for n in 0..count {
         asked.spawn(proxies[n % proxies.len()].request("GET", "/line/").send());
     }
-    timeout(TEST_TIMEOUT, asked.join_all()).await.unwrap()
+    in_time(asked.join_all()).await
 }
 
 /// Waits until the proxy has decided this many requests besides its own.
 async fn wait_until_decided(proxy: &Proxy, requests: u64) {
     let looked = timeout(TEST_TIMEOUT, async {
         let mut looks = 1;
-        while proxy
-            .get("/look")
-            .await
-            .list_parameter("ratelimit", "count", "r")
-            != Some(1000 - requests - looks)
-        {
+        while proxy.get("/look").await.remaining("count") != Some(1000 - requests - looks) {
             looks += 1;
         }
     });
@@ -132,9 +123,8 @@ async fn a_disconnected_client_is_not_forwarded_and_its_queue_slot_stays_consume
     let proxy = Proxy::start(QUEUE_POLICIES, upstream.address).await;
     let start = Instant::now();
     assert_eq!(proxy.get("/line/first").await.status, 200);
-    let mut leaver = RawClient::connect(proxy.address).await;
-    leaver
-        .send("GET /line/leaver HTTP/1.1\r\nHost: a\r\n\r\n")
+    let leaver = proxy
+        .send_raw("GET /line/leaver HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
     wait_until_decided(&proxy, 2).await;
     drop(leaver);
@@ -174,8 +164,8 @@ async fn queued_requests_are_forwarded_before_the_proxy_exits() {
     )
     .await;
     assert_eq!(proxy.get("/line/first").await.status, 200);
-    let mut held = RawClient::connect(proxy.address).await;
-    held.send("GET /line/held HTTP/1.1\r\nHost: a\r\n\r\n")
+    let mut held = proxy
+        .send_raw("GET /line/held HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
     wait_until_decided(&proxy, 2).await;
     proxy.send_sigterm();

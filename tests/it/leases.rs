@@ -1,12 +1,8 @@
 //! Leases: several proxies take units in advance from one Redis. The upstream records show the
 //! admitted requests.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::cluster::{RedisCluster, initial_node};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::{Upstream, echo};
+use crate::support::cluster::initial_node;
+use crate::support::prelude::*;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
@@ -29,8 +25,7 @@ on_store_failure = "closed"
 "#,
         server.port(),
     );
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
     proxy
 }
 
@@ -56,9 +51,7 @@ lease = { size = 500, ttl = "10m" }
     let mut client = RawClient::connect(proxy.address).await;
     for nth in 1..=2_000_u64 {
         let reply = client
-            .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await
-            .read_response()
+            .request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
             .await;
         assert_eq!(reply.status, 200, "{}", reply.text());
         let remaining: u64 = reply
@@ -73,11 +66,7 @@ lease = { size = 500, ttl = "10m" }
     }
     let asked = count_script_calls(&server).await - before;
     assert!(asked < 20, "{asked} calls for 2,000 requests");
-    let metrics = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text();
+    let metrics = proxy.read_metrics_page().await;
     let from_lease = "tidegate_decision_seconds_count{source=\"lease\"} 19";
     assert!(metrics.contains(from_lease), "{metrics}");
 }
@@ -91,9 +80,7 @@ async fn an_exhausted_key_calls_redis_only_after_the_refusal_cache_expires() {
     let (before, began, mut passed) = (count_script_calls(&server).await, Instant::now(), 0);
     for _ in 0..1_000 {
         let reply = client
-            .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await
-            .read_response()
+            .request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
             .await;
         passed += usize::from(reply.status == 200);
         assert!(
@@ -120,10 +107,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket {
-            burst: 100,
-            warm_up_us: 0,
-        },
+        plain_bucket(100),
     ];
     let limits = lends.map(|algorithm| Limit {
         requests: 100,
@@ -203,12 +187,11 @@ async fn unused_units_are_returned_when_the_lease_expires() {
         start_proxy(&server, &upstream, alone).await,
     );
     assert_eq!(first.get_statuses("/", 3).await, [200; 3]);
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while second.get("/").await.status != 200 {
-        assert!(Instant::now() < deadline, "no units were returned");
-        // Without a lease, the deny cache holds a refusal for one second.
-        sleep(Duration::from_millis(50)).await;
-    }
+    // Without a lease, the deny cache holds a refusal for one second.
+    wait_until("the return of the units", async || {
+        second.get("/").await.status == 200
+    })
+    .await;
     assert_eq!(
         second.get_statuses("/", 8).await,
         [200, 200, 200, 200, 200, 200, 429, 429]
@@ -357,7 +340,7 @@ async fn send_requests_until(
         let (sent, sent_us) = (Instant::now(), start.elapsed().as_micros());
         let request =
             format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\nX-Sent-Us: {sent_us}\r\n\r\n");
-        let status = client.send(request).await.read_response().await.status;
+        let status = client.request(request).await.status;
         all.push(ClientSample {
             sent,
             latency: sent.elapsed(),
@@ -461,8 +444,7 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     );
     let mut proxies = Vec::new();
     for _ in 0..3 {
-        let proxy = Proxy::start(&config, recorder.upstream.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, recorder.upstream.address).await;
         proxies.push(proxy);
     }
     let paths = names.each_ref().map(|name| format!("/{name}"));
@@ -614,11 +596,7 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let store = Store::from_redis(redis);
-    let limit = Limit {
-        requests: 1000,
-        per_us: 3_600_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(1000, 3_600_000_000);
     let (key, lease) = (
         KeyBuilder::new("hot").finish(),
         LeaseTerms {
@@ -656,11 +634,7 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
         size: Some(50),
         ttl_us: 600_000_000,
     });
-    let limit = Limit {
-        requests: 1000,
-        per_us: 3_600_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(1000, 3_600_000_000);
     let (raised, key) = (
         Limit {
             requests: 2000,
@@ -674,21 +648,15 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
             ..Charge::new(limit, &key, 1)
         };
         assert!(store.decide(&[charge]).await.unwrap().admitted);
-        let deadline = Instant::now() + TEST_TIMEOUT;
         let look = Charge::new(limit, &key, 0);
         // At most two requests and one lease.
-        while store.decide(&[look]).await.unwrap().outcomes[0]
-            .status
-            .unwrap()
-            .remaining
-            < limit.requests - 52
-        {
-            assert!(
-                Instant::now() < deadline,
-                "the lease of the old limit was not returned"
-            );
-            sleep(Duration::from_millis(5)).await;
-        }
+        wait_until("the return of the old limit's lease", async || {
+            let status = store.decide(&[look]).await.unwrap().outcomes[0]
+                .status
+                .unwrap();
+            status.remaining >= limit.requests - 52
+        })
+        .await;
     }
 }
 
@@ -697,11 +665,7 @@ async fn a_short_lease_expires_before_an_older_long_one() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let store = Store::from_redis(redis);
-    let limit = Limit {
-        requests: 1000,
-        per_us: 3_600_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(1000, 3_600_000_000);
     for (name, ttl_us) in [("long", 600_000_000), ("short", 100_000)] {
         let key = KeyBuilder::new(name).finish();
         let charge = Charge::new(&limit, &key, 1);
@@ -746,11 +710,7 @@ async fn a_lease_ends_during_a_suspension_and_for_a_request_that_waited() {
     let (_shared, redis) = server.connect().await;
     let (clock, boot_clock) = Clock::manual(1);
     let store = Store::from_redis(redis).with_shared_leases(&Arc::new(LeasePool::new(clock)));
-    let limit = Limit {
-        requests: 1000,
-        per_us: 3_600_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(1000, 3_600_000_000);
     let ttl_us = u64::try_from(TTL.as_micros()).unwrap();
     for cause in ["a suspension", "a wait after the arrival"] {
         let key = KeyBuilder::new(cause).finish();
@@ -766,11 +726,10 @@ async fn a_lease_ends_during_a_suspension_and_for_a_request_that_waited() {
             assert!(decision.admitted);
             source
         };
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while decide(Instant::now()).await != DecisionSource::Lease {
-            assert!(Instant::now() < deadline, "no lease before {cause}");
-            sleep(Duration::from_millis(1)).await;
-        }
+        wait_until(format!("a lease before {cause}"), async || {
+            decide(Instant::now()).await == DecisionSource::Lease
+        })
+        .await;
         let arrived = Instant::now();
         match cause {
             "a suspension" => boot_clock.advance_us(ttl_us),

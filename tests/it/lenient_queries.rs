@@ -1,18 +1,15 @@
 //! Queries with characters that URLs should escape, and the responses to targets that no parser
 //! accepts.
 
-use super::limits::start_proxy;
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 
 const RAW_QUERY: &str = "/q?query=up{job=\"x\"}&a=<b>|`^\\c";
 const ESCAPED_QUERY: &str = "/q?query=up{job=%22x%22}&a=%3Cb%3E|`^\\c";
 
 #[tokio::test]
 async fn raw_characters_in_a_query_reach_the_app_escaped() {
-    let (proxy, upstream) = start_proxy("").await;
+    let proxy = Proxy::with_echo("").await;
     let mut client = RawClient::connect(proxy.address).await;
     // The body is not changed, and the connection is reused.
     let body = "GET /?\"<> HTTP/1.1\r\n\r\n";
@@ -36,7 +33,7 @@ async fn raw_characters_in_a_query_reach_the_app_escaped() {
         tokio::task::yield_now().await;
     }
     let reply = client.read_response().await;
-    assert_eq!((reply.status, upstream.requests().len()), (200, 4));
+    assert_eq!((reply.status, proxy.echo().requests().len()), (200, 4));
     assert_eq!(reply.json()["target"], ESCAPED_QUERY);
 }
 
@@ -52,7 +49,7 @@ name = "key"
 key = ["query:user"]
 limit = { requests = 1, per = "1h" }
 "#;
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get("/?user=%22a%22").await.status, 200);
     assert_eq!(proxy.get("/?user=\"a\"").await.status, 429);
     assert_eq!(proxy.get("/?user=\"a%22").await.status, 429);
@@ -61,7 +58,7 @@ limit = { requests = 1, per = "1h" }
 
 #[tokio::test]
 async fn a_pipelined_request_changes_no_body() {
-    let (proxy, _upstream) = start_proxy("").await;
+    let proxy = Proxy::with_echo("").await;
     let mut client = RawClient::connect(proxy.address).await;
     let second = "POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 30\r\n\r\n";
     let body = "GET /?<<<<<<<<<< HTTP/1.1\r\n\"\"\"";
@@ -128,12 +125,11 @@ async fn a_raw_query_of_a_pipelined_request_is_escaped() {
 
 #[tokio::test]
 async fn a_target_that_cannot_be_parsed_has_a_reason_and_a_log_line() {
-    let (proxy, upstream) = start_proxy("log.access = 'all'\n").await;
+    let proxy = Proxy::with_echo("log.access = 'all'\n").await;
     for target in ["/a<b", "/a>b", "/a`b", "/\u{1}"] {
         let mark = proxy.log_mark();
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
+        let mut client = proxy
+            .send_raw(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
             .await;
         let reply = client.read_response().await;
         assert_eq!(reply.status, 400, "{target:?}");
@@ -142,21 +138,17 @@ async fn a_target_that_cannot_be_parsed_has_a_reason_and_a_log_line() {
                 .as_str()
                 .is_some_and(|text| !text.is_empty())
         );
-        let line = proxy
-            .wait_for_log("a line", mark, TEST_TIMEOUT, |line| {
-                line.contains("malformed")
-            })
-            .await;
+        let line = proxy.wait_for_text("malformed", mark).await;
         assert_eq!(line.field("status"), "400");
     }
-    assert_eq!(upstream.requests().len(), 0);
+    assert_eq!(proxy.echo().requests().len(), 0);
 }
 
 /// A policy, the log and the app see the same query as over HTTP/1.
 #[tokio::test]
 async fn http2_queries_are_escaped_as_over_http1() {
     let config = "[[policy]]\nname = 'q'\nmatch = { query = { user = '<a>' } }\naction = 'deny'\n";
-    let (proxy, upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     let mut stream = 1;
     for (path, expected) in [
@@ -191,7 +183,7 @@ async fn http2_queries_are_escaped_as_over_http1() {
                 frame.stream == stream && matches!(frame.kind, HEADERS | RST_STREAM)
             });
             assert_eq!(answer.await.status(), Some(200), "{path}");
-            assert_eq!(upstream.last_request().target, expected);
+            assert_eq!(proxy.echo().last_request().target, expected);
             stream += 2;
         }
     }
@@ -201,13 +193,13 @@ async fn http2_queries_are_escaped_as_over_http1() {
             frame.stream == stream && frame.kind == HEADERS
         })
         .await;
-    assert_eq!(upstream.last_request().target, "/q");
+    assert_eq!(proxy.echo().last_request().target, "/q");
 }
 
 /// Every visible character, in path and query, over both versions.
 #[tokio::test]
 async fn both_versions_accept_the_same_targets() {
-    let (proxy, _upstream) = start_proxy("").await;
+    let proxy = Proxy::with_echo("").await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     client.send(window_update_frame(0, 1 << 30)).await;
     let mut stream = 1;
@@ -216,9 +208,8 @@ async fn both_versions_accept_the_same_targets() {
             format!("/a{}b", char::from(byte)),
             format!("/a?b{}c", char::from(byte)),
         ] {
-            let mut http1 = RawClient::connect(proxy.address).await;
-            http1
-                .send(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
+            let mut http1 = proxy
+                .send_raw(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
                 .await;
             let expected = http1.read_response().await.status;
             client.send(get_frame(stream, &target)).await;
@@ -234,7 +225,7 @@ async fn both_versions_accept_the_same_targets() {
 #[tokio::test]
 async fn the_check_accepts_raw_queries() {
     let config = "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n[[policy]]\nname = 'q'\nmatch = { query = { user = '<a>' } }\naction = 'deny'\n";
-    let proxy = Proxy::builder().config(config).start().await;
+    let proxy = Proxy::setup(config).start().await;
     let check = proxy.logged_address("check listening").unwrap();
     for (target, expected) in [("/q?user=\"b\"", 200), ("/q?user=<a>", 403), ("/q<", 400)] {
         let nginx = ClientRequest::new(check, "GET", "/check/nginx")

@@ -1,33 +1,17 @@
 //! Startup, shutdown, and the commands around them.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::process::{ChildProcess, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, channel_body};
-use hyper::Response;
+use crate::support::prelude::*;
 use std::ffi::OsStr;
-use std::fs;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use tempfile::TempDir;
 use tokio::net::TcpStream;
 
 #[tokio::test]
 async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
-    let (feeder, body) = channel_body();
-    let body = Mutex::new(Some(body));
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body.lock().unwrap().take().unwrap_or_default();
-        async { Response::new(body) }
-    })
-    .await;
+    let (feeder, upstream) = Upstream::streaming().await;
     let mut proxy = Proxy::start("", upstream.address).await;
     let mut idle = RawClient::connect(proxy.address).await;
-    let mut busy = RawClient::connect(proxy.address).await;
-    busy.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut busy = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("before").await;
     busy.read_past(b"before").await;
     idle.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
@@ -50,67 +34,42 @@ async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {
     busy.read_past(b"after").await;
     busy.read_past(b"0\r\n\r\n").await;
     assert!(busy.closes_within(TEST_TIMEOUT).await);
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 }
 
 #[tokio::test]
 async fn sigterm_without_requests_in_flight_exits_quickly() {
-    let upstream = Upstream::echo().await;
-    let mut proxy = Proxy::start("", upstream.address).await;
+    let mut proxy = Proxy::with_echo("").await;
     assert_eq!(proxy.get("/").await.status, 200);
     let start = Instant::now();
     proxy.send_sigterm();
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
-    assert!(
-        start.elapsed() < Duration::from_secs(5),
-        "{:?}",
-        start.elapsed()
-    );
+    proxy.assert_exit_code(0).await;
+    assert_faster_than(Duration::from_secs(5), start);
 }
 
 /// The log pipe breaks, as when a container runtime dies. The standard library's print macros would
 /// panic.
 #[tokio::test]
 async fn a_broken_log_pipe_does_not_stop_the_proxy() {
-    let upstream = Upstream::echo().await;
     let config =
         "[log]\naccess = 'all'\n[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1h' }";
-    let mut proxy = Proxy::start(config, upstream.address).await;
+    let mut proxy = Proxy::with_echo(config).await;
     proxy.break_log_pipe().await;
     assert_eq!(proxy.get_statuses("/", 3).await, [200, 429, 429]);
     proxy.write_config("nonsense");
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while proxy
-        .read_metric("tidegate_config_last_reload_successful")
-        .await
-        != 0.0
-    {
-        assert!(
-            Instant::now() < deadline,
-            "the reload must fail and be logged"
-        );
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    proxy
+        .wait_for_metric("tidegate_config_last_reload_successful", 0.0)
+        .await;
     proxy.send_sigterm();
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 }
 
 #[tokio::test]
 async fn sigterm_waits_at_most_the_grace_period() {
     let upstream = Upstream::with_handler(|_| std::future::pending()).await;
     let mut proxy = Proxy::start("[shutdown]\ngrace = '200ms'", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    crate::support::eventually("the request to arrive", TEST_TIMEOUT, || {
+    let _client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    eventually("the request to arrive", TEST_TIMEOUT, async || {
         upstream.requests().first().map(|_| ())
     })
     .await;
@@ -120,8 +79,7 @@ async fn sigterm_waits_at_most_the_grace_period() {
 
 #[tokio::test]
 async fn sigterm_keeps_serving_during_the_shutdown_delay() {
-    let upstream = Upstream::echo().await;
-    let mut proxy = Proxy::start("[shutdown]\ndelay = '1s'", upstream.address).await;
+    let mut proxy = Proxy::with_echo("[shutdown]\ndelay = '1s'").await;
     let start = Instant::now();
     proxy.send_sigterm();
     while start.elapsed() < Duration::from_millis(700) {
@@ -129,10 +87,7 @@ async fn sigterm_keeps_serving_during_the_shutdown_delay() {
         assert_eq!(status, 200);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
     assert!(start.elapsed() >= Duration::from_secs(1));
 }
 
@@ -167,51 +122,31 @@ const EXPECTED_ERROR_TEXTS: [&str; 9] = [
     "sliding_log",
 ];
 
-fn write_config_file(text: &str) -> (TempDir, PathBuf) {
-    let dir = TempDir::new().unwrap();
-    let path = dir.path().join("config.toml");
-    fs::write(&path, text).unwrap();
-    (dir, path)
-}
-
 #[tokio::test]
 async fn an_invalid_configuration_exits_with_1_and_lists_all_errors() {
-    let (_dir, path) = write_config_file(INVALID_CONFIG);
-    let listen = [
-        "--listen",
-        "127.0.0.1:0",
-        "--upstream",
-        "http://127.0.0.1:9",
-    ];
-    let ended = run_command(
-        tidegate_command()
-            .arg("run")
-            .arg("--config")
-            .arg(&path)
-            .args(listen),
-    )
-    .await;
-    assert_eq!(ended.status.code(), Some(1));
+    let config = ConfigFile::new(INVALID_CONFIG);
+    let ended = config
+        .run(&[
+            "run",
+            "--listen",
+            "127.0.0.1:0",
+            "--upstream",
+            "http://127.0.0.1:9",
+        ])
+        .await;
+    ended.expect_code(1);
     for expected in EXPECTED_ERROR_TEXTS {
-        assert!(
-            ended.stderr.contains(expected),
-            "{expected:?} is not in {}",
-            ended.stderr
-        );
+        ended.expect_stderr(expected);
     }
 }
 
 #[tokio::test]
 async fn check_reports_every_error_with_its_position() {
-    let (_dir, path) = write_config_file(INVALID_CONFIG);
-    let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
-    assert_eq!(ended.status.code(), Some(1));
+    let config = ConfigFile::new(INVALID_CONFIG);
+    let ended = config.run(&["check"]).await;
+    ended.expect_code(1);
     for expected in EXPECTED_ERROR_TEXTS {
-        assert!(
-            ended.stderr.contains(expected),
-            "{expected:?} is not in {}",
-            ended.stderr
-        );
+        ended.expect_stderr(expected);
     }
     for place in [
         "config.toml:3:1",
@@ -219,34 +154,30 @@ async fn check_reports_every_error_with_its_position() {
         "config.toml:8:",
         "config.toml:17:",
     ] {
-        assert!(
-            ended.stderr.contains(place),
-            "{place:?} is not in {}",
-            ended.stderr
-        );
+        ended.expect_stderr(place);
     }
 }
 
 #[tokio::test]
 async fn non_utf8_variables_are_errors_only_with_the_tidegate_prefix() {
-    let (_dir, path) = write_config_file("[upstream]\nurl = \"http://127.0.0.1:9\"\n");
+    let config = ConfigFile::new("[upstream]\nurl = \"http://127.0.0.1:9\"\n");
     let odd = OsStr::from_bytes(b"\xff");
     let ended = run_command(
         tidegate_command()
             .arg("check")
-            .arg(&path)
+            .arg(config.path())
             .env("SOMEBODYS", odd),
     )
     .await;
-    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+    ended.expect_code(0);
     let ended = run_command(
         tidegate_command()
             .arg("check")
-            .arg(&path)
+            .arg(config.path())
             .env("TIDEGATE_LISTEN__ADDRESS", odd),
     )
     .await;
-    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    ended.expect_code(1);
     assert!(
         ended
             .stderr
@@ -267,15 +198,11 @@ match = { methods = ["POST"], path = "/api/login" }
 key = ["client_ip"]
 limit = { requests = 5, per = "1m" }
 "#;
-    let (_dir, path) = write_config_file(text);
-    let ended = run_command(tidegate_command().arg("check").arg(&path)).await;
-    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+    let config = ConfigFile::new(text);
+    let ended = config.run(&["check"]).await;
+    ended.expect_code(0);
     for expected in ["login", "POST", "/api/login", "5"] {
-        assert!(
-            ended.stdout.contains(expected),
-            "{expected:?} is not in {}",
-            ended.stdout
-        );
+        ended.expect_stdout(expected);
     }
 }
 
@@ -283,23 +210,20 @@ limit = { requests = 5, per = "1m" }
 async fn check_accepts_the_configuration_of_this_repository() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/config.toml");
     let ended = run_command(tidegate_command().args(["check", path])).await;
-    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+    ended.expect_code(0);
 }
 
 #[tokio::test]
 async fn secrets_are_read_from_files_and_never_printed() {
-    let dir = TempDir::new().unwrap();
-    let secret = dir.path().join("password");
-    fs::write(&secret, "hunter2-in-a-file\n").unwrap();
-    let config = dir.path().join("config.toml");
+    let (_dir, secret) = write_temp_file("password", "hunter2-in-a-file\n");
     let from_file = format!("url = \"redis://127.0.0.1:1/0\"\npassword_file = {secret:?}\n");
     let in_url = "url = \"redis://u:hunter2-in-a-url@127.0.0.1:1/0\"\n".to_owned();
     for redis in [from_file, in_url] {
         let head =
             "[upstream]\nurl = \"http://127.0.0.1:9\"\n[store]\nkind = \"redis\"\n[store.redis]\n";
-        fs::write(&config, format!("{head}key_prefix = \"t\"\n{redis}")).unwrap();
-        let ended = run_command(tidegate_command().arg("check").arg(&config)).await;
-        assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+        let config = ConfigFile::new(&format!("{head}key_prefix = \"t\"\n{redis}"));
+        let ended = config.run(&["check"]).await;
+        ended.expect_code(0);
         let output = ended.stdout + &ended.stderr;
         assert!(!output.contains("hunter2"), "{output}");
     }
@@ -313,7 +237,7 @@ async fn the_environment_overrides_the_file_and_flags_override_both() {
         "[upstream]\nurl = \"{closed_url}\"\nresponse_timeout = \"5s\"\n[response]\nheaders = \"none\"\n\
         [[policy]]\nname = \"p\"\nlimit = {{ requests = 9, per = \"1h\" }}\n"
     );
-    let builder = Proxy::builder().config(&text).upstream(upstream.address);
+    let builder = Proxy::setup(&text).upstream(upstream.address);
     let builder = builder
         .env("TIDEGATE_RESPONSE__HEADERS", "standard")
         .env("TIDEGATE_UPSTREAM__URL", closed_url);
@@ -329,38 +253,31 @@ async fn the_environment_overrides_the_file_and_flags_override_both() {
 
 #[tokio::test]
 async fn a_configuration_without_an_upstream_names_the_missing_key() {
-    let (_dir, path) = write_config_file("");
-    let ended = run_command(
-        tidegate_command()
-            .arg("run")
-            .arg("--config")
-            .arg(&path)
-            .args(["--listen", "127.0.0.1:0"]),
-    )
-    .await;
-    assert_eq!(ended.status.code(), Some(1));
-    assert!(ended.stderr.contains("upstream.url"), "{}", ended.stderr);
+    let config = ConfigFile::new("");
+    config
+        .run(&["run", "--listen", "127.0.0.1:0"])
+        .await
+        .expect_code(1)
+        .expect_stderr("upstream.url");
 }
 
 #[tokio::test]
 async fn an_address_in_use_is_reported_with_the_address() {
     let taken = Upstream::echo().await;
-    let (_dir, path) = write_config_file("");
-    let mut command = tidegate_command();
-    command.arg("run").arg("--config").arg(&path);
-    command.args([
+    let config = ConfigFile::new("");
+    let address = taken.address.to_string();
+    let words = [
+        "run",
         "--upstream",
         "http://127.0.0.1:9",
         "--listen",
-        &taken.address.to_string(),
-    ]);
-    let ended = run_command(&mut command).await;
-    assert_eq!(ended.status.code(), Some(1));
-    assert!(
-        ended.stderr.contains(&taken.address.to_string()),
-        "{}",
-        ended.stderr
-    );
+        &address,
+    ];
+    config
+        .run(&words)
+        .await
+        .expect_code(1)
+        .expect_stderr(&taken.address.to_string());
 }
 
 #[tokio::test]
@@ -389,14 +306,10 @@ async fn the_demo_prints_curl_commands_that_reach_the_limit() {
     }
     assert!(
         limited,
-        "no plain GET turns from 200 to 429 within 30 calls:\n{}",
-        demo.transcript()
+        "no plain GET turns from 200 to 429 within 30 calls"
     );
     demo.send_signal("TERM");
-    assert_eq!(
-        demo.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    demo.assert_exit_code(0).await;
 }
 
 /// Returns address and path of the curl commands that send a plain GET.
@@ -426,7 +339,7 @@ fn find_plain_get_urls(text: &str) -> Vec<(String, String)> {
 
 #[tokio::test]
 async fn an_unreachable_upstream_is_logged_once() {
-    let proxy = Proxy::builder().start().await;
+    let proxy = Proxy::setup("").start().await;
     assert_eq!(proxy.get_statuses("/", 30).await, [502; 30]);
     let lines = proxy.log_text();
     let matching: Vec<&str> = lines
@@ -444,13 +357,9 @@ async fn an_unreachable_upstream_is_logged_once() {
 
 #[tokio::test]
 async fn a_malformed_request_is_in_the_access_log() {
-    let proxy = Proxy::builder().start().await;
+    let proxy = Proxy::setup("").start().await;
     assert_eq!(proxy.request("GET", "/a%00b").send_for_status().await, 400);
-    let line = proxy
-        .wait_for_log("an access line", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("request")
-        })
-        .await;
+    let line = proxy.wait_for_message("request", 0).await;
     assert_eq!(
         (line.field("decision").as_str(), line.field("path").as_str()),
         ("malformed", "/a%00b")

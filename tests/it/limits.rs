@@ -1,8 +1,6 @@
 //! Limits end to end: admission, remaining units, refusals, and correct response fields.
 
-use crate::support::client::RawClient;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, full_body};
+use crate::support::prelude::*;
 use hyper::Response;
 use std::time::{Duration, Instant};
 use tidegate::clock::Clock;
@@ -16,14 +14,9 @@ key = ["header:x-user"]
 limit = { requests = 3, per = "1h" }
 "#;
 
-pub(crate) async fn start_proxy(config: &str) -> (Proxy, Upstream) {
-    let upstream = Upstream::echo().await;
-    (Proxy::start(config, upstream.address).await, upstream)
-}
-
 #[tokio::test]
 async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
-    let (proxy, upstream) = start_proxy(HOURLY_POLICY).await;
+    let proxy = Proxy::with_echo(HOURLY_POLICY).await;
     for left in [2, 1, 0] {
         let reply = proxy.get("/api/x").await;
         assert_eq!(reply.status, 200);
@@ -35,7 +28,7 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
             reply.list_parameter("ratelimit-policy", "api", "w"),
             Some(3600)
         );
-        assert_eq!(reply.list_parameter("ratelimit", "api", "r"), Some(left));
+        assert_eq!(reply.remaining("api"), Some(left));
         assert_eq!(reply.header("x-ratelimit-limit"), Some("3"));
         assert_eq!(
             reply.header("x-ratelimit-remaining"),
@@ -48,14 +41,14 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
     }
     let reply = proxy.get("/api/x").await;
     assert_eq!(reply.status, 429);
-    let retry_after: u64 = reply.header("retry-after").unwrap().parse().unwrap();
+    let retry_after: u64 = reply.retry_after_s();
     assert!((3_500..=3_600).contains(&retry_after), "{retry_after}");
     assert_eq!(
         retry_after,
         reply.retry_after_us().div_ceil(1_000_000),
         "rounded up"
     );
-    assert_eq!(reply.list_parameter("ratelimit", "api", "r"), Some(0));
+    assert_eq!(reply.remaining("api"), Some(0));
     assert!(reply.list_parameter("ratelimit", "api", "t").unwrap() <= retry_after);
     assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
     assert_eq!(
@@ -83,7 +76,7 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
         );
     }
     assert_eq!(
-        upstream.requests().len(),
+        proxy.echo().requests().len(),
         3,
         "a refused request reached the upstream"
     );
@@ -91,25 +84,18 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
 
 #[tokio::test]
 async fn other_paths_and_other_users_are_not_limited() {
-    let (proxy, _upstream) = start_proxy(HOURLY_POLICY).await;
+    let proxy = Proxy::with_echo(HOURLY_POLICY).await;
     assert_eq!(proxy.get_statuses("/api/x", 4).await, [200, 200, 200, 429]);
     let other = proxy.get("/other").await;
     assert_eq!(other.status, 200);
     assert!(other.header("ratelimit").is_none() && other.header("x-ratelimit-limit").is_none());
-    assert_eq!(
-        proxy
-            .request("GET", "/api/x")
-            .header("X-User", "u")
-            .send_for_status()
-            .await,
-        200
-    );
+    assert_eq!(proxy.get_with("/api/x", "X-User", "u").await.status, 200);
 }
 
 #[tokio::test]
 async fn trap_10_requests_are_admitted_after_retry_after_and_not_before() {
     let config = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '3s' }";
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     // The end of the wait is then less than a period away.
     sleep_until((Instant::now() + Duration::from_millis(400)).into()).await;
@@ -142,7 +128,7 @@ async fn a_token_bucket_admits_its_burst_and_refills_evenly() {
 name = "p"
 limit = { requests = 10, per = "5s", algorithm = "token_bucket", burst = 3 }
 "#;
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get_statuses("/", 3).await, [200, 200, 200]);
     let refused = proxy.get("/").await;
     assert_eq!(refused.status, 429);
@@ -164,7 +150,7 @@ async fn a_sliding_window_never_exceeds_its_limit_and_reports_retry_after() {
 name = "p"
 limit = { requests = 4, per = "1s", algorithm = "sliding_window", buckets = 5 }
 "#;
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let clock = Clock::system();
     let first_us = clock.now_us();
     assert_eq!(proxy.get_statuses("/", 4).await, [200; 4]);
@@ -189,7 +175,7 @@ async fn a_fixed_window_ends_at_a_multiple_of_its_length() {
 name = "p"
 limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
 "#;
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let clock = Clock::system();
     let mut asked = 0;
     let edge_us = loop {
@@ -210,12 +196,12 @@ limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
     };
     let wait = Duration::from_micros(edge_us.saturating_sub(clock.now_us()) + 2_000);
     tokio::time::sleep(wait).await;
-    assert_eq!(proxy.get("/").await.status, 200, "after the edge");
+    proxy.expect_status("/", 200, "after the edge").await;
 }
 
 #[tokio::test]
 async fn all_limits_are_in_the_headers_and_the_tightest_applies() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "p"
@@ -228,17 +214,15 @@ limits = [
     )
     .await;
     let reply = proxy.get("/").await;
-    let left = ["p", "p-2", "daily"].map(|name| reply.list_parameter("ratelimit", name, "r"));
+    let left = ["p", "p-2", "daily"].map(|name| reply.remaining(name));
     assert_eq!(left, [Some(8), Some(1), Some(4)]);
     assert_eq!(
         reply.list_parameter("ratelimit-policy", "p-2", "w"),
         Some(3_600)
     );
-    assert!(
-        reply
-            .header("ratelimit-policy")
-            .unwrap()
-            .contains("qu=\"tokens\"")
+    assert_contains(
+        reply.header("ratelimit-policy").unwrap(),
+        &["qu=\"tokens\""],
     );
     assert_eq!(
         reply.header("x-ratelimit-limit"),
@@ -250,7 +234,7 @@ limits = [
 
 #[tokio::test]
 async fn an_override_replaces_the_limits_of_its_key() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "p"
@@ -285,7 +269,7 @@ limit = { requests = 2, per = "1h" }
 
 #[tokio::test]
 async fn a_condition_with_a_list_holds_for_each_of_its_values() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "p"
@@ -314,7 +298,7 @@ limit = { requests = 1000, per = "1h" }
 
 #[tokio::test]
 async fn one_of_several_matches_suffices_beside_the_other_conditions() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "p"
@@ -357,7 +341,7 @@ not = { headers = { x-internal = "1" } }
 
 #[tokio::test]
 async fn a_shadow_policy_never_refuses_and_sends_no_headers() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "candidate"
@@ -392,7 +376,7 @@ action = "deny"
 
 #[tokio::test]
 async fn priority_orders_allow_and_deny_and_earlier_limits_still_apply() {
-    let (proxy, upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "everyone"
@@ -441,7 +425,8 @@ limit = { requests = 1, per = "1h" }
         "the policies charged each other's quota"
     );
     assert!(
-        upstream
+        proxy
+            .echo()
             .requests()
             .iter()
             .all(|seen| !seen.target.contains("internal"))
@@ -450,7 +435,7 @@ limit = { requests = 1, per = "1h" }
 
 #[tokio::test]
 async fn trap_25_a_missing_key_does_not_bypass_the_limit() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "shared"
@@ -474,29 +459,18 @@ limit = { requests = 1, per = "1h" }
     .await;
     assert_eq!(proxy.get_statuses("/shared", 2).await, [200, 429]);
     assert_eq!(
-        proxy
-            .request("GET", "/shared")
-            .header("x-user", "")
-            .send_for_status()
-            .await,
+        proxy.get_with("/shared", "x-user", "").await.status,
         429,
         "an empty value counts as absent"
     );
     assert_eq!(proxy.get_statuses("/skip", 3).await, [200, 200, 200]);
     assert_eq!(proxy.get_statuses("/reject", 1).await, [400]);
-    assert_eq!(
-        proxy
-            .request("GET", "/reject")
-            .header("x-user", "u")
-            .send_for_status()
-            .await,
-        200
-    );
+    assert_eq!(proxy.get_with("/reject", "x-user", "u").await.status, 200);
 }
 
 #[tokio::test]
 async fn trap_11_a_request_refused_by_one_policy_is_not_charged_to_another() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "wide"
@@ -530,7 +504,7 @@ limit = { requests = 1, per = "1h" }
 #[tokio::test]
 async fn trap_2_retrying_early_does_not_prolong_the_wait() {
     let config = "[[policy]]\nname = 'p'\nlimit = { requests = 1, per = '1s' }";
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let start = Instant::now();
     assert_eq!(proxy.get("/").await.status, 200);
     while proxy.get("/").await.status == 429 {
@@ -540,7 +514,7 @@ async fn trap_2_retrying_early_does_not_prolong_the_wait() {
 
 #[tokio::test]
 async fn trap_21_keys_neither_collide_nor_are_truncated() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "p"
@@ -578,7 +552,7 @@ limit = { requests = 1, per = "1h" }
 
 #[tokio::test]
 async fn an_ambiguous_key_is_a_bad_request() {
-    let (proxy, upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "p"
@@ -599,25 +573,25 @@ limit = { requests = 1000, per = "1h" }
         Some("application/problem+json")
     );
     assert_eq!(proxy.get("/?tenant=a&tenant=b").await.status, 400);
+    proxy
+        .expect_status(
+            "/?tenant=a&t%65nant=b",
+            400,
+            "the same name in another spelling",
+        )
+        .await;
     assert_eq!(
-        proxy.get("/?tenant=a&t%65nant=b").await.status,
-        400,
-        "the same name in another spelling"
-    );
-    assert_eq!(
-        proxy
-            .request("GET", "/")
-            .header("cookie", "sid=1; sid=2")
-            .send_for_status()
-            .await,
+        proxy.get_with("/", "cookie", "sid=1; sid=2").await.status,
         400
     );
-    assert!(upstream.requests().is_empty());
-    assert_eq!(
-        proxy.get("/?tenant=a&other=b&other=c").await.status,
-        200,
-        "the parameter is not part of the key"
-    );
+    assert!(proxy.echo().requests().is_empty());
+    proxy
+        .expect_status(
+            "/?tenant=a&other=b&other=c",
+            200,
+            "the parameter is not part of the key",
+        )
+        .await;
 }
 
 #[tokio::test]
@@ -628,7 +602,7 @@ name = "p"
 key = ["query:api_key", "cookie:sid"]
 limit = { requests = 1, per = "1h" }
 "#;
-    let (proxy, upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let many = format!("/?{}api_key=a", "x&".repeat(1000));
     for target in [
         "/?[api_key]=a",
@@ -663,7 +637,7 @@ limit = { requests = 1, per = "1h" }
         assert_eq!(reply.status, 400, "{}", cookie.escape_ascii());
         assert!(reply.text().contains("client.ambiguous_cookie"));
     }
-    assert!(upstream.requests().is_empty());
+    assert!(proxy.echo().requests().is_empty());
     let ask = |cookie: &'static str| {
         proxy
             .request("GET", "/?api_key=a%20b&x[y]=1")
@@ -674,7 +648,7 @@ limit = { requests = 1, per = "1h" }
     for spelling in ["sid=\"x\"", "sid = %78", "a=\\; sid=x"] {
         assert_eq!(ask(spelling).await, 429, "{spelling}");
     }
-    let (lenient, _upstream) = start_proxy(&format!(
+    let lenient = Proxy::with_echo(&format!(
         "client.ambiguous_query = 'allow'\nclient.ambiguous_cookie = 'allow'\n{config}"
     ))
     .await;
@@ -686,7 +660,7 @@ limit = { requests = 1, per = "1h" }
 
 #[tokio::test]
 async fn a_refusal_is_plain_text_if_the_client_prefers_it() {
-    let (proxy, _upstream) = start_proxy(HOURLY_POLICY).await;
+    let proxy = Proxy::with_echo(HOURLY_POLICY).await;
     proxy.get_statuses("/api/x", 3).await;
     let ask = |accept: &'static str| {
         proxy
@@ -723,10 +697,10 @@ async fn a_refusal_is_plain_text_if_the_client_prefers_it() {
 #[tokio::test]
 async fn get_policies_apply_to_head_and_a_refused_head_has_no_body() {
     let config = "[[policy]]\nname = 'p'\nmatch = { methods = ['GET'] }\nlimit = { requests = 2, per = '1h' }";
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(proxy.request("HEAD", "/").send_for_status().await, 200);
-    let mut client = crate::support::client::RawClient::connect(proxy.address).await;
+    let mut client = RawClient::connect(proxy.address).await;
     client
         .send("HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         .await;
@@ -746,7 +720,7 @@ async fn get_policies_apply_to_head_and_a_refused_head_has_no_body() {
 
 #[tokio::test]
 async fn a_limit_of_zero_always_refuses_without_retry_after() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "closed"
@@ -766,9 +740,7 @@ limit = { requests = 7, per = "1h" }
         never.header("retry-after").is_none(),
         "a limit of 0 has no retry-after"
     );
-    let left = |reply: &crate::support::client::RawResponse| {
-        reply.list_parameter("ratelimit", "dear", "r")
-    };
+    let left = |reply: &RawResponse| reply.remaining("dear");
     assert_eq!(left(&proxy.get("/dear").await), Some(4));
     assert_eq!(left(&proxy.get("/dear").await), Some(1));
     let refused = proxy.get("/dear").await;
@@ -781,7 +753,7 @@ limit = { requests = 7, per = "1h" }
 
 #[tokio::test]
 async fn the_refusal_response_is_configurable() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "p"
@@ -805,7 +777,7 @@ async fn the_configured_rate_limit_headers_are_sent() {
         ("none", false, false),
     ] {
         let config = format!("[response]\nheaders = \"{chosen}\"\n{HOURLY_POLICY}");
-        let (proxy, _upstream) = start_proxy(&config).await;
+        let proxy = Proxy::with_echo(&config).await;
         let reply = proxy.get("/api/x").await;
         assert_eq!(reply.header("ratelimit").is_some(), standard, "{chosen}");
         assert_eq!(
@@ -819,7 +791,7 @@ async fn the_configured_rate_limit_headers_are_sent() {
             "{chosen}"
         );
     }
-    let (proxy, _upstream) = start_proxy(&format!(
+    let proxy = Proxy::with_echo(&format!(
         "[response]\nlegacy_reset = \"epoch\"\n{HOURLY_POLICY}"
     ))
     .await;
@@ -838,21 +810,11 @@ async fn the_configured_rate_limit_headers_are_sent() {
 async fn the_upstreams_rate_limit_headers_are_kept() {
     let upstream = Upstream::with_handler(|_| async {
         let mut response = Response::new(full_body("ok"));
-        response
-            .headers_mut()
-            .insert("ratelimit", "\"app\";r=1;t=5".parse().unwrap());
-        response
-            .headers_mut()
-            .insert("ratelimit-policy", "\"app\";q=2;w=5".parse().unwrap());
-        response
-            .headers_mut()
-            .insert("x-ratelimit-limit", "2".parse().unwrap());
-        response
-            .headers_mut()
-            .insert("x-ratelimit-remaining", "1".parse().unwrap());
-        response
-            .headers_mut()
-            .insert("x-ratelimit-reset", "5".parse().unwrap());
+        set_header(&mut response, "ratelimit", "\"app\";r=1;t=5");
+        set_header(&mut response, "ratelimit-policy", "\"app\";q=2;w=5");
+        set_header(&mut response, "x-ratelimit-limit", "2");
+        set_header(&mut response, "x-ratelimit-remaining", "1");
+        set_header(&mut response, "x-ratelimit-reset", "5");
         response
     })
     .await;
@@ -909,7 +871,7 @@ async fn every_match_condition_selects_the_expected_requests() {
             format!("[[policy]]\nname = \"p{number}\"\nmatch = {condition}\naction = \"deny\"\n")
         })
         .collect();
-    let (proxy, _upstream) = start_proxy(&config).await;
+    let proxy = Proxy::with_echo(&config).await;
     let get = |target: &str| proxy.request("GET", target);
     let abc = |b: &str| {
         get("/headers")
@@ -956,8 +918,8 @@ async fn every_match_condition_selects_the_expected_requests() {
 
 #[tokio::test]
 async fn a_refused_grpc_call_gets_a_grpc_status() {
-    let (proxy, _upstream) =
-        start_proxy("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
+    let proxy =
+        Proxy::with_echo("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
     let reply = proxy
         .request("POST", "/svc/Call")
         .header("content-type", "application/grpc")
@@ -971,7 +933,7 @@ async fn a_refused_grpc_call_gets_a_grpc_status() {
 
 #[tokio::test]
 async fn keys_of_one_policy_do_not_evict_an_exhausted_key_of_another() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 store = { kind = "memory", memory = { max_keys = 1000 } }
 

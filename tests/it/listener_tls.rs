@@ -3,13 +3,10 @@
 
 mod reload;
 
-use crate::support::client::{
-    ClientBody, ClientRequest, RawClient, await_response, open_http2_over_stream,
-};
-use crate::support::proxy::Proxy;
-use crate::support::tls::{CertificateAuthority, TlsClient, certificate_params};
-use crate::support::upstream::{RawUpstream, Upstream, channel_body};
-use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes};
+use crate::support::client::open_http2_over_stream;
+use crate::support::prelude::*;
+use crate::support::pseudo_random_bytes;
+use crate::support::tls::certificate_params;
 use hyper::ext::Protocol;
 use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
@@ -39,60 +36,29 @@ fn new_authority() -> CertificateAuthority {
     ca
 }
 
-async fn fetch_metrics(proxy: &Proxy) -> String {
-    ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text()
+/// The number of failed handshakes of a kind.
+async fn failed_handshakes(proxy: &Proxy, kind: &str) -> f64 {
+    proxy.read_present_metric(&handshake_errors(kind)).await
 }
 
-/// The number of failed handshakes of a kind.
-async fn failed_handshakes(proxy: &Proxy, kind: &str) -> u64 {
-    let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}} ");
-    let page = fetch_metrics(proxy).await;
-    page.lines()
-        .find_map(|line| line.strip_prefix(&series))
-        .unwrap()
-        .parse()
-        .unwrap()
+fn handshake_errors(kind: &str) -> String {
+    format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}}")
 }
 
 /// Waits until this many handshakes of a kind have failed.
-async fn wait_for_failed_handshakes(proxy: &Proxy, kind: &str, times: u64) {
-    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
-    while failed_handshakes(proxy, kind).await != times {
-        assert!(
-            std::time::Instant::now() < deadline,
-            "{kind}: {}",
-            fetch_metrics(proxy).await
-        );
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+async fn wait_for_failed_handshakes(proxy: &Proxy, kind: &str, times: f64) {
+    proxy.wait_for_metric(&handshake_errors(kind), times).await;
 }
 
 /// Waits until this many connections are open.
-async fn wait_for_open_connections(proxy: &Proxy, connections: usize) {
-    let wanted = format!("tidegate_connections_active {connections}");
-    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
-    while !fetch_metrics(proxy)
-        .await
-        .lines()
-        .any(|line| line == wanted)
-    {
-        assert!(
-            std::time::Instant::now() < deadline,
-            "{wanted}: {}",
-            fetch_metrics(proxy).await
-        );
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+async fn wait_for_open_connections(proxy: &Proxy, connections: f64) {
+    proxy
+        .wait_for_metric("tidegate_connections_active", connections)
+        .await;
 }
 
 fn get_request(path: &str) -> Request<ClientBody> {
-    Request::get(format!("https://a.example{path}"))
-        .body(ClientBody::default())
-        .unwrap()
+    crate::support::client::get_request(format!("https://a.example{path}"))
 }
 
 #[tokio::test]
@@ -109,10 +75,7 @@ async fn alpn_selects_http1_or_http2() {
                 .connect_http1(proxy.address, "a.example")
                 .await;
             for _ in 0..2 {
-                assert_eq!(
-                    http1.send(GET_REQUEST).await.read_response().await.status,
-                    200
-                );
+                assert_eq!(http1.request(GET_REQUEST).await.status, 200);
             }
             let seen = upstream.last_request();
             assert_eq!(seen.single_header("x-forwarded-proto"), "https");
@@ -172,13 +135,11 @@ async fn alpn_selects_http1_or_http2() {
         .with_alpn(&["spdy/3"])
         .connect(proxy.address, "a.example")
         .await;
-    assert!(
-        strange
-            .unwrap_err()
-            .to_string()
-            .contains("NoApplicationProtocol")
+    assert_contains(
+        &strange.unwrap_err().to_string(),
+        &["NoApplicationProtocol"],
     );
-    wait_for_failed_handshakes(&proxy, "no_protocol", 1).await;
+    wait_for_failed_handshakes(&proxy, "no_protocol", 1.0).await;
 }
 
 #[tokio::test]
@@ -203,11 +164,7 @@ async fn sni_selects_the_certificate() {
     // The client verifies that the certificate is valid for the name.
     for name in ["a.example", "b.example", "B.Example", "c.wild.example"] {
         let mut client = TlsClient::new(&ca).connect_http1(proxy.address, name).await;
-        assert_eq!(
-            client.send(GET_REQUEST).await.read_response().await.status,
-            200,
-            "{name}"
-        );
+        assert_eq!(client.request(GET_REQUEST).await.status, 200, "{name}");
     }
     for name in ["x.c.wild.example", "wild.example", "other.test"] {
         let error = TlsClient::new(&ca)
@@ -220,7 +177,7 @@ async fn sni_selects_the_certificate() {
             "{name} gets the first certificate: {error}"
         );
     }
-    wait_for_failed_handshakes(&proxy, "refused", 3).await;
+    wait_for_failed_handshakes(&proxy, "refused", 3.0).await;
     // A client that connects to an address sends no SNI.
     let error = TlsClient::new(&ca)
         .connect(proxy.address, "127.0.0.1")
@@ -234,10 +191,7 @@ async fn sni_selects_the_certificate() {
     let mut client = TlsClient::new(&ca)
         .connect_http1(proxy.address, "127.0.0.1")
         .await;
-    assert_eq!(
-        client.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(client.request(GET_REQUEST).await.status, 200);
 }
 
 /// A certificate for `cn` with these alternative names.
@@ -281,9 +235,7 @@ async fn client_certificates_are_verified_and_used_as_keys() {
     async fn send_request(client: TlsClient, address: SocketAddr, path: &str) -> u16 {
         let mut client = client.connect_http1(address, "a.example").await;
         client
-            .send(format!("GET {path} HTTP/1.1\r\nHost: a.example\r\n\r\n"))
-            .await
-            .read_response()
+            .request(format!("GET {path} HTTP/1.1\r\nHost: a.example\r\n\r\n"))
             .await
             .status
     }
@@ -322,8 +274,8 @@ async fn client_certificates_are_verified_and_used_as_keys() {
         send_request(TlsClient::new(&ca), proxy.address, "/san").await,
         400
     );
-    let explained = crate::support::process::run_command(
-        crate::support::process::tidegate_command()
+    let explained = run_command(
+        tidegate_command()
             .args(["explain", "--config"])
             .arg(proxy.config_path())
             .args(["GET", "/san", "--client-cert-san", "spiffe://mesh/ann"]),
@@ -359,42 +311,37 @@ async fn assert_handshake_rejected(proxy: &Proxy, client: &TlsClient, kind: &str
         Err(error) => error,
     };
     assert!(outcome.to_string().contains("alert"), "{outcome}");
-    wait_for_failed_handshakes(proxy, kind, before + 1).await;
+    wait_for_failed_handshakes(proxy, kind, before + 1.0).await;
 }
 
 #[tokio::test]
 async fn failed_handshakes_end_in_time_and_are_counted_by_kind() {
     let ca = new_authority();
     let config = tls_config(&ca, "[listen.http]\nheader_timeout = '300ms'\n");
-    let proxy = Proxy::start(&config, "127.0.0.1:9".parse().unwrap()).await;
+    let proxy = Proxy::start(&config, "http://127.0.0.1:9").await;
     let mark = proxy.log_mark();
     // A connection without any bytes, such as a port probe, is not a failed handshake.
     drop(RawClient::connect(proxy.address).await);
-    let mut plain = RawClient::connect(proxy.address).await;
-    plain.send(GET_REQUEST).await;
+    let mut plain = proxy.send_raw(GET_REQUEST).await;
     assert!(!String::from_utf8_lossy(&plain.read_to_close().await).contains("HTTP/"));
-    wait_for_failed_handshakes(&proxy, "invalid", 1).await;
+    wait_for_failed_handshakes(&proxy, "invalid", 1.0).await;
     let mut silent = RawClient::connect(proxy.address).await;
-    let mut slow = RawClient::connect(proxy.address).await;
-    slow.send(b"\x16\x03\x01\x02\x00\x01").await;
+    let mut slow = proxy.send_raw(b"\x16\x03\x01\x02\x00\x01").await;
     assert_eq!(
         (silent.read_to_close().await, slow.read_to_close().await),
         (vec![], vec![])
     );
-    wait_for_failed_handshakes(&proxy, "timeout", 2).await;
-    RawClient::connect(proxy.address)
-        .await
-        .send(b"\x16\x03\x01\x02\x00\x01")
-        .await;
-    wait_for_failed_handshakes(&proxy, "closed", 1).await;
-    assert!(proxy.log_since(mark).is_empty(), "{}", proxy.log_text());
-    let expiry = fetch_metrics(&proxy).await;
-    assert!(
-        expiry.contains(&format!(
+    wait_for_failed_handshakes(&proxy, "timeout", 2.0).await;
+    proxy.send_raw(b"\x16\x03\x01\x02\x00\x01").await;
+    wait_for_failed_handshakes(&proxy, "closed", 1.0).await;
+    assert!(proxy.log_since(mark).is_empty());
+    let expiry = proxy.read_metrics_page().await;
+    assert_contains(
+        &expiry,
+        &[&format!(
             "tidegate_certificate_expiry_seconds{{file=\"{}\"}} ",
             ca.path_string("a.pem")
-        )),
-        "{expiry}"
+        )],
     );
 }
 
@@ -438,9 +385,8 @@ async fn tunnels_carry_every_byte_over_tls() {
         writes.shutdown().await.unwrap();
     });
     let mut got = Vec::new();
-    tokio::time::timeout(TEST_TIMEOUT, reads.read_to_end(&mut got))
+    in_time(reads.read_to_end(&mut got))
         .await
-        .unwrap()
         .expect("the tunnel closes cleanly");
     sending.await.unwrap();
     let text = got.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
@@ -464,10 +410,7 @@ async fn tunnels_carry_every_byte_over_tls() {
     let mut tunnel = TokioIo::new(hyper::upgrade::on(response).await.unwrap());
     tunnel.write_all(&bytes[..50_000]).await.unwrap();
     let mut echoed = vec![0; 50_000];
-    tokio::time::timeout(TEST_TIMEOUT, tunnel.read_exact(&mut echoed))
-        .await
-        .unwrap()
-        .unwrap();
+    in_time(tunnel.read_exact(&mut echoed)).await.unwrap();
     assert!(echoed == bytes[..50_000]);
 }
 
@@ -488,10 +431,7 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
     let mut proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
     let client = TlsClient::new(&ca);
     let mut idle = client.connect_http1(proxy.address, "a.example").await;
-    assert_eq!(
-        idle.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(idle.request(GET_REQUEST).await.status, 200);
     let mut fresh = client.connect_http1(proxy.address, "a.example").await;
     let stream = client
         .clone()
@@ -509,7 +449,7 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
     let slow = await_response(h2.send_request(get_request("/slow"))).await;
     // A client in the middle of its handshake when the drain begins.
     let socket = TcpStream::connect(proxy.address).await.unwrap();
-    wait_for_open_connections(&proxy, 4).await;
+    wait_for_open_connections(&proxy, 4.0).await;
     proxy.send_sigterm();
     // Reading `rest` fails without a close_notify.
     assert_eq!(
@@ -517,7 +457,7 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
         (vec![], vec![])
     );
     let mut late = RawClient::from_stream(client.handshake(socket, "a.example").await.unwrap());
-    let reply = late.send(GET_REQUEST).await.read_response().await;
+    let reply = late.request(GET_REQUEST).await;
     assert_eq!(
         (reply.status, reply.header("connection")),
         (200, Some("close"))
@@ -531,22 +471,17 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
         .unwrap()
         .to_bytes();
     assert_eq!(whole, "the rest");
-    tokio::time::timeout(TEST_TIMEOUT, connection)
+    in_time(connection)
         .await
         .unwrap()
-        .unwrap()
         .expect("the client receives a GOAWAY");
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 }
 
 #[tokio::test]
 async fn a_truncated_upload_never_looks_complete() {
     let ca = new_authority();
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
+    let proxy = Proxy::with_echo(&tls_config(&ca, "")).await;
     let raw = RawUpstream::with_response("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
     let chunked = Proxy::start(&tls_config(&ca, ""), raw.address).await;
     for orderly in [true, false] {
@@ -557,17 +492,15 @@ async fn a_truncated_upload_never_looks_complete() {
         let head = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
         stream.write_all(head.as_bytes()).await.unwrap();
         let seen = raw.connection_count();
-        eventually("the start of the upload", TEST_TIMEOUT, || {
-            String::from_utf8_lossy(&raw.received_bytes())
-                .contains("hello")
-                .then_some(())
+        wait_until("the start of the upload", async || {
+            String::from_utf8_lossy(&raw.received_bytes()).contains("hello")
         })
         .await;
         if orderly {
             stream.shutdown().await.unwrap();
         }
         drop(stream);
-        wait_for_open_connections(&chunked, 0).await;
+        wait_for_open_connections(&chunked, 0.0).await;
         assert!(
             !String::from_utf8_lossy(&raw.received_bytes()).contains("\r\n0\r\n"),
             "{orderly} {seen}"
@@ -616,7 +549,8 @@ async fn a_client_that_stops_reading_is_disconnected_and_a_slow_one_is_not() {
         .unwrap();
     slow.write_all(GET_REQUEST.as_bytes()).await.unwrap();
     let active = async || {
-        fetch_metrics(&proxy)
+        proxy
+            .read_metrics_page()
             .await
             .lines()
             .any(|line| line == "tidegate_connections_active 1")
@@ -660,12 +594,7 @@ async fn certificate_errors_are_reported_by_check() {
              [[policy]]\nname = 'all'\nkey = []\nlimit = {{ requests = 5, per = '1s' }}\n"
         );
         fs::write(ca.path("config.toml"), text).unwrap();
-        let ended = crate::support::process::run_command(
-            crate::support::process::tidegate_command()
-                .arg("check")
-                .arg(ca.path("config.toml")),
-        )
-        .await;
+        let ended = run_command(tidegate_command().arg("check").arg(ca.path("config.toml"))).await;
         (ended.status.code(), ended.stderr)
     };
     let ca_file = format!("client_ca = {:?}\n", ca.path_string("ca.pem"));
@@ -750,12 +679,7 @@ async fn certificate_errors_are_reported_by_check() {
             "{expected}: {stderr}"
         );
     }
-    assert!(
-        check("over.pem", "over.key", "")
-            .await
-            .1
-            .contains("expired")
-    );
+    assert_contains(&check("over.pem", "over.key", "").await.1, &["expired"]);
 }
 
 /// Captures the ClientHello for a server name.
@@ -778,7 +702,7 @@ async fn capture_client_hello(ca: &CertificateAuthority, name: &'static str) -> 
 #[tokio::test]
 async fn invalid_server_names_are_not_logged() {
     let ca = new_authority();
-    let proxy = Proxy::start(&tls_config(&ca, ""), "127.0.0.1:9".parse().unwrap()).await;
+    let proxy = Proxy::start(&tls_config(&ca, ""), "http://127.0.0.1:9").await;
     let mark = proxy.log_mark();
     let (name, address) = ("abcdefghi", b"127.0.0.1");
     let mut hello = capture_client_hello(&ca, name).await;
@@ -787,13 +711,12 @@ async fn invalid_server_names_are_not_logged() {
         .position(|part| part == name.as_bytes())
         .expect("the server name is in cleartext");
     hello[at..][..address.len()].copy_from_slice(address);
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send(&hello).await;
+    let mut client = proxy.send_raw(&hello).await;
     // A handshake record: the ClientHello was read and answered.
     client.read_past(b"\x16\x03\x03").await;
     drop(client);
-    wait_for_failed_handshakes(&proxy, "closed", 1).await;
-    assert!(proxy.log_since(mark).is_empty(), "{}", proxy.log_text());
+    wait_for_failed_handshakes(&proxy, "closed", 1.0).await;
+    assert!(proxy.log_since(mark).is_empty());
 }
 
 #[tokio::test]
@@ -823,7 +746,7 @@ async fn data_sent_after_a_rejection_is_neither_a_request_nor_a_tls_error() {
     );
     tokio::time::sleep(Duration::from_millis(400)).await;
     client.write_all(GET_REQUEST.as_bytes()).await.unwrap();
-    wait_for_open_connections(&proxy, 0).await;
+    wait_for_open_connections(&proxy, 0.0).await;
     assert!(upstream.requests().is_empty());
-    assert!(!proxy.log_text().contains("panic"), "{}", proxy.log_text());
+    assert!(!proxy.log_text().contains("panic"));
 }

@@ -1,16 +1,10 @@
 //! Other listeners: Unix sockets, and load balancers with the PROXY protocol.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::process::{ChildProcess, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::fs;
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Duration;
 use tempfile::TempDir;
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpStream, UnixStream};
@@ -26,37 +20,14 @@ const V2_HEADER: &[u8] =
     b"\r\n\r\n\0\r\nQUIT\n\x21\x11\0\x0c\xc0\0\x02\x01\xc6\x33\x64\x01\xdc\x04\x01\xbb";
 const V2_LOCAL_HEADER: &[u8] = b"\r\n\r\n\0\r\nQUIT\n\x20\0\0\0";
 
-async fn read_counter(proxy: &Proxy, series: &str) -> u64 {
-    let page = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text();
-    let line = page
-        .lines()
-        .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-    line.unwrap_or_else(|| panic!("no {series} in {page}"))
-        .parse()
-        .unwrap()
-}
-
 async fn wait_for_proxy_protocol_errors(proxy: &Proxy, kind: &str, times: u64) {
-    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
-    let name = format!("tidegate_proxy_protocol_errors_total{{kind=\"{kind}\"}}");
-    while read_counter(proxy, &name).await != times {
-        assert!(
-            std::time::Instant::now() < deadline,
-            "{kind}: {}",
-            read_counter(proxy, &name).await
-        );
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let series = format!("tidegate_proxy_protocol_errors_total{{kind=\"{kind}\"}}");
+    proxy.wait_for_metric(&series, times as f64).await;
 }
 
 /// A connection that starts with these bytes.
 async fn connect_and_send(address: SocketAddr, header: &[u8]) -> RawClient {
-    let mut client = RawClient::connect(address).await;
-    client.send(header).await;
+    let client = RawClient::connect_and_send(address, header).await;
     client
 }
 
@@ -84,16 +55,12 @@ async fn the_proxy_header_sets_the_client_address() {
     ] {
         let mut client = connect_and_send(proxy.address, header).await;
         assert_eq!(
-            client.send(GET_REQUEST).await.read_response().await.status,
+            client.request(GET_REQUEST).await.status,
             status,
             "{client_ip}"
         );
         // The header applies to the connection, not to one request.
-        assert_eq!(
-            client.send(GET_REQUEST).await.read_response().await.status,
-            429,
-            "{client_ip}"
-        );
+        assert_eq!(client.request(GET_REQUEST).await.status, 429, "{client_ip}");
         if status == 200 {
             assert_eq!(
                 upstream.last_request().single_header("x-forwarded-for"),
@@ -109,10 +76,7 @@ async fn the_proxy_header_sets_the_client_address() {
         for byte in header {
             client.send([*byte]).await;
         }
-        assert_eq!(
-            client.send(GET_REQUEST).await.read_response().await.status,
-            429
-        );
+        assert_eq!(client.request(GET_REQUEST).await.status, 429);
         let mut client = connect_and_send(
             proxy.address,
             &[header, GET_REQUEST.as_bytes(), GET_REQUEST.as_bytes()].concat(),
@@ -139,9 +103,7 @@ async fn the_address_in_the_proxy_header_replaces_the_peer_address() {
     assert_eq!(
         connect_and_send(proxy.address, V2_HEADER)
             .await
-            .send(asked)
-            .await
-            .read_response()
+            .request(asked)
             .await
             .status,
         200
@@ -154,9 +116,7 @@ async fn the_address_in_the_proxy_header_replaces_the_peer_address() {
     assert_eq!(
         connect_and_send(proxy.address, V2_LOCAL_HEADER)
             .await
-            .send(asked)
-            .await
-            .read_response()
+            .request(asked)
             .await
             .status,
         200
@@ -171,11 +131,7 @@ async fn the_address_in_the_proxy_header_replaces_the_peer_address() {
 async fn the_proxy_header_precedes_the_tls_handshake() {
     let ca = CertificateAuthority::new();
     ca.sign("a", "a.example");
-    let tls = format!(
-        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
-        ca.path_string("a.pem"),
-        ca.path_string("a.key")
-    );
+    let tls = ca.listen_tls("a");
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&format!("{PROXY_PROTOCOL_CONFIG}{tls}"), upstream.address).await;
     for header in [V2_HEADER, b"PROXY TCP4 192.0.2.1 198.51.100.1 1 2\r\n"] {
@@ -187,10 +143,7 @@ async fn the_proxy_header_precedes_the_tls_handshake() {
                 .await
                 .unwrap(),
         );
-        assert_eq!(
-            client.send(GET_REQUEST).await.read_response().await.status,
-            200
-        );
+        assert_eq!(client.request(GET_REQUEST).await.status, 200);
         let seen = upstream.last_request();
         assert_eq!(
             (
@@ -238,11 +191,7 @@ async fn connections_without_a_valid_proxy_header_are_closed_and_counted() {
     }
     drop(connect_and_send(proxy.address, b"PROXY ").await);
     wait_for_proxy_protocol_errors(&proxy, "closed", 1).await;
-    assert!(
-        upstream.requests().is_empty() && proxy.log_since(mark).is_empty(),
-        "{}",
-        proxy.log_text()
-    );
+    assert!(upstream.requests().is_empty() && proxy.log_since(mark).is_empty());
 
     let others = PROXY_PROTOCOL_CONFIG.replace("127.0.0.1/32", "10.0.0.0/8");
     let proxy = Proxy::start(&others, upstream.address).await;
@@ -257,18 +206,12 @@ async fn connections_without_a_valid_proxy_header_are_closed_and_counted() {
 
 #[tokio::test]
 async fn requiring_the_proxy_protocol_without_allowed_networks_is_an_error() {
-    let folder = TempDir::new().unwrap();
-    let file = folder.path().join("config.toml");
     let check = async |listen: &str| {
-        fs::write(
-            &file,
-            format!(
-                "upstream.url = 'http://a'\nupstream.max_tunnels_per_client = 64\n[listen]\n{listen}\n\
+        let config = ConfigFile::new(&format!(
+            "upstream.url = 'http://a'\nupstream.max_tunnels_per_client = 64\n[listen]\n{listen}\n\
                  [[policy]]\nname = 'all'\nkey = []\nlimit = {{ requests = 5, per = '1s' }}\n"
-            ),
-        )
-        .unwrap();
-        let ended = run_command(tidegate_command().arg("check").arg(&file)).await;
+        ));
+        let ended = config.run(&["check"]).await;
         (ended.status.code(), ended.stderr)
     };
     let (code, output) = check("proxy_protocol = 'require'").await;
@@ -333,39 +276,24 @@ async fn a_client_of_a_unix_socket_has_the_loopback_address() {
     let upstream = Upstream::echo().await;
     let config = format!("[client]\ntrusted_proxies = ['127.0.0.1/32']\n{PER_CLIENT_POLICY}");
     let mut process = start_on_socket(&path, &folder, &config, upstream.address).await;
-    assert!(
-        process
-            .transcript()
-            .contains(&format!("\"address\":\"unix:{}\"", path.display())),
-        "{}",
-        process.transcript()
+    assert_contains(
+        &process.transcript(),
+        &[&format!("\"address\":\"unix:{}\"", path.display())],
     );
     assert_eq!(
         fs::metadata(&path).unwrap().permissions().mode() & 0o777,
         0o666
     );
     let mut client = connect_to_socket(&path).await;
-    assert_eq!(
-        client.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(client.request(GET_REQUEST).await.status, 200);
     assert_eq!(
         upstream.last_request().single_header("x-forwarded-for"),
         "127.0.0.1"
     );
-    assert_eq!(
-        client.send(GET_REQUEST).await.read_response().await.status,
-        429
-    );
+    assert_eq!(client.request(GET_REQUEST).await.status, 429);
     let from = "GET / HTTP/1.1\r\nHost: a.example\r\nX-Forwarded-For: 192.0.2.7\r\n\r\n";
     assert_eq!(
-        connect_to_socket(&path)
-            .await
-            .send(from)
-            .await
-            .read_response()
-            .await
-            .status,
+        connect_to_socket(&path).await.request(from).await.status,
         200
     );
     assert_eq!(
@@ -374,10 +302,7 @@ async fn a_client_of_a_unix_socket_has_the_loopback_address() {
     );
     process.send_signal("TERM");
     assert!(client.closes_within(TEST_TIMEOUT).await);
-    assert_eq!(
-        process.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    process.assert_exit_code(0).await;
     assert!(!path.exists(), "the socket file was not removed");
 }
 
@@ -388,22 +313,16 @@ async fn only_a_stale_socket_file_is_replaced() {
     let upstream = Upstream::echo().await;
     let killed = start_on_socket(&path, &folder, "", upstream.address).await;
     drop(killed);
-    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
-    while UnixStream::connect(&path).await.is_ok() {
-        assert!(
-            std::time::Instant::now() < deadline,
-            "the killed process did not end"
-        );
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    wait_until("the end of the killed process", async || {
+        UnixStream::connect(&path).await.is_err()
+    })
+    .await;
     assert!(path.exists(), "a killed process leaves its socket file");
     let mut first = start_on_socket(&path, &folder, "", upstream.address).await;
     assert_eq!(
         connect_to_socket(&path)
             .await
-            .send(GET_REQUEST)
-            .await
-            .read_response()
+            .request(GET_REQUEST)
             .await
             .status,
         200
@@ -412,21 +331,14 @@ async fn only_a_stale_socket_file_is_replaced() {
     let second = spawn_on_socket(&path, &folder, "", upstream.address)
         .wait_for_exit(TEST_TIMEOUT)
         .await;
-    assert_eq!(second.status.code(), Some(1));
-    assert!(
-        second.stderr.contains(&format!(
-            "cannot listen on unix:{}: another process answers on it",
-            path.display()
-        )),
-        "{}",
-        second.stderr
-    );
+    second.expect_code(1).expect_stderr(&format!(
+        "cannot listen on unix:{}: another process answers on it",
+        path.display()
+    ));
     assert_eq!(
         connect_to_socket(&path)
             .await
-            .send(GET_REQUEST)
-            .await
-            .read_response()
+            .request(GET_REQUEST)
             .await
             .status,
         200,
@@ -442,7 +354,7 @@ async fn only_a_stale_socket_file_is_replaced() {
     let third = spawn_on_socket(&path, &folder, "", upstream.address)
         .wait_for_exit(TEST_TIMEOUT)
         .await;
-    assert!(third.stderr.contains("not a socket"), "{}", third.stderr);
+    third.expect_stderr("not a socket");
     assert_eq!(fs::read_to_string(&path).unwrap(), "mine");
 }
 
@@ -453,11 +365,7 @@ async fn a_unix_socket_accepts_tls_and_proxy_headers_and_logs_settings_that_need
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("t.sock");
     let upstream = Upstream::echo().await;
-    let tls = format!(
-        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
-        ca.path_string("a.pem"),
-        ca.path_string("a.key")
-    );
+    let tls = ca.listen_tls("a");
     let config = format!("{PROXY_PROTOCOL_CONFIG}{tls}");
     let process = start_on_socket(&path, &folder, &config, upstream.address).await;
     let mut socket = UnixStream::connect(&path).await.unwrap();
@@ -468,10 +376,7 @@ async fn a_unix_socket_accepts_tls_and_proxy_headers_and_logs_settings_that_need
             .await
             .unwrap(),
     );
-    assert_eq!(
-        client.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(client.request(GET_REQUEST).await.status, 200);
     let seen = upstream.last_request();
     assert_eq!(
         (

@@ -4,13 +4,11 @@ mod flapping;
 mod partial_recovery;
 mod restart;
 
-use crate::support::client::RawClient;
-use crate::support::cluster::{RedisCluster, initial_node, initial_node_for_name};
+use crate::support::cluster::{initial_node, initial_node_for_name};
 use crate::support::fake_redis::TcpRelay;
-use crate::support::proxy::{Proxy, ProxyBuilder};
-use crate::support::redis::{RedisServer, free_port};
-use crate::support::upstream::Upstream;
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
+use crate::support::proxy::Setup;
+use crate::support::redis::free_port;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -26,7 +24,7 @@ const CLIENT_COUNT: usize = 9;
 /// How long instances may take to notice joins and leaves. Departed instances leave by timeout.
 const MEMBERSHIP_TIMEOUT: Duration = Duration::from_secs(20);
 
-fn build_proxy(redis_port: u16, policies: &str) -> ProxyBuilder {
+fn build_proxy(redis_port: u16, policies: &str) -> Setup {
     build_proxy_with_redis(
         &format!("url = \"redis://127.0.0.1:{redis_port}/0\""),
         policies,
@@ -34,8 +32,8 @@ fn build_proxy(redis_port: u16, policies: &str) -> ProxyBuilder {
 }
 
 /// With configuration lines for Redis.
-fn build_proxy_with_redis(redis: &str, policies: &str) -> ProxyBuilder {
-    Proxy::builder().config(&format!(
+fn build_proxy_with_redis(redis: &str, policies: &str) -> Setup {
+    Proxy::setup(&format!(
         r#"
 listen = {{ threads = 2 }}
 log = {{ access = "off" }}
@@ -66,19 +64,13 @@ async fn start_proxy(redis_port: u16, policies: &str, upstream: SocketAddr) -> P
 
 /// Waits until a proxy counts this many instances.
 async fn wait_for_instance_count(proxy: &Proxy, instances: f64) {
-    let deadline = Instant::now() + MEMBERSHIP_TIMEOUT;
-    loop {
-        let seen = proxy.read_metric("tidegate_instances").await;
-        if seen == instances {
-            return;
-        }
-        assert!(
-            Instant::now() < deadline,
-            "counts {seen} instances, not {instances}: {}",
-            proxy.log_text()
-        );
-        sleep(Duration::from_millis(20)).await;
-    }
+    let is_reached = async || proxy.read_metric("tidegate_instances").await == instances;
+    wait_until_within(
+        format!("{instances} instances"),
+        MEMBERSHIP_TIMEOUT,
+        is_reached,
+    )
+    .await;
 }
 
 /// An admitted request. It was decided between these two times.
@@ -150,7 +142,7 @@ async fn send_until_stopped(
     let request = format!("GET {target} HTTP/1.1\r\nHost: shop.example\r\n\r\n");
     while !stop.load(Ordering::Relaxed) {
         let sent = Instant::now();
-        let reply = client.send(&request).await.read_response().await;
+        let reply = client.request(&request).await;
         match reply.status {
             200 => all.lock().unwrap().push(AdmittedRequest {
                 sent,
@@ -493,12 +485,8 @@ async fn membership_counts_live_instances_only() {
     drop(proxies.pop());
     wait_for_instance_count(&proxies[0], 1.0).await;
     drop(proxies);
-    let gone = || async { server.command::<usize>("EXISTS shop:v1:instances").await == 0 };
-    let deadline = Instant::now() + MEMBERSHIP_TIMEOUT;
-    while !gone().await {
-        assert!(Instant::now() < deadline, "the set outlives all instances");
-        sleep(Duration::from_millis(20)).await;
-    }
+    let gone = async || server.command::<usize>("EXISTS shop:v1:instances").await == 0;
+    wait_until_within("the end of the set", MEMBERSHIP_TIMEOUT, gone).await;
 }
 
 /// A server that hung executes an instance's earlier commands when it continues, though they may be
@@ -559,11 +547,7 @@ async fn an_instance_without_membership_permission_is_still_decided_by_redis() {
         "expected the whole limit, not a local share"
     );
     assert_eq!(proxy.read_metric("tidegate_store_up").await, 1.0);
-    assert!(
-        proxy.is_running() && !proxy.log_text().contains("redis unavailable"),
-        "{}",
-        proxy.log_text()
-    );
+    assert!(proxy.is_running() && !proxy.log_text().contains("redis unavailable"));
 }
 
 const MIXED_POLICIES: &str = r#"
@@ -610,13 +594,11 @@ async fn without_redis_at_startup_the_configured_instances_share_the_limit() {
         "{}",
         refused.text()
     );
-    assert_eq!(refused.list_parameter("ratelimit", "local", "r"), Some(0));
+    assert_eq!(refused.remaining("local"), Some(0));
     assert_eq!(proxy.get_statuses("/open", 3).await, [200; 3]);
-    assert_eq!(
-        proxy.get("/closed").await.status,
-        503,
-        "a single fail-closed policy refuses"
-    );
+    proxy
+        .expect_status("/closed", 503, "a single fail-closed policy refuses")
+        .await;
     let outcome = async |policy: &str, outcome: &str| {
         proxy
             .read_metric(&format!(
@@ -658,16 +640,10 @@ async fn usage_is_kept_when_an_outage_begins_and_when_it_ends() {
     let by_redis = "tidegate_decision_seconds_count{source=\"redis\"}";
     let deadline = Instant::now() + MEMBERSHIP_TIMEOUT;
     while proxy.read_metric(by_redis).await < 25.0 {
-        assert_eq!(
-            proxy.get("/local").await.status,
-            429,
-            "the outage granted a second quota"
-        );
-        assert!(
-            Instant::now() < deadline,
-            "Redis did not decide again: {}",
-            proxy.log_text()
-        );
+        proxy
+            .expect_status("/local", 429, "the outage granted a second quota")
+            .await;
+        assert!(Instant::now() < deadline, "Redis did not decide again");
         // Longer than the deny cache holds a refusal.
         sleep(Duration::from_millis(300)).await;
     }
@@ -705,21 +681,15 @@ async fn an_outage_is_noticed_without_requests_and_a_replaced_connection_is_no_o
     let mut server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let _: u64 = server.command("CLIENT KILL TYPE normal").await;
-    let deadline = Instant::now() + TEST_TIMEOUT;
     // The INFO connection of the test is counted too.
-    while server
-        .read_info_number("clients", "connected_clients")
-        .await
-        < 2
-        || !redis.is_reachable()
-    {
-        assert!(Instant::now() < deadline, "the store did not reconnect");
-        sleep(Duration::from_millis(5)).await;
-    }
+    wait_until("the store to reconnect", async || {
+        server.connected_clients().await >= 2 && redis.is_reachable()
+    })
+    .await;
     assert!(!redis.fallback().is_in_outage());
     server.kill();
-    eventually("the outage to be detected", TEST_TIMEOUT, || {
-        redis.fallback().is_in_outage().then_some(())
+    wait_until("the outage to be detected", async || {
+        redis.fallback().is_in_outage()
     })
     .await;
 }

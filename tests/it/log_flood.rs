@@ -1,10 +1,6 @@
 //! Logs that clients make long or many, and a reader of stderr that stops.
 
-use crate::support::client::ClientRequest;
-use crate::support::process::tidegate_command;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use std::net::SocketAddr;
 use std::process::Stdio;
 use std::time::Instant;
@@ -77,8 +73,7 @@ async fn a_stopped_reader_of_stderr_delays_no_request() {
 
 #[tokio::test]
 async fn rejections_write_short_lines_ten_a_second_and_all_are_counted() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(DENY_ALL, upstream.address).await;
+    let proxy = Proxy::with_echo(DENY_ALL).await;
     let path = format!("/{}", "a".repeat(50_000));
     let started = Instant::now();
     let mut sent = 0;
@@ -104,7 +99,7 @@ async fn rejections_write_short_lines_ten_a_second_and_all_are_counted() {
             .collect();
         (rejected, omitted)
     };
-    let (rejected, omitted) = eventually("all rejections in the log", TEST_TIMEOUT, || {
+    let (rejected, omitted) = eventually("all rejections in the log", TEST_TIMEOUT, async || {
         let (rejected, omitted) = count();
         (rejected.len() + omitted.iter().sum::<usize>() == sent).then_some((rejected, omitted))
     })

@@ -1,10 +1,6 @@
 //! Log lines of a request, and protection against log injection by clients.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawClient;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use regex::Regex;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -21,12 +17,11 @@ limits = [{ requests = 2, per = "1h" }, { requests = 100, per = "1h", algorithm 
 #[tokio::test]
 async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
     let (upstream, redis) = (Upstream::echo().await, RedisServer::start());
-    let proxy = Proxy::start(
+    let proxy = Proxy::start_connected(
         &format!("{}\n{ACCESS_LOG_CONFIG}", redis.store_config()),
         upstream.address,
     )
     .await;
-    proxy.wait_for_store().await;
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     for _ in 0..3 {
         let ask = proxy.request("GET", "/a?secret=1").header("x-user", "ann");
@@ -41,13 +36,7 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
         });
         lines.push(line.await);
     }
-    lines.push(
-        proxy
-            .wait_for_log("the line of a refusal", 0, TEST_TIMEOUT, |line| {
-                line.field("decision") == "rejected"
-            })
-            .await,
-    );
+    lines.push(proxy.wait_for_field("decision", "rejected", 0).await);
     for line in &lines {
         assert_eq!(
             (
@@ -56,10 +45,7 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
             ),
             ("p", trace)
         );
-        assert!(
-            !line.contains("ann") && !line.contains("secret"),
-            "{line:?}"
-        );
+        assert_lacks(&format!("{line:?}"), &["ann", "secret"]);
         let [decision, head] =
             ["decision_ms", "head_ms"].map(|field| line.field(field).parse::<f64>().unwrap());
         assert!(0.0 < decision && decision <= head, "{line:?}");
@@ -82,21 +68,15 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
 
 #[tokio::test]
 async fn client_input_cannot_inject_log_lines_or_terminal_escapes() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(ACCESS_LOG_CONFIG, upstream.address).await;
+    let proxy = Proxy::with_echo(ACCESS_LOG_CONFIG).await;
     let hostile = "\u{9b}31m\u{85}\u{202e}\u{2028}{\"forged\":1}";
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send(format!(
+    let mut client = proxy
+        .send_raw(format!(
             "GET /{hostile} HTTP/1.1\r\nHost: a\r\nx-user: {hostile}\r\n\r\n"
         ))
         .await;
     let status = client.read_response().await.status.to_string();
-    let line = proxy
-        .wait_for_log("the access log line", 0, TEST_TIMEOUT, |line| {
-            line.field("status") == status
-        })
-        .await;
+    let line = proxy.wait_for_field("status", &status, 0).await;
     assert!(
         line.field("path").ends_with("1}"),
         "a part of the input is missing: {line:?}"

@@ -1,7 +1,7 @@
 //! The Lua scripts decide as the Rust code does, for all inputs.
 
 use crate::redis_store::*;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use redis::aio::MultiplexedConnection;

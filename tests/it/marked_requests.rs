@@ -1,16 +1,10 @@
 //! `mode = "mark"` forwards requests over a limit with a header for the app, and `report = false`
 //! keeps a policy out of the responses.
 
-use super::limits::start_proxy;
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawResponse};
-use crate::support::process::tidegate_command;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::rls_client::{
     ServiceClient, make_descriptor, response_header, single_descriptor_request, single_status,
 };
-use crate::support::upstream::Upstream;
 
 const MARK_POLICIES: &str = r#"
 [[policy]]
@@ -27,11 +21,7 @@ limit = { requests = 4, per = "1h" }
 const OVER: &str = "x-tidegate-over";
 
 async fn ask(proxy: &Proxy, user: &str) -> RawResponse {
-    proxy
-        .request("GET", "/")
-        .header("X-User", user)
-        .send()
-        .await
+    proxy.get_with("/", "X-User", user).await
 }
 
 #[tokio::test]
@@ -54,7 +44,7 @@ async fn a_request_over_the_limit_reaches_the_app_with_the_name_of_the_policy() 
                 .await;
             assert_eq!(reply.status, 200);
             assert_eq!(upstream.last_request().header_values(OVER), marks);
-            assert_eq!(reply.list_parameter("ratelimit", "soft", "r"), Some(left));
+            assert_eq!(reply.remaining("soft"), Some(left));
             assert_eq!(reply.header(OVER), None);
             assert_eq!(reply.header("retry-after"), None);
         }
@@ -73,35 +63,23 @@ async fn a_request_over_the_limit_reaches_the_app_with_the_name_of_the_policy() 
         };
         // The request that "hard" rejected is over the limit of "soft" too, and charged by neither.
         assert_eq!((count("allowed").await, count("marked").await), (3.0, 3.0));
-        let line = proxy
-            .wait_for_log("the access log", 0, TEST_TIMEOUT, |line| {
-                line.field("marked") == "soft"
-            })
-            .await;
+        let line = proxy.wait_for_field("marked", "soft", 0).await;
         assert_eq!(line.field("decision"), "allowed");
     }
 }
 
 #[tokio::test]
 async fn a_cost_that_does_not_fit_is_marked_and_costs_nothing() {
-    let (proxy, upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         "[[policy]]\nname = 'big'\nmode = 'mark'\nlimit = { requests = 5, per = '1h' }\ncost = { header = 'x-cost', max = 9 }\n
          [[policy]]\nname = 'never'\nmode = 'mark'\naction = 'deny'\nmatch = { path = '/old/**' }\n
          [[policy]]\nname = 'keyed'\nmode = 'mark'\nmatch = { path = '/keyed' }\nkey = ['header:x-user']\nmissing_key = 'reject'\nlimit = { requests = 9, per = '1h' }\n",
     )
     .await;
     let send = async |target: &str, cost: &str| {
-        let reply = proxy
-            .request("GET", target)
-            .header("X-Cost", cost)
-            .send()
-            .await;
-        let marks = upstream.last_request().header_values(OVER).join("|");
-        (
-            reply.status,
-            reply.list_parameter("ratelimit", "big", "r"),
-            marks,
-        )
+        let reply = proxy.get_with(target, "X-Cost", cost).await;
+        let marks = proxy.echo().last_request().header_values(OVER).join("|");
+        (reply.status, reply.remaining("big"), marks)
     };
     assert_eq!(send("/", "3").await, (200, Some(2), String::new()));
     assert_eq!(send("/", "3").await, (200, Some(2), "big".to_owned()));
@@ -137,9 +115,7 @@ limit = { requests = 2, per = '20s' }
     for redis in [None, Some(RedisServer::start())] {
         let store = redis.as_ref().map(RedisServer::store_config);
         let config = format!("{}\n{policies}", store.unwrap_or_default());
-        let upstream = Upstream::echo().await;
-        let proxy = Proxy::start(&config, upstream.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::echo_connected(&config).await;
         let send = async |cost: &str| {
             let request = proxy.request("GET", "/").header("X-User", "ann");
             let reply = request.header("X-Cost", cost).send().await;
@@ -172,7 +148,7 @@ limit = { requests = 2, per = '20s' }
 
 #[tokio::test]
 async fn the_header_has_a_configurable_name_and_no_lookalike_passes() {
-    let (proxy, upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         "defaults.mark_header = 'X-Quota-Over'\n[[policy]]\nname = 'soft'\nmode = 'mark'\nlimit = { requests = 1, per = '1h' }\n",
     )
     .await;
@@ -182,7 +158,7 @@ async fn the_header_has_a_configurable_name_and_no_lookalike_passes() {
             request.header("X-Tidegate-Over", "app").send().await.status,
             200
         );
-        let received = upstream.last_request();
+        let received = proxy.echo().last_request();
         assert_eq!(received.header_values("x-quota-over"), marks);
         assert_eq!(
             received.header_values(OVER),
@@ -203,7 +179,7 @@ async fn the_header_has_a_configurable_name_and_no_lookalike_passes() {
 async fn proxies_in_front_get_the_mark_from_both_services() {
     let config = "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n
         [[policy]]\nname = 'soft'\nmode = 'mark'\nlimit = { requests = 1, per = '1h' }\n";
-    let proxy = Proxy::builder().config(config).start().await;
+    let proxy = Proxy::setup(config).start().await;
     let check = proxy.logged_address("check listening").unwrap();
     for mark in [None, Some("soft")] {
         let reply = ClientRequest::new(check, "GET", "/check/nginx")
@@ -234,7 +210,7 @@ async fn proxies_in_front_get_the_mark_from_both_services() {
 
 #[tokio::test]
 async fn a_policy_that_is_not_reported_is_in_no_response() {
-    let (proxy, _upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 admin.address = "127.0.0.1:0"
 [self_service]
@@ -283,13 +259,9 @@ limit = { requests = 9, per = "1h" }
     assert_eq!(refused.json()["violated-policies"], serde_json::Value::Null);
     // A retry time is the truth that every refused client gets.
     assert!(refused.retry_after_us() > 3_000_000_000);
-    assert_eq!(refused.list_parameter("ratelimit", "seen", "r"), Some(7));
+    assert_eq!(refused.remaining("seen"), Some(7));
     assert_eq!(refused.header("x-ratelimit-limit"), Some("9"));
-    let line = proxy
-        .wait_for_log("the log names the policy", 0, TEST_TIMEOUT, |line| {
-            line.field("policy") == "cryptic"
-        })
-        .await;
+    let line = proxy.wait_for_field("policy", "cryptic", 0).await;
     assert_eq!(line.field("limit"), "cryptic");
     let refusals = "tidegate_requests_total{policy=\"cryptic\",decision=\"rejected\"}";
     assert!(proxy.read_metric(refusals).await >= 1.0);
@@ -338,24 +310,8 @@ async fn check_says_what_a_mark_does_and_refuses_what_it_cannot_do() {
             "tidegate removes this header before policies see it",
         ),
     ] {
-        let output = tokio::time::timeout(TEST_TIMEOUT, async {
-            let dir = tempfile::TempDir::new().unwrap();
-            let path = dir.path().join("c.toml");
-            std::fs::write(
-                &path,
-                format!("upstream.url = 'http://127.0.0.1:1'\n[[policy]]\nname = 'p'\n{policy}"),
-            )
-            .unwrap();
-            let output = tidegate_command()
-                .arg("check")
-                .arg(&path)
-                .output()
-                .await
-                .unwrap();
-            String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
-        })
-        .await
-        .unwrap();
+        let ended = run_check(&format!("[[policy]]\nname = 'p'\n{policy}")).await;
+        let output = ended.stdout + &ended.stderr;
         assert!(output.contains(expected), "{policy}: {output}");
     }
 }

@@ -1,10 +1,7 @@
 //! `listen.max_memory`: the memory of all client connections stays below a limit.
 
-use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,19 +24,17 @@ async fn keep_requesting(address: SocketAddr, stop: Arc<AtomicBool>) {
 #[tokio::test]
 async fn partial_heads_on_all_connections_stay_below_the_memory_limit() {
     const CONNECTIONS: usize = 5_000;
-    let upstream = Upstream::echo().await;
     let config = format!(
         "[listen]\nmax_memory = '153MiB'\nmax_connections = {CONNECTIONS}\n[listen.http]\nheader_timeout = '60s'"
     );
-    let mut proxy = Proxy::start(&config, upstream.address).await;
+    let mut proxy = Proxy::with_echo(&config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let stop = Arc::new(AtomicBool::new(false));
     let good = tokio::spawn(keep_requesting(proxy.address, Arc::clone(&stop)));
     let head = format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}", "x".repeat(60_000));
     let (mut attackers, mut largest_kib) = (Vec::new(), 0);
     for n in 0..CONNECTIONS {
-        let mut attacker = RawClient::connect(proxy.address).await;
-        attacker.send(&head).await;
+        let attacker = proxy.send_raw(&head).await;
         attackers.push(attacker);
         if n % 100 == 0 {
             largest_kib = largest_kib.max(proxy.anonymous_kib());
@@ -73,8 +68,7 @@ const CLOSED_FOR_MEMORY: &str = "tidegate_connections_closed_total{reason=\"memo
 #[tokio::test]
 async fn idle_connections_are_closed_for_requests() {
     const IDLE: usize = 400;
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[listen]\nmax_memory = '1MiB'", upstream.address).await;
+    let proxy = Proxy::with_echo("[listen]\nmax_memory = '1MiB'").await;
     let mut idle = Vec::new();
     for _ in 0..IDLE {
         idle.push(RawClient::connect(proxy.address).await);
@@ -82,7 +76,7 @@ async fn idle_connections_are_closed_for_requests() {
     tokio::time::sleep(Duration::from_millis(500)).await;
     let before = proxy.read_metric(CLOSED_FOR_MEMORY).await;
     for n in 0..20 {
-        let status = ClientRequest::new(proxy.address, "GET", "/").send_for_status();
+        let status = proxy.request("GET", "/").send_for_status();
         assert_eq!(status.await, 200, "request {n}");
     }
     let closed = proxy.read_metric(CLOSED_FOR_MEMORY).await;
@@ -97,10 +91,9 @@ async fn idle_connections_are_closed_for_requests() {
 /// The largest connections of all workers are closed, not those of the worker that grows.
 #[tokio::test]
 async fn the_largest_connections_of_all_workers_are_closed_first() {
-    let upstream = Upstream::echo().await;
     let config =
         "[listen]\nmax_memory = '2MiB'\nthreads = 2\n[listen.http]\nheader_timeout = '60s'";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let head = |bytes| format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}", "x".repeat(bytes));
     // The proxy gives each connection to the worker with the fewest.
     let (mut large, mut small) = (Vec::new(), Vec::new());
@@ -157,8 +150,7 @@ async fn a_busy_http2_connection_is_not_closed_for_bodies_of_earlier_requests() 
 }
 
 /// A proxy with TLS, whose certificate the authority has signed.
-async fn start_tls_proxy(authority: &CertificateAuthority, max_memory: &str) -> (Proxy, Upstream) {
-    let upstream = Upstream::echo().await;
+async fn start_tls_proxy(authority: &CertificateAuthority, max_memory: &str) -> Proxy {
     authority.sign("server", "localhost");
     let config = format!(
         "[listen]\nmax_memory = '{max_memory}'\n[listen.http]\nheader_timeout = '60s'\n\
@@ -166,27 +158,24 @@ async fn start_tls_proxy(authority: &CertificateAuthority, max_memory: &str) -> 
         authority.path_string("server.pem"),
         authority.path_string("server.key")
     );
-    (Proxy::start(&config, upstream.address).await, upstream)
+    Proxy::with_echo(&config).await
 }
 
 /// Waits until at least this many connections are closed for memory.
 async fn wait_for_closes(proxy: &Proxy, wanted: f64) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
-        let closed = proxy.read_metric(CLOSED_FOR_MEMORY).await;
-        if closed >= wanted {
-            return;
-        }
-        assert!(Instant::now() < deadline, "only {closed} are closed");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait_until_within(
+        format!("{wanted} closes"),
+        Duration::from_secs(20),
+        async || proxy.read_metric(CLOSED_FOR_MEMORY).await >= wanted,
+    )
+    .await;
 }
 
 /// The TLS layer keeps a partial message of the handshake.
 #[tokio::test]
 async fn partial_tls_handshakes_count() {
     let authority = CertificateAuthority::new();
-    let (proxy, _upstream) = start_tls_proxy(&authority, "4MiB").await;
+    let proxy = start_tls_proxy(&authority, "4MiB").await;
     // A ClientHello of 65,000 bytes in records of 10,000, of which six arrive.
     let mut hello = vec![1, 0, 0xfd, 0xe8];
     hello.resize(60_000, 0);
@@ -196,22 +185,21 @@ async fn partial_tls_handshakes_count() {
         .collect();
     let mut attackers = Vec::new();
     for _ in 0..200 {
-        let mut attacker = RawClient::connect(proxy.address).await;
-        attacker.send(&records).await;
+        let attacker = proxy.send_raw(&records).await;
         attackers.push(attacker);
     }
     wait_for_closes(&proxy, 100.0).await;
     let client = TlsClient::new(&authority);
     let mut client = client.connect_http1(proxy.address, "localhost").await;
     let head = "GET / HTTP/1.1\r\nHost: localhost\r\n\r\n";
-    assert_eq!(client.send(head).await.read_response().await.status, 200);
+    assert_eq!(client.request(head).await.status, 200);
 }
 
 /// The TLS layer keeps a partial record.
 #[tokio::test]
 async fn partial_tls_records_count() {
     let authority = CertificateAuthority::new();
-    let (proxy, _upstream) = start_tls_proxy(&authority, "1MiB").await;
+    let proxy = start_tls_proxy(&authority, "1MiB").await;
     let client = TlsClient::new(&authority);
     let mut record = vec![0x17, 3, 3, 0x40, 0];
     record.resize(15_000, 0);
@@ -229,7 +217,7 @@ async fn partial_tls_records_count() {
 #[tokio::test]
 async fn uploads_over_tls_hold_no_memory() {
     let authority = CertificateAuthority::new();
-    let (proxy, _upstream) = start_tls_proxy(&authority, "1MiB").await;
+    let proxy = start_tls_proxy(&authority, "1MiB").await;
     let client = TlsClient::new(&authority);
     let upload = format!(
         "PUT / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n{}",
@@ -238,7 +226,7 @@ async fn uploads_over_tls_hold_no_memory() {
     let mut idle = Vec::new();
     for _ in 0..25 {
         let mut client = client.connect_http1(proxy.address, "localhost").await;
-        assert_eq!(client.send(&upload).await.read_response().await.status, 200);
+        assert_eq!(client.request(&upload).await.status, 200);
         idle.push(client);
     }
     assert_eq!(proxy.read_metric(CLOSED_FOR_MEMORY).await, 0.0);
@@ -253,12 +241,10 @@ async fn connections_of_the_operators_proxies_stay_open() {
     let proxy = Proxy::start(config, upstream.address).await;
     let check = proxy.logged_address("check listening").unwrap();
     let head = |bytes| format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}", "x".repeat(bytes));
-    let mut operator = RawClient::connect(check).await;
-    operator.send(head(60_000)).await;
+    let mut operator = RawClient::connect_and_send(check, head(60_000)).await;
     let mut attackers = Vec::new();
     for _ in 0..40 {
-        let mut attacker = RawClient::connect(proxy.address).await;
-        attacker.send(head(50_000)).await;
+        let attacker = proxy.send_raw(head(50_000)).await;
         attackers.push(attacker);
     }
     wait_for_closes(&proxy, 10.0).await;
@@ -304,9 +290,8 @@ async fn decoded_heads_of_cookie_crumbs_stay_below_the_memory_limit() {
 /// Heads without END_HEADERS are decoded as far as they have arrived.
 #[tokio::test]
 async fn incomplete_decoded_heads_count() {
-    let upstream = Upstream::echo().await;
     let config = "[listen]\nmax_memory = '20MiB'\n[listen.http]\nheader_timeout = '60s'";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let mut clients = Vec::new();
     for _ in 0..200 {
         let mut client = FrameClient::connect(proxy.address, &[]).await;

@@ -2,6 +2,7 @@
 //! bounded.
 
 use crate::reference_model::NaiveModel;
+use crate::support::prelude::*;
 use proptest::prelude::*;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -58,22 +59,7 @@ const POLICIES: [PolicySpec; 9] = [
     (
         "bucket",
         false,
-        &[
-            (
-                Algorithm::TokenBucket {
-                    burst: 6,
-                    warm_up_us: 0,
-                },
-                1_000,
-            ),
-            (
-                Algorithm::TokenBucket {
-                    burst: 3,
-                    warm_up_us: 0,
-                },
-                70,
-            ),
-        ],
+        &[(plain_bucket(6), 1_000), (plain_bucket(3), 70)],
     ),
     (
         "leaky_bucket",

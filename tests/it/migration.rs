@@ -2,10 +2,8 @@
 
 use super::documentation::{CodeBlock, read_code_blocks};
 use super::migration_products::SeededChoices;
-use super::support::TEST_TIMEOUT;
-use super::support::client::{ClientRequest, RawClient};
 use super::support::nginx::Nginx;
-use super::support::proxy::Proxy;
+use crate::support::prelude::*;
 use futures_util::future::join_all;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -271,8 +269,9 @@ async fn requests_beyond_the_limit_conn_of_nginx_are_refused() {
     for (target, address) in pair.targets() {
         let mut holders = Vec::new();
         for _ in 0..4 {
-            let mut client = RawClient::connect(address).await;
-            client.send("GET /large HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            let mut client =
+                RawClient::connect_and_send(address, "GET /large HTTP/1.1\r\nHost: a\r\n\r\n")
+                    .await;
             client.read_past(b"200 OK").await;
             holders.push(client);
         }
@@ -280,14 +279,12 @@ async fn requests_beyond_the_limit_conn_of_nginx_are_refused() {
         let refused = one_more().await;
         assert!([429, 503].contains(&refused), "{target}: {refused}");
         drop(holders.pop());
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while one_more().await != 200 {
-            assert!(
-                Instant::now() < deadline,
-                "{target}: a disconnected client still holds its slot"
-            );
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
+        let is_free = async || one_more().await == 200;
+        wait_until(
+            format!("{target}: the slot of the disconnected client"),
+            is_free,
+        )
+        .await;
     }
 }
 

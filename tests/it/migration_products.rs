@@ -3,11 +3,9 @@
 //! traffic.
 
 use super::documentation::read_code_blocks;
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
 use crate::support::rls_client::{ServiceClient, make_descriptor, make_request};
-use crate::support::upstream::{RawUpstream, Upstream};
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -262,8 +260,7 @@ async fn a_tree_of_descriptors_is_translated() {
         .replace("requests = 1000,", "requests = 15,")
         .replace("requests = 50000,", "requests = 30,");
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::builder()
-        .config(&without_store(&config))
+    let proxy = Proxy::setup(&without_store(&config))
         .upstream(upstream.address)
         .env("TIDEGATE_CLIENT__TRUSTED_PROXIES", "127.0.0.1");
     let proxy = proxy.start().await;
@@ -293,8 +290,7 @@ async fn rules_of_envoy_gateway_are_translated() {
         .replace("requests = 1000,", "requests = 120,")
         .replace("requests = 100,", "requests = 9,");
     let config = config.replace("[client]\n", "[client]\ntrusted_proxies = ['127.0.0.1']\n");
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let (mut counts, mut choices, mut refused) = (WindowCounts::default(), SeededChoices(21), 0);
     for n in 0..300 {
         let client = *choices.choose(&["192.0.2.1", "192.0.2.2", "192.0.2.3"]);
@@ -322,9 +318,8 @@ async fn rules_of_envoy_gateway_are_translated() {
 
 /// Status of the n-th request, for the examples in the documentation of Kong and APISIX.
 async fn statuses_of_page(page: &str, heading: &str, target: &str, times: usize) -> Vec<u16> {
-    let upstream = Upstream::echo().await;
     let config = without_store(&page_config(page, heading));
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     proxy.get_statuses(target, times).await
 }
 
@@ -354,12 +349,11 @@ async fn compare_with_most_specific(
     rejected: u16,
     model: impl Fn(&str, &str) -> (String, u32),
 ) {
-    let upstream = Upstream::echo().await;
     let config = format!(
         "client.trusted_proxies = ['127.0.0.1']\n{}",
         page_config(page, heading)
     );
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let (mut counts, mut choices, mut refused) = (WindowCounts::default(), SeededChoices(9), 0);
     for n in 0..80 {
         let path = *choices.choose(paths);
@@ -406,21 +400,14 @@ async fn apisix_plugins_do_not_add_up() {
 
 #[tokio::test]
 async fn apisix_limit_conn_admits_one_request_at_a_time() {
-    let silent = RawUpstream::with_script(|_, mut socket| async move {
-        socket.read_request().await;
-        socket.read_to_close().await;
-    })
-    .await;
+    let silent = RawUpstream::silent().await;
     let config = page_config("docs/migration/apisix.md", "limit-conn");
     let proxy = Proxy::start(&config, silent.address).await;
-    let mut first = RawClient::connect(proxy.address).await;
-    first
-        .send("GET / HTTP/1.1\r\nHost: a\r\nX-User: ann\r\n\r\n")
+    let _first = proxy
+        .send_raw("GET / HTTP/1.1\r\nHost: a\r\nX-User: ann\r\n\r\n")
         .await;
-    while silent.connection_count() == 0 {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    let ask = |user: &str| ClientRequest::new(proxy.address, "GET", "/").header("X-User", user);
+    wait_until("the request", async || silent.connection_count() > 0).await;
+    let ask = |user: &str| proxy.request("GET", "/").header("X-User", user);
     assert_eq!(ask("ann").send().await.status, 503);
     let other = tokio::time::timeout(Duration::from_millis(300), ask("bob").send()).await;
     assert!(other.is_err(), "another user's request waits for the app");
@@ -438,8 +425,7 @@ async fn kong_consumers_have_their_own_quotas() {
         .text
         .replace("per = \"1m\"", "per = \"1h\"")
         .replace("10.0.0.0/8", "127.0.0.1");
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let ask = async |consumer: Option<&str>, address: &str| {
         let mut request = proxy.request("GET", "/").header("X-Forwarded-For", address);
         if let Some(consumer) = consumer {

@@ -1,9 +1,7 @@
 //! What commands answer when something is missing or wrong, and the audit lines of changes.
 
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::cluster::RedisCluster;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::redis::{RedisServer, free_port};
+use crate::support::prelude::*;
+use crate::support::redis::free_port;
 use serde_json::Value;
 use std::fs;
 use tempfile::TempDir;
@@ -21,7 +19,7 @@ limits = [
 "#;
 
 /// Resets one limit by the command and by the admin port; the other keeps its usage.
-async fn assert_one_limit_can_be_reset(proxy: &AdminProxy) {
+async fn assert_one_limit_can_be_reset(proxy: &Proxy) {
     let used = async || {
         let report = proxy.get_json("/keys?policy=api&key=ann").await;
         let limits = report["limits"].as_array().unwrap();
@@ -53,13 +51,7 @@ async fn assert_one_limit_can_be_reset(proxy: &AdminProxy) {
         .run_command(&["keys", "reset", "api", "ann", "--limit", "day"])
         .await;
     assert!(!unknown.status.success());
-    assert!(
-        unknown
-            .stderr
-            .contains("unknown limit \"day\" of policy api; expected one of minute, month"),
-        "{}",
-        unknown.stderr
-    );
+    unknown.expect_stderr("unknown limit \"day\" of policy api; expected one of minute, month");
     let reset = proxy.run_command(&["keys", "reset", "api", "ann"]).await;
     assert_eq!(
         reset.stdout, "api/ann: reset 1 counter\n",
@@ -76,16 +68,16 @@ async fn assert_one_limit_can_be_reset(proxy: &AdminProxy) {
 
 #[tokio::test]
 async fn one_limit_of_a_key_can_be_reset_in_every_store() {
-    assert_one_limit_can_be_reset(&AdminProxy::start(TWO_LIMITS).await).await;
+    assert_one_limit_can_be_reset(&Proxy::with_token(TWO_LIMITS).await).await;
     let redis = RedisServer::start();
-    let proxy = AdminProxy::start(&format!("{}\n{TWO_LIMITS}", redis.store_config())).await;
-    proxy.proxy.wait_for_store().await;
+    let proxy = Proxy::with_token(&format!("{}\n{TWO_LIMITS}", redis.store_config())).await;
+    proxy.wait_for_store().await;
     assert_one_limit_can_be_reset(&proxy).await;
     let cluster = RedisCluster::start().await;
     let lines = cluster.config_lines();
     let store = format!("[store]\nkind = 'redis'\n[store.redis]\n{lines}\n");
-    let proxy = AdminProxy::start(&format!("{store}{TWO_LIMITS}")).await;
-    proxy.proxy.wait_for_store().await;
+    let proxy = Proxy::with_token(&format!("{store}{TWO_LIMITS}")).await;
+    proxy.wait_for_store().await;
     assert_one_limit_can_be_reset(&proxy).await;
 }
 
@@ -96,7 +88,7 @@ async fn an_unknown_policy_is_an_error_of_every_command() {
     let log = log.path().join("tidegate.log");
     fs::write(&log, "").unwrap();
     for store in [String::new(), redis.store_config()] {
-        let proxy = AdminProxy::start(&format!("{store}\n{TWO_LIMITS}")).await;
+        let proxy = Proxy::with_token(&format!("{store}\n{TWO_LIMITS}")).await;
         for words in [
             ["keys", "list", "--policy", "nope"].as_slice(),
             &["keys", "show", "nope", "ann"],
@@ -157,7 +149,7 @@ async fn a_refused_connection_names_the_address_and_the_remedy() {
         let mut command = tidegate_command();
         command.env_remove("TIDEGATE_ADMIN__ADDRESS");
         let ended = run_command(command.args(words).arg("--config").arg(&config)).await;
-        assert_eq!(ended.status.code(), Some(1), "{words:?}");
+        ended.expect_code(1);
         let text = &ended.stderr;
         assert!(
             text.contains(&format!("127.0.0.1:{port}")),
@@ -176,15 +168,10 @@ async fn a_command_without_a_configuration_says_that_there_are_no_policies() {
     let mut command = tidegate_command();
     command.env_remove("TIDEGATE_ADMIN__ADDRESS");
     command.current_dir(dir.path());
-    let ended = run_command(command.args(["overrides", "set", "api", "ann", "--block"])).await;
-    assert_eq!(ended.status.code(), Some(1));
-    assert!(
-        ended
-            .stderr
-            .contains("the configuration has no policies; expected --config"),
-        "{}",
-        ended.stderr
-    );
+    run_command(command.args(["overrides", "set", "api", "ann", "--block"]))
+        .await
+        .expect_code(1)
+        .expect_stderr("the configuration has no policies; expected --config");
 }
 
 #[tokio::test]
@@ -193,14 +180,10 @@ async fn the_demo_says_what_to_do_about_a_busy_port() {
     let address = busy.local_addr().unwrap().to_string();
     let mut command = tidegate_command();
     let ended = run_command(command.args(["demo", "--listen", &address])).await;
-    assert_eq!(ended.status.code(), Some(1));
+    ended.expect_code(1);
     let expected = format!("error: cannot listen on {address}: Address already in use");
     assert!(ended.stderr.starts_with(&expected), "{}", ended.stderr);
-    assert!(
-        ended.stderr.contains("--listen 127.0.0.1:0"),
-        "{}",
-        ended.stderr
-    );
+    ended.expect_stderr("--listen 127.0.0.1:0");
 }
 
 /// The audit lines of a text: message, policy, key as text, old and new rule, author.
@@ -223,9 +206,9 @@ async fn each_change_of_an_override_has_an_audit_line_with_the_old_and_the_new_v
     let redis = RedisServer::start();
     let set = |rule: &[&'static str]| [&["overrides", "set", "api", "ann"], rule].concat();
     for store in [String::new(), redis.store_config()] {
-        let proxy = AdminProxy::start(&format!("{store}\n{TWO_LIMITS}")).await;
+        let proxy = Proxy::with_token(&format!("{store}\n{TWO_LIMITS}")).await;
         if !store.is_empty() {
-            proxy.proxy.wait_for_store().await;
+            proxy.wait_for_store().await;
         }
         let mut written = String::new();
         for words in [
@@ -249,7 +232,7 @@ async fn each_change_of_an_override_has_an_audit_line_with_the_old_and_the_new_v
         // With Redis, the command changes the store itself; otherwise the proxy does.
         if store.is_empty() {
             assert_eq!(written, "");
-            written = proxy.proxy.log_text();
+            written = proxy.log_text();
         }
         let line = |message: &str, old: &str, new: &str, author: &str| {
             [message, "api", "api/ann", old, new, author].map(str::to_owned)
@@ -267,10 +250,7 @@ async fn each_change_of_an_override_has_an_audit_line_with_the_old_and_the_new_v
             ],
             "{store}: {written}"
         );
-        assert!(
-            written.contains("\"note\":\"abuse\"") && written.contains("\"expires_at\":\"20"),
-            "{written}"
-        );
+        assert_contains(&written, &["\"note\":\"abuse\"", "\"expires_at\":\"20"]);
     }
 }
 
@@ -278,8 +258,8 @@ async fn each_change_of_an_override_has_an_audit_line_with_the_old_and_the_new_v
 #[tokio::test]
 async fn each_command_that_writes_to_redis_has_an_audit_line() {
     let redis = RedisServer::start();
-    let proxy = AdminProxy::start(&format!("{}\n{TWO_LIMITS}", redis.store_config())).await;
-    proxy.proxy.wait_for_store().await;
+    let proxy = Proxy::with_token(&format!("{}\n{TWO_LIMITS}", redis.store_config())).await;
+    proxy.wait_for_store().await;
     let dir = TempDir::new().unwrap();
     let file = dir.path().join("overrides.csv");
     let import = async |rows: &str, flag: &[&str]| {

@@ -1,9 +1,6 @@
 //! Metrics by OTLP: names, units, attributes and resource that a collector receives.
 
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{Upstream, UpstreamResponse, channel_body};
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::service::service_fn;
@@ -88,7 +85,7 @@ impl MetricCollector {
         what: &str,
         find: impl Fn(&ExportMetricsServiceRequest) -> Option<T>,
     ) -> T {
-        eventually(what, TEST_TIMEOUT, || {
+        eventually(what, TEST_TIMEOUT, async || {
             self.received.0.lock().unwrap().iter().rev().find_map(&find)
         })
         .await
@@ -204,18 +201,11 @@ async fn http_server_metrics_follow_the_semantic_conventions() {
 
 #[tokio::test]
 async fn a_request_is_active_until_its_body_ends() {
-    let (sender, body) = channel_body();
-    let body = Mutex::new(Some(body));
-    let upstream = Upstream::with_handler(move |_request| {
-        let body = body.lock().unwrap().take().unwrap();
-        async move { UpstreamResponse::new(body) }
-    })
-    .await;
+    let (sender, upstream) = Upstream::streaming().await;
     let collector = MetricCollector::start_grpc().await;
     let proxy = Proxy::start(&collector.config(), upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send(b"GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
+    let _client = proxy
+        .send_raw(b"GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
         .await;
     let active = |request: &ExportMetricsServiceRequest| {
         let metrics = metrics_by_name(request);
@@ -272,11 +262,7 @@ async fn exported_metrics_translate_to_the_names_of_the_prometheus_page() {
         .filter(|metric| metric.name.starts_with("tidegate."))
         .map(|metric| prometheus_name(metric))
         .collect();
-    let page = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text();
+    let page = proxy.read_metrics_page().await;
     let named = page.lines().filter_map(|line| {
         let name = line.split(['{', ' ']).next()?;
         (!line.starts_with('#')).then(|| {
@@ -296,8 +282,7 @@ async fn exported_metrics_translate_to_the_names_of_the_prometheus_page() {
 #[tokio::test]
 async fn the_resource_names_pod_and_instance() {
     let (upstream, collector) = (Upstream::echo().await, MetricCollector::start_grpc().await);
-    let mut proxy = Proxy::builder()
-        .config(&collector.config().replace("'1s'", "'1h'"))
+    let mut proxy = Proxy::setup(&collector.config().replace("'1s'", "'1h'"))
         .upstream(upstream.address)
         .env("POD_NAME", "orders-1")
         .env("NAMESPACE", "shop")
@@ -394,12 +379,12 @@ async fn metrics_are_also_sent_by_http() {
 #[tokio::test]
 async fn a_failing_collector_is_logged_once_and_counted() {
     let config = "[metrics]\notlp = 'http://127.0.0.1:9'\ninterval = '1s'\n";
-    let proxy = Proxy::builder().config(config).start().await;
+    let proxy = Proxy::setup(config).start().await;
     let failures = "tidegate_metric_exports_total{result=\"failure\"}";
-    while proxy.read_metric(failures).await < 2.0 {
-        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-    }
-    let is_failure =
-        |line: &&crate::support::proxy::LogLine| line.message_starts_with("metric export failed");
+    wait_until("two failures", async || {
+        proxy.read_metric(failures).await >= 2.0
+    })
+    .await;
+    let is_failure = |line: &&LogLine| line.message_starts_with("metric export failed");
     assert_eq!(proxy.log_since(0).iter().filter(is_failure).count(), 1);
 }

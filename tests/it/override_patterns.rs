@@ -1,13 +1,8 @@
 //! Overrides by pattern, with an action or a mode of their own, end to end.
 
-use crate::support::client::RawResponse;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use serde_json::Value;
 use std::fs;
-use tempfile::TempDir;
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -63,7 +58,7 @@ mode = "enforce"
 "#;
 
 struct PatternFixture {
-    dir: TempDir,
+    config: ConfigFile,
     proxy: Proxy,
     upstream: Upstream,
     _redis: RedisServer,
@@ -71,14 +66,12 @@ struct PatternFixture {
 
 impl PatternFixture {
     async fn start() -> Self {
-        let (dir, redis) = (TempDir::new().unwrap(), RedisServer::start());
+        let redis = RedisServer::start();
         let upstream = Upstream::echo().await;
         let text = format!("{}\n{POLICIES}", redis.store_config());
-        fs::write(dir.path().join("config.toml"), &text).unwrap();
-        let proxy = Proxy::start(&text, upstream.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&text, upstream.address).await;
         Self {
-            dir,
+            config: ConfigFile::new(&text),
             proxy,
             upstream,
             _redis: redis,
@@ -96,14 +89,6 @@ impl PatternFixture {
             admitted += usize::from(self.get(user).await.status == 200);
         }
         admitted
-    }
-
-    async fn run_command(&self, words: &[&str]) -> String {
-        let mut command = tidegate_command();
-        command.args(words).arg("--config");
-        let ended = run_command(command.arg(self.dir.path().join("config.toml"))).await;
-        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
-        ended.stdout
     }
 }
 
@@ -152,7 +137,8 @@ async fn commands_explain_the_override_of_a_key() {
     let explain = async |user: &str| {
         let header = format!("x-user-id: {user}");
         fixture
-            .run_command(&["explain", "/api", "-H", &header])
+            .config
+            .run_successfully(&["explain", "/api", "-H", &header])
             .await
     };
     for (user, expected) in [
@@ -167,11 +153,12 @@ async fn commands_explain_the_override_of_a_key() {
     let denied = explain("banned").await;
     assert!(denied.contains("Denied by api: 403."), "{denied}");
     let shown = fixture
-        .run_command(&["keys", "show", "api", "monitor-7"])
+        .config
+        .run_successfully(&["keys", "show", "api", "monitor-7"])
         .await;
     assert!(shown.contains("exempt by an override"), "{shown}");
 
-    let log = fixture.dir.path().join("access.log");
+    let log = fixture.config.beside("access.log");
     let line = |user: &str| {
         format!(
             "{{\"timestamp\":\"2026-11-20T09:00:00Z\",\"method\":\"GET\",\"path\":\"/api\",\"client_ip\":\"10.0.0.1\",\"status\":200,\"user\":\"{user}\"}}\n"
@@ -189,7 +176,8 @@ async fn commands_explain_the_override_of_a_key() {
     fs::write(&log, lines.map(line).concat()).unwrap();
     let log = log.display().to_string();
     let words = ["replay", &log, "--header-from", "x-user-id=user", "--json"];
-    let report: Value = serde_json::from_str(&fixture.run_command(&words).await).unwrap();
+    let report: Value =
+        serde_json::from_str(&fixture.config.run_successfully(&words).await).unwrap();
     let set = &report["sets"][0];
     assert_eq!(set["limited"], 1, "{report:#}");
     assert_eq!(set["policies"][0]["exempt"], 3, "{report:#}");

@@ -6,23 +6,15 @@ mod expiry;
 mod input;
 mod reasons;
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::process::{ProcessOutput, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use hyper::header::HeaderName;
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tempfile::TempDir;
 use tidegate::policy::{KeyPart, KeyTemplate};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -56,47 +48,38 @@ limit = { requests = 2, per = "1h" }
 
 /// A configuration file for a Redis server, the commands that read it, and proxies.
 struct OverrideFixture {
-    dir: TempDir,
+    config: ConfigFile,
     redis: RedisServer,
     upstream: Upstream,
 }
 
 impl OverrideFixture {
     async fn start(policies: &str) -> Self {
-        let fixture = Self {
-            dir: TempDir::new().unwrap(),
-            redis: RedisServer::start(),
+        let redis = RedisServer::start();
+        Self {
+            config: ConfigFile::new(&format!("{}\n{policies}", redis.store_config())),
+            redis,
             upstream: Upstream::echo().await,
-        };
-        let text = format!("{}\n{policies}", fixture.redis.store_config());
-        fs::write(fixture.config_path(), text).unwrap();
-        fixture
-    }
-
-    fn config_path(&self) -> PathBuf {
-        self.dir.path().join("config.toml")
+        }
     }
 
     async fn start_proxy(&self) -> Proxy {
-        let text = fs::read_to_string(self.config_path()).unwrap();
+        let text = fs::read_to_string(self.config.path()).unwrap();
         Proxy::start(&text, self.upstream.address).await
     }
 
     async fn run_command(&self, words: &[&str]) -> ProcessOutput {
-        let mut command = tidegate_command();
-        command.arg("overrides").args(words);
-        run_command(command.arg("--config").arg(self.config_path())).await
+        self.config.run(&[&["overrides"], words].concat()).await
     }
 
     async fn run_successfully(&self, words: &[&str]) -> String {
         let ended = self.run_command(words).await;
-        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
-        ended.stdout
+        ended.into_stdout()
     }
 
     async fn error_of(&self, words: &[&str]) -> String {
         let ended = self.run_command(words).await;
-        assert_eq!(ended.status.code(), Some(1), "{words:?}: {}", ended.stdout);
+        ended.expect_code(1);
         ended.stderr
     }
 }
@@ -114,16 +97,11 @@ async fn status(proxy: &Proxy, user: &str) -> u16 {
 /// for a second in the worker that caches it, so the response after this one may have another
 /// status.
 async fn await_status(proxy: &Proxy, user: &str, expected: u16) -> RawResponse {
-    let reached = async {
-        loop {
-            let response = get(proxy, "/api", user).await;
-            if response.status == expected {
-                return response;
-            }
-            sleep(Duration::from_millis(20)).await;
-        }
-    };
-    timeout(TEST_TIMEOUT, reached).await.unwrap()
+    eventually(format!("{expected} for {user}"), TEST_TIMEOUT, async || {
+        let response = get(proxy, "/api", user).await;
+        (response.status == expected).then_some(response)
+    })
+    .await
 }
 
 #[tokio::test]
@@ -138,7 +116,7 @@ async fn a_change_holds_on_every_proxy_from_the_next_decision() {
     let response = get(&other, "/api", "ann").await;
     assert_eq!(response.status, 200);
     let quota = response.list_parameter("ratelimit-policy", "api", "q");
-    let remaining = response.list_parameter("ratelimit", "api", "r");
+    let remaining = response.remaining("api");
     assert_eq!((quota, remaining), (Some(4), Some(2)), "the usage is kept");
     for (proxy, expected) in [(&one, 200), (&other, 200), (&one, 403), (&other, 403)] {
         assert_eq!(status(proxy, "ann").await, expected);
@@ -196,16 +174,10 @@ async fn an_override_in_the_store_wins_over_the_file_and_ends_by_itself() {
     ];
     fixture.run_successfully(&words).await;
     assert_eq!(quota().await, Some(9));
-    let expired = async {
-        loop {
-            match quota().await {
-                Some(9) => sleep(Duration::from_millis(50)).await,
-                quota => return quota,
-            }
-        }
-    };
-    let quota_after = timeout(TEST_TIMEOUT, expired).await.unwrap();
-    assert_eq!(quota_after, Some(4));
+    let quota_after = eventually("the expiry", TEST_TIMEOUT, async || {
+        Some(quota().await).filter(|quota| *quota != Some(9))
+    });
+    assert_eq!(quota_after.await, Some(4));
     let shown = fixture.run_successfully(&["show", "api", "partner"]).await;
     assert!(shown.contains("no override"), "{shown}");
 }
@@ -257,72 +229,38 @@ async fn limits_are_set_one_by_one_and_lists_show_no_key_that_is_hashed() {
 async fn wrong_overrides_are_refused_with_a_reason() {
     let fixture = OverrideFixture::start(POLICIES).await;
     for (words, reason) in [
+        ("set static ann --block", "expected dynamic = true"),
+        ("set absent ann --block", "unknown policy \"absent\""),
+        ("set api --block", "the key of api has 1 values"),
+        ("set api a b --block", "the key of api has 1 values"),
         (
-            &["set", "static", "ann", "--block"][..],
-            "expected dynamic = true",
-        ),
-        (
-            &["set", "absent", "ann", "--block"],
-            "unknown policy \"absent\"",
-        ),
-        (&["set", "api", "--block"], "the key of api has 1 values"),
-        (
-            &["set", "api", "a", "b", "--block"],
-            "the key of api has 1 values",
-        ),
-        (
-            &["set", "api", "a"],
+            "set api a",
             "expected exactly one of requests, unlimited and blocked",
         ),
+        ("set api a --requests 5 --burst 9", "is not a token_bucket"),
         (
-            &["set", "api", "a", "--requests", "5", "--burst", "9"],
-            "is not a token_bucket",
-        ),
-        (
-            &["set", "several", "a", "b", "--requests", "5"],
+            "set several a b --requests 5",
             "the limits of several are minute, day",
         ),
         (
-            &[
-                "set",
-                "several",
-                "a",
-                "b",
-                "--limit",
-                "hour",
-                "--requests",
-                "5",
-            ],
+            "set several a b --limit hour --requests 5",
             "unknown limit \"hour\"; expected one of minute, day",
         ),
         (
-            &[
-                "set",
-                "several",
-                "a",
-                "b",
-                "--limit",
-                "minute",
-                "--requests",
-                "9007199254740992",
-            ],
+            "set several a b --limit minute --requests 9007199254740992",
             "counts exactly up to 150119987",
         ),
+        ("set api a --block --expires soon", "is no duration"),
         (
-            &["set", "api", "a", "--block", "--expires", "soon"],
-            "is no duration",
-        ),
-        (
-            &["set", "api", "a", "--block", "--expires", "200000000000d"],
+            "set api a --block --expires 200000000000d",
             "the expiry is after 2255-06-05",
         ),
-        (
-            &["set", "api", "a", "--block", "--note", "a\nb"],
-            "note: expected one line",
-        ),
+        ("set api a --block --note a\nb", "note: expected one line"),
     ] {
-        let error = fixture.error_of(words).await;
-        assert!(error.contains(reason), "{words:?}: {error}");
+        let error = fixture
+            .error_of(&words.split(' ').collect::<Vec<_>>())
+            .await;
+        assert!(error.contains(reason), "{words}: {error}");
     }
     assert_eq!(fixture.run_successfully(&["list"]).await, "");
 }
@@ -330,7 +268,7 @@ async fn wrong_overrides_are_refused_with_a_reason() {
 #[tokio::test]
 async fn a_file_is_imported_line_by_line_and_an_export_is_its_backup() {
     let fixture = OverrideFixture::start(POLICIES).await;
-    let path = fixture.dir.path().join("overrides.csv");
+    let path = fixture.config.beside("overrides.csv");
     let text = "policy,key,key2,requests,limit,burst,limits,unlimited,blocked,expires_at,note\r\n\
         api,\"o'hara, \"\"bob\"\"\",,7,,,,,,2099-01-31T00:00:00Z,\"a, b\"\r\n\
         api,scraper,,,,,,,true,,\r\n\
@@ -370,7 +308,7 @@ async fn a_file_is_imported_line_by_line_and_an_export_is_its_backup() {
         assert!(!exported.contains("sk_live"), "{exported}");
         fixture.redis.command::<()>("FLUSHALL").await;
         assert_eq!(fixture.run_successfully(&["list"]).await, "");
-        let backup = fixture.dir.path().join(format!("backup.{format}"));
+        let backup = fixture.config.beside(&format!("backup.{format}"));
         fs::write(&backup, exported).unwrap();
         let printed = fixture
             .run_successfully(&["import", backup.to_str().unwrap()])
@@ -392,14 +330,14 @@ async fn a_file_is_imported_line_by_line_and_an_export_is_its_backup() {
 async fn the_admin_port_changes_overrides_of_both_stores() {
     let redis = RedisServer::start();
     for store in [String::new(), redis.store_config()] {
-        let proxy = AdminProxy::start(&format!("{store}\n{POLICIES}")).await;
+        let proxy = Proxy::with_token(&format!("{store}\n{POLICIES}")).await;
         let put = async |path: &str, body: &str| {
             let request = proxy.authorized_request("PUT", path);
             let request = request.header("content-type", "application/json");
             request.body(body).send().await
         };
         let quota = async || {
-            let response = get(&proxy.proxy, "/api", "ann").await;
+            let response = get(&proxy, "/api", "ann").await;
             response.list_parameter("ratelimit-policy", "api", "q")
         };
         let response = put("/overrides/api", r#"{"key": "ann", "requests": 9}"#).await;
@@ -470,7 +408,7 @@ async fn the_admin_port_changes_overrides_of_both_stores() {
         let words = ["overrides", "set", "several", "ann", "k", "--limit", "day"];
         let set = [&words[..], &["--requests", "3"]].concat();
         let ended = proxy.run_command(&set).await;
-        assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+        ended.expect_code(0);
         let words = [
             "overrides",
             "set",
@@ -485,18 +423,14 @@ async fn the_admin_port_changes_overrides_of_both_stores() {
         let shown = proxy
             .run_command(&["overrides", "show", "several", "ann", "k"])
             .await;
-        assert!(shown.stdout.contains("day 3"), "{}", shown.stdout);
-        assert!(shown.stdout.contains("minute 4"), "{}", shown.stdout);
+        shown.expect_stdout("day 3");
+        shown.expect_stdout("minute 4");
         let exported = proxy.run_command(&["overrides", "export"]).await;
         assert_eq!(exported.stdout.lines().count(), 1, "{}", exported.stderr);
         let removed = proxy
             .run_command(&["overrides", "remove", "several", "ann", "k"])
             .await;
-        assert!(
-            removed.stdout.contains("override removed"),
-            "{}",
-            removed.stderr
-        );
+        removed.expect_stdout("override removed");
     }
 }
 

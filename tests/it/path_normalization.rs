@@ -1,10 +1,6 @@
 //! Trap 24: policies must match the path that the upstream serves.
 
-use crate::support::client::{
-    ClientBody, ClientRequest, RawClient, await_response, open_http2_connection,
-};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream};
+use crate::support::prelude::*;
 
 const GUARD_POLICY: &str = r#"
 [[policy]]
@@ -15,12 +11,7 @@ action = "deny"
 
 /// The response status of each target. 403 means that the guard policy matched.
 async fn get_statuses<'a>(path_settings: &str, targets: &[&'a str]) -> Vec<(&'a str, u16)> {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(
-        &format!("[path]\n{path_settings}\n{GUARD_POLICY}"),
-        upstream.address,
-    )
-    .await;
+    let proxy = Proxy::with_echo(&format!("[path]\n{path_settings}\n{GUARD_POLICY}")).await;
     let mut statuses = Vec::new();
     for target in targets {
         statuses.push((*target, proxy.get(target).await.status));
@@ -151,8 +142,7 @@ name = "p"
 key = ["path:/t/{tenant}/**"]
 limit = { requests = 1, per = "1h" }
 "#;
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get("/t/acme/x").await.status, 200);
     for equivalent in ["/t/%61cme/y", "/t//acme", "/t/acme/./x", "/t/acme/x;v=2"] {
         assert_eq!(proxy.get(equivalent).await.status, 429, "{equivalent}");
@@ -244,9 +234,8 @@ const AUTHORITY_TARGETS: [&str; 9] = [
 
 #[tokio::test]
 async fn a_host_in_front_of_the_path_bypasses_no_policy() {
-    let upstream = Upstream::echo().await;
     let config = format!("[check]\naddress = '127.0.0.1:0'\n{LOGIN_POLICIES}");
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let check = proxy.logged_address("check listening").unwrap();
     for target in AUTHORITY_TARGETS {
         assert_eq!(proxy.get(target).await.status, 403, "{target}");
@@ -285,8 +274,7 @@ async fn a_host_in_front_of_the_path_bypasses_no_policy() {
 
 #[tokio::test]
 async fn a_path_that_is_escaped_twice_gains_no_exemption() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(LOGIN_POLICIES, upstream.address).await;
+    let proxy = Proxy::with_echo(LOGIN_POLICIES).await;
     for target in [
         "/public/%252e%252e/login",
         "/public/%252E./login",
@@ -341,8 +329,7 @@ async fn characters_that_servers_drop_or_cut_at_bypass_no_policy() {
 
 #[tokio::test]
 async fn a_target_that_is_not_valid_gets_an_answer_that_says_so() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     for target in ["/a<", "/a>b", "/`", "/<?<"] {
         for earlier_requests in [0, 2] {
             let mut client = RawClient::connect(proxy.address).await;
@@ -406,9 +393,8 @@ async fn the_request_target_is_forwarded_unchanged() {
         "/a|b[c]",
     ];
     for target in targets {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
+        let mut client = proxy
+            .send_raw(format!("GET {target} HTTP/1.1\r\nHost: a\r\n\r\n"))
             .await;
         assert_eq!(client.read_response().await.status, 200, "{target}");
         let received = String::from_utf8(upstream.received_bytes()).unwrap();

@@ -1,19 +1,14 @@
 //! The problems that `/readyz` states in words. Readiness itself does not depend on them.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::{ClientRequest, RawResponse};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream};
+use crate::support::prelude::*;
 use serde_json::json;
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
 
 const ONE_POLICY: &str = "[[policy]]\nname = \"p\"\nlimit = { requests = 19, per = \"1h\" }\n";
 
 async fn get_readiness(proxy: &Proxy, accept: &str) -> RawResponse {
-    ClientRequest::new(proxy.admin_address(), "GET", "/readyz")
-        .header("Host", "localhost")
+    proxy
+        .admin_request("GET", "/readyz")
         .header("Accept", accept)
         .send()
         .await
@@ -21,18 +16,14 @@ async fn get_readiness(proxy: &Proxy, accept: &str) -> RawResponse {
 
 /// Waits until `/readyz` has a hint that contains `words`. It always answers 200.
 async fn wait_for_hint(proxy: &Proxy, words: &str) -> String {
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    loop {
+    // The history is sampled once a second.
+    eventually(format!("the hint {words:?}"), TEST_TIMEOUT, async || {
         let reply = get_readiness(proxy, "*/*").await;
         assert_eq!(reply.status, 200, "{}", reply.text());
         let hints: Vec<String> = serde_json::from_value(reply.json()["hints"].clone()).unwrap();
-        if let Some(hint) = hints.iter().find(|hint| hint.contains(words)) {
-            return hint.clone();
-        }
-        assert!(Instant::now() < deadline, "{words:?} is not in {hints:?}");
-        // The history is sampled once a second.
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+        hints.into_iter().find(|hint| hint.contains(words))
+    })
+    .await
 }
 
 /// An address that refuses connections.
@@ -47,10 +38,7 @@ async fn an_upstream_that_is_down_and_many_refusals_are_stated() {
     let statuses = proxy.get_statuses("/", 100).await;
     assert_eq!(statuses.iter().filter(|status| **status == 502).count(), 19);
     let hint = wait_for_hint(&proxy, "upstream fails").await;
-    assert!(
-        hint.contains("100 %") && hint.contains("(19 of 19)"),
-        "{hint}"
-    );
+    assert_contains(&hint, &["100 %", "(19 of 19)"]);
     let hint = wait_for_hint(&proxy, "were refused").await;
     assert!(hint.starts_with("81 % of the requests"), "{hint}");
     let text = get_readiness(&proxy, "text/plain").await;
@@ -85,21 +73,16 @@ async fn errors_of_the_app_itself_are_told_apart_from_failed_connections() {
 
 #[tokio::test]
 async fn missing_policies_and_settings_that_wait_for_a_restart_are_stated() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     wait_for_hint(&proxy, "no policies are in effect").await;
     proxy.write_config("shutdown.grace = \"3s\"\nlisten.max_connections = 77\n");
     let hint = wait_for_hint(&proxy, "wait for a restart").await;
-    assert!(
-        hint.contains("listen.max_connections") && hint.contains("shutdown.grace"),
-        "{hint}"
-    );
-    let deadline = Instant::now() + TEST_TIMEOUT;
+    assert_contains(&hint, &["listen.max_connections", "shutdown.grace"]);
     proxy.write_config(ONE_POLICY);
-    while get_readiness(&proxy, "application/json").await.json()["hints"] != json!([]) {
-        assert!(Instant::now() < deadline, "the hints remain");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("the end of the hints", async || {
+        get_readiness(&proxy, "application/json").await.json()["hints"] == json!([])
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -109,7 +92,7 @@ async fn policies_are_searched_and_sorted_before_they_are_paged() {
             format!("[[policy]]\nname = \"p{n:02}\"\nmatch = {{ path = \"/{n}\" }}\nlimit = {{ requests = 2, per = \"1h\" }}\n")
         })
         .collect();
-    let proxy = AdminProxy::start(&policies).await;
+    let proxy = Proxy::with_token(&policies).await;
     for (path, count) in [("/21", 3), ("/07", 1), ("/9", 5), ("/12", 2)] {
         for _ in 0..count {
             proxy.status_for_user("u", path).await;

@@ -1,12 +1,7 @@
 //! Checks the metrics with a real Prometheus server and with `promtool`.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientRequest, RawClient};
-use crate::support::process::{ChildProcess, OutputLine};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::tls::CertificateAuthority;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
+use crate::support::process::OutputLine;
 use regex::Regex;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,9 +9,7 @@ use std::fs;
 use std::io::Write as _;
 use std::net::SocketAddr;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 use tempfile::TempDir;
-use tokio::time::{Instant, sleep};
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -84,45 +77,29 @@ impl PrometheusServer {
 
     /// The result of a query, once it has a value.
     async fn query_number(&self, query: &str) -> f64 {
-        let deadline = Instant::now() + 2 * TEST_TIMEOUT;
-        loop {
-            let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
-            let found = self.query_api(&format!("query?query={encoded}")).await;
-            if let Some(value) = found["result"][0]["value"][1].as_str() {
-                return value.parse().unwrap();
-            }
-            assert!(
-                Instant::now() < deadline,
-                "{query} has no value; {}",
-                self.query_api("targets").await
-            );
-            sleep(Duration::from_millis(50)).await;
-        }
+        let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        eventually(
+            format!("a value of {query}"),
+            2 * TEST_TIMEOUT,
+            async || {
+                let found = self.query_api(&format!("query?query={encoded}")).await;
+                found["result"][0]["value"][1]
+                    .as_str()
+                    .map(|value| value.parse().unwrap())
+            },
+        )
+        .await
     }
 
     /// Waits until the query returns `wanted`.
     async fn wait_for_value(&self, query: &str, wanted: f64) {
-        let deadline = Instant::now() + 2 * TEST_TIMEOUT;
-        loop {
-            let value = self.query_number(query).await;
-            if value == wanted {
-                return;
-            }
-            assert!(
-                Instant::now() < deadline,
-                "{query} is {value}; expected {wanted}"
-            );
-            sleep(Duration::from_millis(50)).await;
-        }
+        wait_until_within(
+            format!("{query} to be {wanted}"),
+            2 * TEST_TIMEOUT,
+            async || self.query_number(query).await == wanted,
+        )
+        .await;
     }
-}
-
-async fn get_metrics(proxy: &Proxy) -> String {
-    ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text()
 }
 
 /// Name and type of every metric on the page.
@@ -142,14 +119,10 @@ async fn start_full_proxy(
     upstream: &Upstream,
 ) -> Proxy {
     authority.sign("server", "127.0.0.1");
-    let tls = format!(
-        "[listen.tls]\ncert = '{}'\nkey = '{}'\n",
-        authority.path_string("server.pem"),
-        authority.path_string("server.key")
-    );
+    let tls = authority.listen_tls("server");
     let store = redis.store_config();
-    let proxy = Proxy::start(&format!("{store}\n{tls}{POLICIES}"), upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy =
+        Proxy::start_connected(&format!("{store}\n{tls}{POLICIES}"), upstream.address).await;
     proxy
 }
 
@@ -159,19 +132,17 @@ async fn prometheus_scrapes_all_metrics() {
         Upstream::echo().await,
         RedisServer::start_with(&["--maxmemory", "64mb"]),
     );
-    let proxy = Proxy::start(
+    let proxy = Proxy::start_connected(
         &format!("{}\n{POLICIES}", redis.store_config()),
         upstream.address,
     )
     .await;
-    proxy.wait_for_store().await;
     assert_eq!(
         proxy.get_statuses("/few", 5).await,
         [200, 200, 429, 429, 429]
     );
-    RawClient::connect(proxy.address)
-        .await
-        .send("no HTTP\r\n\r\n")
+    proxy
+        .send_raw("no HTTP\r\n\r\n")
         .await
         .read_to_close()
         .await;
@@ -226,7 +197,7 @@ async fn prometheus_scrapes_all_metrics() {
         .wait_for_value("count(count_values(\"hash\", tidegate_config_hash))", 1.0)
         .await;
     let metadata = prometheus.query_api("metadata").await;
-    for (name, kind) in parse_metric_types(&get_metrics(&proxy).await) {
+    for (name, kind) in parse_metric_types(&proxy.read_metrics_page().await) {
         // Prometheus asks for OpenMetrics, where only the samples have the suffix `_total`.
         let family = name.strip_suffix("_total").unwrap_or(&name);
         let known = &metadata[family][0];
@@ -259,7 +230,7 @@ async fn promtool_reports_no_problems() {
         .stdin
         .take()
         .unwrap()
-        .write_all(get_metrics(&proxy).await.as_bytes())
+        .write_all(proxy.read_metrics_page().await.as_bytes())
         .unwrap();
     let output = checker.wait_with_output().unwrap();
     let messages = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
@@ -277,7 +248,10 @@ async fn the_operations_page_lists_exactly_the_exported_metrics() {
     );
     let in_memory = Proxy::start(&config, upstream.address).await;
     assert_eq!(in_memory.get("/").await.status, 200);
-    let pages = [get_metrics(&in_redis).await, get_metrics(&in_memory).await];
+    let pages = [
+        in_redis.read_metrics_page().await,
+        in_memory.read_metrics_page().await,
+    ];
     let mut exported: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     let label = Regex::new(r#"[{,]([a-z_]+)=""#).unwrap();
     for page in &pages {

@@ -1,19 +1,17 @@
 //! The proxy forwards every byte unchanged, in order and without delay, and reports broken
 //! transfers as broken.
 
-use crate::support::client::{
-    ClientBody, RawClient, await_response, open_http1_connection, open_http2_connection,
-};
+use crate::support::client::open_http1_connection;
 use crate::support::nginx::Nginx;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawUpstream, Upstream, channel_body, echo, full_body, hash_body};
-use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes, sha256};
+use crate::support::prelude::*;
+use crate::support::upstream::hash_body;
+use crate::support::{pseudo_random_bytes, sha256};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper::body::{Body, Frame, Incoming};
 use hyper::{Request, Response};
 use std::convert::Infallible;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Mutex;
 use std::task::{Context, Poll};
@@ -40,16 +38,9 @@ fn take_once<T>(value: T) -> impl Fn() -> T {
 
 #[tokio::test]
 async fn a_response_streams_its_first_byte_before_its_last() {
-    let (feeder, body) = channel_body();
-    let body = take_once(body);
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body();
-        async { Response::new(body) }
-    })
-    .await;
+    let (feeder, upstream) = Upstream::streaming().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("first").await;
     client.read_past(b"first").await;
     feeder.send("last").await;
@@ -74,14 +65,10 @@ async fn a_request_streams_its_first_byte_before_its_last() {
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
+    let mut client = proxy
+        .send_raw("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
         .await;
-    assert_eq!(
-        timeout(TEST_TIMEOUT, first_seen).await.unwrap().unwrap(),
-        "first"
-    );
+    assert_eq!(in_time(first_seen).await.unwrap(), "first");
     client.send("4\r\nlast\r\n0\r\n\r\n").await;
     assert_eq!(client.read_response().await.text(), "4");
 }
@@ -297,16 +284,13 @@ async fn trailers_are_forwarded_to_clients_that_accept_them() {
     let body = take_once(body);
     let upstream = Upstream::with_handler(move |_| {
         let mut response = Response::new(body());
-        response
-            .headers_mut()
-            .insert("trailer", "x-sum".parse().unwrap());
+        set_header(&mut response, "trailer", "x-sum");
         async { response }
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("GET / HTTP/1.1\r\nHost: a\r\nTE: trailers\r\nConnection: TE\r\n\r\n")
+    let mut client = proxy
+        .send_raw("GET / HTTP/1.1\r\nHost: a\r\nTE: trailers\r\nConnection: TE\r\n\r\n")
         .await;
     feeder.send("body").await;
     feeder
@@ -327,10 +311,7 @@ async fn trailers_are_forwarded_to_clients_that_accept_them() {
 #[tokio::test]
 async fn an_unreachable_upstream_is_a_502() {
     // The port was bound and released, so no process listens on it.
-    let unused_address = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap();
+    let unused_address = unused_address();
     let proxy = Proxy::start(
         "[[policy]]\nname = 'p'\nlimit = { requests = 9, per = '1h' }",
         unused_address,
@@ -359,28 +340,22 @@ async fn an_unreachable_upstream_is_a_502() {
 
 #[tokio::test]
 async fn an_upstream_that_does_not_answer_is_a_504() {
-    let upstream =
-        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
+    let upstream = RawUpstream::silent().await;
     let proxy = Proxy::start("[upstream]\nresponse_timeout = '200ms'", upstream.address).await;
     let reply = proxy.get("/").await;
     assert_eq!(
         (reply.status, reply.json()["status"].as_u64()),
         (504, Some(504))
     );
-    assert!(
-        reply
-            .header("proxy-status")
-            .unwrap()
-            .contains("error=connection_read_timeout")
+    assert_contains(
+        reply.header("proxy-status").unwrap(),
+        &["error=connection_read_timeout"],
     );
 }
 
 #[tokio::test]
 async fn an_upload_to_an_unreachable_upstream_keeps_the_connection_open() {
-    let unused_address = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap();
+    let unused_address = unused_address();
     let proxy = Proxy::start("", unused_address).await;
     let mut client = RawClient::connect(proxy.address).await;
     for _ in 0..3 {
@@ -434,32 +409,26 @@ async fn a_truncated_response_never_looks_complete() {
             "{cut:?} was forwarded as complete: {reply:?}"
         );
         let mut h2 = open_http2_connection(proxy.address).await;
-        let request = Request::get("http://a/")
-            .body(ClientBody::default())
-            .unwrap();
+        let request = get_request("http://a/");
         let answer = await_response(h2.send_request(request)).await;
-        let body = timeout(TEST_TIMEOUT, answer.into_body().collect())
-            .await
-            .unwrap();
+        let body = in_time(answer.into_body().collect()).await;
         assert!(body.is_err(), "{cut:?} over HTTP/2");
     }
 }
 
 #[tokio::test]
 async fn a_truncated_upload_never_looks_complete() {
-    let upstream =
-        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
+    let upstream = RawUpstream::silent().await;
     let proxy = Proxy::start("", upstream.address).await;
     let heads = [
         "Content-Length: 10\r\n\r\nshort",
         "Transfer-Encoding: chunked\r\n\r\n5\r\nshort\r\n",
     ];
     for (before, head) in heads.into_iter().enumerate() {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send(format!("POST / HTTP/1.1\r\nHost: a\r\n{head}"))
+        let client = proxy
+            .send_raw(format!("POST / HTTP/1.1\r\nHost: a\r\n{head}"))
             .await;
-        eventually("the upload to begin", TEST_TIMEOUT, || {
+        eventually("the upload to begin", TEST_TIMEOUT, async || {
             let received = String::from_utf8(upstream.received_bytes()).unwrap();
             (received.matches("short").count() > before).then_some(())
         })
@@ -505,8 +474,8 @@ async fn an_upload_reset_by_its_client_never_looks_complete() {
         let request = Request::post("http://a/up").body(()).unwrap();
         let (_answer, mut sending) = sender.send_request(request, false).unwrap();
         sending.send_data("half".into(), false).unwrap();
-        eventually("the upload to begin", TEST_TIMEOUT, || {
-            (upstream.connection_count() > attempt).then_some(())
+        wait_until("the upload to begin", async || {
+            upstream.connection_count() > attempt
         })
         .await;
         sending.send_reset(reason);
@@ -524,16 +493,9 @@ async fn an_upload_reset_by_its_client_never_looks_complete() {
 
 #[tokio::test]
 async fn http_1_0_clients_are_served() {
-    let (feeder, body) = channel_body();
-    let body = take_once(body);
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body();
-        async { Response::new(body) }
-    })
-    .await;
+    let (feeder, upstream) = Upstream::streaming().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
+    let mut client = proxy.send_raw("GET / HTTP/1.0\r\nHost: a\r\n\r\n").await;
     feeder.send("streamed").await;
     drop(feeder);
     let reply = client.read_response().await;
@@ -586,11 +548,7 @@ async fn http_2_streams_do_not_wait_for_each_other() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let h2 = open_http2_connection(proxy.address).await;
-    let get = |path: &str| {
-        Request::get(format!("http://a{path}"))
-            .body(ClientBody::default())
-            .unwrap()
-    };
+    let get = |path: &str| get_request(format!("http://a{path}"));
     let slow = await_response(h2.clone().send_request(get("/slow"))).await;
     let quick = await_response(h2.clone().send_request(get("/quick"))).await;
     assert_eq!(
@@ -648,11 +606,9 @@ async fn a_refused_upload_is_not_asked_to_continue() {
 
 #[tokio::test]
 async fn a_refusal_reaches_a_client_that_is_still_uploading() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[[policy]]\nname = 'p'\naction = 'deny'", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send(format!(
+    let proxy = Proxy::with_echo("[[policy]]\nname = 'p'\naction = 'deny'").await;
+    let mut client = proxy
+        .send_raw(format!(
             "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {}\r\n\r\n",
             1 << 20
         ))
@@ -672,9 +628,8 @@ async fn an_early_response_ends_the_upload_and_closes_the_connection() {
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
+    let mut client = proxy
+        .send_raw("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n")
         .await;
     let early = client.read_response().await;
     assert_eq!(
@@ -700,9 +655,8 @@ async fn an_unfinished_upload_to_a_dead_upstream_gets_connection_close() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     for (sent, connection) in [(400_000, Some("close")), (1_000_000, None)] {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
+        let mut client = proxy
+            .send_raw("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
             .await;
         client.send(pseudo_random_bytes(sent)).await;
         let broken = client.read_response().await;
@@ -728,9 +682,8 @@ async fn a_disconnected_client_aborts_its_upstream_request() {
     })
     .await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-    let gone = timeout(TEST_TIMEOUT, enter.recv()).await.unwrap().unwrap();
+    let client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let gone = in_time(enter.recv()).await.unwrap();
     drop(client);
     assert!(
         timeout(TEST_TIMEOUT, gone)
@@ -742,16 +695,9 @@ async fn a_disconnected_client_aborts_its_upstream_request() {
 
 #[tokio::test]
 async fn a_disconnect_during_the_response_aborts_the_upstream_response() {
-    let (feeder, body) = channel_body();
-    let body = take_once(body);
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body();
-        async { Response::new(body) }
-    })
-    .await;
+    let (feeder, upstream) = Upstream::streaming().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("first").await;
     client.read_past(b"first").await;
     drop(client);
@@ -762,16 +708,9 @@ async fn a_disconnect_during_the_response_aborts_the_upstream_response() {
 
 #[tokio::test]
 async fn a_slow_reader_slows_the_upstream_down() {
-    let (feeder, body) = channel_body();
-    let body = take_once(body);
-    let upstream = Upstream::with_handler(move |_| {
-        let body = body();
-        async { Response::new(body) }
-    })
-    .await;
+    let (feeder, upstream) = Upstream::streaming().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let _client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let piece = Bytes::from(vec![b'x'; 1 << 20]);
     let mut accepted = 0;
     // Sockets and buffers on the path hold some megabytes. Then the proxy must stop reading.
@@ -801,8 +740,7 @@ async fn connections_are_reused_on_both_sides() {
 
 #[tokio::test]
 async fn pipelined_requests_are_answered_in_order() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     let mut client = RawClient::connect(proxy.address).await;
     let requests: String = (0..5)
         .map(|n| format!("GET /{n} HTTP/1.1\r\nHost: a\r\n\r\n"))

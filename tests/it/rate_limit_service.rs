@@ -1,8 +1,7 @@
 //! Decisions of the rate limit service, tested with an independent gRPC client. `tests/envoy.sh`
 //! tests it with Envoy.
 
-use crate::support::client::ClientRequest;
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use crate::support::rls_client::messages::rate_limit_descriptor::RateLimitOverride;
 use crate::support::rls_client::messages::rate_limit_response::{
     Code as LimitCode, rate_limit::Unit,
@@ -14,7 +13,6 @@ use crate::support::rls_client::{
     RLS_LISTENER, ServiceClient, USER_POLICY, call_unary, make_descriptor, make_request,
     response_header, single_descriptor_request, single_status, with_hits,
 };
-use crate::support::upstream::Upstream;
 use tonic::Code;
 
 #[tokio::test]
@@ -133,18 +131,10 @@ async fn unmatched_descriptors_are_allowed_and_counted() {
 
 #[tokio::test]
 async fn requests_and_descriptors_have_separate_policies() {
-    let upstream = Upstream::echo().await;
     let config = format!(
         "{RLS_LISTENER}{USER_POLICY}[[policy]]\nname = 'all'\nlimit = {{ requests = 1, per = '1h' }}\n"
     );
-    let mut service = ServiceClient::from_proxy(
-        Proxy::builder()
-            .config(&config)
-            .upstream(upstream.address)
-            .start()
-            .await,
-    )
-    .await;
+    let mut service = ServiceClient::from_proxy(Proxy::with_echo(&config).await).await;
     assert_eq!(
         service
             .repeat_for_codes(&make_descriptor(&[("user", "ann")]), 2)

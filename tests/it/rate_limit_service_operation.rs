@@ -1,11 +1,7 @@
 //! The rate limit service in operation: health checks, listeners, logs, and its store.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{RawClient, await_response, open_http2_connection};
 use crate::support::h2_frames::{self, encode_frame};
-use crate::support::process::{ChildProcess, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::rls_client::messages::RateLimitResponse;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
 use crate::support::rls_client::{
@@ -13,12 +9,10 @@ use crate::support::rls_client::{
     connect, encode_grpc_message, make_descriptor, make_request, messages,
     single_descriptor_request,
 };
-use crate::support::tls::{CertificateAuthority, TlsClient};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use std::net::SocketAddr;
 use std::path::Path;
-use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
 use tonic::Code;
 
@@ -39,12 +33,7 @@ async fn the_health_check_reports_serving_and_draining() {
     assert_eq!(service.check_health("other").await, Err(Code::NotFound));
     let mark = service.proxy.log_mark();
     service.proxy.send_sigterm();
-    service
-        .proxy
-        .wait_for_log("the drain", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("stopping")
-        })
-        .await;
+    service.proxy.wait_for_message("stopping", mark).await;
     assert_eq!(service.check_health("").await, Ok(not_serving));
     assert_eq!(service.check_health("ratelimit").await, Ok(not_serving));
     // The service accepts calls until all clients have seen the status.
@@ -80,8 +69,7 @@ async fn tls_callers_must_present_a_client_certificate() {
         ca.path_string("rls.key"),
         ca.path_string("ca.pem")
     );
-    let proxy = Proxy::builder()
-        .config(&format!("{RLS_LISTENER}{tls}{USER_POLICY}"))
+    let proxy = Proxy::setup(&format!("{RLS_LISTENER}{tls}{USER_POLICY}"))
         .start()
         .await;
     let address = proxy
@@ -113,15 +101,9 @@ async fn tls_callers_must_present_a_client_certificate() {
             assert_eq!(client.read_first_bytes().await, Vec::<u8>::new(), "{kind}");
         }
         let series = format!("tidegate_tls_handshake_errors_total{{kind=\"{kind}\"}}");
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while proxy.read_metric(&series).await != 1.0 {
-            assert!(Instant::now() < deadline, "{kind}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        proxy.wait_for_metric(&series, 1.0).await;
     }
-    let in_the_clear = RawClient::connect(address)
-        .await
-        .send(h2_frames::PREFACE)
+    let in_the_clear = RawClient::connect_and_send(address, h2_frames::PREFACE)
         .await
         .read_to_close()
         .await;
@@ -138,11 +120,7 @@ async fn tls_callers_must_present_a_client_certificate() {
         std::fs::copy(others.path(file), ca.path(file)).unwrap();
     }
     assert_ne!(std::fs::read(ca.path("rls.pem")).unwrap(), old);
-    let line = proxy
-        .wait_for_log("them", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("TLS settings changed")
-        })
-        .await;
+    let line = proxy.wait_for_message("TLS settings changed", mark).await;
     assert_eq!(line.field("address"), address.to_string());
     assert!(
         envoy(&ca).connect(address, "rls.internal").await.is_err(),
@@ -219,12 +197,7 @@ async fn a_call_is_in_the_access_log_with_its_trace() {
         .status(),
         200
     );
-    let line = service
-        .proxy
-        .wait_for_log("the call", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("request")
-        })
-        .await;
+    let line = service.proxy.wait_for_message("request", mark).await;
     assert_eq!(
         (line.field("method"), line.field("host")),
         ("RLS".into(), "edge".into())
@@ -246,10 +219,8 @@ async fn the_service_runs_without_an_upstream() {
         format!("admin = {{ address = '127.0.0.1:0' }}\n{RLS_LISTENER}{USER_POLICY}"),
     )
     .unwrap();
-    let mut command = crate::support::process::tidegate_command();
-    let process =
-        crate::support::process::ChildProcess::start(command.arg("run").arg("--config").arg(&path))
-            .unwrap();
+    let mut command = tidegate_command();
+    let process = ChildProcess::start(command.arg("run").arg("--config").arg(&path)).unwrap();
     let address: SocketAddr = process
         .wait_for("the service to listen", 0, TEST_TIMEOUT, |line| {
             let line: serde_json::Value = serde_json::from_str(&line.text).ok()?;
@@ -318,15 +289,13 @@ async fn without_its_store_calls_are_unavailable_unless_a_policy_is_local() {
         2.0
     );
     redis.restart_async().await;
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while service
-        .should_rate_limit(single_descriptor_request(&ann))
-        .await
-        .is_err()
-    {
-        assert!(Instant::now() < deadline, "{}", service.proxy.log_text());
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("the decision", async || {
+        service
+            .should_rate_limit(single_descriptor_request(&ann))
+            .await
+            .is_ok()
+    })
+    .await;
 }
 
 /// Several processes share the counters.

@@ -1,19 +1,16 @@
 //! The protocol of the rate limit service: malformed messages, cancellation and multiplexing.
 
-use crate::support::client::open_http2_connection;
 use crate::support::h2_frames::{
     self, FrameClient, encode_frame, request_head_frame, rst_stream_frame,
 };
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::rls_client::messages::RateLimitResponse;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
 use crate::support::rls_client::{
     RLS_LISTENER, SHOULD_RATE_LIMIT, ServiceClient, USER_POLICY, call_unary, encode_grpc_message,
     make_descriptor, make_request, send_raw_call, single_descriptor_request, with_grpc_prefix,
 };
-use crate::support::{TEST_TIMEOUT, eventually};
 use prost::Message;
-use std::time::{Duration, Instant};
 
 #[tokio::test]
 async fn malformed_messages_are_rejected_and_the_next_call_is_served() {
@@ -187,16 +184,8 @@ async fn a_call_cancelled_during_the_store_call_is_counted() {
             .await;
     }
     envoy.send(rst_stream_frame(1)).await;
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while service
-        .proxy
-        .read_metric("tidegate_rls_calls_total{result=\"given_up\"}")
-        .await
-        != 1.0
-    {
-        assert!(Instant::now() < deadline, "{}", service.proxy.log_text());
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let given_up = "tidegate_rls_calls_total{result=\"given_up\"}";
+    service.proxy.wait_for_metric(given_up, 1.0).await;
     redis.resume();
     assert_eq!(
         service
@@ -231,8 +220,8 @@ async fn calls_are_multiplexed_and_a_drain_closes_the_connection() {
     assert_eq!(ok, 50);
     service.proxy.send_sigterm();
     let ended = service.proxy.wait_for_exit(TEST_TIMEOUT).await;
-    assert!(ended.status.success(), "{}", service.proxy.log_text());
-    let log = eventually("the shutdown log line", TEST_TIMEOUT, || {
+    assert!(ended.status.success());
+    let log = eventually("the shutdown log line", TEST_TIMEOUT, async || {
         Some(service.proxy.log_text())
     })
     .await;

@@ -2,13 +2,10 @@
 //! the recipes for Traefik and Envoy with these programs.
 
 use super::documentation::read_code_blocks;
-use crate::support::client::{ClientRequest, RawClient, RawResponse};
 use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
 use crate::support::nginx::Nginx;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::{RawUpstream, Upstream, full_body};
-use crate::support::{TEST_TIMEOUT, unix_s};
+use crate::support::prelude::*;
+use crate::support::unix_s;
 use futures_util::future::join_all;
 use hyper::Response;
 use jsonwebtoken::Algorithm;
@@ -114,7 +111,7 @@ async fn start_proxy(heading: &str, url: &str, dir: &TempDir, issuer: &TokenIssu
         .replace("127.0.0.1:9091", "127.0.0.1:0")
         // Addresses of the load balancer, which is this process.
         .replace("10.0.0.0/16", "127.0.0.0/8");
-    let mut builder = Proxy::builder().config(&config).upstream_url(url);
+    let mut builder = Proxy::setup(&config).upstream(url);
     if !config.contains("trusted_proxies") {
         builder = builder.env("TIDEGATE_CLIENT__TRUSTED_PROXIES", "127.0.0.1");
     }
@@ -205,9 +202,9 @@ async fn a_key_with_a_fallback() {
 #[tokio::test]
 async fn requests_per_month() {
     let (upstream, server) = (Upstream::echo().await, RedisServer::start());
-    let builder = Proxy::builder().config(&recipe_text("Requests per month", "toml"));
+    let builder = Proxy::setup(&recipe_text("Requests per month", "toml"));
     let proxy = builder
-        .upstream_url(&format!("http://{}", upstream.address))
+        .upstream(&format!("http://{}", upstream.address))
         .env(
             "TIDEGATE_STORE__REDIS__URL",
             &format!("redis://127.0.0.1:{}/0", server.port()),
@@ -225,7 +222,7 @@ async fn requests_per_month() {
     assert!((28 * 86_400 - 3600..=31 * 86_400 + 3600).contains(&month_s));
     assert!((23..=25).contains(&(window_s("day").unwrap() / 3600)));
     for (limit, remaining) in [("month", 99_999), ("day", 9_999)] {
-        let left = response.list_parameter("ratelimit", limit, "r");
+        let left = response.remaining(limit);
         assert_eq!(left, Some(remaining));
     }
     for expected in [200, 200, 200, 429] {
@@ -241,7 +238,7 @@ async fn log_in_protection() {
     let statuses = run.statuses(6, "192.0.2.1", "POST", "/login").await;
     assert_eq!(statuses, expected(5, 1));
     let refused = run.request("192.0.2.1", "POST", "/login").send().await;
-    let retry_after: u64 = refused.header("retry-after").unwrap().parse().unwrap();
+    let retry_after: u64 = refused.retry_after_s();
     assert!((890..=900).contains(&retry_after), "{refused:?}");
     let form = run.statuses(1, "192.0.2.1", "GET", "/login").await;
     assert_eq!(form, [200]);
@@ -304,7 +301,7 @@ async fn a_hidden_limit() {
     let everything = format!("{:?} {}", refused.headers, refused.text());
     assert!(!everything.contains("scrapers"), "{everything}");
     assert!(refused.header("retry-after").is_some());
-    assert_eq!(refused.list_parameter("ratelimit", "client", "r"), Some(70));
+    assert_eq!(refused.remaining("client"), Some(70));
 }
 
 #[tokio::test]
@@ -496,14 +493,11 @@ async fn fast_api() {
     let proxy = start_proxy("FastAPI", &url, &dir, &issuer).await;
     let mut reports = Vec::new();
     for n in 1..=2 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send("GET /reports/7 HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n")
+        let client = proxy
+            .send_raw("GET /reports/7 HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n")
             .await;
         reports.push(client);
-        while silent.connection_count() < n {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        wait_until("the request", async || silent.connection_count() >= n).await;
     }
     let ask = |client: &str| {
         proxy
@@ -516,10 +510,10 @@ async fn fast_api() {
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert_eq!(ask("192.0.2.1").send().await.status, 429);
     finish.send(true).unwrap();
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while ask("192.0.2.1").send().await.status != 200 {
-        assert!(Instant::now() < deadline, "ended reports keep their slots");
-    }
+    wait_until("the slots of the ended reports", async || {
+        ask("192.0.2.1").send().await.status == 200
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -570,10 +564,7 @@ async fn web_sockets() {
     let url = format!("http://{}", app.address);
     let proxy = start_proxy("WebSocket", &url, &dir, &issuer).await;
     let open = async || {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send("GET /ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
-            .await;
+        let mut client = proxy.send_raw("GET /ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n").await;
         let reply = client.read_any_response(false).await;
         (client, reply.status)
     };
@@ -585,11 +576,10 @@ async fn web_sockets() {
     }
     assert_eq!(open().await.1, 429);
     drop(sockets);
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while open().await.1 != 101 {
-        assert!(Instant::now() < deadline, "closed sockets keep their slots");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    wait_until("the slots of the closed sockets", async || {
+        open().await.1 == 101
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -1,8 +1,6 @@
 //! A wall clock of Redis that is set forward and back.
 
-use crate::limits::start_proxy;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use std::time::Duration;
 
 const HOUR: u64 = 3_600;
@@ -70,8 +68,7 @@ fn assert_admitted(results: &[(&str, usize, u64)], expected: usize, what: &str) 
 #[tokio::test]
 async fn a_clock_that_steps_back_admits_nothing_and_refuses_no_longer_than_a_period() {
     let server = RedisServer::start_with_clock();
-    let (proxy, _upstream) = start_proxy(&make_config(&server)).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::echo_connected(&make_config(&server)).await;
     assert_admitted(&count_admitted(&proxy).await, 10, "at first");
 
     server.set_clock_offset(HOUR);

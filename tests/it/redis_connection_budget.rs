@@ -1,9 +1,7 @@
 //! How many connections an instance opens, and how a fleet reconnects. The figures are stated in
 //! `docs/operations/redis.md`.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::cluster::RedisCluster;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::sentinel::SentinelDeployment;
 use std::net::TcpListener;
 use std::thread::JoinHandle;
@@ -82,31 +80,20 @@ async fn client_list(server: &RedisServer) -> Vec<String> {
 }
 
 async fn wait_for_thread<T>(thread: &JoinHandle<T>) {
-    let deadline = Instant::now() + 3 * TEST_TIMEOUT;
-    while !thread.is_finished() {
-        assert!(
-            Instant::now() < deadline,
-            "some instances did not reconnect"
-        );
-        sleep(Duration::from_millis(1)).await;
-    }
+    wait_until_within("all instances to reconnect", 3 * TEST_TIMEOUT, async || {
+        thread.is_finished()
+    })
+    .await;
 }
 
 /// Waits until a server has exactly this many clients.
 async fn wait_for_clients(server: &RedisServer, expected: usize) {
-    let deadline = Instant::now() + 3 * TEST_TIMEOUT;
-    loop {
-        let clients = client_list(server).await;
-        if clients.len() == expected {
-            return;
-        }
-        assert!(
-            Instant::now() < deadline,
-            "{} clients, not {expected}: {clients:#?}",
-            clients.len()
-        );
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_until_within(
+        format!("{expected} clients"),
+        3 * TEST_TIMEOUT,
+        async || client_list(server).await.len() == expected,
+    )
+    .await;
 }
 
 /// Starts the workers of one instance. The first one also maintains the membership.
@@ -159,11 +146,10 @@ async fn a_fleet_of_500_reconnects_with_jitter_and_one_connection_per_worker() {
     assert!(after_restart <= MAX_CONNECTS_PER_WINDOW, "{after_restart}");
     server.restart_async().await;
     wait_for_clients(&server, FLEET_SIZE).await;
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while !fleet.iter().all(|(_, shared)| shared.is_up()) {
-        assert!(Instant::now() < deadline, "some instances are down");
-        sleep(Duration::from_millis(5)).await;
-    }
+    wait_until("all instances to be up", async || {
+        fleet.iter().all(|(_, shared)| shared.is_up())
+    })
+    .await;
 }
 
 #[tokio::test]

@@ -1,24 +1,16 @@
 //! Connections to Redis: TLS, users, databases and Unix sockets. Failures are logged with the
 //! reason.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::ClientRequest;
-use crate::support::cluster::RedisCluster;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, connect_redis};
+use crate::support::prelude::*;
 use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
-use crate::support::tls::CertificateAuthority;
-use crate::support::upstream::Upstream;
 use redis::Value;
 use std::collections::HashMap;
 use std::fs;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tempfile::TempDir;
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Charge, KeyBuilder};
 use tidegate::store::redis::{RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
 use tidegate::store::{Store, StoreUnavailable};
-use tokio::time::sleep;
 
 /// Sentinels that vote at the same time elect no leader and retry after a delay.
 const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);
@@ -30,17 +22,9 @@ const PER_USER_POLICY: &str =
 const POLICY: &str = "[[policy]]\nname = 'p'\nlimit = { requests = 2, per = '1h' }\n";
 
 /// A proxy with these lines in `[store.redis]`.
-async fn start_proxy(settings: &str, policies: &str) -> (Proxy, Upstream) {
-    let upstream = Upstream::echo().await;
+async fn start_proxy(settings: &str, policies: &str) -> Proxy {
     let text = redis_config(settings, policies);
-    (
-        Proxy::builder()
-            .config(&text)
-            .upstream(upstream.address)
-            .start()
-            .await,
-        upstream,
-    )
+    Proxy::with_echo(&text).await
 }
 
 fn redis_config(settings: &str, policies: &str) -> String {
@@ -52,24 +36,19 @@ fn redis_config(settings: &str, policies: &str) -> String {
 
 /// Checks that Redis decides: the third request exceeds the limit.
 async fn assert_redis_decides(settings: &str) {
-    let (proxy, _upstream) = start_proxy(settings, POLICY).await;
+    let proxy = start_proxy(settings, POLICY).await;
     assert_eq!(
         proxy.get_statuses("/", 3).await,
         [200, 200, 429],
-        "{settings}\n{}",
-        proxy.log_text()
+        "{settings}"
     );
 }
 
 /// Checks that the proxy logs the failed connection with its kind and reason.
 async fn assert_connection_rejected(settings: &str, kind: &str, reason: &str) {
-    let (proxy, _upstream) = start_proxy(settings, POLICY).await;
-    let line = proxy
-        .wait_for_log("the log line about Redis", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("redis unavailable")
-        })
-        .await;
-    assert_eq!(line.field("kind"), kind, "{settings}\n{}", proxy.log_text());
+    let proxy = start_proxy(settings, POLICY).await;
+    let line = proxy.wait_for_message("redis unavailable", 0).await;
+    assert_eq!(line.field("kind"), kind, "{settings}");
     assert!(
         line.field("reason").contains(reason),
         "{settings}: {}",
@@ -80,11 +59,7 @@ async fn assert_connection_rejected(settings: &str, kind: &str, reason: &str) {
         [200; 3],
         "{settings}: the policy fails open"
     );
-    let metrics = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text();
+    let metrics = proxy.read_metrics_page().await;
     let counted = |line: &str| {
         line.strip_prefix(&format!("tidegate_store_errors_total{{kind=\"{kind}\"}} "))
             .is_some_and(|n| n != "0")
@@ -121,14 +96,13 @@ async fn a_cluster_is_reached_over_tls() {
     let cluster = RedisCluster::with_tls(&authority).await;
     let settings = |lines: &str| format!("{}\n{lines}", cluster.config_lines());
     let own = client_certificate_settings(&authority, &authority);
-    let (proxy, _upstream) = start_proxy(&settings(&own), PER_USER_POLICY).await;
+    let proxy = start_proxy(&settings(&own), PER_USER_POLICY).await;
     for user in 0..20 {
         let ask = async || {
             proxy
-                .request("GET", "/")
-                .header("x-user-id", &user.to_string())
-                .send_for_status()
+                .get_with("/", "x-user-id", &user.to_string())
                 .await
+                .status
         };
         assert_eq!(
             [ask().await, ask().await, ask().await],
@@ -172,7 +146,7 @@ async fn sentinels_and_their_master_are_reached_over_tls() {
     let mut watched = SentinelDeployment::with_tls(&authority, 1).await;
     let lines = watched.config_lines();
     let own = client_certificate_settings(&authority, &authority);
-    let (proxy, _upstream) = start_proxy(&format!("{lines}\n{own}"), POLICY).await;
+    let proxy = start_proxy(&format!("{lines}\n{own}"), POLICY).await;
     assert_eq!(
         proxy.get_statuses("/", 1).await,
         [200],
@@ -188,21 +162,16 @@ async fn sentinels_and_their_master_are_reached_over_tls() {
 
     let old = watched.master_port().await;
     watched.server_by_port(old).kill();
-    let deadline = Instant::now() + ELECTION_TIMEOUT;
     // The limit is two, so 429 means that a new master counts requests.
-    while proxy.get("/").await.status != 429 {
-        assert!(
-            Instant::now() < deadline,
-            "no replica was promoted: {}",
-            proxy.log_text()
-        );
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_until_within("the promotion", ELECTION_TIMEOUT, async || {
+        proxy.get("/").await.status == 429
+    })
+    .await;
     // The other sentinels learn of the promotion after the one that tidegate asked.
-    while watched.master_port().await == old {
-        assert!(Instant::now() < deadline, "the sentinels disagree");
-        sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("the sentinels to agree", async || {
+        watched.master_port().await != old
+    })
+    .await;
 
     assert_connection_rejected(
         &format!("{lines}\nca = '{}'", authority.path_string("ca.pem")),
@@ -281,10 +250,8 @@ async fn a_unix_socket_and_a_database_number_are_supported() {
     let server = RedisServer::start_with(&["--unixsocket", socket.to_str().unwrap()]);
     assert_redis_decides(&format!("url = 'unix://{}?db=2'", socket.display())).await;
     let keyspace: String = server.command("INFO keyspace").await;
-    assert!(
-        keyspace.contains("db2:") && !keyspace.contains("db0:"),
-        "{keyspace}"
-    );
+    assert_contains(&keyspace, &["db2:"]);
+    assert_lacks(&keyspace, &["db0:"]);
     assert_connection_rejected(
         &format!("url = 'unix://{}/none.sock'", folder.path().display()),
         "refused",
@@ -344,11 +311,7 @@ async fn decide_once(settings: RedisSettings) -> Result<bool, StoreUnavailable> 
         ..settings
     };
     let (_shared, redis) = connect_redis(settings).await;
-    let limit = Limit {
-        requests: 10,
-        per_us: 60_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(10, 60_000_000);
     let keys: Vec<_> = (0..16)
         .map(|number| KeyBuilder::new(&format!("p{number}")).finish())
         .collect();
@@ -418,30 +381,22 @@ async fn the_documented_acl_rule_grants_what_is_needed_and_no_more() {
     let server = RedisServer::start();
     let mut admin = server.connection().await;
     let _: () = server.command(&documented_acl_rule("tidegate")).await;
-    let folder = TempDir::new().unwrap();
-    let password = folder.path().join("password");
-    fs::write(&password, "s3cret\n").unwrap();
+    let (_folder, password) = write_temp_file("password", "s3cret\n");
     let login = format!(
         "url = 'redis://127.0.0.1:{}'\nusername = 'tidegate'\npassword_file = '{}'",
         server.port(),
         password.display()
     );
-    let (proxy, _upstream) = start_proxy(&login, ALL_ALGORITHM_POLICIES).await;
+    let proxy = start_proxy(&login, ALL_ALGORITHM_POLICIES).await;
     assert_eq!(
         proxy.get_statuses("/", 4).await,
         [200, 200, 429, 429],
         "{}",
         proxy.log_text()
     );
-    let file = folder.path().join("config.toml");
-    fs::write(&file, redis_config(&login, ALL_ALGORITHM_POLICIES)).unwrap();
+    let config = ConfigFile::new(&redis_config(&login, ALL_ALGORITHM_POLICIES));
     for words in [&["list"][..], &["show", "many"], &["reset", "many"]] {
-        let mut command = tidegate_command();
-        command
-            .args(["keys", words[0], "--config"])
-            .arg(&file)
-            .args(&words[1..]);
-        let ended = run_command(&mut command).await;
+        let ended = config.run(&[&["keys"], words].concat()).await;
         assert!(
             ended.status.success() && ended.stdout.contains("many"),
             "{words:?}: {ended:?}"
@@ -484,31 +439,24 @@ async fn the_documented_acl_rule_grants_what_is_needed_and_no_more() {
 async fn without_info_permission_only_the_memory_metrics_are_missing() {
     let server = RedisServer::start_with(&["--maxmemory-policy", "allkeys-lru"]);
     let login = |user: &str| format!("url = 'redis://{user}127.0.0.1:{}'", server.port());
-    let (proxy, _upstream) = start_proxy(&login(""), ALL_ALGORITHM_POLICIES).await;
-    let warns = proxy
-        .wait_for_log("the warning", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("redis may evict counters")
-        })
-        .await;
+    let proxy = start_proxy(&login(""), ALL_ALGORITHM_POLICIES).await;
+    let warns = proxy.wait_for_message("redis may evict counters", 0).await;
     assert_eq!(warns.field("maxmemory_policy"), "allkeys-lru");
     assert_eq!(proxy.read_metric("tidegate_redis_may_evict").await, 1.0);
     let _: () = server
         .command("ACL SETUSER blind on >s3cret allkeys +@all -info")
         .await;
-    let (blind, _upstream) =
-        self::start_proxy(&login("blind:s3cret@"), ALL_ALGORITHM_POLICIES).await;
-    let page = ClientRequest::new(blind.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send();
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while blind.read_metric("tidegate_redis_clock_skew_seconds").await == 0.0 {
-        assert!(Instant::now() < deadline, "{}", blind.log_text());
-        sleep(Duration::from_millis(20)).await;
-    }
+    let blind = self::start_proxy(&login("blind:s3cret@"), ALL_ALGORITHM_POLICIES).await;
+    let page = blind.admin_request("GET", "/metrics").send();
+    let skew = "tidegate_redis_clock_skew_seconds";
+    wait_until("the clock skew", async || {
+        blind.read_metric(skew).await != 0.0
+    })
+    .await;
     let page = page.await.text();
-    assert!(
-        !page.contains("tidegate_redis_memory") && !page.contains("tidegate_redis_may_evict"),
-        "{page}"
+    assert_lacks(
+        &page,
+        &["tidegate_redis_memory", "tidegate_redis_may_evict"],
     );
     assert_eq!(blind.read_metric("tidegate_store_up").await, 1.0);
     assert_eq!(

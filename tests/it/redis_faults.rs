@@ -2,9 +2,8 @@
 //! automatic.
 
 use crate::support::fake_redis::{TcpRelay, start_faulty_redis};
-use crate::support::redis::{
-    RedisServer, connect_redis, free_port, list_counter_keys, redis_settings,
-};
+use crate::support::prelude::*;
+use crate::support::redis::{free_port, redis_settings};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
@@ -17,11 +16,7 @@ use tidegate::store::{Settlement, Store, StoreUnavailable};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
-const LIMIT: Limit = Limit {
-    requests: 1000,
-    per_us: 60_000_000,
-    algorithm: Algorithm::SlidingLog,
-};
+const LIMIT: Limit = sliding_log(1000, 60_000_000);
 
 /// Time that a loaded machine may add to a deadline.
 const TIMEOUT_SLACK: Duration = Duration::from_millis(100);
@@ -96,11 +91,10 @@ async fn assert_fails_fast(store: &Store) {
 }
 
 async fn wait_for_recovery(shared: &SharedRedisState, store: &Store) {
-    let back = Instant::now();
-    while decide(store, "back").await.is_err() || !shared.is_up() {
-        assert!(back.elapsed() < MAX_RECOVERY, "no recovery");
-        sleep(Duration::from_millis(5)).await;
-    }
+    wait_until_within("the recovery", MAX_RECOVERY, async || {
+        decide(store, "back").await.is_ok() && shared.is_up()
+    })
+    .await;
     assert!(!shared.is_breaker_open());
 }
 
@@ -211,18 +205,12 @@ async fn flushed_scripts_are_loaded_once_for_all_callers() {
 async fn a_lost_connection_is_noticed_and_replaced_without_a_request() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
-    let connections = server
-        .read_info_number("stats", "total_connections_received")
-        .await;
+    let connections = server.connections_received().await;
     let _: () = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
     let killed = Instant::now();
     // The `CLIENT KILL` command and each `INFO` call open one connection.
     let mut own_connections = 2;
-    while server
-        .read_info_number("stats", "total_connections_received")
-        .await
-        <= connections + own_connections
-    {
+    while server.connections_received().await <= connections + own_connections {
         assert!(killed.elapsed() < MAX_RECOVERY);
         own_connections += 1;
         sleep(Duration::from_millis(5)).await;
@@ -298,11 +286,8 @@ async fn the_redis_password_changes_at_run_time() {
 
 /// As [`open_breaker`], for faults that appear on the next connection.
 async fn open_breaker_on_reconnect(shared: &SharedRedisState, store: &Store) -> Vec<&'static str> {
-    let down = Instant::now();
-    while error_count(shared, "noauth") < 2 {
-        assert!(down.elapsed() < MAX_RECOVERY);
-        sleep(Duration::from_millis(5)).await;
-    }
+    let are_counted = async || error_count(shared, "noauth") >= 2;
+    wait_until_within("two errors", MAX_RECOVERY, are_counted).await;
     open_breaker(shared, store, Duration::ZERO).await
 }
 
@@ -742,22 +727,15 @@ async fn malformed_replies_are_errors_of_the_right_kind() {
 #[tokio::test]
 async fn dropped_handles_close_their_connections() {
     let server = RedisServer::start();
-    let before = server
-        .read_info_number("clients", "connected_clients")
-        .await;
+    let before = server.connected_clients().await;
     for _ in 0..5 {
         let (_shared, redis): (Arc<SharedRedisState>, RedisStore) = server.connect().await;
         drop(redis);
     }
-    let dropped = Instant::now();
-    while server
-        .read_info_number("clients", "connected_clients")
-        .await
-        > before
-    {
-        assert!(dropped.elapsed() < MAX_RECOVERY);
-        sleep(Duration::from_millis(5)).await;
-    }
+    wait_until_within("the end of the connections", MAX_RECOVERY, async || {
+        server.connected_clients().await <= before
+    })
+    .await;
 }
 
 /// Lets other ready tasks run once. `yield_now` would also wait for sockets.

@@ -4,12 +4,9 @@
 //! requests without a policy measure the speed of the machine; the other latencies are compared
 //! with them.
 
-use crate::support::client::{RawClient, RawResponse};
 use crate::support::fake_redis::{TcpRelay, start_fixed_reply_server};
-use crate::support::proxy::{LogLine, Proxy, ProxyBuilder};
-use crate::support::redis::{RedisServer, list_counter_keys};
-use crate::support::upstream::Upstream;
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
+use crate::support::proxy::Setup;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -129,7 +126,7 @@ impl OutageFixture {
     /// The log lines about the store since the load began, once the store is up again. The access
     /// log must have one line for each 503 and no others.
     async fn wait_for_store_log(&self, load: &ClientLoad, refused: usize) -> Vec<LogLine> {
-        let (access, store) = eventually("the log to be complete", TEST_TIMEOUT, || {
+        let (access, store) = eventually("the log to be complete", TEST_TIMEOUT, async || {
             let lines = self.proxy.log_since(load.log_mark).into_iter();
             let (access, store): (Vec<_>, Vec<_>) =
                 lines.partition(|line| line.field("target") == "access");
@@ -140,11 +137,7 @@ impl OutageFixture {
         })
         .await;
         let mut requests = access.iter().filter(|line| line.field("lines").is_empty());
-        assert!(
-            requests.all(|line| line.field("status") == "503"),
-            "{}",
-            self.proxy.log_text()
-        );
+        assert!(requests.all(|line| line.field("status") == "503"));
         let logged = count_logged_refusals(&access);
         assert_eq!(logged, refused, "{}", self.proxy.log_text());
         store
@@ -228,9 +221,7 @@ impl OutageFixture {
             messages.len() == 2
                 && store.len() <= 3
                 && messages[0].message_starts_with("redis unavailable")
-                && messages[1].message_starts_with("redis available again"),
-            "{}",
-            self.proxy.log_text()
+                && messages[1].message_starts_with("redis available again")
         );
         assert_eq!(
             self.upstream.requests().len(),
@@ -275,11 +266,11 @@ impl ClientLoad {
     }
 
     async fn wait_until(&self, what: &str, found: impl Fn(&[RequestSample]) -> bool) {
-        eventually(what, TEST_TIMEOUT, || {
+        wait_until(what, async || {
             if let Some(client) = self.clients.iter().find(|client| client.is_finished()) {
                 panic!("a client failed: {client:?}");
             }
-            found(&self.samples.lock().unwrap()).then_some(())
+            found(&self.samples.lock().unwrap())
         })
         .await;
     }
@@ -287,11 +278,8 @@ impl ClientLoad {
     /// Stops the load and returns all samples. Fails if a client got an unexpected response.
     pub(crate) async fn finish(&self) -> Vec<RequestSample> {
         self.stop.store(true, Ordering::Relaxed);
-        eventually("the clients to end", TEST_TIMEOUT, || {
-            self.clients
-                .iter()
-                .all(JoinHandle::is_finished)
-                .then_some(())
+        wait_until("the clients to end", async || {
+            self.clients.iter().all(JoinHandle::is_finished)
         })
         .await;
         self.samples.lock().unwrap().clone()
@@ -349,7 +337,7 @@ async fn send_until_stopped(
     while !stop.load(Ordering::Relaxed) {
         let sent = Instant::now();
         let request = format!("GET {path} HTTP/1.1\r\nHost: shop.example\r\n\r\n");
-        let reply = client.send(request).await.read_response().await;
+        let reply = client.request(request).await;
         let sample = RequestSample::from_reply(route, sent, &reply);
         all.lock().unwrap().push(sample);
         tokio::time::sleep(REQUEST_INTERVAL).await;
@@ -373,7 +361,7 @@ fn median_latency(samples: &[RequestSample]) -> Duration {
     took[took.len() / 2]
 }
 
-fn build_proxy(redis_port: u16, connect_timeout: &str, policies: &str) -> ProxyBuilder {
+fn build_proxy(redis_port: u16, connect_timeout: &str, policies: &str) -> Setup {
     build_proxy_with_redis(
         &format!("url = \"redis://127.0.0.1:{redis_port}/0\""),
         connect_timeout,
@@ -382,7 +370,7 @@ fn build_proxy(redis_port: u16, connect_timeout: &str, policies: &str) -> ProxyB
 }
 
 /// `redis` holds the configuration lines with the address of Redis.
-fn build_proxy_with_redis(redis: &str, connect_timeout: &str, policies: &str) -> ProxyBuilder {
+fn build_proxy_with_redis(redis: &str, connect_timeout: &str, policies: &str) -> Setup {
     let config = format!(
         r#"
 listen = {{ threads = 2 }}
@@ -397,7 +385,7 @@ breaker = {{ failures = 5, probe_interval = "100ms" }}
 {policies}"#,
         TIMEOUT.as_millis()
     );
-    Proxy::builder().config(&config)
+    Proxy::setup(&config)
 }
 
 #[tokio::test]
@@ -424,7 +412,7 @@ async fn redis_restarts_empty_at_once() {
             .proxy
             .get("/closed")
             .await
-            .list_parameter("ratelimit", "closed", "r")
+            .remaining("closed")
             .unwrap();
     server.kill();
     server.restart_async().await;
@@ -441,7 +429,7 @@ async fn redis_restarts_empty_at_once() {
         .proxy
         .get("/closed")
         .await
-        .list_parameter("ratelimit", "closed", "r")
+        .remaining("closed")
         .unwrap();
     assert!(
         100_000 - left < since,
@@ -553,11 +541,7 @@ async fn killed_redis_connections_are_reestablished() {
         .iter()
         .map(|line| line.message_starts_with("redis unavailable"))
         .collect();
-    assert!(
-        [vec![true, false], [true, false].repeat(2)].contains(&changes),
-        "{}",
-        fixture.proxy.log_text()
-    );
+    assert!([vec![true, false], [true, false].repeat(2)].contains(&changes));
 }
 
 #[tokio::test]
@@ -603,14 +587,7 @@ on_store_failure = "closed"
 "#;
     let server = RedisServer::start();
     let fixture = OutageFixture::new(server.port(), BY_USER).await;
-    let ask = async |path, user| {
-        fixture
-            .proxy
-            .request("GET", path)
-            .header("x-user", user)
-            .send()
-            .await
-    };
+    let ask = async |path, user| fixture.proxy.get_with(path, "x-user", user).await;
     for path in ["/open", "/closed"] {
         assert!(ask(path, "ann").await.header("ratelimit").is_some());
     }
@@ -638,7 +615,7 @@ on_store_failure = "closed"
         let _: u64 = server.command(&format!("DEL {key}")).await;
     }
     assert!(ask("/closed", "ann").await.header("ratelimit").is_some());
-    let all = eventually("the access log", TEST_TIMEOUT, || {
+    let all = eventually("the access log", TEST_TIMEOUT, async || {
         let all = fixture.proxy.log_since(0);
         (all.iter()
             .filter(|line| line.field("target") == "access")
@@ -664,7 +641,7 @@ on_store_failure = "closed"
     let named = store
         .iter()
         .all(|line| line.field("kind") == "wrongtype" && !line.contains("ann"));
-    assert!(store.len() == 1 && named, "{}", fixture.proxy.log_text());
+    assert!(store.len() == 1 && named);
 }
 
 const SMALL_POLICIES: &str = r#"
@@ -794,9 +771,7 @@ async fn an_exhausted_policy_is_reported_before_a_closed_one() {
     let mut client = RawClient::connect(fixture.proxy.address).await;
     let mut ask = async || {
         client
-            .send("GET /both HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await
-            .read_response()
+            .request("GET /both HTTP/1.1\r\nHost: shop.example\r\n\r\n")
             .await
             .status
     };
@@ -879,15 +854,11 @@ async fn a_rejected_password_is_logged_without_its_value() {
         &format!("redis://:{secret}@127.0.0.1:{}/0", server.port()),
     );
     let proxy = builder.upstream(upstream.address).start().await;
-    let line = proxy
-        .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("redis unavailable")
-        })
-        .await;
+    let line = proxy.wait_for_message("redis unavailable", 0).await;
     assert_eq!(line.field("kind"), "noauth");
     assert_eq!(proxy.get("/open").await.status, 200);
     assert!(is_fail_closed_reply(&proxy.get("/closed").await));
-    assert!(!proxy.log_text().contains(secret), "{}", proxy.log_text());
+    assert!(!proxy.log_text().contains(secret));
     let client =
         redis::Client::open(format!("redis://:right@127.0.0.1:{}", server.port())).unwrap();
     let mut admin = client.get_multiplexed_async_connection().await.unwrap();
@@ -951,11 +922,7 @@ async fn check_non_redis_server(
             "{text:?}"
         );
     }
-    let line = proxy
-        .wait_for_log("why", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("redis unavailable")
-        })
-        .await;
+    let line = proxy.wait_for_message("redis unavailable", 0).await;
     assert!(kinds.contains(&&*line.field("kind")), "{text:?}: {line:?}");
     let store = proxy
         .log_since(0)
@@ -964,8 +931,7 @@ async fn check_non_redis_server(
         .count();
     assert!(
         store == 1 && proxy.is_running() && !proxy.log_text().contains("panicked"),
-        "{text:?}: {}",
-        proxy.log_text()
+        "{text:?}"
     );
 }
 

@@ -1,19 +1,16 @@
 //! Common practices of rate limiting with Redis that no other test covers.
 
 use crate::support::fake_redis::TcpRelay;
-use crate::support::redis::{RedisServer, connect_redis, redis_settings};
+use crate::support::prelude::*;
+use crate::support::redis::redis_settings;
 use crate::support::store_harness::{EVERY_ALGORITHM, test_seed};
 use fastrand::Rng;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Charge, KeyBuilder, Limit};
 use tidegate::store::redis::{RedisStore, ScriptLibrary};
 use tokio::task::JoinSet;
 
-const LIMIT: Limit = Limit {
-    requests: 1000,
-    per_us: 60_000_000,
-    algorithm: Algorithm::SlidingLog,
-};
+const LIMIT: Limit = sliding_log(1000, 60_000_000);
 
 /// Makes `questions` concurrent decisions, each for its own key.
 async fn decide_concurrently(redis: &RedisStore, decisions: usize) {
@@ -43,9 +40,7 @@ async fn concurrent_decisions_are_pipelined_on_one_connection() {
         ..redis_settings(relay.port)
     };
     let (_shared, redis) = connect_redis(patient).await;
-    let before = server
-        .read_info_number("stats", "total_connections_received")
-        .await;
+    let before = server.connections_received().await;
     relay.delay_replies(far);
     let started = Instant::now();
     decide_concurrently(&redis, DECISION_COUNT).await;
@@ -55,10 +50,7 @@ async fn concurrent_decisions_are_pipelined_on_one_connection() {
         "{DECISION_COUNT} decisions took {took:?}; sequentially they take {:?}",
         far * 200
     );
-    let opened = server
-        .read_info_number("stats", "total_connections_received")
-        .await
-        - before;
+    let opened = server.connections_received().await - before;
     // The connection of the test itself.
     assert_eq!(opened, 1);
 }

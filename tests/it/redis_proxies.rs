@@ -1,22 +1,16 @@
 //! Redis behind proxies, and servers that allow no SCRIPT.
 
-use crate::support::TEST_TIMEOUT;
 use crate::support::fake_redis::{ProxyRefusal, start_redis_proxy, start_redis_proxy_for};
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 
 /// Starts a proxy whose policy allows one request per user.
-async fn start_proxy(url: &str) -> (Proxy, Upstream) {
+async fn start_proxy(url: &str) -> Proxy {
     let config = format!(
         "listen = {{ threads = 1 }}\n[store]\nkind = 'redis'\n[store.redis]\nurl = '{url}'\ntimeout = '5s'\nkey_prefix = 'test'\n\
          [[policy]]\nname = 'p'\nkey = ['header:x-user']\nlimit = {{ requests = 1, per = '1h' }}\non_store_failure = 'closed'\n"
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
-    (proxy, upstream)
+    let proxy = Proxy::echo_connected(&config).await;
+    proxy
 }
 
 async fn request_twice(proxy: &Proxy, user: &str) -> [u16; 2] {
@@ -28,11 +22,7 @@ async fn request_twice(proxy: &Proxy, user: &str) -> [u16; 2] {
 }
 
 async fn run_doctor(proxy: &Proxy) -> String {
-    let mut command = tidegate_command();
-    let command = command
-        .args(["doctor", "--config"])
-        .arg(proxy.config_path());
-    let report = run_command(command).await.stdout;
+    let report = proxy.run_command(&["doctor"]).await.stdout;
     report.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
@@ -54,7 +44,7 @@ async fn a_redis_proxy_is_recognized_and_decides() {
     ] {
         let server = RedisServer::start();
         let port = start_redis_proxy(server.port(), refusal).await;
-        let (proxy, _upstream) = start_proxy(&format!("valkey://127.0.0.1:{port}")).await;
+        let proxy = start_proxy(&format!("valkey://127.0.0.1:{port}")).await;
         assert_eq!(
             request_twice(&proxy, "ann").await,
             [200, 429],
@@ -89,8 +79,7 @@ async fn a_user_without_script_load_decides_by_texts() {
     let _: () = server
         .command("ACL SETUSER ann on >s3cret ~* &* +@all -script")
         .await;
-    let (proxy, _upstream) =
-        start_proxy(&format!("redis://ann:s3cret@127.0.0.1:{}", server.port())).await;
+    let proxy = start_proxy(&format!("redis://ann:s3cret@127.0.0.1:{}", server.port())).await;
     assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
     let _: () = server.command("SCRIPT FLUSH").await;
     assert_eq!(request_twice(&proxy, "bob").await, [200, 429]);
@@ -119,7 +108,7 @@ async fn a_user_without_script_load_decides_by_texts() {
 #[tokio::test]
 async fn an_ordinary_server_receives_no_script_text() {
     let server = RedisServer::start();
-    let (proxy, _upstream) = start_proxy(&format!("valkey://127.0.0.1:{}", server.port())).await;
+    let proxy = start_proxy(&format!("valkey://127.0.0.1:{}", server.port())).await;
     assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
     assert!(!proxy.log_text().contains("EVAL"));
     let calls: String = server.command("INFO commandstats").await;
@@ -137,7 +126,7 @@ async fn a_server_that_closes_one_connection_is_no_proxy() {
         let server = RedisServer::start();
         let refusal = ProxyRefusal::CloseWithoutKey;
         let port = start_redis_proxy_for(server.port(), refusal, closed_connections).await;
-        let (proxy, _upstream) = start_proxy(&format!("redis://127.0.0.1:{port}")).await;
+        let proxy = start_proxy(&format!("redis://127.0.0.1:{port}")).await;
         assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
         let (log, is_proxy) = (proxy.log_text(), closed_connections == 2);
         for message in [REFUSES, "this looks like a Redis proxy"] {
@@ -149,11 +138,7 @@ async fn a_server_that_closes_one_connection_is_no_proxy() {
         }
         if is_proxy {
             let _: u64 = server.command("CLIENT KILL TYPE normal").await;
-            proxy
-                .wait_for_log(ACCEPTS, 0, TEST_TIMEOUT, |line| {
-                    line.message_starts_with(ACCEPTS)
-                })
-                .await;
+            proxy.wait_for_message(ACCEPTS, 0).await;
             proxy.wait_for_store().await;
             assert_eq!(request_twice(&proxy, "bob").await, [200, 429]);
         }

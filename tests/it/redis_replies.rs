@@ -3,22 +3,17 @@
 //! The table of replies in `docs/operations/redis.md` is the list of cases: each row is tested, and
 //! each case has a row.
 
-use crate::support::TEST_TIMEOUT;
 use crate::support::fake_redis::AfterReply::{self, Close, Hang, Serve};
 use crate::support::fake_redis::{RedisFault, ScriptedRedis};
-use crate::support::redis::{RedisServer, redis_settings};
+use crate::support::prelude::*;
+use crate::support::redis::redis_settings;
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use std::time::Duration;
+use tidegate::limiter::{Charge, KeyBuilder, Limit};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisSettings, RedisStore, RedisTopology, SharedRedisState};
-use tokio::time::sleep;
 
-const LIMIT: Limit = Limit {
-    requests: 1000,
-    per_us: 60_000_000,
-    algorithm: Algorithm::SlidingLog,
-};
+const LIMIT: Limit = sliding_log(1000, 60_000_000);
 
 /// What happens to the connection, in the words of the page.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -245,18 +240,16 @@ async fn check_reply(case: ReplyCase, row: &ReplyRow, server: &ScriptedRedis) {
             assert_eq!(server.connection_count(), connections, "{name}");
         }
     } else {
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while server.connection_count() == connections {
-            assert!(Instant::now() < deadline, "{name}: the connection is kept");
-            sleep(Duration::from_millis(2)).await;
-        }
+        wait_until(format!("{name}: the connection to be closed"), async || {
+            server.connection_count() != connections
+        })
+        .await;
     }
     server.set_fault(None);
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while decide(&store).await.is_some() || !shared.is_up() {
-        assert!(Instant::now() < deadline, "{name}: no recovery");
-        sleep(Duration::from_millis(2)).await;
-    }
+    wait_until(format!("{name}: the recovery"), async || {
+        decide(&store).await.is_none() && shared.is_up()
+    })
+    .await;
     drop(store);
 
     let shared = SharedRedisState::new(RedisSettings {
@@ -296,13 +289,8 @@ async fn a_server_at_its_client_limit_is_a_connection_error() {
     let _only_client = server.connection().await;
     let shared = SharedRedisState::new(server.settings());
     let _store = RedisStore::start(&shared);
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while error_count(&shared, "connection") == 0 {
-        let counts: Vec<_> = shared
-            .error_counts()
-            .filter(|(_, count)| *count > 0)
-            .collect();
-        assert!(Instant::now() < deadline, "{counts:?}");
-        sleep(Duration::from_millis(5)).await;
-    }
+    wait_until("a connection error", async || {
+        error_count(&shared, "connection") > 0
+    })
+    .await;
 }

@@ -2,7 +2,8 @@
 //! answers.
 
 use crate::lua::PERIOD_US;
-use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::prelude::*;
+pub(crate) use crate::support::sliding_log;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::aio::MultiplexedConnection;
@@ -24,14 +25,6 @@ pub(crate) const START_US: u64 = 4_102_444_800_000_000;
 
 pub(crate) fn make_key(policy: &str) -> Key {
     KeyBuilder::new(policy).finish()
-}
-
-pub(crate) fn sliding_log(requests: u64, per_us: u64) -> Limit {
-    Limit {
-        requests,
-        per_us,
-        algorithm: Algorithm::SlidingLog,
-    }
 }
 
 pub(crate) fn fixed_window(requests: u64, per_us: u64, offset_us: u64) -> Limit {

@@ -1,14 +1,11 @@
 //! Policy reloads: every kind of file change, valid and invalid contents.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawClient;
-use crate::support::proxy::{LogLine, Proxy};
+use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use crate::support::upstream::{Upstream, channel_body};
 use hyper::Response;
 use std::fs;
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tempfile::TempDir;
 
 /// The documented maximum is 2 s; the rest is for a busy machine.
@@ -27,15 +24,12 @@ async fn get_limit(proxy: &Proxy) -> Option<u64> {
 }
 
 async fn wait_for_limit(proxy: &Proxy, requests: u64, what: &str) {
-    let changed = Instant::now();
-    while get_limit(proxy).await != Some(requests) {
-        assert!(
-            changed.elapsed() < RELOAD_TIMEOUT,
-            "{what}: limit {requests} is not in effect. The proxy logged:\n{}",
-            proxy.log_text()
-        );
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait_until_within(
+        format!("{what}: limit {requests}"),
+        RELOAD_TIMEOUT,
+        async || get_limit(proxy).await == Some(requests),
+    )
+    .await;
 }
 
 fn is_warning_or_error(line: &LogLine) -> bool {
@@ -44,8 +38,7 @@ fn is_warning_or_error(line: &LogLine) -> bool {
 
 #[tokio::test]
 async fn an_edit_in_place_takes_effect() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(1_000)).await;
     for requests in [2_000, 3_000, 4_000] {
         proxy.write_config(&make_policy(requests));
         wait_for_limit(&proxy, requests, "edited in place").await;
@@ -54,8 +47,7 @@ async fn an_edit_in_place_takes_effect() {
 
 #[tokio::test]
 async fn a_file_renamed_over_it_takes_effect() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(1_000)).await;
     for requests in [2_000, 3_000] {
         let new = proxy.config_path().with_extension("new");
         fs::write(&new, make_policy(requests)).unwrap();
@@ -76,7 +68,7 @@ async fn an_edited_include_takes_effect() {
     )
     .unwrap();
     let upstream = Upstream::echo().await;
-    let builder = Proxy::builder().config_file(&dir.path().join("config.toml"));
+    let builder = Proxy::setup("").config_file(&dir.path().join("config.toml"));
     let proxy = builder.upstream(upstream.address).start().await;
     assert_eq!(get_limit(&proxy).await, Some(1_000));
     fs::write(included.join("a.toml"), make_policy(2_000)).unwrap();
@@ -90,7 +82,7 @@ async fn an_edited_include_takes_effect() {
 async fn a_config_map_takes_effect_at_every_one_of_three_swaps() {
     let map = SecretVolume::mount(&[("config.toml", &make_policy(1_000))]);
     let upstream = Upstream::echo().await;
-    let builder = Proxy::builder()
+    let builder = Proxy::setup("")
         .config_file(&map.path("config.toml"))
         .upstream(upstream.address);
     let proxy = builder.start().await;
@@ -103,8 +95,7 @@ async fn a_config_map_takes_effect_at_every_one_of_three_swaps() {
 
 #[tokio::test]
 async fn sighup_reloads_at_once() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(1_000)).await;
     proxy.write_config(&make_policy(2_000));
     proxy.send_sighup();
     wait_for_limit(&proxy, 2_000, "SIGHUP").await;
@@ -112,8 +103,7 @@ async fn sighup_reloads_at_once() {
 
 #[tokio::test]
 async fn an_invalid_file_changes_nothing_and_is_logged() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(1_000)).await;
     let bad = [
         ("no TOML", "[[policy]\nname = \"p\"", ""),
         (
@@ -156,8 +146,7 @@ async fn an_invalid_file_changes_nothing_and_is_logged() {
 
 #[tokio::test]
 async fn a_removed_file_changes_nothing() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(1_000)).await;
     let mark = proxy.log_mark();
     fs::remove_file(proxy.config_path()).unwrap();
     proxy
@@ -176,8 +165,7 @@ async fn a_removed_file_changes_nothing() {
 /// A partially written file may parse and have another meaning.
 #[tokio::test]
 async fn a_half_written_file_is_not_applied() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(1_000)).await;
     let whole = format!("{}# {}\n", make_policy(2_000), "filler ".repeat(100));
     // Writes a bit more every 40 ms for over two seconds, so that the file is never stable for 100
     // ms.
@@ -194,8 +182,7 @@ async fn a_half_written_file_is_not_applied() {
 
 #[tokio::test]
 async fn trap_15_usage_is_kept_and_a_changed_limit_applies_at_once() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(3), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(3)).await;
     assert_eq!(proxy.get_statuses("/", 4).await, [200, 200, 200, 429]);
     // Raising the limit allows two more requests. Polling is rejected until the reload and then
     // uses one.
@@ -209,34 +196,24 @@ async fn trap_15_usage_is_kept_and_a_changed_limit_applies_at_once() {
     proxy.write_config(&make_policy(2));
     wait_for_limit(&proxy, 2, "lowered").await;
     let refused = proxy.get("/").await;
-    assert_eq!(
-        (
-            refused.status,
-            refused.list_parameter("ratelimit", "p", "r")
-        ),
-        (429, Some(0))
-    );
+    assert_eq!((refused.status, refused.remaining("p")), (429, Some(0)));
     proxy.write_config(&make_policy(6));
     wait_for_limit(&proxy, 6, "raised again").await;
-    assert_eq!(
-        proxy.get("/").await.status,
-        429,
-        "five were used before, and polling used one"
-    );
+    proxy
+        .expect_status("/", 429, "five were used before, and polling used one")
+        .await;
 }
 
 #[tokio::test]
 async fn trap_15_counters_survive_a_reload_that_changes_something_else() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(2), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(2)).await;
     assert_eq!(proxy.get_statuses("/", 3).await, [200, 200, 429]);
     let extra = "[[policy]]\nname = \"new\"\nmatch = { path = \"/new\" }\naction = \"deny\"\n";
     proxy.write_config(&format!("{extra}{}", make_policy(2)));
-    let changed = Instant::now();
-    while proxy.get("/new").await.status != 403 {
-        assert!(changed.elapsed() < RELOAD_TIMEOUT, "{}", proxy.log_text());
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait_until_within("the reload", RELOAD_TIMEOUT, async || {
+        proxy.get("/new").await.status == 403
+    })
+    .await;
     assert_eq!(proxy.get("/").await.status, 429);
 }
 
@@ -254,8 +231,9 @@ async fn a_request_in_flight_survives_a_reload() {
     })
     .await;
     let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET /slow HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut client = proxy
+        .send_raw("GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+        .await;
     feeder.send("before").await;
     client.read_past(b"before").await;
     proxy.write_config(&make_policy(2_000));
@@ -269,8 +247,7 @@ async fn a_request_in_flight_survives_a_reload() {
 
 #[tokio::test]
 async fn a_change_that_needs_a_restart_is_logged() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&make_policy(1_000), upstream.address).await;
+    let proxy = Proxy::with_echo(&make_policy(1_000)).await;
     let mark = proxy.log_mark();
     proxy.write_config(&format!(
         "[listen]\nmax_connections = 5\n{}",
@@ -295,13 +272,10 @@ async fn a_reload_that_changes_block_for_does_not_end_a_block() {
             "[[policy]]\nname = \"p\"\nlimit = {{ requests = {requests}, per = \"1ms\" }}\n{block}"
         )
     };
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&policy(0, "block_for = \"1h\""), upstream.address).await;
-    assert_eq!(
-        proxy.get("/").await.status,
-        429,
-        "a request that never fits must not start a block"
-    );
+    let proxy = Proxy::with_echo(&policy(0, "block_for = \"1h\"")).await;
+    proxy
+        .expect_status("/", 429, "a request that never fits must not start a block")
+        .await;
     proxy.write_config(&policy(1, "block_for = \"1h\""));
     wait_for_limit(&proxy, 1, "one a millisecond").await;
     while proxy.get_statuses("/", 8).await.ends_with(&[200]) {}

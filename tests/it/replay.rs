@@ -1,7 +1,7 @@
 //! `tidegate replay`: simulates policies over the requests of a past access log.
 
 use crate::support::generated_log::{self, ExpectedReport};
-use crate::support::process::{ChildProcess, ProcessOutput, tidegate_command};
+use crate::support::prelude::*;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
@@ -27,7 +27,7 @@ async fn run_replay(dir: &Path, args: &[&str]) -> ProcessOutput {
 
 fn parse_report(ended: &ProcessOutput) -> Value {
     assert!(ended.status.success(), "{}", ended.stderr);
-    serde_json::from_str(&ended.stdout).unwrap()
+    ended.json()
 }
 
 #[tokio::test]
@@ -111,7 +111,7 @@ async fn replay_writes_a_text_report_and_an_html_page() {
         "SUGGESTED",
         "█",
     ] {
-        assert!(ended.stdout.contains(text), "{text}\n{}", ended.stdout);
+        ended.expect_stdout(text);
     }
     assert!(
         !ended.stdout.contains('\u{1b}'),
@@ -205,10 +205,6 @@ async fn invalid_arguments_and_files_are_reported() {
             !ended.status.success() && ended.stdout.is_empty(),
             "{args:?}"
         );
-        assert!(
-            ended.stderr.contains(expected),
-            "{args:?}: {}",
-            ended.stderr
-        );
+        ended.expect_stderr(expected);
     }
 }

@@ -1,18 +1,12 @@
 //! Amounts of limits that requests state, end to end.
 
 use crate::reference_model::NaiveModel;
-use crate::support::client::{ClientRequest, RawResponse};
 use crate::support::jwt_issuer::TokenIssuer;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
 use crate::support::unix_s;
-use crate::support::upstream::Upstream;
 use serde_json::{Value, json};
 use std::fs;
-use std::path::PathBuf;
-use tempfile::TempDir;
 use tidegate::limiter::{
     Algorithm, Amendment, Charge, KeyBuilder, Limit, OverrideInEffect, Refusal,
 };
@@ -59,7 +53,7 @@ limit = { requests_from = "header:x-rpm", default = 2, max = 5, per = "30d", alg
 "#;
 
 struct AmountFixture {
-    dir: TempDir,
+    config: ConfigFile,
     upstream: Upstream,
     redis: RedisServer,
 }
@@ -67,33 +61,20 @@ struct AmountFixture {
 impl AmountFixture {
     async fn start() -> Self {
         Self {
-            dir: TempDir::new().unwrap(),
+            config: ConfigFile::new(""),
             upstream: Upstream::echo().await,
             redis: RedisServer::start(),
         }
     }
 
-    fn config_path(&self) -> PathBuf {
-        self.dir.path().join("config.toml")
-    }
-
     async fn start_proxy(&self, store: &str, policies: &str) -> Proxy {
-        let secret = self.dir.path().join("secret");
+        let secret = self.config.beside("secret");
         fs::write(&secret, SECRET).unwrap();
         let policies = policies.replace("FILE", &secret.display().to_string());
         let text = format!("{store}\n{policies}");
-        fs::write(self.config_path(), &text).unwrap();
-        let proxy = Proxy::start(&text, self.upstream.address).await;
-        proxy.wait_for_store().await;
+        self.config.write(&text);
+        let proxy = Proxy::start_connected(&text, self.upstream.address).await;
         proxy
-    }
-
-    async fn run_command(&self, words: &[&str]) -> String {
-        let mut command = tidegate_command();
-        let command = command.args(words).arg("--config").arg(self.config_path());
-        let ended = run_command(command).await;
-        assert_eq!(ended.status.code(), Some(0), "{words:?}: {}", ended.stderr);
-        ended.stdout
     }
 }
 
@@ -169,7 +150,7 @@ async fn a_header_counts_only_from_a_trusted_proxy_and_a_larger_amount_is_not_re
         response.list_parameter("ratelimit-policy", "tenant", "q"),
         Some(4)
     );
-    assert_eq!(response.list_parameter("ratelimit", "tenant", "r"), Some(1));
+    assert_eq!(response.remaining("tenant"), Some(1));
     assert_eq!(send(&proxy, "/tenant", "a", Some("2")).await.status, 429);
     assert_eq!(
         admitted(&proxy, "/tenant", "a", "4", 3).await,
@@ -184,17 +165,18 @@ async fn a_header_counts_only_from_a_trusted_proxy_and_a_larger_amount_is_not_re
 
     let explain = async |path: &str, more: &[&str]| {
         let words = ["explain", path, "-H", "x-tenant: a", "-H", "x-rpm: 5"];
-        fixture.run_command(&[&words[..], more].concat()).await
+        fixture
+            .config
+            .run_successfully(&[&words[..], more].concat())
+            .await
     };
     let shown = explain("/tenant", &[]).await;
-    assert!(
-        shown.contains("5 per 1h") && shown.contains("1 left"),
-        "{shown}"
-    );
+    assert_contains(&shown, &["5 per 1h", "1 left"]);
     let two_limits = explain("/two", &[]).await;
     assert!(!two_limits.contains("override"), "{two_limits}");
     fixture
-        .run_command(&["overrides", "set", "tenant", "a", "--requests", "9"])
+        .config
+        .run_successfully(&["overrides", "set", "tenant", "a", "--requests", "9"])
         .await;
     let shown = explain("/tenant", &[]).await;
     assert!(shown.contains("by an override"), "{shown}");
@@ -349,10 +331,7 @@ fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() 
     let bucket = |requests| Limit {
         requests,
         per_us: 60 * SECOND_US,
-        algorithm: Algorithm::TokenBucket {
-            burst: 2,
-            warm_up_us: 0,
-        },
+        algorithm: plain_bucket(2),
     };
     let (large, small) = (bucket(10), bucket(1));
     for mut store in StoreUnderTest::both_stores() {
@@ -424,19 +403,20 @@ async fn replay_reads_amounts_from_the_log_or_says_that_it_cannot() {
     fixture
         .start_proxy("store = { kind = 'memory' }", POLICIES)
         .await;
-    let log = fixture.dir.path().join("access.log");
+    let log = fixture.config.beside("access.log");
     let line = "{\"timestamp\":\"2026-11-20T09:00:00Z\",\"method\":\"GET\",\"path\":\"/tenant\",\"client_ip\":\"127.0.0.1\",\"status\":200,\"tenant\":\"a\",\"rpm\":\"4\"}\n";
     fs::write(&log, line.repeat(6)).unwrap();
     let log = log.display().to_string();
     let tenant = ["replay", &log, "--header-from", "x-tenant=tenant", "--json"];
-    let text = fixture.run_command(&tenant).await;
-    assert!(
-        text.contains("every request had the default amount 2, because header x-rpm is missing"),
-        "{text}"
+    let text = fixture.config.run_successfully(&tenant).await;
+    assert_contains(
+        &text,
+        &["every request had the default amount 2, because header x-rpm is missing"],
     );
     let report: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(report["sets"][0]["limited"], 4, "{report:#}");
     let both = [&tenant[..], &["--header-from", "x-rpm=rpm"]].concat();
-    let report: Value = serde_json::from_str(&fixture.run_command(&both).await).unwrap();
+    let report: Value =
+        serde_json::from_str(&fixture.config.run_successfully(&both).await).unwrap();
     assert_eq!(report["sets"][0]["limited"], 2, "{report:#}");
 }

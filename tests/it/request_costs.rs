@@ -1,11 +1,6 @@
 //! Request costs, and the cost of rejected requests.
 
-use crate::limits::start_proxy;
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::ClientRequest;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::time::{Duration, Instant};
 use tokio::time::sleep_until;
 
@@ -19,13 +14,13 @@ limit = { requests = 1000000, per = "1h" }
 /// The units charged for a request with these header fields.
 async fn charged_units(proxy: &Proxy, fields: &[u8]) -> u64 {
     let left = async |fields: &[u8]| {
-        let mut client = crate::support::client::RawClient::connect(proxy.address).await;
+        let mut client = RawClient::connect(proxy.address).await;
         client
             .send([b"GET / HTTP/1.1\r\nHost: a\r\n", fields, b"\r\n"].concat())
             .await;
         let reply = client.read_response().await;
         assert_eq!(reply.status, 200);
-        reply.list_parameter("ratelimit", "priced", "r").unwrap()
+        reply.remaining("priced").unwrap()
     };
     let before = left(b"X-Cost: 1\r\n").await;
     before - left(fields).await
@@ -33,7 +28,7 @@ async fn charged_units(proxy: &Proxy, fields: &[u8]) -> u64 {
 
 #[tokio::test]
 async fn a_cost_is_read_from_a_header_and_invalid_values_cost_the_maximum() {
-    let (proxy, _upstream) = start_proxy(COST_HEADER_POLICY).await;
+    let proxy = Proxy::with_echo(COST_HEADER_POLICY).await;
     for (fields, cost) in [
         ("", 2),
         ("X-Cost: 1\r\n", 1),
@@ -64,11 +59,7 @@ async fn a_cost_is_read_from_a_header_and_invalid_values_cost_the_maximum() {
         "repeated"
     );
     for look_alike in ["X_Cost", "x.cost"] {
-        let reply = proxy
-            .request("GET", "/")
-            .header(look_alike, "1")
-            .send()
-            .await;
+        let reply = proxy.get_with("/", look_alike, "1").await;
         assert_eq!(reply.status, 400, "{look_alike}");
     }
     let dropped = proxy
@@ -85,7 +76,7 @@ async fn a_cost_is_read_from_a_header_and_invalid_values_cost_the_maximum() {
 
 #[tokio::test]
 async fn trap_12_a_cost_that_does_not_fit_is_rejected_whole() {
-    let (proxy, upstream) = start_proxy(
+    let proxy = Proxy::with_echo(
         r#"
 [[policy]]
 name = "priced"
@@ -95,26 +86,17 @@ limit = { requests = 10, per = "1h" }
     )
     .await;
     let ask = |cost: &'static str| proxy.request("GET", "/").header("x-cost", cost).send();
-    assert_eq!(
-        ask("9").await.list_parameter("ratelimit", "priced", "r"),
-        Some(1)
-    );
+    assert_eq!(ask("9").await.remaining("priced"), Some(1));
     let refused = ask("2").await;
     assert_eq!(
-        (
-            refused.status,
-            refused.list_parameter("ratelimit", "priced", "r")
-        ),
+        (refused.status, refused.remaining("priced")),
         (429, Some(1))
     );
     assert!(refused.header("retry-after").is_some());
     for never in ["11", "100", "many"] {
         let refused = ask(never).await;
         assert_eq!(
-            (
-                refused.status,
-                refused.list_parameter("ratelimit", "priced", "r")
-            ),
+            (refused.status, refused.remaining("priced")),
             (429, Some(1)),
             "{never}"
         );
@@ -133,7 +115,7 @@ limit = { requests = 10, per = "1h" }
         assert!(problem.get("retry_after").is_none(), "{problem}");
     }
     assert_eq!(ask("1").await.status, 200);
-    assert_eq!(upstream.requests().len(), 2);
+    assert_eq!(proxy.echo().requests().len(), 2);
 }
 
 #[tokio::test]
@@ -145,7 +127,7 @@ key = ["header:x-user"]
 limit = { requests = 1, per = "100ms" }
 block_for = "1s"
 "#;
-    let (proxy, upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let ask = || proxy.request("GET", "/").header("x-user", "ann").send();
     assert_eq!(ask().await.status, 200);
     // On a slow machine the limit may be free again.
@@ -156,19 +138,15 @@ block_for = "1s"
             break (sent, reply);
         }
     };
-    let seen = upstream.requests().len();
+    let seen = proxy.echo().requests().len();
     assert!(
         first.retry_after_us() > 900_000,
         "{}",
         first.retry_after_us()
     );
-    assert_eq!(first.list_parameter("ratelimit", "login", "r"), Some(0));
+    assert_eq!(first.remaining("login"), Some(0));
     assert_eq!(
-        proxy
-            .request("GET", "/")
-            .header("x-user", "bob")
-            .send_for_status()
-            .await,
+        proxy.get_with("/", "x-user", "bob").await.status,
         200,
         "another key"
     );
@@ -179,11 +157,7 @@ block_for = "1s"
         retry.retry_after_us() < first.retry_after_us(),
         "a retry prolonged the block"
     );
-    proxy
-        .wait_for_log("a blocked request", mark, TEST_TIMEOUT, |line| {
-            line.field("decision") == "blocked"
-        })
-        .await;
+    proxy.wait_for_field("decision", "blocked", mark).await;
     let freed = loop {
         let reply = ask().await;
         if reply.status == 200 {
@@ -199,19 +173,15 @@ block_for = "1s"
         "{:?}",
         freed - begun
     );
-    assert_eq!(upstream.requests().len(), seen + 2);
+    assert_eq!(proxy.echo().requests().len(), seen + 2);
 }
 
 /// A proxy with counters in memory, and one with counters in Redis.
-async fn start_in_each_store(policies: &str) -> [(Proxy, Upstream, Option<RedisServer>); 2] {
+async fn start_in_each_store(policies: &str) -> [(Proxy, Option<RedisServer>); 2] {
     let server = RedisServer::start();
     let config = format!("{}\n{policies}", server.store_config());
-    let ((in_memory, upstream), (in_redis, redis_upstream)) =
-        (start_proxy(policies).await, start_proxy(&config).await);
-    [
-        (in_memory, upstream, None),
-        (in_redis, redis_upstream, Some(server)),
-    ]
+    let (in_memory, in_redis) = (Proxy::with_echo(policies), Proxy::with_echo(&config));
+    [(in_memory.await, None), (in_redis.await, Some(server))]
 }
 
 #[tokio::test]
@@ -222,7 +192,7 @@ name = "p"
 limit = { requests = 1, per = "1s" }
 count_rejected = true
 "#;
-    for (proxy, upstream, _server) in start_in_each_store(config).await {
+    for (proxy, _server) in start_in_each_store(config).await {
         let mut last = Instant::now();
         assert_eq!(proxy.get("/").await.status, 200);
         let (start, mut wait_us) = (last, 0);
@@ -238,7 +208,7 @@ count_rejected = true
                 wait_us = reply.retry_after_us();
                 assert_eq!(wait_us, 1_000_000, "the wait is one period from this retry");
                 assert_eq!(reply.header("retry-after"), Some("1"));
-                assert_eq!(reply.list_parameter("ratelimit", "p", "r"), Some(0));
+                assert_eq!(reply.remaining("p"), Some(0));
                 assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
                 assert!(
                     reply
@@ -248,15 +218,13 @@ count_rejected = true
             }
             last = sent;
         }
-        let seen = upstream.requests().len();
+        let seen = proxy.echo().requests().len();
         sleep_until((Instant::now() + Duration::from_micros(wait_us + 2_000)).into()).await;
+        proxy
+            .expect_status("/", 200, "the client waited as reported")
+            .await;
         assert_eq!(
-            proxy.get("/").await.status,
-            200,
-            "the client waited as reported"
-        );
-        assert_eq!(
-            upstream.requests().len(),
+            proxy.echo().requests().len(),
             seen + 1,
             "rejected requests must not reach the upstream"
         );
@@ -277,12 +245,11 @@ name = "other"
 limit = { requests = 9, per = "1d" }
 count_rejected = true
 "#;
-    for (proxy, _upstream, _server) in start_in_each_store(config).await {
+    for (proxy, _server) in start_in_each_store(config).await {
         let mut seen = Vec::new();
         for _ in 0..6 {
             let reply = proxy.get("/").await;
-            let left = ["p", "p-2", "other"]
-                .map(|name| reply.list_parameter("ratelimit", name, "r").unwrap());
+            let left = ["p", "p-2", "other"].map(|name| reply.remaining(name).unwrap());
             let wait_us = if reply.status == 429 {
                 reply.retry_after_us()
             } else {
@@ -325,7 +292,7 @@ limit = { requests = 1, per = "800ms" }
 count_rejected = true
 block_for = "2s"
 "#;
-    for (proxy, _upstream, _server) in start_in_each_store(config).await {
+    for (proxy, _server) in start_in_each_store(config).await {
         // On a slow machine the limit may be free again.
         let start = Instant::now();
         let mut wait_us = loop {
@@ -353,11 +320,9 @@ block_for = "2s"
             "the wait is one period from this retry"
         );
         sleep_until((Instant::now() + Duration::from_millis(802)).into()).await;
-        assert_eq!(
-            proxy.get("/").await.status,
-            200,
-            "the client waited as reported"
-        );
+        proxy
+            .expect_status("/", 200, "the client waited as reported")
+            .await;
     }
 }
 
@@ -371,7 +336,7 @@ mode = "shadow"
 limit = { requests = 1, per = "500ms" }
 count_rejected = true
 "#;
-    for (proxy, _upstream, _server) in start_in_each_store(config).await {
+    for (proxy, _server) in start_in_each_store(config).await {
         let (start, mut sent, mut longest) = (Instant::now(), 0, Duration::ZERO);
         let mut last = start;
         while start.elapsed() < Duration::from_millis(1_200) {
@@ -381,11 +346,7 @@ count_rejected = true
             longest = longest.max(last.elapsed());
             last = Instant::now();
         }
-        let page = ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-            .header("host", "localhost")
-            .send()
-            .await
-            .text();
+        let page = proxy.admin_request("GET", "/metrics").send().await.text();
         let count = |decision: &str| {
             let series =
                 format!("tidegate_requests_total{{policy=\"candidate\",decision=\"{decision}\"}} ");

@@ -1,10 +1,7 @@
 //! Requests that proxy and upstream could parse differently: checks the bytes that reach the
 //! upstream.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::RawUpstream;
+use crate::support::prelude::*;
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -33,8 +30,7 @@ impl ValidationFixture {
     /// Sends these bytes, then reads the first response or the close.
     async fn send(&self, bytes: &[u8]) -> (RawClient, ConnectionOutcome) {
         let before = self.upstream.received_bytes().len();
-        let mut client = RawClient::connect(self.proxy.address).await;
-        client.send(bytes).await;
+        let mut client = self.proxy.send_raw(bytes).await;
         let reply = client.read_response_or_close().await;
         let reached = self.upstream.received_bytes()[before..].to_vec();
         let reached_upstream = String::from_utf8_lossy(&reached).into_owned();
@@ -441,8 +437,7 @@ async fn an_incomplete_head_times_out() {
         "PRI * HT",
         "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ] {
-        let mut client = RawClient::connect(fixture.proxy.address).await;
-        client.send(head).await;
+        let mut client = fixture.proxy.send_raw(head).await;
         let rest = client.read_to_close().await;
         let text = String::from_utf8_lossy(&rest);
         let h1_answer = text.starts_with("HTTP/1.1 ");
@@ -457,8 +452,10 @@ async fn an_incomplete_head_times_out() {
 #[tokio::test]
 async fn a_head_sent_byte_by_byte_times_out() {
     let fixture = ValidationFixture::start("[listen.http]\nheader_timeout = '300ms'").await;
-    let mut client = RawClient::connect(fixture.proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\nX-Drip: ").await;
+    let mut client = fixture
+        .proxy
+        .send_raw("GET / HTTP/1.1\r\nHost: a\r\nX-Drip: ")
+        .await;
     let start = std::time::Instant::now();
     while !client.closes_within(Duration::from_millis(50)).await {
         assert!(

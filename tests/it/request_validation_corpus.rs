@@ -1,8 +1,6 @@
 //! A table of unusual requests and the bytes that the upstream may receive for each.
 
-use crate::support::client::RawClient;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::RawUpstream;
+use crate::support::prelude::*;
 
 /// Each request uses its own upstream connection, so that the last received bytes belong to it.
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok";
@@ -37,59 +35,148 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             &format!("Transfer-Encoding: chunked\r\n{fields}"),
         ) + body
     };
-    vec![
+    let rejected = vec![
         // Request line.
         (
             "a bare CR ends the line",
             format!("GET / HTTP/1.1\r{HOST_FIELD}\r\n"),
-            ConnectionRejected,
         ),
         (
             "only bare CRs",
             "GET / HTTP/1.1\rHost: a\r\r".to_owned() + "\r\n\r\n",
-            ConnectionRejected,
         ),
-        (
-            "NUL in the target",
-            head("GET /a\0b HTTP/1.1", ""),
-            ConnectionRejected,
-        ),
-        (
-            "a tab for a space",
-            head("GET\t/\tHTTP/1.1", ""),
-            ConnectionRejected,
-        ),
-        (
-            "an invalid version",
-            head("GET / HTTP/1.1x", ""),
-            ConnectionRejected,
-        ),
-        (
-            "a version in lower case",
-            head("GET / http/1.1", ""),
-            ConnectionRejected,
-        ),
+        ("NUL in the target", head("GET /a\0b HTTP/1.1", "")),
+        ("a tab for a space", head("GET\t/\tHTTP/1.1", "")),
+        ("an invalid version", head("GET / HTTP/1.1x", "")),
+        ("a version in lower case", head("GET / http/1.1", "")),
         (
             "a method in lower case",
             head("post / HTTP/1.1", "Content-Length: 0\r\n"),
-            ConnectionRejected,
         ),
         (
             "an unknown method in lower case",
             head("purge / HTTP/1.1", ""),
-            ConnectionRejected,
         ),
+        ("HTTP/0.9", "GET /\r\n\r\n".to_owned()),
+        ("no target", head("GET HTTP/1.1", "")),
+        ("a space before the method", head(" GET / HTTP/1.1", "")),
+        // Target and host.
+        (
+            "whole URL of another host",
+            head("GET http://evil.example/ HTTP/1.1", ""),
+        ),
+        (
+            "a user in the URL",
+            head("GET http://u@shop.example/ HTTP/1.1", ""),
+        ),
+        (
+            "another scheme",
+            head("GET file:///etc/passwd HTTP/1.1", ""),
+        ),
+        ("two Hosts", get("Host: shop.example\r\n")),
+        (
+            "a Host with spaces before its colon",
+            "GET / HTTP/1.1\r\nHost : shop.example\r\n\r\n".to_owned(),
+        ),
+        (
+            "an empty Host",
+            "GET / HTTP/1.1\r\nHost:\r\n\r\n".to_owned(),
+        ),
+        // Body length.
+        (
+            "length in HTTP/1.0 with chunks",
+            format!(
+                "POST / HTTP/1.0\r\n{HOST_FIELD}Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+            ),
+        ),
+        (
+            "a folded coding",
+            head("POST / HTTP/1.1", "Transfer-Encoding:\r\n chunked\r\n") + "0\r\n\r\n",
+        ),
+        (
+            "a coding with a form feed",
+            head("POST / HTTP/1.1", "Transfer-Encoding: \x0cchunked\r\n") + "0\r\n\r\n",
+        ),
+        (
+            "a coding's look-alike",
+            head(
+                "POST / HTTP/1.1",
+                "Transfer_Encoding: chunked\r\nContent-Length: 0\r\n",
+            ),
+        ),
+        (
+            "a length's look-alike",
+            head("POST / HTTP/1.1", "Content_Length: 9\r\n"),
+        ),
+        (
+            "a length with a tab inside",
+            head("POST / HTTP/1.1", "Content-Length: 1\t0\r\n") + "x",
+        ),
+        (
+            "a trailer with the key header",
+            chunks("Trailer: X-User-Id\r\n", "0\r\nX-User-Id: evil\r\n\r\n"),
+        ),
+        (
+            "a trailer with a framing header",
+            chunks(
+                "Trailer: Content-Length\r\n",
+                "0\r\nContent-Length: 9\r\n\r\n",
+            ),
+        ),
+        (
+            "a trailer with a client address",
+            chunks("Trailer: X-Forwarded-For\r\n", "0\r\n\r\n"),
+        ),
+        (
+            "a trailer's look-alike",
+            chunks("Trailer: x_user_id\r\n", "0\r\n\r\n"),
+        ),
+        (
+            "a trailer with an invalid name",
+            chunks("Trailer: a b\r\n", "0\r\n\r\n"),
+        ),
+        // Header fields.
+        ("no name", get(": x\r\n")),
+        ("a name with a space", get("X A: x\r\n")),
+        ("a name with a NUL", get("X\0A: x\r\n")),
+        ("a name with a bracket", get("X(A: x\r\n")),
+        ("a bare CR in a value", get("X-A: a\rb\r\n")),
+        ("a vertical tab in a value", get("X-A: a\x0bb\r\n")),
+        ("DEL in a value", get("X-A: a\x7fb\r\n")),
+        ("the key's look-alike", get("X_User_Id: evil\r\n")),
+        ("the key's look-alike by a dot", get("X.User.Id: evil\r\n")),
+        ("an unknown expectation", get("Expect: magic\r\n")),
+        // Hop-by-hop fields.
+        (
+            "Connection names the key header",
+            get("X-User-Id: me\r\nConnection: X-User-Id\r\n"),
+        ),
+        (
+            "Connection names the key header among others",
+            get("X-User-Id: me\r\nConnection: close, ,x-a,\tX-USER-ID\r\n"),
+        ),
+        (
+            "Connection names the key header on a second line",
+            get("X-User-Id: me\r\nConnection: keep-alive\r\nConnection: x-user-id\r\n"),
+        ),
+        (
+            "Connection names Cookie",
+            get("Cookie: a=1\r\nConnection: cookie\r\n"),
+        ),
+        (
+            "Connection names Authorization",
+            get("Authorization: Bearer x\r\nConnection: authorization\r\n"),
+        ),
+        (
+            "a look-alike of a forwarding header",
+            get("X_Forwarded_For: 6.6.6.6\r\n"),
+        ),
+    ];
+    let others = vec![
         (
             "an unknown method",
             head("PURGE /x HTTP/1.1", ""),
             Forwarded(&["purge /x http/1.1\r\n"], &[]),
-        ),
-        ("HTTP/0.9", "GET /\r\n\r\n".to_owned(), ConnectionRejected),
-        ("no target", head("GET HTTP/1.1", ""), ConnectionRejected),
-        (
-            "a space before the method",
-            head(" GET / HTTP/1.1", ""),
-            ConnectionRejected,
         ),
         (
             "empty lines before it",
@@ -101,82 +188,15 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             head("GET /x#/../y HTTP/1.1", ""),
             Forwarded(&["get /x http/1.1\r\n"], &["#", "/y"]),
         ),
-        // Target and host.
-        (
-            "whole URL of another host",
-            head("GET http://evil.example/ HTTP/1.1", ""),
-            ConnectionRejected,
-        ),
         (
             "whole URL of the host",
             head("GET http://shop.example/x HTTP/1.1", ""),
             Forwarded(&["get /x http/1.1\r\nhost: shop.example\r\n"], &["http://"]),
         ),
         (
-            "a user in the URL",
-            head("GET http://u@shop.example/ HTTP/1.1", ""),
-            ConnectionRejected,
-        ),
-        (
-            "another scheme",
-            head("GET file:///etc/passwd HTTP/1.1", ""),
-            ConnectionRejected,
-        ),
-        (
-            "two Hosts",
-            get("Host: shop.example\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "a Host with spaces before its colon",
-            "GET / HTTP/1.1\r\nHost : shop.example\r\n\r\n".to_owned(),
-            ConnectionRejected,
-        ),
-        (
-            "an empty Host",
-            "GET / HTTP/1.1\r\nHost:\r\n\r\n".to_owned(),
-            ConnectionRejected,
-        ),
-        (
             "HTTP/1.0 without a Host",
             "GET /x HTTP/1.0\r\n\r\n".to_owned(),
             Forwarded(&["get /x http/1.1\r\n", "\r\nhost: 127.0.0.1:"], &[]),
-        ),
-        // Body length.
-        (
-            "length in HTTP/1.0 with chunks",
-            format!(
-                "POST / HTTP/1.0\r\n{HOST_FIELD}Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-            ),
-            ConnectionRejected,
-        ),
-        (
-            "a folded coding",
-            head("POST / HTTP/1.1", "Transfer-Encoding:\r\n chunked\r\n") + "0\r\n\r\n",
-            ConnectionRejected,
-        ),
-        (
-            "a coding with a form feed",
-            head("POST / HTTP/1.1", "Transfer-Encoding: \x0cchunked\r\n") + "0\r\n\r\n",
-            ConnectionRejected,
-        ),
-        (
-            "a coding's look-alike",
-            head(
-                "POST / HTTP/1.1",
-                "Transfer_Encoding: chunked\r\nContent-Length: 0\r\n",
-            ),
-            ConnectionRejected,
-        ),
-        (
-            "a length's look-alike",
-            head("POST / HTTP/1.1", "Content_Length: 9\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "a length with a tab inside",
-            head("POST / HTTP/1.1", "Content-Length: 1\t0\r\n") + "x",
-            ConnectionRejected,
         ),
         (
             "leading zeros",
@@ -206,98 +226,9 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             Forwarded(&["\r\n\r\n0\r\n\r\n"], &["evil", "content-length"]),
         ),
         (
-            "a trailer with the key header",
-            chunks("Trailer: X-User-Id\r\n", "0\r\nX-User-Id: evil\r\n\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "a trailer with a framing header",
-            chunks(
-                "Trailer: Content-Length\r\n",
-                "0\r\nContent-Length: 9\r\n\r\n",
-            ),
-            ConnectionRejected,
-        ),
-        (
-            "a trailer with a client address",
-            chunks("Trailer: X-Forwarded-For\r\n", "0\r\n\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "a trailer's look-alike",
-            chunks("Trailer: x_user_id\r\n", "0\r\n\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "a trailer with an invalid name",
-            chunks("Trailer: a b\r\n", "0\r\n\r\n"),
-            ConnectionRejected,
-        ),
-        // Header fields.
-        ("no name", get(": x\r\n"), ConnectionRejected),
-        ("a name with a space", get("X A: x\r\n"), ConnectionRejected),
-        ("a name with a NUL", get("X\0A: x\r\n"), ConnectionRejected),
-        (
-            "a name with a bracket",
-            get("X(A: x\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "a bare CR in a value",
-            get("X-A: a\rb\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "a vertical tab in a value",
-            get("X-A: a\x0bb\r\n"),
-            ConnectionRejected,
-        ),
-        ("DEL in a value", get("X-A: a\x7fb\r\n"), ConnectionRejected),
-        (
-            "the key's look-alike",
-            get("X_User_Id: evil\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "the key's look-alike by a dot",
-            get("X.User.Id: evil\r\n"),
-            ConnectionRejected,
-        ),
-        (
             "the key twice",
             get("X-User-Id: a\r\nX-User-Id: b\r\n"),
             RequestRejected,
-        ),
-        (
-            "an unknown expectation",
-            get("Expect: magic\r\n"),
-            ConnectionRejected,
-        ),
-        // Hop-by-hop fields.
-        (
-            "Connection names the key header",
-            get("X-User-Id: me\r\nConnection: X-User-Id\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "Connection names the key header among others",
-            get("X-User-Id: me\r\nConnection: close, ,x-a,\tX-USER-ID\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "Connection names the key header on a second line",
-            get("X-User-Id: me\r\nConnection: keep-alive\r\nConnection: x-user-id\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "Connection names Cookie",
-            get("Cookie: a=1\r\nConnection: cookie\r\n"),
-            ConnectionRejected,
-        ),
-        (
-            "Connection names Authorization",
-            get("Authorization: Bearer x\r\nConnection: authorization\r\n"),
-            ConnectionRejected,
         ),
         (
             "Connection names other fields",
@@ -329,12 +260,11 @@ fn http1_cases() -> Vec<(&'static str, String, ExpectedOutcome)> {
             ),
             Forwarded(&["x-forwarded-for: 127.0.0.1\r\n"], &["6.6.6.6", "gopher"]),
         ),
-        (
-            "a look-alike of a forwarding header",
-            get("X_Forwarded_For: 6.6.6.6\r\n"),
-            ConnectionRejected,
-        ),
-    ]
+    ];
+    let rejected = rejected
+        .into_iter()
+        .map(|(what, request)| (what, request, ConnectionRejected));
+    rejected.chain(others).collect()
 }
 
 #[tokio::test]
@@ -346,8 +276,7 @@ async fn ambiguous_http1_requests_are_normalized_or_rejected() {
     let mut wrong = Vec::new();
     for (what, bytes, fate) in http1_cases() {
         let before = upstream.received_bytes().len();
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send(bytes.as_bytes()).await;
+        let mut client = proxy.send_raw(bytes.as_bytes()).await;
         let status = client
             .read_response_or_close()
             .await
@@ -415,118 +344,46 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
             .filter(|(known, _)| *known != name)
             .collect::<HeaderFields>()
     };
-    vec![
-        (
-            "CRLF in a value",
-            with(b"x-a", b"a\r\nx-b: c"),
-            ConnectionRejected,
-        ),
-        (
-            "LF in a value",
-            with(b"x-a", b"a\nx-b: c"),
-            ConnectionRejected,
-        ),
-        ("CR in a value", with(b"x-a", b"a\rb"), ConnectionRejected),
-        ("NUL in a value", with(b"x-a", b"a\0b"), ConnectionRejected),
-        ("a name in capitals", with(b"X-A", b"a"), ConnectionRejected),
-        (
-            "a name with a colon",
-            with(b"x-a: b", b"c"),
-            ConnectionRejected,
-        ),
-        (
-            "a name with CRLF",
-            with(b"x-a\r\nx-b", b"c"),
-            ConnectionRejected,
-        ),
-        (
-            "a name with a space",
-            with(b"x a", b"c"),
-            ConnectionRejected,
-        ),
-        ("an empty name", with(b"", b"c"), ConnectionRejected),
-        (
-            "Connection",
-            with(b"connection", b"x-user-id"),
-            ConnectionRejected,
-        ),
-        (
-            "Keep-Alive",
-            with(b"keep-alive", b"timeout=5"),
-            ConnectionRejected,
-        ),
-        (
-            "Proxy-Connection",
-            with(b"proxy-connection", b"close"),
-            ConnectionRejected,
-        ),
-        ("Upgrade", with(b"upgrade", b"h2c"), ConnectionRejected),
-        (
-            "Transfer-Encoding",
-            with(b"transfer-encoding", b"chunked"),
-            ConnectionRejected,
-        ),
-        (
-            "TE other than trailers",
-            with(b"te", b"gzip"),
-            ConnectionRejected,
-        ),
-        (
-            "TE",
-            with(b"te", b"trailers"),
-            Forwarded(&["te: trailers\r\n"], &[]),
-        ),
-        (
-            "a space in the path",
-            with(b":path", b"/a b"),
-            ConnectionRejected,
-        ),
+    let rejected = vec![
+        ("CRLF in a value", with(b"x-a", b"a\r\nx-b: c")),
+        ("LF in a value", with(b"x-a", b"a\nx-b: c")),
+        ("CR in a value", with(b"x-a", b"a\rb")),
+        ("NUL in a value", with(b"x-a", b"a\0b")),
+        ("a name in capitals", with(b"X-A", b"a")),
+        ("a name with a colon", with(b"x-a: b", b"c")),
+        ("a name with CRLF", with(b"x-a\r\nx-b", b"c")),
+        ("a name with a space", with(b"x a", b"c")),
+        ("an empty name", with(b"", b"c")),
+        ("Connection", with(b"connection", b"x-user-id")),
+        ("Keep-Alive", with(b"keep-alive", b"timeout=5")),
+        ("Proxy-Connection", with(b"proxy-connection", b"close")),
+        ("Upgrade", with(b"upgrade", b"h2c")),
+        ("Transfer-Encoding", with(b"transfer-encoding", b"chunked")),
+        ("TE other than trailers", with(b"te", b"gzip")),
+        ("a space in the path", with(b":path", b"/a b")),
         (
             "CRLF in the path",
             with(b":path", b"/ HTTP/1.1\r\nhost: evil\r\n\r\n"),
-            ConnectionRejected,
         ),
-        (
-            "a path without a slash",
-            with(b":path", b"x"),
-            ConnectionRejected,
-        ),
-        ("an empty path", with(b":path", b""), ConnectionRejected),
-        ("no path", without(b":path"), ConnectionRejected),
-        ("two paths", and(b":path", b"/y"), ConnectionRejected),
+        ("a path without a slash", with(b":path", b"x")),
+        ("an empty path", with(b":path", b"")),
+        ("no path", without(b":path")),
+        ("two paths", and(b":path", b"/y")),
         (
             "a whole URL as path",
             with(b":path", b"http://evil.example/"),
-            ConnectionRejected,
         ),
-        ("a star", with(b":path", b"*"), ConnectionRejected),
+        ("a star", with(b":path", b"*")),
         (
             "a method with CRLF",
             with(b":method", b"GET / HTTP/1.1\r\nx: "),
-            ConnectionRejected,
         ),
-        (
-            "a method in lower case",
-            with(b":method", b"get"),
-            ConnectionRejected,
-        ),
-        (
-            "a method with a space",
-            with(b":method", b"GET /y"),
-            ConnectionRejected,
-        ),
-        ("no method", without(b":method"), ConnectionRejected),
-        ("CONNECT", with(b":method", b"CONNECT"), ConnectionRejected),
-        (
-            "another scheme",
-            with(b":scheme", b"file"),
-            ConnectionRejected,
-        ),
-        (
-            "another Host",
-            with(b"host", b"evil.example"),
-            ConnectionRejected,
-        ),
+        ("a method in lower case", with(b":method", b"get")),
+        ("a method with a space", with(b":method", b"GET /y")),
+        ("no method", without(b":method")),
+        ("CONNECT", with(b":method", b"CONNECT")),
+        ("another scheme", with(b":scheme", b"file")),
+        ("another Host", with(b"host", b"evil.example")),
         (
             "two Hosts",
             [
@@ -534,52 +391,29 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
                 vec![(b"host", b"shop.example")],
             ]
             .concat(),
-            ConnectionRejected,
         ),
-        (
-            "the same Host",
-            with(b"host", b"SHOP.example"),
-            Forwarded(&["host: shop.example\r\n"], &[]),
-        ),
-        (
-            "neither authority nor Host",
-            without(b":authority"),
-            ConnectionRejected,
-        ),
+        ("neither authority nor Host", without(b":authority")),
         (
             "a user in the authority",
             with(b":authority", b"u@shop.example"),
-            ConnectionRejected,
         ),
         (
             "CRLF in the authority",
             with(b":authority", b"shop.example\r\nx: y"),
-            ConnectionRejected,
         ),
         (
             "a slash in the authority",
             with(b":authority", b"shop.example/y"),
-            ConnectionRejected,
         ),
-        (
-            "an unknown pseudo field",
-            with(b":version", b"HTTP/1.1"),
-            ConnectionRejected,
-        ),
-        (
-            "a pseudo field of a response",
-            with(b":status", b"200"),
-            ConnectionRejected,
-        ),
+        ("an unknown pseudo field", with(b":version", b"HTTP/1.1")),
+        ("a pseudo field of a response", with(b":status", b"200")),
         (
             "a pseudo field after regular fields",
             [with(b"x-a", b"b"), vec![(b":authority", b"evil.example")]].concat(),
-            ConnectionRejected,
         ),
         (
             "a length that does not match the body",
             with(b"content-length", b"5"),
-            ConnectionRejected,
         ),
         (
             "two lengths",
@@ -588,17 +422,20 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
                 vec![(b"content-length", b"1")],
             ]
             .concat(),
-            ConnectionRejected,
+        ),
+        ("a signed length", with(b"content-length", b"+0")),
+        ("the key's look-alike", with(b"x_user_id", b"evil")),
+    ];
+    let others = vec![
+        (
+            "TE",
+            with(b"te", b"trailers"),
+            Forwarded(&["te: trailers\r\n"], &[]),
         ),
         (
-            "a signed length",
-            with(b"content-length", b"+0"),
-            ConnectionRejected,
-        ),
-        (
-            "the key's look-alike",
-            with(b"x_user_id", b"evil"),
-            ConnectionRejected,
+            "the same Host",
+            with(b"host", b"SHOP.example"),
+            Forwarded(&["host: shop.example\r\n"], &[]),
         ),
         (
             "the key twice",
@@ -623,7 +460,11 @@ fn http2_cases() -> Vec<(&'static str, HeaderFields, ExpectedOutcome)> {
                 &["transfer-encoding"],
             ),
         ),
-    ]
+    ];
+    let rejected = rejected
+        .into_iter()
+        .map(|(what, request)| (what, request, ConnectionRejected));
+    rejected.chain(others).collect()
 }
 
 /// Encodes a connection preface and one request without a body, uncompressed (RFC 9113; RFC 7541,
@@ -660,8 +501,7 @@ async fn ambiguous_http2_requests_are_normalized_or_rejected() {
     let mut wrong = Vec::new();
     for (what, fields, fate) in http2_cases() {
         let before = upstream.received_bytes().len();
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send(encode_request(&fields)).await;
+        let mut client = proxy.send_raw(encode_request(&fields)).await;
         let answered = client.waits_for_stream_1_result().await;
         let reached =
             String::from_utf8_lossy(&upstream.received_bytes()[before..]).to_ascii_lowercase();

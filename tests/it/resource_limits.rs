@@ -1,11 +1,7 @@
 //! Bounds on the resources that an untrusted client can consume.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{RawClient, await_response, open_http2_connection};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::{RawUpstream, Upstream, echo, full_body};
+use crate::support::prelude::*;
 use http_body_util::{BodyExt, Full};
 use hyper::Request;
 use std::time::{Duration, Instant};
@@ -37,9 +33,8 @@ async fn a_body_above_the_limit_is_a_413() {
         before,
         "a body announced as too large must not reach the upstream"
     );
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    let mut client = proxy
+        .send_raw("POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
         .await;
     client
         .send(format!(
@@ -64,8 +59,7 @@ async fn a_body_above_the_limit_is_a_413() {
 
 #[tokio::test]
 async fn headers_above_the_limit_are_a_431() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[listen.http]\nmax_headers = 10", upstream.address).await;
+    let proxy = Proxy::with_echo("[listen.http]\nmax_headers = 10").await;
     let request = |name: &'static str, count| {
         let mut request = Request::get("http://a/")
             .body(Full::default().boxed())
@@ -86,29 +80,26 @@ async fn headers_above_the_limit_are_a_431() {
         );
     }
     let lines = "x: y\r\n".repeat(10);
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send(format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n"))
+    let mut client = proxy
+        .send_raw(format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n"))
         .await;
     assert_eq!(client.read_response().await.status, 431);
 }
 
 #[tokio::test]
 async fn a_stalled_body_times_out() {
-    let upstream =
-        RawUpstream::with_script(|_, mut socket| async move { socket.read_to_close().await }).await;
+    let upstream = RawUpstream::silent().await;
     let proxy = Proxy::start(
         "[listen.http]\nbody_idle_timeout = '300ms'",
         upstream.address,
     )
     .await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
+    let mut client = proxy
+        .send_raw("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
         .await;
     let start = Instant::now();
     let reply = client.read_response_or_close().await;
-    assert!(start.elapsed() < TEST_TIMEOUT / 2, "{:?}", start.elapsed());
+    assert_faster_than(TEST_TIMEOUT / 2, start);
     assert!(
         reply.is_none_or(|reply| matches!(reply.status, 400 | 408)),
         "a timeout of the client's body is a 4xx"
@@ -118,11 +109,9 @@ async fn a_stalled_body_times_out() {
 
 #[tokio::test]
 async fn a_slow_but_steady_body_is_accepted() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[listen.http]\nbody_idle_timeout = '1s'", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n")
+    let proxy = Proxy::with_echo("[listen.http]\nbody_idle_timeout = '1s'").await;
+    let mut client = proxy
+        .send_raw("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n")
         .await;
     for _ in 0..8 {
         tokio::time::sleep(Duration::from_millis(200)).await;
@@ -133,10 +122,8 @@ async fn a_slow_but_steady_body_is_accepted() {
 
 #[tokio::test]
 async fn an_idle_connection_is_closed_after_its_timeout() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[listen.http]\nidle_timeout = '300ms'", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let proxy = Proxy::with_echo("[listen.http]\nidle_timeout = '300ms'").await;
+    let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     assert_eq!(client.read_response().await.status, 200);
     assert!(client.closes_within(TEST_TIMEOUT).await);
 }
@@ -146,14 +133,12 @@ async fn an_idle_connection_is_closed_after_its_timeout() {
 #[tokio::test]
 async fn an_idle_connection_uses_little_memory() {
     const CONNECTIONS_PER_ROUND: u64 = 100;
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    let proxy = Proxy::with_echo("[listen]\nthreads = 1").await;
     let mut clients = Vec::new();
     let mut after_first = None;
     for _ in 0..6 {
         for _ in 0..CONNECTIONS_PER_ROUND {
-            let mut client = RawClient::connect(proxy.address).await;
-            client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
             assert_eq!(client.read_response().await.status, 200);
             clients.push(client);
         }
@@ -167,28 +152,22 @@ async fn an_idle_connection_uses_little_memory() {
 
 #[tokio::test]
 async fn memory_is_released_after_a_burst_of_connections() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("[listen]\nthreads = 1", upstream.address).await;
+    let proxy = Proxy::with_echo("[listen]\nthreads = 1").await;
     assert_eq!(proxy.get("/").await.status, 200);
     let before = proxy.anonymous_kib();
     let mut clients = Vec::new();
     for _ in 0..1_000 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         assert_eq!(client.read_response().await.status, 200);
         clients.push(client);
     }
     let burst = proxy.anonymous_kib() - before;
     drop(clients);
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    while proxy.anonymous_kib() > before + 2_500 {
-        let retained_kib = proxy.anonymous_kib() - before;
-        assert!(
-            Instant::now() < deadline,
-            "{retained_kib} KiB of {burst} KiB are still in use"
-        );
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait_until(
+        format!("the memory of the burst, {burst} KiB, to be freed"),
+        async || proxy.anonymous_kib() <= before + 2_500,
+    )
+    .await;
 }
 
 /// The rest of the body arrives after the response: only then the connection is idle.
@@ -200,16 +179,15 @@ async fn a_connection_is_idle_after_a_discarded_body() {
     let proxy = Proxy::start(config, upstream.address).await;
     let mut client = RawClient::connect(proxy.address).await;
     let head = "POST /deny HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n";
-    assert_eq!(client.send(head).await.read_response().await.status, 403);
+    assert_eq!(client.request(head).await.status, 403);
     client.send("0123456789").await;
     assert!(client.closes_within(Duration::from_secs(5)).await);
 }
 
 #[tokio::test]
 async fn a_short_head_timeout_does_not_cut_idle_connections() {
-    let upstream = Upstream::echo().await;
     let config = "[listen.http]\nheader_timeout = '200ms'\nidle_timeout = '30s'";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let mut client = RawClient::connect(proxy.address).await;
     for _ in 0..2 {
         client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
@@ -225,21 +203,18 @@ async fn upstream_connections_and_the_wait_for_one_are_bounded() {
     let proxy = Proxy::start(config, upstream.address).await;
     let mut held = Vec::new();
     for n in 1..=2 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        crate::support::eventually("the request to arrive", TEST_TIMEOUT, || {
-            (upstream.requests().len() == n).then_some(())
+        let client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        wait_until("the request to arrive", async || {
+            upstream.requests().len() == n
         })
         .await;
         held.push(client);
     }
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 503, "{reply:?}");
-    assert!(
-        reply
-            .header("proxy-status")
-            .unwrap()
-            .contains("error=connection_limit_reached")
+    assert_contains(
+        reply.header("proxy-status").unwrap(),
+        &["error=connection_limit_reached"],
     );
     assert_eq!(upstream.connection_count(), 2);
 }
@@ -261,9 +236,8 @@ fn unfinished_h2_head() -> Vec<u8> {
 
 #[tokio::test]
 async fn an_unfinished_http2_head_is_closed_after_header_timeout() {
-    let upstream = Upstream::echo().await;
     let config = "[listen]\nthreads = 1\n[listen.http]\nheader_timeout = '1s'";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let before = proxy.rss_kib();
     let mut held = Vec::new();
@@ -273,8 +247,7 @@ async fn an_unfinished_http2_head_is_closed_after_header_timeout() {
         held.push(client);
     }
     let last = held.last_mut().unwrap();
-    last.wait_for_frame("SETTINGS", |frame| frame.kind == SETTINGS)
-        .await;
+    last.wait_for_kind(SETTINGS).await;
     println!(
         "{} KiB for each unfinished head",
         (proxy.rss_kib() - before) / 200
@@ -351,11 +324,7 @@ async fn a_slow_reader_of_a_large_answer_uses_little_memory() {
     .await;
     let ca = CertificateAuthority::new();
     ca.sign("a", "a.example");
-    let tls_config = format!(
-        "[listen.tls]\ncert = {:?}\nkey = {:?}\n",
-        ca.path_string("a.pem"),
-        ca.path_string("a.key")
-    );
+    let tls_config = ca.listen_tls("a");
     let tls = TlsClient::new(&ca);
     for (name, tls, http2) in [
         ("HTTP/1.1", None, false),

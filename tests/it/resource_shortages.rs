@@ -1,8 +1,7 @@
 //! Resources of the machine that end: ports towards the upstream, threads, disk space, and the
 //! kernel's backlog. `descriptor_limits` has file descriptors.
 
-use crate::support::process::{ProcessOutput, run_command};
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use socket2::{Domain, SockAddr, Socket, Type};
 use std::fs;
 use std::io::{Read, Write};
@@ -111,7 +110,7 @@ async fn threads_that_cannot_start_are_named() {
     fs::write(&config, text).unwrap();
     let path = config.to_str().unwrap();
     let ended = run_limited("-v 1500000", &["run", "--config", path]).await;
-    assert_eq!(ended.status.code(), Some(1), "{ended:?}");
+    ended.expect_code(1);
     for expected in [
         "cannot start worker thread",
         "lower listen.threads, or raise the limit on threads",
@@ -122,13 +121,10 @@ async fn threads_that_cannot_start_are_named() {
 
 #[tokio::test]
 async fn check_states_limits_that_the_descriptors_would_lower() {
-    let dir = TempDir::new().unwrap();
-    let config = dir.path().join("config.toml");
-    fs::write(
-        &config,
+    let (_dir, config) = write_temp_file(
+        "config.toml",
         "upstream.url = 'http://127.0.0.1:1'\nlisten.threads = 1\n",
-    )
-    .unwrap();
+    );
     for (limit, expected) in [
         (
             "-n 300",
@@ -194,7 +190,7 @@ async fn a_full_backlog_of_a_unix_upstream_delays_requests() {
     };
     assert!(std::iter::repeat_with(is_full).take(100).any(|full| full));
     let url = format!("unix:{}", path.display());
-    let proxy = Proxy::builder().upstream_url(&url).start().await;
+    let proxy = Proxy::start("", &url).await;
     let request = tokio::spawn(proxy.request("GET", "/").send_for_status());
     let accept = move || {
         // The proxy has met the full backlog before the first connection is accepted.

@@ -1,11 +1,9 @@
 //! Responses that the upstream ends or frames wrongly, from HTTP/1.1 and h2c upstreams to HTTP/1.1
 //! and HTTP/2 clients.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{ClientBody, RawClient, await_response, open_http2_connection};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawSocket, RawUpstream};
+use crate::support::prelude::*;
+use crate::support::upstream::RawSocket;
 use http_body_util::BodyExt;
 use hyper::{HeaderMap, Method, Request};
 use std::sync::Arc;
@@ -36,7 +34,7 @@ async fn request_over_http2(proxy: &Proxy, method: Method) -> Http2Response {
     let (head, body) = await_response(sender.send_request(request))
         .await
         .into_parts();
-    let body = timeout(TEST_TIMEOUT, body.collect()).await.unwrap();
+    let body = in_time(body.collect()).await;
     Http2Response {
         status: head.status.as_u16(),
         headers: head.headers,
@@ -99,13 +97,12 @@ async fn start_h2c(
     })
     .await;
     let url = format!("h2c://{}", upstream.address);
-    let proxy = Proxy::builder().upstream_url(&url).start().await;
+    let proxy = Proxy::start("", &url).await;
     (upstream, proxy)
 }
 
 async fn assert_is_bad_gateway(proxy: &Proxy, case: &str) {
-    let mut client = RawClient::connect(proxy.address).await;
-    client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     let reply = client.read_response_or_close().await;
     let reply = reply.unwrap_or_else(|| panic!("{case}: closed without a byte"));
     assert_eq!(reply.status, 502, "{case}");
@@ -195,8 +192,7 @@ async fn a_head_does_not_wait_long_for_its_body() {
         })
         .await;
         let proxy = Proxy::start("", upstream.address).await;
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         let head = timeout(Duration::from_secs(5), client.read_past(b"\r\n\r\n")).await;
         assert!(
             head.is_ok_and(|head| head.starts_with(b"HTTP/1.1 200")),
@@ -235,9 +231,8 @@ async fn a_body_that_breaks_later_is_passed_on_and_never_looks_complete() {
         })
         .await;
         let url = format!("h2c://{}", upstream.address);
-        let proxy = Proxy::builder().upstream_url(&url).start().await;
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let proxy = Proxy::start("", &url).await;
+        let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         let head = client.read_past(b"abc").await;
         assert!(head.starts_with(b"HTTP/1.1 200"), "{head:?}");
         breaks.add_permits(1);
@@ -250,7 +245,7 @@ async fn a_body_that_breaks_later_is_passed_on_and_never_looks_complete() {
         let (mut body, mut data) = (response.into_body(), Vec::new());
         let mut end = None;
         while end.is_none() {
-            match timeout(TEST_TIMEOUT, body.frame()).await.unwrap() {
+            match in_time(body.frame()).await {
                 Some(Ok(frame)) => {
                     data.extend(frame.into_data().unwrap());
                     breaks.add_permits(usize::from(data == b"abc"));
@@ -351,8 +346,7 @@ async fn http2_clients_get_only_what_http2_allows() {
         if let Some(value) = reply.headers.get("x-a") {
             assert_eq!(value, "b", "{case}");
         }
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         let reply = client.read_response().await;
         assert_eq!(reply.status.to_string(), fields[0].1, "{case}");
         assert!(reply.complete && !client.has_buffered_bytes(), "{case}");
@@ -363,7 +357,7 @@ async fn http2_clients_get_only_what_http2_allows() {
 #[tokio::test]
 async fn own_replies_to_head_have_no_body() {
     let deny = "[[policy]]\nname = 'deny'\naction = 'deny'";
-    let proxy = Proxy::start(deny, "127.0.0.1:9".parse().unwrap()).await;
+    let proxy = Proxy::start(deny, "http://127.0.0.1:9").await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     let mut fields = GET_FIELDS;
     for (name, value) in &mut fields {
@@ -372,9 +366,7 @@ async fn own_replies_to_head_have_no_body() {
         }
     }
     client.send(request_frame(1, &fields)).await;
-    let head = client
-        .wait_for_frame("response", |frame| frame.kind == HEADERS)
-        .await;
+    let head = client.wait_for_kind(HEADERS).await;
     assert_ne!(
         head.flags & END_STREAM,
         0,

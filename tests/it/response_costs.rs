@@ -1,17 +1,15 @@
 //! Costs that only the response reports: units are reserved with the request and settled with the
 //! response.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawClient;
 use crate::support::fake_redis::TcpRelay;
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, connect_redis, redis_settings};
-use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body, full_body};
+use crate::support::prelude::*;
+use crate::support::redis::redis_settings;
+use crate::support::upstream::BodySender;
 use hyper::body::Incoming;
 use hyper::{HeaderMap, Request, Response};
 use std::net::SocketAddr;
 use std::time::Duration;
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Amendment, Charge, Key, KeyBuilder};
 use tidegate::store::Settlement;
 use tidegate::store::redis::RedisSettings;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -86,10 +84,7 @@ impl SettlementFixture {
 
     /// The sender for the body of the next such response.
     async fn next_feeder(&mut self) -> BodySender {
-        timeout(TEST_TIMEOUT, self.feeders.recv())
-            .await
-            .unwrap()
-            .unwrap()
+        in_time(self.feeders.recv()).await.unwrap()
     }
 
     /// Waits until finished requests have used `used` units of `policy`. Each probe reserves units
@@ -101,11 +96,7 @@ impl SettlementFixture {
         let mut seen = None;
         let settled = timeout(TEST_TIMEOUT, async {
             loop {
-                let left = self
-                    .proxy
-                    .get(&probe)
-                    .await
-                    .list_parameter("ratelimit", policy, "r");
+                let left = self.proxy.get(&probe).await.remaining(policy);
                 if left == Some(LIMIT_UNITS - ESTIMATED_COST - used) {
                     return;
                 }
@@ -150,9 +141,7 @@ async fn respond_by_path(
             .header("x-units", "1.5")
             .body(full_body("x")),
         (true, "fed") => feed("text/plain").await.map(|mut response| {
-            response
-                .headers_mut()
-                .insert("trailer", "x-units".parse().unwrap());
+            set_header(&mut response, "trailer", "x-units");
             response
         }),
         (true, units) => Response::builder()
@@ -180,7 +169,7 @@ async fn a_json_cost_settles_above_and_below_the_estimate() {
         let fixture = SettlementFixture::start_for(case).await;
         let first = fixture.proxy.get("/body/12").await;
         assert_eq!(
-            first.list_parameter("ratelimit", "body", "r"),
+            first.remaining("body"),
             Some(LIMIT_UNITS - ESTIMATED_COST),
             "the estimate must be reserved"
         );
@@ -218,9 +207,9 @@ async fn a_header_cost_settles_above_and_below_the_estimate_for_any_method() {
 async fn the_last_event_with_a_cost_settles_and_events_are_not_delayed() {
     for case in algorithms_and_stores() {
         let mut fixture = SettlementFixture::start_for(case).await;
-        let mut client = RawClient::connect(fixture.proxy.address).await;
-        client
-            .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
+        let mut client = fixture
+            .proxy
+            .send_raw("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
             .await;
         let feeder = fixture.next_feeder().await;
         for piece in [
@@ -303,17 +292,15 @@ async fn an_incomplete_response_keeps_the_estimate() {
     let mut fixture = SettlementFixture::start_for(("sliding_log", false)).await;
     let event = "data: {\"usage\":{\"total_tokens\":7}}\n\n";
 
-    let mut leaver = RawClient::connect(fixture.proxy.address).await;
-    leaver
-        .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
+    let mut leaver = fixture
+        .proxy
+        .send_raw("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
     let feeder = fixture.next_feeder().await;
     assert!(feeder.send(event).await);
     leaver.read_past(event.as_bytes()).await;
     drop(leaver);
-    timeout(TEST_TIMEOUT, feeder.wait_until_dropped())
-        .await
-        .unwrap();
+    in_time(feeder.wait_until_dropped()).await;
     fixture.wait_for_used_units("body", ESTIMATED_COST).await;
 
     let reply = tokio::spawn(fixture.proxy.request("GET", "/body/events").send());
@@ -340,7 +327,7 @@ async fn a_debt_makes_later_requests_wait() {
             }
         });
         let refused = refused.await.unwrap();
-        assert_eq!(refused.list_parameter("ratelimit", "body", "r"), Some(0));
+        assert_eq!(refused.remaining("body"), Some(0));
         assert!(refused.retry_after_us() > 0, "{}", refused.text());
     }
 }
@@ -364,15 +351,10 @@ async fn returned_units_admit_requests_that_were_refused_before() {
             drop(feeder);
             assert!(reply.await.unwrap().complete);
         }
-        let admitted = timeout(TEST_TIMEOUT, async {
-            while fixture.proxy.get("/body/none").await.status == 429 {
-                sleep(Duration::from_millis(5)).await;
-            }
-        });
-        assert!(
-            admitted.await.is_ok(),
-            "returned units did not admit a request"
-        );
+        wait_until("the returned units", async || {
+            fixture.proxy.get("/body/none").await.status != 429
+        })
+        .await;
         assert_eq!(fixture.upstream.last_request().target, "/body/none");
     }
 }
@@ -384,7 +366,7 @@ async fn a_request_that_never_reached_the_upstream_is_not_charged() {
     for _ in 0..3 {
         let reply = proxy.get("/body/x").await;
         assert_eq!(
-            (reply.status, reply.list_parameter("ratelimit", "body", "r")),
+            (reply.status, reply.remaining("body")),
             (502, Some(LIMIT_UNITS - ESTIMATED_COST))
         );
     }
@@ -422,17 +404,14 @@ async fn lost_settlements_are_counted_and_the_estimate_stands() {
     assert!(feeder.send(r#"{"usage":{"total_tokens":3}}"#).await);
     drop(feeder);
     assert!(reply.await.unwrap().complete);
-    let lost = timeout(TEST_TIMEOUT, async {
-        while fixture
+    wait_until("the lost settlement", async || {
+        fixture
             .proxy
             .read_metric("tidegate_settlements_lost_total")
             .await
-            < 1.0
-        {
-            sleep(Duration::from_millis(5)).await;
-        }
-    });
-    assert!(lost.await.is_ok(), "the lost settlement is not counted");
+            >= 1.0
+    })
+    .await;
     fixture.redis.as_mut().unwrap().restart();
     fixture.wait_for_used_units("body", 0).await;
     assert_eq!(
@@ -464,9 +443,9 @@ async fn a_client_cannot_avoid_settlement() {
 
     // Nor does disconnecting after the cost has been read.
     let event = "data: {\"usage\":{\"total_tokens\":400}}\n\n";
-    let mut leaver = RawClient::connect(fixture.proxy.address).await;
-    leaver
-        .send("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
+    let mut leaver = fixture
+        .proxy
+        .send_raw("GET /body/events HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
     let feeder = fixture.next_feeder().await;
     assert!(feeder.send(event).await);
@@ -485,11 +464,7 @@ async fn settlements_are_pipelined_and_keep_their_order() {
         ..redis_settings(relay.port)
     })
     .await;
-    let limit = Limit {
-        requests: 1000,
-        per_us: 3_600_000_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(1000, 3_600_000_000);
     let keys: Vec<Key> = (0..80)
         .map(|nth| KeyBuilder::new(&format!("p{nth}")).finish())
         .collect();

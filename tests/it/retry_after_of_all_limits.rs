@@ -1,50 +1,54 @@
 //! `Retry-After` covers every limit that would refuse, whichever part of the store answers first: the
 //! instance, one slot of a cluster, a cached refusal, a shard, or a local share.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawResponse;
-use crate::support::cluster::{RedisCluster, initial_node};
+use crate::support::cluster::initial_node;
 use crate::support::login_app::{check_password, log_in};
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, list_counter_keys};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::ops::RangeInclusive;
 use tidegate::limiter::KeyBuilder;
-use tokio::time::timeout;
 
 const FROM_CACHE: &str = "tidegate_decision_seconds_count{source=\"deny_cache\"}";
 
 /// A policy for some paths, with one unit per user.
-struct PathPolicy<'p> {
-    name: &'p str,
-    paths: &'p str,
-    per: &'p str,
-    more: &'p str,
+fn path_policy(name: &str, paths: &str, per: &str, more: &str) -> String {
+    format!(
+        "[[policy]]\nname = '{name}'\nmatch = {{ path = [{paths}] }}\n{more}\n\
+         limit = {{ requests = 1, per = '{per}' }}\n"
+    )
 }
 
-impl PathPolicy<'_> {
-    fn to_config(&self) -> String {
-        let Self {
-            name,
-            paths,
-            per,
-            more,
-        } = self;
-        format!(
-            "[[policy]]\nname = '{name}'\nmatch = {{ path = [{paths}] }}\n{more}\n\
-             limit = {{ requests = 1, per = '{per}' }}\n"
+/// A policy of the instance, and one of the customer in Redis.
+fn pod_and_customer(customer_paths: &str, more: &str) -> String {
+    path_policy("pod", "'/all'", "100s", "scope = 'instance'")
+        + &path_policy(
+            "customer",
+            customer_paths,
+            "1000s",
+            &format!("key = ['header:x-user']\n{more}"),
         )
+}
+
+/// The calls of Redis that 200 requests of bob make.
+async fn count_calls(redis: &RedisServer, proxy: &Proxy, check: impl Fn(&RawResponse)) -> u64 {
+    let calls = async || -> u64 {
+        let info: String = redis.command("INFO commandstats").await;
+        let (_, rest) = info.split_once("cmdstat_evalsha:calls=").unwrap();
+        rest.split(',').next().unwrap().parse().unwrap()
+    };
+    let before = calls().await;
+    for _ in 0..200 {
+        check(&send(proxy, "/all", "bob").await);
     }
+    calls().await - before
 }
 
 async fn send(proxy: &Proxy, path: &str, user: &str) -> RawResponse {
-    let request = proxy.request("GET", path).header("x-user", user);
-    request.send().await
+    proxy.get_with(path, "x-user", user).await
 }
 
 fn retry_after(response: &RawResponse) -> u64 {
     assert_eq!(response.status, 429, "{response:?}");
-    response.header("retry-after").unwrap().parse().unwrap()
+    response.retry_after_s()
 }
 
 /// Several requests, the first of which reads the counters, all get a time in this range.
@@ -60,8 +64,7 @@ async fn assert_waits(proxy: &Proxy, path: &str, user: &str, expected: RangeIncl
 
 async fn start_proxy(store: &str, policies: &str, app: &Upstream) -> Proxy {
     let config = format!("listen = {{ threads = 1 }}\n{store}\n{policies}");
-    let proxy = Proxy::start(&config, app.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, app.address).await;
     proxy
 }
 
@@ -95,19 +98,7 @@ async fn a_refusal_of_the_instance_covers_the_limits_in_redis() {
         "dynamic = true",
     ] {
         let redis = RedisServer::start();
-        let pod = PathPolicy {
-            name: "pod",
-            paths: "'/all'",
-            per: "100s",
-            more: "scope = 'instance'",
-        };
-        let customer = PathPolicy {
-            name: "customer",
-            paths: "'/all', '/customer'",
-            per: "1000s",
-            more: &format!("key = ['header:x-user']\n{more}"),
-        };
-        let policies = format!("{}{}", pod.to_config(), customer.to_config());
+        let policies = pod_and_customer("'/all', '/customer'", more);
         let one = start_proxy(&redis.store_config(), &policies, &app).await;
         let two = start_proxy(&redis.store_config(), &policies, &app).await;
         assert_eq!(send(&one, "/all", "ann").await.status, 200, "{more}");
@@ -125,31 +116,11 @@ async fn a_refusal_of_the_instance_covers_the_limits_in_redis() {
 #[tokio::test]
 async fn a_full_instance_reads_each_key_once_per_second() {
     let (redis, app) = (RedisServer::start(), Upstream::echo().await);
-    let pod = PathPolicy {
-        name: "pod",
-        paths: "'/all'",
-        per: "100s",
-        more: "scope = 'instance'",
-    };
-    let customer = PathPolicy {
-        name: "customer",
-        paths: "'/all'",
-        per: "1000s",
-        more: "key = ['header:x-user']",
-    };
-    let policies = format!("{}{}", pod.to_config(), customer.to_config());
+    let policies = pod_and_customer("'/all'", "");
     let proxy = start_proxy(&redis.store_config(), &policies, &app).await;
     assert_eq!(send(&proxy, "/all", "ann").await.status, 200);
-    let calls = async || -> u64 {
-        let info: String = redis.command("INFO commandstats").await;
-        let (_, rest) = info.split_once("cmdstat_evalsha:calls=").unwrap();
-        rest.split(',').next().unwrap().parse().unwrap()
-    };
-    let before = calls().await;
-    for _ in 0..200 {
-        assert_eq!(send(&proxy, "/all", "bob").await.status, 429);
-    }
-    let made = calls().await - before;
+    let is_refused = |response: &RawResponse| assert_eq!(response.status, 429);
+    let made = count_calls(&redis, &proxy, is_refused).await;
     assert!((1..=20).contains(&made), "{made} calls");
     assert_eq!(list_counter_keys(&redis).await.len(), 1, "only of ann");
 }
@@ -164,19 +135,7 @@ async fn a_full_instance_reads_any_limit_once_per_second() {
         ("count_rejected = true", true),
     ] {
         let redis = RedisServer::start();
-        let pod = PathPolicy {
-            name: "pod",
-            paths: "'/all'",
-            per: "100s",
-            more: "scope = 'instance'",
-        };
-        let customer = PathPolicy {
-            name: "customer",
-            paths: "'/all', '/customer'",
-            per: "1000s",
-            more: &format!("key = ['header:x-user']\n{more}"),
-        };
-        let policies = format!("{}{}", pod.to_config(), customer.to_config());
+        let policies = pod_and_customer("'/all', '/customer'", more);
         let proxy = start_proxy(&redis.store_config(), &policies, &app).await;
         let other = start_proxy(&redis.store_config(), &policies, &app).await;
         assert_eq!(send(&other, "/customer", "bob").await.status, 200);
@@ -186,18 +145,12 @@ async fn a_full_instance_reads_any_limit_once_per_second() {
             }
         }
         assert_eq!(send(&proxy, "/all", "ann").await.status, 200);
-        let calls = async || -> u64 {
-            let info: String = redis.command("INFO commandstats").await;
-            let (_, rest) = info.split_once("cmdstat_evalsha:calls=").unwrap();
-            rest.split(',').next().unwrap().parse().unwrap()
-        };
-        let before = calls().await;
-        for _ in 0..200 {
-            let wait = retry_after(&send(&proxy, "/all", "bob").await);
+        let made = count_calls(&redis, &proxy, |response| {
+            let wait = retry_after(response);
             let expected = if is_foreign { 90..=100 } else { 990..=1000 };
             assert!(expected.contains(&wait), "{more} {is_foreign}: {wait} s");
-        }
-        let made = calls().await - before;
+        })
+        .await;
         assert!(
             (1..=20).contains(&made),
             "{more} {is_foreign}: {made} calls"
@@ -217,13 +170,9 @@ async fn a_refusal_of_one_slot_covers_all_slots() {
         for more in ["", "count_when = { status = ['2xx'] }"] {
             let mut policies = String::new();
             for (node, per) in periods.into_iter().enumerate() {
-                let policy = PathPolicy {
-                    name: &policy_on(node, &format!("p{round}{}x", more.len())),
-                    paths: &format!("'/all', '/{node}', '/first{node}'"),
-                    per,
-                    more,
-                };
-                policies += &policy.to_config();
+                let name = policy_on(node, &format!("p{round}{}x", more.len()));
+                let paths = format!("'/all', '/{node}', '/first{node}'");
+                policies += &path_policy(&name, &paths, per, more);
             }
             let proxy = start_proxy(&cluster_config(&cluster), &policies, &app).await;
             for node in 0..3 {
@@ -246,19 +195,13 @@ async fn a_refusal_of_one_slot_covers_all_slots() {
 #[tokio::test]
 async fn a_cached_refusal_of_one_slot_does_not_hide_another() {
     let (cluster, app) = (RedisCluster::start().await, Upstream::echo().await);
-    let short = PathPolicy {
-        name: "global",
-        paths: "'/all', '/global'",
-        per: "200s",
-        more: "key = []",
-    };
-    let long = PathPolicy {
-        name: "customer",
-        paths: "'/all', '/customer'",
-        per: "6000s",
-        more: "key = ['header:x-user']",
-    };
-    let policies = format!("{}{}", short.to_config(), long.to_config());
+    let policies = path_policy("global", "'/all', '/global'", "200s", "key = []")
+        + &path_policy(
+            "customer",
+            "'/all', '/customer'",
+            "6000s",
+            "key = ['header:x-user']",
+        );
     let proxy = start_proxy(&cluster_config(&cluster), &policies, &app).await;
     let users: Vec<_> = (0..8).map(|number| format!("u{number}")).collect();
     for user in &users {
@@ -298,7 +241,7 @@ async fn a_cached_block_keeps_the_retry_time_of_its_limit() {
                 assert!((990..=1000).contains(&wait), "{wait}");
             }
         };
-        timeout(TEST_TIMEOUT, blocked).await.unwrap();
+        in_time(blocked).await;
         for _ in 0..20 {
             let wait = retry_after(&log_in(&proxy, "/", "ann", "right").await);
             assert!((990..=1000).contains(&wait), "{wait}");
@@ -318,13 +261,7 @@ async fn a_refusal_covers_all_shards() {
         let policies = format!(
             "[[policy]]\nname = '{name}'\nmatch = {{ path = ['/all', '/sharded'] }}\nshards = 4\n\
              limit = {{ requests = 4, per = '{sharded_per}' }}\n{}",
-            PathPolicy {
-                name: "other",
-                paths: "'/all', '/other'",
-                per: other_per,
-                more: "",
-            }
-            .to_config()
+            path_policy("other", "'/all', '/other'", other_per, "")
         );
         let proxy = start_proxy(&cluster_config(&cluster), &policies, &app).await;
         assert_eq!(send(&proxy, "/other", "ann").await.status, 200);

@@ -1,11 +1,7 @@
 //! Units that are taken for a request and returned later: however many requests came in between, and
 //! whatever the other store decides.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::{RawClient, RawResponse};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::{Upstream, UpstreamResponse, full_body};
+use crate::support::prelude::*;
 use futures_util::future::join_all;
 use hyper::Response;
 use std::sync::Arc;
@@ -46,7 +42,7 @@ impl GatedUpstream {
 
     async fn wait_for_arrivals(&mut self, count: usize) {
         let arrived = self.arrivals.wait_for(|arrived| *arrived >= count);
-        timeout(TEST_TIMEOUT, arrived).await.unwrap().unwrap();
+        in_time(arrived).await.unwrap();
     }
 }
 
@@ -55,7 +51,7 @@ fn store_config(redis: Option<&RedisServer>) -> String {
 }
 
 fn remaining(response: &RawResponse, limit: &str) -> Option<u64> {
-    response.list_parameter("ratelimit", limit, "r")
+    response.remaining(limit)
 }
 
 async fn send_as(proxy: &Proxy, customer: &str) -> RawResponse {
@@ -115,13 +111,11 @@ async fn responses_that_do_not_count_return_their_units_whatever_came_after() {
             store_config(redis.as_ref())
         );
         let mut app = GatedUpstream::start().await;
-        let proxy = Proxy::start(&config, app.upstream.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, app.upstream.address).await;
         let mut clients = Vec::new();
         // One after the other: each has a time of its own.
         for number in 1..=in_flight {
-            let mut client = RawClient::connect(proxy.address).await;
-            client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+            let client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
             app.wait_for_arrivals(number).await;
             clients.push(client);
         }
@@ -153,12 +147,12 @@ async fn requests_that_redis_refuses_use_no_units_of_the_instance() {
                  limit = {{ requests = 5, per = '100d' }}\n",
                 redis.store_config()
             );
-            let proxy = Proxy::start(&config, app.address).await;
-            proxy.wait_for_store().await;
+            let proxy = Proxy::start_connected(&config, app.address).await;
             let flood = ClientFlood::start(&proxy, "greedy", 600).await;
-            while proxy.read_metric(REJECTED).await < 4_000.0 {
-                sleep(Duration::from_millis(5)).await;
-            }
+            wait_until("4,000 refusals", async || {
+                proxy.read_metric(REJECTED).await >= 4_000.0
+            })
+            .await;
             assert_eq!(flood.stop().await, 5);
             let response = send_as(&proxy, "other").await;
             let what = format!("{counting}, {algorithm}");
@@ -182,8 +176,7 @@ async fn requests_that_redis_refuses_take_no_slots_from_other_requests() {
              limit = {{ requests = 5, per = '100d' }}\n",
             redis.store_config()
         );
-        let proxy = Proxy::start(&config, app.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, app.address).await;
         let flood = ClientFlood::start(&proxy, "greedy", 300).await;
         let mut statuses = Vec::new();
         // Also known customers: each comes three times.
@@ -256,8 +249,7 @@ async fn requests_leave_a_queue_at_a_distance_also_after_returns() {
                 std::future::ready(response.body(full_body("")).unwrap())
             })
             .await;
-            let proxy = Proxy::start(&config, app.address).await;
-            proxy.wait_for_store().await;
+            let proxy = Proxy::start_connected(&config, app.address).await;
             let start = Instant::now();
             assert_eq!(proxy.get("/").await.status, 200);
             // Longer than a settlement takes.
@@ -292,8 +284,7 @@ async fn requests_that_redis_refuses_keep_the_distance_in_a_queue_of_the_instanc
         std::future::ready(UpstreamResponse::from(Response::new(full_body(""))))
     })
     .await;
-    let proxy = Proxy::start(&config, app.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, app.address).await;
     let start = Instant::now();
     let flood = ClientFlood::start(&proxy, "greedy", 50).await;
     let names: Vec<_> = (0..9).map(|number| format!("c{number}")).collect();

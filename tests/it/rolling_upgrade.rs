@@ -4,17 +4,14 @@
 //! the formats incompatible, these tests fail. Then change the version in the keys (`v1`), document
 //! that an upgrade admits at most one further limit, and start these tests from that version.
 
-use crate::support::TEST_TIMEOUT;
+use crate::support::prelude::*;
 use crate::support::previous_version::{self, PreviousVersion, status_numbers};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
 use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, draw_duration_us, draw_limit_for, test_seed,
 };
 use crate::support::upgrade::{
     INSTANCE_COUNT, PHASES, REQUESTS_PER_PHASE, TOTAL_UNITS, client_request, upgrade_config,
 };
-use crate::support::upstream::Upstream;
 use fastrand::Rng;
 use redis::Value;
 use redis::aio::MultiplexedConnection;
@@ -41,10 +38,7 @@ fn month_limits() -> [Limit; 5] {
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 7 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket {
-            burst: TOTAL_UNITS,
-            warm_up_us: 0,
-        },
+        plain_bucket(TOTAL_UNITS),
         Algorithm::LeakyBucket {
             max_delay_us: MONTH_US * (TOTAL_UNITS - 1),
         },
@@ -621,19 +615,12 @@ async fn the_keys_in_redis_are_those_of_the_previous_version() {
         .lines()
         .filter(|key| !key.contains("}:concurrency:"));
     let expected: Vec<&str> = expected.collect();
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    loop {
+    // The first heartbeat may be late.
+    wait_until(format!("the keys {expected:#?}"), async || {
         let mut keys: Vec<String> = server.command("KEYS *").await;
         keys.retain(|key| !key.contains("-probe"));
         keys.sort_unstable();
-        if keys == expected {
-            return;
-        }
-        // The first heartbeat may be late.
-        assert!(
-            Instant::now() < deadline,
-            "{keys:#?} must equal {expected:#?}"
-        );
-        sleep(Duration::from_millis(20)).await;
-    }
+        keys == expected
+    })
+    .await;
 }

@@ -1,11 +1,7 @@
 //! Clients ask for their own limits, and only for their own.
 
-use crate::support::client::RawResponse;
 use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use jsonwebtoken::Algorithm;
 use serde_json::json;
 use tempfile::TempDir;
@@ -123,16 +119,13 @@ async fn a_client_gets_its_own_limits_and_charges_none_of_them() {
             assert_eq!(api["limits"][0]["window_s"], 3600.0);
             assert!(api["limits"][0]["reset_s"].as_f64().unwrap() > 3_500.0);
             assert_eq!(api["limits"][1]["remaining"], 99);
-            assert_eq!(reply.list_parameter("ratelimit", "api", "r"), Some(2));
-            assert_eq!(
-                reply.list_parameter("ratelimit", "api-daily", "r"),
-                Some(99)
-            );
+            assert_eq!(reply.remaining("api"), Some(2));
+            assert_eq!(reply.remaining("api-daily"), Some(99));
             assert_eq!(
                 reply.list_parameter("ratelimit-policy", "api", "q"),
                 Some(3)
             );
-            assert_eq!(reply.list_parameter("ratelimit", "login", "r"), Some(5));
+            assert_eq!(reply.remaining("login"), Some(5));
             assert_eq!(reply.header("cache-control"), Some("no-store"));
             assert_eq!(reply.header("content-type"), Some("application/json"));
         }
@@ -192,11 +185,7 @@ async fn without_a_verified_key_the_answer_is_401() {
     let upstream = Upstream::echo().await;
     let policy = "[[policy]]\nname = \"p\"\nkey = [\"header:x-user\"]\nlimit = { requests = 5, per = \"1m\" }\n";
     let proxy = Proxy::start(&format!("[self_service]\n{policy}"), upstream.address).await;
-    let reply = proxy
-        .request("GET", PATH)
-        .header("X-User", "ann")
-        .send()
-        .await;
+    let reply = proxy.get_with(PATH, "X-User", "ann").await;
     assert_eq!(reply.status, 401);
     assert_eq!(
         reply.header("content-type"),
@@ -223,23 +212,11 @@ async fn without_a_verified_key_the_answer_is_401() {
         upstream.address,
     )
     .await;
-    let charged = proxy
-        .request("GET", "/")
-        .header("X-User", "ann")
-        .send()
-        .await;
+    let charged = proxy.get_with("/", "X-User", "ann").await;
     assert_eq!(charged.status, 200);
     for (user, remaining) in [("ann", 4), ("bob", 5)] {
-        let reply = proxy
-            .request("GET", PATH)
-            .header("X-User", user)
-            .send()
-            .await;
-        assert_eq!(
-            reply.list_parameter("ratelimit", "p", "r"),
-            Some(remaining),
-            "{user}"
-        );
+        let reply = proxy.get_with(PATH, "X-User", user).await;
+        assert_eq!(reply.remaining("p"), Some(remaining), "{user}");
     }
 }
 
@@ -254,10 +231,7 @@ async fn questions_have_a_limit_of_their_own() {
     let reply = fixture.ask_as(&ann).await;
     assert_eq!(reply.status, 429, "{}", reply.text());
     assert!(reply.header("retry-after").is_some());
-    assert_eq!(
-        reply.list_parameter("ratelimit", "self_service", "r"),
-        Some(0)
-    );
+    assert_eq!(reply.remaining("self_service"), Some(0));
     let bob = fixture.issuer.bearer_for_subject("bob");
     assert_eq!(fixture.ask_as(&bob).await.status, 200);
     let post = fixture.proxy.request("POST", "/api/orders");
@@ -280,8 +254,7 @@ async fn a_client_certificate_identifies_its_owner() {
         path("server.key"),
         path("ca.pem"),
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let request = format!("GET {PATH} HTTP/1.1\r\nHost: localhost\r\n\r\n");
     for (client, status) in [
         (
@@ -291,7 +264,7 @@ async fn a_client_certificate_identifies_its_owner() {
         (TlsClient::new(&authority), 401),
     ] {
         let mut client = client.connect_http1(proxy.address, "localhost").await;
-        let reply = client.send(&request).await.read_response().await;
+        let reply = client.request(&request).await;
         assert_eq!(reply.status, status, "{}", reply.text());
     }
 }
@@ -305,7 +278,6 @@ async fn all_policies_of_a_counter_are_listed() {
              key = ['client_ip']\nlimit = {{ requests = {requests}, per = '1h' }}\n"
         )
     };
-    let upstream = Upstream::echo().await;
     for (policies, expected) in [
         ([policy("loose", 5), policy("strict", 2)], [3, 0]),
         ([policy("strict", 2), policy("loose", 5)], [0, 3]),
@@ -316,17 +288,16 @@ async fn all_policies_of_a_counter_are_listed() {
                 "{store}\n[self_service]\npath = '{PATH}'\n{}",
                 policies.concat()
             );
-            let proxy = Proxy::start(&config, upstream.address).await;
-            proxy.wait_for_store().await;
+            let proxy = Proxy::echo_connected(&config).await;
             for (path, status) in [("/strict", 200), ("/loose", 200), ("/strict", 429)] {
-                assert_eq!(proxy.get(path).await.status, status, "{path}");
+                proxy.expect_status(path, status, "{path}").await;
             }
             let reply = proxy.get(PATH).await;
             let json = reply.json();
             let left = |index: usize| json["policies"][index]["limits"][0]["remaining"].as_u64();
             assert_eq!([left(0), left(1)], expected.map(Some), "{json}");
             assert_eq!(json["policies"].as_array().unwrap().len(), 2);
-            assert_eq!(reply.list_parameter("ratelimit", "units", "r"), Some(0));
+            assert_eq!(reply.remaining("units"), Some(0));
             assert_eq!(
                 reply.list_parameter("ratelimit-policy", "units", "q"),
                 Some(2)

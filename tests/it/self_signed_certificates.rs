@@ -1,15 +1,10 @@
 //! Certificates that are in the `ca` file themselves, as `openssl req -x509` makes them.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::{LogLine, Proxy};
-use crate::support::redis::RedisServer;
-use crate::support::tls::{CertificateAuthority, TlsClient, certificate_params};
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
+use crate::support::tls::certificate_params;
 use rcgen::{BasicConstraints, IsCa, date_time_ymd};
 use std::fs;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::time::timeout;
 
 const LOOPBACK_SAN: [&str; 4] = ["-subj", "/CN=a", "-addext", "subjectAltName=IP:127.0.0.1"];
 
@@ -28,7 +23,7 @@ async fn request_with(
         authority.path_string(ca)
     );
     let url = format!("https://{address}");
-    let builder = Proxy::builder().config(&config).upstream_url(&url);
+    let builder = Proxy::setup(&config).upstream(&url);
     let proxy = builder.start().await;
     (proxy.get("/").await.status, proxy)
 }
@@ -47,16 +42,16 @@ async fn an_upstream_certificate_in_the_ca_file_is_accepted() {
         ("name_only", ""),
         ("leaf", ""),
     ] {
-        let (status, proxy) = request_with(&authority, file, &format!("{file}.pem"), more).await;
-        assert_eq!(status, 200, "{file}: {}", proxy.log_text());
+        let (status, _) = request_with(&authority, file, &format!("{file}.pem"), more).await;
+        assert_eq!(status, 200, "{file}");
     }
     // The file may hold further certificates.
     let files = ["leaf.pem", "ca_true.pem", "name_only.pem"];
     let pem = files.map(|file| fs::read_to_string(authority.path(file)).unwrap());
     fs::write(authority.path("all.pem"), pem.concat()).unwrap();
     for file in ["leaf", "ca_true", "name_only"] {
-        let (status, proxy) = request_with(&authority, file, "all.pem", "").await;
-        assert_eq!(status, 200, "{file}: {}", proxy.log_text());
+        let (status, _) = request_with(&authority, file, "all.pem", "").await;
+        assert_eq!(status, 200, "{file}");
     }
 }
 
@@ -102,8 +97,7 @@ async fn use_redis(server: &RedisServer, lines: &str) -> (Vec<u16>, String) {
          [[policy]]\nname = 'p'\nkey = ['client_ip']\nlimit = {{ requests = 1, per = '1h' }}\non_store_failure = 'open'\n",
         server.tls_port()
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let mut command = tidegate_command();
     let command = command
         .args(["doctor", "--config"])
@@ -154,8 +148,7 @@ async fn a_client_certificate_in_client_ca_is_accepted() {
         authority.path("server.key"),
         authority.path("clients.pem"),
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     for (file, is_accepted) in [("ann", true), ("twin", false), ("bob", false)] {
         let client = TlsClient::with_certificate(&authority, &authority, file);
         let mut stream = client.connect(proxy.address, "a.example").await.unwrap();
@@ -163,11 +156,7 @@ async fn a_client_certificate_in_client_ca_is_accepted() {
         let mut received = Vec::new();
         // In TLS 1.3 the server's refusal arrives after the client's handshake.
         drop(stream.write_all(request.as_bytes()).await);
-        drop(
-            timeout(TEST_TIMEOUT, stream.read_to_end(&mut received))
-                .await
-                .unwrap(),
-        );
+        drop(in_time(stream.read_to_end(&mut received)).await);
         let received = String::from_utf8_lossy(&received);
         assert_eq!(
             received.starts_with("HTTP/1.1 200"),

@@ -3,6 +3,7 @@
 
 use crate::redis_store::calendar_day;
 use crate::reference_model::NaiveModel;
+use crate::support::prelude::*;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
 use fastrand::Rng;
 use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
@@ -123,11 +124,7 @@ fn counted_rejections_and_settlements_match_the_reference_model() {
 fn returns_after_hundreds_of_charges_match_the_reference_model() {
     const CHARGE_COUNT: usize = 600;
     run_random_sequences([3, 3], |store, rng| {
-        let limit = Limit {
-            requests: [400, 4_000][rng.usize(..2)],
-            per_us: 1_000_000,
-            algorithm: Algorithm::SlidingLog,
-        };
+        let limit = sliding_log([400, 4_000][rng.usize(..2)], 1_000_000);
         let (mut model, key, mut now_us) = (NaiveModel::default(), test_key(), START_US);
         let mut in_flight = Vec::new();
         for _ in 0..CHARGE_COUNT {

@@ -3,15 +3,11 @@
 mod combinations;
 mod slot_terms;
 
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::client::RawResponse;
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::prelude::*;
 use crate::support::rls_client::{
     LimitCode, RLS_LISTENER, RateLimitDescriptor, RateLimitRequest, ServiceClient, make_descriptor,
     make_request,
 };
-use crate::support::upstream::Upstream;
 
 /// `/both` matches both policies.
 const POLICIES: &str = r#"
@@ -38,18 +34,11 @@ limit = { requests = 1, per = "1h" }
 "#;
 
 async fn send(proxy: &Proxy, path: &str) -> RawResponse {
-    proxy
-        .request("GET", path)
-        .header("X-User", "ann")
-        .send()
-        .await
+    proxy.get_with(path, "X-User", "ann").await
 }
 
 fn remaining(response: &RawResponse) -> (u16, Option<u64>) {
-    (
-        response.status,
-        response.list_parameter("ratelimit", "units", "r"),
-    )
+    (response.status, response.remaining("units"))
 }
 
 /// Each policy compares the usage of both with its own limit, in every proxy and in both stores.
@@ -108,8 +97,7 @@ async fn policies_share_a_counter_in_redis() {
 
 #[tokio::test]
 async fn policies_share_a_counter_in_memory() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(POLICIES, upstream.address).await;
+    let proxy = Proxy::with_echo(POLICIES).await;
     assert_usage_is_shared(&[&proxy]).await;
 }
 
@@ -131,9 +119,8 @@ async fn a_counter_of_the_instance_stands_beside_one_in_redis() {
 
 #[tokio::test]
 async fn a_block_is_one_for_all_policies_of_a_counter() {
-    let upstream = Upstream::echo().await;
     let policies = POLICIES.replace("counter = ", "block_for = \"1h\"\ncounter = ");
-    let proxy = Proxy::start(&policies, upstream.address).await;
+    let proxy = Proxy::with_echo(&policies).await;
     for expected in [200, 200, 429] {
         assert_eq!(send(&proxy, "/export").await.status, expected);
     }
@@ -143,13 +130,13 @@ async fn a_block_is_one_for_all_policies_of_a_counter() {
 #[tokio::test]
 async fn commands_show_the_usage_by_each_policy_and_reset_it_for_all() {
     let redis = RedisServer::start();
-    let admin = AdminProxy::start(&format!("{}\n{POLICIES}", redis.store_config())).await;
-    admin.proxy.wait_for_store().await;
-    send(&admin.proxy, "/search").await;
-    send(&admin.proxy, "/export").await;
+    let admin = Proxy::with_token(&format!("{}\n{POLICIES}", redis.store_config())).await;
+    admin.wait_for_store().await;
+    send(&admin, "/search").await;
+    send(&admin, "/export").await;
     for (policy, left) in [("search", "5 left"), ("export", "2 left")] {
         let shown = admin.run_command(&["keys", "show", policy, "ann"]).await;
-        assert!(shown.stdout.contains(left), "{}", shown.stdout);
+        shown.expect_stdout(left);
         let listed = admin
             .run_command(&["keys", "list", "--policy", policy])
             .await;
@@ -163,14 +150,11 @@ async fn commands_show_the_usage_by_each_policy_and_reset_it_for_all() {
     let words = ["explain", "GET", "http://a/both", "-H", "x-user: ann"];
     let explained = admin.run_command(&words).await;
     for left in ["5 left", "2 left"] {
-        assert!(explained.stdout.contains(left), "{}", explained.stdout);
+        explained.expect_stdout(left);
     }
     let reset = admin.run_command(&["keys", "reset", "export", "ann"]).await;
-    assert!(reset.stdout.contains("reset 1 counter"), "{}", reset.stdout);
-    assert_eq!(
-        remaining(&send(&admin.proxy, "/search").await),
-        (200, Some(7))
-    );
+    reset.expect_stdout("reset 1 counter");
+    assert_eq!(remaining(&send(&admin, "/search").await), (200, Some(7)));
     let policy = admin.wait_for_policy("search", |_| true).await;
     assert_eq!(policy["counter"], "units");
 }
@@ -183,15 +167,15 @@ async fn a_reset_counts_all_counters_of_a_key() {
         count_when = { status = [200] }\nlimits = [\n{ requests = 1, per = '1h', name = 'log' },\n\
         { requests = 5, per = '1d', algorithm = 'fixed_window', name = 'day' },\n\
         { requests = 3, algorithm = 'concurrency', name = 'slots' },\n]\n";
-    let admin = AdminProxy::start(&format!("{}\n{policies}", redis.store_config())).await;
-    admin.proxy.wait_for_store().await;
+    let admin = Proxy::with_token(&format!("{}\n{policies}", redis.store_config())).await;
+    admin.wait_for_store().await;
     let reset = async || {
         let reset = admin.run_command(&["keys", "reset", "login", "ann"]).await;
         reset.stdout.trim().rsplit_once(": ").unwrap().1.to_owned()
     };
     assert_eq!(reset().await, "no counter to reset");
-    assert_eq!(send(&admin.proxy, "/").await.status, 200);
-    while send(&admin.proxy, "/").await.status != 429 {}
+    assert_eq!(send(&admin, "/").await.status, 200);
+    while send(&admin, "/").await.status != 429 {}
     // Log and day, and the response counters of both as soon as they are settled.
     let text = reset().await;
     let count = text.strip_prefix("reset ").unwrap().split(' ').next();

@@ -3,11 +3,7 @@
 //! `MONITOR` shows every charge that the script writes, with the decision's time and Redis's own
 //! time. So delays between a decision and its response do not affect the result.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawClient;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
@@ -237,9 +233,7 @@ async fn send_requests_until(address: SocketAddr, patient: bool, until: Instant)
     let (mut client, mut admitted, mut refused) = (RawClient::connect(address).await, 0, 0);
     while Instant::now() < until {
         let reply = client
-            .send("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await
-            .read_response()
+            .request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
             .await;
         match reply.status {
             200 => admitted += 1,
@@ -272,10 +266,7 @@ impl MonitorRecorder {
         let mut stream = BufReader::new(stream);
         stream.write_all(b"MONITOR\r\n").await.unwrap();
         let mut line = String::new();
-        timeout(TEST_TIMEOUT, stream.read_line(&mut line))
-            .await
-            .unwrap()
-            .unwrap();
+        in_time(stream.read_line(&mut line)).await.unwrap();
         assert_eq!(line, "+OK\r\n");
         Self(tokio::spawn(async move {
             let (mut kept, mut lines) = (Vec::new(), stream.lines());
@@ -334,8 +325,6 @@ async fn a_cached_refusal_reports_no_more_remaining_units_than_an_earlier_answer
     let series = "tidegate_decision_seconds_count{source=\"deny_cache\"}";
     assert_eq!(here.read_metric(series).await, 1.0, "{}", here.log_text());
     let fields = refused.header("ratelimit").unwrap();
-    assert!(
-        fields.contains("\"narrow\";r=0") && !fields.contains("\"wide\";r=999"),
-        "{fields}"
-    );
+    assert_contains(&fields, &["\"narrow\";r=0"]);
+    assert_lacks(&fields, &["\"wide\";r=999"]);
 }

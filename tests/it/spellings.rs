@@ -2,10 +2,8 @@
 //!
 //! `tests/fixtures/spellings.json` has the readings of real servers, recorded by `make spellings`.
 
-use crate::support::client::RawClient;
 use crate::support::h2_frames::{FrameClient, request_frame};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::RawUpstream;
+use crate::support::prelude::*;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -213,8 +211,7 @@ impl RecordingProxy {
             client.send(request_frame(1, &fields)).await;
             client.read_body().await?
         } else {
-            let mut client = RawClient::connect(self.proxy.address).await;
-            client.send(request.http1_head()).await;
+            let mut client = self.proxy.send_raw(request.http1_head()).await;
             let response = client.read_response_or_close().await?;
             response.header("x-reached")?;
             response.body
@@ -357,7 +354,7 @@ async fn no_spelling_of_a_path_escapes_the_ext_authz_listener() {
             "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n\
              [path]\ncase_sensitive = {case_sensitive}\n{LIMITS}"
         );
-        let proxy = Proxy::builder().config(&config).start().await;
+        let proxy = Proxy::setup(&config).start().await;
         let address = proxy.logged_address("check listening").unwrap();
         let check = async |target: &str| {
             let head = format!(
@@ -365,8 +362,7 @@ async fn no_spelling_of_a_path_escapes_the_ext_authz_listener() {
                  X-Forwarded-Proto: http\r\nX-Forwarded-Host: app.test\r\n\
                  X-Forwarded-Uri: {target}\r\nConnection: close\r\n\r\n"
             );
-            let mut client = RawClient::connect(address).await;
-            client.send(to_latin1(&head)).await;
+            let mut client = RawClient::connect_and_send(address, to_latin1(&head)).await;
             let response = client.read_response_or_close().await;
             response.is_some_and(|response| response.status == 200)
         };

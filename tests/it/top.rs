@@ -1,8 +1,7 @@
 //! `tidegate top`: the table, the JSON output, and the live view, which must restore the terminal.
 
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::process::{ProcessOutput, run_command, send_signal_to, tidegate_command};
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
+use crate::support::process::send_signal_to;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,17 +28,12 @@ limit = { requests = 100, per = "1h" }
 const HOSTILE_USER: &[u8] = b"\x1b[2Jann\xc2\x9b31m";
 
 /// A proxy whose policy has rejected a user with terminal escapes in its name.
-async fn start_fixture() -> AdminProxy {
-    let fixture = AdminProxy::start(POLICIES).await;
+async fn start_fixture() -> Proxy {
+    let fixture = Proxy::with_token(POLICIES).await;
     // A header value cannot hold control characters, so the escape is sent in the path only.
     for _ in 0..5 {
         let value = String::from_utf8_lossy(HOSTILE_USER).replace('\u{1b}', "~");
-        fixture
-            .proxy
-            .request("GET", "/%1b%5b2J")
-            .header("x-user", &value)
-            .send_for_status()
-            .await;
+        fixture.get_with("/%1b%5b2J", "x-user", &value).await.status;
     }
     fixture
         .wait_for_policy("api", |policy| !policy["last_hour"]["rejected"].is_null())
@@ -47,7 +41,7 @@ async fn start_fixture() -> AdminProxy {
     fixture
 }
 
-async fn run_top(fixture: &AdminProxy, words: &[&str]) -> ProcessOutput {
+async fn run_top(fixture: &Proxy, words: &[&str]) -> ProcessOutput {
     fixture.run_command(&[&["top"], words].concat()).await
 }
 
@@ -61,17 +55,17 @@ struct Terminal {
 }
 
 impl Terminal {
-    fn open(fixture: &AdminProxy) -> Self {
+    fn open(fixture: &Proxy) -> Self {
         let pid = fixture.dir().join("pid");
         let line = format!(
             "stty cols 100 rows 30; echo $$ > {pid:?}; exec {TIDEGATE_BINARY:?} top --every 1 --config {:?}",
-            fixture.proxy.config_path(),
+            fixture.config_path(),
         );
         let child = Command::new("script")
             .args(["-qfec", &line, "/dev/null"])
             .env(
                 "TIDEGATE_ADMIN__ADDRESS",
-                fixture.proxy.admin_address().to_string(),
+                fixture.admin_address().to_string(),
             )
             .env("TERM", "xterm")
             .env("LC_ALL", "C")
@@ -208,7 +202,7 @@ async fn json_output_has_the_admin_data() {
         ended.stdout,
         ended.stderr
     );
-    let json: Value = serde_json::from_str(&ended.stdout).unwrap();
+    let json: Value = ended.json();
     assert_eq!(json["overview"]["status"], "ready");
     assert_eq!(json["policies"]["policies"][0]["rejected"], 3);
     assert_eq!(json["top"]["keys"]["entries"][0]["count"], 3);
@@ -220,7 +214,7 @@ async fn an_unreachable_admin_port_is_an_error_with_its_address() {
     let mut command = tidegate_command();
     command
         .args(["top", "--once", "--config"])
-        .arg(fixture.proxy.config_path());
+        .arg(fixture.config_path());
     let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:9")).await;
     assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(1), ""));
     assert!(
@@ -276,7 +270,7 @@ async fn it_exits_when_its_terminal_closes() {
         let stat = format!("/proc/{}/stat", terminal.child_pid());
         assert!(fs::read_to_string(&stat).is_ok());
         terminal.child.kill().await.unwrap();
-        eventually("its end", TEST_TIMEOUT, || {
+        eventually("its end", TEST_TIMEOUT, async || {
             // The process may be a zombie, because nothing reaps it.
             fs::read_to_string(&stat).map_or(Some(()), |stat| stat.contains(") Z ").then_some(()))
         })
@@ -289,7 +283,7 @@ async fn an_unreachable_instance_is_shown_and_the_last_data_stays() {
     let fixture = start_fixture().await;
     let mut terminal = Terminal::open(&fixture);
     terminal.wait_for_output("60.0%").await;
-    fixture.proxy.send_sigterm();
+    fixture.send_sigterm();
     terminal.output.clear();
     terminal.wait_for_output("[NO ANSWER]").await;
     terminal.wait_for_output("60.0%").await;
@@ -306,11 +300,11 @@ async fn an_admin_port_that_does_not_answer_is_an_error_within_seconds() {
     let run = async |words: &[&str]| {
         let mut command = tidegate_command();
         command.arg("top").args(words).arg("--config");
-        command.arg(fixture.proxy.config_path());
+        command.arg(fixture.config_path());
         let started_at = Instant::now();
         let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", &address)).await;
         assert!(started_at.elapsed() < Duration::from_secs(6), "{words:?}");
-        assert_eq!(ended.status.code(), Some(1));
+        ended.expect_code(1);
         let expected = format!("{address}: no answer within 2 s");
         // With --json, errors are JSON on stdout.
         let text = ended.stdout + &ended.stderr;
@@ -328,12 +322,12 @@ async fn the_live_view_says_that_it_tries_again() {
     let fixture = start_fixture().await;
     let mut terminal = Terminal::open(&fixture);
     terminal.wait_for_output("60.0%").await;
-    fixture.proxy.pause();
+    fixture.pause();
     terminal.output.clear();
-    let address = fixture.proxy.admin_address();
+    let address = fixture.admin_address();
     let expected = format!("{address}: no answer within 2 s; trying again every 1 s");
     terminal.wait_for_output(&expected).await;
-    fixture.proxy.resume();
+    fixture.resume();
     terminal.output.clear();
     terminal.wait_for_output("60.0%").await;
     terminal.type_keys("q").await;

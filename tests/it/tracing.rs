@@ -1,12 +1,9 @@
 //! Traces: forwarded trace headers and the spans that a collector receives.
 
-use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_upstream::H2Upstream;
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use crate::support::redis::free_port;
-use crate::support::tls::CertificateAuthority;
-use crate::support::upstream::{BodySender, Upstream, UpstreamResponse, channel_body, full_body};
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::upstream::BodySender;
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::service::service_fn;
@@ -113,7 +110,7 @@ impl TraceCollector {
         received: ReceivedSpans,
     ) -> Self {
         // A previous server on this port may still be shutting down.
-        let bind = || std::net::TcpListener::bind(("127.0.0.1", port)).ok();
+        let bind = async || std::net::TcpListener::bind(("127.0.0.1", port)).ok();
         let listener = eventually("the port to be free", TEST_TIMEOUT, bind).await;
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
@@ -169,7 +166,7 @@ impl TraceCollector {
 
     /// Waits until at least `number` spans have arrived and returns all of them.
     async fn wait_for_spans(&self, number: usize) -> Vec<Span> {
-        eventually("spans", TEST_TIMEOUT, || {
+        eventually("spans", TEST_TIMEOUT, async || {
             let spans = self.received.all_spans();
             (spans.len() >= number).then_some(spans)
         })
@@ -356,11 +353,7 @@ async fn a_refused_request_has_its_policy_and_no_upstream_span() {
         ),
         ("rejected", "p")
     );
-    let line = proxy
-        .wait_for_log("its line", 0, TEST_TIMEOUT, |line| {
-            line.field("trace_id") == TRACE_ID
-        })
-        .await;
+    let line = proxy.wait_for_field("trace_id", TRACE_ID, 0).await;
     assert_eq!(line.field("decision"), "rejected");
 }
 
@@ -410,11 +403,9 @@ async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced
         .header("traceparent", &make_traceparent("01"))
         .header("traceparent", &make_traceparent("01"));
     assert_eq!(twice.send_for_status().await, 200);
-    assert!(
-        !upstream
-            .last_request()
-            .single_header("traceparent")
-            .contains(TRACE_ID)
+    assert_lacks(
+        &upstream.last_request().single_header("traceparent"),
+        &[TRACE_ID],
     );
     let spans = collector.wait_for_spans(8).await;
     assert!(
@@ -427,10 +418,7 @@ async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced
 #[tokio::test]
 async fn upstream_errors_and_long_text_are_recorded_within_bounds() {
     let collector = TraceCollector::start().await;
-    let proxy = Proxy::builder()
-        .config(&collector.trace_config("1"))
-        .start()
-        .await;
+    let proxy = Proxy::setup(&collector.trace_config("1")).start().await;
     let long = format!("/{}", "a".repeat(9000));
     assert_eq!(
         proxy
@@ -474,24 +462,17 @@ async fn the_last_spans_are_exported_before_exit() {
 
 #[tokio::test]
 async fn an_unavailable_collector_does_not_affect_clients_and_is_logged_once() {
-    let upstream = Upstream::echo().await;
     let port = free_port();
     let lines = format!("[trace]\notlp = 'http://127.0.0.1:{port}'\nsample = 1\n");
-    let proxy = Proxy::start(&lines, upstream.address).await;
+    let proxy = Proxy::with_echo(&lines).await;
     let failed = async |number: f64| {
-        let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
-        while proxy
-            .read_metric("tidegate_trace_spans_total{result=\"failed\"}")
-            .await
-            < number
-        {
-            assert!(
-                tokio::time::Instant::now() < deadline,
-                "{}",
-                proxy.log_text()
-            );
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        wait_until(format!("{number} failed spans"), async || {
+            proxy
+                .read_metric("tidegate_trace_spans_total{result=\"failed\"}")
+                .await
+                >= number
+        })
+        .await;
     };
     assert_eq!(proxy.get("/").await.status, 200);
     failed(2.0).await;
@@ -506,11 +487,7 @@ async fn an_unavailable_collector_does_not_affect_clients_and_is_logged_once() {
     let collector = TraceCollector::start_on_port(port).await;
     assert_eq!(proxy.get("/").await.status, 200);
     collector.wait_for_spans(2).await;
-    proxy
-        .wait_for_log("the change", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("span export recovered")
-        })
-        .await;
+    proxy.wait_for_message("span export recovered", 0).await;
     assert_eq!(
         proxy
             .read_metric("tidegate_trace_spans_total{result=\"exported\"}")
@@ -549,30 +526,21 @@ async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
     )
     .await;
     assert_eq!(proxy.get("/").await.status, 200);
-    let spans = eventually("spans", TEST_TIMEOUT, || {
-        Some(received.all_spans()).filter(|spans| spans.len() == 2)
+    let spans = eventually("spans", TEST_TIMEOUT, async || {
+        let spans = received.all_spans();
+        (spans.len() == 2).then_some(spans)
     })
     .await;
     find_single_span(&spans, SpanKind::Server, "GET");
-    let shown = ClientRequest::new(proxy.admin_address(), "GET", "/config")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text();
-    assert!(
-        shown.contains("headers_file") && !shown.contains("k3y"),
-        "{shown}"
-    );
+    let shown = proxy.admin_request("GET", "/config").send().await.text();
+    assert_contains(&shown, &["headers_file"]);
+    assert_lacks(&shown, &["k3y"]);
     // Nothing is sent to a collector with an untrusted certificate.
     let stranger = CertificateAuthority::new();
     let other = format!("tls.ca = {:?}\n", stranger.path_string("ca.pem"));
     let trusting = Proxy::start(&lines(&other), upstream.address).await;
     assert_eq!(trusting.get("/").await.status, 200);
-    trusting
-        .wait_for_log("the refusal", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("span export failed")
-        })
-        .await;
+    trusting.wait_for_message("span export failed", 0).await;
     assert_eq!(received.all_spans().len(), 2);
     assert!(!trusting.log_text().contains("k3y"));
     server.abort();
@@ -603,29 +571,22 @@ async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit
             }
         });
     }
-    let deadline = tokio::time::Instant::now() + 6 * TEST_TIMEOUT;
-    while proxy
-        .read_metric("tidegate_trace_spans_total{result=\"dropped\"}")
-        .await
-        == 0.0
-    {
-        assert!(
-            tokio::time::Instant::now() < deadline,
-            "no span was dropped: the queue is unbounded"
-        );
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    wait_until_within(
+        "a dropped span: the queue is bounded",
+        6 * TEST_TIMEOUT,
+        async || {
+            proxy
+                .read_metric("tidegate_trace_spans_total{result=\"dropped\"}")
+                .await
+                > 0.0
+        },
+    )
+    .await;
     clients.shutdown().await;
     proxy.send_sigterm();
     // Shutdown must not wait for all queued spans, which would take most of a minute.
     assert!(proxy.wait_for_exit(TEST_TIMEOUT).await.status.success());
-    assert!(
-        proxy
-            .log_text()
-            .contains("span export incomplete at shutdown"),
-        "{}",
-        proxy.log_text()
-    );
+    assert_contains(&proxy.log_text(), &["span export incomplete at shutdown"]);
     drop(silent);
 }
 
@@ -644,7 +605,7 @@ async fn a_span_ends_with_the_body() {
     let proxy = Proxy::start(&collector.trace_config("1"), upstream.address).await;
     let start_request = async |client: &mut RawClient| {
         client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        let feeder = eventually("the request", TEST_TIMEOUT, || {
+        let feeder = eventually("the request", TEST_TIMEOUT, async || {
             feeders.lock().unwrap().pop()
         })
         .await;
@@ -709,11 +670,7 @@ async fn a_complete_body_without_end_of_stream_is_no_error() {
             );
         })
         .await;
-    let proxy = Proxy::builder()
-        .config(&collector.trace_config("1"))
-        .upstream_url(&upstream.url())
-        .start()
-        .await;
+    let proxy = Proxy::start(&collector.trace_config("1"), &upstream.url()).await;
     assert_eq!(proxy.get("/").await.text(), "part");
     let spans = collector.wait_for_spans(2).await;
     let server = find_single_span(&spans, SpanKind::Server, "GET");
@@ -748,17 +705,12 @@ async fn spans_are_exported_over_http() {
             );
         }
     });
-    let upstream = Upstream::echo().await;
     let lines = format!("[trace]\notlp = 'http://{address}/v1/traces'\nsample = 1\n");
-    let proxy = Proxy::start(&lines, upstream.address).await;
-    assert_eq!(
-        ClientRequest::new(proxy.address, "GET", "/")
-            .send_for_status()
-            .await,
-        200
-    );
-    let spans = eventually("spans", TEST_TIMEOUT, || {
-        Some(received.all_spans()).filter(|spans| spans.len() == 2)
+    let proxy = Proxy::with_echo(&lines).await;
+    assert_eq!(proxy.request("GET", "/").send_for_status().await, 200);
+    let spans = eventually("spans", TEST_TIMEOUT, async || {
+        let spans = received.all_spans();
+        (spans.len() == 2).then_some(spans)
     })
     .await;
     find_single_span(&spans, SpanKind::Server, "GET");

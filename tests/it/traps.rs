@@ -1,7 +1,7 @@
 //! Traps of `docs/CONTRIBUTING.md` that apply to every algorithm, tested for each of them in both
 //! stores. Tests of traps that concern one algorithm are in the files of that algorithm.
 
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us, test_seed,
 };
@@ -227,10 +227,7 @@ async fn trap_6_a_period_of_one_millisecond_is_enforced() {
         Algorithm::SlidingLog,
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
-        Algorithm::TokenBucket {
-            burst: 1,
-            warm_up_us: 0,
-        },
+        plain_bucket(1),
         Algorithm::LeakyBucket { max_delay_us: 0 },
     ] {
         let (limit, key) = (
@@ -266,11 +263,7 @@ async fn trap_6_a_period_of_one_millisecond_is_enforced() {
 #[test]
 fn trap_11_a_limit_is_not_charged_when_another_refuses() {
     for_each_algorithm_and_store(|fixture, rng| {
-        let one = Limit {
-            requests: 1,
-            per_us: draw_duration_us(rng),
-            algorithm: Algorithm::SlidingLog,
-        };
+        let one = sliding_log(1, draw_duration_us(rng));
         let (other, cost) = (
             KeyBuilder::new("other").finish(),
             random_partial_cost(fixture.cold_capacity(), rng),
@@ -326,10 +319,7 @@ fn trap_13_lua_counts_exactly_up_to_2_to_the_53() {
         algorithm,
     };
     let mut limits = log_algorithms.map(most).to_vec();
-    let bucket = Algorithm::TokenBucket {
-        burst: MAX_UNITS / 1_000,
-        warm_up_us: 0,
-    };
+    let bucket = plain_bucket(MAX_UNITS / 1_000);
     let line = Algorithm::LeakyBucket { max_delay_us: 999 };
     limits.extend([bucket, line].map(|algorithm| Limit {
         requests: MAX_UNITS / 1_000,
@@ -367,11 +357,7 @@ fn trap_13_lua_counts_exactly_up_to_2_to_the_53() {
 /// earlier it counts.
 #[test]
 fn trap_14_a_charge_expires_when_it_is_exactly_one_period_old() {
-    let log = Limit {
-        requests: 3,
-        per_us: 1_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let log = sliding_log(3, 1_000);
     let buckets = Limit {
         algorithm: Algorithm::SlidingWindow { buckets: 10 },
         ..log

@@ -1,11 +1,8 @@
 //! WebSockets and other upgrades over HTTP/1.1 and HTTP/2, from the handshake to the last byte.
 
-use crate::support::client::{
-    ClientBody, ClientRequest, RawClient, RawResponse, await_response, open_http2_connection,
-};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawSocket, RawUpstream, Upstream};
-use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes};
+use crate::support::prelude::*;
+use crate::support::pseudo_random_bytes;
+use crate::support::upstream::RawSocket;
 use hyper::body::Incoming;
 use hyper::client::conn::http2::SendRequest;
 use hyper::ext::Protocol;
@@ -27,12 +24,9 @@ const TWO_PER_HOUR_POLICY: &str = "log.access = 'all'\n[[policy]]\nname = 'socke
 /// An upstream that accepts every WebSocket and echoes its bytes.
 async fn start_websocket_upstream() -> RawUpstream {
     RawUpstream::with_script(|_, mut socket| async move {
-        let Some(head) = socket.read_request().await else {
+        if !switch_protocols(&mut socket).await {
             return;
-        };
-        socket
-            .send(switching_protocols_response(&accept_key_for_head(&head)).as_bytes())
-            .await;
+        }
         echo_bytes(socket).await;
     })
     .await
@@ -101,22 +95,18 @@ fn metric_value(metrics: &str, series: &str) -> u64 {
         .unwrap()
 }
 
-async fn get_metrics(proxy: &Proxy) -> String {
-    ClientRequest::new(proxy.admin_address(), "GET", "/metrics")
-        .header("Host", "localhost")
-        .send()
-        .await
-        .text()
+/// Accepts the upgrade of the next request. Returns `false` if the peer closes.
+async fn switch_protocols(socket: &mut RawSocket) -> bool {
+    let Some(head) = socket.read_request().await else {
+        return false;
+    };
+    let switch = switching_protocols_response(&accept_key_for_head(&head));
+    socket.send(switch.as_bytes()).await;
+    true
 }
 
 async fn open_websocket(proxy: &Proxy) -> (RawClient, RawResponse) {
-    let mut client = RawClient::connect(proxy.address).await;
-    let reply = client
-        .send(WEBSOCKET_HANDSHAKE)
-        .await
-        .read_any_response(false)
-        .await;
-    (client, reply)
+    proxy.upgrade(WEBSOCKET_HANDSHAKE).await
 }
 
 #[tokio::test]
@@ -152,11 +142,7 @@ async fn a_websocket_is_opened_and_counted_and_carries_bytes() {
     let bytes = pseudo_random_bytes(100_000);
     client.send(&bytes).await;
     assert!(client.read_past(&bytes[bytes.len() - 20..]).await == bytes);
-    let line = proxy
-        .wait_for_log("an access line", 0, TEST_TIMEOUT, |line| {
-            line.message_starts_with("request")
-        })
-        .await;
+    let line = proxy.wait_for_message("request", 0).await;
     assert_eq!(
         (
             line.field("status").as_str(),
@@ -164,7 +150,7 @@ async fn a_websocket_is_opened_and_counted_and_carries_bytes() {
         ),
         ("101", "allowed")
     );
-    let metrics = get_metrics(&proxy).await;
+    let metrics = proxy.read_metrics_page().await;
     assert_eq!(
         metric_value(&metrics, "tidegate_http_requests_total{code=\"101\"}"),
         1
@@ -186,18 +172,10 @@ async fn an_upgrade_over_the_limit_is_a_429_and_the_connection_stays_open() {
         2,
         "the rejected handshake must not reach the upstream"
     );
-    assert_eq!(
-        client
-            .send(WEBSOCKET_HANDSHAKE)
-            .await
-            .read_response()
-            .await
-            .status,
-        429
-    );
+    assert_eq!(client.request(WEBSOCKET_HANDSHAKE).await.status, 429);
     assert_eq!(
         metric_value(
-            &get_metrics(&proxy).await,
+            &proxy.read_metrics_page().await,
             "tidegate_http_requests_total{code=\"429\"}"
         ),
         2
@@ -231,9 +209,8 @@ async fn unsupported_upgrades_are_forwarded_as_plain_requests() {
             "0\r\n\r\n",
         ),
     ] {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send(format!(
+        let mut client = proxy
+            .send_raw(format!(
                 "POST / HTTP/{version}\r\nHost: a\r\n{fields}\r\n{body}"
             ))
             .await;
@@ -277,10 +254,7 @@ async fn sigterm_keeps_tunnels_open_during_the_grace_period() {
         .await;
     assert!(proxy.is_running());
     drop(client);
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 
     let mut proxy = Proxy::start("[shutdown]\ngrace = '100ms'", upstream.address).await;
     let (mut client, _) = open_websocket(&proxy).await;
@@ -309,9 +283,7 @@ async fn extended_connect(
 /// A connection that has received the server's settings.
 async fn connect_http2(proxy: &Proxy) -> SendRequest<ClientBody> {
     let mut sender = open_http2_connection(proxy.address).await;
-    let request = Request::get("http://a/a%00b")
-        .body(ClientBody::default())
-        .unwrap();
+    let request = get_request("http://a/a%00b");
     assert_eq!(
         await_response(sender.send_request(request)).await.status(),
         400
@@ -321,12 +293,7 @@ async fn connect_http2(proxy: &Proxy) -> SendRequest<ClientBody> {
 
 async fn upgraded_stream(response: Response<Incoming>) -> TokioIo<Upgraded> {
     assert_eq!(response.status(), 200);
-    TokioIo::new(
-        timeout(TEST_TIMEOUT, hyper::upgrade::on(response))
-            .await
-            .unwrap()
-            .unwrap(),
-    )
+    TokioIo::new(in_time(hyper::upgrade::on(response)).await.unwrap())
 }
 
 #[tokio::test]
@@ -355,20 +322,7 @@ async fn a_websocket_on_a_stream_of_http2_is_an_http1_handshake_upstream() {
         assert!(head.lines().any(|had| had == line), "{line} in {head}");
     }
 
-    let (mut reads, mut writes) = tokio::io::split(upgraded_stream(response).await);
-    let bytes = pseudo_random_bytes(8 << 20);
-    let sent = bytes.clone();
-    let sending = tokio::spawn(async move {
-        writes.write_all(&sent).await.unwrap();
-        writes.shutdown().await.unwrap();
-    });
-    let mut got = Vec::new();
-    timeout(Duration::from_secs(30), reads.read_to_end(&mut got))
-        .await
-        .unwrap()
-        .unwrap();
-    sending.await.unwrap();
-    assert!(got == bytes, "{} of {} bytes", got.len(), bytes.len());
+    assert_echo(upgraded_stream(response).await, 8 << 20).await;
 
     let keys = |head: &str| {
         head.lines()
@@ -384,11 +338,7 @@ async fn a_websocket_on_a_stream_of_http2_is_an_http1_handshake_upstream() {
         extended_connect(&mut sender, "websocket").await.status(),
         429
     );
-    let line = proxy
-        .wait_for_log("an access line", 0, TEST_TIMEOUT, |line| {
-            line.field("path") == "/chat"
-        })
-        .await;
+    let line = proxy.wait_for_field("path", "/chat", 0).await;
     assert_eq!(
         (line.field("status").as_str(), line.field("method").as_str()),
         ("200", "GET")
@@ -409,10 +359,7 @@ async fn an_idle_websocket_on_http2_stays_open_beside_others() {
     for mut socket in sockets {
         socket.write_all(b"still here").await.unwrap();
         let mut got = [0; 10];
-        timeout(TEST_TIMEOUT, socket.read_exact(&mut got))
-            .await
-            .unwrap()
-            .unwrap();
+        in_time(socket.read_exact(&mut got)).await.unwrap();
         assert_eq!(&got, b"still here");
     }
     upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
@@ -421,12 +368,9 @@ async fn an_idle_websocket_on_http2_stays_open_beside_others() {
 #[tokio::test]
 async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() {
     let upstream = RawUpstream::with_script(|_, mut socket| async move {
-        let Some(head) = socket.read_request().await else {
+        if !switch_protocols(&mut socket).await {
             return;
-        };
-        socket
-            .send(switching_protocols_response(&accept_key_for_head(&head)).as_bytes())
-            .await;
+        }
         // Treats the client's end as a half-close and keeps its own side open.
         socket.read_to_close().await;
         std::future::pending().await
@@ -443,12 +387,9 @@ async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() 
 #[tokio::test]
 async fn an_upstream_reset_ends_the_stream_after_its_last_bytes() {
     let upstream = RawUpstream::with_script(|_, mut socket| async move {
-        let Some(head) = socket.read_request().await else {
+        if !switch_protocols(&mut socket).await {
             return;
-        };
-        socket
-            .send(switching_protocols_response(&accept_key_for_head(&head)).as_bytes())
-            .await;
+        }
         socket.read_chunk().await;
         socket.send(b"last words").await;
         // The kernel resets a connection that is closed with unread bytes.
@@ -460,15 +401,10 @@ async fn an_upstream_reset_ends_the_stream_after_its_last_bytes() {
     let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
     socket.write_all(b"a").await.unwrap();
     let mut got = vec![0; 10];
-    timeout(TEST_TIMEOUT, socket.read_exact(&mut got))
-        .await
-        .unwrap()
-        .unwrap();
+    in_time(socket.read_exact(&mut got)).await.unwrap();
     assert_eq!(got, b"last words");
     socket.write_all(b"b").await.unwrap();
-    let end = timeout(TEST_TIMEOUT, socket.read(&mut [0; 10]))
-        .await
-        .unwrap();
+    let end = in_time(socket.read(&mut [0; 10])).await;
     assert!(
         matches!(end, Ok(0)),
         "the stream must end without an error: {end:?}"
@@ -511,11 +447,7 @@ async fn a_tunnel_keeps_its_slot_until_it_ends() {
     .await;
     assert_eq!(open_websocket(&proxy).await.1.status, 429);
     drop(socket);
-    timeout(TEST_TIMEOUT, async {
-        while open_websocket(&proxy).await.1.status == 429 {}
-    })
-    .await
-    .unwrap();
+    in_time(async { while open_websocket(&proxy).await.1.status == 429 {} }).await;
 }
 
 #[tokio::test]
@@ -530,11 +462,7 @@ async fn a_tunnel_is_closed_after_max_duration() {
         .read_past(b"still open")
         .await;
     assert!(client.closes_within(TEST_TIMEOUT).await);
-    timeout(TEST_TIMEOUT, async {
-        while open_websocket(&proxy).await.1.status == 429 {}
-    })
-    .await
-    .unwrap();
+    in_time(async { while open_websocket(&proxy).await.1.status == 429 {} }).await;
 }
 
 #[tokio::test]
@@ -543,12 +471,9 @@ async fn an_upstream_may_half_close_first_on_http2() {
     let upstream = RawUpstream::with_script(move |_, mut socket| {
         let sender = sender.clone();
         async move {
-            let Some(head) = socket.read_request().await else {
+            if !switch_protocols(&mut socket).await {
                 return;
-            };
-            socket
-                .send(switching_protocols_response(&accept_key_for_head(&head)).as_bytes())
-                .await;
+            }
             let socket = socket.stream();
             socket.shutdown().await.unwrap();
             let mut rest = Vec::new();
@@ -560,30 +485,18 @@ async fn an_upstream_may_half_close_first_on_http2() {
     let proxy = Proxy::start("", upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
     let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
-    assert_eq!(
-        timeout(TEST_TIMEOUT, socket.read(&mut [0; 10]))
-            .await
-            .unwrap()
-            .unwrap(),
-        0
-    );
+    assert_eq!(in_time(socket.read(&mut [0; 10])).await.unwrap(), 0);
     socket.write_all(&vec![b'x'; 1 << 20]).await.unwrap();
     socket.shutdown().await.unwrap();
-    assert_eq!(
-        timeout(TEST_TIMEOUT, counted.recv()).await.unwrap(),
-        Some(1 << 20)
-    );
+    assert_eq!(in_time(counted.recv()).await, Some(1 << 20));
 }
 
 #[tokio::test]
 async fn a_stalled_http2_tunnel_is_reset_and_the_connection_stays_open() {
     let upstream = RawUpstream::with_script(|_, mut socket| async move {
-        let Some(head) = socket.read_request().await else {
+        if !switch_protocols(&mut socket).await {
             return;
-        };
-        socket
-            .send(switching_protocols_response(&accept_key_for_head(&head)).as_bytes())
-            .await;
+        }
         while socket.stream().write_all(&[b'x'; 10_000]).await.is_ok() {}
     })
     .await;
@@ -700,9 +613,7 @@ async fn other_connect_requests_are_rejected() {
     let mut client = RawClient::connect(proxy.address).await;
     assert_eq!(
         client
-            .send("CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n")
-            .await
-            .read_response()
+            .request("CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n")
             .await
             .status,
         405
@@ -717,23 +628,13 @@ async fn draining_keeps_websockets_on_http2_open() {
     let mut sender = connect_http2(&proxy).await;
     let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
     proxy.send_sigterm();
-    let closed = || {
-        std::net::TcpStream::connect(proxy.address)
-            .is_err()
-            .then_some(())
-    };
-    eventually("the listener to close", TEST_TIMEOUT, closed).await;
+    let closed = async || std::net::TcpStream::connect(proxy.address).is_err();
+    wait_until("the listener to close", closed).await;
     socket.write_all(b"still open").await.unwrap();
-    timeout(TEST_TIMEOUT, socket.read_exact(&mut [0; 10]))
-        .await
-        .unwrap()
-        .unwrap();
+    in_time(socket.read_exact(&mut [0; 10])).await.unwrap();
     assert!(proxy.is_running());
     drop(socket);
-    assert_eq!(
-        proxy.wait_for_exit(TEST_TIMEOUT).await.status.code(),
-        Some(0)
-    );
+    proxy.assert_exit_code(0).await;
 }
 
 #[tokio::test]
@@ -764,20 +665,17 @@ async fn the_tunnels_of_one_client_are_limited() {
         held.push(connection);
     }
     let reply = proxy.get("/").await;
-    let remaining = reply.list_parameter("ratelimit", "all", "r");
+    let remaining = reply.remaining("all");
     assert_eq!(remaining, Some(96), "a rejected request leaves no charge");
     let (_other, status) = open("2001:db8:0:1::1").await;
     assert_eq!(status, 101, "another client is not affected");
     let counted = "tidegate_upstream_errors_total{kind=\"tunnel_limit\"}";
     assert_eq!(proxy.read_metric(counted).await, 2.0);
     drop(held.remove(0));
-    let deadline = tokio::time::Instant::now() + TEST_TIMEOUT;
-    while open("2001:db8::9").await.1 != 101 {
-        assert!(
-            tokio::time::Instant::now() < deadline,
-            "a closed tunnel counts no more"
-        );
-    }
+    wait_until("the closed tunnel to be forgotten", async || {
+        open("2001:db8::9").await.1 == 101
+    })
+    .await;
 }
 
 /// A tunnel keeps the share of the upstream connections that its request took.
@@ -915,10 +813,7 @@ async fn a_websocket_on_http2_is_closed_with_1001_at_the_end_of_a_drain() {
     let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
     proxy.send_sigterm();
     let mut bytes = Vec::new();
-    timeout(TEST_TIMEOUT, socket.read_to_end(&mut bytes))
-        .await
-        .unwrap()
-        .unwrap();
+    in_time(socket.read_to_end(&mut bytes)).await.unwrap();
     assert_eq!(bytes, [TEXT_FRAME, CLOSE_FRAME].concat());
     assert_eq!(received.recv().await.unwrap(), MASKED_CLOSE_FRAME);
     proxy.wait_for_exit(TEST_TIMEOUT).await;
@@ -931,9 +826,8 @@ async fn other_protocols_receive_no_close_frame() {
     )
     .await;
     let mut proxy = Proxy::start("[shutdown]\ngrace = '300ms'", upstream.address).await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: chat\r\n\r\n")
+    let mut client = proxy
+        .send_raw("GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: chat\r\n\r\n")
         .await;
     assert_eq!(client.read_any_response(true).await.status, 101);
     proxy.send_sigterm();

@@ -1,12 +1,7 @@
 //! Upstream connections: what one client can hold of them, and how slowly it may upload.
 
-use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{
-    RawUpstream, Upstream, UpstreamResponse, channel_body, echo, full_body,
-};
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use hyper::body::Incoming;
 use hyper::{Request, Response};
 use std::time::Duration;
@@ -56,17 +51,13 @@ async fn uploads_that_trickle_leave_connections_to_others() {
     }
     let mut http1_clients = Vec::new();
     for _ in 0..10 {
-        let mut http1 = RawClient::connect(proxy.address).await;
-        http1
-            .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nx")
+        let http1 = proxy
+            .send_raw("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nx")
             .await;
         http1_clients.push(http1);
     }
     // Half of the connections, and after a second one more.
-    eventually("slow uploads", TEST_TIMEOUT, || {
-        (upstream.requests().len() == 3).then_some(())
-    })
-    .await;
+    wait_until("slow uploads", async || upstream.requests().len() == 3).await;
     for _ in 0..20 {
         assert_eq!(proxy.get("/").await.status, 200);
     }
@@ -92,7 +83,9 @@ async fn one_client_leaves_connections_to_others() {
     let config = FEW_CONNECTIONS.replace("= 4", "= 8");
     let proxy = Proxy::start(&config, upstream.address).await;
     let request = |client: &str, target: &str| {
-        ClientRequest::new(proxy.address, "GET", target).header("X-Forwarded-For", client)
+        proxy
+            .request("GET", target)
+            .header("X-Forwarded-For", client)
     };
     let mut held: JoinSet<u16> = (0..30)
         .map(|_| request("192.0.2.1", "/hold").send_for_status())
@@ -117,7 +110,7 @@ async fn a_client_above_its_share_is_served_in_turn() {
     let proxy = Proxy::start(&config, upstream.address).await;
     let requests: Vec<_> = (0..40)
         .map(|_| {
-            let request = ClientRequest::new(proxy.address, "GET", "/late");
+            let request = proxy.request("GET", "/late");
             tokio::spawn(request.send_for_status())
         })
         .collect();
@@ -128,11 +121,10 @@ async fn a_client_above_its_share_is_served_in_turn() {
 
 #[tokio::test]
 async fn an_upload_below_the_minimum_rate_ends_with_408() {
-    let upstream = Upstream::echo().await;
     for rate in ["1KiB", "0"] {
         let config =
             format!("[listen.http]\nbody_idle_timeout = '300ms'\nmin_upload_rate = '{rate}'");
-        let proxy = Proxy::start(&config, upstream.address).await;
+        let proxy = Proxy::with_echo(&config).await;
         let stream = TcpStream::connect(proxy.address).await.unwrap();
         let (mut from, mut to) = stream.into_split();
         let head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n";
@@ -195,8 +187,8 @@ async fn an_upstream_may_answer_before_the_upload_ends() {
     for _ in 0..2 {
         held.spawn(proxy.request("GET", "/hold").send_for_status());
     }
-    eventually("held connections", TEST_TIMEOUT, || {
-        (upstream.connection_count() == 2).then_some(())
+    wait_until("held connections", async || {
+        upstream.connection_count() == 2
     })
     .await;
     let mut client = RawClient::connect(proxy.address).await;
@@ -230,7 +222,8 @@ async fn a_retried_request_keeps_its_share() {
     let config = FEW_CONNECTIONS.replace("= 4", "= 8");
     let proxy = Proxy::start(&config, upstream.address).await;
     let request = |client: &str, target: &str| {
-        ClientRequest::new(proxy.address, "GET", target)
+        proxy
+            .request("GET", target)
             .header("X-Forwarded-For", client)
             .send_for_status()
     };
@@ -238,10 +231,7 @@ async fn a_retried_request_keeps_its_share() {
     assert_eq!(first.join_all().await, [200; 6]);
     let mut held: JoinSet<u16> = (0..6).map(|_| request("192.0.2.1", "/hold")).collect();
     // Six connections were closed by the upstream instead of an answer, and six opened.
-    eventually("retries", TEST_TIMEOUT, || {
-        (upstream.connection_count() == 12).then_some(())
-    })
-    .await;
+    wait_until("retries", async || upstream.connection_count() == 12).await;
     for _ in 0..4 {
         held.spawn(request("192.0.2.1", "/hold"));
     }
@@ -274,10 +264,7 @@ async fn the_wait_for_a_share_is_no_part_of_the_response_timeout() {
     let mut streams: JoinSet<u16> = (0..3)
         .map(|_| proxy.request("GET", "/stream").send_for_status())
         .collect();
-    eventually("streams", TEST_TIMEOUT, || {
-        (upstream.requests().len() == 3).then_some(())
-    })
-    .await;
+    wait_until("streams", async || upstream.requests().len() == 3).await;
     let upload = proxy.request("POST", "/").body("x");
     assert_eq!(upload.send_for_status().await, 200);
     assert_eq!(streams.join_next().await.unwrap().unwrap(), 200);

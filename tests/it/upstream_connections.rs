@@ -1,14 +1,10 @@
 //! Upstream connections beside plain TCP: Unix sockets, TLS with reloaded certificates, and
 //! upgrades over HTTP/2.
 
-use crate::support::client::{
-    ClientBody, ClientRequest, RawClient, await_response, open_http2_connection,
-};
 use crate::support::h2_upstream::{H2Exchange, H2Upstream};
-use crate::support::proxy::{Proxy, ProxyBuilder};
-use crate::support::tls::CertificateAuthority;
-use crate::support::upstream::{RawUpstream, echo};
-use crate::support::{TEST_TIMEOUT, pseudo_random_bytes};
+use crate::support::prelude::*;
+use crate::support::proxy::Setup;
+use crate::support::pseudo_random_bytes;
 use h2::server::Builder;
 use http_body_util::BodyExt;
 use hyper::service::service_fn;
@@ -21,27 +17,20 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, UnixListener};
 use tokio::task::JoinHandle;
-use tokio::time::timeout;
 
 #[tokio::test]
 async fn an_app_behind_a_unix_socket_is_served() {
     let dir = TempDir::new().unwrap();
     let path = dir.path().join("app.sock");
     let url = format!("unix:{}", path.display());
-    let proxy = Proxy::builder()
-        .config("upstream.retry_connect = 0")
-        .upstream_url(&url)
-        .start()
-        .await;
+    let proxy = Proxy::start("upstream.retry_connect = 0", &url).await;
     // First without the socket file, then with a file without a listener, then with a listener.
     for _ in 0..2 {
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 502);
-        assert!(
-            reply
-                .header("proxy-status")
-                .unwrap()
-                .contains("error=connection_refused")
+        assert_contains(
+            reply.header("proxy-status").unwrap(),
+            &["error=connection_refused"],
         );
         assert!(
             !reply.text().contains("app.sock"),
@@ -74,11 +63,7 @@ async fn an_app_behind_a_unix_socket_is_served() {
         headers.iter().find(|header| header[0] == "host").unwrap()[1].clone()
     };
     assert_eq!(host(&reply.json()), "shop.example");
-    let anonymous = Proxy::builder()
-        .config("upstream.preserve_host = false")
-        .upstream_url(&url)
-        .start()
-        .await;
+    let anonymous = Proxy::start("upstream.preserve_host = false", &url).await;
     assert_eq!(
         host(&anonymous.get("/").await.json()),
         "localhost",
@@ -87,14 +72,12 @@ async fn an_app_behind_a_unix_socket_is_served() {
     serving.abort();
 }
 
-fn build_https_proxy(authority: &CertificateAuthority, port: u16, config: &str) -> ProxyBuilder {
+fn build_https_proxy(authority: &CertificateAuthority, port: u16, config: &str) -> Setup {
     let config = format!(
         "{config}\n[upstream.tls]\nca = '{}'\n",
         authority.path_string("ca.pem")
     );
-    Proxy::builder()
-        .config(&config)
-        .upstream_url(&format!("https://127.0.0.1:{port}"))
+    Proxy::setup(&config).upstream(&format!("https://127.0.0.1:{port}"))
 }
 
 #[tokio::test]
@@ -110,7 +93,7 @@ async fn the_upstream_selects_the_protocol_by_alpn() {
         .start()
         .await;
     let calls: Vec<_> = (0..20)
-        .map(|_| tokio::spawn(ClientRequest::new(proxy.address, "GET", "/").send()))
+        .map(|_| tokio::spawn(proxy.request("GET", "/").send()))
         .collect();
     for call in calls {
         let reply = call.await.unwrap();
@@ -229,11 +212,7 @@ async fn a_client_certificate_is_presented_and_reloaded() {
         key.display()
     );
     let url = format!("https://127.0.0.1:{}", upstream.address.port());
-    let proxy = Proxy::builder()
-        .config(&config)
-        .upstream_url(&url)
-        .start()
-        .await;
+    let proxy = Proxy::start(&config, &url).await;
     let reply = proxy.get("/").await;
     assert_eq!(reply.status, 502);
     // A TLS 1.3 server may send an alert or just close.
@@ -268,7 +247,7 @@ async fn a_client_certificate_is_presented_and_reloaded() {
         .log_since(mark)
         .iter()
         .any(|line| line.contains("only after a restart"));
-    assert!(!restarts, "{}", proxy.log_text());
+    assert!(!restarts);
 }
 
 /// Opens every WebSocket over HTTP/2 and echoes its bytes. Echoes other requests as text.
@@ -321,18 +300,9 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
     let mut builder = Builder::new();
     builder.enable_connect_protocol();
     let upstream = H2Upstream::with_handler(builder, serve_extended_connect).await;
-    let proxy = Proxy::builder()
-        .config("listen.threads = 1")
-        .upstream_url(&upstream.url())
-        .start()
-        .await;
+    let proxy = Proxy::start("listen.threads = 1", &upstream.url()).await;
 
-    let mut client = RawClient::connect(proxy.address).await;
-    let reply = client
-        .send(WEBSOCKET_HANDSHAKE)
-        .await
-        .read_any_response(false)
-        .await;
+    let (mut client, reply) = proxy.upgrade(WEBSOCKET_HANDSHAKE).await;
     assert_eq!(
         (reply.status, reply.header("sec-websocket-accept")),
         (101, Some(ACCEPT_KEY))
@@ -345,9 +315,7 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
 
     let mut sender = open_http2_connection(proxy.address).await;
     // The server's settings must arrive first.
-    let first_request = Request::get("http://a/")
-        .body(ClientBody::default())
-        .unwrap();
+    let first_request = get_request("http://a/");
     await_response(sender.send_request(first_request))
         .await
         .into_body()
@@ -365,24 +333,8 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
         .insert("sec-websocket-version", "13".parse().unwrap());
     let response = await_response(sender.send_request(request)).await;
     assert_eq!(response.status(), 200);
-    let upgraded = timeout(TEST_TIMEOUT, hyper::upgrade::on(response))
-        .await
-        .unwrap()
-        .unwrap();
-    let (mut reads, mut writes) = tokio::io::split(TokioIo::new(upgraded));
-    let bytes = pseudo_random_bytes(4 << 20);
-    let sent = bytes.clone();
-    let sending = tokio::spawn(async move {
-        writes.write_all(&sent).await.unwrap();
-        writes.shutdown().await.unwrap();
-    });
-    let mut got = Vec::new();
-    timeout(Duration::from_secs(30), reads.read_to_end(&mut got))
-        .await
-        .unwrap()
-        .unwrap();
-    sending.await.unwrap();
-    assert!(got == bytes, "{} of {} bytes", got.len(), bytes.len());
+    let upgraded = in_time(hyper::upgrade::on(response)).await.unwrap();
+    assert_echo(TokioIo::new(upgraded), 4 << 20).await;
 
     client.send("still").await.read_past(b"still").await;
     assert_eq!(upstream.connection_count(), 1);
@@ -397,25 +349,14 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
 #[tokio::test]
 async fn a_websocket_is_a_502_if_the_upstream_lacks_rfc_8441() {
     let upstream = H2Upstream::echo().await;
-    let proxy = Proxy::builder().upstream_url(&upstream.url()).start().await;
-    let mut client = RawClient::connect(proxy.address).await;
-    let reply = client
-        .send(WEBSOCKET_HANDSHAKE)
-        .await
-        .read_any_response(false)
-        .await;
+    let proxy = Proxy::start("", &upstream.url()).await;
+    let (mut client, reply) = proxy.upgrade(WEBSOCKET_HANDSHAKE).await;
     assert_eq!(reply.status, 502);
-    assert!(
-        reply
-            .header("proxy-status")
-            .unwrap()
-            .contains("error=http_upgrade_failed")
+    assert_contains(
+        reply.header("proxy-status").unwrap(),
+        &["error=http_upgrade_failed"],
     );
-    proxy
-        .wait_for_log("the reason", 0, TEST_TIMEOUT, |line| {
-            line.contains("RFC 8441")
-        })
-        .await;
+    proxy.wait_for_text("RFC 8441", 0).await;
     client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     assert_eq!(client.read_response().await.status, 200);
 }
@@ -429,12 +370,7 @@ async fn a_websocket_over_tls_uses_an_http_1_1_connection() {
         .start()
         .await;
     assert_eq!(proxy.get("/").await.header("via"), Some("2 tidegate"));
-    let mut client = RawClient::connect(proxy.address).await;
-    let reply = client
-        .send(WEBSOCKET_HANDSHAKE)
-        .await
-        .read_any_response(false)
-        .await;
+    let (mut client, reply) = proxy.upgrade(WEBSOCKET_HANDSHAKE).await;
     assert_eq!(
         (reply.status, reply.header("sec-websocket-accept")),
         (101, Some(ACCEPT_KEY))

@@ -1,12 +1,9 @@
 //! Values of keys, conditions and overrides that a client spells in another way than the app reads
 //! them: they are malformed, rejected, or share one canonical form.
 
-use super::limits::start_proxy;
-use crate::support::client::{ClientRequest, RawClient};
 use crate::support::h2_frames::*;
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use crate::support::rls_client::{RLS_LISTENER, ServiceClient};
-use crate::support::upstream::Upstream;
 
 /// Sends a GET with one field, over HTTP/1.1.
 async fn ask_http1(proxy: &Proxy, target: &str, name: &str, value: &[u8]) -> (u16, String) {
@@ -51,7 +48,7 @@ name = "key"
 key = ["header:x-api-key"]
 limit = { requests = 2, per = "1h" }
 "#;
-    let (proxy, upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     for name in ["x-api-key", "x-plan", "accept", "cookie", "x-other"] {
         for value in [
             "free ", " free", "free  ", "\tfree", "free\t", " ", "\t", " free ",
@@ -60,7 +57,7 @@ limit = { requests = 2, per = "1h" }
             assert_eq!(status, Some(400), "{name}: {value:?}");
         }
     }
-    assert_eq!(upstream.requests().len(), 0);
+    assert_eq!(proxy.echo().requests().len(), 0);
     let status = ask_http2(&proxy, &with_field("x-other", b"free text")).await;
     assert_eq!(status, Some(200));
     let status = ask_http2(&proxy, &with_field("x-other", b"")).await;
@@ -75,7 +72,7 @@ limit = { requests = 2, per = "1h" }
 
 #[tokio::test]
 async fn http2_trailers_with_outer_white_space_end_the_upload() {
-    let (proxy, upstream) = start_proxy("").await;
+    let proxy = Proxy::with_echo("").await;
     for (value, is_valid) in [("1", true), ("1 ", false), (" 1", false), ("\t", false)] {
         let mut client = FrameClient::connect(proxy.address, &[]).await;
         let mut fields = get_fields_with(":method", "POST");
@@ -88,14 +85,14 @@ async fn http2_trailers_with_outer_white_space_end_the_upload() {
         let status = end.await.status();
         assert_eq!(status == Some(200), is_valid, "{value:?}: {status:?}");
     }
-    let finished = upstream.requests().len();
+    let finished = proxy.echo().requests().len();
     assert!(finished <= 4, "{finished}");
 }
 
 /// What the parser of HTTP/1 rejects must be rejected over HTTP/2 too.
 #[tokio::test]
 async fn both_versions_reject_the_same_fields_and_targets() {
-    let (proxy, upstream) = start_proxy("").await;
+    let proxy = Proxy::with_echo("").await;
     for (name, value) in [
         ("x", &b"a\0b"[..]),
         ("x", b"a\rb"),
@@ -138,7 +135,7 @@ async fn both_versions_reject_the_same_fields_and_targets() {
     }
     let status = ask_http2(&proxy, &with_field("host", b"b")).await;
     assert_eq!(status, Some(400), "a host that differs from :authority");
-    assert_eq!(upstream.requests().len(), 1);
+    assert_eq!(proxy.echo().requests().len(), 1);
 }
 
 async fn ask_http2_path(proxy: &Proxy, path: &str) -> Option<u16> {
@@ -163,7 +160,7 @@ name = "key"
 key = ["cookie:sid"]
 limit = { requests = 1, per = "1h" }
 "#;
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let ask = |crumbs: Vec<&'static [u8]>| {
         let base = GET_FIELDS
             .iter()
@@ -216,7 +213,7 @@ action = "deny"
 key = ["basic YWxpY2U6c2VjcmV0"]
 limit = { requests = 100, per = "1h" }
 "#;
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     for (target, value, expected) in [
         ("/exact", "Bearer leaked-key", 403),
         ("/exact", "bearer leaked-key", 403),
@@ -370,9 +367,10 @@ match = { path = "/key" }
 key = ["header:host"]
 limit = { requests = 1, per = "1h" }
 "#;
-    let (proxy, _upstream) = start_proxy(config).await;
+    let proxy = Proxy::with_echo(config).await;
     let ask = |target: &'static str, host: &'static str| {
-        ClientRequest::new(proxy.address, "GET", target)
+        proxy
+            .request("GET", target)
             .header("Host", host)
             .send_for_status()
     };
@@ -454,7 +452,7 @@ const COOKIE_VALUES: [&[u8]; 10] = [
 
 #[tokio::test]
 async fn values_that_apps_trim_or_decode_are_bad_requests() {
-    let (proxy, upstream) = start_proxy(SOURCES).await;
+    let proxy = Proxy::with_echo(SOURCES).await;
     for value in HEADER_VALUES {
         for (target, name) in [("/key/a", "x-user"), ("/deny", "x-plan")] {
             let (status, text) = ask_http1(&proxy, target, name, value).await;
@@ -501,12 +499,12 @@ async fn values_that_apps_trim_or_decode_are_bad_requests() {
         let reply = proxy.get(&format!("/key/{segment}")).await;
         assert_eq!(reply.status, 400, "{segment}");
     }
-    assert_eq!(upstream.requests().len(), 0);
+    assert_eq!(proxy.echo().requests().len(), 0);
 }
 
 #[tokio::test]
 async fn plain_values_and_unused_sources_are_not_rejected() {
-    let (proxy, _upstream) = start_proxy(SOURCES).await;
+    let proxy = Proxy::with_echo(SOURCES).await;
     for value in [
         &b"alice"[..],
         b"al ice",
@@ -562,7 +560,7 @@ async fn each_rejection_of_a_value_has_its_setting() {
         ("ambiguous_cookie", "/key/a", "cookie", b"sid=a]"),
     ] {
         let config = format!("client.{setting} = 'allow'\n{SOURCES}");
-        let (lenient, _upstream) = start_proxy(&config).await;
+        let lenient = Proxy::with_echo(&config).await;
         let (status, text) = ask_http1(&lenient, target, name, value).await;
         assert_eq!(status, 200, "{setting}: {}: {text}", value.escape_ascii());
     }
@@ -572,7 +570,7 @@ async fn each_rejection_of_a_value_has_its_setting() {
 #[tokio::test]
 async fn a_shadow_policy_rejects_no_value() {
     let config = SOURCES.replace("[[policy]]\n", "[[policy]]\nmode = \"shadow\"\n");
-    let (proxy, _upstream) = start_proxy(&config).await;
+    let proxy = Proxy::with_echo(&config).await;
     for (target, name, value) in [
         ("/key/a", "x-user", &b"free\xa0"[..]),
         ("/key/a?user=free%20", "x-other", b"x"),
@@ -600,7 +598,7 @@ async fn similar_names_of_trusted_headers_are_bad_requests() {
         let mut client = RawClient::connect(proxy.address).await;
         let head =
             format!("GET / HTTP/1.1\r\nHost: a\r\nX-Plan: a\r\nConnection: {options}\r\n\r\n");
-        let status = client.send(head).await.read_response().await.status;
+        let status = client.request(head).await.status;
         assert_eq!(status, 400, "{options}");
     }
     let (status, _) = ask_http1(&proxy, "/", "trailer", b"x-plan").await;
@@ -617,7 +615,7 @@ async fn the_check_listener_rejects_the_same_values() {
     let config = format!(
         "client.trusted_proxies = ['127.0.0.1']\n[check]\naddress = '127.0.0.1:0'\n{SOURCES}"
     );
-    let proxy = Proxy::builder().config(&config).start().await;
+    let proxy = Proxy::setup(&config).start().await;
     let check = proxy.logged_address("check listening").unwrap();
     for (value, expected) in [
         (&b"free"[..], 200),
@@ -635,9 +633,7 @@ async fn the_check_listener_rejects_the_same_values() {
     let mut fields = get_fields_with(":path", "/check/envoy/key/a");
     fields.push(("x-user", "free "));
     client.send(request_frame(1, &fields)).await;
-    let answer = client
-        .wait_for_frame("an answer", |frame| frame.kind == HEADERS)
-        .await;
+    let answer = client.wait_for_kind(HEADERS).await;
     assert_eq!(answer.status(), Some(400));
 }
 

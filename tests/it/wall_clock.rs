@@ -2,9 +2,8 @@
 //! no step back loosens a limit, and no other algorithm notices a step.
 
 use crate::support::clock_offset::ClockOffset;
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use crate::support::store_harness::{DAY_US, EVERY_ALGORITHM, test_seed};
-use crate::support::upstream::Upstream;
 use fastrand::Rng;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
@@ -56,11 +55,7 @@ fn is_admitted(store: &MemoryStore, limit: &Limit, key: &Key) -> bool {
 
 /// Other keys, so that expired counters are removed.
 fn use_other_keys(store: &MemoryStore) {
-    let limit = Limit {
-        requests: 5,
-        per_us: 1_000,
-        algorithm: Algorithm::SlidingLog,
-    };
+    let limit = sliding_log(5, 1_000);
     for number in 0..100 {
         store.decide(&[Charge::new(&limit, &key(&format!("other{number}")), 1)]);
     }
@@ -241,7 +236,7 @@ async fn a_proxy_begins_the_next_day_when_its_clock_is_corrected() {
                  [[policy]]\nname = 'daily'\n{policy}\n\
                  limit = {{ requests = 2, {per}, algorithm = 'fixed_window' }}\n"
             );
-            let mut builder = Proxy::builder().config(&config).upstream(app.address);
+            let mut builder = Proxy::setup(&config).upstream(app.address);
             for (name, value) in clock.environment() {
                 builder = builder.env(name, &value);
             }

@@ -1,16 +1,13 @@
 //! `tidegate why`: when and why a client was limited, read from the proxy's own log.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::process::{ProcessOutput, run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::Value;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tempfile::TempDir;
 use tidegate::policy::{KeyPart, KeyTemplate};
 use tokio::time::sleep;
@@ -71,8 +68,8 @@ impl LogFixture {
 
     async fn run_for_report(&self, args: &[&str]) -> Value {
         let ended = self.run(&[args, &["--json"]].concat()).await;
-        assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
-        serde_json::from_str(&ended.stdout).unwrap()
+        ended.expect_code(0);
+        ended.json()
     }
 }
 
@@ -85,15 +82,15 @@ async fn send_requests(proxy: &Proxy, target: &str, header: (&str, &str), times:
 
 /// Waits until the proxy has written the lines about this number of refused requests.
 async fn read_log(proxy: &Proxy, refused: usize) -> String {
-    let deadline = Instant::now() + TEST_TIMEOUT;
-    loop {
-        let text = proxy.log_text();
-        if text.matches("\"target\":\"access\"").count() >= refused {
-            return text;
-        }
-        assert!(Instant::now() < deadline, "{text}");
-        sleep(Duration::from_millis(5)).await;
-    }
+    eventually(
+        format!("{refused} access lines"),
+        TEST_TIMEOUT,
+        async || {
+            let text = proxy.log_text();
+            (text.matches("\"target\":\"access\"").count() >= refused).then_some(text)
+        },
+    )
+    .await
 }
 
 fn write_gzip(path: &Path, text: &str) {
@@ -105,8 +102,7 @@ fn write_gzip(path: &Path, text: &str) {
 #[tokio::test]
 async fn the_refusals_of_one_client_are_found_by_its_key() {
     let fixture = LogFixture::new();
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(POLICIES, upstream.address).await;
+    let proxy = Proxy::with_echo(POLICIES).await;
     send_requests(&proxy, "/api/pay/1", ("x-user-id", "acme"), 8).await;
     send_requests(&proxy, "/api/p%61y/2", ("x-user-id", "acme"), 1).await;
     send_requests(&proxy, "/api/ship/1", ("x-user-id", "acme"), 5).await;
@@ -147,7 +143,7 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
     let table = fixture
         .run(&["--key", "acme", "--key", "ship", "log"])
         .await;
-    assert_eq!(table.status.code(), Some(0), "{}", table.stderr);
+    table.expect_code(0);
     assert!(
         table
             .stdout
@@ -159,12 +155,8 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
         table.stdout
     );
     let plot = fixture.run(&["--key", "acme", "--plot", "log"]).await;
-    assert!(
-        plot.stdout.contains("Refused requests per 1m (UTC)"),
-        "{}",
-        plot.stdout
-    );
-    assert!(plot.stdout.contains('█'), "{}", plot.stdout);
+    plot.expect_stdout("Refused requests per 1m (UTC)");
+    plot.expect_stdout("█");
 }
 
 /// The access log writes few lines per second. All refusals are logged
@@ -172,8 +164,7 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
 #[tokio::test]
 async fn refusals_that_the_log_left_out_are_counted() {
     let fixture = LogFixture::new();
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(POLICIES, upstream.address).await;
+    let proxy = Proxy::with_echo(POLICIES).await;
     send_requests(&proxy, "/flood", ("x-user-id", "acme"), 802).await;
     sleep(Duration::from_millis(1_100)).await;
     fs::write(fixture.path("log"), proxy.log_text()).unwrap();
@@ -272,14 +263,16 @@ async fn logs_are_read_compressed_and_partly_and_broken_lines_are_reported() {
             "client address",
         ),
     ] {
-        let ended = fixture.run(args).await;
-        assert_eq!(ended.status.code(), Some(1), "{args:?}: {}", ended.stdout);
-        assert!(ended.stderr.contains(message), "{args:?}: {}", ended.stderr);
+        fixture
+            .run(args)
+            .await
+            .expect_code(1)
+            .expect_stderr(message);
     }
     let ended = fixture
         .run(&["--key", "acme", "--since", "soon", "log"])
         .await;
-    assert_eq!(ended.status.code(), Some(2));
+    ended.expect_code(2);
 }
 
 /// A line about an admitted request that `candidate`, a shadow policy, would have refused.
@@ -333,8 +326,7 @@ async fn absurd_numbers_in_a_log_are_reported_as_very_large() {
     );
     fs::write(fixture.path("log"), omitted.repeat(2) + &refused).unwrap();
     let report = fixture.run(&["--key", "10.0.0.1", "log"]).await;
-    assert_eq!(report.status.code(), Some(0), "{}", report.stderr);
-    assert!(report.stdout.contains("refused once"), "{}", report.stdout);
+    report.expect_code(0).expect_stdout("refused once");
 }
 
 const TWO_PARTS: &str = r#"
@@ -348,8 +340,7 @@ limit = { requests = 1, per = "1h" }
 async fn a_part_of_a_key_finds_all_keys_that_have_it_and_says_so() {
     let fixture = LogFixture::new();
     fs::write(fixture.path("config.toml"), TWO_PARTS).unwrap();
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(TWO_PARTS, upstream.address).await;
+    let proxy = Proxy::with_echo(TWO_PARTS).await;
     for (user, plan, times) in [
         ("ann", "free", 4),
         ("ann", "gold", 3),
@@ -388,9 +379,6 @@ async fn a_part_of_a_key_finds_all_keys_that_have_it_and_says_so() {
     }
     let text = fixture.run(&["--key", "gold", "log"]).await.stdout;
     assert!(text.contains("part of a key"), "{text}");
-    assert!(
-        text.contains("partial match: header x-plan of the key "),
-        "{text}"
-    );
+    assert_contains(&text, &["partial match: header x-plan of the key "]);
     assert!(text.contains("2 refused"), "{text}");
 }

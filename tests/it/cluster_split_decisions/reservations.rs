@@ -85,9 +85,9 @@ async fn a_client_that_disconnects_reserves_nothing_more() {
     };
     let before = decisions().await;
     fixture.pause_writes(0, 800).await;
-    let mut client = RawClient::connect(fixture.proxy.address).await;
-    client
-        .send(format!(
+    let client = fixture
+        .proxy
+        .send_raw(format!(
             "GET / HTTP/1.1\r\nHost: a\r\nX-User-Id: {user}\r\n\r\n"
         ))
         .await;

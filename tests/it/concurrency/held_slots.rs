@@ -1,13 +1,8 @@
 //! `release = "upstream"`: a slot stays taken until the app has answered, whatever the client does.
 
 use super::wait_until_admitted;
-use crate::support::client::{ClientBody, RawClient, open_http2_connection};
 use crate::support::h2_upstream::H2Upstream;
-use crate::support::process::run_check;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::{RawUpstream, Upstream, channel_body, full_body};
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use bytes::Bytes;
 use hyper::{Request, Response};
 use std::future::poll_fn;
@@ -96,8 +91,8 @@ impl StubbornApp {
     }
 
     async fn wait_for_jobs(&self, wanted: usize) {
-        let reached = || (self.at_work.load(Ordering::SeqCst) == wanted).then_some(());
-        eventually(&format!("{wanted} jobs"), TEST_TIMEOUT, reached).await;
+        let reached = async || self.at_work.load(Ordering::SeqCst) == wanted;
+        wait_until(format!("{wanted} jobs"), reached).await;
     }
 }
 
@@ -109,8 +104,9 @@ async fn request_and_leave(proxy: &Proxy, is_http2: bool) {
         let response = sender.send_request(request.unwrap());
         drop(timeout(Duration::from_millis(30), response).await);
     } else {
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET /jobs/1 HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let _client = proxy
+            .send_raw("GET /jobs/1 HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await;
         sleep(Duration::from_millis(30)).await;
     }
 }
@@ -138,9 +134,7 @@ async fn clients_that_leave_do_not_put_more_work_on_the_app_than_the_limit() {
         let store = redis
             .as_ref()
             .map_or(String::new(), RedisServer::store_config);
-        let proxy = Proxy::builder()
-            .config(&format!("{store}\n{HELD_SLOTS}"))
-            .upstream_url(&server.url());
+        let proxy = Proxy::setup(&format!("{store}\n{HELD_SLOTS}")).upstream(&server.url());
         let proxy = proxy.start().await;
         proxy.wait_for_store().await;
         for _ in 0..12 {
@@ -174,8 +168,9 @@ async fn the_rest_of_a_response_is_read_without_its_client() {
     let policies = HELD_SLOTS.replace("requests = 2", "requests = 1");
     let proxy = Proxy::start(&policies, upstream.address).await;
     for _ in 0..2 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET /jobs/1 HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let mut client = proxy
+            .send_raw("GET /jobs/1 HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await;
         let head = client.read_past(b"\r\n\r\n").await;
         assert!(head.starts_with(b"HTTP/1.1 200"), "{head:?}");
         let body = bodies.recv().await.unwrap();
@@ -219,9 +214,7 @@ async fn the_rest_of_an_http2_response_is_read_without_its_client() {
     });
     let upstream = upstream.await;
     let policies = HELD_SLOTS.replace("requests = 2", "requests = 1");
-    let proxy = Proxy::builder()
-        .config(&policies)
-        .upstream_url(&upstream.url());
+    let proxy = Proxy::setup(&policies).upstream(&upstream.url());
     let proxy = proxy.start().await;
     for _ in 0..3 {
         let mut client = super::begin_when_free(&proxy).await;
@@ -235,9 +228,7 @@ async fn the_rest_of_an_http2_response_is_read_without_its_client() {
 async fn max_duration_ends_a_slot_without_a_client() {
     let (app, server) = StubbornApp::start(false).await;
     let policies = HELD_SLOTS.replace("\"1h\"", "\"1s\"");
-    let proxy = Proxy::builder()
-        .config(&policies)
-        .upstream_url(&server.url());
+    let proxy = Proxy::setup(&policies).upstream(&server.url());
     let proxy = proxy.start().await;
     let begun = Instant::now();
     for _ in 0..2 {
@@ -283,11 +274,9 @@ async fn a_slot_is_held_until_max_duration_if_the_proxy_ends_the_exchange() {
         let policies = policies.replace("\"1h\"", "\"2s\"");
         let proxy = Proxy::start(&format!("{settings}{policies}"), upstream.address).await;
         let begun = Instant::now();
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send(request).await;
+        let mut client = proxy.send_raw(request).await;
         if leaves {
-            let received = || (upstream.connection_count() == 1).then_some(());
-            eventually("the request", TEST_TIMEOUT, received).await;
+            wait_until("the request", async || upstream.connection_count() == 1).await;
             sleep(Duration::from_millis(30)).await;
             drop(client);
         } else {
@@ -307,7 +296,7 @@ async fn a_slot_is_held_until_max_duration_if_the_proxy_ends_the_exchange() {
 async fn a_request_that_the_upstream_has_not_received_holds_no_slot() {
     let policies = HELD_SLOTS.replace("requests = 2", "requests = 1");
     // Nothing listens there.
-    let proxy = Proxy::builder().config(&policies).start().await;
+    let proxy = Proxy::setup(&policies).start().await;
     assert_eq!(proxy.get_statuses("/jobs/1", 3).await, [502; 3]);
     // An upstream that ends a request without a response has finished it.
     let upstream = RawUpstream::with_script(|_, mut socket| async move {
@@ -322,19 +311,16 @@ async fn a_request_that_the_upstream_has_not_received_holds_no_slot() {
 async fn a_proxy_stops_while_exchanges_have_no_client() {
     let (app, server) = StubbornApp::start(false).await;
     let settings = format!("shutdown.grace = '200ms'\n{HELD_SLOTS}");
-    let proxy = Proxy::builder()
-        .config(&settings)
-        .upstream_url(&server.url());
+    let proxy = Proxy::setup(&settings).upstream(&server.url());
     let mut proxy = proxy.start().await;
     request_and_leave(&proxy, false).await;
-    let mut waiting = RawClient::connect(proxy.address).await;
-    waiting
-        .send("GET /jobs/1 HTTP/1.1\r\nHost: a\r\n\r\n")
+    let _waiting = proxy
+        .send_raw("GET /jobs/1 HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
     app.wait_for_jobs(2).await;
     proxy.send_sigterm();
     proxy.wait_for_exit(TEST_TIMEOUT).await;
-    assert!(!proxy.log_text().contains("panic"), "{}", proxy.log_text());
+    assert!(!proxy.log_text().contains("panic"));
 }
 
 #[tokio::test]

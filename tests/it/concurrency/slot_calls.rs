@@ -1,12 +1,9 @@
 //! Renewals and releases of slots reach Redis in time: behind settlements that saturate Redis, on a
 //! slow network, with many slots, and after failed calls.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawClient;
 use crate::support::fake_redis::TcpRelay;
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, connect_redis, redis_settings};
-use crate::support::upstream::{Upstream, UpstreamResponse, full_body};
+use crate::support::prelude::*;
+use crate::support::redis::redis_settings;
 use futures_util::future::join_all;
 use hyper::body::Incoming;
 use hyper::{Request, Response};
@@ -77,9 +74,7 @@ async fn run_app(request: Request<Incoming>, jobs: Arc<JobCounter>) -> UpstreamR
         let _guard = JobGuard::new(&jobs);
         sleep(JOB_TIME).await;
     } else {
-        response
-            .headers_mut()
-            .insert("x-units", "60".parse().unwrap());
+        set_header(&mut response, "x-units", "60");
     }
     response
 }
@@ -119,8 +114,7 @@ async fn five_slots_hold_at_the_app_beside_many_settlements() {
     let store =
         format!("store = {{ kind = 'redis', redis = {{ url = '{url}', timeout = '2s' }} }}");
     let config = format!("admin.address = '127.0.0.1:0'\n{store}\n{JOBS_AND_SETTLEMENTS}");
-    let proxy = Proxy::start(&config, upstream.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
 
     let end = Instant::now() + Duration::from_secs(8);
     let settled =
@@ -234,11 +228,7 @@ impl SlotFixture {
 
     /// Settles charges of long logs until the future is dropped: Redis is always busy.
     async fn saturate_redis(&self) {
-        let limit = Limit {
-            requests: 100_000_000,
-            per_us: 3_600_000_000,
-            algorithm: Algorithm::SlidingLog,
-        };
+        let limit = sliding_log(100_000_000, 3_600_000_000);
         let key = KeyBuilder::new("spend").finish();
         let mut at_us = 0;
         for _ in 0..300 {

@@ -1,11 +1,10 @@
 //! Bodies in both directions: complete, truncated, refused and unread.
 
 use super::{GOAWAY_NO_STREAMS, ONE_WORKER, SERVER_SETTINGS, read_request_head, start_proxy};
-use crate::support::client::{ClientBody, RawClient, await_response, open_http2_connection};
 use crate::support::h2_upstream::{H2Exchange, H2Upstream, full_body};
-use crate::support::proxy::Proxy;
-use crate::support::upstream::{RawSocket, RawUpstream};
-use crate::support::{TEST_TIMEOUT, eventually, pseudo_random_bytes, sha256};
+use crate::support::prelude::*;
+use crate::support::upstream::RawSocket;
+use crate::support::{pseudo_random_bytes, sha256};
 use bytes::Bytes;
 use h2::Reason;
 use h2::server::Builder;
@@ -68,16 +67,12 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
     })
     .await;
     let url = format!("h2c://{}", upstream.address);
-    let proxy = Proxy::builder()
-        .config(ONE_WORKER)
-        .upstream_url(&url)
-        .start()
-        .await;
+    let proxy = Proxy::start(ONE_WORKER, &url).await;
     let mut client = RawClient::connect(proxy.address).await;
     let head = "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTrailer: x-sum\r\n\r\n";
     client.send(format!("{head}5\r\nfirst\r\n")).await;
-    eventually("the third attempt", TEST_TIMEOUT, || {
-        (upstream.connection_count() == 3).then_some(())
+    wait_until("the third attempt", async || {
+        upstream.connection_count() == 3
     })
     .await;
     client.send("6\r\nsecond\r\n0\r\nx-sum: 11\r\n\r\n").await;
@@ -148,9 +143,7 @@ async fn a_reset_response_never_looks_complete() {
         )
         .await;
         release.add_permits(1);
-        let body = timeout(TEST_TIMEOUT, answer.into_body().collect())
-            .await
-            .unwrap();
+        let body = in_time(answer.into_body().collect()).await;
         assert!(body.is_err(), "{target} by HTTP/2");
     }
     assert_eq!(
@@ -186,9 +179,8 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
     })
     .await;
     let proxy = start_proxy(&upstream, "").await;
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n")
+    let mut client = proxy
+        .send_raw("POST /up HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n")
         .await;
     client.send(vec![b'x'; 100_000]).await;
     let reply = client.read_response().await;
@@ -197,7 +189,7 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
         (413, "too much", true)
     );
     assert_eq!(
-        timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
+        in_time(given_up.recv()).await,
         Some(true),
         "the upload must be reset, not ended"
     );
@@ -237,13 +229,12 @@ async fn a_truncated_upload_never_looks_complete() {
         ),
         ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\nzz\r\n", 400),
     ] {
-        let mut client = RawClient::connect(proxy.address).await;
-        client
-            .send(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}"))
+        let mut client = proxy
+            .send_raw(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}"))
             .await;
         assert_eq!(client.read_response().await.status, status);
         assert_eq!(
-            timeout(TEST_TIMEOUT, ends.recv()).await.unwrap(),
+            in_time(ends.recv()).await,
             Some(Err(Some(Reason::CANCEL))),
             "{framing}"
         );
@@ -374,10 +365,7 @@ async fn a_stalled_response_body_is_reset_after_the_idle_timeout() {
     let proxy = start_proxy(&upstream, "upstream.body_idle_timeout = '200ms'").await;
     let reply = proxy.get("/").await;
     assert_eq!((reply.text().as_str(), reply.complete), ("some", false));
-    assert_eq!(
-        timeout(TEST_TIMEOUT, given_up.recv()).await.unwrap(),
-        Some(Some(Reason::CANCEL))
-    );
+    assert_eq!(in_time(given_up.recv()).await, Some(Some(Reason::CANCEL)));
 }
 
 #[tokio::test]
@@ -406,8 +394,7 @@ async fn clients_that_do_not_read_do_not_stall_other_clients() {
     let proxy = start_proxy(&upstream, "").await;
     let mut sleepers = Vec::new();
     for _ in 0..60 {
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
+        let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         client.read_past(b"\r\n\r\n").await;
         sleepers.push(client);
     }

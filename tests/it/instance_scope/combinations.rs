@@ -3,15 +3,10 @@
 
 use super::{read_remaining, remaining};
 use crate::calendar_limits::zone_far_from_midnight;
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawResponse;
 use crate::support::fake_redis::TcpRelay;
 use crate::support::login_app::{check_password, log_in};
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::time::Duration;
-use tokio::time::{sleep, timeout};
 
 /// Sends a request without a password: the app answers 401.
 async fn send(proxy: &Proxy, user: &str) -> RawResponse {
@@ -28,13 +23,8 @@ fn outcome(response: &RawResponse) -> (u16, Option<u64>, Option<u64>) {
 
 /// Waits until the admin port shows so many units of a policy, or of `POLICY&key=VALUE`.
 async fn await_remaining(proxy: &Proxy, policy: &str, expected: u64) {
-    let reached = async {
-        while read_remaining(proxy, policy).await != Some(expected) {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    let what = format!("{policy}: {expected} units");
-    timeout(TEST_TIMEOUT, reached).await.expect(&what);
+    let is_reached = async || read_remaining(proxy, policy).await == Some(expected);
+    wait_until(format!("{policy}: {expected} units"), is_reached).await;
 }
 
 #[tokio::test]
@@ -51,8 +41,7 @@ async fn days_and_months_of_instance_and_redis_are_charged_together() {
         let pod = policy("pod", "scope = 'instance'", 4, instance_period);
         let customer = policy("customer", "key = ['header:x-user']", 3, redis_period);
         let config = format!("{}\n{pod}{customer}", redis.store_config());
-        let proxy = Proxy::start(&config, app.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, app.address).await;
         for left in [3, 2, 1] {
             assert_eq!(
                 outcome(&send(&proxy, "ann").await),
@@ -68,8 +57,7 @@ async fn days_and_months_of_instance_and_redis_are_charged_together() {
         for _ in 0..8 {
             assert_eq!(outcome(&send(&proxy, "bob").await), (429, Some(0), None));
         }
-        let other = Proxy::start(&config, app.address).await;
-        other.wait_for_store().await;
+        let other = Proxy::start_connected(&config, app.address).await;
         assert_eq!(outcome(&send(&other, "bob").await), (200, Some(3), Some(1)));
     }
 }
@@ -96,8 +84,7 @@ async fn responses_that_the_instance_counts_stand_beside_requests_in_redis() {
     for more in ["", "block_for = '200d'"] {
         let redis = RedisServer::start();
         let config = counting_config(&redis, more, true);
-        let proxy = Proxy::start(&config, app.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, app.address).await;
         for left in [1, 0] {
             let response = log_in(&proxy, "/", "ann", "right").await;
             assert_eq!(outcome(&response), (200, Some(2), Some(left)));
@@ -117,11 +104,10 @@ async fn responses_that_the_instance_counts_stand_beside_requests_in_redis() {
         for _ in 0..4 {
             let response = log_in(&proxy, "/", "dan", "right").await;
             assert_eq!(outcome(&response), (429, Some(0), None));
-            let wait: u64 = response.header("retry-after").unwrap().parse().unwrap();
+            let wait: u64 = response.retry_after_s();
             assert_eq!(wait > 150 * 86_400, !more.is_empty(), "{wait}");
         }
-        let other = Proxy::start(&config, app.address).await;
-        other.wait_for_store().await;
+        let other = Proxy::start_connected(&config, app.address).await;
         assert_eq!(outcome(&send(&other, "dan").await), (401, Some(2), Some(1)));
     }
 }
@@ -134,8 +120,7 @@ async fn responses_that_redis_counts_stand_beside_requests_of_the_instance() {
     for more in ["", "block_for = '200d'"] {
         let redis = RedisServer::start();
         let config = counting_config(&redis, more, false).replace("requests = 3", "requests = 4");
-        let proxy = Proxy::start(&config, app.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, app.address).await;
         for left in [1, 0] {
             let response = send(&proxy, "ann").await;
             assert_eq!(outcome(&response), (401, Some(left + 2), Some(left)));
@@ -152,8 +137,7 @@ async fn responses_that_redis_counts_stand_beside_requests_of_the_instance() {
         }
         // The unit of bob's right password is back, and the refusals took none.
         await_remaining(&proxy, "customer&key=bob", 2).await;
-        let other = Proxy::start(&config, app.address).await;
-        other.wait_for_store().await;
+        let other = Proxy::start_connected(&config, app.address).await;
         assert_eq!(outcome(&send(&other, "bob").await), (401, Some(3), Some(1)));
     }
 }
@@ -167,8 +151,7 @@ async fn an_outage_changes_nothing_for_responses_that_the_instance_counts() {
         let failure = format!("on_store_failure = '{mode}'\nkey = ");
         let config =
             counting_config(&redis, "block_for = '200d'", true).replace("key = ", &failure);
-        let proxy = Proxy::start(&config, app.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&config, app.address).await;
         redis.kill();
         let closed = [(503, None, None); 6];
         let open = [
@@ -209,21 +192,13 @@ async fn a_slot_is_released_if_the_instance_refuses_after_a_timeout_of_redis() {
          [[policy]]\nname = 'pod'\nscope = 'instance'\nlimit = {{ requests = 2, per = '100s' }}\n",
         relay.port
     );
-    let proxy = Proxy::start(&config, app.address).await;
-    proxy.wait_for_store().await;
+    let proxy = Proxy::start_connected(&config, app.address).await;
     let wait_for_slots = async |expected: usize| {
-        let reached = async {
-            while redis
-                .command::<Vec<String>>("KEYS *:concurrency:*")
-                .await
-                .len()
-                != expected
-            {
-                sleep(Duration::from_millis(5)).await;
-            }
-        };
-        let what = format!("{expected} counters with slots");
-        timeout(TEST_TIMEOUT, reached).await.expect(&what);
+        wait_until(format!("{expected} counters with slots"), async || {
+            let keys: Vec<String> = redis.command("KEYS *:concurrency:*").await;
+            keys.len() == expected
+        })
+        .await;
     };
     let job = async |user: &str| {
         let request = proxy.request("GET", "/jobs").header("x-user", user);

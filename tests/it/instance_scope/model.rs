@@ -1,7 +1,7 @@
 //! Charges split between this process and Redis against one memory store that has all of them.
 
 use crate::calendar_limits::zone_far_from_midnight;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use crate::support::store_harness::test_seed;
 use fastrand::Rng;
 use std::sync::Arc;
@@ -46,10 +46,7 @@ fn draw_limit(rng: &mut Rng) -> Limit {
         0 => Algorithm::SlidingLog,
         1 => Algorithm::SlidingWindow { buckets: 10 },
         2 => Algorithm::FixedWindow { offset_us: 0 },
-        3 => Algorithm::TokenBucket {
-            burst: requests,
-            warm_up_us: 0,
-        },
+        3 => plain_bucket(requests),
         _ => Algorithm::Concurrency { max_duration_us: 0 },
     };
     Limit {

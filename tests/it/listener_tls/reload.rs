@@ -4,11 +4,7 @@ use super::{
     GET_REQUEST, assert_handshake_rejected, client_certificate, new_authority, tls_config,
     wait_for_failed_handshakes,
 };
-use crate::support::client::RawClient;
-use crate::support::proxy::Proxy;
-use crate::support::tls::{CertificateAuthority, TlsClient};
-use crate::support::upstream::Upstream;
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use rcgen::{SerialNumber, date_time_ymd};
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -27,31 +23,24 @@ async fn is_served_certificate_of(proxy: &Proxy, ca: &CertificateAuthority) -> b
 }
 
 async fn wait_for_certificate_of(proxy: &Proxy, ca: &CertificateAuthority) {
-    let deadline = std::time::Instant::now() + Duration::from_secs(5);
-    while !is_served_certificate_of(proxy, ca).await {
-        assert!(std::time::Instant::now() < deadline, "{}", proxy.log_text());
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    wait_until("the new certificate", async || {
+        is_served_certificate_of(proxy, ca).await
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn a_certificate_is_reloaded_when_it_matches_its_key() {
     let (ca, newer, newest) = (new_authority(), new_authority(), new_authority());
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
+    let proxy = Proxy::with_echo(&tls_config(&ca, "")).await;
     let mut old = TlsClient::new(&ca)
         .connect_http1(proxy.address, "a.example")
         .await;
-    assert_eq!(
-        old.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(old.request(GET_REQUEST).await.status, 200);
     let mark = proxy.log_mark();
     fs::copy(newer.path("a.pem"), ca.path("a.pem")).unwrap();
     proxy
-        .wait_for_log("an error", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new configuration rejected")
-        })
+        .wait_for_message("new configuration rejected", mark)
         .await;
     let line = proxy
         .wait_for_log("the reason", mark, TEST_TIMEOUT, |line| {
@@ -69,7 +58,7 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
     fs::copy(newer.path("a.key"), ca.path("a.key")).unwrap();
     wait_for_certificate_of(&proxy, &newer).await;
     assert_eq!(
-        old.send(GET_REQUEST).await.read_response().await.status,
+        old.request(GET_REQUEST).await.status,
         200,
         "the open connection stays open"
     );
@@ -103,8 +92,7 @@ async fn a_secret_swap_under_load_fails_no_request() {
         at("a.pem"),
         at("a.key")
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Arc::new(Proxy::start(&config, upstream.address).await);
+    let proxy = Arc::new(Proxy::with_echo(&config).await);
     // A client that trusts both authorities.
     let mut both = fs::read_to_string(one.path("ca.pem")).unwrap();
     both += &fs::read_to_string(two.path("ca.pem")).unwrap();
@@ -126,26 +114,23 @@ async fn a_secret_swap_under_load_fails_no_request() {
                 while !stop.load(Ordering::Relaxed) {
                     let mut client = client.connect_http1(proxy.address, "a.example").await;
                     for _ in 0..3 {
-                        assert_eq!(
-                            client.send(GET_REQUEST).await.read_response().await.status,
-                            200
-                        );
+                        assert_eq!(client.request(GET_REQUEST).await.status, 200);
                         served.fetch_add(1, Ordering::Relaxed);
                     }
                 }
             })
         })
         .collect();
-    eventually("some requests", TEST_TIMEOUT, || {
-        (served.load(Ordering::Relaxed) > 20).then_some(())
+    wait_until("some requests", async || {
+        served.load(Ordering::Relaxed) > 20
     })
     .await;
     symlink("..two", at("..data_tmp")).unwrap();
     fs::rename(at("..data_tmp"), at("..data")).unwrap();
     wait_for_certificate_of(&proxy, &two).await;
     let so_far = served.load(Ordering::Relaxed);
-    eventually("some more", TEST_TIMEOUT, || {
-        (served.load(Ordering::Relaxed) > so_far + 20).then_some(())
+    wait_until("some more", async || {
+        served.load(Ordering::Relaxed) > so_far + 20
     })
     .await;
     stop.store(true, Ordering::Relaxed);
@@ -166,8 +151,7 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
             ca.path_string("clients.pem")
         ),
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     for versions in [[&version::TLS13], [&version::TLS12]] {
         fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
         let client = TlsClient::with_versions(&ca, &versions, Some((&ca, "ann")));
@@ -188,29 +172,21 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
                 .map_err(|error| error.to_string())?;
             Ok::<_, String>(stream.get_ref().1.handshake_kind().unwrap())
         };
-        let deadline = std::time::Instant::now() + TEST_TIMEOUT;
-        while kind().await != Ok(HandshakeKind::Resumed) {
-            assert!(std::time::Instant::now() < deadline, "{}", proxy.log_text());
-        }
+        wait_until("a resumed session", async || {
+            kind().await == Ok(HandshakeKind::Resumed)
+        })
+        .await;
         // A policy change keeps the sessions valid.
         let mark = proxy.log_mark();
         proxy.write_config(&format!(
             "{config}[[policy]]\nname = 'p{mark}'\nmatch.path = '/p'\naction = 'deny'\n"
         ));
-        proxy
-            .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-                line.message_starts_with("configuration reloaded")
-            })
-            .await;
+        proxy.wait_for_message("configuration reloaded", mark).await;
         assert_eq!(kind().await, Ok(HandshakeKind::Resumed));
         // A change of the authority does not.
         let mark = proxy.log_mark();
         fs::copy(other.path("ca.pem"), ca.path("clients.pem")).unwrap();
-        proxy
-            .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-                line.message_starts_with("TLS settings changed")
-            })
-            .await;
+        proxy.wait_for_message("TLS settings changed", mark).await;
         let refused = kind().await.unwrap_err();
         assert!(refused.contains("alert"), "{refused}");
     }
@@ -230,8 +206,7 @@ async fn no_session_is_resumed_with_an_expired_certificate() {
             ca.path_string("ca.pem")
         ),
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     let client = TlsClient::with_certificate(&ca, &ca, "ann");
     let (mut is_resumed, deadline) = (false, std::time::Instant::now() + TEST_TIMEOUT);
     loop {
@@ -251,7 +226,7 @@ async fn no_session_is_resumed_with_an_expired_certificate() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert!(is_resumed, "the session was resumed before the expiry");
-    wait_for_failed_handshakes(&proxy, "bad_certificate", 1).await;
+    wait_for_failed_handshakes(&proxy, "bad_certificate", 1.0).await;
 }
 
 #[tokio::test]
@@ -268,33 +243,22 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
         ca.path_string("ca.pem"),
         ca.path_string("crl.pem")
     );
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&tls_config(&ca, &clients), upstream.address).await;
+    let proxy = Proxy::with_echo(&tls_config(&ca, &clients)).await;
     let [ann, bob] = ["ann", "bob"].map(|file| TlsClient::with_certificate(&ca, &ca, file));
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
     let mut stream = bob.connect_http1(proxy.address, "a.example").await;
-    assert_eq!(
-        stream.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(stream.request(GET_REQUEST).await.status, 200);
     let changes = async |serials: &[u64], until| {
         let mark = proxy.log_mark();
         ca.write_revocation_list("crl.pem", serials, until);
-        proxy
-            .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-                line.message_starts_with("TLS settings changed")
-            })
-            .await;
+        proxy.wait_for_message("TLS settings changed", mark).await;
     };
     changes(&[7, 8], 2100).await;
     // Also with a session to resume.
     assert_handshake_rejected(&proxy, &bob, "bad_certificate").await;
     changes(&[8], 2100).await;
     let mut stream = ann.connect_http1(proxy.address, "a.example").await;
-    assert_eq!(
-        stream.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(stream.request(GET_REQUEST).await.status, 200);
     // An outdated list may lack revoked certificates, so it is rejected.
     changes(&[], 2025).await;
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
@@ -303,19 +267,13 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
     let other = new_authority();
     other.write_revocation_list("crl.pem", &[], 2100);
     fs::copy(other.path("crl.pem"), ca.path("crl.pem")).unwrap();
-    proxy
-        .wait_for_log("a reload", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("TLS settings changed")
-        })
-        .await;
+    proxy.wait_for_message("TLS settings changed", mark).await;
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
     // An invalid file changes nothing.
     let mark = proxy.log_mark();
     fs::copy(ca.path("ca.pem"), ca.path("crl.pem")).unwrap();
     proxy
-        .wait_for_log("an error", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("new configuration rejected")
-        })
+        .wait_for_message("new configuration rejected", mark)
         .await;
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
 }
@@ -323,26 +281,18 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
 #[tokio::test]
 async fn tls_can_be_enabled_and_disabled_by_reload() {
     let ca = new_authority();
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     let mut plain = RawClient::connect(proxy.address).await;
-    assert_eq!(
-        plain.send(GET_REQUEST).await.read_response().await.status,
-        200
-    );
+    assert_eq!(plain.request(GET_REQUEST).await.status, 200);
     proxy.write_config(&tls_config(&ca, ""));
     wait_for_certificate_of(&proxy, &ca).await;
     assert_eq!(
-        plain.send(GET_REQUEST).await.read_response().await.status,
+        plain.request(GET_REQUEST).await.status,
         200,
         "the open connection stays open"
     );
     let mark = proxy.log_mark();
     proxy.write_config("");
-    proxy
-        .wait_for_log("a warning", mark, TEST_TIMEOUT, |line| {
-            line.message_starts_with("TLS was removed")
-        })
-        .await;
+    proxy.wait_for_message("TLS was removed", mark).await;
     assert_eq!(proxy.get("/").await.status, 200);
 }

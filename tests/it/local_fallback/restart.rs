@@ -1,6 +1,7 @@
 //! Processes that stop and start again within one outage, with `store.state_dir`.
 
 use super::*;
+use crate::support::prelude::*;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use tempfile::TempDir;
@@ -14,7 +15,7 @@ async fn start_instance(redis_port: u16, state_dir: &Path, upstream: &Upstream) 
         "[[policy]]\nname = \"p\"\nlimit = {{ requests = {UNITS}, per = \"{}s\" }}\n",
         PERIOD.as_secs()
     );
-    let proxy = Proxy::builder().config(&format!(
+    let proxy = Proxy::setup(&format!(
         r#"
 listen = {{ threads = 2 }}
 log = {{ access = "off" }}
@@ -86,8 +87,8 @@ async fn a_restart_in_an_outage_grants_no_second_quota() {
         first.sent.elapsed()
     );
     server.restart_async().await;
-    eventually("the usage to be written back", TEST_TIMEOUT, || {
-        list_files(directory.path()).is_empty().then_some(())
+    wait_until("the usage to be written back", async || {
+        list_files(directory.path()).is_empty()
     })
     .await;
     while first.sent.elapsed() < PERIOD * 3 {
@@ -173,8 +174,8 @@ async fn instances_that_share_the_directory_read_each_file_once() {
         restarted.push(proxy);
     }
     server.restart_async().await;
-    eventually("the usage to be written back", TEST_TIMEOUT, || {
-        list_files(directory.path()).is_empty().then_some(())
+    wait_until("the usage to be written back", async || {
+        list_files(directory.path()).is_empty()
     })
     .await;
     send_requests(&restarted[0], UNITS, &mut admitted).await;

@@ -1,9 +1,8 @@
 //! Overrides by the admin port: changes at the same time, slow listings, and values like digests.
 
 use super::{OverrideFixture, POLICIES};
-use crate::support::admin_proxy::AdminProxy;
 use crate::support::fake_redis::TcpRelay;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use std::time::Duration;
 use tokio::time::sleep;
 
@@ -11,7 +10,7 @@ use tokio::time::sleep;
 async fn two_limits_that_are_set_at_the_same_time_both_stay() {
     let redis = RedisServer::start();
     for store in [String::new(), redis.store_config()] {
-        let proxy = AdminProxy::start(&format!("{store}\n{POLICIES}")).await;
+        let proxy = Proxy::with_token(&format!("{store}\n{POLICIES}")).await;
         let patch = async |limit: &str, requests: u64| {
             let body =
                 format!(r#"{{"key": ["ann", "k"], "limit": "{limit}", "requests": {requests}}}"#);
@@ -45,8 +44,8 @@ async fn a_listing_that_takes_too_long_ends_with_a_reason_and_delays_no_change()
     let relay = TcpRelay::start(redis.port()).await;
     let config = redis.store_config();
     let config = config.replace(&format!(":{}", redis.port()), &format!(":{}", relay.port));
-    let proxy = AdminProxy::start(&format!("{config}\n{POLICIES}")).await;
-    proxy.proxy.wait_for_store().await;
+    let proxy = Proxy::with_token(&format!("{config}\n{POLICIES}")).await;
+    proxy.wait_for_store().await;
     relay.delay_replies(Duration::from_millis(150));
     let list = proxy.admin_request("GET", "/overrides/api").send();
     let change = async {
@@ -82,7 +81,7 @@ async fn a_value_like_a_digest_has_an_override_of_its_own() {
     );
     let exported = fixture.run_successfully(&["export"]).await;
     assert!(exported.contains(&escaped), "{exported}");
-    let file = fixture.dir.path().join("all.jsonl");
+    let file = fixture.config.beside("all.jsonl");
     std::fs::write(&file, &exported).unwrap();
     let removed = fixture.run_successfully(&["remove", "api", &escaped]).await;
     assert!(removed.contains("override removed"), "{removed}");

@@ -2,21 +2,17 @@
 
 use super::{OverrideFixture, await_status, get, status};
 use crate::cluster::{connect_store, error_count};
-use crate::support::TEST_TIMEOUT;
-use crate::support::cluster::{RedisCluster, hash_slot, initial_node};
+use crate::support::cluster::{hash_slot, initial_node};
 use crate::support::gated_upstream::GatedUpstream;
-use crate::support::proxy::Proxy;
+use crate::support::prelude::*;
 use crate::support::rls_client::{RLS_LISTENER, ServiceClient, make_descriptor};
-use crate::support::upstream::Upstream;
 use futures_util::future::join_all;
-use std::time::Duration;
 use tidegate::limiter::{
     Algorithm, Charge, Decision, Key, KeyOverride, Limit, LimitAmounts, LimitName, OverrideInEffect,
 };
 use tidegate::policy::{KeyPart, KeyTemplate};
 use tidegate::store::StoredOverride;
 use tidegate::store::redis::CounterInspector;
-use tokio::time::{sleep, timeout};
 
 #[tokio::test]
 async fn leased_units_never_exceed_the_override() {
@@ -34,13 +30,12 @@ async fn leased_units_never_exceed_the_override() {
     assert!(admitted <= 30, "{admitted}");
     // Units of leases that nobody used come back: in the end exactly all are used.
     let mut total = admitted;
-    timeout(TEST_TIMEOUT, async {
+    in_time(async {
         while total < 30 {
             total += usize::from(status(&proxies[0], "ann").await == 200);
         }
     })
-    .await
-    .unwrap();
+    .await;
     assert_eq!(status(&proxies[1], "ann").await, 429);
     fixture
         .run_successfully(&["set", "api", "ann", "--unlimited"])
@@ -64,7 +59,7 @@ async fn an_override_sets_how_many_requests_are_in_flight() {
     )
     .await;
     let app = GatedUpstream::start().await;
-    let text = std::fs::read_to_string(fixture.config_path()).unwrap();
+    let text = std::fs::read_to_string(fixture.config.path()).unwrap();
     let proxy = Proxy::start(&text, app.address).await;
     let set = ["set", "api", "ann", "--requests", "3"];
     fixture.run_successfully(&set).await;
@@ -110,21 +105,11 @@ async fn the_rate_limit_service_applies_overrides() {
     fixture
         .run_successfully(&["set", "user", "ann", "--unlimited"])
         .await;
-    timeout(TEST_TIMEOUT, async {
-        while admitted(1).await == 0 {
-            sleep(Duration::from_millis(20)).await;
-        }
-    })
-    .await
-    .unwrap();
+    wait_until("the override", async || admitted(1).await > 0).await;
     assert_eq!(admitted(20).await, 20);
 }
 
-const LIMIT: Limit = Limit {
-    requests: 4,
-    per_us: 3_600_000_000,
-    algorithm: Algorithm::SlidingLog,
-};
+const LIMIT: Limit = sliding_log(4, 3_600_000_000);
 const DAILY: Limit = Limit {
     requests: 50,
     per_us: 86_400_000_000,
@@ -188,7 +173,7 @@ async fn a_slot_that_moves_applies_overrides_without_an_error() {
                     }
                 }
             };
-            timeout(TEST_TIMEOUT, decided).await.unwrap()
+            in_time(decided).await
         };
         assert!(decide(&[LIMIT]).await.admitted);
         if moved > 0 {

@@ -1,14 +1,13 @@
 //! Overrides that end by themselves, and values at their keys that are none.
 
 use super::{OverrideFixture, POLICIES, get, status};
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::redis::RedisServer;
+use crate::support::prelude::*;
 use std::time::Duration;
 use tokio::time::sleep;
 
-fn wait_s(response: &crate::support::client::RawResponse) -> u64 {
+fn wait_s(response: &RawResponse) -> u64 {
     assert_eq!(response.status, 403, "the policy's reject: {response:?}");
-    response.header("retry-after").unwrap().parse().unwrap()
+    response.retry_after_s()
 }
 
 /// A client that waits as told is admitted, also when the refusal comes from the cache.
@@ -153,7 +152,7 @@ async fn an_expiry_beyond_exact_times_fails_no_decision() {
 async fn the_latest_expiry_is_accepted_and_enforced() {
     let redis = RedisServer::start();
     for store in [String::new(), redis.store_config()] {
-        let proxy = AdminProxy::start(&format!("{store}\n{POLICIES}")).await;
+        let proxy = Proxy::with_token(&format!("{store}\n{POLICIES}")).await;
         for (expires_at, expected) in [
             ("9999-12-31T23:59:59.999Z", 400),
             ("2255-06-05T23:47:34.740Z", 400),
@@ -171,7 +170,7 @@ async fn the_latest_expiry_is_accepted_and_enforced() {
             assert_eq!(is_rejected, expected == 400, "{}", response.text());
         }
         for _ in 0..3 {
-            let response = get(&proxy.proxy, "/api", "ann").await;
+            let response = get(&proxy, "/api", "ann").await;
             assert_eq!(response.status, 403, "{store}: {response:?}");
         }
         let listed = proxy.get_json("/overrides/api?key=ann").await;

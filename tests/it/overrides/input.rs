@@ -1,14 +1,13 @@
 //! What the commands do with input that is wrong, or that has only a part of an override.
 
 use super::{OverrideFixture, POLICIES};
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::process::{run_command, tidegate_command};
+use crate::support::prelude::*;
 use serde_json::Value;
 use std::fs;
 
 /// Imports a file with errors. Returns stderr.
 async fn import_errors(fixture: &OverrideFixture, name: &str, text: &str) -> String {
-    let path = fixture.dir.path().join(name);
+    let path = fixture.config.beside(name);
     fs::write(&path, text).unwrap();
     fixture.error_of(&["import", path.to_str().unwrap()]).await
 }
@@ -80,7 +79,7 @@ async fn a_csv_record_over_several_lines_is_reported_with_all_of_them() {
 #[tokio::test]
 async fn setting_one_limit_changes_no_expiry_of_another_one() {
     let redis = OverrideFixture::start(POLICIES).await;
-    let memory = AdminProxy::start(POLICIES).await;
+    let memory = Proxy::with_token(POLICIES).await;
     for is_redis in [true, false] {
         let run = async |words: &[&str]| match is_redis {
             true => redis.run_command(words).await,
@@ -101,16 +100,16 @@ async fn setting_one_limit_changes_no_expiry_of_another_one() {
         let before = show().await;
 
         let refused = set("minute", &[]).await;
-        assert_eq!(refused.status.code(), Some(1), "{}", refused.stdout);
+        refused.expect_code(1);
         let expected = format!(
             "the override of this key has other limits (day), which end at {until}; the new \
              amounts would never end; expected --expires {until}, or remove the override first"
         );
-        assert!(refused.stderr.contains(&expected), "{}", refused.stderr);
+        refused.expect_stderr(&expected);
         assert_eq!(show().await, before);
 
         let ended = set("minute", &["--expires", until]).await;
-        assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+        ended.expect_code(0);
         let stored = show().await;
         assert_eq!(stored["expires_at"], until);
         assert_eq!(
@@ -123,28 +122,28 @@ async fn setting_one_limit_changes_no_expiry_of_another_one() {
         run(&["remove", "several", "ann", "k"]).await;
         for words in [&[][..], &["--expires", until]] {
             let ended = set("day", words).await;
-            assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+            ended.expect_code(0);
         }
         let refused = set("minute", &[]).await;
-        assert_eq!(refused.status.code(), Some(1), "{}", refused.stdout);
+        refused.expect_code(1);
         set("day", &[]).await;
         let refused = set("minute", &["--expires", until]).await;
         let expected =
             format!("which never end; the new amounts would end at {until}; expected no --expires");
-        assert!(refused.stderr.contains(&expected), "{}", refused.stderr);
+        refused.expect_stderr(&expected);
     }
 }
 
 /// The configuration of the commands may be newer than that of the proxy.
 #[tokio::test]
 async fn the_admin_ports_overrides_are_listed_if_a_limit_has_left_the_configuration() {
-    let proxy = AdminProxy::start(POLICIES).await;
+    let proxy = Proxy::with_token(POLICIES).await;
     for (user, limit) in [("ann", "day"), ("bob", "minute")] {
         let words = ["overrides", "set", "several", user, "k", "--limit", limit];
         let ended = proxy
             .run_command(&[&words[..], &["--requests", "3"]].concat())
             .await;
-        assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+        ended.expect_code(0);
     }
     let path = proxy.dir().join("newer.toml");
     fs::write(&path, POLICIES.replace("\"day\"", "\"daily\"")).unwrap();
@@ -155,13 +154,9 @@ async fn the_admin_ports_overrides_are_listed_if_a_limit_has_left_the_configurat
     ] {
         let mut command = tidegate_command();
         command.arg("overrides").args(words).arg("--config");
-        let address = proxy.proxy.admin_address().to_string();
+        let address = proxy.admin_address().to_string();
         let command = command.arg(&path).env("TIDEGATE_ADMIN__ADDRESS", address);
         let ended = run_command(command).await;
-        assert!(
-            ended.stdout.contains(expected),
-            "{words:?}: {}",
-            ended.stderr
-        );
+        ended.expect_stdout(expected);
     }
 }

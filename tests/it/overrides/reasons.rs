@@ -2,10 +2,7 @@
 //! refuses.
 
 use super::{OverrideFixture, get};
-use crate::support::admin_proxy::AdminProxy;
-use crate::support::process::{run_command, tidegate_command};
-use crate::support::proxy::Proxy;
-use crate::support::{TEST_TIMEOUT, eventually};
+use crate::support::prelude::*;
 use std::fs;
 
 const POLICIES: &str = r#"
@@ -67,9 +64,9 @@ async fn a_block_and_a_limit_of_0_are_called_by_their_names() {
     // Twice: the second refusal comes from the cache.
     for _ in 0..2 {
         let (detail, wait) = read_refusal(&proxy, "/api", "ann").await;
-        assert!(
-            detail.contains("Policy \"api\" blocks this client. Try again in 7"),
-            "{detail}"
+        assert_contains(
+            &detail,
+            &["Policy \"api\" blocks this client. Try again in 7"],
         );
         assert!((7100..=7200).contains(&wait.unwrap()), "{wait:?}");
         let (detail, wait) = read_refusal(&proxy, "/api", "ever").await;
@@ -85,10 +82,7 @@ async fn a_block_and_a_limit_of_0_are_called_by_their_names() {
         );
         for (path, user) in [("/api", "zero"), ("/closed", "ann")] {
             let (detail, wait) = read_refusal(&proxy, path, user).await;
-            assert!(
-                detail.contains("its limit is 0. Retrying will not help."),
-                "{detail}"
-            );
+            assert_contains(&detail, &["its limit is 0. Retrying will not help."]);
             assert_eq!(wait, None);
         }
     }
@@ -96,64 +90,52 @@ async fn a_block_and_a_limit_of_0_are_called_by_their_names() {
         assert_eq!(get(&proxy, "/login", "ann").await.status, expected);
     }
     let (detail, wait) = read_refusal(&proxy, "/login", "ann").await;
-    assert!(
-        detail.contains("\"login\" blocks this client after requests over"),
-        "{detail}"
+    assert_contains(
+        &detail,
+        &["\"login\" blocks this client after requests over"],
     );
     assert!(wait > Some(3500));
     for _ in 0..3 {
         get(&proxy, "/api", "small").await;
     }
 
-    let log = eventually("the log lines", TEST_TIMEOUT, || {
+    let log = eventually("the log lines", TEST_TIMEOUT, async || {
         let text = proxy.log_text();
         let lines = text.matches("\"target\":\"access\"").count();
         (lines >= 13).then_some(text)
     });
-    let log_path = fixture.dir.path().join("log");
+    let log_path = fixture.config.beside("log");
     fs::write(&log_path, log.await).unwrap();
     let why = async |key: &str, policy: &str| {
         let mut command = tidegate_command();
         command.args(["why", "--policy", policy, "--key", key, "--config"]);
-        let ended = run_command(command.arg(fixture.config_path()).arg(&log_path)).await;
+        let ended = run_command(command.arg(fixture.config.path()).arg(&log_path)).await;
         assert!(ended.status.success(), "{}", ended.stderr);
         ended.stdout
     };
     let text = why("ann", "api").await;
-    assert!(
-        text.contains("now blocked by an override of mallory until 20"),
-        "{text}"
-    );
+    assert_contains(&text, &["now blocked by an override of mallory until 20"]);
     assert!(text.contains("api, blocked by an override"), "{text}");
     assert!(!text.contains("5 per 1s"), "{text}");
     let text = why("ever", "api").await;
     assert!(text.contains("until removed"), "{text}");
     let text = why("zero", "api").await;
-    assert!(
-        text.contains("0 per 1s, sliding_log, by an override"),
-        "{text}"
-    );
+    assert_contains(&text, &["0 per 1s, sliding_log, by an override"]);
     assert!(text.contains("never: limit 0"), "{text}");
     let text = why("small", "api").await;
-    assert!(
-        text.contains("2 per 1s, sliding_log, by an override"),
-        "{text}"
-    );
+    assert_contains(&text, &["2 per 1s, sliding_log, by an override"]);
 
     let mut show = tidegate_command();
     show.args(["keys", "show", "api", "ann", "--config"]);
-    let shown = run_command(show.arg(fixture.config_path())).await.stdout;
-    assert!(
-        shown.contains("blocked by an override of mallory until 20"),
-        "{shown}"
-    );
+    let shown = run_command(show.arg(fixture.config.path())).await.stdout;
+    assert_contains(&shown, &["blocked by an override of mallory until 20"]);
     assert!(shown.contains(": secret note"), "{shown}");
     assert!(!shown.contains("per 1s"), "{shown}");
 }
 
 #[tokio::test]
 async fn the_admin_port_names_author_end_and_note_of_an_override_in_memory() {
-    let proxy = AdminProxy::start(POLICIES).await;
+    let proxy = Proxy::with_token(POLICIES).await;
     let put = proxy.authorized_request("PUT", "/overrides/api");
     let put = put.header("content-type", "application/json");
     let body = r#"{"key": "ann", "blocked": true, "author": "mallory", "note": "scraper"}"#;

@@ -2,18 +2,12 @@
 
 use super::{POLICIES, assert_usage_is_shared};
 use crate::calendar_limits::zone_far_from_midnight;
-use crate::support::TEST_TIMEOUT;
 use crate::support::gated_upstream::GatedUpstream;
 use crate::support::login_app::{check_password, log_in};
-use crate::support::process::run_check;
-use crate::support::proxy::Proxy;
-use crate::support::redis::{RedisServer, list_counter_keys};
+use crate::support::prelude::*;
 use crate::support::store_harness::test_seed;
-use crate::support::upstream::Upstream;
 use futures_util::future::join_all;
 use std::net::SocketAddr;
-use std::time::Duration;
-use tokio::time::{sleep, timeout};
 
 /// `/both` matches both policies. The counter is one, and each policy has its own limit.
 const LOCKOUT_POLICIES: &str = "
@@ -54,8 +48,7 @@ impl SharedProxies {
         let config = format!("{}\n{policies}", store.unwrap_or_default());
         let mut proxies = Vec::new();
         for _ in 0..=usize::from(in_redis) {
-            let proxy = Proxy::start(&config, upstream).await;
-            proxy.wait_for_store().await;
+            let proxy = Proxy::start_connected(&config, upstream).await;
             proxies.push(proxy);
         }
         Self { proxies, redis }
@@ -77,13 +70,10 @@ async fn try_password(proxy: &Proxy, path: &str, user: &str, password: &str) -> 
 /// Repeats a request until its result is this. Settlements reach Redis a moment later, and workers
 /// cache refusals for a second.
 async fn await_result(proxy: &Proxy, path: &str, user: &str, expected: (u16, bool)) {
-    let reached = async {
-        while try_password(proxy, path, user, "right").await != expected {
-            sleep(Duration::from_millis(5)).await;
-        }
-    };
-    let what = format!("{path} {user}: {expected:?}");
-    timeout(TEST_TIMEOUT, reached).await.expect(&what);
+    wait_until(format!("{path} {user}: {expected:?}"), async || {
+        try_password(proxy, path, user, "right").await == expected
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -194,7 +184,7 @@ async fn reservations_of_both_policies_start_no_block() {
             app.answer(1_000);
             join_all(held).await
         };
-        let held = timeout(TEST_TIMEOUT, in_order).await.unwrap();
+        let held = in_time(in_order).await;
         assert_eq!(held, [(200, false); 5]);
         for path in paths {
             await_result(two, path, "ann", (200, false)).await;

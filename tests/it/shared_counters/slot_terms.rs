@@ -1,12 +1,7 @@
 //! `counter` together with `max_duration`, `release` and `max_delay`: all policies that match a
 //! request apply, not only the one with the lowest limit.
 
-use crate::support::TEST_TIMEOUT;
-use crate::support::client::RawClient;
-use crate::support::process::run_check;
-use crate::support::proxy::Proxy;
-use crate::support::redis::RedisServer;
-use crate::support::upstream::Upstream;
+use crate::support::prelude::*;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
@@ -34,8 +29,7 @@ async fn the_shortest_max_duration_of_all_policies_of_a_counter_applies() {
             .as_ref()
             .map_or(String::new(), RedisServer::store_config);
         let policies = [slot_policy("a", a.0, a.1), slot_policy("b", b.0, b.1)].concat();
-        let proxy = Proxy::start(&format!("{store}\n{policies}"), silent.address).await;
-        proxy.wait_for_store().await;
+        let proxy = Proxy::start_connected(&format!("{store}\n{policies}"), silent.address).await;
         let path = if a.1 == short { "/a" } else { "/b" };
         for path in [path, "/both"] {
             // The slot of the request before is free a moment after its end.
@@ -67,13 +61,10 @@ async fn a_slot_is_held_for_the_upstream_if_one_policy_of_its_counter_says_so() 
     ] {
         let policies = [slot_policy("a", a.0, a.1), slot_policy("b", b.0, b.1)].concat();
         let proxy = Proxy::start(&policies, silent.address).await;
-        let mut client = RawClient::connect(proxy.address).await;
-        client.send("GET /both HTTP/1.1\r\nHost: a\r\n\r\n").await;
-        let start = Instant::now();
-        while silent.requests().is_empty() {
-            assert!(start.elapsed() < TEST_TIMEOUT, "no request");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let client = proxy
+            .send_raw("GET /both HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await;
+        wait_until("the request", async || !silent.requests().is_empty()).await;
         drop(client);
         tokio::time::sleep(Duration::from_millis(200)).await;
         assert_eq!(proxy.get("/both").await.status, 429, "{policies}");

@@ -1,61 +1,13 @@
-//! A proxy whose admin listener requires a token, and requests to that listener.
+//! Requests to the admin listener of a proxy, and commands with its configuration.
 
-use super::TEST_TIMEOUT;
 use super::client::ClientRequest;
 use super::process::{ProcessOutput, run_command, tidegate_command};
 use super::proxy::Proxy;
-use super::upstream::Upstream;
+use super::{TEST_TIMEOUT, eventually};
 use serde_json::Value;
-use std::fs;
-use std::path::Path;
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
 
-#[derive(Debug)]
-pub struct AdminProxy {
-    pub proxy: Proxy,
-    _upstream: Upstream,
-    dir: TempDir,
-}
-
-impl AdminProxy {
-    pub async fn start(config: &str) -> Self {
-        Self::start_with_upstream(Upstream::echo().await, config).await
-    }
-
-    pub async fn start_with_upstream(upstream: Upstream, config: &str) -> Self {
-        let dir = TempDir::new().unwrap();
-        let token = dir.path().join("token");
-        fs::write(&token, "s3cret\n").unwrap();
-        let config = format!("admin.token_file = {token:?}\n{config}");
-        let proxy = Proxy::start(&config, upstream.address).await;
-        Self {
-            proxy,
-            _upstream: upstream,
-            dir,
-        }
-    }
-
-    pub async fn start_without_token(config: &str) -> Self {
-        let upstream = Upstream::echo().await;
-        let proxy = Proxy::start(config, upstream.address).await;
-        Self {
-            proxy,
-            _upstream: upstream,
-            dir: TempDir::new().unwrap(),
-        }
-    }
-
-    /// The proxy's temporary directory. It is removed on drop.
-    pub fn dir(&self) -> &Path {
-        self.dir.path()
-    }
-
-    pub fn admin_request(&self, method: &str, target: &str) -> ClientRequest {
-        ClientRequest::new(self.proxy.admin_address(), method, target).header("Host", "localhost")
-    }
-
-    /// Adds the token.
+impl Proxy {
+    /// As [`Self::admin_request`], with the token of [`Proxy::with_token`].
     pub fn authorized_request(&self, method: &str, target: &str) -> ClientRequest {
         self.admin_request(method, target)
             .header("Authorization", "Bearer s3cret")
@@ -73,24 +25,16 @@ impl AdminProxy {
 
     /// Returns the policy once `holds` returns true. The counts are updated once a second.
     pub async fn wait_for_policy(&self, name: &str, holds: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        loop {
-            let policy =
-                self.get_json(&format!("/policies?policy={name}")).await["policies"][0].clone();
-            if holds(&policy) {
-                return policy;
-            }
-            assert!(Instant::now() < deadline, "{policy:#}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        let target = format!("/policies?policy={name}");
+        eventually(&target, TEST_TIMEOUT, async || {
+            let policy = self.get_json(&target).await["policies"][0].clone();
+            holds(&policy).then_some(policy)
+        })
+        .await
     }
 
     pub async fn status_for_user(&self, user: &str, target: &str) -> u16 {
-        self.proxy
-            .request("GET", target)
-            .header("x-user", user)
-            .send_for_status()
-            .await
+        self.get_with(target, "x-user", user).await.status
     }
 
     /// Runs the `tidegate` binary as a command, with the configuration of the running proxy.
@@ -99,11 +43,8 @@ impl AdminProxy {
             tidegate_command()
                 .args(words)
                 .arg("--config")
-                .arg(self.proxy.config_path())
-                .env(
-                    "TIDEGATE_ADMIN__ADDRESS",
-                    self.proxy.admin_address().to_string(),
-                ),
+                .arg(self.config_path())
+                .env("TIDEGATE_ADMIN__ADDRESS", self.admin_address().to_string()),
         )
         .await
     }

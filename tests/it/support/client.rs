@@ -1,7 +1,7 @@
 //! Clients: exact bytes on a socket, single plain requests, and hyper's clients for HTTP/1.1 and
 //! HTTP/2.
 
-use super::TEST_TIMEOUT;
+use super::{TEST_TIMEOUT, pseudo_random_bytes};
 use bytes::Bytes;
 use http_body_util::combinators::BoxBody;
 use hyper::body::Incoming;
@@ -67,6 +67,18 @@ impl RawClient {
             stream: Box::new(stream),
             buffer: Vec::new(),
         }
+    }
+
+    /// Connects and sends these bytes.
+    pub async fn connect_and_send(address: SocketAddr, bytes: impl AsRef<[u8]>) -> Self {
+        let mut client = Self::connect(address).await;
+        client.send(bytes).await;
+        client
+    }
+
+    /// Sends a request other than HEAD and returns the final response.
+    pub async fn request(&mut self, bytes: impl AsRef<[u8]>) -> RawResponse {
+        self.send(bytes).await.read_response().await
     }
 
     /// Sends these bytes. A closed connection is detected by the next read.
@@ -333,6 +345,17 @@ impl RawResponse {
         )
     }
 
+    /// Returns the remaining units of a limit, from `RateLimit`.
+    pub fn remaining(&self, limit: &str) -> Option<u64> {
+        self.list_parameter("ratelimit", limit, "r")
+    }
+
+    /// Returns `Retry-After`, in seconds.
+    pub fn retry_after_s(&self) -> u64 {
+        let value = self.header("retry-after");
+        value.expect("a Retry-After").parse().unwrap()
+    }
+
     /// Returns `retry_after` of a problem body, in microseconds.
     pub fn retry_after_us(&self) -> u64 {
         let seconds = self.json()["retry_after"].as_f64();
@@ -424,6 +447,12 @@ pub async fn open_http2_over_stream(
     sender
 }
 
+/// A GET of hyper's clients.
+pub fn get_request(url: impl AsRef<str>) -> hyper::Request<ClientBody> {
+    let request = hyper::Request::get(url.as_ref());
+    request.body(ClientBody::default()).unwrap()
+}
+
 /// Waits for hyper's response, with a deadline.
 pub async fn await_response(
     answer: impl Future<Output = hyper::Result<hyper::Response<Incoming>>>,
@@ -432,6 +461,24 @@ pub async fn await_response(
         .await
         .expect("no response in time")
         .unwrap()
+}
+
+/// Sends this many bytes and the end of the stream. Asserts that the peer returns both.
+pub async fn assert_echo(stream: impl ByteStream + 'static, length: usize) {
+    let (mut reads, mut writes) = tokio::io::split(stream);
+    let bytes = pseudo_random_bytes(length);
+    let sent = bytes.clone();
+    let sending = tokio::spawn(async move {
+        writes.write_all(&sent).await.unwrap();
+        writes.shutdown().await.unwrap();
+    });
+    let mut got = Vec::new();
+    timeout(Duration::from_secs(30), reads.read_to_end(&mut got))
+        .await
+        .unwrap()
+        .unwrap();
+    sending.await.unwrap();
+    assert!(got == bytes, "{} of {} bytes", got.len(), bytes.len());
 }
 
 fn parse_head(head: &[u8]) -> RawResponse {

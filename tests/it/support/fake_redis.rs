@@ -1,5 +1,6 @@
 //! Faulty Redis servers: a relay that delays or drops replies, and servers with invalid replies.
 
+use super::serve_connections;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -19,28 +20,28 @@ const REFUSE_CONNECTIONS: u64 = u64::MAX - 2;
 
 impl TcpRelay {
     pub(crate) async fn start(port: u16) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let relay = Self {
-            port: listener.local_addr().unwrap().port(),
-            mode: Arc::default(),
-        };
-        let mode = Arc::clone(&relay.mode);
-        tokio::spawn(async move {
-            loop {
-                let (client, _) = listener.accept().await.unwrap();
+        let mode = Arc::<AtomicU64>::default();
+        let relayed = Arc::clone(&mode);
+        let address = serve_connections(move |client| {
+            let mode = Arc::clone(&relayed);
+            async move {
                 if mode.load(Ordering::Relaxed) == REFUSE_CONNECTIONS {
-                    continue;
+                    return;
                 }
                 let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else {
-                    continue;
+                    return;
                 };
                 let ((from_client, to_client), (from_server, to_server)) =
                     (client.into_split(), server.into_split());
                 tokio::spawn(relay_bytes(from_client, to_server, Arc::default()));
-                tokio::spawn(relay_bytes(from_server, to_client, Arc::clone(&mode)));
+                relay_bytes(from_server, to_client, mode).await;
             }
-        });
-        relay
+        })
+        .await;
+        Self {
+            port: address.port(),
+            mode,
+        }
     }
 
     pub(crate) fn forward_at_once(&self) {
@@ -88,18 +89,47 @@ async fn relay_bytes(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mode: Arc<
     }
 }
 
+/// As [`TcpRelay`], with functions that see and may change the bytes of commands and replies. The
+/// direction of one that returns `false` forwards nothing more.
+pub(crate) async fn start_filtering_relay(
+    port: u16,
+    commands: impl Fn(&mut [u8]) -> bool + Clone + Send + 'static,
+    replies: impl Fn(&mut [u8]) -> bool + Clone + Send + 'static,
+) -> u16 {
+    let serve = move |client: TcpStream| {
+        let (commands, replies) = (commands.clone(), replies.clone());
+        async move {
+            let server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+            let ((from_client, to_client), (from_server, to_server)) =
+                (client.into_split(), server.into_split());
+            tokio::spawn(filter_bytes(from_client, to_server, commands));
+            filter_bytes(from_server, to_client, replies).await;
+        }
+    };
+    serve_connections(serve).await.port()
+}
+
+async fn filter_bytes(
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+    passes: impl Fn(&mut [u8]) -> bool,
+) {
+    let mut bytes = vec![0; 65_536];
+    while let Ok(count @ 1..) = from.read(&mut bytes).await {
+        if !passes(&mut bytes[..count]) {
+            std::future::pending::<()>().await;
+        }
+        if to.write_all(&bytes[..count]).await.is_err() {
+            return;
+        }
+    }
+}
+
 /// Starts a server that replies like Redis until a connection passes its startup check. It answers
 /// the next call with `answer`. Returns its port.
 pub(crate) async fn start_faulty_redis(answer: &'static [u8]) -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (client, _) = listener.accept().await.unwrap();
-            tokio::spawn(serve_faulty_redis(client, answer));
-        }
-    });
-    port
+    let serve = move |client| serve_faulty_redis(client, answer);
+    serve_connections(serve).await.port()
 }
 
 /// A server that admits every request, until it is given a fault.
@@ -189,15 +219,11 @@ async fn serve_scripted_redis(client: TcpStream, port: u16, fault: Arc<Mutex<Opt
 /// Starts a cluster node whose slots move: it refuses scripts with two keys. All overrides are
 /// `override_text`. It makes every charge, but can't read a counter. Returns its port.
 pub(crate) async fn start_node_with_moving_slots(override_text: &'static str) -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (client, _) = listener.accept().await.unwrap();
-            tokio::spawn(serve_moving_slots(client, port, override_text));
-        }
-    });
-    port
+    let serve = move |client: TcpStream| {
+        let port = client.local_addr().unwrap().port();
+        serve_moving_slots(client, port, override_text)
+    };
+    serve_connections(serve).await.port()
 }
 
 async fn serve_moving_slots(client: TcpStream, port: u16, override_text: &'static str) {
@@ -240,23 +266,16 @@ fn admitting_reply(words: &[String]) -> String {
 /// Starts a server that answers each command with the same bytes. If there are none, it closes the
 /// connection. Returns its port.
 pub(crate) async fn start_fixed_reply_server(answer: &'static [u8]) -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (client, _) = listener.accept().await.unwrap();
-            tokio::spawn(async move {
-                let (from, mut to) = client.into_split();
-                let mut from = BufReader::new(from);
-                while read_command(&mut from).await.is_some() {
-                    if answer.is_empty() || to.write_all(answer).await.is_err() {
-                        return;
-                    }
-                }
-            });
+    let serve = move |client: TcpStream| async move {
+        let (from, mut to) = client.into_split();
+        let mut from = BufReader::new(from);
+        while read_command(&mut from).await.is_some() {
+            if answer.is_empty() || to.write_all(answer).await.is_err() {
+                return;
+            }
         }
-    });
-    port
+    };
+    serve_connections(serve).await.port()
 }
 
 /// What a Redis proxy refuses.
@@ -282,19 +301,14 @@ pub(crate) async fn start_redis_proxy_for(
     closed_connections: u64,
 ) -> u16 {
     let closes_left = Arc::new(AtomicU64::new(closed_connections));
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    tokio::spawn(async move {
-        loop {
-            let (client, _) = listener.accept().await.unwrap();
-            let server = TcpStream::connect(("127.0.0.1", server_port))
-                .await
-                .unwrap();
-            let closes_left = Arc::clone(&closes_left);
-            tokio::spawn(serve_redis_proxy(client, server, refusal, closes_left));
+    let serve = move |client| {
+        let closes_left = Arc::clone(&closes_left);
+        async move {
+            let server = TcpStream::connect(("127.0.0.1", server_port));
+            serve_redis_proxy(client, server.await.unwrap(), refusal, closes_left).await;
         }
-    });
-    port
+    };
+    serve_connections(serve).await.port()
 }
 
 async fn serve_redis_proxy(

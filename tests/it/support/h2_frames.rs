@@ -191,6 +191,12 @@ impl FrameClient {
             .is_ok()
     }
 
+    /// Returns the first frame of this kind.
+    pub async fn wait_for_kind(&mut self, kind: u8) -> RawFrame {
+        let what = format!("a frame of kind {kind}");
+        self.wait_for_frame(&what, |frame| frame.kind == kind).await
+    }
+
     /// Returns the first frame that `wanted` accepts.
     pub async fn wait_for_frame(
         &mut self,

@@ -27,26 +27,141 @@ pub mod tls;
 pub mod upgrade;
 pub mod upstream;
 
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
+use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tidegate::limiter::{Algorithm, Limit};
+use tokio::net::{TcpListener, TcpStream};
+
+/// What most tests use.
+pub mod prelude {
+    pub use super::client::{
+        ClientBody, ClientRequest, RawClient, RawResponse, assert_echo, await_response,
+        get_request, open_http2_connection,
+    };
+    pub use super::cluster::RedisCluster;
+    pub use super::process::{
+        ChildProcess, ConfigFile, ProcessOutput, run_check, run_command, tidegate_command,
+    };
+    pub use super::proxy::{LogLine, Proxy};
+    pub(crate) use super::redis::{RedisServer, connect_redis, list_counter_keys};
+    pub use super::tls::{CertificateAuthority, TlsClient};
+    pub use super::upstream::{
+        RawUpstream, Upstream, UpstreamResponse, channel_body, echo, full_body, set_header,
+    };
+    pub use super::{
+        TEST_TIMEOUT, assert_contains, assert_faster_than, assert_lacks, eventually, in_time,
+        plain_bucket, sliding_log, unused_address, wait_until, wait_until_within, write_temp_file,
+    };
+}
 
 /// Deadline for events that should happen at once, long enough for a busy machine.
 pub const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Waits until `found` returns a value. It is called every few milliseconds.
 pub async fn eventually<T>(
-    what: &str,
+    what: impl Display,
     within: Duration,
-    mut found: impl FnMut() -> Option<T>,
+    mut found: impl AsyncFnMut() -> Option<T>,
 ) -> T {
     let deadline = Instant::now() + within;
     loop {
-        if let Some(found) = found() {
+        if let Some(found) = found().await {
             return found;
         }
         assert!(Instant::now() < deadline, "waited {within:?} for {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
+}
+
+/// Waits until `holds` returns true, for at most [`TEST_TIMEOUT`].
+pub async fn wait_until(what: impl Display, holds: impl AsyncFnMut() -> bool) {
+    wait_until_within(what, TEST_TIMEOUT, holds).await;
+}
+
+/// As [`wait_until`], with another deadline.
+pub async fn wait_until_within(
+    what: impl Display,
+    within: Duration,
+    mut holds: impl AsyncFnMut() -> bool,
+) {
+    eventually(what, within, async || holds().await.then_some(())).await;
+}
+
+/// Asserts that a text has all of these words.
+#[track_caller]
+pub fn assert_contains(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(text.contains(word), "no {word:?} in {text}");
+    }
+}
+
+/// Asserts that a text has none of these words.
+#[track_caller]
+pub fn assert_lacks(text: &str, words: &[&str]) {
+    for word in words {
+        assert!(!text.contains(word), "{word:?} is in {text}");
+    }
+}
+
+/// Asserts that less time than this has passed since an instant of std or tokio.
+#[track_caller]
+pub fn assert_faster_than(limit: Duration, since: impl Into<tokio::time::Instant>) {
+    let passed = since.into().elapsed();
+    assert!(passed < limit, "{passed:?}, not {limit:?}");
+}
+
+/// An address where nothing listens.
+pub fn unused_address() -> SocketAddr {
+    SocketAddr::from(([127, 0, 0, 1], redis::free_port()))
+}
+
+/// A file in its own directory, which is removed on drop.
+pub fn write_temp_file(name: &str, text: impl AsRef<[u8]>) -> (TempDir, PathBuf) {
+    let dir = TempDir::new().unwrap();
+    let path = dir.path().join(name);
+    std::fs::write(&path, text).unwrap();
+    (dir, path)
+}
+
+/// Waits for a future, for at most [`TEST_TIMEOUT`].
+pub async fn in_time<T>(future: impl Future<Output = T>) -> T {
+    let result = tokio::time::timeout(TEST_TIMEOUT, future).await;
+    result.unwrap_or_else(|_| panic!("not within {TEST_TIMEOUT:?}"))
+}
+
+/// A limit that counts exactly.
+pub const fn sliding_log(requests: u64, per_us: u64) -> Limit {
+    Limit {
+        requests,
+        per_us,
+        algorithm: Algorithm::SlidingLog,
+    }
+}
+
+/// A token bucket without a warm-up.
+pub const fn plain_bucket(burst: u64) -> Algorithm {
+    Algorithm::TokenBucket {
+        burst,
+        warm_up_us: 0,
+    }
+}
+
+/// Listens on a free port, and runs `serve` with each connection until the test's runtime ends.
+pub async fn serve_connections<F>(serve: impl Fn(TcpStream) -> F + Send + 'static) -> SocketAddr
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            tokio::spawn(serve(client));
+        }
+    });
+    address
 }
 
 /// Seconds since the Unix epoch.

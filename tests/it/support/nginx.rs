@@ -54,7 +54,7 @@ impl Nginx {
         let process = ChildProcess::start(&mut command).unwrap_or_else(|error| {
             panic!("cannot run nginx ({error}); install it: apt-get install nginx")
         });
-        eventually("nginx to accept connections", TEST_TIMEOUT, || {
+        eventually("nginx to accept connections", TEST_TIMEOUT, async || {
             assert!(
                 !process.transcript().contains("[emerg]"),
                 "nginx: {}",

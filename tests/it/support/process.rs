@@ -3,7 +3,7 @@
 use super::TEST_TIMEOUT;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -20,14 +20,44 @@ pub fn tidegate_command() -> Command {
 
 /// Runs `check` with a configuration that needs no upstream of its own.
 pub async fn run_check(config: &str) -> ProcessOutput {
-    let dir = TempDir::new().unwrap();
-    let path = dir.path().join("config.toml");
-    fs::write(
-        &path,
-        format!("upstream.url = 'http://127.0.0.1:1'\n{config}"),
-    )
-    .unwrap();
-    run_command(tidegate_command().arg("check").arg(&path)).await
+    let file = ConfigFile::new(&format!("upstream.url = 'http://127.0.0.1:1'\n{config}"));
+    file.run(&["check"]).await
+}
+
+/// A configuration file in its own directory, and the commands that read it.
+#[derive(Debug)]
+pub struct ConfigFile(TempDir);
+
+impl ConfigFile {
+    pub fn new(text: &str) -> Self {
+        let file = Self(TempDir::new().unwrap());
+        file.write(text);
+        file
+    }
+
+    pub fn write(&self, text: &str) {
+        fs::write(self.path(), text).unwrap();
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.beside("config.toml")
+    }
+
+    /// The path of another file in the directory.
+    pub fn beside(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    /// Runs a command with this configuration.
+    pub async fn run(&self, words: &[&str]) -> ProcessOutput {
+        let mut command = tidegate_command();
+        run_command(command.args(words).arg("--config").arg(self.path())).await
+    }
+
+    /// As [`Self::run`]. Returns the output of a command that must succeed.
+    pub async fn run_successfully(&self, words: &[&str]) -> String {
+        self.run(words).await.into_stdout()
+    }
 }
 
 /// A binary of any version, with an environment for tests.
@@ -42,6 +72,7 @@ pub fn command_for(program: &Path) -> Command {
 /// A running child process. It is killed on drop.
 #[derive(Debug)]
 pub struct ChildProcess {
+    command: String,
     child: Child,
     lines: Arc<Mutex<Vec<OutputLine>>>,
     readers: [JoinHandle<()>; 2],
@@ -56,9 +87,52 @@ pub struct OutputLine {
 /// The exit status of a child process and all its output.
 #[derive(Debug)]
 pub struct ProcessOutput {
+    /// The command with its arguments.
+    pub command: String,
     pub status: ExitStatus,
     pub stdout: String,
     pub stderr: String,
+}
+
+impl ProcessOutput {
+    pub fn expect_code(&self, code: i32) -> &Self {
+        assert_eq!(
+            self.status.code(),
+            Some(code),
+            "{}: {self:#?}",
+            self.command
+        );
+        self
+    }
+
+    pub fn expect_stdout(&self, words: &str) -> &Self {
+        assert!(self.stdout.contains(words), "no {words:?}: {self:#?}");
+        self
+    }
+
+    pub fn expect_stderr(&self, words: &str) -> &Self {
+        assert!(self.stderr.contains(words), "no {words:?}: {self:#?}");
+        self
+    }
+
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_str(&self.stdout).unwrap_or_else(|error| panic!("{error}: {self:#?}"))
+    }
+
+    /// The standard output of a command that succeeded.
+    pub fn into_stdout(self) -> String {
+        self.expect_code(0);
+        self.stdout
+    }
+}
+
+impl Drop for ChildProcess {
+    #[allow(clippy::print_stderr, reason = "the output of a failed test")]
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("output of the process:\n{}", self.transcript());
+        }
+    }
 }
 
 impl ChildProcess {
@@ -77,6 +151,7 @@ impl ChildProcess {
             spawn_output_reader(stderr, true, &lines),
         ];
         Ok(Self {
+            command: format!("{:?}", command.as_std()),
             child,
             lines,
             readers,
@@ -191,10 +266,15 @@ impl ChildProcess {
                 .collect()
         };
         ProcessOutput {
+            command: self.command.clone(),
             status: status.unwrap(),
             stdout: text(false),
             stderr: text(true),
         }
+    }
+
+    pub async fn assert_exit_code(&mut self, code: i32) {
+        self.wait_for_exit(TEST_TIMEOUT).await.expect_code(code);
     }
 
     pub fn is_running(&mut self) -> bool {

@@ -1,15 +1,16 @@
 //! The proxy as a user runs it: the binary with a configuration file.
 
-use super::TEST_TIMEOUT;
-use super::client::{ClientRequest, RawResponse};
+use super::client::{ClientRequest, RawClient, RawResponse};
 use super::process::{ChildProcess, ProcessOutput, command_for, tidegate_command};
+use super::redis::RedisServer;
+use super::upstream::Upstream;
+use super::{TEST_TIMEOUT, wait_until};
 use serde_json::Value;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tempfile::TempDir;
-use tokio::time::{Instant, sleep};
 
 /// A running proxy. It is killed on drop.
 #[derive(Debug)]
@@ -17,16 +18,39 @@ pub struct Proxy {
     pub address: SocketAddr,
     process: ChildProcess,
     config: PathBuf,
-    _dir: TempDir,
+    dir: TempDir,
+    echo: Option<Upstream>,
 }
 
+/// A proxy to be started: its configuration, upstream, store and environment.
 #[derive(Debug)]
-pub struct ProxyBuilder {
+pub struct Setup {
     config: String,
     config_file: Option<PathBuf>,
-    upstream: String,
+    upstream: UpstreamUrl,
+    owned_upstream: Option<Upstream>,
+    has_token: bool,
     env: Vec<(String, String)>,
     program: Option<PathBuf>,
+}
+
+/// A URL of an upstream, or the address of an HTTP/1.1 upstream.
+#[derive(Debug)]
+pub struct UpstreamUrl(String);
+
+impl From<SocketAddr> for UpstreamUrl {
+    fn from(address: SocketAddr) -> Self {
+        Self(format!("http://{address}"))
+    }
+}
+
+impl<T: AsRef<str>> From<&T> for UpstreamUrl
+where
+    T: ?Sized,
+{
+    fn from(url: &T) -> Self {
+        Self(url.as_ref().to_owned())
+    }
 }
 
 /// One line of the proxy's log.
@@ -34,31 +58,83 @@ pub struct ProxyBuilder {
 pub struct LogLine(Value);
 
 impl Proxy {
-    pub fn builder() -> ProxyBuilder {
-        ProxyBuilder {
-            config: String::new(),
+    /// A proxy with the text of its configuration file. No upstream answers unless one is given.
+    pub fn setup(config: &str) -> Setup {
+        Setup {
+            config: config.to_owned(),
             config_file: None,
             upstream: "http://127.0.0.1:9".into(),
+            owned_upstream: None,
+            has_token: false,
             env: Vec::new(),
             program: None,
         }
     }
 
     /// Starts a proxy with an upstream, policies, and otherwise defaults.
-    pub async fn start(config: &str, upstream: SocketAddr) -> Self {
-        Self::builder()
-            .config(config)
-            .upstream(upstream)
-            .start()
-            .await
+    pub async fn start(config: &str, upstream: impl Into<UpstreamUrl>) -> Self {
+        Self::setup(config).upstream(upstream).start().await
+    }
+
+    /// As [`Self::start`], and waits until every worker is connected to the store.
+    pub async fn start_connected(config: &str, upstream: impl Into<UpstreamUrl>) -> Self {
+        let proxy = Self::start(config, upstream).await;
+        proxy.wait_for_store().await;
+        proxy
+    }
+
+    /// As [`Self::start_connected`], with its own [`Upstream::echo`].
+    pub async fn echo_connected(config: &str) -> Self {
+        let proxy = Self::with_echo(config).await;
+        proxy.wait_for_store().await;
+        proxy
+    }
+
+    /// As [`Self::start`], with its own [`Upstream::echo`].
+    pub async fn with_echo(config: &str) -> Self {
+        let setup = Self::setup(config).owned_upstream(Upstream::echo().await);
+        setup.start().await
+    }
+
+    /// As [`Self::with_echo`]. The admin listener requires a token.
+    pub async fn with_token(config: &str) -> Self {
+        let setup = Self::setup(config).owned_upstream(Upstream::echo().await);
+        setup.token().start().await
+    }
+
+    /// The upstream of [`Self::with_echo`].
+    pub fn echo(&self) -> &Upstream {
+        self.echo.as_ref().expect("a proxy started by with_echo")
     }
 
     pub fn request(&self, method: &str, target: &str) -> ClientRequest {
         ClientRequest::new(self.address, method, target)
     }
 
+    /// Connects and sends these bytes.
+    pub async fn send_raw(&self, bytes: impl AsRef<[u8]>) -> RawClient {
+        RawClient::connect_and_send(self.address, bytes).await
+    }
+
+    /// Sends an upgrade request. Returns the connection and the first response, perhaps 101.
+    pub async fn upgrade(&self, handshake: &str) -> (RawClient, RawResponse) {
+        let mut client = self.send_raw(handshake).await;
+        let reply = client.read_any_response(false).await;
+        (client, reply)
+    }
+
     pub async fn get(&self, target: &str) -> RawResponse {
         self.request("GET", target).send().await
+    }
+
+    /// Asserts the status of a GET. `why` says what is wrong otherwise.
+    pub async fn expect_status(&self, target: &str, status: u16, why: &str) {
+        assert_eq!(self.get(target).await.status, status, "{target}: {why}");
+    }
+
+    /// Sends a GET with one header.
+    pub async fn get_with(&self, target: &str, name: &str, value: &str) -> RawResponse {
+        self.request("GET", target).header(name, value).send().await
     }
 
     /// Sends this many GETs in sequence and returns their statuses.
@@ -83,6 +159,11 @@ impl Proxy {
         &self.config
     }
 
+    /// A temporary directory. It is removed on drop.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
     /// The address of the admin listener.
     pub fn admin_address(&self) -> SocketAddr {
         self.logged_address("admin listening")
@@ -91,11 +172,14 @@ impl Proxy {
 
     /// Returns one value of the metrics page, by name and labels, or 0 if it is absent.
     pub async fn read_metric(&self, series: &str) -> f64 {
+        find_metric(&self.read_metrics_page().await, series).unwrap_or(0.0)
+    }
+
+    /// As [`Self::read_metric`], of a series that must exist.
+    pub async fn read_present_metric(&self, series: &str) -> f64 {
         let page = self.read_metrics_page().await;
-        let value = page
-            .lines()
-            .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
-        value.map_or(0.0, |value| value.parse().unwrap())
+        let value = find_metric(&page, series);
+        value.unwrap_or_else(|| panic!("no {series} in {page}"))
     }
 
     /// Returns the lines of `tidegate_store_errors_total` on the metrics page that are not 0.
@@ -109,26 +193,26 @@ impl Proxy {
             .collect()
     }
 
-    async fn read_metrics_page(&self) -> String {
-        ClientRequest::new(self.admin_address(), "GET", "/metrics")
-            .header("Host", "localhost")
-            .send()
-            .await
-            .text()
+    pub async fn read_metrics_page(&self) -> String {
+        let page = self.admin_request("GET", "/metrics").send().await;
+        page.text()
+    }
+
+    /// A request to the admin listener.
+    pub fn admin_request(&self, method: &str, target: &str) -> ClientRequest {
+        ClientRequest::new(self.admin_address(), method, target).header("Host", "localhost")
+    }
+
+    /// Waits until a value of the metrics page equals this number.
+    pub async fn wait_for_metric(&self, series: &str, wanted: f64) {
+        let is_reached = async || self.read_metric(series).await == wanted;
+        wait_until(format!("{series} {wanted}"), is_reached).await;
     }
 
     /// Waits until every worker is connected to the store. On a busy machine the proxy may start
     /// without a connection.
     pub async fn wait_for_store(&self) {
-        let deadline = Instant::now() + TEST_TIMEOUT;
-        while self.read_metric("tidegate_store_up").await != 1.0 {
-            assert!(
-                Instant::now() < deadline,
-                "the store is not connected: {}",
-                self.log_text()
-            );
-            sleep(Duration::from_millis(10)).await;
-        }
+        self.wait_for_metric("tidegate_store_up", 1.0).await;
     }
 
     /// The address of the probe listener, if there is one.
@@ -148,6 +232,26 @@ impl Proxy {
     /// Returns the number of lines logged so far, as a mark for later searches.
     pub fn log_mark(&self) -> usize {
         self.process.lines().len()
+    }
+
+    /// Returns the first line after the mark with a message that starts with these words.
+    pub async fn wait_for_message(&self, words: &str, mark: usize) -> LogLine {
+        let wanted = |line: &LogLine| line.message_starts_with(words);
+        self.wait_for_log(words, mark, TEST_TIMEOUT, wanted).await
+    }
+
+    /// Returns the first line after the mark that contains this text.
+    pub async fn wait_for_text(&self, text: &str, mark: usize) -> LogLine {
+        let wanted = |line: &LogLine| line.contains(text);
+        self.wait_for_log(text, mark, TEST_TIMEOUT, wanted).await
+    }
+
+    /// Returns the first line after the mark with this field.
+    pub async fn wait_for_field(&self, name: &str, value: &str, mark: usize) -> LogLine {
+        let (what, wanted) = (format!("{name} {value}"), |line: &LogLine| {
+            line.field(name) == value
+        });
+        self.wait_for_log(&what, mark, TEST_TIMEOUT, wanted).await
     }
 
     /// Returns the first line after the mark that `wanted` accepts.
@@ -217,29 +321,47 @@ impl Proxy {
     pub async fn wait_for_exit(&mut self, within: Duration) -> ProcessOutput {
         self.process.wait_for_exit(within).await
     }
+
+    /// Waits for the end of the process.
+    pub async fn assert_exit_code(&mut self, code: i32) {
+        self.process.assert_exit_code(code).await;
+    }
 }
 
-impl ProxyBuilder {
-    /// The text of the configuration file.
-    pub fn config(mut self, text: &str) -> Self {
-        text.clone_into(&mut self.config);
-        self
-    }
+fn find_metric(page: &str, series: &str) -> Option<f64> {
+    let mut lines = page.lines();
+    let value = lines.find_map(|line| line.strip_prefix(series)?.strip_prefix(' '))?;
+    Some(value.parse().unwrap())
+}
 
-    /// Uses an existing file instead.
+impl Setup {
+    /// Uses an existing file instead of the text.
     pub fn config_file(mut self, path: &Path) -> Self {
         self.config_file = Some(path.to_owned());
         self
     }
 
-    pub fn upstream(mut self, address: SocketAddr) -> Self {
-        self.upstream = format!("http://{address}");
+    pub fn upstream(mut self, upstream: impl Into<UpstreamUrl>) -> Self {
+        self.upstream = upstream.into();
         self
     }
 
-    /// Accepts any upstream URL.
-    pub fn upstream_url(mut self, url: &str) -> Self {
-        url.clone_into(&mut self.upstream);
+    /// An upstream that ends with the proxy.
+    pub fn owned_upstream(mut self, upstream: Upstream) -> Self {
+        self.upstream = upstream.address.into();
+        self.owned_upstream = Some(upstream);
+        self
+    }
+
+    /// The admin listener requires a token.
+    pub fn token(mut self) -> Self {
+        self.has_token = true;
+        self
+    }
+
+    /// Counts in this server, see [`RedisServer::store_config`].
+    pub fn redis(mut self, server: &RedisServer) -> Self {
+        self.config = format!("{}\n{}", server.store_config(), self.config);
         self
     }
 
@@ -258,9 +380,15 @@ impl ProxyBuilder {
     /// Starts the proxy and waits until it listens.
     pub async fn start(self) -> Proxy {
         let dir = TempDir::new().unwrap();
+        let mut text = self.config;
+        if self.has_token {
+            let token = dir.path().join("token");
+            fs::write(&token, "s3cret\n").unwrap();
+            text = format!("admin.token_file = {token:?}\n{text}");
+        }
         let config = self.config_file.unwrap_or_else(|| {
             let path = dir.path().join("config.toml");
-            fs::write(&path, &self.config).unwrap();
+            fs::write(&path, &text).unwrap();
             path
         });
         let mut command = match &self.program {
@@ -268,7 +396,7 @@ impl ProxyBuilder {
             None => tidegate_command(),
         };
         command.arg("run").arg("--config").arg(&config);
-        command.args(["--listen", "127.0.0.1:0", "--upstream", &self.upstream]);
+        command.args(["--listen", "127.0.0.1:0", "--upstream", &self.upstream.0]);
         command.envs(self.env);
         let process = ChildProcess::start(&mut command).unwrap();
         let listening = |text: &str| {
@@ -285,7 +413,8 @@ impl ProxyBuilder {
             address,
             process,
             config,
-            _dir: dir,
+            dir,
+            echo: self.owned_upstream,
         }
     }
 }

@@ -195,6 +195,17 @@ impl RedisServer {
         number.unwrap().parse().unwrap()
     }
 
+    /// The open connections, with that of this call.
+    pub(crate) async fn connected_clients(&self) -> u64 {
+        self.read_info_number("clients", "connected_clients").await
+    }
+
+    /// All connections so far, with that of this call.
+    pub(crate) async fn connections_received(&self) -> u64 {
+        self.read_info_number("stats", "total_connections_received")
+            .await
+    }
+
     pub(crate) fn settings(&self) -> RedisSettings {
         redis_settings(self.port)
     }

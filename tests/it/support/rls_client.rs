@@ -42,13 +42,7 @@ pub struct ServiceClient {
 
 impl ServiceClient {
     pub async fn start(config: &str) -> Self {
-        Self::from_proxy(
-            Proxy::builder()
-                .config(&format!("{config}\n"))
-                .start()
-                .await,
-        )
-        .await
+        Self::from_proxy(Proxy::setup(&format!("{config}\n")).start().await).await
     }
 
     pub async fn from_proxy(proxy: Proxy) -> Self {

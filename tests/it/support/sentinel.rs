@@ -140,7 +140,7 @@ impl SentinelDeployment {
         eventually(
             "sentinels and replicas to know each other",
             TEST_TIMEOUT,
-            || {
+            async || {
                 let all = states.iter_mut().all(|connection| {
                     let state: redis::RedisResult<std::collections::HashMap<String, String>> =
                         redis::cmd("SENTINEL")

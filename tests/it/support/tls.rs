@@ -195,6 +195,15 @@ impl CertificateAuthority {
         self.folder.path().join(file)
     }
 
+    /// The table `listen.tls` with a signed certificate and its key.
+    pub fn listen_tls(&self, name: &str) -> String {
+        let (cert, key) = (
+            self.path(&format!("{name}.pem")),
+            self.path(&format!("{name}.key")),
+        );
+        format!("[listen.tls]\ncert = {cert:?}\nkey = {key:?}\n")
+    }
+
     /// The same path as text, for arguments.
     pub fn path_string(&self, file: &str) -> String {
         self.path(file).to_str().unwrap().to_owned()

@@ -47,6 +47,29 @@ impl Upstream {
         Self::with_handler(echo).await
     }
 
+    /// As [`Self::echo`], but never answers `/never`, and answers `/big` with 4 MiB.
+    pub async fn echo_or_slow() -> Self {
+        Self::with_handler(|request| async move {
+            match request.uri().path() {
+                "/never" => std::future::pending().await,
+                "/big" => Response::new(full_body(vec![b'x'; 4 << 20])),
+                _ => echo(request).await,
+            }
+        })
+        .await
+    }
+
+    /// Answers the first request with a body that the test sends.
+    pub async fn streaming() -> (BodySender, Self) {
+        let (sender, body) = channel_body();
+        let body = Mutex::new(Some(body));
+        let upstream = Self::with_handler(move |_| {
+            let body = body.lock().unwrap().take().unwrap_or_default();
+            async { Response::new(body) }
+        });
+        (sender, upstream.await)
+    }
+
     /// Answers with `handler`. If the client disconnects, the handler's future is dropped.
     pub async fn with_handler<H, F>(handler: H) -> Self
     where
@@ -161,6 +184,11 @@ pub async fn echo(request: Request<Incoming>) -> UpstreamResponse {
     answer
 }
 
+/// Sets a header of a response.
+pub fn set_header<T>(response: &mut Response<T>, name: &'static str, value: &str) {
+    response.headers_mut().insert(name, value.parse().unwrap());
+}
+
 /// Length and SHA-256 of a body, without buffering it.
 pub async fn hash_body(mut body: Incoming) -> (u64, String) {
     let (mut len, mut hasher) = (0, Sha256::new());
@@ -265,6 +293,11 @@ impl RawUpstream {
             }
         })
         .await
+    }
+
+    /// Reads everything and answers nothing.
+    pub async fn silent() -> Self {
+        Self::with_script(|_, mut socket| async move { socket.read_to_close().await }).await
     }
 
     /// Runs `script` with each connection and its index, from 0.
