@@ -36,8 +36,7 @@ async fn start_proxy(server: &RedisServer, secret: &SecretVolume, upstream: &Ups
         server.port(),
         secret.path("password"),
     );
-    let proxy = Proxy::start_connected(&config, upstream.address).await;
-    proxy
+    Proxy::start_connected(&config, upstream.address).await
 }
 
 async fn wait_for_message(proxy: &Proxy, mark: usize, message: &str) -> Duration {

@@ -66,8 +66,7 @@ impl AlternativesFixture {
         let policies = policies.replace("FILE", &secret.display().to_string());
         let text = format!("{}\n{policies}", self.redis.store_config());
         self.config.write(&text);
-        let proxy = Proxy::start_connected(&text, self.upstream.address).await;
-        proxy
+        Proxy::start_connected(&text, self.upstream.address).await
     }
 
     async fn send(&self, proxy: &Proxy, from: Identity<'_>) -> RawResponse {

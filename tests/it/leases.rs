@@ -25,8 +25,7 @@ on_store_failure = "closed"
 "#,
         server.port(),
     );
-    let proxy = Proxy::start_connected(&config, upstream.address).await;
-    proxy
+    Proxy::start_connected(&config, upstream.address).await
 }
 
 /// How long the deny cache holds a refusal of a leased policy.
@@ -187,8 +186,9 @@ async fn unused_units_are_returned_when_the_lease_expires() {
         start_proxy(&server, &upstream, alone).await,
     );
     assert_eq!(first.get_statuses("/", 3).await, [200; 3]);
-    // Without a lease, the deny cache holds a refusal for one second.
     wait_until("the return of the units", async || {
+        // Without a lease, the deny cache holds a refusal for one second.
+        sleep(Duration::from_millis(50)).await;
         second.get("/").await.status == 200
     })
     .await;

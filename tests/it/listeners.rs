@@ -27,8 +27,7 @@ async fn wait_for_proxy_protocol_errors(proxy: &Proxy, kind: &str, times: u64) {
 
 /// A connection that starts with these bytes.
 async fn connect_and_send(address: SocketAddr, header: &[u8]) -> RawClient {
-    let client = RawClient::connect_and_send(address, header).await;
-    client
+    RawClient::connect_and_send(address, header).await
 }
 
 #[tokio::test]

@@ -121,9 +121,7 @@ async fn start_full_proxy(
     authority.sign("server", "127.0.0.1");
     let tls = authority.listen_tls("server");
     let store = redis.store_config();
-    let proxy =
-        Proxy::start_connected(&format!("{store}\n{tls}{POLICIES}"), upstream.address).await;
-    proxy
+    Proxy::start_connected(&format!("{store}\n{tls}{POLICIES}"), upstream.address).await
 }
 
 #[tokio::test]

@@ -9,8 +9,7 @@ async fn start_proxy(url: &str) -> Proxy {
         "listen = {{ threads = 1 }}\n[store]\nkind = 'redis'\n[store.redis]\nurl = '{url}'\ntimeout = '5s'\nkey_prefix = 'test'\n\
          [[policy]]\nname = 'p'\nkey = ['header:x-user']\nlimit = {{ requests = 1, per = '1h' }}\non_store_failure = 'closed'\n"
     );
-    let proxy = Proxy::echo_connected(&config).await;
-    proxy
+    Proxy::echo_connected(&config).await
 }
 
 async fn request_twice(proxy: &Proxy, user: &str) -> [u16; 2] {

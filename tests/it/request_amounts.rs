@@ -73,8 +73,7 @@ impl AmountFixture {
         let policies = policies.replace("FILE", &secret.display().to_string());
         let text = format!("{store}\n{policies}");
         self.config.write(&text);
-        let proxy = Proxy::start_connected(&text, self.upstream.address).await;
-        proxy
+        Proxy::start_connected(&text, self.upstream.address).await
     }
 }
 

@@ -64,8 +64,7 @@ async fn assert_waits(proxy: &Proxy, path: &str, user: &str, expected: RangeIncl
 
 async fn start_proxy(store: &str, policies: &str, app: &Upstream) -> Proxy {
     let config = format!("listen = {{ threads = 1 }}\n{store}\n{policies}");
-    let proxy = Proxy::start_connected(&config, app.address).await;
-    proxy
+    Proxy::start_connected(&config, app.address).await
 }
 
 fn cluster_config(cluster: &RedisCluster) -> String {
