@@ -175,11 +175,12 @@ async fn keys_are_listed_if_redis_holds_only_overrides() {
     let policy = "[[policy]]\nname = 'plan'\nkey = ['header:x-user-id']\ndynamic = true\n\
                   limit = { requests = 9, per = '1h' }";
     let config = format!("{}\n{policy}", office.config_text());
-    fs::write(office.config_path(), config).unwrap();
+    fs::write(office.config.path(), config).unwrap();
     office
+        .config
         .run_successfully(&["overrides", "set", "plan", "ann", "--block"])
         .await;
-    let listed = office.run_successfully(&["keys", "list"]).await;
+    let listed = office.config.run_successfully(&["keys", "list"]).await;
     assert!(!listed.contains("plan/ann"), "{listed}");
 }
 

@@ -81,7 +81,7 @@ async fn a_pipelined_request_changes_no_body() {
 /// rest is no request line, whatever it looks like.
 #[tokio::test]
 async fn the_rest_of_a_pipelined_head_is_not_changed() {
-    let (proxy, _upstream) = start_proxy("").await;
+    let proxy = Proxy::with_echo("").await;
     let value = "see GET /p?q=\"v\"<w> HTTP/1.1";
     let second = format!("GET /second HTTP/1.1\r\nHost: a\r\nX-Note: {value}\r\n\r\n");
     let post = "POST /first HTTP/1.1\r\nHost: a\r\n";
@@ -112,7 +112,7 @@ async fn the_rest_of_a_pipelined_head_is_not_changed() {
 /// The line of a request that arrived with the one before it is found as well.
 #[tokio::test]
 async fn a_raw_query_of_a_pipelined_request_is_escaped() {
-    let (proxy, _upstream) = start_proxy("").await;
+    let proxy = Proxy::with_echo("").await;
     let mut client = RawClient::connect(proxy.address).await;
     let request = format!("GET {RAW_QUERY} HTTP/1.1\r\nHost: a\r\n\r\n");
     let (front, back) = request.split_at(7);

@@ -317,7 +317,7 @@ async fn regexes_match_values_in_each_spelling_that_apps_read_alike() {
             );
         }
     }
-    let (proxy, _upstream) = start_proxy(&config).await;
+    let proxy = Proxy::with_echo(&config).await;
     for (at, (name, regex, meant, other)) in cases.into_iter().enumerate() {
         let proxy = &proxy;
         let ask = |target: &str, value: &'static str| {
