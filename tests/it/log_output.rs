@@ -94,16 +94,19 @@ fn find_log_messages() -> BTreeSet<String> {
     let text = Regex::new(r#""((?:[^"\\]|\\(?s:.))*)"(?:,?\s*)$"#).unwrap();
     let joint = Regex::new(r"\\\n\s*").unwrap();
     let mut messages = BTreeSet::new();
-    for entry in WalkDir::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    for entry in WalkDir::new(&sources) {
         let path = entry.unwrap().into_path();
+        // The checkout's own folder may have any name.
+        let inside = path.strip_prefix(&sources).unwrap();
         let is_source = path.extension().is_some_and(|extension| extension == "rs");
-        let is_test = path.components().any(|part| {
+        let is_test = inside.components().any(|part| {
             ["tests", "tests.rs"]
                 .iter()
                 .any(|name| part.as_os_str() == *name)
         });
         // Output of commands is not logged.
-        if !is_source || is_test || path.components().any(|part| part.as_os_str() == "cli") {
+        if !is_source || is_test || inside.components().any(|part| part.as_os_str() == "cli") {
             continue;
         }
         let source = std::fs::read_to_string(&path).unwrap();
