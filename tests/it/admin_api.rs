@@ -503,7 +503,7 @@ async fn cross_site_requests_are_rejected_and_security_headers_are_set() {
             assert_eq!(reply.header(name), Some(value), "{target}");
         }
         let policy = reply.header("content-security-policy").unwrap();
-        assert_contains(&policy, &["default-src 'none'", "frame-ancestors 'none'"]);
+        assert_contains(policy, &["default-src 'none'", "frame-ancestors 'none'"]);
     }
 }
 

@@ -64,8 +64,11 @@ async fn expect_another_response(client: &mut FrameClient) {
         .await;
 }
 
+/// Frames, each with its name.
+type NamedFrames<'n> = Vec<(&'n str, Vec<u8>)>;
+
 /// Each list has frames with their names, and one outcome.
-async fn assert_outcomes<const N: usize>(groups: [(StreamOutcome, Vec<(&str, Vec<u8>)>); N]) {
+async fn assert_outcomes<const N: usize>(groups: [(StreamOutcome, NamedFrames<'_>); N]) {
     let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut wrong = Vec::new();

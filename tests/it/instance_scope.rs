@@ -49,7 +49,7 @@ impl SlowUpstream {
 
     async fn start_proxy(&self, redis: &RedisServer, policies: &str) -> Proxy {
         let proxy = Proxy::setup(policies)
-            .redis(&redis)
+            .redis(redis)
             .upstream(self.upstream.address);
         let proxy = proxy.start().await;
         proxy.wait_for_store().await;

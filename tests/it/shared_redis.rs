@@ -325,6 +325,6 @@ async fn a_cached_refusal_reports_no_more_remaining_units_than_an_earlier_answer
     let series = "tidegate_decision_seconds_count{source=\"deny_cache\"}";
     assert_eq!(here.read_metric(series).await, 1.0, "{}", here.log_text());
     let fields = refused.header("ratelimit").unwrap();
-    assert_contains(&fields, &["\"narrow\";r=0"]);
-    assert_lacks(&fields, &["\"wide\";r=999"]);
+    assert_contains(fields, &["\"narrow\";r=0"]);
+    assert_lacks(fields, &["\"wide\";r=999"]);
 }

@@ -404,7 +404,7 @@ async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced
         .header("traceparent", &make_traceparent("01"));
     assert_eq!(twice.send_for_status().await, 200);
     assert_lacks(
-        &upstream.last_request().single_header("traceparent"),
+        upstream.last_request().single_header("traceparent"),
         &[TRACE_ID],
     );
     let spans = collector.wait_for_spans(8).await;
