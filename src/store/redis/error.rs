@@ -75,26 +75,10 @@ impl RedisConnectionError {
     }
 
     /// The cause in the operator's terms, and what to do about it.
-    #[allow(clippy::too_many_lines, reason = "a table of causes")]
     pub fn remedy(&self) -> &'static str {
         let has = |words: &str| self.message.contains(words);
         match self.kind {
-            RedisErrorKind::NoAuth if has("NOAUTH") || has("unauthenticated") => {
-                "Redis wants a password: set store.redis.password_file, and username unless the user is \"default\""
-            }
-            RedisErrorKind::NoAuth if has("without any password") => {
-                "the user \"default\" of the server has no password: remove store.redis.password_file, or set requirepass"
-            }
-            RedisErrorKind::NoAuth if has("WRONGPASS") || has("invalid password") => {
-                "the server knows no such user, or its password is another one: check store.redis.username and password_file"
-            }
-            RedisErrorKind::NoAuth if has("DENIED") => {
-                "the server is in protected mode: without a password it serves only its own machine; set requirepass \
-                 there, and store.redis.password_file here"
-            }
-            RedisErrorKind::NoAuth => {
-                "the user lacks a permission: `tidegate doctor` lists which, ACL LOG of the server shows what it refused"
-            }
+            RedisErrorKind::NoAuth => self.login_remedy(),
             RedisErrorKind::Dns => "check the host name in store.redis.url",
             RedisErrorKind::ConnectionRefused => {
                 "check host and port in store.redis.url, and that the server runs"
@@ -169,6 +153,23 @@ impl RedisConnectionError {
                  store.redis.url"
             }
             _ => "see the server's log",
+        }
+    }
+
+    /// [`Self::remedy`] if Redis denies the login or a command.
+    fn login_remedy(&self) -> &'static str {
+        let has = |words: &str| self.message.contains(words);
+        if has("NOAUTH") || has("unauthenticated") {
+            "Redis wants a password: set store.redis.password_file, and username unless the user is \"default\""
+        } else if has("without any password") {
+            "the user \"default\" of the server has no password: remove store.redis.password_file, or set requirepass"
+        } else if has("WRONGPASS") || has("invalid password") {
+            "the server knows no such user, or its password is another one: check store.redis.username and password_file"
+        } else if has("DENIED") {
+            "the server is in protected mode: without a password it serves only its own machine; set requirepass \
+             there, and store.redis.password_file here"
+        } else {
+            "the user lacks a permission: `tidegate doctor` lists which, ACL LOG of the server shows what it refused"
         }
     }
 
