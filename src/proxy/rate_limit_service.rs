@@ -68,7 +68,8 @@ impl ProxyService {
         let (parts, body) = request.into_parts();
         if let Some(response) = grpc::reject_non_grpc(&parts) {
             self.metrics
-                .record_rls_call(RlsCallResult::Invalid as usize);
+                .rls_calls
+                .increment(RlsCallResult::Invalid as usize);
             tracing::debug!(status = %response.status(), peer = %peer.addr, "request is not a gRPC call");
             body.discard();
             return response;
@@ -203,7 +204,7 @@ struct RateLimitCallCountGuard<'s> {
 
 impl Drop for RateLimitCallCountGuard<'_> {
     fn drop(&mut self) {
-        self.metrics.record_rls_call(self.call as usize);
+        self.metrics.rls_calls.increment(self.call as usize);
     }
 }
 

@@ -32,7 +32,7 @@ pub use status::{
     KeyFetchCounts, MemoryStoreUsage, ProcessPhase, ProcessStatus, RedisServerMetrics,
     SpanExportCounts, StoreOutage,
 };
-pub use worker::WorkerMetrics;
+pub use worker::{LabelledCounters, WorkerMetrics};
 
 #[cfg(test)]
 mod tests;

@@ -196,7 +196,7 @@ async fn a_delay_of_nginx_keeps_the_pace_and_a_token_bucket_does_not() {
 #[tokio::test]
 async fn nginx_locations_that_share_a_zone_have_one_quota() {
     let pair = ProxyPair::from_page_section("Location prefixes and shared zones").await;
-    let limited = ["/api/a", "/api/b/c", "/login", "/img", "/imgs/x"];
+    let limited = ["/api/", "/api/a", "/api/b/c", "/login", "/img", "/imgs/x"];
     let free = ["/apix", "/login/x", "/images/x", "/x"];
     let mut decisions = Vec::new();
     for (_, address) in pair.targets() {
@@ -298,7 +298,8 @@ async fn a_whole_server_of_nginx_is_translated() {
         let mut choices = SeededChoices(11);
         let mut seen = Vec::new();
         for _ in 0..300 {
-            let path = *choices.choose(&["/api/a", "/api/b", "/beta/x", "/downloads/x", "/x"]);
+            let path =
+                *choices.choose(&["/api/", "/api/a", "/api/b", "/beta/x", "/downloads/x", "/x"]);
             let client = *choices.choose(&["192.0.2.1", "192.0.2.2", "10.1.2.3", "198.51.100.7"]);
             let key = *choices.choose(&["", "", "one", "two"]);
             let mut request =

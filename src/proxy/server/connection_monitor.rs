@@ -209,7 +209,7 @@ impl ConnectionMonitor {
     /// Counts a connection or stream that the server closed for this reason.
     pub(crate) fn record_close(&self, reason: ConnectionCloseReason) {
         if let Some(counts) = &self.metrics {
-            counts.record_connection_closed(reason as usize);
+            counts.close_reasons.increment(reason as usize);
         }
     }
 

@@ -52,9 +52,9 @@ impl RequestHandler for ProxyService {
     fn record_connection_setup_error(&self, error: HandshakeError) {
         match error {
             HandshakeError::ProxyHeader(error) => {
-                self.metrics.record_proxy_header_error(error as usize)
+                self.metrics.proxy_header_errors.increment(error as usize)
             }
-            HandshakeError::Tls(error) => self.metrics.record_tls_error(error as usize),
+            HandshakeError::Tls(error) => self.metrics.tls_errors.increment(error as usize),
         }
     }
 

@@ -282,7 +282,8 @@ impl ProxyService {
             }
             Err(error) => {
                 self.metrics
-                    .record_upstream_error(UpstreamErrorKind::Protocol as usize);
+                    .upstream_errors
+                    .increment(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
                 local_replies::build_proxy_error_reply(
                     ProxyErrorType::Upstream(UpstreamErrorKind::Protocol),
@@ -318,7 +319,7 @@ impl ProxyService {
     ) -> Response<ResponseBody> {
         let (reply, is_caused_by_client) = match error {
             ForwardError::Upstream(error) => {
-                self.metrics.record_upstream_error(error.kind as usize);
+                self.metrics.upstream_errors.increment(error.kind as usize);
                 self.upstream.log_error(error);
                 let reply = ProxyErrorType::Upstream(error.kind);
                 (reply, error.kind.is_caused_by_client())

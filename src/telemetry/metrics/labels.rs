@@ -23,17 +23,13 @@ pub struct MetricLabels {
     pub degraded_outcomes: &'static [LabelledCounterIndices],
     /// Labels of the policy decisions that the traffic history keeps.
     pub policy_history: [LabelledCounterIndices; POLICY_HISTORY_SERIES_COUNT],
-    /// Labels for [`record_upstream_error`](super::WorkerMetrics::record_upstream_error).
+    /// Labels of [`WorkerMetrics::upstream_errors`](super::WorkerMetrics::upstream_errors).
     pub upstream_errors: &'static [&'static str],
     /// Indices of the upstream errors that the client did not cause.
     pub upstream_faults: &'static [usize],
-    /// Labels for [`record_tls_error`](super::WorkerMetrics::record_tls_error).
     pub tls_errors: &'static [&'static str],
-    /// Labels for [`record_proxy_header_error`](super::WorkerMetrics::record_proxy_header_error).
     pub proxy_header_errors: &'static [&'static str],
-    /// Labels for [`record_connection_closed`](super::WorkerMetrics::record_connection_closed).
     pub close_reasons: &'static [&'static str],
-    /// Labels for [`record_rls_call`](super::WorkerMetrics::record_rls_call).
     pub rls_call_results: &'static [&'static str],
 }
 

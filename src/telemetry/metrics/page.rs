@@ -107,15 +107,13 @@ impl Metrics {
     fn write_connection_metrics(&self, page: &mut dyn MetricOutput, status: &ProcessStatus) {
         page.gauge("tidegate_connections_active", "Open client connections.")
             .write_sample(&[], status.open_connections as u64);
-        let counts = self.sum_by_label(self.labels.tls_errors, |worker| &worker.tls_errors);
+        let counts = self.sum_by_label(|worker| &worker.tls_errors);
         page.counter(
             "tidegate_tls_handshake_errors",
             "Client connections that failed in the TLS handshake, by kind.",
         )
         .write_counts("kind", counts);
-        let counts = self.sum_by_label(self.labels.proxy_header_errors, |worker| {
-            &worker.proxy_header_errors
-        });
+        let counts = self.sum_by_label(|worker| &worker.proxy_header_errors);
         page.counter(
             "tidegate_proxy_protocol_errors",
             "Client connections that were closed because of their PROXY header, by kind.",
@@ -141,7 +139,7 @@ impl Metrics {
             "Log lines dropped because stderr was read too slowly.",
         )
         .write_sample(&[], dropped_log_lines());
-        let counts = self.sum_by_label(self.labels.close_reasons, |worker| &worker.close_reasons);
+        let counts = self.sum_by_label(|worker| &worker.close_reasons);
         page.counter(
             "tidegate_connections_closed",
             "Client connections and HTTP/2 streams that tidegate closed, by reason.",
@@ -163,7 +161,7 @@ impl Metrics {
     }
 
     fn write_rate_limit_service_metrics(&self, page: &mut dyn MetricOutput) {
-        let counts = self.sum_by_label(self.labels.rls_call_results, |worker| &worker.rls_calls);
+        let counts = self.sum_by_label(|worker| &worker.rls_calls);
         page.counter(
             "tidegate_rls_calls",
             "Calls of the rate-limit service by result. given_up: cancelled before the answer. It is less than the calls that Envoy let pass: Envoy counts those in cluster.NAME.ratelimit.failure_mode_allowed.",

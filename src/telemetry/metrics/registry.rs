@@ -6,7 +6,7 @@ use super::histogram::{
 use super::http_server::HttpServerMetrics;
 use super::labels::{MetricLabels, REQUEST_DECISION_COUNT, sum_at_indices};
 use super::policy_counters::PolicyCounters;
-use super::worker::{FIRST_STATUS_CODE, STATUS_CODE_COUNT, WorkerMetrics};
+use super::worker::{FIRST_STATUS_CODE, LabelledCounters, STATUS_CODE_COUNT, WorkerMetrics};
 use crate::telemetry::top_rejections::TopRejections;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -123,16 +123,14 @@ impl Metrics {
 
     /// Number of requests since the start without a response from the upstream, by kind of error.
     pub fn upstream_error_counts(&self) -> Vec<(&'static str, u64)> {
-        self.sum_by_label(self.labels.upstream_errors, |worker| {
-            &worker.upstream_errors
-        })
+        self.sum_by_label(|worker| &worker.upstream_errors)
     }
 
     /// Number of requests since the start that failed at the upstream by no fault of the client.
     pub fn upstream_fault_count(&self) -> u64 {
         let faults = self.labels.upstream_faults.iter();
         faults
-            .map(|at| self.sum_optional_counter(|worker| worker.upstream_errors.get(*at)))
+            .map(|at| self.sum_optional_counter(|worker| worker.upstream_errors.counters.get(*at)))
             .sum()
     }
 
@@ -197,12 +195,18 @@ impl Metrics {
     /// Sums counters of all workers, each with its label.
     pub(super) fn sum_by_label(
         &self,
-        labels: &[&'static str],
-        counters: fn(&WorkerMetrics) -> &[SingleWriterCounter],
+        of: fn(&WorkerMetrics) -> &LabelledCounters,
     ) -> Vec<(&'static str, u64)> {
-        let sum = |at: usize| self.sum_optional_counter(|worker| counters(worker).get(at));
-        let labels = labels.iter().enumerate();
-        labels.map(|(at, label)| (*label, sum(at))).collect()
+        let sum = |at| self.sum_optional_counter(|worker| of(worker).counters.get(at));
+        let labels = self
+            .workers
+            .first()
+            .map_or(&[][..], |worker| of(worker).labels);
+        labels
+            .iter()
+            .enumerate()
+            .map(|(at, label)| (*label, sum(at)))
+            .collect()
     }
 
     fn sum_optional_counter(

@@ -93,10 +93,10 @@ fn sums_counts_of_all_workers() {
         let worker_metrics = metrics.worker_metrics(worker);
         for _ in 0..=worker {
             worker_metrics.record_policy_decision(&counters[0], ALLOWED_INDEX);
-            worker_metrics.record_upstream_error(1);
-            worker_metrics.record_tls_error(0);
-            worker_metrics.record_proxy_header_error(0);
-            worker_metrics.record_connection_closed(0);
+            worker_metrics.upstream_errors.increment(1);
+            worker_metrics.tls_errors.increment(0);
+            worker_metrics.proxy_header_errors.increment(0);
+            worker_metrics.close_reasons.increment(0);
             worker_metrics.record_untrusted_forwarding(IpAddr::from([10, 0, 0, 1]));
             worker_metrics.record_rejected_token();
             worker_metrics.record_lost_settlements(2);

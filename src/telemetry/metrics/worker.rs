@@ -9,7 +9,6 @@ use super::policy_counters::PolicyCounters;
 use crate::telemetry::top_rejections::WorkerRejections;
 use http::Method;
 use parking_lot::Mutex;
-use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,6 +16,7 @@ use std::time::Duration;
 /// The counters of one worker. Only that worker writes them.
 ///
 /// The alignment keeps workers from sharing cache lines.
+#[derive(Debug)]
 #[repr(align(128))]
 pub struct WorkerMetrics {
     worker: usize,
@@ -26,17 +26,18 @@ pub struct WorkerMetrics {
     pub(super) rejections: Arc<WorkerRejections>,
     /// Responses by status code, starting at [`FIRST_STATUS_CODE`].
     pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
-    /// Errors by kind, in the order of [`MetricLabels::upstream_errors`].
-    pub(super) upstream_errors: Box<[SingleWriterCounter]>,
+    pub upstream_errors: LabelledCounters,
     pub(super) app_errors: SingleWriterCounter,
-    pub(super) tls_errors: Box<[SingleWriterCounter]>,
-    pub(super) proxy_header_errors: Box<[SingleWriterCounter]>,
-    pub(super) close_reasons: Box<[SingleWriterCounter]>,
+    pub tls_errors: LabelledCounters,
+    pub proxy_header_errors: LabelledCounters,
+    /// Connections that were closed.
+    pub close_reasons: LabelledCounters,
     pub(super) untrusted_forwarding: SingleWriterCounter,
     /// The last peer counted in `untrusted_forwarding`.
     pub(super) last_untrusted_peer: Mutex<Option<IpAddr>>,
     pub(super) rejected_tokens: SingleWriterCounter,
-    pub(super) rls_calls: Box<[SingleWriterCounter]>,
+    /// Calls of the rate-limit service by result.
+    pub rls_calls: LabelledCounters,
     pub(super) unmatched_descriptors: SingleWriterCounter,
     pub(super) lost_settlements: SingleWriterCounter,
     /// Present if metrics are exported by OTLP.
@@ -49,12 +50,6 @@ pub(super) const STATUS_CODE_COUNT: usize = 900;
 
 impl WorkerMetrics {
     pub(super) fn new(worker: usize, labels: &MetricLabels, is_exported: bool) -> Self {
-        let new_counters = |labels: &[&str]| {
-            labels
-                .iter()
-                .map(|_| SingleWriterCounter::default())
-                .collect()
-        };
         Self {
             worker,
             decisions: labels
@@ -66,15 +61,15 @@ impl WorkerMetrics {
             request_decisions: std::array::from_fn(|_| SingleWriterCounter::default()),
             rejections: Arc::default(),
             status_counts: std::array::from_fn(|_| SingleWriterCounter::default()),
-            upstream_errors: new_counters(labels.upstream_errors),
+            upstream_errors: LabelledCounters::new(labels.upstream_errors),
             app_errors: SingleWriterCounter::default(),
-            tls_errors: new_counters(labels.tls_errors),
-            proxy_header_errors: new_counters(labels.proxy_header_errors),
-            close_reasons: new_counters(labels.close_reasons),
+            tls_errors: LabelledCounters::new(labels.tls_errors),
+            proxy_header_errors: LabelledCounters::new(labels.proxy_header_errors),
+            close_reasons: LabelledCounters::new(labels.close_reasons),
             untrusted_forwarding: SingleWriterCounter::default(),
             last_untrusted_peer: Mutex::default(),
             rejected_tokens: SingleWriterCounter::default(),
-            rls_calls: new_counters(labels.rls_call_results),
+            rls_calls: LabelledCounters::new(labels.rls_call_results),
             unmatched_descriptors: SingleWriterCounter::default(),
             lost_settlements: SingleWriterCounter::default(),
             http_server: is_exported.then(Arc::default),
@@ -136,30 +131,6 @@ impl WorkerMetrics {
         self.rejections.record_app_error(path);
     }
 
-    /// Records a failed TLS handshake of a client. `kind` is an index into
-    /// [`MetricLabels::tls_errors`].
-    pub fn record_tls_error(&self, kind: usize) {
-        increment_counter_at(&self.tls_errors, kind);
-    }
-
-    /// Records a connection closed because of its PROXY header. `kind` is an index into
-    /// [`MetricLabels::proxy_header_errors`].
-    pub fn record_proxy_header_error(&self, kind: usize) {
-        increment_counter_at(&self.proxy_header_errors, kind);
-    }
-
-    /// Records a request without a response from the upstream. `kind` is an index into
-    /// [`MetricLabels::upstream_errors`].
-    pub fn record_upstream_error(&self, kind: usize) {
-        increment_counter_at(&self.upstream_errors, kind);
-    }
-
-    /// Records a connection or stream that tidegate closed. `reason` is an index into
-    /// [`MetricLabels::close_reasons`].
-    pub fn record_connection_closed(&self, reason: usize) {
-        increment_counter_at(&self.close_reasons, reason);
-    }
-
     /// Records a forwarding header from an untrusted peer, while a policy depends on the client's
     /// address.
     pub fn record_untrusted_forwarding(&self, peer: IpAddr) {
@@ -170,12 +141,6 @@ impl WorkerMetrics {
     /// Records a request with a rejected token, while a policy reads a claim.
     pub fn record_rejected_token(&self) {
         self.rejected_tokens.add(1);
-    }
-
-    /// Records a call to the rate-limit service. `result` is an index into
-    /// [`MetricLabels::rls_call_results`].
-    pub fn record_rls_call(&self, result: usize) {
-        increment_counter_at(&self.rls_calls, result);
     }
 
     /// Records a number of descriptors that no policy matches.
@@ -193,17 +158,32 @@ impl WorkerMetrics {
     }
 }
 
-fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
-    if let Some(counter) = counters.get(index) {
-        counter.add(1);
+/// The counters of one metric, one per label value.
+#[derive(Debug)]
+pub struct LabelledCounters {
+    pub(super) labels: &'static [&'static str],
+    pub(super) counters: Box<[SingleWriterCounter]>,
+}
+
+impl LabelledCounters {
+    fn new(labels: &'static [&'static str]) -> Self {
+        Self {
+            labels,
+            counters: labels
+                .iter()
+                .map(|_| SingleWriterCounter::default())
+                .collect(),
+        }
+    }
+
+    /// Counts one event. `label` is the index of its label value.
+    pub fn increment(&self, label: usize) {
+        increment_counter_at(&self.counters, label);
     }
 }
 
-/// The `Debug` text omits the counters, which are more than a thousand.
-impl fmt::Debug for WorkerMetrics {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WorkerMetrics")
-            .field("worker", &self.worker)
-            .finish_non_exhaustive()
+fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
+    if let Some(counter) = counters.get(index) {
+        counter.add(1);
     }
 }
