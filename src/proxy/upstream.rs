@@ -156,9 +156,7 @@ impl UpstreamClient {
             let mut budget = RetryBudget::new(self.settings(), &request);
             let upload = Some(request.body());
             let upload = upload.filter(|body| body.may_be_read_ahead() && self.pool.is_scarce());
-            let taken = upload
-                .is_none()
-                .then(|| self.pool.try_take_share(&client).ok());
+            let taken = upload.is_none().then(|| self.pool.try_take_share(&client));
             let share = match taken.flatten() {
                 Some(share) => share,
                 None => {
@@ -230,7 +228,7 @@ impl UpstreamClient {
         &self,
         client: IpAddr,
         upload: Option<&RequestBody>,
-    ) -> Result<Option<ConnectionShare>, UpstreamError> {
+    ) -> Result<ConnectionShare, UpstreamError> {
         if let Some(body) = upload
             && let Some(share) = self.read_ahead(body).await?
         {
@@ -244,11 +242,11 @@ impl UpstreamClient {
     async fn read_ahead(
         &self,
         body: &RequestBody,
-    ) -> Result<Option<Option<ConnectionShare>>, UpstreamError> {
+    ) -> Result<Option<ConnectionShare>, UpstreamError> {
         let share = async {
             loop {
                 sleep(READ_AHEAD_TIME).await;
-                if let Ok(share) = self.pool.try_take_slow_upload_share() {
+                if let Some(share) = self.pool.try_take_slow_upload_share() {
                     return share;
                 }
             }

@@ -27,9 +27,9 @@ use super::addresses::{self, ResolvedAddresses};
 use super::connector::AlpnOffer;
 use super::error::UpstreamError;
 use super::http2::{self, Http2Connection};
-use super::shared_state::{DelaySlotGuard, UpstreamSharedState};
+use super::shared_state::UpstreamSharedState;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use waiting::{AcquireOutcome, ConnectionWaiter};
+use waiting::{AcquireOutcome, ConnectionWaiter, QueueSlotGuard};
 
 pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
 pub(super) use share::ConnectionShare;
@@ -155,7 +155,7 @@ impl UpstreamPool {
 
     /// Waits until `due`. The request counts as delayed until the future completes or is dropped.
     pub(super) async fn delay_until(&self, due: Instant) -> Result<(), UpstreamError> {
-        let _slot = DelaySlotGuard::acquire(&self.shared)?;
+        let _slot = QueueSlotGuard::acquire(self, |shared| &shared.delayed_requests)?;
         sleep_until(due).await;
         Ok(())
     }

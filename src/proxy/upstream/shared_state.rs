@@ -2,12 +2,11 @@
 
 use http::HeaderValue;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore, watch};
 
 use super::connector::{UpstreamConnector, UpstreamUrlError};
-use super::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::UpstreamSettings;
 use crate::proxy::client_counts::ClientCounts;
 use crate::telemetry::LogThrottle;
@@ -78,38 +77,5 @@ impl UpstreamSharedState {
         if let Some(tls) = tls {
             self.connector.update_tls(tls);
         }
-    }
-}
-
-impl UpstreamSharedState {
-    /// Counts a request in `queue`. Fails if waiting and delayed requests together would exceed
-    /// `max_requests_waiting`.
-    pub(super) fn reserve_queue_slot(&self, queue: &AtomicUsize) -> Result<(), UpstreamError> {
-        let limit = self.settings.max_requests_waiting;
-        queue.fetch_add(1, Ordering::SeqCst);
-        let total = self.queued_requests.load(Ordering::SeqCst)
-            + self.delayed_requests.load(Ordering::SeqCst);
-        if total > limit {
-            queue.fetch_sub(1, Ordering::SeqCst);
-            let detail = format!("{limit} requests already wait for an upstream connection");
-            return Err(UpstreamErrorKind::QueueFull.with_detail(detail));
-        }
-        Ok(())
-    }
-}
-
-/// Counts a delayed request, until the guard is dropped.
-pub(super) struct DelaySlotGuard<'s>(&'s UpstreamSharedState);
-
-impl<'s> DelaySlotGuard<'s> {
-    pub(super) fn acquire(shared: &'s UpstreamSharedState) -> Result<Self, UpstreamError> {
-        shared.reserve_queue_slot(&shared.delayed_requests)?;
-        Ok(Self(shared))
-    }
-}
-
-impl Drop for DelaySlotGuard<'_> {
-    fn drop(&mut self) {
-        self.0.delayed_requests.fetch_sub(1, Ordering::SeqCst);
     }
 }

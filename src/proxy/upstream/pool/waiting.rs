@@ -2,15 +2,16 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::UpstreamPool;
 use super::connection::{ConnectionProtocol, UpstreamConnection};
 use super::stream_slot::StreamSlot;
-use crate::proxy::upstream::error::UpstreamError;
+use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::http2::Http2Connection;
+use crate::proxy::upstream::shared_state::UpstreamSharedState;
 
 /// While requests of other workers wait, one of this many freed connections is closed, which frees
 /// its permit for them.
@@ -77,7 +78,7 @@ impl UpstreamPool {
         waiter: Option<ConnectionWaiter>,
     ) -> Result<OwnedSemaphorePermit, UpstreamError> {
         let settings = self.settings();
-        let _slot = QueueSlotGuard::acquire(self)?;
+        let _slot = QueueSlotGuard::acquire(self, |shared| &shared.queued_requests)?;
         if let Some(waiter) = waiter {
             self.waiters.borrow_mut().push_back(waiter);
         }
@@ -101,7 +102,9 @@ impl UpstreamPool {
         let (waiter, offered) = oneshot::channel();
         let is_full = !self.http2_connections.borrow().is_empty();
         let _slot = if is_full {
-            Some(QueueSlotGuard::acquire(self)?)
+            Some(QueueSlotGuard::acquire(self, |shared| {
+                &shared.queued_requests
+            })?)
         } else {
             None
         };
@@ -171,23 +174,40 @@ impl UpstreamPool {
     }
 }
 
-/// Counts a request that waits for a connection, until the guard is dropped.
-struct QueueSlotGuard<'p>(&'p UpstreamPool);
+/// Counts a request that waits, for a connection or because it is delayed, until the guard is
+/// dropped.
+pub(super) struct QueueSlotGuard<'p> {
+    pool: &'p UpstreamPool,
+    count: &'p AtomicUsize,
+}
 
 impl<'p> QueueSlotGuard<'p> {
-    fn acquire(pool: &'p UpstreamPool) -> Result<Self, UpstreamError> {
-        pool.shared
-            .reserve_queue_slot(&pool.shared.queued_requests)?;
-        Ok(Self(pool))
+    /// Counts a request in `count`. Fails if waiting and delayed requests together would exceed
+    /// `max_requests_waiting`.
+    pub(super) fn acquire(
+        pool: &'p UpstreamPool,
+        count: impl FnOnce(&'p UpstreamSharedState) -> &'p AtomicUsize,
+    ) -> Result<Self, UpstreamError> {
+        let (shared, limit) = (&pool.shared, pool.settings().max_requests_waiting);
+        let guard = Self {
+            pool,
+            count: count(shared),
+        };
+        guard.count.fetch_add(1, Ordering::SeqCst);
+        let total = shared.queued_requests.load(Ordering::SeqCst)
+            + shared.delayed_requests.load(Ordering::SeqCst);
+        if total > limit {
+            let detail = format!("{limit} requests already wait for an upstream connection");
+            return Err(UpstreamErrorKind::QueueFull.with_detail(detail));
+        }
+        Ok(guard)
     }
 }
 
 impl Drop for QueueSlotGuard<'_> {
     fn drop(&mut self) {
-        self.0.shared.queued_requests.fetch_sub(1, Ordering::SeqCst);
-        self.0
-            .waiters
-            .borrow_mut()
-            .retain(|waiter| !waiter.is_closed());
+        self.count.fetch_sub(1, Ordering::SeqCst);
+        let mut waiters = self.pool.waiters.borrow_mut();
+        waiters.retain(|waiter| !waiter.is_closed());
     }
 }
