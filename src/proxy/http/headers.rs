@@ -3,7 +3,7 @@
 //!
 //! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
-use super::header_lines::{append_to_list_header, join_cookie_lines};
+use super::header_lines::{append_to_list_header, join_cookie_lines, remove_headers};
 use super::hop_by_hop;
 use super::request_validation::RequestTarget;
 use super::upgrade::{self, RequestedProtocolSwitch};
@@ -219,26 +219,15 @@ pub(crate) fn rewrite_response_head(
 /// Rewrites an informational (1xx) response for the client: removes hop-by-hop and framing headers.
 pub(crate) fn rewrite_informational_headers(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
-    let connection_options = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .flat_map(hop_by_hop::headers_named_in_connection);
-    let hop_by_hop = headers
-        .keys()
-        .filter(|name| hop_by_hop::is_hop_by_hop(name))
-        .cloned();
-    let framing = [
-        header::CONTENT_LENGTH,
-        header::TRANSFER_ENCODING,
-        header::TRAILER,
-    ];
-    let headers_to_remove: SmallVec<[HeaderName; 8]> = connection_options
-        .chain(hop_by_hop)
-        .chain(framing)
+    let connection_options = headers.get_all(header::CONNECTION).iter();
+    let connection_options: SmallVec<[HeaderName; 4]> = connection_options
+        .flat_map(hop_by_hop::headers_named_in_connection)
         .collect();
-    for name in &headers_to_remove {
-        headers.remove(name);
-    }
+    remove_headers(headers, |name| {
+        connection_options.contains(name)
+            || hop_by_hop::is_hop_by_hop(name)
+            || hop_by_hop::is_framing(name)
+    });
     append_to_list_header(headers, &header::VIA, via_value(parts.version));
 }
 

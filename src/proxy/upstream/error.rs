@@ -48,6 +48,9 @@ pub enum UpstreamErrorKind {
     /// The upstream speaks HTTP/2 and does not support WebSockets over it (RFC 8441).
     #[strum(serialize = "upgrade")]
     UpgradeUnsupported,
+    /// Limit of a policy: the request exceeded the `max_duration` of a concurrency limit.
+    #[strum(serialize = "overlong")]
+    MaxDurationExceeded,
     /// Client error: the client stopped sending the request body.
     RequestBodyTimeout,
     /// Client error: the request body exceeds `max_body_bytes`.
@@ -58,9 +61,10 @@ pub enum UpstreamErrorKind {
 }
 
 impl UpstreamErrorKind {
-    /// Whether the client is responsible, and neither the upstream nor a limit of the proxy.
-    pub fn is_client_error(self) -> bool {
-        self == Self::TunnelLimit || self.is_caused_by_client()
+    /// Whether the client or the limit of a policy is responsible, and neither the upstream nor
+    /// a limit of the proxy.
+    pub(super) fn is_expected(self) -> bool {
+        matches!(self, Self::TunnelLimit | Self::MaxDurationExceeded) || self.is_caused_by_client()
     }
 
     /// Whether the client ended or spoiled the request while it was sent.
@@ -71,7 +75,7 @@ impl UpstreamErrorKind {
         )
     }
 
-    pub(super) fn with_detail(self, detail: impl Into<String>) -> UpstreamError {
+    pub(crate) fn with_detail(self, detail: impl Into<String>) -> UpstreamError {
         let (kind, detail) = (self, detail.into());
         UpstreamError { kind, detail }
     }
@@ -93,7 +97,7 @@ impl UpstreamErrorKind {
         }
     }
 
-    /// The error kinds that the client did not cause.
+    /// The error kinds that neither the client nor the limit of a policy caused.
     pub const FAULTS: &[usize] = &[
         Self::ConnectRefused as usize,
         Self::ConnectFailed as usize,
