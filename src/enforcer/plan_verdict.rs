@@ -14,7 +14,7 @@ use std::time::Duration;
 impl<'t> ChargePlan<'t> {
     /// Builds the verdict from a decision with one status per charge.
     pub(super) fn into_verdict(mut self, decision: &Decision) -> Verdict<'t> {
-        let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
+        let mut verdict = Verdict::default();
         verdict.now_us = decision.now_us;
         verdict.delay = Duration::from_micros(decision.delay_us);
         verdict.unenforced_rejections = take(&mut self.unenforced_rejections);
@@ -91,7 +91,7 @@ impl<'t> ChargePlan<'t> {
             None => Verdict {
                 is_degraded,
                 unenforced_rejections: self.unenforced_rejections,
-                ..Verdict::from_outcome(RequestOutcome::Forward)
+                ..Verdict::default()
             },
         }
     }
