@@ -28,10 +28,9 @@ const LIMIT_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Accepts the connections of one listener.
 pub(super) struct ListenerAcceptor {
-    listener_index: usize,
     listener: SocketListener,
     connection_slots: Arc<Semaphore>,
-    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
+    dispatcher: ConnectionDispatcher,
     /// Idle connections of the last scan, with the start of their idle time; the longest idle one is
     /// next.
     idle_connections: vec::IntoIter<((u64, u64), Arc<OpenConnection>)>,
@@ -45,12 +44,14 @@ pub(super) struct ListenerAcceptor {
 
 type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
 
-/// Connections accepted before the listener closed that no worker has taken yet.
-pub(super) struct PendingConnections {
+/// Distributes the connections of one listener over the workers.
+pub(super) struct ConnectionDispatcher {
     listener_index: usize,
-    connections: Vec<UnassignedConnection>,
     worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
 }
+
+/// Connections accepted before the listener closed that no worker has taken yet.
+pub(super) struct PendingConnections(Vec<UnassignedConnection>, ConnectionDispatcher);
 
 impl ListenerAcceptor {
     pub(super) fn new(
@@ -59,7 +60,6 @@ impl ListenerAcceptor {
         workers: &[WorkerThread],
     ) -> io::Result<Self> {
         Ok(Self {
-            listener_index,
             listener: listener.socket.into_listener()?,
             connection_slots: Arc::new(Semaphore::new(
                 listener
@@ -68,7 +68,10 @@ impl ListenerAcceptor {
                     .max_connections
                     .clamp(1, Semaphore::MAX_PERMITS),
             )),
-            worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
+            dispatcher: ConnectionDispatcher {
+                listener_index,
+                worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
+            },
             idle_connections: Vec::new().into_iter(),
             limit_log: LogThrottle::new(LIMIT_LOG_INTERVAL),
             is_failing: false,
@@ -90,14 +93,8 @@ impl ListenerAcceptor {
                 .without_slot
                 .take()
                 .map(|(socket, addr)| (socket, addr, permit));
-            let dispatched = dispatch_connection(
-                &self.worker_queues,
-                load,
-                self.listener_index,
-                &mut self.unassigned,
-            )
-            .await;
-            if dispatched.is_none() {
+            let dispatched = self.dispatcher.dispatch(load, &mut self.unassigned);
+            if dispatched.await.is_none() {
                 return worker_died_error();
             }
         }
@@ -107,30 +104,19 @@ impl ListenerAcceptor {
     /// listener. Clients in the backlog may have sent a request already. Closing the listener
     /// without accepting them would reset their connections.
     pub(super) fn drain_backlog_and_close(self) -> PendingConnections {
-        let Self {
-            listener_index,
-            listener,
-            connection_slots,
-            worker_queues,
-            without_slot,
-            unassigned,
-            ..
-        } = self;
-        let mut connections = Vec::from_iter(unassigned);
+        let mut connections = Vec::from_iter(self.unassigned);
         let mut add_connection = |socket, addr| {
-            let Ok(permit) = Arc::clone(&connection_slots).try_acquire_owned() else {
+            let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() else {
                 return false;
             };
             connections.push((socket, addr, permit));
             true
         };
-        let has_slots = without_slot.is_none_or(|(socket, addr)| add_connection(socket, addr));
+        let has_slots =
+            (self.without_slot).is_none_or(|(socket, addr)| add_connection(socket, addr));
+        let listener = self.listener;
         listener.drain_backlog(|socket, addr| has_slots && add_connection(socket, addr));
-        PendingConnections {
-            listener_index,
-            connections,
-            worker_queues,
-        }
+        PendingConnections(connections, self.dispatcher)
     }
 
     /// Returns a free connection slot. At the limit, closes the connection that is idle longest. If
@@ -163,7 +149,8 @@ impl ListenerAcceptor {
             if is_scanned {
                 let found = load.find_connections(|open| {
                     let since = open.idle_since_ms()?;
-                    (open.listener_index == self.listener_index).then_some((since, open.id))
+                    (open.listener_index == self.dispatcher.listener_index)
+                        .then_some((since, open.id))
                 });
                 self.idle_connections = found.into_iter();
             }
@@ -208,38 +195,37 @@ impl ListenerAcceptor {
 impl PendingConnections {
     /// Dispatches the connections. Stops if a worker has died.
     pub(super) async fn dispatch_all(self, load: &ServerLoad) {
-        for connection in self.connections {
-            let mut connection = Some(connection);
-            let dispatched = dispatch_connection(
-                &self.worker_queues,
-                load,
-                self.listener_index,
-                &mut connection,
-            );
-            if dispatched.await.is_none() {
+        let Self(connections, dispatcher) = self;
+        for connection in connections {
+            if dispatcher
+                .dispatch(load, &mut Some(connection))
+                .await
+                .is_none()
+            {
                 return;
             }
         }
     }
 }
 
-/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `None`
-/// if that worker has ended.
-async fn dispatch_connection(
-    worker_queues: &[mpsc::Sender<QueuedConnection>],
-    load: &ServerLoad,
-    listener_index: usize,
-    unassigned: &mut Option<UnassignedConnection>,
-) -> Option<()> {
-    let worker = load.least_loaded_worker()?;
-    let queue_slot = worker_queues.get(worker)?.reserve().await.ok()?;
-    let (socket, addr, permit) = unassigned.take()?;
-    queue_slot.send(QueuedConnection {
-        socket,
-        addr,
-        entry: load.add_connection(worker, listener_index, permit),
-    });
-    Some(())
+impl ConnectionDispatcher {
+    /// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns
+    /// `None` if that worker has ended.
+    async fn dispatch(
+        &self,
+        load: &ServerLoad,
+        unassigned: &mut Option<UnassignedConnection>,
+    ) -> Option<()> {
+        let worker = load.least_loaded_worker()?;
+        let queue_slot = self.worker_queues.get(worker)?.reserve().await.ok()?;
+        let (socket, addr, permit) = unassigned.take()?;
+        queue_slot.send(QueuedConnection {
+            socket,
+            addr,
+            entry: load.add_connection(worker, self.listener_index, permit),
+        });
+        Some(())
+    }
 }
 
 /// Whether the process or the machine has no file descriptor left.

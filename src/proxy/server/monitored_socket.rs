@@ -183,7 +183,7 @@ impl MonitoredSocket {
     /// Waits while the memory budget is exceeded and other connections are being closed for it, for
     /// a limited time.
     fn poll_memory(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        while self.monitor.memory.is_budget_being_freed() {
+        while self.monitor.is_budget_being_freed() {
             let wait = self.memory_wait.get_or_insert_with(|| {
                 Box::new(MemoryWait {
                     check_at: Instant::now() + MEMORY_CHECK_INTERVAL,
@@ -250,7 +250,7 @@ impl MonitoredSocket {
     /// nothing.
     fn charge_frames(&self, scan: &FrameScan) {
         let mut frames = scan.costly_frames;
-        if scan.excess_data_frames > 0 && !self.monitor.memory.is_from_trusted_proxy() {
+        if scan.excess_data_frames > 0 && !self.monitor.connection.is_from_trusted_proxy() {
             frames = frames.saturating_add(scan.excess_data_frames);
         }
         if scan.connection_wide_frames > 0 {

@@ -183,7 +183,7 @@ async fn run_worker<H: RequestHandler>(
                     monitor.request_drain(drain);
                 }
                 if !listener.config.kind.is_public() {
-                    monitor.memory.set_unclosable();
+                    monitor.set_unclosable();
                 }
                 let serving = serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor, load.clone());
                 let monitors = Rc::clone(&monitors);
@@ -246,7 +246,7 @@ async fn serve_queued_connection<H: RequestHandler>(
             return Ok(None);
         }
         let Some(client) = handler.counted_client(client.ip()) else {
-            monitor.memory.set_from_trusted_proxy();
+            monitor.connection.set_from_trusted_proxy();
             return Ok(None);
         };
         if limit == 0 {

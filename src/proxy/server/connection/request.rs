@@ -61,7 +61,7 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
     let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
     let charges_faults =
-        is_http2 && peer.listener_kind.is_public() && !monitor.memory.is_from_trusted_proxy();
+        is_http2 && peer.listener_kind.is_public() && !monitor.connection.is_from_trusted_proxy();
     let permit = take_mark(&mut head, monitor, charges_faults);
     let body = RequestBody::new(&head, incoming, limits, permit, &active);
     let head_bytes = count_head(monitor, &mut head, is_http2);
