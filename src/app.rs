@@ -126,11 +126,10 @@ async fn run_proxy(
     descriptor_limit::fit_connections_to_descriptors(&mut config);
     let mut server = ProxyServer::with_worker_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
-    let (address, shutdown) = (server.first_listener_address()?, config.shutdown);
+    let (config, address) = (Arc::new(config), server.first_listener_address()?);
     let (tracer, exporter) = start_tracing(&config)?;
-    let shared = SharedState::new(&config, tracer)?;
-    let store_backend = shared.store_backend.clone();
-    if let Some(redis) = store_backend.redis() {
+    let shared = Arc::new(SharedState::new(&config, tracer)?);
+    if let Some(redis) = shared.store_backend.redis() {
         // The usage of an outage in which an earlier process stopped.
         redis.restore_usage();
     }
@@ -147,18 +146,14 @@ async fn run_proxy(
     let view_state = AdminViewState {
         stop: stop.clone(),
         shutdown_handle,
-        shutdown,
+        config: Arc::clone(&config),
+        shared: Arc::clone(&shared),
         is_listening: Arc::clone(&is_listening),
         load: server.server_load(),
-        max_connections: config.listen.max_connections,
-        workers: config.listen.threads,
-        store_backend: store_backend.clone(),
         reload_status: reloader.status(),
         active_policies: active_policies.clone(),
         policy_descriptions,
         listeners: listeners.clone(),
-        tracer: shared.tracer.clone(),
-        key_fetcher: shared.key_fetcher.clone(),
         started_at,
         lookups: StoreLookups::default(),
     };
@@ -167,22 +162,23 @@ async fn run_proxy(
     let view = view_state.into_backend(Arc::clone(&shared.metrics), history);
     let metric_exporter = start_metric_export(&config, &view);
     let admin = start_admin(&config, shared.admin_token.clone(), view)?;
-    if let Some(redis) = store_backend.redis() {
+    if let Some(redis) = shared.store_backend.redis() {
         redis.describe_member(instance_name::describe_member(&config.admin, &admin));
     }
     let reloader = tokio::task::spawn_local(reloader.run());
     shared.key_fetcher.wait_for_first_keys().await;
 
-    let (config, shared, stop_receiver) = (Arc::new(config), Arc::new(shared), stop.clone());
-    let started_config = Arc::clone(&config);
+    let (worker_config, worker_state) = (Arc::clone(&config), Arc::clone(&shared));
+    let worker_stop = stop.clone();
     let make_service = move |worker| {
-        let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
-        let (active_policies, stop) = (active_policies.clone(), stop_receiver.clone());
+        let (config, shared) = (Arc::clone(&worker_config), Arc::clone(&worker_state));
+        let (active_policies, stop) = (active_policies.clone(), worker_stop.clone());
         build_service(config, shared, active_policies, stop, worker)
     };
+    let shutdown = config.shutdown;
     let on_listening = move || {
         is_listening.store(true, Ordering::Relaxed);
-        log_start(&started_config, &listeners, &address);
+        log_start(&config, &listeners, &address);
         on_listening(ListeningAddresses {
             proxy: address,
             admin,
@@ -190,7 +186,7 @@ async fn run_proxy(
     };
     let served = server.run(make_service, shutdown, stop, on_listening).await;
     // The usage is complete here: all workers have ended, so no further request is admitted.
-    if let Some(redis) = store_backend.redis() {
+    if let Some(redis) = shared.store_backend.redis() {
         redis.store_usage();
     }
     let cut = served?;
@@ -203,7 +199,7 @@ async fn run_proxy(
     Ok(())
 }
 
-/// State that all workers share.
+/// State that all workers and the admin endpoint share.
 struct SharedState {
     upstream: Arc<UpstreamSharedState>,
     store_backend: StoreBackend,

@@ -25,7 +25,7 @@ impl AdminViewState {
         self.check_store_available()?;
         let snapshot = self.active_policies.load_snapshot();
         let table = &snapshot.table;
-        let store = OverrideStore::open(&self.store_backend).await?;
+        let store = OverrideStore::open(&self.shared.store_backend).await?;
         match request {
             OverrideRequest::List { policy, limit } => {
                 find_limiting_policy(table, policy)?;

@@ -1,5 +1,6 @@
 //! Connects the admin endpoint to the other modules.
 
+use super::SharedState;
 use super::doctor::StoreExaminations;
 use super::explanation::{self, ExplainError};
 use super::instance_name::instance_name;
@@ -15,11 +16,10 @@ use crate::admin::{
     PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
 };
 use crate::clock;
-use crate::config::PolicyDescription;
+use crate::config::{Config, PolicyDescription};
 use crate::enforcer::ActivePolicies;
-use crate::jwks::KeyFetcher;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction};
-use crate::proxy::{ListenerKind, ServerLoad, ShutdownSettings, ShutdownSignal};
+use crate::proxy::{ListenerKind, ServerLoad, ShutdownSignal};
 use crate::reload;
 use crate::store::MemoryStore;
 use crate::store::redis::{self, MemberList, RedisOutage, SharedRedisState};
@@ -45,20 +45,17 @@ const MAX_CONCURRENT_LOOKUPS: usize = 4;
 pub(super) struct AdminViewState {
     pub(super) stop: watch::Receiver<ShutdownSignal>,
     pub(super) shutdown_handle: ShutdownHandle,
-    pub(super) shutdown: ShutdownSettings,
+    /// The configuration at the start.
+    pub(super) config: Arc<Config>,
+    pub(super) shared: Arc<SharedState>,
     /// Set once clients can connect.
     pub(super) is_listening: Arc<AtomicBool>,
     pub(super) load: ServerLoad,
-    pub(super) max_connections: usize,
-    pub(super) workers: usize,
-    pub(super) store_backend: StoreBackend,
     pub(super) reload_status: Arc<Mutex<reload::ReloadStatus>>,
     pub(super) active_policies: ActivePolicies,
     /// Descriptions of the policies that were loaded last.
     pub(super) policy_descriptions: Arc<ArcSwap<Vec<PolicyDescription>>>,
     pub(super) listeners: ListenerSet,
-    pub(super) tracer: Option<Tracer>,
-    pub(super) key_fetcher: KeyFetcher,
     pub(super) started_at: Instant,
     pub(super) lookups: StoreLookups,
 }
@@ -90,7 +87,7 @@ impl AdminViewState {
         metrics: Arc<Metrics>,
         history: Arc<TrafficHistory>,
     ) -> AdminBackend {
-        let (store, store_address) = match self.store_backend.redis() {
+        let (store, store_address) = match self.shared.store_backend.redis() {
             None => ("memory", String::new()),
             Some(shared) => ("redis", shared.settings().to_string()),
         };
@@ -98,7 +95,7 @@ impl AdminViewState {
             id: redis::instance_id(),
             host: instance_name(),
             started_s: clock::unix_time_s(),
-            workers: self.workers,
+            workers: self.config.listen.threads,
             store,
             store_address,
         };
@@ -113,11 +110,11 @@ impl AdminViewState {
 
 impl AdminState for AdminViewState {
     fn read_status(&self) -> ProcessStatus {
-        let redis = self.store_backend.redis();
+        let redis = self.shared.store_backend.redis();
         let snapshot = self.active_policies.load_snapshot();
         let policies = snapshot.table.policies();
         let counts_here = redis.is_none() || policies.iter().any(Policy::is_instance_scoped);
-        let lease_units_lost = match &self.store_backend {
+        let lease_units_lost = match &self.shared.store_backend {
             StoreBackend::Memory(_) => None,
             StoreBackend::Redis(_, leases) => Some(leases.lost_units()),
         };
@@ -127,7 +124,7 @@ impl AdminState for AdminViewState {
             uptime_s: self.started_at.elapsed().as_secs(),
             policy_count: policies.len(),
             open_connections: self.load.open_connections(),
-            max_connections: self.max_connections,
+            max_connections: self.config.listen.max_connections,
             connection_limit_hits: self.load.connection_limit_hits(),
             panics: self.load.panic_count(),
             store_up: redis.is_none_or(SharedRedisState::is_up),
@@ -136,10 +133,10 @@ impl AdminState for AdminViewState {
             store_errors: redis.map_or(Vec::new(), |redis| redis.error_counts().collect()),
             instance_count: redis.map(SharedRedisState::instance_count),
             lease_units_lost,
-            key_fetches: self.key_fetcher.fetch_counts(),
-            spans: self.tracer.as_ref().map(Tracer::span_counts),
+            key_fetches: self.shared.key_fetcher.fetch_counts(),
+            spans: self.shared.tracer.as_ref().map(Tracer::span_counts),
             redis: redis.map(SharedRedisState::server_info),
-            memory: counts_here.then(|| memory_usage(self.store_backend.memory())),
+            memory: counts_here.then(|| memory_usage(self.shared.store_backend.memory())),
             config_generation: reload.generation,
             rejected_reloads: reload.rejected_count,
             last_load_at_s: reload.last_load_unix_s,
@@ -155,8 +152,8 @@ impl AdminState for AdminViewState {
     fn start_drain(&self) -> DrainSchedule {
         self.shutdown_handle.begin_drain("admin");
         DrainSchedule {
-            delay: self.shutdown.delay,
-            grace: self.shutdown.grace,
+            delay: self.config.shutdown.delay,
+            grace: self.config.shutdown.grace,
         }
     }
 
@@ -240,7 +237,7 @@ impl AdminState for AdminViewState {
 
     fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers> {
         spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let list = self.store_backend.list_members().await?;
+            let list = self.shared.store_backend.list_members().await?;
             Ok(list.map(to_fleet_members).unwrap_or_default())
         })
     }
@@ -248,7 +245,7 @@ impl AdminState for AdminViewState {
 
 impl AdminViewState {
     fn describe_outage(&self) -> Option<StoreOutage> {
-        let RedisOutage { since, cause } = self.store_backend.redis()?.outage()?;
+        let RedisOutage { since, cause } = self.shared.store_backend.redis()?.outage()?;
         let snapshot = self.active_policies.load_snapshot();
         let select = |action: OnStoreFailure| {
             let policies = snapshot.table.policies().iter().filter(|policy| {
@@ -283,11 +280,18 @@ impl AdminViewState {
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
         let status = resolved_key
-            .read_status(&self.store_backend.open_for_key(&resolved_key.key).await)
+            .read_status(
+                &self
+                    .shared
+                    .store_backend
+                    .open_for_key(&resolved_key.key)
+                    .await,
+            )
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
         let now_us = status.now_us;
-        let words = describe_key_override(&self.store_backend, &resolved_key, now_us).await?;
+        let words =
+            describe_key_override(&self.shared.store_backend, &resolved_key, now_us).await?;
         Ok(json!(KeyDocument {
             counters: Some(self.redis_counter_keys(&resolved_key)),
             ..resolved_key.describe_status(&status, words)
@@ -304,7 +308,7 @@ impl AdminViewState {
 
     /// Returns the Redis keys of a key's counters; empty if they are in memory.
     fn redis_counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
-        let redis = self.store_backend.redis();
+        let redis = self.shared.store_backend.redis();
         let redis = redis.filter(|_| !resolved_key.key.is_instance_scoped());
         redis.map_or(Vec::new(), |shared| {
             let counters = resolved_key.all_counters();
@@ -321,7 +325,7 @@ impl AdminViewState {
         self.check_counters_available(&resolved_key)?;
         let limit = query.limit.as_deref();
         let count = resolved_key
-            .reset_counters(&self.store_backend, limit)
+            .reset_counters(&self.shared.store_backend, limit)
             .await?;
         // The log line omits the values of the key, because clients choose them.
         tracing::info!(
@@ -338,7 +342,7 @@ impl AdminViewState {
 
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
         let snapshot = self.active_policies.load_snapshot();
-        let store = self.store_backend.open_for_inspection().await;
+        let store = self.shared.store_backend.open_for_inspection().await;
         match explanation::explain_request(&store, &snapshot.table, description).await {
             Ok(explained) => Ok(json!(explained.describe(true))),
             Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
@@ -350,7 +354,7 @@ impl AdminViewState {
 
     /// Examines Redis, or returns the report of the last examination if that was recent.
     async fn examine_store(&self) -> Value {
-        let redis = self.store_backend.redis();
+        let redis = self.shared.store_backend.redis();
         let redis = redis.map(SharedRedisState::settings_in_use);
         let table = &self.active_policies.load_snapshot().table;
         let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
@@ -362,7 +366,7 @@ impl AdminViewState {
 
     /// Fails at once if the store is known to be unavailable.
     pub(super) fn check_store_available(&self) -> Result<(), AdminError> {
-        match self.store_backend.redis() {
+        match self.shared.store_backend.redis() {
             Some(redis) if !redis.is_up() => Err(AdminError::Unavailable(
                 "the store is unavailable: the counters cannot be read".to_owned(),
             )),
