@@ -1,9 +1,9 @@
 //! The proxy service: handles each request from its head to its response.
 
 mod dispatch;
-mod forward_error;
 mod held_exchange;
 mod proxy_request;
+mod request_deadline;
 pub(super) mod request_summary;
 mod self_service;
 mod validation;

@@ -72,11 +72,11 @@ impl UpstreamClient {
         &self.pool.shared.authority
     }
 
-    /// Logs why a request was not forwarded. Client errors go to the debug log; upstream and proxy
-    /// errors produce a throttled warning.
+    /// Logs why a request was not forwarded. Expected errors go to the debug log; upstream and
+    /// proxy errors produce a throttled warning.
     pub(super) fn log_error(&self, error: &UpstreamError) {
         let throttle = &self.pool.shared.error_log_throttle;
-        let occurrences = match error.kind.is_client_error() {
+        let occurrences = match error.kind.is_expected() {
             true => None,
             false => throttle.record_occurrence(std::time::Instant::now()),
         };

@@ -7,17 +7,17 @@
 mod cors_headers;
 mod own_limits_reply;
 mod problem_reply;
-mod proxy_error_type;
 mod reply_style;
 #[cfg(test)]
 mod tests;
 mod text_encoding;
+mod upstream_error_text;
 
 pub(crate) use own_limits_reply::{
     build_method_not_allowed_reply, build_own_limits_reply, build_unidentified_client_reply,
 };
-pub(crate) use proxy_error_type::ProxyErrorType;
 pub(crate) use reply_style::ReplyStyle;
+pub(crate) use upstream_error_text::status_error_and_detail;
 
 use self::problem_reply::{
     GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
@@ -29,6 +29,7 @@ use super::rate_limit_headers;
 use super::request_validation::RequestValidationError;
 use crate::enforcer::{LimitRejection, RejectionReason, RequestOutcome, RetryHint, Verdict};
 use crate::policy::RateLimitHeaderSettings;
+use crate::proxy::UpstreamErrorKind;
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, Version, header};
 use std::borrow::Cow;
@@ -190,17 +191,17 @@ pub(crate) fn build_invalid_request_reply(
 
 /// Builds the reply to a request that could not be forwarded or completed.
 pub(crate) fn build_proxy_error_reply(
-    error_type: ProxyErrorType,
+    kind: UpstreamErrorKind,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
-    let (status, error, detail) = error_type.status_error_and_detail();
+    let (status, error, detail) = status_error_and_detail(kind);
     let mut problem = ProblemReply::new(status, error, detail.to_owned());
     if status == StatusCode::SERVICE_UNAVAILABLE {
         problem.type_uri = REDUCED_CAPACITY_TYPE;
         problem.retry = Some(RetryHint::After(1_000_000));
     }
     let mut response = problem.build_standard(style);
-    if matches!(error_type, ProxyErrorType::Upstream(kind) if kind.is_caused_by_client()) {
+    if kind.is_caused_by_client() {
         // The connection must close: the unread rest of the body precedes the next request on it.
         set_connection_close(&mut response, style);
     }
