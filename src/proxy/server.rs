@@ -16,6 +16,7 @@ pub(crate) mod connection_memory;
 pub(crate) mod connection_monitor;
 pub(crate) mod continue_responses;
 mod field_block_filter;
+mod field_check;
 pub(crate) mod frame_limits;
 pub(crate) mod frame_scanner;
 pub(crate) mod frame_splitter;
