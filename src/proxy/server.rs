@@ -46,7 +46,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
 use crate::listen::ListenAddress;
-use crate::proxy::server::acceptor::{ListenerAcceptor, PendingConnections};
+use crate::proxy::server::acceptor::ListenerAcceptor;
 use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_monitor::ConnectionDrain;
 use crate::proxy::server::handler::RequestHandler;
@@ -201,12 +201,8 @@ impl ProxyServer {
         };
         // A failed acceptor drains without a delay.
         begin_drain(&phase, Duration::ZERO, shutdown.grace);
-        let pending: Vec<PendingConnections> = acceptors
-            .into_iter()
-            .map(ListenerAcceptor::drain_backlog_and_close)
-            .collect();
         let drained = drain_workers(
-            pending,
+            acceptors,
             workers,
             &self.load,
             shutdown.grace,

@@ -28,9 +28,10 @@ const LIMIT_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Accepts the connections of one listener.
 pub(super) struct ListenerAcceptor {
+    listener_index: usize,
     listener: SocketListener,
     connection_slots: Arc<Semaphore>,
-    dispatcher: ConnectionDispatcher,
+    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
     /// Idle connections of the last scan, with the start of their idle time; the longest idle one is
     /// next.
     idle_connections: vec::IntoIter<((u64, u64), Arc<OpenConnection>)>,
@@ -44,15 +45,6 @@ pub(super) struct ListenerAcceptor {
 
 type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
 
-/// Distributes the connections of one listener over the workers.
-pub(super) struct ConnectionDispatcher {
-    listener_index: usize,
-    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
-}
-
-/// Connections accepted before the listener closed that no worker has taken yet.
-pub(super) struct PendingConnections(Vec<UnassignedConnection>, ConnectionDispatcher);
-
 impl ListenerAcceptor {
     pub(super) fn new(
         listener_index: usize,
@@ -60,6 +52,7 @@ impl ListenerAcceptor {
         workers: &[WorkerThread],
     ) -> io::Result<Self> {
         Ok(Self {
+            listener_index,
             listener: listener.socket.into_listener()?,
             connection_slots: Arc::new(Semaphore::new(
                 listener
@@ -68,10 +61,7 @@ impl ListenerAcceptor {
                     .max_connections
                     .clamp(1, Semaphore::MAX_PERMITS),
             )),
-            dispatcher: ConnectionDispatcher {
-                listener_index,
-                worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
-            },
+            worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             idle_connections: Vec::new().into_iter(),
             limit_log: LogThrottle::new(LIMIT_LOG_INTERVAL),
             is_failing: false,
@@ -93,17 +83,24 @@ impl ListenerAcceptor {
                 .without_slot
                 .take()
                 .map(|(socket, addr)| (socket, addr, permit));
-            let dispatched = self.dispatcher.dispatch(load, &mut self.unassigned);
+            let Self {
+                worker_queues,
+                unassigned,
+                ..
+            } = self;
+            let dispatched =
+                dispatch_connection(worker_queues, load, self.listener_index, unassigned);
             if dispatched.await.is_none() {
                 return worker_died_error();
             }
         }
     }
 
-    /// Accepts the connections in the kernel's backlog, up to the connection limit, and closes the
-    /// listener. Clients in the backlog may have sent a request already. Closing the listener
-    /// without accepting them would reset their connections.
-    pub(super) fn drain_backlog_and_close(self) -> PendingConnections {
+    /// Closes the listener, after it has accepted the connections in the kernel's backlog, up to the
+    /// connection limit, and dispatches these. Clients in the backlog may have sent a request
+    /// already. Closing the listener without accepting them would reset their connections. Stops if
+    /// a worker has died.
+    pub(super) async fn drain_backlog(self, load: &ServerLoad) {
         let mut connections = Vec::from_iter(self.unassigned);
         let mut add_connection = |socket, addr| {
             let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() else {
@@ -112,11 +109,18 @@ impl ListenerAcceptor {
             connections.push((socket, addr, permit));
             true
         };
-        let has_slots =
-            (self.without_slot).is_none_or(|(socket, addr)| add_connection(socket, addr));
+        let without_slot = self.without_slot;
+        let has_slots = without_slot.is_none_or(|(socket, addr)| add_connection(socket, addr));
         let listener = self.listener;
         listener.drain_backlog(|socket, addr| has_slots && add_connection(socket, addr));
-        PendingConnections(connections, self.dispatcher)
+        for connection in connections {
+            let (queues, index) = (&self.worker_queues, self.listener_index);
+            let mut connection = Some(connection);
+            let dispatched = dispatch_connection(queues, load, index, &mut connection);
+            if dispatched.await.is_none() {
+                return;
+            }
+        }
     }
 
     /// Returns a free connection slot. At the limit, closes the connection that is idle longest. If
@@ -149,8 +153,7 @@ impl ListenerAcceptor {
             if is_scanned {
                 let found = load.find_connections(|open| {
                     let since = open.idle_since_ms()?;
-                    (open.listener_index == self.dispatcher.listener_index)
-                        .then_some((since, open.id))
+                    (open.listener_index == self.listener_index).then_some((since, open.id))
                 });
                 self.idle_connections = found.into_iter();
             }
@@ -192,40 +195,23 @@ impl ListenerAcceptor {
     }
 }
 
-impl PendingConnections {
-    /// Dispatches the connections. Stops if a worker has died.
-    pub(super) async fn dispatch_all(self, load: &ServerLoad) {
-        let Self(connections, dispatcher) = self;
-        for connection in connections {
-            if dispatcher
-                .dispatch(load, &mut Some(connection))
-                .await
-                .is_none()
-            {
-                return;
-            }
-        }
-    }
-}
-
-impl ConnectionDispatcher {
-    /// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns
-    /// `None` if that worker has ended.
-    async fn dispatch(
-        &self,
-        load: &ServerLoad,
-        unassigned: &mut Option<UnassignedConnection>,
-    ) -> Option<()> {
-        let worker = load.least_loaded_worker()?;
-        let queue_slot = self.worker_queues.get(worker)?.reserve().await.ok()?;
-        let (socket, addr, permit) = unassigned.take()?;
-        queue_slot.send(QueuedConnection {
-            socket,
-            addr,
-            entry: load.add_connection(worker, self.listener_index, permit),
-        });
-        Some(())
-    }
+/// Sends a connection to the least loaded worker and takes it out of `unassigned`. Returns `None`
+/// if that worker has ended.
+async fn dispatch_connection(
+    worker_queues: &[mpsc::Sender<QueuedConnection>],
+    load: &ServerLoad,
+    listener_index: usize,
+    unassigned: &mut Option<UnassignedConnection>,
+) -> Option<()> {
+    let worker = load.least_loaded_worker()?;
+    let queue_slot = worker_queues.get(worker)?.reserve().await.ok()?;
+    let (socket, addr, permit) = unassigned.take()?;
+    queue_slot.send(QueuedConnection {
+        socket,
+        addr,
+        entry: load.add_connection(worker, listener_index, permit),
+    });
+    Some(())
 }
 
 /// Whether the process or the machine has no file descriptor left.
