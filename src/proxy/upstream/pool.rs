@@ -29,7 +29,7 @@ use super::error::UpstreamError;
 use super::http2::{self, Http2Connection};
 use super::shared_state::UpstreamSharedState;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use waiting::{AcquireOutcome, ConnectionWaiter, QueueSlotGuard};
+use waiting::{ConnectionWaiter, QueueSlotGuard};
 
 pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
 pub(super) use share::ConnectionShare;
@@ -104,17 +104,11 @@ impl UpstreamPool {
                 if let Some(connection) = self.take_available_connection(Instant::now()) {
                     return Ok(connection);
                 }
-                if self.negotiated_http2.get() == Some(false) {
-                    return match self.acquire_permit_or_connection().await? {
-                        AcquireOutcome::Connection(connection) => Ok(connection),
-                        AcquireOutcome::Permit(permit) => {
-                            self.open_connection(permit, retries, AlpnOffer::Http2AndHttp1)
-                                .await
-                        }
-                        AcquireOutcome::Retry => continue,
-                    };
-                }
-                if let Some(connection) = self.wait_for_http2_stream(&mut queued_since).await? {
+                let acquired = match self.negotiated_http2.get() {
+                    Some(false) => self.wait_for_http1_connection(retries).await?,
+                    _ => self.wait_for_http2_stream(&mut queued_since).await?,
+                };
+                if let Some(connection) = acquired {
                     return Ok(connection);
                 }
             }

@@ -10,7 +10,6 @@ use tokio::time::Instant;
 use super::UpstreamPool;
 use super::connection::{ConnectionProtocol, Http1Connection, UpstreamConnection};
 use super::stream_slot::StreamSlot;
-use super::waiting::WaiterRejection;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
@@ -50,7 +49,7 @@ impl UpstreamPool {
                 Err(error) if !pool.http2_connections.borrow().is_empty() => {
                     tracing::debug!(%error, "failed to open another upstream connection");
                 }
-                Err(error) => pool.reject_waiters(&WaiterRejection::Failed(error)),
+                Err(error) => pool.reject_waiters(Some(&error)),
             }
         });
     }
@@ -155,7 +154,7 @@ impl UpstreamPool {
             ConnectionProtocol::Http1(_) => None,
         };
         match self.pop_waiter() {
-            Some(waiter) => drop(waiter.send(Ok(connection))),
+            Some(waiter) => drop(waiter.send(Ok(Some(connection)))),
             None if http2_connection.is_none() => self.keep_idle(connection),
             None => {}
         }
@@ -163,7 +162,7 @@ impl UpstreamPool {
             self.give_streams_to_waiters(&http2_connection);
         }
         // The remaining requests must retry, so that another connection is opened for them.
-        self.reject_waiters(&WaiterRejection::Retry);
+        self.reject_waiters(None);
     }
 
     /// Spawns the task that runs an HTTP/2 connection until it closes.
