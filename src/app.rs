@@ -25,8 +25,8 @@ use crate::jwks::KeyFetcher;
 use crate::listen::ListenAddress;
 use crate::proxy::{
     BLOCKING_THREAD_KEEP_ALIVE, ConnectionCloseReason, ProxyHeaderError, ProxyServer, ProxyService,
-    RlsCallResult, ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind,
-    UpstreamSharedState, UpstreamUrlError, start_blocking_thread,
+    RlsCallResult, ShutdownSignal, TlsHandshakeError, UPSTREAM_FAULTS, UpstreamClient,
+    UpstreamErrorKind, UpstreamSharedState, UpstreamUrlError, start_blocking_thread,
 };
 use crate::reload::{ConfigReloader, CredentialPublisher};
 use crate::store::redis;
@@ -230,7 +230,7 @@ fn new_metrics(config: &Config) -> Arc<Metrics> {
         degraded_outcomes: &PolicyDecision::DEGRADED_OUTCOMES,
         policy_history: PolicyDecision::HISTORY_SERIES,
         upstream_errors: UpstreamErrorKind::VARIANTS,
-        upstream_faults: UpstreamErrorKind::FAULTS,
+        upstream_faults: &UPSTREAM_FAULTS,
         tls_errors: TlsHandshakeError::VARIANTS,
         proxy_header_errors: ProxyHeaderError::VARIANTS,
         close_reasons: ConnectionCloseReason::VARIANTS,

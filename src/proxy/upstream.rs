@@ -36,7 +36,7 @@ use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool
 use retry::RetryRequest;
 
 pub use connector::UpstreamUrlError;
-pub use error::{UpstreamError, UpstreamErrorKind};
+pub use error::{UPSTREAM_FAULTS, UpstreamError, UpstreamErrorKind};
 pub use shared_state::UpstreamSharedState;
 
 /// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at

@@ -1,7 +1,8 @@
 //! Errors of requests that received no response from the upstream.
 
+use std::sync::LazyLock;
 use std::time::Duration;
-use strum::{Display, IntoStaticStr, VariantNames};
+use strum::{Display, EnumIter, IntoEnumIterator as _, IntoStaticStr, VariantNames};
 
 /// A request that received no response, with the cause.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -14,7 +15,9 @@ pub struct UpstreamError {
 
 /// Cause of an [`UpstreamError`]. The upstream is responsible unless the variant says otherwise.
 /// The names are those in metrics and logs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Display, IntoStaticStr, VariantNames)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, Display, EnumIter, IntoStaticStr, VariantNames,
+)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum UpstreamErrorKind {
     /// The upstream refused the TCP connection.
@@ -96,24 +99,13 @@ impl UpstreamErrorKind {
             false => Self::ConnectionTerminated,
         }
     }
-
-    /// The error kinds that neither the client nor the limit of a policy caused.
-    pub const FAULTS: &[usize] = &[
-        Self::ConnectRefused as usize,
-        Self::ConnectFailed as usize,
-        Self::LocalResources as usize,
-        Self::ConnectTimeout as usize,
-        Self::Dns as usize,
-        Self::Tls as usize,
-        Self::QueueFull as usize,
-        Self::QueueTimeout as usize,
-        Self::ResponseTimeout as usize,
-        Self::ConnectionTerminated as usize,
-        Self::Protocol as usize,
-        Self::StreamReset as usize,
-        Self::UpgradeUnsupported as usize,
-    ];
 }
+
+/// The error kinds that neither the client nor the limit of a policy caused.
+pub static UPSTREAM_FAULTS: LazyLock<Vec<usize>> = LazyLock::new(|| {
+    let kinds = UpstreamErrorKind::iter().filter(|kind| !kind.is_expected());
+    kinds.map(|kind| kind as usize).collect()
+});
 
 impl UpstreamError {
     pub(super) fn queue_timeout(limit: Duration) -> Self {
