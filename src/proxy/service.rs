@@ -47,7 +47,7 @@ impl ProxyService {
             upstream,
             max_headers: listen.max_headers,
             max_body_bytes: listen.max_body_bytes,
-            access_log: AccessLog::new(log),
+            access_log: AccessLog(log.clone()),
             metrics,
             tracer: None,
             ext_authz: ExtAuthzSettings::default(),

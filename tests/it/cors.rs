@@ -125,7 +125,12 @@ async fn scripts_of_allowed_origins_read_the_rate_limit_fields_of_admitted_respo
         ("/plain", "https://a.b.example.com", Some(&*all), origin),
         ("/own", "https://a.example.com", Some(&*merged), own),
         ("/plain", "https://evil-example.com", None, origin),
-        ("/own", "https://example.com", Some("X-Total, ratelimit"), own),
+        (
+            "/own",
+            "https://example.com",
+            Some("X-Total, ratelimit"),
+            own,
+        ),
         ("/unlimited", "https://a.example.com", None, None),
     ] {
         let reply = request_from_origin(&proxy, target, from).send().await;

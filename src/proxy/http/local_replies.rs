@@ -50,18 +50,11 @@ pub(crate) fn build_verdict_reply(
             is_reported,
             custom_response,
         } => {
-            let problem = ProblemReply {
-                grpc_status: GRPC_PERMISSION_DENIED,
-                policy: is_reported.then_some(policy),
-                ..ProblemReply::new(
-                    StatusCode::FORBIDDEN,
-                    "http_request_denied",
-                    format!(
-                        "{} denies this request.",
-                        describe_policy(policy, *is_reported)
-                    ),
-                )
-            };
+            let policy = (*policy, *is_reported);
+            let mut problem =
+                new_policy_problem(StatusCode::FORBIDDEN, policy, "denies this request.");
+            problem.error = "http_request_denied";
+            problem.grpc_status = GRPC_PERMISSION_DENIED;
             problem.build_custom_or_standard(*custom_response, style)
         }
         RequestOutcome::InvalidKey {
@@ -69,41 +62,41 @@ pub(crate) fn build_verdict_reply(
             is_reported,
             error,
         } => {
-            let detail = format!(
-                "{} cannot determine the quota of this request: {error}.",
-                describe_policy(policy, *is_reported)
-            );
-            let problem = ProblemReply::new(StatusCode::BAD_REQUEST, "http_request_error", detail);
-            ProblemReply {
-                policy: is_reported.then_some(policy),
-                ..problem
-            }
-            .build_standard(style)
+            let what = format!("cannot determine the quota of this request: {error}.");
+            let policy = (*policy, *is_reported);
+            new_policy_problem(StatusCode::BAD_REQUEST, policy, &what).build_standard(style)
         }
         RequestOutcome::Unavailable {
             policy,
             is_reported,
             retry_after_us,
         } => {
-            let detail = format!(
-                "{} cannot be evaluated at the moment.",
-                describe_policy(policy, *is_reported)
+            let (policy, what) = (
+                (*policy, *is_reported),
+                "cannot be evaluated at the moment.",
             );
-            ProblemReply {
-                type_uri: REDUCED_CAPACITY_TYPE,
-                policy: is_reported.then_some(policy),
-                retry: Some(RetryHint::After(*retry_after_us)),
-                ..ProblemReply::new(
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    "proxy_internal_error",
-                    detail,
-                )
-            }
-            .build_standard(style)
+            let mut problem = new_policy_problem(StatusCode::SERVICE_UNAVAILABLE, policy, what);
+            problem.error = "proxy_internal_error";
+            problem.type_uri = REDUCED_CAPACITY_TYPE;
+            problem.retry = Some(RetryHint::After(*retry_after_us));
+            problem.build_standard(style)
         }
     };
     rate_limit_headers::write_headers(verdict, header_settings, response.headers_mut());
     Some(response)
+}
+
+/// A problem of a policy, and whether the response may contain its name.
+fn new_policy_problem<'v>(
+    status: StatusCode,
+    (policy, is_reported): (&'v str, bool),
+    what: &str,
+) -> ProblemReply<'v> {
+    let detail = format!("{} {what}", describe_policy(policy, is_reported));
+    ProblemReply {
+        policy: is_reported.then_some(policy),
+        ..ProblemReply::new(status, "http_request_error", detail)
+    }
 }
 
 /// The subject of a sentence about the policy, with its name if the response may contain it.
