@@ -88,12 +88,13 @@ impl fmt::Debug for ConfigReloader {
 
 impl ConfigReloader {
     /// Creates a reloader. `config` was loaded from `sources` at start. New policy tables are
-    /// published to `active_policies`.
+    /// published to `active_policies`, other settings and credentials to the two publishers.
     pub fn new(
         sources: ConfigSources,
         config: &Config,
         active_policies: ActivePolicies,
         publish: ConfigPublisher,
+        publish_credentials: CredentialPublisher,
     ) -> Self {
         let files = config.files.clone();
         let debouncer = ChangeDebouncer::new(hash_files(&files));
@@ -105,22 +106,13 @@ impl ConfigReloader {
             restart_only,
             active_policies,
             publish,
-            publish_credentials: Box::new(|_| ()),
+            publish_credentials,
             credentials: config.credentials(),
             redis_source: Some(config.credential_source()),
             admin_source: config.credential_source(),
             files,
             debouncer,
             status: Arc::new(Mutex::new(status)),
-        }
-    }
-
-    /// Calls `publish` with new credentials.
-    #[must_use]
-    pub fn with_credential_publisher(self, publish: CredentialPublisher) -> Self {
-        Self {
-            publish_credentials: publish,
-            ..self
         }
     }
 

@@ -23,7 +23,7 @@ impl AdminViewState {
         request: &OverrideRequest,
     ) -> Result<Value, AdminError> {
         self.check_store_available()?;
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let table = &snapshot.table;
         let store = OverrideStore::open(&self.shared.store_backend).await?;
         match request {

@@ -16,19 +16,15 @@ use crate::admin::{
     PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
 };
 use crate::clock;
-use crate::config::{Config, PolicyDescription};
-use crate::enforcer::ActivePolicies;
+use crate::config::Config;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction};
 use crate::proxy::{ListenerKind, ServerLoad, ShutdownSignal};
 use crate::reload;
 use crate::store::MemoryStore;
 use crate::store::redis::{self, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{
-    MemoryStoreUsage, Metrics, PolicyCounters, ProcessPhase, ProcessStatus, StoreOutage,
-};
+use crate::telemetry::metrics::{MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage};
 use crate::telemetry::trace::Tracer;
-use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -52,9 +48,6 @@ pub(super) struct AdminViewState {
     pub(super) is_listening: Arc<AtomicBool>,
     pub(super) load: ServerLoad,
     pub(super) reload_status: Arc<Mutex<reload::ReloadStatus>>,
-    pub(super) active_policies: ActivePolicies,
-    /// Descriptions of the policies that were loaded last.
-    pub(super) policy_descriptions: Arc<ArcSwap<Vec<PolicyDescription>>>,
     pub(super) listeners: ListenerSet,
     pub(super) started_at: Instant,
     pub(super) lookups: StoreLookups,
@@ -82,11 +75,7 @@ impl Default for StoreLookups {
 
 impl AdminViewState {
     /// Wraps the handles for the admin endpoint.
-    pub(super) fn into_backend(
-        self,
-        metrics: Arc<Metrics>,
-        history: Arc<TrafficHistory>,
-    ) -> AdminBackend {
+    pub(super) fn into_backend(self, history: Arc<TrafficHistory>) -> AdminBackend {
         let (store, store_address) = match self.shared.store_backend.redis() {
             None => ("memory", String::new()),
             Some(shared) => ("redis", shared.settings().to_string()),
@@ -101,7 +90,7 @@ impl AdminViewState {
         };
         AdminBackend {
             instance,
-            metrics,
+            metrics: Arc::clone(&self.shared.metrics),
             history,
             state: Arc::new(self),
         }
@@ -111,7 +100,7 @@ impl AdminViewState {
 impl AdminState for AdminViewState {
     fn read_status(&self) -> ProcessStatus {
         let redis = self.shared.store_backend.redis();
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let policies = snapshot.table.policies();
         let counts_here = redis.is_none() || policies.iter().any(Policy::is_instance_scoped);
         let lease_units_lost = match &self.shared.store_backend {
@@ -160,8 +149,8 @@ impl AdminState for AdminViewState {
     /// Returns the selected policies in the order in which they apply; disabled ones come last.
     fn select_policies(&self, selection: &PolicySelection) -> PolicyPage {
         let (snapshot, descriptions) = (
-            self.active_policies.load_snapshot(),
-            self.policy_descriptions.load(),
+            self.shared.active_policies.load_snapshot(),
+            self.shared.policy_descriptions.load(),
         );
         let search = selection.search.to_lowercase();
         let is_selected = |name: &str| {
@@ -181,35 +170,31 @@ impl AdminState for AdminViewState {
         let disabled = descriptions
             .iter()
             .filter(|described| described.is_off && is_selected(&described.policy));
-        let mut selected: Vec<ListedPolicy<'_>> = active
-            .map(|(policy, counters)| ListedPolicy::Active(policy, counters))
-            .chain(disabled.map(ListedPolicy::Disabled))
-            .collect();
+        let active = active.map(|(policy, counters)| {
+            let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
+            (&*policy.name, sentence, Some((policy, counters)))
+        });
+        let disabled =
+            disabled.map(|described| (&*described.policy, described.sentence.as_str(), None));
+        let mut selected: Vec<_> = active.chain(disabled).collect();
         let last = usize::MAX;
-        selected.sort_by_key(|listed| selection.ranks.get(listed.name()).map_or(last, |at| *at));
-        let summarize = |listed: &ListedPolicy<'_>| match listed {
-            ListedPolicy::Active(policy, counters) => {
-                let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-                PolicySummary {
-                    name: policy.name.clone(),
-                    description: policy_to_json(policy, sentence),
-                    counters: Some(Arc::clone(counters)),
-                }
+        selected.sort_by_key(|(name, ..)| selection.ranks.get(*name).map_or(last, |at| *at));
+        let total = selected.len();
+        let page = selected.into_iter().skip(selection.offset);
+        let page = page.take(selection.limit).map(|(name, sentence, active)| {
+            let description = match active {
+                Some((policy, _)) => policy_to_json(policy, sentence),
+                None => json!({ "name": name, "mode": "off", "words": sentence }),
+            };
+            PolicySummary {
+                name: name.into(),
+                description,
+                counters: active.map(|(_, counters)| Arc::clone(counters)),
             }
-            ListedPolicy::Disabled(described) => PolicySummary {
-                name: described.policy.clone(),
-                description: json!({
-                    "name": described.policy,
-                    "mode": "off",
-                    "words": described.sentence,
-                }),
-                counters: None,
-            },
-        };
-        let page = selected.iter().skip(selection.offset).take(selection.limit);
+        });
         PolicyPage {
-            total: selected.len(),
-            policies: page.map(summarize).collect(),
+            total,
+            policies: page.collect(),
         }
     }
 
@@ -246,7 +231,7 @@ impl AdminState for AdminViewState {
 impl AdminViewState {
     fn describe_outage(&self) -> Option<StoreOutage> {
         let RedisOutage { since, cause } = self.shared.store_backend.redis()?.outage()?;
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let select = |action: OnStoreFailure| {
             let policies = snapshot.table.policies().iter().filter(|policy| {
                 let uses_store = policy.quota().is_some() && !policy.is_instance_scoped();
@@ -276,7 +261,7 @@ impl AdminViewState {
     }
 
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
         let status = resolved_key
@@ -320,7 +305,7 @@ impl AdminViewState {
     }
 
     async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
         let limit = query.limit.as_deref();
@@ -341,7 +326,7 @@ impl AdminViewState {
     }
 
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let store = self.shared.store_backend.open_for_inspection().await;
         match explanation::explain_request(&store, &snapshot.table, description).await {
             Ok(explained) => Ok(json!(explained.describe(true))),
@@ -356,7 +341,7 @@ impl AdminViewState {
     async fn examine_store(&self) -> Value {
         let redis = self.shared.store_backend.redis();
         let redis = redis.map(SharedRedisState::settings_in_use);
-        let table = &self.active_policies.load_snapshot().table;
+        let table = &self.shared.active_policies.load_snapshot().table;
         let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
         self.lookups
             .last_examination
@@ -371,21 +356,6 @@ impl AdminViewState {
                 "the store is unavailable: the counters cannot be read".to_owned(),
             )),
             _ => Ok(()),
-        }
-    }
-}
-
-/// A policy in the list of policies, before it is described.
-enum ListedPolicy<'a> {
-    Active(&'a Policy, &'a Arc<PolicyCounters>),
-    Disabled(&'a PolicyDescription),
-}
-
-impl ListedPolicy<'_> {
-    fn name(&self) -> &str {
-        match self {
-            Self::Active(policy, _) => &policy.name,
-            Self::Disabled(described) => &described.policy,
         }
     }
 }

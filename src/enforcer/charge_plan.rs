@@ -335,12 +335,12 @@ impl<'t> ChargePlan<'t> {
             let response_counters = responses.filter_map(|((_, named), outcome)| {
                 Some((outcome.limit_in_effect(&named.limit), counted_key?.clone()))
             });
-            Some(EstimatedCharge::new(
-                Arc::clone(cost),
-                counters.collect(),
-                response_counters.collect(),
-                settlements.clone(),
-            ))
+            Some(EstimatedCharge {
+                cost: Arc::clone(cost),
+                counters: counters.collect(),
+                counted: response_counters.collect(),
+                settlements: settlements.clone(),
+            })
         });
         estimates.collect()
     }

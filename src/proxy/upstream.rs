@@ -182,19 +182,16 @@ impl UpstreamClient {
                 let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
                 let may_retry = is_http2 || is_reused && budget.may_retry_idempotent;
                 let retry = may_retry.then(|| RetryRequest::from_request(&request));
-                match is_http2 {
-                    // An HTTP/2 upstream may refuse a request unprocessed even after the whole body
-                    // was sent, so the body is kept for a retry.
-                    true => request.body().enable_replay(),
-                    false => request.body().disable_replay(),
-                }
+                // An HTTP/2 upstream may refuse a request unprocessed even after the whole body was
+                // sent, so the body is kept for a retry.
+                request.body().set_replay(is_http2);
                 let yield_first = is_reused && !budget.may_retry_idempotent;
                 let was_sent_before = was_sent.replace(true);
                 let order = (is_upgrade, yield_first);
                 let exchange = self.exchange_request(connection, request, sent_at, interim, order);
                 match exchange.await {
                     Ok(mut response) => {
-                        retry.inspect(|copy| copy.body.disable_replay());
+                        retry.inspect(|copy| copy.body.set_replay(false));
                         match response.body_mut() {
                             ResponseBody::Upstream(body) => {
                                 body.attach_share(share);

@@ -109,6 +109,7 @@ impl ReloaderFixture {
                 &config,
                 active_policies.clone(),
                 Box::new(|_config| {}),
+                Box::new(|_credentials| {}),
             ),
             active_policies,
         }

@@ -302,8 +302,8 @@ fn format_value_ids(key: &Key) -> String {
     ids.join(",")
 }
 
-/// What an override of the key decided (`blocked`, or its requests and burst, such as `5` or `5+8`),
-/// and the amounts that the request states, in the same form.
+/// What an override of the key decided (`blocked`, or its requests and burst, such as `5` or
+/// `5+8`), and the amounts that the request states, in the same form.
 fn format_amounts_in_effect(in_effect: OverrideInEffect) -> [Option<String>; 2] {
     match in_effect {
         OverrideInEffect::Blocked => [Some("blocked".to_owned()), None],

@@ -240,25 +240,19 @@ fn check_protocol_switch(
     upgrade_request: Option<&RequestedProtocolSwitch>,
 ) -> Result<(), ResponseValidationError> {
     let is_switch = parts.status == StatusCode::SWITCHING_PROTOCOLS;
+    let is_proven = |key: &HeaderValue| upgrade::has_valid_websocket_accept(key, &parts.headers);
     match upgrade_request {
         None if is_switch => Err(ResponseValidationError::UnrequestedSwitch),
         // Requires a valid `Sec-WebSocket-Accept`: an upstream that does not support WebSocket
         // could copy `Upgrade` into a 101 response and continue with HTTP.
         Some(RequestedProtocolSwitch::Http1Upgrade { websocket_key })
-            if is_switch && upgrade::upgrade_names_websocket(&parts.headers) =>
+            if is_switch
+                && upgrade::upgrade_names_websocket(&parts.headers)
+                && !websocket_key.as_ref().is_some_and(is_proven) =>
         {
-            let is_proven = websocket_key
-                .as_ref()
-                .is_some_and(|key| upgrade::has_valid_websocket_accept(key, &parts.headers));
-            if is_proven {
-                Ok(())
-            } else {
-                Err(ResponseValidationError::InvalidWebSocketAccept)
-            }
+            Err(ResponseValidationError::InvalidWebSocketAccept)
         }
-        Some(RequestedProtocolSwitch::Http2WebSocket(key))
-            if is_switch && !upgrade::has_valid_websocket_accept(key, &parts.headers) =>
-        {
+        Some(RequestedProtocolSwitch::Http2WebSocket(key)) if is_switch && !is_proven(key) => {
             Err(ResponseValidationError::InvalidWebSocketAccept)
         }
         // Rejects a 2xx status: the client, which sent CONNECT, would take the tunnel for open.
@@ -288,11 +282,9 @@ fn upgrade_values_for_client(
         .iter()
         .cloned()
         .collect();
-    if upgrade::is_forwardable_upgrade(&list) {
-        list
-    } else {
-        SmallVec::new()
-    }
+    Some(list)
+        .filter(|list| upgrade::is_forwardable_upgrade(list))
+        .unwrap_or_default()
 }
 
 /// Formats an integer as a header value with one allocation; the `http` crate's conversion needs

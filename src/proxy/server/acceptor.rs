@@ -96,10 +96,10 @@ impl ListenerAcceptor {
         }
     }
 
-    /// Closes the listener, after it has accepted the connections in the kernel's backlog, up to the
-    /// connection limit, and dispatches these. Clients in the backlog may have sent a request
-    /// already. Closing the listener without accepting them would reset their connections. Stops if
-    /// a worker has died.
+    /// Closes the listener, after it has accepted the connections in the kernel's backlog, up to
+    /// the connection limit, and dispatches these. Clients in the backlog may have sent a request
+    /// already. Closing the listener without accepting them would reset their connections. Stops
+    /// if a worker has died.
     pub(super) async fn drain_backlog(self, load: &ServerLoad) {
         let mut connections = Vec::from_iter(self.unassigned);
         let mut add_connection = |socket, addr| {

@@ -212,7 +212,7 @@ impl ConnectionMonitor {
             self.exchange.reset();
             self.connection.set_busy();
         }
-        self.output.is_between_responses.set(false);
+        self.output.may_be_within_response.set(true);
         self.active_requests.set(self.active_requests.get() + 1);
         ActiveRequestGuard(Rc::clone(self))
     }
@@ -304,9 +304,9 @@ impl ConnectionMonitor {
 
     /// Sets whether hyper has written and flushed all its output.
     pub(super) fn set_flushed(&self, is_flushed: bool) {
-        self.output.is_flushed.set(is_flushed);
+        self.output.has_unflushed.set(!is_flushed);
         if is_flushed && !self.has_active_requests() {
-            self.output.is_between_responses.set(true);
+            self.output.may_be_within_response.set(false);
         }
     }
 

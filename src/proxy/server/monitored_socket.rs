@@ -308,7 +308,7 @@ impl MonitoredSocket {
     /// If hyper responds to input that is not a valid request, queues a response that says so
     /// instead. The next flush writes it.
     fn queue_parse_error_reply(&self, output: &[u8]) -> bool {
-        if self.monitor.is_http2.get() || !self.monitor.output.is_between_responses.get() {
+        if self.monitor.is_http2.get() || self.monitor.output.may_be_within_response.get() {
             return false;
         }
         let Some(reply) = describe_parse_error(output, self.parse_error_status) else {

@@ -39,9 +39,9 @@ pub(super) async fn wait_for_signal(
     }
 }
 
-/// Closes the listeners, dispatches the last connections, and waits until all workers have ended. After `grace`, or at
-/// [`ShutdownSignal::Immediate`], makes the workers cut their connections by [`WorkerPhase::Cut`].
-/// Returns the number of cut connections.
+/// Closes the listeners, dispatches the last connections, and waits until all workers have ended.
+/// After `grace`, or at [`ShutdownSignal::Immediate`], makes the workers cut their connections by
+/// [`WorkerPhase::Cut`]. Returns the number of cut connections.
 pub(super) async fn drain_workers(
     acceptors: Vec<ListenerAcceptor>,
     workers: Vec<WorkerThread>,

@@ -309,13 +309,7 @@ impl ProxyService {
         // If the client ended the request, the charge stays. Otherwise clients could leave early to
         // avoid it.
         for estimate in unsent.into_iter().filter(|_| !is_caused_by_client) {
-            match estimate.is_settled_by_status() {
-                true => {
-                    let (status, ..) = local_replies::status_error_and_detail(error.kind);
-                    estimate.settle_by_status(status);
-                }
-                false => estimate.settle(0),
-            }
+            estimate.settle_unsent(local_replies::status_error_and_detail(error.kind).0);
         }
         local_replies::build_proxy_error_reply(error.kind, style).map(ResponseBody::Full)
     }

@@ -14,5 +14,4 @@ pub(super) mod received_stream;
 pub(super) mod response_body;
 
 pub(super) use connection::{Http2Connection, Http2ResponseFuture, MAX_CONCURRENT_STREAMS};
-pub(super) use driver::Http2Driver;
 pub(super) use handshake::perform_http2_handshake;

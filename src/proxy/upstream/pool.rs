@@ -21,15 +21,16 @@ use std::collections::VecDeque;
 use std::future::ready;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::time::{Instant, sleep_until};
 
 use super::addresses::{self, ResolvedAddresses};
 use super::connector::AlpnOffer;
-use super::error::UpstreamError;
+use super::error::{UpstreamError, UpstreamErrorKind};
 use super::http2::{self, Http2Connection};
 use super::shared_state::UpstreamSharedState;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use waiting::{ConnectionWaiter, QueueSlotGuard};
+use waiting::ConnectionWaiter;
 
 pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
 pub(super) use share::ConnectionShare;
@@ -186,6 +187,44 @@ impl UpstreamPool {
 
 /// Future of the pool's `acquire` methods: the connection or an error.
 type AcquireFuture<'p> = LocalBoxFuture<'p, Result<Box<UpstreamConnection>, UpstreamError>>;
+
+/// Counts a request that waits, for a connection or because it is delayed, until the guard is
+/// dropped.
+struct QueueSlotGuard<'p> {
+    pool: &'p UpstreamPool,
+    count: &'p AtomicUsize,
+}
+
+impl<'p> QueueSlotGuard<'p> {
+    /// Counts a request in `count`. Fails if waiting and delayed requests together would exceed
+    /// `max_requests_waiting`.
+    fn acquire(
+        pool: &'p UpstreamPool,
+        count: impl FnOnce(&'p UpstreamSharedState) -> &'p AtomicUsize,
+    ) -> Result<Self, UpstreamError> {
+        let (shared, limit) = (&pool.shared, pool.settings().max_requests_waiting);
+        let guard = Self {
+            pool,
+            count: count(shared),
+        };
+        guard.count.fetch_add(1, Ordering::SeqCst);
+        let total = shared.queued_requests.load(Ordering::SeqCst)
+            + shared.delayed_requests.load(Ordering::SeqCst);
+        if total > limit {
+            let detail = format!("{limit} requests already wait for an upstream connection");
+            return Err(UpstreamErrorKind::QueueFull.with_detail(detail));
+        }
+        Ok(guard)
+    }
+}
+
+impl Drop for QueueSlotGuard<'_> {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::SeqCst);
+        let mut waiters = self.pool.waiters.borrow_mut();
+        waiters.retain(|waiter| !waiter.is_closed());
+    }
+}
 
 #[cfg(test)]
 mod tests;

@@ -199,17 +199,14 @@ impl RequestBody {
         Self(self.0.clone())
     }
 
-    /// Starts recording the body, up to a maximum size, for a retry.
-    pub(crate) fn enable_replay(&self) {
+    /// Starts or stops recording the body, up to a maximum size, for a retry.
+    pub(crate) fn set_replay(&self, is_enabled: bool) {
         if let Some(body) = &self.0 {
-            body.borrow_mut().replay_buffer.start_recording();
-        }
-    }
-
-    /// Stops recording the body for a retry.
-    pub(crate) fn disable_replay(&self) {
-        if let Some(body) = &self.0 {
-            body.borrow_mut().replay_buffer.stop_recording();
+            let buffer = &mut body.borrow_mut().replay_buffer;
+            match is_enabled {
+                true => buffer.start_recording(),
+                false => buffer.stop_recording(),
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use super::stream_slot::StreamSlot;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
-use crate::proxy::upstream::http2::{self, Http2Connection, Http2Driver};
+use crate::proxy::upstream::http2::{self, Http2Connection};
 use crate::proxy::upstream::read_limit::ResponseRate;
 
 /// Maximum header lines of an HTTP/1.1 response. hyper's default of 100 is too few for frameworks
@@ -166,10 +166,14 @@ impl UpstreamPool {
     }
 
     /// Spawns the task that runs an HTTP/2 connection until it closes.
-    fn spawn_driver(self: &Rc<Self>, connection: &Rc<Http2Connection>, driver: Http2Driver) {
+    fn spawn_driver(
+        self: &Rc<Self>,
+        connection: &Rc<Http2Connection>,
+        driver: impl Future<Output = ()> + 'static,
+    ) {
         let (pool, weak_connection) = (Rc::downgrade(self), Rc::downgrade(connection));
         let task = tokio::task::spawn_local(async move {
-            driver.run().await;
+            driver.await;
             if let (Some(connection), Some(pool)) = (weak_connection.upgrade(), pool.upgrade()) {
                 connection.retire();
                 pool.handle_stream_end(&connection);

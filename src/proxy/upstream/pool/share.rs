@@ -9,8 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::time::timeout;
 
-use super::UpstreamPool;
-use super::waiting::QueueSlotGuard;
+use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::shared_state::UpstreamSharedState;

@@ -2,24 +2,24 @@
 
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::UpstreamPool;
 use super::connection::{ConnectionProtocol, UpstreamConnection};
 use super::stream_slot::StreamSlot;
+use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::upstream::connector::AlpnOffer;
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
+use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::http2::Http2Connection;
-use crate::proxy::upstream::shared_state::UpstreamSharedState;
 
 /// While requests of other workers wait, one of this many freed connections is closed, which frees
 /// its permit for them.
 const HANDOVERS_PER_CLOSE: u32 = 8;
 
-/// Receives a connection for a waiting request, or the error with which the request fails. `None` if
-/// the request must try again: the new connection has no free stream left, or the last one closed.
+/// Receives a connection for a waiting request, or the error with which the request fails. `None`
+/// if the request must try again: the new connection has no free stream left, or the last one
+/// closed.
 pub(super) type ConnectionWaiter =
     oneshot::Sender<Result<Option<Box<UpstreamConnection>>, UpstreamError>>;
 
@@ -156,43 +156,5 @@ impl UpstreamPool {
                 .handover_count
                 .get()
                 .is_multiple_of(HANDOVERS_PER_CLOSE)
-    }
-}
-
-/// Counts a request that waits, for a connection or because it is delayed, until the guard is
-/// dropped.
-pub(super) struct QueueSlotGuard<'p> {
-    pool: &'p UpstreamPool,
-    count: &'p AtomicUsize,
-}
-
-impl<'p> QueueSlotGuard<'p> {
-    /// Counts a request in `count`. Fails if waiting and delayed requests together would exceed
-    /// `max_requests_waiting`.
-    pub(super) fn acquire(
-        pool: &'p UpstreamPool,
-        count: impl FnOnce(&'p UpstreamSharedState) -> &'p AtomicUsize,
-    ) -> Result<Self, UpstreamError> {
-        let (shared, limit) = (&pool.shared, pool.settings().max_requests_waiting);
-        let guard = Self {
-            pool,
-            count: count(shared),
-        };
-        guard.count.fetch_add(1, Ordering::SeqCst);
-        let total = shared.queued_requests.load(Ordering::SeqCst)
-            + shared.delayed_requests.load(Ordering::SeqCst);
-        if total > limit {
-            let detail = format!("{limit} requests already wait for an upstream connection");
-            return Err(UpstreamErrorKind::QueueFull.with_detail(detail));
-        }
-        Ok(guard)
-    }
-}
-
-impl Drop for QueueSlotGuard<'_> {
-    fn drop(&mut self) {
-        self.count.fetch_sub(1, Ordering::SeqCst);
-        let mut waiters = self.pool.waiters.borrow_mut();
-        waiters.retain(|waiter| !waiter.is_closed());
     }
 }
