@@ -35,9 +35,8 @@ use exchange::{ExchangeFailure, client_error_kind};
 use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use retry::RetryRequest;
 
-pub use connector::UpstreamUrlError;
 pub use error::{UPSTREAM_FAULTS, UpstreamError, UpstreamErrorKind};
-pub use shared_state::UpstreamSharedState;
+pub use shared_state::{UpstreamSharedState, UpstreamUrlError};
 
 /// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at
 /// once, and each retry may meet another closing connection.

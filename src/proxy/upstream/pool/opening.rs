@@ -63,7 +63,7 @@ impl UpstreamPool {
         let mut permit = Some(permit);
         loop {
             let started_at = Instant::now();
-            let opened = match self.shared.connector.connect(self.settings(), offer).await {
+            let opened = match self.shared.connect(offer).await {
                 Ok(stream) => {
                     self.perform_handshake(stream, &mut permit, started_at)
                         .await
