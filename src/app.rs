@@ -282,10 +282,14 @@ async fn build_service(
         Arc::clone(&metrics),
     );
     let upstream = UpstreamClient::new(Arc::clone(&shared.upstream));
-    let service = ProxyService::new(enforcer, upstream, &config.listen, &config.log, metrics)
-        .with_tracer(shared.tracer.clone())
-        .with_ext_authz(config.ext_authz)
-        .with_shutdown_signal(stop);
+    let service = ProxyService::new(
+        enforcer,
+        upstream,
+        (&config.listen, config.ext_authz),
+        &config.log,
+        (metrics, shared.tracer.clone()),
+        stop,
+    );
     Rc::new(service)
 }
 

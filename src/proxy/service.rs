@@ -30,17 +30,20 @@ pub struct ProxyService {
     pub(super) metrics: Arc<WorkerMetrics>,
     tracer: Option<Tracer>,
     pub(super) ext_authz: ExtAuthzSettings,
-    /// State of the process shutdown; `None` if the service never shuts down.
-    shutdown_signal: Option<watch::Receiver<ShutdownSignal>>,
+    /// State of the process shutdown.
+    shutdown_signal: watch::Receiver<ShutdownSignal>,
 }
 
 impl ProxyService {
+    /// `shutdown_signal` makes health checks report the coming shutdown. With a `tracer`, sampled
+    /// requests are recorded.
     pub fn new(
         enforcer: Enforcer,
         upstream: UpstreamClient,
-        listen: &ListenSettings,
+        (listen, ext_authz): (&ListenSettings, ExtAuthzSettings),
         log: &LogSettings,
-        metrics: Arc<WorkerMetrics>,
+        (metrics, tracer): (Arc<WorkerMetrics>, Option<Tracer>),
+        shutdown_signal: watch::Receiver<ShutdownSignal>,
     ) -> Self {
         Self {
             enforcer,
@@ -49,34 +52,14 @@ impl ProxyService {
             max_body_bytes: listen.max_body_bytes,
             access_log: AccessLog(log.clone()),
             metrics,
-            tracer: None,
-            ext_authz: ExtAuthzSettings::default(),
-            shutdown_signal: None,
-        }
-    }
-
-    /// Sets the settings of the ext_authz listener.
-    pub fn with_ext_authz(self, ext_authz: ExtAuthzSettings) -> Self {
-        Self { ext_authz, ..self }
-    }
-
-    /// Sets the signal that makes health checks report the coming shutdown.
-    pub fn with_shutdown_signal(self, shutdown_signal: watch::Receiver<ShutdownSignal>) -> Self {
-        Self {
-            shutdown_signal: Some(shutdown_signal),
-            ..self
+            tracer,
+            ext_authz,
+            shutdown_signal,
         }
     }
 
     /// Whether the process was asked to shut down.
     pub(super) fn is_shutting_down(&self) -> bool {
-        self.shutdown_signal
-            .as_ref()
-            .is_some_and(|stop| *stop.borrow() > ShutdownSignal::Run)
-    }
-
-    /// Enables trace recording of sampled requests.
-    pub fn with_tracer(self, tracer: Option<Tracer>) -> Self {
-        Self { tracer, ..self }
+        *self.shutdown_signal.borrow() > ShutdownSignal::Run
     }
 }
