@@ -203,13 +203,10 @@ impl AuthProxyKind {
         match path {
             NGINX_CHECK_PATH => Ok(Self::Nginx),
             TRAEFIK_CHECK_PATH => Ok(Self::Traefik),
-            _ => {
-                let rest = path
-                    .strip_prefix(ENVOY_CHECK_PATH_PREFIX)
-                    .filter(|rest| rest.starts_with('/'));
-                rest.map(|_| Self::Envoy)
-                    .ok_or(AuthRequestError::UnknownPath)
-            }
+            _ => match path.strip_prefix(ENVOY_CHECK_PATH_PREFIX) {
+                Some(rest) if rest.starts_with('/') => Ok(Self::Envoy),
+                _ => Err(AuthRequestError::UnknownPath),
+            },
         }
     }
 }
