@@ -25,8 +25,8 @@ use crate::jwks::KeyFetcher;
 use crate::listen::ListenAddress;
 use crate::proxy::{
     BLOCKING_THREAD_KEEP_ALIVE, ConnectionCloseReason, ProxyHeaderError, ProxyServer, ProxyService,
-    RlsCallResult, ShutdownSignal, TlsHandshakeError, UpstreamClient, UpstreamErrorKind,
-    UpstreamSharedState, UpstreamUrlError, start_blocking_thread,
+    RlsCallResult, ShutdownSignal, TlsHandshakeError, UPSTREAM_FAULTS, UpstreamClient,
+    UpstreamErrorKind, UpstreamSharedState, UpstreamUrlError, start_blocking_thread,
 };
 use crate::reload::{ConfigReloader, CredentialPublisher};
 use crate::store::redis;
@@ -126,63 +126,52 @@ async fn run_proxy(
     descriptor_limit::fit_connections_to_descriptors(&mut config);
     let mut server = ProxyServer::with_worker_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
-    let (address, shutdown) = (server.first_listener_address()?, config.shutdown);
+    let (config, address) = (Arc::new(config), server.first_listener_address()?);
     let (tracer, exporter) = start_tracing(&config)?;
-    let shared = SharedState::new(&config, tracer)?;
-    let store_backend = shared.store_backend.clone();
-    if let Some(redis) = store_backend.redis() {
+    let shared = Arc::new(SharedState::new(&config, tracer)?);
+    if let Some(redis) = shared.store_backend.redis() {
         // The usage of an outage in which an earlier process stopped.
         redis.restore_usage();
     }
-    let active_policies = ActivePolicies::new(
-        Arc::clone(&config.policy_table),
-        Arc::clone(&shared.metrics),
-    );
-    let policy_descriptions = Arc::new(ArcSwap::from_pointee(config.policy_descriptions.clone()));
     shared.key_fetcher.attach_table(&config.policy_table);
-    let publish = new_reload_publisher(&shared, &listeners, &policy_descriptions);
-    let reloader = ConfigReloader::new(sources, &config, active_policies.clone(), publish)
-        .with_credential_publisher(new_credential_publisher(&shared));
+    let publish = new_reload_publisher(&shared, &listeners);
+    let publish_credentials = new_credential_publisher(&shared);
+    let policies = shared.active_policies.clone();
+    let reloader = ConfigReloader::new(sources, &config, policies, publish, publish_credentials);
     let is_listening = Arc::new(AtomicBool::new(false));
     let view_state = AdminViewState {
         stop: stop.clone(),
         shutdown_handle,
-        shutdown,
+        config: Arc::clone(&config),
+        shared: Arc::clone(&shared),
         is_listening: Arc::clone(&is_listening),
         load: server.server_load(),
-        max_connections: config.listen.max_connections,
-        workers: config.listen.threads,
-        store_backend: store_backend.clone(),
         reload_status: reloader.status(),
-        active_policies: active_policies.clone(),
-        policy_descriptions,
         listeners: listeners.clone(),
-        tracer: shared.tracer.clone(),
-        key_fetcher: shared.key_fetcher.clone(),
         started_at,
         lookups: StoreLookups::default(),
     };
-    let history = start_history(&shared.metrics, &active_policies);
+    let history = start_history(&shared);
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
-    let view = view_state.into_backend(Arc::clone(&shared.metrics), history);
+    let view = view_state.into_backend(history);
     let metric_exporter = start_metric_export(&config, &view);
     let admin = start_admin(&config, shared.admin_token.clone(), view)?;
-    if let Some(redis) = store_backend.redis() {
+    if let Some(redis) = shared.store_backend.redis() {
         redis.describe_member(instance_name::describe_member(&config.admin, &admin));
     }
     let reloader = tokio::task::spawn_local(reloader.run());
     shared.key_fetcher.wait_for_first_keys().await;
 
-    let (config, shared, stop_receiver) = (Arc::new(config), Arc::new(shared), stop.clone());
-    let started_config = Arc::clone(&config);
+    let (worker_config, worker_state) = (Arc::clone(&config), Arc::clone(&shared));
+    let worker_stop = stop.clone();
     let make_service = move |worker| {
-        let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
-        let (active_policies, stop) = (active_policies.clone(), stop_receiver.clone());
-        build_service(config, shared, active_policies, stop, worker)
+        let (config, shared) = (Arc::clone(&worker_config), Arc::clone(&worker_state));
+        build_service(config, shared, worker_stop.clone(), worker)
     };
+    let shutdown = config.shutdown;
     let on_listening = move || {
         is_listening.store(true, Ordering::Relaxed);
-        log_start(&started_config, &listeners, &address);
+        log_start(&config, &listeners, &address);
         on_listening(ListeningAddresses {
             proxy: address,
             admin,
@@ -190,7 +179,7 @@ async fn run_proxy(
     };
     let served = server.run(make_service, shutdown, stop, on_listening).await;
     // The usage is complete here: all workers have ended, so no further request is admitted.
-    if let Some(redis) = store_backend.redis() {
+    if let Some(redis) = shared.store_backend.redis() {
         redis.store_usage();
     }
     let cut = served?;
@@ -203,7 +192,7 @@ async fn run_proxy(
     Ok(())
 }
 
-/// State that all workers share.
+/// State that all workers and the admin endpoint share.
 struct SharedState {
     upstream: Arc<UpstreamSharedState>,
     store_backend: StoreBackend,
@@ -211,14 +200,20 @@ struct SharedState {
     tracer: Option<Tracer>,
     admin_token: ReloadableAdminToken,
     key_fetcher: KeyFetcher,
+    active_policies: ActivePolicies,
+    /// Descriptions of the policies that were loaded last.
+    policy_descriptions: ArcSwap<Vec<PolicyDescription>>,
 }
 
 impl SharedState {
     fn new(config: &Config, tracer: Option<Tracer>) -> Result<Self, UpstreamUrlError> {
+        let (table, metrics) = (Arc::clone(&config.policy_table), new_metrics(config));
         Ok(Self {
             upstream: UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?,
             store_backend: StoreBackend::new(&config.store),
-            metrics: new_metrics(config),
+            active_policies: ActivePolicies::new(table, Arc::clone(&metrics)),
+            policy_descriptions: ArcSwap::from_pointee(config.policy_descriptions.clone()),
+            metrics,
             tracer,
             admin_token: ReloadableAdminToken::new(config.admin.token.clone()),
             key_fetcher: KeyFetcher::on_current_runtime(),
@@ -234,7 +229,7 @@ fn new_metrics(config: &Config) -> Arc<Metrics> {
         degraded_outcomes: &PolicyDecision::DEGRADED_OUTCOMES,
         policy_history: PolicyDecision::HISTORY_SERIES,
         upstream_errors: UpstreamErrorKind::VARIANTS,
-        upstream_faults: UpstreamErrorKind::FAULTS,
+        upstream_faults: &UPSTREAM_FAULTS,
         tls_errors: TlsHandshakeError::VARIANTS,
         proxy_header_errors: ProxyHeaderError::VARIANTS,
         close_reasons: ConnectionCloseReason::VARIANTS,
@@ -249,28 +244,25 @@ fn new_metrics(config: &Config) -> Arc<Metrics> {
 
 /// Returns a function that applies the settings of a reloaded configuration that are not policies.
 fn new_reload_publisher(
-    shared: &SharedState,
+    shared: &Arc<SharedState>,
     listeners: &ListenerSet,
-    policy_descriptions: &Arc<ArcSwap<Vec<PolicyDescription>>>,
 ) -> Box<dyn Fn(&Config) + Send> {
-    let (listeners, upstream) = (listeners.clone(), Arc::clone(&shared.upstream));
-    let policy_descriptions = Arc::clone(policy_descriptions);
-    let key_fetcher = shared.key_fetcher.clone();
+    let (listeners, shared) = (listeners.clone(), Arc::clone(shared));
     Box::new(move |config: &Config| {
-        key_fetcher.attach_table(&config.policy_table);
-        policy_descriptions.store(Arc::new(config.policy_descriptions.clone()));
+        shared.key_fetcher.attach_table(&config.policy_table);
+        let descriptions = config.policy_descriptions.clone();
+        shared.policy_descriptions.store(Arc::new(descriptions));
         listeners.update_tls(config);
-        upstream.update_tls(config.upstream.tls.as_ref());
+        shared.upstream.update_tls(config.upstream.tls.as_ref());
     })
 }
 
 /// Returns a function that applies credentials whose files have changed.
-fn new_credential_publisher(shared: &SharedState) -> CredentialPublisher {
-    let store_backend = shared.store_backend.clone();
-    let admin_token = shared.admin_token.clone();
+fn new_credential_publisher(shared: &Arc<SharedState>) -> CredentialPublisher {
+    let shared = Arc::clone(shared);
     Box::new(move |credentials| {
-        admin_token.replace(credentials.admin_token.clone());
-        if let (Some(redis), Some(newer)) = (store_backend.redis(), &credentials.redis) {
+        shared.admin_token.replace(credentials.admin_token.clone());
+        if let (Some(redis), Some(newer)) = (shared.store_backend.redis(), &credentials.redis) {
             redis.update_logins(newer);
         }
     })
@@ -280,21 +272,24 @@ fn new_credential_publisher(shared: &SharedState) -> CredentialPublisher {
 async fn build_service(
     config: Arc<Config>,
     shared: Arc<SharedState>,
-    active_policies: ActivePolicies,
     stop: watch::Receiver<ShutdownSignal>,
     worker: usize,
 ) -> Rc<ProxyService> {
     let metrics = shared.metrics.worker_metrics(worker);
     let enforcer = Enforcer::new(
-        active_policies,
+        shared.active_policies.clone(),
         shared.store_backend.open_for_worker().await,
         Arc::clone(&metrics),
     );
     let upstream = UpstreamClient::new(Arc::clone(&shared.upstream));
-    let service = ProxyService::new(enforcer, upstream, &config.listen, &config.log, metrics)
-        .with_tracer(shared.tracer.clone())
-        .with_ext_authz(config.ext_authz)
-        .with_shutdown_signal(stop);
+    let service = ProxyService::new(
+        enforcer,
+        upstream,
+        (&config.listen, config.ext_authz),
+        &config.log,
+        (metrics, shared.tracer.clone()),
+        stop,
+    );
     Rc::new(service)
 }
 
@@ -334,38 +329,30 @@ fn resource_attributes() -> ResourceAttributes {
     ResourceAttributes::from_environment(redis::instance_id())
 }
 
-fn start_history(metrics: &Arc<Metrics>, active_policies: &ActivePolicies) -> Arc<TrafficHistory> {
-    let history = Arc::new(TrafficHistory::new(Arc::clone(metrics)));
-    tokio::task::spawn_local(sample_history(
-        Arc::clone(&history),
-        Arc::clone(metrics),
-        active_policies.clone(),
-    ));
+fn start_history(shared: &Arc<SharedState>) -> Arc<TrafficHistory> {
+    let history = Arc::new(TrafficHistory::new(Arc::clone(&shared.metrics)));
+    tokio::task::spawn_local(sample_history(Arc::clone(&history), Arc::clone(shared)));
     history
 }
 
 /// Samples the traffic history and rotates the rejection counters until the runtime ends.
-async fn sample_history(
-    history: Arc<TrafficHistory>,
-    metrics: Arc<Metrics>,
-    active_policies: ActivePolicies,
-) {
+async fn sample_history(history: Arc<TrafficHistory>, shared: Arc<SharedState>) {
     let clock = Clock::system();
     let mut ticks = interval(SAMPLE_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
         let now_s = clock.now_us() / 1_000_000;
-        let (history, metrics, live) = (
-            Arc::clone(&history),
-            Arc::clone(&metrics),
-            active_policies.clone(),
-        );
+        let (history, shared) = (Arc::clone(&history), Arc::clone(&shared));
         // Sampling runs on another thread: ten thousand policies take milliseconds, and this thread
         // accepts connections.
         let sample_task = tokio::task::spawn_blocking(move || {
-            history.sample(now_s, live.load_snapshot().counters().iter());
-            metrics.top_rejections().rotate_generations_if_due(now_s);
+            let snapshot = shared.active_policies.load_snapshot();
+            history.sample(now_s, snapshot.counters().iter());
+            shared
+                .metrics
+                .top_rejections()
+                .rotate_generations_if_due(now_s);
         });
         if let Err(error) = sample_task.await {
             tracing::error!(%error, "failed to sample the traffic history");

@@ -85,7 +85,7 @@ impl Enforcer {
         // Returns before the plan and its future are built: a request without a policy needs
         // neither.
         if matching.is_empty() {
-            return Verdict::undecided();
+            return Verdict::default();
         }
         let mut plan =
             match ChargePlan::from_facts(table, matching, facts, |_| true, record_decision) {
@@ -107,7 +107,7 @@ impl Enforcer {
             let unenforced_rejections = take(&mut plan.unenforced_rejections);
             return Verdict {
                 unenforced_rejections,
-                ..Verdict::from_outcome(RequestOutcome::Forward)
+                ..Verdict::default()
             };
         }
         // Slots are reserved before the store is asked: if the request is cancelled, the guard

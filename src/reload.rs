@@ -88,12 +88,13 @@ impl fmt::Debug for ConfigReloader {
 
 impl ConfigReloader {
     /// Creates a reloader. `config` was loaded from `sources` at start. New policy tables are
-    /// published to `active_policies`.
+    /// published to `active_policies`, other settings and credentials to the two publishers.
     pub fn new(
         sources: ConfigSources,
         config: &Config,
         active_policies: ActivePolicies,
         publish: ConfigPublisher,
+        publish_credentials: CredentialPublisher,
     ) -> Self {
         let files = config.files.clone();
         let debouncer = ChangeDebouncer::new(hash_files(&files));
@@ -105,22 +106,13 @@ impl ConfigReloader {
             restart_only,
             active_policies,
             publish,
-            publish_credentials: Box::new(|_| ()),
+            publish_credentials,
             credentials: config.credentials(),
             redis_source: Some(config.credential_source()),
             admin_source: config.credential_source(),
             files,
             debouncer,
             status: Arc::new(Mutex::new(status)),
-        }
-    }
-
-    /// Calls `publish` with new credentials.
-    #[must_use]
-    pub fn with_credential_publisher(self, publish: CredentialPublisher) -> Self {
-        Self {
-            publish_credentials: publish,
-            ..self
         }
     }
 
@@ -165,10 +157,8 @@ impl ConfigReloader {
     /// next check.
     fn check_files(&mut self) -> Duration {
         let content = hash_files(&self.files);
-        match self.debouncer.observe(content, Instant::now()) {
-            FileChangeState::Unchanged => return POLL_INTERVAL,
-            FileChangeState::Settling(remaining) => return remaining,
-            FileChangeState::Settled => {}
+        if let Some(pause) = self.debouncer.observe(content, Instant::now()) {
+            return pause;
         }
         let loaded = config::load(&self.sources);
         let files = loaded
@@ -358,16 +348,6 @@ struct ChangeDebouncer<T> {
     candidate: Option<(T, Instant)>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum FileChangeState {
-    /// The content is the accepted one.
-    Unchanged,
-    /// The content is new, and must stay unchanged for this much longer.
-    Settling(Duration),
-    /// The content is new and settled.
-    Settled,
-}
-
 impl<T: PartialEq> ChangeDebouncer<T> {
     fn new(accepted: T) -> Self {
         Self {
@@ -376,22 +356,20 @@ impl<T: PartialEq> ChangeDebouncer<T> {
         }
     }
 
-    fn observe(&mut self, content: T, now: Instant) -> FileChangeState {
+    /// Returns the time until the next observation. `None` if the content is new and has settled.
+    fn observe(&mut self, content: T, now: Instant) -> Option<Duration> {
         if content == self.accepted {
             self.candidate = None;
-            return FileChangeState::Unchanged;
+            return Some(POLL_INTERVAL);
         }
         match &self.candidate {
             Some((candidate, first_seen)) if *candidate == content => {
                 let age = now.saturating_duration_since(*first_seen);
-                if age < SETTLE_TIME {
-                    return FileChangeState::Settling(SETTLE_TIME.saturating_sub(age));
-                }
-                FileChangeState::Settled
+                SETTLE_TIME.checked_sub(age).filter(|rest| !rest.is_zero())
             }
             _ => {
                 self.candidate = Some((content, now));
-                FileChangeState::Settling(SETTLE_TIME)
+                Some(SETTLE_TIME)
             }
         }
     }

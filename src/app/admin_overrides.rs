@@ -23,9 +23,9 @@ impl AdminViewState {
         request: &OverrideRequest,
     ) -> Result<Value, AdminError> {
         self.check_store_available()?;
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let table = &snapshot.table;
-        let store = OverrideStore::open(&self.store_backend).await?;
+        let store = OverrideStore::open(&self.shared.store_backend).await?;
         match request {
             OverrideRequest::List { policy, limit } => {
                 find_limiting_policy(table, policy)?;

@@ -1,5 +1,6 @@
 //! Connects the admin endpoint to the other modules.
 
+use super::SharedState;
 use super::doctor::StoreExaminations;
 use super::explanation::{self, ExplainError};
 use super::instance_name::instance_name;
@@ -15,20 +16,15 @@ use crate::admin::{
     PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
 };
 use crate::clock;
-use crate::config::PolicyDescription;
-use crate::enforcer::ActivePolicies;
-use crate::jwks::KeyFetcher;
+use crate::config::Config;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction};
-use crate::proxy::{ListenerKind, ServerLoad, ShutdownSettings, ShutdownSignal};
+use crate::proxy::{ListenerKind, ServerLoad, ShutdownSignal};
 use crate::reload;
 use crate::store::MemoryStore;
 use crate::store::redis::{self, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{
-    MemoryStoreUsage, Metrics, PolicyCounters, ProcessPhase, ProcessStatus, StoreOutage,
-};
+use crate::telemetry::metrics::{MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage};
 use crate::telemetry::trace::Tracer;
-use arc_swap::ArcSwap;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -45,20 +41,14 @@ const MAX_CONCURRENT_LOOKUPS: usize = 4;
 pub(super) struct AdminViewState {
     pub(super) stop: watch::Receiver<ShutdownSignal>,
     pub(super) shutdown_handle: ShutdownHandle,
-    pub(super) shutdown: ShutdownSettings,
+    /// The configuration at the start.
+    pub(super) config: Arc<Config>,
+    pub(super) shared: Arc<SharedState>,
     /// Set once clients can connect.
     pub(super) is_listening: Arc<AtomicBool>,
     pub(super) load: ServerLoad,
-    pub(super) max_connections: usize,
-    pub(super) workers: usize,
-    pub(super) store_backend: StoreBackend,
     pub(super) reload_status: Arc<Mutex<reload::ReloadStatus>>,
-    pub(super) active_policies: ActivePolicies,
-    /// Descriptions of the policies that were loaded last.
-    pub(super) policy_descriptions: Arc<ArcSwap<Vec<PolicyDescription>>>,
     pub(super) listeners: ListenerSet,
-    pub(super) tracer: Option<Tracer>,
-    pub(super) key_fetcher: KeyFetcher,
     pub(super) started_at: Instant,
     pub(super) lookups: StoreLookups,
 }
@@ -85,12 +75,8 @@ impl Default for StoreLookups {
 
 impl AdminViewState {
     /// Wraps the handles for the admin endpoint.
-    pub(super) fn into_backend(
-        self,
-        metrics: Arc<Metrics>,
-        history: Arc<TrafficHistory>,
-    ) -> AdminBackend {
-        let (store, store_address) = match self.store_backend.redis() {
+    pub(super) fn into_backend(self, history: Arc<TrafficHistory>) -> AdminBackend {
+        let (store, store_address) = match self.shared.store_backend.redis() {
             None => ("memory", String::new()),
             Some(shared) => ("redis", shared.settings().to_string()),
         };
@@ -98,13 +84,13 @@ impl AdminViewState {
             id: redis::instance_id(),
             host: instance_name(),
             started_s: clock::unix_time_s(),
-            workers: self.workers,
+            workers: self.config.listen.threads,
             store,
             store_address,
         };
         AdminBackend {
             instance,
-            metrics,
+            metrics: Arc::clone(&self.shared.metrics),
             history,
             state: Arc::new(self),
         }
@@ -113,11 +99,11 @@ impl AdminViewState {
 
 impl AdminState for AdminViewState {
     fn read_status(&self) -> ProcessStatus {
-        let redis = self.store_backend.redis();
-        let snapshot = self.active_policies.load_snapshot();
+        let redis = self.shared.store_backend.redis();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let policies = snapshot.table.policies();
         let counts_here = redis.is_none() || policies.iter().any(Policy::is_instance_scoped);
-        let lease_units_lost = match &self.store_backend {
+        let lease_units_lost = match &self.shared.store_backend {
             StoreBackend::Memory(_) => None,
             StoreBackend::Redis(_, leases) => Some(leases.lost_units()),
         };
@@ -127,7 +113,7 @@ impl AdminState for AdminViewState {
             uptime_s: self.started_at.elapsed().as_secs(),
             policy_count: policies.len(),
             open_connections: self.load.open_connections(),
-            max_connections: self.max_connections,
+            max_connections: self.config.listen.max_connections,
             connection_limit_hits: self.load.connection_limit_hits(),
             panics: self.load.panic_count(),
             store_up: redis.is_none_or(SharedRedisState::is_up),
@@ -136,10 +122,10 @@ impl AdminState for AdminViewState {
             store_errors: redis.map_or(Vec::new(), |redis| redis.error_counts().collect()),
             instance_count: redis.map(SharedRedisState::instance_count),
             lease_units_lost,
-            key_fetches: self.key_fetcher.fetch_counts(),
-            spans: self.tracer.as_ref().map(Tracer::span_counts),
+            key_fetches: self.shared.key_fetcher.fetch_counts(),
+            spans: self.shared.tracer.as_ref().map(Tracer::span_counts),
             redis: redis.map(SharedRedisState::server_info),
-            memory: counts_here.then(|| memory_usage(self.store_backend.memory())),
+            memory: counts_here.then(|| memory_usage(self.shared.store_backend.memory())),
             config_generation: reload.generation,
             rejected_reloads: reload.rejected_count,
             last_load_at_s: reload.last_load_unix_s,
@@ -155,16 +141,16 @@ impl AdminState for AdminViewState {
     fn start_drain(&self) -> DrainSchedule {
         self.shutdown_handle.begin_drain("admin");
         DrainSchedule {
-            delay: self.shutdown.delay,
-            grace: self.shutdown.grace,
+            delay: self.config.shutdown.delay,
+            grace: self.config.shutdown.grace,
         }
     }
 
     /// Returns the selected policies in the order in which they apply; disabled ones come last.
     fn select_policies(&self, selection: &PolicySelection) -> PolicyPage {
         let (snapshot, descriptions) = (
-            self.active_policies.load_snapshot(),
-            self.policy_descriptions.load(),
+            self.shared.active_policies.load_snapshot(),
+            self.shared.policy_descriptions.load(),
         );
         let search = selection.search.to_lowercase();
         let is_selected = |name: &str| {
@@ -184,35 +170,31 @@ impl AdminState for AdminViewState {
         let disabled = descriptions
             .iter()
             .filter(|described| described.is_off && is_selected(&described.policy));
-        let mut selected: Vec<ListedPolicy<'_>> = active
-            .map(|(policy, counters)| ListedPolicy::Active(policy, counters))
-            .chain(disabled.map(ListedPolicy::Disabled))
-            .collect();
+        let active = active.map(|(policy, counters)| {
+            let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
+            (&*policy.name, sentence, Some((policy, counters)))
+        });
+        let disabled =
+            disabled.map(|described| (&*described.policy, described.sentence.as_str(), None));
+        let mut selected: Vec<_> = active.chain(disabled).collect();
         let last = usize::MAX;
-        selected.sort_by_key(|listed| selection.ranks.get(listed.name()).map_or(last, |at| *at));
-        let summarize = |listed: &ListedPolicy<'_>| match listed {
-            ListedPolicy::Active(policy, counters) => {
-                let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-                PolicySummary {
-                    name: policy.name.clone(),
-                    description: policy_to_json(policy, sentence),
-                    counters: Some(Arc::clone(counters)),
-                }
+        selected.sort_by_key(|(name, ..)| selection.ranks.get(*name).map_or(last, |at| *at));
+        let total = selected.len();
+        let page = selected.into_iter().skip(selection.offset);
+        let page = page.take(selection.limit).map(|(name, sentence, active)| {
+            let description = match active {
+                Some((policy, _)) => policy_to_json(policy, sentence),
+                None => json!({ "name": name, "mode": "off", "words": sentence }),
+            };
+            PolicySummary {
+                name: name.into(),
+                description,
+                counters: active.map(|(_, counters)| Arc::clone(counters)),
             }
-            ListedPolicy::Disabled(described) => PolicySummary {
-                name: described.policy.clone(),
-                description: json!({
-                    "name": described.policy,
-                    "mode": "off",
-                    "words": described.sentence,
-                }),
-                counters: None,
-            },
-        };
-        let page = selected.iter().skip(selection.offset).take(selection.limit);
+        });
         PolicyPage {
-            total: selected.len(),
-            policies: page.map(summarize).collect(),
+            total,
+            policies: page.collect(),
         }
     }
 
@@ -240,7 +222,7 @@ impl AdminState for AdminViewState {
 
     fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers> {
         spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let list = self.store_backend.list_members().await?;
+            let list = self.shared.store_backend.list_members().await?;
             Ok(list.map(to_fleet_members).unwrap_or_default())
         })
     }
@@ -248,8 +230,8 @@ impl AdminState for AdminViewState {
 
 impl AdminViewState {
     fn describe_outage(&self) -> Option<StoreOutage> {
-        let RedisOutage { since, cause } = self.store_backend.redis()?.outage()?;
-        let snapshot = self.active_policies.load_snapshot();
+        let RedisOutage { since, cause } = self.shared.store_backend.redis()?.outage()?;
+        let snapshot = self.shared.active_policies.load_snapshot();
         let select = |action: OnStoreFailure| {
             let policies = snapshot.table.policies().iter().filter(|policy| {
                 let uses_store = policy.quota().is_some() && !policy.is_instance_scoped();
@@ -279,15 +261,22 @@ impl AdminViewState {
     }
 
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
         let status = resolved_key
-            .read_status(&self.store_backend.open_for_key(&resolved_key.key).await)
+            .read_status(
+                &self
+                    .shared
+                    .store_backend
+                    .open_for_key(&resolved_key.key)
+                    .await,
+            )
             .await
             .map_err(|error| AdminError::Unavailable(error.to_string()))?;
         let now_us = status.now_us;
-        let words = describe_key_override(&self.store_backend, &resolved_key, now_us).await?;
+        let words =
+            describe_key_override(&self.shared.store_backend, &resolved_key, now_us).await?;
         Ok(json!(KeyDocument {
             counters: Some(self.redis_counter_keys(&resolved_key)),
             ..resolved_key.describe_status(&status, words)
@@ -304,7 +293,7 @@ impl AdminViewState {
 
     /// Returns the Redis keys of a key's counters; empty if they are in memory.
     fn redis_counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
-        let redis = self.store_backend.redis();
+        let redis = self.shared.store_backend.redis();
         let redis = redis.filter(|_| !resolved_key.key.is_instance_scoped());
         redis.map_or(Vec::new(), |shared| {
             let counters = resolved_key.all_counters();
@@ -316,12 +305,12 @@ impl AdminViewState {
     }
 
     async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        let snapshot = self.active_policies.load_snapshot();
+        let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
         self.check_counters_available(&resolved_key)?;
         let limit = query.limit.as_deref();
         let count = resolved_key
-            .reset_counters(&self.store_backend, limit)
+            .reset_counters(&self.shared.store_backend, limit)
             .await?;
         // The log line omits the values of the key, because clients choose them.
         tracing::info!(
@@ -337,8 +326,8 @@ impl AdminViewState {
     }
 
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
-        let snapshot = self.active_policies.load_snapshot();
-        let store = self.store_backend.open_for_inspection().await;
+        let snapshot = self.shared.active_policies.load_snapshot();
+        let store = self.shared.store_backend.open_for_inspection().await;
         match explanation::explain_request(&store, &snapshot.table, description).await {
             Ok(explained) => Ok(json!(explained.describe(true))),
             Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
@@ -350,9 +339,9 @@ impl AdminViewState {
 
     /// Examines Redis, or returns the report of the last examination if that was recent.
     async fn examine_store(&self) -> Value {
-        let redis = self.store_backend.redis();
+        let redis = self.shared.store_backend.redis();
         let redis = redis.map(SharedRedisState::settings_in_use);
-        let table = &self.active_policies.load_snapshot().table;
+        let table = &self.shared.active_policies.load_snapshot().table;
         let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
         self.lookups
             .last_examination
@@ -362,26 +351,11 @@ impl AdminViewState {
 
     /// Fails at once if the store is known to be unavailable.
     pub(super) fn check_store_available(&self) -> Result<(), AdminError> {
-        match self.store_backend.redis() {
+        match self.shared.store_backend.redis() {
             Some(redis) if !redis.is_up() => Err(AdminError::Unavailable(
                 "the store is unavailable: the counters cannot be read".to_owned(),
             )),
             _ => Ok(()),
-        }
-    }
-}
-
-/// A policy in the list of policies, before it is described.
-enum ListedPolicy<'a> {
-    Active(&'a Policy, &'a Arc<PolicyCounters>),
-    Disabled(&'a PolicyDescription),
-}
-
-impl ListedPolicy<'_> {
-    fn name(&self) -> &str {
-        match self {
-            Self::Active(policy, _) => &policy.name,
-            Self::Disabled(described) => &described.policy,
         }
     }
 }

@@ -127,7 +127,7 @@ fn predict_outcome(
                     exhausted.push(name.clone());
                 }
                 match policy.on_store_failure {
-                    _ if limits.key.is_instance_scoped() => local.push(name),
+                    _ if limits.own.key.is_instance_scoped() => local.push(name),
                     OnStoreFailure::Closed => closed.push(name),
                     OnStoreFailure::Local => local.push(name),
                     OnStoreFailure::Open => {}
@@ -185,7 +185,7 @@ fn status_time_us(explanation: &PolicyExplanation<'_>) -> Option<u64> {
 /// The mode in which a policy decides a request.
 fn effective_mode(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
     match step {
-        PolicyStep::Limits(limits) => limits.mode,
+        PolicyStep::Limits(limits) => limits.own.mode,
         _ => policy.mode,
     }
 }
@@ -245,13 +245,16 @@ fn describe_step(policy: &Policy, step: &PolicyStep<'_>, now_us: Option<u64>) ->
             format!("matches: key {key}, policy is off for this key (override)"),
         ),
         PolicyStep::Limits(limits) => {
-            let is_local = limits.key.is_instance_scoped();
+            let is_local = limits.own.key.is_instance_scoped();
             let scope = if is_local {
                 ", counted per instance"
             } else {
                 ""
             };
-            let words = format!("matches: key {}, cost {}{scope}", limits.key, limits.cost);
+            let words = format!(
+                "matches: key {}, cost {}{scope}",
+                limits.own.key, limits.cost
+            );
             ("limits", None, words)
         }
     };
@@ -272,18 +275,16 @@ fn describe_step(policy: &Policy, step: &PolicyStep<'_>, now_us: Option<u64>) ->
 
 fn describe_key(limited: &PolicyLimits<'_>, now_us: Option<u64>) -> ExplainedKey {
     let mut statuses = limited.statuses.iter();
-    let limits = limited
-        .limits
-        .iter()
-        .map(|named| match statuses.next().zip(now_us) {
-            Some((status, now_us)) => describe_limit_status(named, status, now_us),
-            None => describe_limit(named),
-        });
+    let limits = limited.own.limits.iter();
+    let limits = limits.map(|named| match statuses.next().zip(now_us) {
+        Some((status, now_us)) => describe_limit_status(named, status, now_us),
+        None => describe_limit(named),
+    });
     let blocked = limited.blocked_until_us.zip(now_us);
     ExplainedKey {
-        key: limited.key.to_readable_string(),
-        key_hash: format!("{:032x}", limited.key.id()),
-        scope: limited.key.scope().name(),
+        key: limited.own.key.to_readable_string(),
+        key_hash: format!("{:032x}", limited.own.key.id()),
+        scope: limited.own.key.scope().name(),
         cost: limited.cost,
         limits: limits.collect(),
         blocked_s: blocked.map(|(until, now)| micros_to_seconds(until.saturating_sub(now))),

@@ -73,7 +73,7 @@ pub(super) fn explain_request(
 fn clear_instance_statuses(explanation: &mut PolicyExplanation<'_>) {
     for (_, step) in &mut explanation.steps {
         if let PolicyStep::Limits(limits) = step
-            && limits.key.is_instance_scoped()
+            && limits.own.key.is_instance_scoped()
         {
             limits.statuses.clear();
             limits.blocked_until_us = None;

@@ -65,7 +65,7 @@ impl<'t> ChargePlan<'t> {
             .filter(|(index, _)| is_included(*index))
         {
             if let Some(error) = policy.find_ambiguity(facts, &table.client) {
-                self.record_invalid_key(index, policy, error, &mut record_decision)?;
+                self.reject(index, policy, None, Some(error), &mut record_decision)?;
                 continue;
             }
             let quota = match &policy.action {
@@ -78,7 +78,7 @@ impl<'t> ChargePlan<'t> {
                     break;
                 }
                 PolicyAction::Deny => {
-                    self.deny(index, policy, None, &mut record_decision)?;
+                    self.reject(index, policy, None, None, &mut record_decision)?;
                     continue;
                 }
             };
@@ -109,7 +109,7 @@ impl<'t> ChargePlan<'t> {
                 }
                 Ok(None) => {}
                 Err(error) => {
-                    self.record_invalid_key(index, policy, error, &mut record_decision)?
+                    self.reject(index, policy, None, Some(error), &mut record_decision)?
                 }
             }
         }
@@ -128,17 +128,19 @@ impl<'t> ChargePlan<'t> {
             OverrideRule::Limit(_) => return Ok(true),
             OverrideRule::Off => {}
             OverrideRule::Allow => record_decision(index, Some(key), PolicyDecision::Exempt),
-            OverrideRule::Deny => self.deny(index, policy, Some(key), record_decision)?,
+            OverrideRule::Deny => self.reject(index, policy, Some(key), None, record_decision)?,
         }
         Ok(false)
     }
 
-    /// Rejects the request, unless the policy is not enforced.
-    fn deny(
+    /// Rejects the request because the policy denies it, or cannot form its key because of `error`,
+    /// unless the policy is not enforced.
+    fn reject(
         &mut self,
         index: usize,
         policy: &'t Policy,
         key: Option<&Key>,
+        error: Option<KeyError>,
         record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) -> Result<(), RequestOutcome<'t>> {
         if !policy.is_enforced() {
@@ -147,32 +149,19 @@ impl<'t> ChargePlan<'t> {
             return Ok(());
         }
         record_decision(index, key, PolicyDecision::Denied);
-        Err(RequestOutcome::Denied {
-            policy: &policy.name,
-            is_reported: policy.is_reported,
-            custom_response: policy.reject_response.as_ref(),
-        })
-    }
-
-    /// Rejects the request because the policy cannot form its key, unless the policy is not
-    /// enforced.
-    fn record_invalid_key(
-        &mut self,
-        index: usize,
-        policy: &'t Policy,
-        error: KeyError,
-        record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<(), RequestOutcome<'t>> {
-        if !policy.is_enforced() {
-            record_decision(index, None, PolicyDecision::from_mode(policy.mode));
-            self.unenforced_rejections.add_policy(policy, policy.mode);
-            return Ok(());
-        }
-        record_decision(index, None, PolicyDecision::Denied);
-        Err(RequestOutcome::InvalidKey {
-            policy: &policy.name,
-            is_reported: policy.is_reported,
-            error,
+        let custom_response = policy.reject_response.as_ref();
+        let (policy, is_reported) = (&*policy.name, policy.is_reported);
+        Err(match error {
+            Some(error) => RequestOutcome::InvalidKey {
+                policy,
+                is_reported,
+                error,
+            },
+            None => RequestOutcome::Denied {
+                policy,
+                is_reported,
+                custom_response,
+            },
         })
     }
 
@@ -346,12 +335,12 @@ impl<'t> ChargePlan<'t> {
             let response_counters = responses.filter_map(|((_, named), outcome)| {
                 Some((outcome.limit_in_effect(&named.limit), counted_key?.clone()))
             });
-            Some(EstimatedCharge::new(
-                Arc::clone(cost),
-                counters.collect(),
-                response_counters.collect(),
-                settlements.clone(),
-            ))
+            Some(EstimatedCharge {
+                cost: Arc::clone(cost),
+                counters: counters.collect(),
+                counted: response_counters.collect(),
+                settlements: settlements.clone(),
+            })
         });
         estimates.collect()
     }

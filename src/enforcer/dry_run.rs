@@ -29,8 +29,9 @@ pub struct QuotaUsage<'a, 't> {
 }
 
 /// The outcome of a dry run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DryRunOutcome {
+    #[default]
     Forwarded,
     /// Status 429.
     Limited,
@@ -41,7 +42,7 @@ pub enum DryRunOutcome {
 }
 
 /// The result of a dry run.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct DryRunResult {
     pub outcome: DryRunOutcome,
     /// Time that the request would have been held (µs).
@@ -68,10 +69,7 @@ pub fn dry_run_request<'t>(
 ) -> DryRunResult {
     let result_without_charges = |outcome| DryRunResult {
         outcome,
-        delay_us: 0,
-        slot_counters: SmallVec::new(),
-        max_duration_us: None,
-        estimated_charges: Vec::new(),
+        ..DryRunResult::default()
     };
     let matching = table.matching_policies(facts);
     let plan =

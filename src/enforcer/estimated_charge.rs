@@ -11,29 +11,15 @@ use std::sync::Arc;
 /// and the request counts.
 #[derive(Debug)]
 pub struct EstimatedCharge {
-    cost: Arc<EstimateCost>,
+    pub(super) cost: Arc<EstimateCost>,
     /// The charged counters, each with the time at which the charge counts (µs, store's clock).
-    counters: SmallVec<[(LimitAndKey, u64); 1]>,
+    pub(super) counters: SmallVec<[(LimitAndKey, u64); 1]>,
     /// The response counters, if only those start the block of the policy.
-    counted: Vec<LimitAndKey>,
-    settlements: SettlementQueue,
+    pub(super) counted: Vec<LimitAndKey>,
+    pub(super) settlements: SettlementQueue,
 }
 
 impl EstimatedCharge {
-    pub(super) fn new(
-        cost: Arc<EstimateCost>,
-        counters: SmallVec<[(LimitAndKey, u64); 1]>,
-        counted: Vec<LimitAndKey>,
-        settlements: SettlementQueue,
-    ) -> Self {
-        Self {
-            cost,
-            counters,
-            counted,
-            settlements,
-        }
-    }
-
     /// The source of the actual cost.
     pub fn estimate_cost(&self) -> &Arc<EstimateCost> {
         &self.cost
@@ -44,9 +30,13 @@ impl EstimatedCharge {
         matches!(self.cost.actual_source, ActualCostSource::Json(_))
     }
 
-    /// Whether the status of the response decides (`count_when`).
-    pub fn is_settled_by_status(&self) -> bool {
-        matches!(self.cost.actual_source, ActualCostSource::Status(_))
+    /// Settles the charge of a request that was not sent: by the status of the reply if the status
+    /// decides (`count_when`). Otherwise it is returned.
+    pub fn settle_unsent(self, status: StatusCode) {
+        match self.cost.actual_source {
+            ActualCostSource::Status(_) => self.settle_by_status(status),
+            _ => self.settle(0),
+        }
     }
 
     /// Settles a charge for which the status of the response decides. Any other charge stands.

@@ -2,10 +2,10 @@
 
 use super::charge_plan::ChargePlan;
 use super::planned_policy::{PlannedPolicy, PolicyStatuses};
-use crate::limiter::{Key, Limit, LimitStatus};
+use crate::limiter::{Key, LimitStatus};
 use crate::policy::{
-    Facts, KeyDigests, KeyError, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
-    PolicyTable, UnmetCondition, read_request_amounts,
+    ClientQuota, Facts, KeyDigests, KeyError, OverrideRule, Policy, PolicyAction, PolicyTable,
+    UnmetCondition, read_request_amounts,
 };
 use crate::store::{Store, StoreUnavailable};
 use smallvec::smallvec;
@@ -35,12 +35,8 @@ pub enum PolicyStep<'t> {
 /// The limits of one policy for a request.
 #[derive(Debug)]
 pub struct PolicyLimits<'t> {
-    /// The mode of the policy, or of an override for the key.
-    pub mode: PolicyMode,
-    pub key: Key,
+    pub own: ClientQuota<'t>,
     pub cost: u64,
-    pub limits: &'t [NamedLimit],
-    pub block: Option<&'t Limit>,
     /// End of the current block (µs, store's clock), if any.
     pub blocked_until_us: Option<u64>,
     /// Current status of each limit; empty if the store is unavailable.
@@ -63,21 +59,10 @@ pub async fn explain_request<'t>(
     facts: &Facts<'_>,
 ) -> PolicyExplanation<'t> {
     let mut steps = explain_policies(table, facts);
-    let planned_policies =
-        steps
-            .iter()
-            .enumerate()
-            .filter_map(|(index, (policy, step))| match step {
-                PolicyStep::Limits(limits) => Some(PlannedPolicy::new_read_only(
-                    (index, policy),
-                    policy.quota()?,
-                    limits.mode,
-                    limits.key.clone(),
-                    limits.limits,
-                    read_request_amounts(limits.limits, facts),
-                )),
-                _ => None,
-            });
+    let planned_policies = steps.iter().filter_map(|(_, step)| match step {
+        PolicyStep::Limits(limits) => Some(PlannedPolicy::new_read_only(&limits.own)),
+        _ => None,
+    });
     let read = read_policies(
         store,
         planned_policies.collect(),
@@ -137,13 +122,13 @@ fn explain_policies<'t>(
     facts: &Facts<'_>,
 ) -> Vec<(&'t Policy, PolicyStep<'t>)> {
     let mut is_walk_ended = false;
-    let steps = table.policies().iter().map(|policy| {
+    let steps = table.policies().iter().enumerate().map(|(index, policy)| {
         let step = match policy.find_ambiguity(facts, &table.client) {
             _ if is_walk_ended => PolicyStep::NotReached,
             Some(error) => PolicyStep::InvalidKey(error),
             None => match policy.first_unmet_condition(facts) {
                 Some(unmet) => PolicyStep::NotMatched(unmet),
-                None => explain_policy(policy, table, facts),
+                None => explain_policy((index, policy), table, facts),
             },
         };
         is_walk_ended |= policy.is_enforced()
@@ -160,7 +145,7 @@ fn explain_policies<'t>(
 }
 
 fn explain_policy<'t>(
-    policy: &'t Policy,
+    (policy_index, policy): (usize, &'t Policy),
     table: &'t PolicyTable,
     facts: &Facts<'_>,
 ) -> PolicyStep<'t> {
@@ -178,15 +163,18 @@ fn explain_policy<'t>(
                 OverrideRule::Deny => return PolicyStep::DeniesKey(key),
                 OverrideRule::Off => return PolicyStep::Off(key),
             }
-            let mode = selected.mode(policy.mode);
-            let block = quota.block.as_ref().filter(|_| mode.is_enforced());
-            let cost = quota.cost.compute_units(facts);
-            PolicyStep::Limits(PolicyLimits {
-                mode,
+            let own = ClientQuota {
+                policy_index,
+                policy,
+                quota,
+                mode: selected.mode(policy.mode),
                 key,
-                cost,
                 limits: selected.limits,
-                block,
+                amounts: read_request_amounts(selected.limits, facts),
+            };
+            PolicyStep::Limits(PolicyLimits {
+                own,
+                cost: quota.cost.compute_units(facts),
                 blocked_until_us: None,
                 statuses: Vec::new(),
             })

@@ -7,6 +7,7 @@ use super::{
 };
 use crate::limiter::{Charge, Refusal};
 use crate::policy::{ClientQuotas, Policy, SelfServiceSettings};
+use crate::store::StoreUnavailable;
 use smallvec::{SmallVec, smallvec};
 use tokio::time::Instant;
 
@@ -41,19 +42,20 @@ impl Enforcer {
         arrived: Instant,
     ) -> OwnLimits<'t> {
         let ask = Charge::new(&settings.limit.limit, &client.client_key, 1);
-        let asked = match self.store.decide_with_source(&[ask], arrived).await {
-            Ok((decision, _)) if decision.admitted => Ok(()),
-            Ok((decision, _)) => Err(reject_question(settings, client, &decision)),
-            Err(failure) => Err(unavailable_verdict(failure.unavailable.retry_after_us)),
+        let rejected = |verdict| OwnLimits {
+            verdict,
+            policies: Vec::new(),
         };
-        if let Err(verdict) = asked {
-            return OwnLimits {
-                verdict,
-                policies: Vec::new(),
-            };
+        let unavailable =
+            |error: StoreUnavailable| rejected(unavailable_verdict(error.retry_after_us));
+        match self.store.decide_with_source(&[ask], arrived).await {
+            Ok((decision, _)) if decision.admitted => {}
+            Ok((decision, _)) => return rejected(reject_question(settings, client, &decision)),
+            Err(failure) => return unavailable(failure.unavailable),
         }
         let mut policies = Vec::new();
-        let planned_policies = plan_without_cost(client);
+        let planned_policies = client.quotas.iter().map(PlannedPolicy::new_read_only);
+        let planned_policies = planned_policies.collect();
         let read = read_policies(&self.store, planned_policies, |planned_policy, statuses| {
             let limits = planned_policy.limits.iter().zip(statuses.limits);
             let reports = limits.filter_map(|(limit, outcome)| {
@@ -74,37 +76,17 @@ impl Enforcer {
         });
         let now_us = match read.await {
             Ok(now_us) => now_us,
-            Err(unavailable) => {
-                return OwnLimits {
-                    verdict: unavailable_verdict(unavailable.retry_after_us),
-                    policies: Vec::new(),
-                };
-            }
+            Err(error) => return unavailable(error),
         };
         policies.sort_by_key(|(policy_index, _)| *policy_index);
         let policies: Vec<OwnPolicyLimits<'t>> = policies.into_iter().map(|(_, own)| own).collect();
         let verdict = Verdict {
             limits: tightest_of_each_counter(&policies),
             now_us: now_us.unwrap_or_default(),
-            ..Verdict::from_outcome(RequestOutcome::Forward)
+            ..Verdict::default()
         };
         OwnLimits { verdict, policies }
     }
-}
-
-/// Plans charges that read the counters and change nothing.
-fn plan_without_cost<'t>(client: &ClientQuotas<'t>) -> Vec<PlannedPolicy<'t>> {
-    let planned_policies = client.quotas.iter().map(|own| {
-        PlannedPolicy::new_read_only(
-            (own.policy_index, own.policy),
-            own.quota,
-            own.mode,
-            own.key.clone(),
-            own.limits,
-            own.amounts.clone(),
-        )
-    });
-    planned_policies.collect()
 }
 
 /// The limits of all policies. Of limits of one counter, which have one name, only the tightest.

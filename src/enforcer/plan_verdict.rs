@@ -14,7 +14,7 @@ use std::time::Duration;
 impl<'t> ChargePlan<'t> {
     /// Builds the verdict from a decision with one status per charge.
     pub(super) fn into_verdict(mut self, decision: &Decision) -> Verdict<'t> {
-        let mut verdict = Verdict::from_outcome(RequestOutcome::Forward);
+        let mut verdict = Verdict::default();
         verdict.now_us = decision.now_us;
         verdict.delay = Duration::from_micros(decision.delay_us);
         verdict.unenforced_rejections = take(&mut self.unenforced_rejections);
@@ -71,28 +71,23 @@ impl<'t> ChargePlan<'t> {
         let is_degraded = self
             .enforced_policies()
             .any(|policy| !policy.is_instance_scoped());
-        if let Some(policy) = self.first_fail_closed_policy() {
-            let outcome = RequestOutcome::Unavailable {
-                policy: &policy.name,
-                is_reported: policy.is_reported,
-                retry_after_us: unavailable.retry_after_us,
-            };
-            return Verdict {
-                is_degraded,
+        let verdict = match (self.first_fail_closed_policy(), fallback_decision) {
+            (None, Some(decision)) => self.into_verdict(decision),
+            (closed, _) => Verdict {
                 unenforced_rejections: self.unenforced_rejections,
-                ..Verdict::from_outcome(outcome)
-            };
-        }
-        match fallback_decision {
-            Some(decision) => Verdict {
-                is_degraded,
-                ..self.into_verdict(decision)
+                outcome: closed.map_or(RequestOutcome::Forward, |policy| {
+                    RequestOutcome::Unavailable {
+                        policy: &policy.name,
+                        is_reported: policy.is_reported,
+                        retry_after_us: unavailable.retry_after_us,
+                    }
+                }),
+                ..Verdict::default()
             },
-            None => Verdict {
-                is_degraded,
-                unenforced_rejections: self.unenforced_rejections,
-                ..Verdict::from_outcome(RequestOutcome::Forward)
-            },
+        };
+        Verdict {
+            is_degraded,
+            ..verdict
         }
     }
 

@@ -2,8 +2,8 @@
 
 use crate::limiter::{Algorithm, Charge, ChargeOutcome, Key, LeaseTerms, Limit, LimitStatus};
 use crate::policy::{
-    EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyMode, Quota, RequestAmounts,
-    SelectedLimits, SlotRelease, read_request_amounts,
+    ClientQuota, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyMode, Quota,
+    RequestAmounts, SelectedLimits, SlotRelease, read_request_amounts,
 };
 use crate::store::LimitAndKey;
 use std::ops::Range;
@@ -116,24 +116,17 @@ impl<'t> PlannedPolicy<'t> {
         }
     }
 
-    /// Plans charges of cost 0, which read the counters of a policy and change none. The policy is
-    /// given with its index in the table.
-    pub(super) fn new_read_only(
-        (policy_index, policy): (usize, &'t Policy),
-        quota: &'t Quota,
-        mode: PolicyMode,
-        key: Key,
-        limits: &'t [NamedLimit],
-        amounts: Option<Box<RequestAmounts>>,
-    ) -> Self {
+    /// Plans charges of cost 0, which read the counters of a policy and change none.
+    pub(super) fn new_read_only(own: &ClientQuota<'t>) -> Self {
+        let quota = own.quota;
         Self {
-            policy_index,
-            policy,
-            mode,
-            key,
-            limits,
-            amounts,
-            block: quota.block.as_ref().filter(|_| mode.is_enforced()),
+            policy_index: own.policy_index,
+            policy: own.policy,
+            mode: own.mode,
+            key: own.key.clone(),
+            limits: own.limits,
+            amounts: own.amounts.clone(),
+            block: quota.block.as_ref().filter(|_| own.mode.is_enforced()),
             cost: 0,
             estimate: None,
             counted_key: None,

@@ -4,10 +4,10 @@ use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, Limit, LimitAmounts};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    ActualCostSource, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart, KeyTemplate,
-    LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit, OnStoreFailure,
-    OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota, RateLimitHeaderSettings,
-    SlotRelease, ValuePattern, client,
+    ActualCostSource, ClientQuota, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart,
+    KeyTemplate, LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit,
+    OnStoreFailure, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
+    RateLimitHeaderSettings, SlotRelease, ValuePattern, client,
 };
 use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
@@ -255,8 +255,15 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
         let planned_policies = policies.iter().map(|policy| {
-            let quota = policy.quota().unwrap();
-            PlannedPolicy::new_read_only((0, policy), quota, policy.mode, key.clone(), &[], None)
+            PlannedPolicy::new_read_only(&ClientQuota {
+                policy_index: 0,
+                policy,
+                quota: policy.quota().unwrap(),
+                mode: policy.mode,
+                key: key.clone(),
+                limits: &[],
+                amounts: None,
+            })
         });
         let plan = ChargePlan {
             planned_policies: planned_policies.collect(),

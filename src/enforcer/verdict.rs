@@ -9,8 +9,9 @@ use std::cmp::Reverse;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// The decision about a request. Borrows the policy table that it was decided by.
-#[derive(Debug)]
+/// The decision about a request. Borrows the policy table that it was decided by. The default
+/// forwards a request about which nothing was decided.
+#[derive(Debug, Default)]
 pub struct Verdict<'t> {
     pub outcome: RequestOutcome<'t>,
     /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
@@ -66,8 +67,9 @@ impl<'t> UnenforcedRejections<'t> {
 
 /// What happens to the request. In this project a limit *refuses*, a request is *rejected*, and
 /// `deny` is the action of a policy.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub enum RequestOutcome<'t> {
+    #[default]
     Forward,
     /// A limit is exceeded: 429, unless the policy's `reject.status` or gRPC says otherwise.
     Limited(LimitRejection<'t>),
@@ -180,24 +182,11 @@ impl LimitReport<'_> {
 }
 
 impl<'t> Verdict<'t> {
-    /// The verdict about a request that was rejected before a decision.
-    pub fn undecided() -> Self {
-        Self::from_outcome(RequestOutcome::Forward)
-    }
-
     /// Creates a verdict without limits.
     pub(super) fn from_outcome(outcome: RequestOutcome<'t>) -> Self {
         Self {
             outcome,
-            limits: SmallVec::new(),
-            now_us: 0,
-            decided_at: None,
-            source: None,
-            delay: Duration::ZERO,
-            is_degraded: false,
-            slot_guard: None,
-            estimated_charges: Vec::new(),
-            unenforced_rejections: UnenforcedRejections::default(),
+            ..Self::default()
         }
     }
 }

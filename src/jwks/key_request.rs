@@ -12,13 +12,9 @@ use tokio::time::timeout;
 const FETCH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of a JWK set. Sets of large issuers have some ten KiB.
 const MAX_KEY_SET_BYTES: usize = 1 << 20;
-/// A JWK set and how long it may be used without another fetch.
-#[derive(Debug)]
-pub(super) struct FetchedKeySet {
-    pub(super) text: String,
-    /// `None` if the response does not say.
-    pub(super) max_age: Option<Duration>,
-}
+/// The text of a JWK set, and how long it may be used without another fetch; `None` if the response
+/// does not say.
+pub(super) type FetchedKeySet = (String, Option<Duration>);
 
 /// Fetches the JWK set of a source.
 ///
@@ -49,7 +45,7 @@ async fn connect_and_fetch(source: &KeySource) -> Result<FetchedKeySet, String> 
     let max_age = read_max_age(response.headers());
     let text = String::from_utf8(response.into_body().into())
         .map_err(|_invalid| "the body is not UTF-8".to_owned())?;
-    Ok(FetchedKeySet { text, max_age })
+    Ok((text, max_age))
 }
 
 /// The remaining freshness by `Cache-Control` and `Age`. `no-store` and `no-cache` are a freshness

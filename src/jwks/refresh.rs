@@ -2,7 +2,7 @@
 
 use super::FetchCounters;
 use super::key_cache::KeyCache;
-use super::key_request::{self, FetchedKeySet};
+use super::key_request;
 use crate::clock;
 use crate::policy::jwt::{KeyCell, KeySource, VerificationKeys};
 use std::sync::Arc;
@@ -77,7 +77,7 @@ impl KeyRefresher {
 
     async fn fetch(&mut self) {
         let fetched = key_request::fetch_key_set(&self.source).await;
-        let fetched = fetched.and_then(|FetchedKeySet { text, max_age }| {
+        let fetched = fetched.and_then(|(text, max_age)| {
             let is_new = text != self.text;
             if is_new {
                 self.use_key_set(text)?;

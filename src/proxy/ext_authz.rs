@@ -9,13 +9,13 @@
 use super::server::peer::ConnectionPeer;
 use super::server::query_escaper::escape_query;
 use super::service::ProxyService;
-use super::service::request_summary::RequestSummary;
+use super::service::request_summary::{RequestContext, RequestSummary};
 use crate::enforcer::Verdict;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
 use crate::proxy::UpstreamErrorKind;
 use crate::proxy::http::body::{RequestBody, ResponseBody};
-use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::local_replies;
 use crate::proxy::http::mark_header::add_mark_header;
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::request_validation::RequestValidationError;
@@ -80,23 +80,23 @@ impl ProxyService {
         request: Request<RequestBody>,
         peer: &ConnectionPeer,
     ) -> Response<ResponseBody> {
-        let arrived_at = Instant::now();
         let (mut parts, body) = request.into_parts();
         body.discard();
         let snapshot = self.enforcer.policy_snapshot();
         let table = &*snapshot.table;
         let origin = table.cors.copy_origin(&parts.headers);
-        let style =
-            ReplyStyle::from_request(&parts, origin.as_ref(), &table.cors).replace_grpc_with_json();
+        let mut context = RequestContext::new(&parts, origin.as_ref(), peer, table);
+        context.style = context.style.replace_grpc_with_json();
+        let RequestContext {
+            style, arrived_at, ..
+        } = context;
         let proxy_kind = match AuthProxyKind::from_path(parts.uri.path()) {
             Ok(kind) => kind,
             Err(error) => return reject_invalid_auth_request(error, peer),
         };
         let inbound = match restore_original_request(&mut parts, proxy_kind) {
             // The proxy in front forwards the path, as the client sent it.
-            Ok(()) => {
-                self.validate_request_head(&mut parts, peer, table, ForwardedPath::Unchanged, style)
-            }
+            Ok(()) => self.validate_request_head(&mut parts, &context, ForwardedPath::Unchanged),
             Err(AuthRequestError::TargetInvalid) => {
                 Err(local_replies::build_invalid_request_reply(
                     RequestValidationError::Target.into(),
@@ -109,13 +109,8 @@ impl ProxyService {
         let inbound = match inbound {
             Ok(inbound) => inbound,
             Err(reply) => {
-                let reply = self.reject_invalid_request(
-                    &parts,
-                    RequestBody::default(),
-                    peer,
-                    *reply,
-                    arrived_at,
-                );
+                let body = RequestBody::default();
+                let reply = self.reject_invalid_request(&parts, body, &context, *reply);
                 return self.translate_denial_status(reply, proxy_kind);
             }
         };
@@ -135,15 +130,13 @@ impl ProxyService {
                 None => {
                     let admission = self.upstream.delay_request(verdict.delay, decided_at).await;
                     admission.err().map(|_full| {
-                        let error = ProxyErrorType::Upstream(UpstreamErrorKind::QueueFull);
-                        local_replies::build_proxy_error_reply(error, style)
+                        local_replies::build_proxy_error_reply(UpstreamErrorKind::QueueFull, style)
                     })
                 }
             };
         let status = denial.as_ref().map_or(StatusCode::OK, Response::status);
         let trace = TraceParent::from_headers(&parts.headers);
-        let mut summary =
-            RequestSummary::new(&parts, parts.version, inbound, arrived_at, trace, None);
+        let mut summary = RequestSummary::new(context, &parts, inbound, trace, None);
         self.log_and_trace_request(&mut summary, &verdict, status, Instant::now());
         self.metrics
             .record_response(status.as_u16(), arrived_at.elapsed());
@@ -210,13 +203,10 @@ impl AuthProxyKind {
         match path {
             NGINX_CHECK_PATH => Ok(Self::Nginx),
             TRAEFIK_CHECK_PATH => Ok(Self::Traefik),
-            _ => {
-                let rest = path
-                    .strip_prefix(ENVOY_CHECK_PATH_PREFIX)
-                    .filter(|rest| rest.starts_with('/'));
-                rest.map(|_| Self::Envoy)
-                    .ok_or(AuthRequestError::UnknownPath)
-            }
+            _ => match path.strip_prefix(ENVOY_CHECK_PATH_PREFIX) {
+                Some(rest) if rest.starts_with('/') => Ok(Self::Envoy),
+                _ => Err(AuthRequestError::UnknownPath),
+            },
         }
     }
 }

@@ -37,5 +37,6 @@ pub use settings::{
 };
 pub use upstream::response_body::UpstreamBody;
 pub use upstream::{
-    UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamSharedState, UpstreamUrlError,
+    UPSTREAM_FAULTS, UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamSharedState,
+    UpstreamUrlError,
 };

@@ -19,14 +19,14 @@ use super::service::ProxyService;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
 use crate::limiter::{Algorithm, CalendarUnit};
 use crate::policy::{
-    Descriptor, PolicyTable, RateLimitHeaderSettings, RejectResponse, canonicalize_descriptor_value,
+    Descriptor, PolicyTable, RateLimitHeaderSettings, canonicalize_descriptor_value,
 };
 use crate::proxy::http::access_log::{AccessLogEntry, classify_verdict};
 use crate::proxy::http::body::{RequestBody, ResponseBody};
 use crate::proxy::http::mark_header::build_mark_value;
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::rate_limit_service::call_result::RlsCallResult;
-use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode};
+use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, invalid_argument};
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::{TraceId, TraceParent};
 use bytes::Bytes;
@@ -210,12 +210,11 @@ impl Drop for RateLimitCallCountGuard<'_> {
 
 /// Checks the required fields of a rate-limit call.
 fn validate_rate_limit_request(call: &RateLimitRequest) -> Result<(), GrpcError> {
-    let invalid = |why| Err(invalid_argument(why));
     if call.domain.is_empty() {
-        return invalid("the domain is missing");
+        return Err(invalid_argument("the domain is missing"));
     }
     if call.descriptors.is_empty() {
-        return invalid("the call has no descriptors");
+        return Err(invalid_argument("the call has no descriptors"));
     }
     Ok(())
 }
@@ -280,10 +279,6 @@ fn restore_positions<'t>(
             },
         )
         .collect()
-}
-
-fn invalid_argument(why: &'static str) -> GrpcError {
-    GrpcError(GrpcStatusCode::InvalidArgument, why)
 }
 
 fn borrow_descriptor_entries(message: &RateLimitDescriptor) -> Vec<(&str, &str)> {
@@ -437,19 +432,13 @@ fn headers_and_body_for_client(
         } => *custom_response,
         _ => None,
     };
-    if let Some(RejectResponse {
-        body,
-        content_type,
-        headers: more,
-        ..
-    }) = custom_response
-    {
-        if !body.is_empty() {
-            headers.insert(header::CONTENT_TYPE, content_type.clone());
+    if let Some(custom) = custom_response {
+        if !custom.body.is_empty() {
+            headers.insert(header::CONTENT_TYPE, custom.content_type.clone());
         }
-        more.iter().for_each(|(name, value)| {
+        for (name, value) in &custom.headers {
             headers.append(name, value.clone());
-        });
+        }
     }
     (
         headers

@@ -16,6 +16,7 @@ pub(crate) mod connection_memory;
 pub(crate) mod connection_monitor;
 pub(crate) mod continue_responses;
 mod field_block_filter;
+mod field_check;
 pub(crate) mod frame_limits;
 pub(crate) mod frame_scanner;
 pub(crate) mod frame_splitter;
@@ -45,7 +46,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
 use crate::listen::ListenAddress;
-use crate::proxy::server::acceptor::{ListenerAcceptor, PendingConnections};
+use crate::proxy::server::acceptor::ListenerAcceptor;
 use crate::proxy::server::connection_load::ServerLoad;
 use crate::proxy::server::connection_monitor::ConnectionDrain;
 use crate::proxy::server::handler::RequestHandler;
@@ -200,12 +201,8 @@ impl ProxyServer {
         };
         // A failed acceptor drains without a delay.
         begin_drain(&phase, Duration::ZERO, shutdown.grace);
-        let pending: Vec<PendingConnections> = acceptors
-            .into_iter()
-            .map(ListenerAcceptor::drain_backlog_and_close)
-            .collect();
         let drained = drain_workers(
-            pending,
+            acceptors,
             workers,
             &self.load,
             shutdown.grace,

@@ -1,9 +1,9 @@
 //! The proxy service: handles each request from its head to its response.
 
 mod dispatch;
-mod forward_error;
 mod held_exchange;
 mod proxy_request;
+mod request_deadline;
 pub(super) mod request_summary;
 mod self_service;
 mod validation;
@@ -30,53 +30,36 @@ pub struct ProxyService {
     pub(super) metrics: Arc<WorkerMetrics>,
     tracer: Option<Tracer>,
     pub(super) ext_authz: ExtAuthzSettings,
-    /// State of the process shutdown; `None` if the service never shuts down.
-    shutdown_signal: Option<watch::Receiver<ShutdownSignal>>,
+    /// State of the process shutdown.
+    shutdown_signal: watch::Receiver<ShutdownSignal>,
 }
 
 impl ProxyService {
+    /// `shutdown_signal` makes health checks report the coming shutdown. With a `tracer`, sampled
+    /// requests are recorded.
     pub fn new(
         enforcer: Enforcer,
         upstream: UpstreamClient,
-        listen: &ListenSettings,
+        (listen, ext_authz): (&ListenSettings, ExtAuthzSettings),
         log: &LogSettings,
-        metrics: Arc<WorkerMetrics>,
+        (metrics, tracer): (Arc<WorkerMetrics>, Option<Tracer>),
+        shutdown_signal: watch::Receiver<ShutdownSignal>,
     ) -> Self {
         Self {
             enforcer,
             upstream,
             max_headers: listen.max_headers,
             max_body_bytes: listen.max_body_bytes,
-            access_log: AccessLog::new(log),
+            access_log: AccessLog(log.clone()),
             metrics,
-            tracer: None,
-            ext_authz: ExtAuthzSettings::default(),
-            shutdown_signal: None,
-        }
-    }
-
-    /// Sets the settings of the ext_authz listener.
-    pub fn with_ext_authz(self, ext_authz: ExtAuthzSettings) -> Self {
-        Self { ext_authz, ..self }
-    }
-
-    /// Sets the signal that makes health checks report the coming shutdown.
-    pub fn with_shutdown_signal(self, shutdown_signal: watch::Receiver<ShutdownSignal>) -> Self {
-        Self {
-            shutdown_signal: Some(shutdown_signal),
-            ..self
+            tracer,
+            ext_authz,
+            shutdown_signal,
         }
     }
 
     /// Whether the process was asked to shut down.
     pub(super) fn is_shutting_down(&self) -> bool {
-        self.shutdown_signal
-            .as_ref()
-            .is_some_and(|stop| *stop.borrow() > ShutdownSignal::Run)
-    }
-
-    /// Enables trace recording of sampled requests.
-    pub fn with_tracer(self, tracer: Option<Tracer>) -> Self {
-        Self { tracer, ..self }
+        *self.shutdown_signal.borrow() > ShutdownSignal::Run
     }
 }

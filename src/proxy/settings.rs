@@ -62,22 +62,13 @@ pub struct ExtraListenerSettings {
     pub tls: Option<Arc<ServerTls>>,
 }
 
-/// Settings of the ext_authz listener, `[check]`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Settings of the ext_authz listener, `[check]`. The default has no effect: there is no listener.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExtAuthzSettings {
     /// Status code of all denials. `None` keeps each denial's own.
     pub denied_status: Option<StatusCode>,
     /// Whether a key header with a comma is rejected: the proxy in front may have joined two lines.
     pub rejects_joined_headers: bool,
-}
-
-impl Default for ExtAuthzSettings {
-    fn default() -> Self {
-        Self {
-            denied_status: None,
-            rejects_joined_headers: true,
-        }
-    }
 }
 
 /// Protocol that a listener serves.

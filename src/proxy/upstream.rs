@@ -35,9 +35,8 @@ use exchange::{ExchangeFailure, client_error_kind};
 use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use retry::RetryRequest;
 
-pub use connector::UpstreamUrlError;
-pub use error::{UpstreamError, UpstreamErrorKind};
-pub use shared_state::UpstreamSharedState;
+pub use error::{UPSTREAM_FAULTS, UpstreamError, UpstreamErrorKind};
+pub use shared_state::{UpstreamSharedState, UpstreamUrlError};
 
 /// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at
 /// once, and each retry may meet another closing connection.
@@ -72,11 +71,11 @@ impl UpstreamClient {
         &self.pool.shared.authority
     }
 
-    /// Logs why a request was not forwarded. Client errors go to the debug log; upstream and proxy
-    /// errors produce a throttled warning.
+    /// Logs why a request was not forwarded. Expected errors go to the debug log; upstream and
+    /// proxy errors produce a throttled warning.
     pub(super) fn log_error(&self, error: &UpstreamError) {
         let throttle = &self.pool.shared.error_log_throttle;
-        let occurrences = match error.kind.is_client_error() {
+        let occurrences = match error.kind.is_expected() {
             true => None,
             false => throttle.record_occurrence(std::time::Instant::now()),
         };
@@ -156,9 +155,7 @@ impl UpstreamClient {
             let mut budget = RetryBudget::new(self.settings(), &request);
             let upload = Some(request.body());
             let upload = upload.filter(|body| body.may_be_read_ahead() && self.pool.is_scarce());
-            let taken = upload
-                .is_none()
-                .then(|| self.pool.try_take_share(&client).ok());
+            let taken = upload.is_none().then(|| self.pool.try_take_share(&client));
             let share = match taken.flatten() {
                 Some(share) => share,
                 None => {
@@ -184,19 +181,16 @@ impl UpstreamClient {
                 let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
                 let may_retry = is_http2 || is_reused && budget.may_retry_idempotent;
                 let retry = may_retry.then(|| RetryRequest::from_request(&request));
-                match is_http2 {
-                    // An HTTP/2 upstream may refuse a request unprocessed even after the whole body
-                    // was sent, so the body is kept for a retry.
-                    true => request.body().enable_replay(),
-                    false => request.body().disable_replay(),
-                }
+                // An HTTP/2 upstream may refuse a request unprocessed even after the whole body was
+                // sent, so the body is kept for a retry.
+                request.body().set_replay(is_http2);
                 let yield_first = is_reused && !budget.may_retry_idempotent;
                 let was_sent_before = was_sent.replace(true);
                 let order = (is_upgrade, yield_first);
                 let exchange = self.exchange_request(connection, request, sent_at, interim, order);
                 match exchange.await {
                     Ok(mut response) => {
-                        retry.inspect(|copy| copy.body.disable_replay());
+                        retry.inspect(|copy| copy.body.set_replay(false));
                         match response.body_mut() {
                             ResponseBody::Upstream(body) => {
                                 body.attach_share(share);
@@ -230,7 +224,7 @@ impl UpstreamClient {
         &self,
         client: IpAddr,
         upload: Option<&RequestBody>,
-    ) -> Result<Option<ConnectionShare>, UpstreamError> {
+    ) -> Result<ConnectionShare, UpstreamError> {
         if let Some(body) = upload
             && let Some(share) = self.read_ahead(body).await?
         {
@@ -244,11 +238,11 @@ impl UpstreamClient {
     async fn read_ahead(
         &self,
         body: &RequestBody,
-    ) -> Result<Option<Option<ConnectionShare>>, UpstreamError> {
+    ) -> Result<Option<ConnectionShare>, UpstreamError> {
         let share = async {
             loop {
                 sleep(READ_AHEAD_TIME).await;
-                if let Ok(share) = self.pool.try_take_slow_upload_share() {
+                if let Some(share) = self.pool.try_take_slow_upload_share() {
                     return share;
                 }
             }

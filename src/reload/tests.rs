@@ -18,29 +18,23 @@ async fn content_is_settled_after_the_settle_time() {
     let mut debouncer = ChangeDebouncer::new(OLD_CONTENT);
     assert_eq!(
         debouncer.observe(OLD_CONTENT, instant_at(0, start)),
-        FileChangeState::Unchanged
+        Some(POLL_INTERVAL)
     );
     assert_eq!(
         debouncer.observe(NEW_CONTENT, instant_at(500, start)),
-        FileChangeState::Settling(SETTLE_TIME)
+        Some(SETTLE_TIME)
     );
     assert_eq!(
         debouncer.observe(NEW_CONTENT, instant_at(530, start)),
-        FileChangeState::Settling(Duration::from_millis(70))
+        Some(Duration::from_millis(70))
     );
-    assert_eq!(
-        debouncer.observe(NEW_CONTENT, instant_at(600, start)),
-        FileChangeState::Settled
-    );
+    assert_eq!(debouncer.observe(NEW_CONTENT, instant_at(600, start)), None);
     // Content stays new until it is accepted, because loading it may fail.
-    assert_eq!(
-        debouncer.observe(NEW_CONTENT, instant_at(700, start)),
-        FileChangeState::Settled
-    );
+    assert_eq!(debouncer.observe(NEW_CONTENT, instant_at(700, start)), None);
     debouncer.accept(NEW_CONTENT);
     assert_eq!(
         debouncer.observe(NEW_CONTENT, instant_at(800, start)),
-        FileChangeState::Unchanged
+        Some(POLL_INTERVAL)
     );
 }
 
@@ -51,14 +45,11 @@ async fn each_write_restarts_the_settle_time() {
     for (ms, half) in [(0, "b"), (60, "bb"), (120, "bbb")] {
         assert_eq!(
             debouncer.observe(half, instant_at(ms, start)),
-            FileChangeState::Settling(SETTLE_TIME),
+            Some(SETTLE_TIME),
             "{half}"
         );
     }
-    assert_eq!(
-        debouncer.observe("bbb", instant_at(220, start)),
-        FileChangeState::Settled
-    );
+    assert_eq!(debouncer.observe("bbb", instant_at(220, start)), None);
 }
 
 #[tokio::test]
@@ -68,11 +59,11 @@ async fn alternating_content_never_settles() {
     for ms in [0, 100, 200, 300] {
         assert_eq!(
             debouncer.observe(NEW_CONTENT, instant_at(ms, start)),
-            FileChangeState::Settling(SETTLE_TIME)
+            Some(SETTLE_TIME)
         );
         assert_eq!(
             debouncer.observe(OLD_CONTENT, instant_at(ms + 50, start)),
-            FileChangeState::Unchanged
+            Some(POLL_INTERVAL)
         );
     }
 }
@@ -109,6 +100,7 @@ impl ReloaderFixture {
                 &config,
                 active_policies.clone(),
                 Box::new(|_config| {}),
+                Box::new(|_credentials| {}),
             ),
             active_policies,
         }

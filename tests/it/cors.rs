@@ -109,6 +109,7 @@ async fn scripts_of_allowed_origins_read_the_rate_limit_fields_of_admitted_respo
         if request.uri().path() == "/own" {
             let own = "X-Total, ratelimit".parse().unwrap();
             headers.insert("access-control-expose-headers", own);
+            headers.insert("vary", "Accept, origin".parse().unwrap());
         }
         answer
     })
@@ -119,18 +120,64 @@ async fn scripts_of_allowed_origins_read_the_rate_limit_fields_of_admitted_respo
     let legacy = "X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset";
     let all = format!("RateLimit, RateLimit-Policy, {legacy}");
     let merged = format!("X-Total, ratelimit, RateLimit-Policy, {legacy}");
-    for (target, origin, exposed) in [
-        ("/plain", "https://a.b.example.com", Some(all.as_str())),
-        ("/own", "https://a.example.com", Some(&merged)),
-        ("/plain", "https://evil-example.com", None),
-        ("/own", "https://example.com", Some("X-Total, ratelimit")),
-        ("/unlimited", "https://a.example.com", None),
+    let (origin, own) = (Some("Origin"), Some("Accept, origin"));
+    for (target, from, exposed, vary) in [
+        ("/plain", "https://a.b.example.com", Some(&*all), origin),
+        ("/own", "https://a.example.com", Some(&*merged), own),
+        ("/plain", "https://evil-example.com", None, origin),
+        (
+            "/own",
+            "https://example.com",
+            Some("X-Total, ratelimit"),
+            own,
+        ),
+        ("/unlimited", "https://a.example.com", None, None),
     ] {
-        let reply = request_from_origin(&proxy, target, origin).send().await;
-        let [allowed, credentials, _] = cors_headers(&reply);
-        assert_eq!((reply.status, allowed, credentials), (200, Some("*"), None));
+        let reply = request_from_origin(&proxy, target, from).send().await;
+        let cors = [Some("*"), None, vary];
+        assert_eq!((reply.status, cors_headers(&reply)), (200, cors));
         let name = "access-control-expose-headers";
-        assert_eq!(reply.header(name), exposed, "{target} {origin}");
+        assert_eq!(reply.header(name), exposed, "{target} {from}");
+    }
+    let without_origin = proxy.get("/plain").await;
+    assert_eq!(
+        cors_headers(&without_origin),
+        [Some("*"), None, origin],
+        "a cache must not serve it to an origin that may read the fields"
+    );
+}
+
+#[tokio::test]
+async fn the_origin_is_added_once_to_what_a_response_varies_by() {
+    let upstream = Upstream::with_handler(|request| async move {
+        let mut answer = Response::new(full_body("ok"));
+        let query = request.uri().query().unwrap_or_default();
+        for line in query.split('&').filter(|line| !line.is_empty()) {
+            answer.headers_mut().append("vary", line.parse().unwrap());
+        }
+        answer
+    })
+    .await;
+    let config = "[response.cors]\nallow_origins = ['https://app.example']\n\
+        [[policy]]\nname = 'p'\nlimit = { requests = 99, per = '1h' }\n\
+        reject = { headers = { vary = 'Origin' } }\n\
+        [[policy]]\nname = 'none'\nmatch = { path = '/none' }\nlimit = { requests = 0, per = '1h' }\n\
+        reject = { headers = { vary = 'Accept, ORIGIN' } }\n";
+    let proxy = Proxy::start(config, upstream.address).await;
+    for (target, expected) in [
+        ("/", vec!["Origin"]),
+        ("/?Accept", vec!["Accept", "Origin"]),
+        ("/?Accept&X-Origin", vec!["Accept", "X-Origin", "Origin"]),
+        ("/?Accept&origin,Cookie", vec!["Accept", "origin,Cookie"]),
+        ("/?*", vec!["*"]),
+        ("/none", vec!["Accept, ORIGIN"]),
+    ] {
+        for from in [APP_ORIGIN, "https://stranger.example"] {
+            let reply = request_from_origin(&proxy, target, from).send().await;
+            let lines = reply.headers.iter().filter(|(name, _)| name == "vary");
+            let lines: Vec<_> = lines.map(|(_, value)| value.as_str()).collect();
+            assert_eq!(lines, expected, "{target} {from}");
+        }
     }
 }
 

@@ -274,12 +274,10 @@ async fn alternating_window_sizes_while_streams_wait() {
 async fn frames_for_which_h2_visits_every_stream() {
     let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let goaway = encode_frame(GOAWAY, 0, 0, [0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 0]);
-    for frame in [
-        encode_frame(SETTINGS, 0, 0, encode_setting(4, 0)),
-        encode_frame(SETTINGS, 0, 0, encode_setting(4, 1)),
-        goaway,
-    ] {
+    let goaway = &encode_frame(GOAWAY, 0, 0, [0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 0]);
+    let closed = &encode_frame(SETTINGS, 0, 0, encode_setting(4, 0));
+    let open = &encode_frame(SETTINGS, 0, 0, encode_setting(4, 1));
+    for frames in [[closed; 2], [open; 2], [open, closed], [goaway; 2]] {
         let mut attacker = FrameClient::connect(proxy.address, &encode_setting(4, 0)).await;
         let opening: Vec<u8> = (0..200)
             .flat_map(|n| get_frame(stream_id(n), "/big"))
@@ -290,7 +288,7 @@ async fn frames_for_which_h2_visits_every_stream() {
         }
         assert!(!attacker.is_closed());
         let mut sent = 0;
-        while sent < 1_000 && attacker.send(&frame).await && !attacker.is_closed() {
+        while sent < 1_000 && attacker.send(frames[sent % 2]).await && !attacker.is_closed() {
             sent += 1;
             tokio::time::sleep(Duration::from_millis(1)).await;
         }

@@ -74,6 +74,15 @@ pub(crate) enum FindingLevel {
     Fault,
 }
 
+impl FindingLevel {
+    fn warning_if(is_warning: bool) -> Self {
+        match is_warning {
+            true => Self::Warning,
+            false => Self::Ok,
+        }
+    }
+}
+
 /// Counters and memory of one policy, estimated from a sample.
 #[derive(Debug, Serialize)]
 pub(crate) struct PolicyMemory {
@@ -181,22 +190,22 @@ struct FindingList(Vec<DoctorFinding>);
 
 impl FindingList {
     fn add_ok(&mut self, check: &'static str, found: impl Into<String>) {
-        self.add(FindingLevel::Ok, check, found.into(), None);
+        self.add(FindingLevel::Ok, check, found.into(), "");
     }
 
     /// Adds that a check has no result, and why.
     fn add_unknown(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
         let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
         let advice = "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)";
-        self.add(FindingLevel::Unknown, check, found, Some(advice.to_owned()));
+        self.add(FindingLevel::Unknown, check, found, advice);
     }
 
     fn add_warning(&mut self, check: &'static str, found: String, advice: &str) {
-        self.add(FindingLevel::Warning, check, found, Some(advice.to_owned()));
+        self.add(FindingLevel::Warning, check, found, advice);
     }
 
     fn add_fault(&mut self, check: &'static str, found: String, advice: &str) {
-        self.add(FindingLevel::Fault, check, found, Some(advice.to_owned()));
+        self.add(FindingLevel::Fault, check, found, advice);
     }
 
     /// Adds a fault that quotes the error of the server or the system, with advice for its kind.
@@ -205,19 +214,14 @@ impl FindingList {
         self.add_fault(check, found, error.remedy());
     }
 
-    fn add(
-        &mut self,
-        level: FindingLevel,
-        check: &'static str,
-        found: String,
-        advice: Option<String>,
-    ) {
+    /// Adds a finding. The advice counts unless the level is `Ok`.
+    fn add(&mut self, level: FindingLevel, check: &'static str, found: String, advice: &str) {
         self.0.push(DoctorFinding {
             level,
             check,
             server: None,
             found,
-            advice,
+            advice: (level != FindingLevel::Ok).then(|| advice.to_owned()),
         });
     }
 

@@ -1,7 +1,7 @@
 //! Judges the facts about one server.
 
 use super::store_findings::{add_clock_finding, format_seconds};
-use super::{FindingList, join_names};
+use super::{FindingLevel, FindingList, join_names};
 use crate::config::format_duration;
 use crate::store::redis::{
     ClockReading, DenialReason, DeniedCommand, InfoFields, RedisConnectionError, RedisErrorKind,
@@ -83,10 +83,9 @@ fn is_missing_reply(error: &RedisConnectionError) -> bool {
 
 fn judge_clock(findings: &mut FindingList, clock: ClockReading) {
     let difference_us = clock.ahead_us.unsigned_abs();
-    let direction = if clock.ahead_us < 0 {
-        "behind"
-    } else {
-        "ahead of"
+    let direction = match clock.ahead_us {
+        ..0 => "behind",
+        _ => "ahead of",
     };
     let found = format!(
         "the server's clock is {} {direction} this machine's (± {})",
@@ -174,11 +173,12 @@ fn judge_memory(findings: &mut FindingList, info: &InfoFields) {
         format_bytes(max)
     );
     let advice = "raise maxmemory, shorten periods, or use an algorithm with less memory than sliding_log (docs/ALGORITHMS.md)";
-    match percent {
-        MEMORY_FAULT_PERCENT.. => findings.add_fault("memory", found, advice),
-        MEMORY_WARNING_PERCENT.. => findings.add_warning("memory", found, advice),
-        _ => findings.add_ok("memory", found),
-    }
+    let level = match percent {
+        MEMORY_FAULT_PERCENT.. => FindingLevel::Fault,
+        MEMORY_WARNING_PERCENT.. => FindingLevel::Warning,
+        _ => FindingLevel::Ok,
+    };
+    findings.add(level, "memory", found, advice);
 }
 
 fn judge_eviction(findings: &mut FindingList, info: &InfoFields) {
@@ -251,15 +251,10 @@ fn judge_replicas(findings: &mut FindingList, settings: &RedisSettings, info: &I
         );
         let is_late = replica.lag_s.is_some_and(|lag_s| lag_s > MAX_REPLICA_LAG_S)
             || replica.behind_bytes > MAX_REPLICA_BEHIND_BYTES;
-        if replica.state != "online" || is_late {
-            findings.add_warning(
-                "replication",
-                found,
-                "a failover to this replica loses the usage that it lacks: check its load and network",
-            );
-        } else {
-            findings.add_ok("replication", found);
-        }
+        let level = FindingLevel::warning_if(replica.state != "online" || is_late);
+        let advice =
+            "a failover to this replica loses the usage that it lacks: check its load and network";
+        findings.add(level, "replication", found, advice);
     }
     if replicas.is_empty() {
         match settings.topology {
@@ -279,15 +274,9 @@ fn judge_clients(findings: &mut FindingList, info: &InfoFields) {
         return;
     };
     let found = format!("{clients} of {max} connections (maxclients)");
-    if clients.saturating_mul(100) >= max.saturating_mul(CLIENTS_WARNING_PERCENT) {
-        findings.add_warning(
-            "clients",
-            found,
-            "raise maxclients: at least 2 × instances × workers + 100",
-        );
-    } else {
-        findings.add_ok("clients", found);
-    }
+    let is_near = clients.saturating_mul(100) >= max.saturating_mul(CLIENTS_WARNING_PERCENT);
+    let advice = "raise maxclients: at least 2 × instances × workers + 100";
+    findings.add(FindingLevel::warning_if(is_near), "clients", found, advice);
 }
 
 fn judge_permissions(
@@ -387,13 +376,11 @@ fn judge_latency(findings: &mut FindingList, settings: &RedisSettings, latency: 
     );
     let timeout_us = u64::try_from(settings.timeout.as_micros()).unwrap_or(u64::MAX);
     let advice = "move tidegate and Redis closer together, look at SLOWLOG and LATENCY DOCTOR, use leases, or raise store.redis.timeout";
-    if latency.p99_us >= timeout_us {
-        findings.add_fault("latency", found, advice);
-    } else if latency.p99_us >= timeout_us / 2 {
-        findings.add_warning("latency", found, advice);
-    } else {
-        findings.add_ok("latency", found);
-    }
+    let level = match latency.p99_us {
+        p99_us if p99_us >= timeout_us => FindingLevel::Fault,
+        p99_us => FindingLevel::warning_if(p99_us >= timeout_us / 2),
+    };
+    findings.add(level, "latency", found, advice);
 }
 
 fn judge_counters(findings: &mut FindingList, facts: &ServerFacts) {

@@ -110,7 +110,7 @@ fn judge_sentinels(findings: &mut FindingList, diagnosis: &RedisDiagnosis) {
         } else {
             FindingLevel::Fault
         };
-        findings.add(level, "topology", found, Some(error.remedy().to_owned()));
+        findings.add(level, "topology", found, error.remedy());
     }
     match masters.as_slice() {
         [] => {}
@@ -161,11 +161,12 @@ pub(super) fn add_clock_finding(
     found: String,
     advice: &str,
 ) {
-    match difference_us {
-        CLOCK_FAULT_US.. => findings.add_fault("clock", found, advice),
-        CLOCK_WARNING_US.. => findings.add_warning("clock", found, advice),
-        _ => findings.add_ok("clock", found),
-    }
+    let level = match difference_us {
+        CLOCK_FAULT_US.. => FindingLevel::Fault,
+        CLOCK_WARNING_US.. => FindingLevel::Warning,
+        _ => FindingLevel::Ok,
+    };
+    findings.add(level, "clock", found, advice);
 }
 
 #[allow(

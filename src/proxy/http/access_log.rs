@@ -41,11 +41,7 @@ static REJECTION_LINES: Mutex<RejectionLines> = Mutex::new(RejectionLines {
 
 /// Writes access-log lines according to the log settings.
 #[derive(Debug)]
-pub(crate) struct AccessLog {
-    mode: AccessLogFilter,
-    /// Share of the lines that are written, 0.0..=1.0.
-    sample_rate: f64,
-}
+pub(crate) struct AccessLog(pub(crate) LogSettings);
 
 /// A token bucket of lines, and the rejections that were not logged.
 #[derive(Debug)]
@@ -201,13 +197,6 @@ impl<'a> AccessLogEntry<'a> {
 }
 
 impl AccessLog {
-    pub(crate) fn new(settings: &LogSettings) -> Self {
-        Self {
-            mode: settings.access,
-            sample_rate: settings.access_sample,
-        }
-    }
-
     /// Whether a line about a rejection may be written.
     fn take_rejection_line(policy: &str) -> bool {
         let now = Instant::now();
@@ -222,7 +211,7 @@ impl AccessLog {
     /// Whether the log settings allow a line for a request, before sampling. `is_rejected` says
     /// whether the request was rejected.
     pub(crate) fn filter_allows_request(&self, is_rejected: bool) -> bool {
-        match self.mode {
+        match self.0.access {
             AccessLogFilter::Off => false,
             AccessLogFilter::Rejected => is_rejected,
             AccessLogFilter::All => true,
@@ -242,11 +231,11 @@ impl AccessLog {
                 .unenforced_rejections
                 .is_some_and(|all| !all.is_empty());
         if !self.filter_allows_request(is_logged_as_rejected)
-            || (self.sample_rate < 1.0 && fastrand::f64() >= self.sample_rate)
+            || (self.0.access_sample < 1.0 && fastrand::f64() >= self.0.access_sample)
         {
             return;
         }
-        if self.mode == AccessLogFilter::Rejected {
+        if self.0.access == AccessLogFilter::Rejected {
             let mut unenforced =
                 unenforced_in(PolicyMode::Mark).chain(unenforced_in(PolicyMode::Shadow));
             let policy = entry
@@ -259,6 +248,7 @@ impl AccessLog {
         }
         let tightest = LimitReport::find_tightest_limit(entry.limits);
         let in_effect = tightest.and_then(|limit| limit.status.in_effect);
+        let [by_override, stated] = in_effect.map_or([None, None], format_amounts_in_effect);
         tracing::info!(
             target: "access",
             method = &*shorten_client_text(entry.method),
@@ -273,8 +263,8 @@ impl AccessLog {
             limit = tightest.map(|limit| &*limit.limit.name),
             key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
             key_parts = entry.key.map(format_value_ids),
-            "override" = in_effect.and_then(format_override),
-            stated = in_effect.and_then(format_stated_amounts),
+            "override" = by_override,
+            stated,
             remaining = tightest.map(|limit| limit.status.remaining),
             retry_after_ms = entry.retry_after_us.map(|wait_us| wait_us.div_ceil(1000)),
             source = entry.source.as_ref().map(DecisionSource::into_str),
@@ -312,22 +302,18 @@ fn format_value_ids(key: &Key) -> String {
     ids.join(",")
 }
 
-/// What an override of the key decided: `blocked`, or its requests and burst, such as `5` or `5+8`.
-fn format_override(in_effect: OverrideInEffect) -> Option<String> {
+/// What an override of the key decided (`blocked`, or its requests and burst, such as `5` or
+/// `5+8`), and the amounts that the request states, in the same form.
+fn format_amounts_in_effect(in_effect: OverrideInEffect) -> [Option<String>; 2] {
     match in_effect {
-        OverrideInEffect::Blocked => Some("blocked".to_owned()),
-        OverrideInEffect::Amounts { requests, burst } => Some(format_amounts(requests, burst)),
-        OverrideInEffect::Unlimited | OverrideInEffect::StatedAmounts { .. } => None,
-    }
-}
-
-/// The amounts that the request states, as [`format_override`] writes them.
-fn format_stated_amounts(in_effect: OverrideInEffect) -> Option<String> {
-    match in_effect {
-        OverrideInEffect::StatedAmounts { requests, burst } => {
-            Some(format_amounts(requests, burst))
+        OverrideInEffect::Blocked => [Some("blocked".to_owned()), None],
+        OverrideInEffect::Amounts { requests, burst } => {
+            [Some(format_amounts(requests, burst)), None]
         }
-        _ => None,
+        OverrideInEffect::StatedAmounts { requests, burst } => {
+            [None, Some(format_amounts(requests, burst))]
+        }
+        OverrideInEffect::Unlimited => [None, None],
     }
 }
 

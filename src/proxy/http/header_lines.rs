@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use http::header::Entry;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
+use smallvec::SmallVec;
 
 /// Memory of a field line in a header map: an entry, without name and value.
 const FIELD_LINE_BYTES: usize = 104;
@@ -14,6 +15,15 @@ pub(crate) fn header_values<'h>(
 ) -> impl Iterator<Item = &'h HeaderValue> {
     let lines = headers.iter();
     lines.filter_map(move |(line_name, value)| (line_name == name).then_some(value))
+}
+
+/// Removes the headers that `is_removed` selects.
+pub(crate) fn remove_headers(headers: &mut HeaderMap, is_removed: impl Fn(&HeaderName) -> bool) {
+    let names = headers.keys().filter(|name| is_removed(name));
+    let names: SmallVec<[HeaderName; 4]> = names.cloned().collect();
+    for name in &names {
+        headers.remove(name);
+    }
 }
 
 /// Appends `item` to a comma-separated list header and joins all lines of the header into one.

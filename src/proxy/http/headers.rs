@@ -3,7 +3,7 @@
 //!
 //! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
-use super::header_lines::{append_to_list_header, join_cookie_lines};
+use super::header_lines::{append_to_list_header, join_cookie_lines, remove_headers};
 use super::hop_by_hop;
 use super::request_validation::RequestTarget;
 use super::upgrade::{self, RequestedProtocolSwitch};
@@ -219,26 +219,15 @@ pub(crate) fn rewrite_response_head(
 /// Rewrites an informational (1xx) response for the client: removes hop-by-hop and framing headers.
 pub(crate) fn rewrite_informational_headers(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
-    let connection_options = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .flat_map(hop_by_hop::headers_named_in_connection);
-    let hop_by_hop = headers
-        .keys()
-        .filter(|name| hop_by_hop::is_hop_by_hop(name))
-        .cloned();
-    let framing = [
-        header::CONTENT_LENGTH,
-        header::TRANSFER_ENCODING,
-        header::TRAILER,
-    ];
-    let headers_to_remove: SmallVec<[HeaderName; 8]> = connection_options
-        .chain(hop_by_hop)
-        .chain(framing)
+    let connection_options = headers.get_all(header::CONNECTION).iter();
+    let connection_options: SmallVec<[HeaderName; 4]> = connection_options
+        .flat_map(hop_by_hop::headers_named_in_connection)
         .collect();
-    for name in &headers_to_remove {
-        headers.remove(name);
-    }
+    remove_headers(headers, |name| {
+        connection_options.contains(name)
+            || hop_by_hop::is_hop_by_hop(name)
+            || hop_by_hop::is_framing(name)
+    });
     append_to_list_header(headers, &header::VIA, via_value(parts.version));
 }
 
@@ -251,25 +240,19 @@ fn check_protocol_switch(
     upgrade_request: Option<&RequestedProtocolSwitch>,
 ) -> Result<(), ResponseValidationError> {
     let is_switch = parts.status == StatusCode::SWITCHING_PROTOCOLS;
+    let is_proven = |key: &HeaderValue| upgrade::has_valid_websocket_accept(key, &parts.headers);
     match upgrade_request {
         None if is_switch => Err(ResponseValidationError::UnrequestedSwitch),
         // Requires a valid `Sec-WebSocket-Accept`: an upstream that does not support WebSocket
         // could copy `Upgrade` into a 101 response and continue with HTTP.
         Some(RequestedProtocolSwitch::Http1Upgrade { websocket_key })
-            if is_switch && upgrade::upgrade_names_websocket(&parts.headers) =>
+            if is_switch
+                && upgrade::upgrade_names_websocket(&parts.headers)
+                && !websocket_key.as_ref().is_some_and(is_proven) =>
         {
-            let is_proven = websocket_key
-                .as_ref()
-                .is_some_and(|key| upgrade::has_valid_websocket_accept(key, &parts.headers));
-            if is_proven {
-                Ok(())
-            } else {
-                Err(ResponseValidationError::InvalidWebSocketAccept)
-            }
+            Err(ResponseValidationError::InvalidWebSocketAccept)
         }
-        Some(RequestedProtocolSwitch::Http2WebSocket(key))
-            if is_switch && !upgrade::has_valid_websocket_accept(key, &parts.headers) =>
-        {
+        Some(RequestedProtocolSwitch::Http2WebSocket(key)) if is_switch && !is_proven(key) => {
             Err(ResponseValidationError::InvalidWebSocketAccept)
         }
         // Rejects a 2xx status: the client, which sent CONNECT, would take the tunnel for open.
@@ -299,11 +282,9 @@ fn upgrade_values_for_client(
         .iter()
         .cloned()
         .collect();
-    if upgrade::is_forwardable_upgrade(&list) {
-        list
-    } else {
-        SmallVec::new()
-    }
+    Some(list)
+        .filter(|list| upgrade::is_forwardable_upgrade(list))
+        .unwrap_or_default()
 }
 
 /// Formats an integer as a header value with one allocation; the `http` crate's conversion needs

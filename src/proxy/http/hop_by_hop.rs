@@ -1,6 +1,7 @@
 //! Hop-by-hop headers (RFC 9110, 7.6.1), which apply to a single connection, and parsing of the
 //! `Connection` lists that name more of them.
 
+use super::header_lines::remove_headers;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 
 /// Returns the header names in a `Connection` value, without `close` and `keep-alive`.
@@ -41,20 +42,15 @@ pub(crate) fn is_hop_by_hop(name: &HeaderName) -> bool {
 /// Removes the trailers that apply to a connection or frame a message (RFC 9110, 6.5.1). HTTP/2
 /// clients reset a stream with them; hyper removes them for HTTP/1.1.
 pub(crate) fn remove_invalid_trailers(trailers: &mut HeaderMap) {
-    let is_framing = |name: &HeaderName| {
-        matches!(
-            *name,
-            header::CONTENT_LENGTH | header::TRANSFER_ENCODING | header::HOST | header::TRAILER
-        )
-    };
-    let invalid: Vec<_> = trailers
-        .keys()
-        .filter(|name| is_hop_by_hop(name) || is_framing(name))
-        .cloned()
-        .collect();
-    for name in invalid {
-        trailers.remove(name);
-    }
+    remove_headers(trailers, |name| is_hop_by_hop(name) || is_framing(name));
+}
+
+/// Whether a header frames or routes a message.
+pub(crate) fn is_framing(name: &HeaderName) -> bool {
+    matches!(
+        *name,
+        header::CONTENT_LENGTH | header::TRANSFER_ENCODING | header::HOST | header::TRAILER
+    )
 }
 
 /// Whether validation always removes a header, so that policies never see it. `Connection`, `TE`

@@ -4,7 +4,7 @@
 //! the socket directly, after hyper's earlier output and before the final response
 //! ([`ConnectionMonitor::queue_informational_head`]).
 
-use http::{HeaderMap, StatusCode, Version, response};
+use http::{HeaderMap, Response, StatusCode, Version, response};
 use std::rc::Rc;
 
 use super::headers;
@@ -62,15 +62,11 @@ impl InformationalForwarder {
         if is_hop_by_hop || !status.is_informational() || self.remaining_responses == 0 {
             return;
         }
-        let mut parts = response::Builder::new()
-            .status(status)
-            .version(version)
-            .body(())
-            .map(http::Response::into_parts);
-        let Ok((head, ())) = &mut parts else { return };
+        let (mut head, ()) = Response::new(()).into_parts();
+        (head.status, head.version) = (status, version);
         head.headers = fields.clone();
-        headers::rewrite_informational_headers(head);
-        let text = encode_head(head);
+        headers::rewrite_informational_headers(&mut head);
+        let text = encode_head(&head);
         let Some(remaining) = self.remaining_bytes.checked_sub(text.len()) else {
             return;
         };

@@ -7,17 +7,17 @@
 mod cors_headers;
 mod own_limits_reply;
 mod problem_reply;
-mod proxy_error_type;
 mod reply_style;
 #[cfg(test)]
 mod tests;
 mod text_encoding;
+mod upstream_error_text;
 
 pub(crate) use own_limits_reply::{
     build_method_not_allowed_reply, build_own_limits_reply, build_unidentified_client_reply,
 };
-pub(crate) use proxy_error_type::ProxyErrorType;
 pub(crate) use reply_style::ReplyStyle;
+pub(crate) use upstream_error_text::status_error_and_detail;
 
 use self::problem_reply::{
     GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
@@ -29,6 +29,7 @@ use super::rate_limit_headers;
 use super::request_validation::RequestValidationError;
 use crate::enforcer::{LimitRejection, RejectionReason, RequestOutcome, RetryHint, Verdict};
 use crate::policy::RateLimitHeaderSettings;
+use crate::proxy::UpstreamErrorKind;
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, Version, header};
 use std::borrow::Cow;
@@ -49,18 +50,11 @@ pub(crate) fn build_verdict_reply(
             is_reported,
             custom_response,
         } => {
-            let problem = ProblemReply {
-                grpc_status: GRPC_PERMISSION_DENIED,
-                policy: is_reported.then_some(policy),
-                ..ProblemReply::new(
-                    StatusCode::FORBIDDEN,
-                    "http_request_denied",
-                    format!(
-                        "{} denies this request.",
-                        describe_policy(policy, *is_reported)
-                    ),
-                )
-            };
+            let policy = (*policy, *is_reported);
+            let mut problem =
+                new_policy_problem(StatusCode::FORBIDDEN, policy, "denies this request.");
+            problem.error = "http_request_denied";
+            problem.grpc_status = GRPC_PERMISSION_DENIED;
             problem.build_custom_or_standard(*custom_response, style)
         }
         RequestOutcome::InvalidKey {
@@ -68,41 +62,41 @@ pub(crate) fn build_verdict_reply(
             is_reported,
             error,
         } => {
-            let detail = format!(
-                "{} cannot determine the quota of this request: {error}.",
-                describe_policy(policy, *is_reported)
-            );
-            let problem = ProblemReply::new(StatusCode::BAD_REQUEST, "http_request_error", detail);
-            ProblemReply {
-                policy: is_reported.then_some(policy),
-                ..problem
-            }
-            .build_standard(style)
+            let what = format!("cannot determine the quota of this request: {error}.");
+            let policy = (*policy, *is_reported);
+            new_policy_problem(StatusCode::BAD_REQUEST, policy, &what).build_standard(style)
         }
         RequestOutcome::Unavailable {
             policy,
             is_reported,
             retry_after_us,
         } => {
-            let detail = format!(
-                "{} cannot be evaluated at the moment.",
-                describe_policy(policy, *is_reported)
+            let (policy, what) = (
+                (*policy, *is_reported),
+                "cannot be evaluated at the moment.",
             );
-            ProblemReply {
-                type_uri: REDUCED_CAPACITY_TYPE,
-                policy: is_reported.then_some(policy),
-                retry: Some(RetryHint::After(*retry_after_us)),
-                ..ProblemReply::new(
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    "proxy_internal_error",
-                    detail,
-                )
-            }
-            .build_standard(style)
+            let mut problem = new_policy_problem(StatusCode::SERVICE_UNAVAILABLE, policy, what);
+            problem.error = "proxy_internal_error";
+            problem.type_uri = REDUCED_CAPACITY_TYPE;
+            problem.retry = Some(RetryHint::After(*retry_after_us));
+            problem.build_standard(style)
         }
     };
     rate_limit_headers::write_headers(verdict, header_settings, response.headers_mut());
     Some(response)
+}
+
+/// A problem of a policy, and whether the response may contain its name.
+fn new_policy_problem<'v>(
+    status: StatusCode,
+    (policy, is_reported): (&'v str, bool),
+    what: &str,
+) -> ProblemReply<'v> {
+    let detail = format!("{} {what}", describe_policy(policy, is_reported));
+    ProblemReply {
+        policy: is_reported.then_some(policy),
+        ..ProblemReply::new(status, "http_request_error", detail)
+    }
 }
 
 /// The subject of a sentence about the policy, with its name if the response may contain it.
@@ -190,17 +184,17 @@ pub(crate) fn build_invalid_request_reply(
 
 /// Builds the reply to a request that could not be forwarded or completed.
 pub(crate) fn build_proxy_error_reply(
-    error_type: ProxyErrorType,
+    kind: UpstreamErrorKind,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
-    let (status, error, detail) = error_type.status_error_and_detail();
+    let (status, error, detail) = status_error_and_detail(kind);
     let mut problem = ProblemReply::new(status, error, detail.to_owned());
     if status == StatusCode::SERVICE_UNAVAILABLE {
         problem.type_uri = REDUCED_CAPACITY_TYPE;
         problem.retry = Some(RetryHint::After(1_000_000));
     }
     let mut response = problem.build_standard(style);
-    if matches!(error_type, ProxyErrorType::Upstream(kind) if kind.is_caused_by_client()) {
+    if kind.is_caused_by_client() {
         // The connection must close: the unread rest of the body precedes the next request on it.
         set_connection_close(&mut response, style);
     }

@@ -141,9 +141,8 @@ impl ResponseCostReader {
     /// Returns the actual cost after the complete body, or `None` if the estimate stands.
     fn finish(self) -> Option<u64> {
         match self.state {
-            ResponseCostState::Known(units) => units,
             ResponseCostState::ReadingBody(reader) => reader.finish(),
-            ResponseCostState::AwaitingTrailers => None,
+            _ => self.known_units(),
         }
     }
 }

@@ -135,32 +135,17 @@ impl Tunnel {
             }
             // The direction to the client is copied first, so that the upstream's last data reaches
             // the client before a failed write to the upstream ends the tunnel.
-            let is_down_closed =
-                match self
-                    .upstream_to_client
-                    .poll_copy(&mut self.upstream, client, cx)
-                {
-                    Poll::Ready(Err(TunnelCopyError::Source(error))) => {
-                        return Poll::Ready(TunnelEndReason::UpstreamDisconnected(error));
-                    }
-                    Poll::Ready(Err(TunnelCopyError::Sink(error))) => {
-                        return Poll::Ready(TunnelEndReason::ClientDisconnected(error));
-                    }
-                    down => down.is_ready(),
-                };
-            let is_up_closed =
-                match self
-                    .client_to_upstream
-                    .poll_copy(client, &mut self.upstream, cx)
-                {
-                    Poll::Ready(Err(TunnelCopyError::Source(error))) => {
-                        return Poll::Ready(TunnelEndReason::ClientDisconnected(error));
-                    }
-                    Poll::Ready(Err(TunnelCopyError::Sink(error))) => {
-                        return Poll::Ready(TunnelEndReason::UpstreamDisconnected(error));
-                    }
-                    up => up.is_ready(),
-                };
+            let (down, up) = (&mut self.upstream_to_client, &mut self.client_to_upstream);
+            let down = down.poll_copy(&mut self.upstream, client, cx);
+            let is_down_closed = match down.map_err(|error| error.into_end_reason(true)) {
+                Poll::Ready(Err(end_reason)) => return Poll::Ready(end_reason),
+                down => down.is_ready(),
+            };
+            let up = up.poll_copy(client, &mut self.upstream, cx);
+            let is_up_closed = match up.map_err(|error| error.into_end_reason(false)) {
+                Poll::Ready(Err(end_reason)) => return Poll::Ready(end_reason),
+                up => up.is_ready(),
+            };
             if is_down_closed && is_up_closed {
                 return Poll::Ready(TunnelEndReason::Completed);
             }
@@ -271,6 +256,20 @@ enum TunnelDirectionState {
 enum TunnelCopyError {
     Source(io::Error),
     Sink(io::Error),
+}
+
+impl TunnelCopyError {
+    /// Why the tunnel ends, if its upstream is the source (`true`) or the sink.
+    fn into_end_reason(self, is_from_upstream: bool) -> TunnelEndReason {
+        match (self, is_from_upstream) {
+            (Self::Source(error), true) | (Self::Sink(error), false) => {
+                TunnelEndReason::UpstreamDisconnected(error)
+            }
+            (Self::Source(error), false) | (Self::Sink(error), true) => {
+                TunnelEndReason::ClientDisconnected(error)
+            }
+        }
+    }
 }
 
 impl TunnelDirection {

@@ -70,45 +70,30 @@ fn is_grpc_content_type(content_type: &[u8]) -> bool {
 
 /// Reads and decodes the one message of a gRPC call.
 pub(crate) async fn read_message<M: Message + Default>(body: RequestBody) -> Result<M, GrpcError> {
-    let mut bytes = match body.collect().await {
-        Ok(body) => body.to_bytes(),
-        Err(BodyError::TooLarge) => {
-            return Err(GrpcError(
-                GrpcStatusCode::ResourceExhausted,
-                "the message is too large",
-            ));
-        }
-        Err(_) => {
-            return Err(GrpcError(
-                GrpcStatusCode::Cancelled,
-                "the message was cut off",
-            ));
-        }
-    };
+    let body = body.collect().await.map_err(|error| match error {
+        BodyError::TooLarge => GrpcError(
+            GrpcStatusCode::ResourceExhausted,
+            "the message is too large",
+        ),
+        _ => GrpcError(GrpcStatusCode::Cancelled, "the message was cut off"),
+    });
+    let mut bytes = body?.to_bytes();
     if bytes.len() < MESSAGE_PREFIX_BYTES {
-        return Err(GrpcError(
-            GrpcStatusCode::InvalidArgument,
-            "the call has no message",
-        ));
+        return Err(invalid_argument("the call has no message"));
     }
     if bytes.get_u8() != 0 {
-        return Err(GrpcError(
-            GrpcStatusCode::Unimplemented,
-            "compressed messages are not supported",
-        ));
+        let why = "compressed messages are not supported";
+        return Err(GrpcError(GrpcStatusCode::Unimplemented, why));
     }
     if usize::try_from(bytes.get_u32()) != Ok(bytes.len()) {
-        return Err(GrpcError(
-            GrpcStatusCode::InvalidArgument,
-            "expected exactly one message after its length prefix",
-        ));
+        let why = "expected exactly one message after its length prefix";
+        return Err(invalid_argument(why));
     }
-    M::decode(bytes).map_err(|_undecodable| {
-        GrpcError(
-            GrpcStatusCode::InvalidArgument,
-            "the message cannot be decoded",
-        )
-    })
+    M::decode(bytes).map_err(|_undecodable| invalid_argument("the message cannot be decoded"))
+}
+
+pub(super) fn invalid_argument(why: &'static str) -> GrpcError {
+    GrpcError(GrpcStatusCode::InvalidArgument, why)
 }
 
 /// Encodes a gRPC message, preceded by its five-byte prefix.

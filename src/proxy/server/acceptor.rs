@@ -45,13 +45,6 @@ pub(super) struct ListenerAcceptor {
 
 type UnassignedConnection = (AcceptedSocket, SocketAddr, OwnedSemaphorePermit);
 
-/// Connections accepted before the listener closed that no worker has taken yet.
-pub(super) struct PendingConnections {
-    listener_index: usize,
-    connections: Vec<UnassignedConnection>,
-    worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
-}
-
 impl ListenerAcceptor {
     pub(super) fn new(
         listener_index: usize,
@@ -90,46 +83,43 @@ impl ListenerAcceptor {
                 .without_slot
                 .take()
                 .map(|(socket, addr)| (socket, addr, permit));
-            let dispatched = dispatch_connection(
-                &self.worker_queues,
-                load,
-                self.listener_index,
-                &mut self.unassigned,
-            )
-            .await;
-            if dispatched.is_none() {
+            let Self {
+                worker_queues,
+                unassigned,
+                ..
+            } = self;
+            let dispatched =
+                dispatch_connection(worker_queues, load, self.listener_index, unassigned);
+            if dispatched.await.is_none() {
                 return worker_died_error();
             }
         }
     }
 
-    /// Accepts the connections in the kernel's backlog, up to the connection limit, and closes the
-    /// listener. Clients in the backlog may have sent a request already. Closing the listener
-    /// without accepting them would reset their connections.
-    pub(super) fn drain_backlog_and_close(self) -> PendingConnections {
-        let Self {
-            listener_index,
-            listener,
-            connection_slots,
-            worker_queues,
-            without_slot,
-            unassigned,
-            ..
-        } = self;
-        let mut connections = Vec::from_iter(unassigned);
+    /// Closes the listener, after it has accepted the connections in the kernel's backlog, up to
+    /// the connection limit, and dispatches these. Clients in the backlog may have sent a request
+    /// already. Closing the listener without accepting them would reset their connections. Stops
+    /// if a worker has died.
+    pub(super) async fn drain_backlog(self, load: &ServerLoad) {
+        let mut connections = Vec::from_iter(self.unassigned);
         let mut add_connection = |socket, addr| {
-            let Ok(permit) = Arc::clone(&connection_slots).try_acquire_owned() else {
+            let Ok(permit) = Arc::clone(&self.connection_slots).try_acquire_owned() else {
                 return false;
             };
             connections.push((socket, addr, permit));
             true
         };
+        let without_slot = self.without_slot;
         let has_slots = without_slot.is_none_or(|(socket, addr)| add_connection(socket, addr));
+        let listener = self.listener;
         listener.drain_backlog(|socket, addr| has_slots && add_connection(socket, addr));
-        PendingConnections {
-            listener_index,
-            connections,
-            worker_queues,
+        for connection in connections {
+            let (queues, index) = (&self.worker_queues, self.listener_index);
+            let mut connection = Some(connection);
+            let dispatched = dispatch_connection(queues, load, index, &mut connection);
+            if dispatched.await.is_none() {
+                return;
+            }
         }
     }
 
@@ -200,24 +190,6 @@ impl ListenerAcceptor {
                     }
                     sleep(ACCEPT_RETRY_DELAY).await;
                 }
-            }
-        }
-    }
-}
-
-impl PendingConnections {
-    /// Dispatches the connections. Stops if a worker has died.
-    pub(super) async fn dispatch_all(self, load: &ServerLoad) {
-        for connection in self.connections {
-            let mut connection = Some(connection);
-            let dispatched = dispatch_connection(
-                &self.worker_queues,
-                load,
-                self.listener_index,
-                &mut connection,
-            );
-            if dispatched.await.is_none() {
-                return;
             }
         }
     }

@@ -1,10 +1,6 @@
 //! Estimated memory of one client connection, from its state and the bytes that its socket read.
 
 use std::cell::Cell;
-use std::sync::Arc;
-
-use super::connection_load::ServerLoad;
-use super::open_connection::OpenConnection;
 
 /// Measured memory of a connection that is idle, that has buffers for a request and an upstream
 /// connection, and more for each HTTP/2 stream and for a client that does not read: 3, 20, 8 and at
@@ -37,20 +33,9 @@ pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
 /// What h2 keeps for an unread DATA frame beside its payload.
 pub(crate) const UNREAD_FRAME_BYTES: usize = 256;
 
-/// State of a connection that determines its memory.
-pub(super) struct ConnectionBuffers {
-    /// Number of open streams. `None` for HTTP/1.
-    pub(super) http2_streams: Option<usize>,
-    /// Whether an HTTP/1 connection has buffers for a request.
-    pub(super) has_buffers: bool,
-    pub(super) is_write_blocked: bool,
-}
-
-/// Received bytes that a connection holds, and its memory as last reported to the budget.
-#[derive(Debug)]
+/// Received bytes that a connection holds.
+#[derive(Debug, Default)]
 pub(crate) struct ConnectionMemory {
-    connection: Arc<OpenConnection>,
-    load: ServerLoad,
     /// Bytes of the incomplete request head.
     head_bytes: Cell<usize>,
     /// Bytes that replace read ones and are not processed.
@@ -73,23 +58,6 @@ pub(crate) struct ConnectionMemory {
 }
 
 impl ConnectionMemory {
-    pub(super) fn new(connection: Arc<OpenConnection>, load: ServerLoad) -> Self {
-        Self {
-            connection,
-            load,
-            head_bytes: Cell::new(0),
-            read_ahead_bytes: Cell::new(0),
-            complete_head_bytes: Cell::new(0),
-            active_head_bytes: Cell::new(0),
-            streams: Cell::new(0),
-            unread_body_bytes: Cell::new(0),
-            trailers: Cell::new(0),
-            trailer_bytes: Cell::new(0),
-            http2_bodies: Cell::new(0),
-            tls_input_bytes: Cell::new(0),
-        }
-    }
-
     /// Sets the number of bytes that replace read ones and are not processed.
     pub(super) fn set_read_ahead(&self, bytes: usize) {
         self.read_ahead_bytes.set(bytes);
@@ -212,49 +180,27 @@ impl ConnectionMemory {
         self.tls_input_bytes.set(0);
     }
 
-    /// Records that the connection is not closed for the budget, and does not wait for it: a
-    /// tunnel, or a connection of the operator's own proxy.
-    pub(crate) fn set_unclosable(&self) {
-        self.load.set_unclosable(&self.connection);
-    }
-
-    /// Records that the peer is a trusted proxy. Its connection is closed last for the budget.
-    pub(super) fn set_from_trusted_proxy(&self) {
-        self.connection.set_from_trusted_proxy();
-    }
-
-    /// Whether the peer is a trusted proxy, which carries many clients.
-    pub(crate) fn is_from_trusted_proxy(&self) -> bool {
-        self.connection.is_from_trusted_proxy()
-    }
-
-    /// Whether the budget is exceeded while connections are being closed for it, and the connection
-    /// has to wait.
-    pub(super) fn is_budget_being_freed(&self) -> bool {
-        self.load.is_memory_being_freed() && !self.connection.is_unclosable()
-    }
-
-    /// Reports the memory to the budget, if it has changed and the connection stays open.
-    pub(super) fn report(&self, buffers: &ConnectionBuffers) {
-        let held = self.held_bytes(buffers);
-        if held != self.connection.memory_bytes() && !self.connection.is_closed_for_memory() {
-            self.load.set_memory(&self.connection, held);
-        }
-    }
-
+    /// Memory of the connection. `http2_streams` is `None` for HTTP/1; `has_buffers` is whether an
+    /// HTTP/1 connection has buffers for a request.
+    ///
     /// An incomplete HTTP/2 field block is held twice: as received and decoded.
-    fn held_bytes(&self, buffers: &ConnectionBuffers) -> usize {
+    pub(super) fn held_bytes(
+        &self,
+        http2_streams: Option<usize>,
+        has_buffers: bool,
+        is_write_blocked: bool,
+    ) -> usize {
         let head_bytes = self.head_bytes.get();
         let decoded_bytes = (head_bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES);
         // Small heads and TLS records are part of the buffers: ordinary requests report nothing.
         let active_head_bytes = self.active_head_bytes.get() & !(HEAD_STEP_BYTES - 1);
         let kept = self.tls_input_bytes.get() + self.read_ahead_bytes.get();
         let kept_bytes = kept & !(HEAD_STEP_BYTES - 1);
-        let unsent = match buffers.is_write_blocked {
+        let unsent = match is_write_blocked {
             true => BLOCKED_WRITE_BYTES,
             false => 0,
         };
-        let received = match buffers.http2_streams {
+        let received = match http2_streams {
             Some(streams) => {
                 CONNECTION_BUFFER_BYTES
                     + streams * HTTP2_STREAM_BYTES
@@ -263,15 +209,9 @@ impl ConnectionMemory {
                     + active_head_bytes
                     + self.unread_body_bytes()
             }
-            None if buffers.has_buffers => CONNECTION_BUFFER_BYTES + head_bytes + active_head_bytes,
+            None if has_buffers => CONNECTION_BUFFER_BYTES + head_bytes + active_head_bytes,
             None => IDLE_CONNECTION_BYTES,
         };
         received + unsent + kept_bytes
-    }
-}
-
-impl Drop for ConnectionMemory {
-    fn drop(&mut self) {
-        self.load.remove_memory(&self.connection);
     }
 }

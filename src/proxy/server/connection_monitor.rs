@@ -23,7 +23,7 @@ use tokio::time::Instant;
 
 use super::close_reason::ConnectionCloseReason;
 use super::connection_load::ServerLoad;
-use super::connection_memory::{ConnectionBuffers, ConnectionMemory};
+use super::connection_memory::ConnectionMemory;
 use super::frame_limits::FrameBudget;
 use super::frame_scanner::FrameScan;
 use super::open_connection::OpenConnection;
@@ -63,6 +63,18 @@ pub(crate) enum TimeoutKind {
     CloseRequested,
 }
 
+impl TimeoutKind {
+    /// Why a connection is cut after the timeout. `None` if the reason was recorded before.
+    pub(crate) fn close_reason(self) -> Option<ConnectionCloseReason> {
+        match self {
+            Self::SlowHead => Some(ConnectionCloseReason::HeaderTimeout),
+            Self::CloseRequested => None,
+            // Idle connections are closed gracefully first.
+            _ => Some(ConnectionCloseReason::SlowRead),
+        }
+    }
+}
+
 /// What a stream of a response waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamProgress {
@@ -100,6 +112,7 @@ pub(crate) struct ConnectionMonitor {
     /// The connection, as other threads see it.
     pub(crate) connection: Arc<OpenConnection>,
     pub(crate) memory: ConnectionMemory,
+    load: ServerLoad,
 }
 
 /// State of the active HTTP/1 request and its response.
@@ -163,18 +176,34 @@ impl ConnectionMonitor {
             frame_budget: FrameBudget::new(now),
             metrics,
             output: OutputState::default(),
-            memory: ConnectionMemory::new(Arc::clone(&connection), load),
+            memory: ConnectionMemory::default(),
             connection,
+            load,
         })
     }
 
-    /// Reports the connection's memory to the budget, if it has changed.
+    /// Reports the connection's memory to the budget, if it has changed and the connection stays
+    /// open.
     pub(crate) fn report_memory(&self) {
-        self.memory.report(&ConnectionBuffers {
-            http2_streams: self.is_http2.get().then(|| self.memory.stream_count()),
-            has_buffers: self.has_buffers.get(),
-            is_write_blocked: self.write_blocked_since.get().is_some(),
-        });
+        let streams = self.is_http2.get().then(|| self.memory.stream_count());
+        let is_write_blocked = !self.has_no_blocked_write();
+        let memory = &self.memory;
+        let held = memory.held_bytes(streams, self.has_buffers.get(), is_write_blocked);
+        if held != self.connection.memory_bytes() && !self.connection.is_closed_for_memory() {
+            self.load.set_memory(&self.connection, held);
+        }
+    }
+
+    /// Records that the connection is not closed for the budget, and does not wait for it: a
+    /// tunnel, or a connection of the operator's own proxy.
+    pub(crate) fn set_unclosable(&self) {
+        self.load.set_unclosable(&self.connection);
+    }
+
+    /// Whether the budget is exceeded while connections are being closed for it, and the connection
+    /// has to wait.
+    pub(super) fn is_budget_being_freed(&self) -> bool {
+        self.load.is_memory_being_freed() && !self.connection.is_unclosable()
     }
 
     /// Registers a request as active until all clones of the returned guard are dropped.
@@ -183,7 +212,7 @@ impl ConnectionMonitor {
             self.exchange.reset();
             self.connection.set_busy();
         }
-        self.output.is_between_responses.set(false);
+        self.output.may_be_within_response.set(true);
         self.active_requests.set(self.active_requests.get() + 1);
         ActiveRequestGuard(Rc::clone(self))
     }
@@ -275,9 +304,9 @@ impl ConnectionMonitor {
 
     /// Sets whether hyper has written and flushed all its output.
     pub(super) fn set_flushed(&self, is_flushed: bool) {
-        self.output.is_flushed.set(is_flushed);
+        self.output.has_unflushed.set(!is_flushed);
         if is_flushed && !self.has_active_requests() {
-            self.output.is_between_responses.set(true);
+            self.output.may_be_within_response.set(false);
         }
     }
 
@@ -330,6 +359,12 @@ impl ConnectionMonitor {
                 }
             }
         }
+    }
+}
+
+impl Drop for ConnectionMonitor {
+    fn drop(&mut self) {
+        self.load.remove_memory(&self.connection);
     }
 }
 

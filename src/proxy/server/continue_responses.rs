@@ -15,10 +15,11 @@ const STATUS_100: [u8; 5] = [8, 3, b'1', b'0', b'0'];
 const MAX_TABLE_BYTES: u32 = 4096;
 
 /// Streams of an HTTP/2 connection whose clients wait for `100 Continue`.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct ContinueQueue {
-    /// Smallest size of the client's HPACK table since the last block, and the present size.
-    table_bytes: Cell<(u32, u32)>,
+    /// Smallest size of the client's HPACK table since the last block, and the present size. `None`
+    /// if the client has not changed it.
+    table_bytes: Cell<Option<(u32, u32)>>,
     permits: RefCell<Vec<ContinuePermit>>,
 }
 
@@ -45,27 +46,25 @@ impl ContinuePermit {
     }
 }
 
-impl Default for ContinueQueue {
-    fn default() -> Self {
-        Self {
-            table_bytes: Cell::new((MAX_TABLE_BYTES, MAX_TABLE_BYTES)),
-            permits: RefCell::default(),
-        }
-    }
-}
-
 impl ContinueQueue {
     /// Records the smallest and the last table size in SETTINGS of the client.
     pub(super) fn set_table_bytes(&self, (smallest, last): (u32, u32)) {
-        let smallest = smallest.min(self.table_bytes.get().0);
-        self.table_bytes.set((smallest, last.min(MAX_TABLE_BYTES)));
+        let known = self
+            .table_bytes
+            .get()
+            .map_or(MAX_TABLE_BYTES, |(known, _)| known);
+        let sizes = (smallest.min(known), last.min(MAX_TABLE_BYTES));
+        self.table_bytes.set(Some(sizes));
     }
 
     /// Forgets smaller table sizes: a response of h2 begins, which may fill the client's table. An
     /// update to a smaller size would empty it again.
     pub(super) fn keep_present_table_size(&self) {
-        let (_, present) = self.table_bytes.get();
-        self.table_bytes.set((present, present));
+        let present = self
+            .table_bytes
+            .get()
+            .map(|(_, present)| (present, present));
+        self.table_bytes.set(present);
     }
 
     /// Queues the response, unless it was queued before. Returns whether the task that writes it
@@ -87,7 +86,9 @@ impl ContinueQueue {
         for permit in self.permits.take() {
             if let PermitState::Queued(stream) = permit.0.replace(PermitState::Revoked) {
                 let mut block = Vec::new();
-                push_table_sizes(self.table_bytes.get(), &mut block);
+                if let Some(sizes) = self.table_bytes.get() {
+                    push_table_sizes(sizes, &mut block);
+                }
                 self.keep_present_table_size();
                 block.extend_from_slice(&STATUS_100);
                 // A block has at most 11 bytes.

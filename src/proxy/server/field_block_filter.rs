@@ -12,7 +12,7 @@ use std::borrow::Cow;
 
 use super::frame_splitter::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS};
 use super::head_marks::{encode_malformed_mark, encode_stream_mark};
-use super::hpack::{FieldList, HpackDecoder, InvalidFieldBlock, push_integer};
+use super::hpack::{DecodedField, FieldList, HpackDecoder, InvalidFieldBlock, push_integer};
 use super::query_escaper::escape_query;
 use crate::policy::parse_whole_number;
 use crate::proxy::http::request_validation::RequestValidationError;
@@ -29,11 +29,6 @@ const MAX_KEPT_BYTES: usize = 1024;
 
 /// Space for the `expect` field that is added to a head.
 const MARK_BYTES: usize = 64;
-
-/// Whether a field name may contain the byte (RFC 9110, 5.6.2; RFC 9113, 8.2).
-fn is_name_byte(byte: &u8) -> bool {
-    matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'!' | b'#'..=b'\'' | b'*' | b'+' | b'^' | b'`' | b'|' | b'~')
-}
 
 /// Whether a slash and such bytes are always a valid path and query. There are others.
 fn is_plain_path_byte(byte: &u8) -> bool {
@@ -159,10 +154,10 @@ impl<'f> RequestHead<'f> {
         ends_stream: bool,
     ) -> Result<(), RequestValidationError> {
         let mut result = Ok(());
-        for (name, value) in fields.iter() {
-            let checked = match name.first() {
-                Some(b':') => self.add_pseudo_field(name, value),
-                _ => self.add_regular_field(name, value),
+        for field in fields.iter() {
+            let checked = match field.name.first() {
+                Some(b':') => self.add_pseudo_field(field.name, field.value),
+                _ => self.add_regular_field(&field),
             };
             result = result.and(checked);
         }
@@ -206,15 +201,14 @@ impl<'f> RequestHead<'f> {
 
     fn add_regular_field(
         &mut self,
-        name: &[u8],
-        value: &[u8],
+        field: &DecodedField<'_>,
     ) -> Result<(), RequestValidationError> {
         self.has_regular_field = true;
-        check_regular_field(name, value)?;
-        match name {
+        field.check?;
+        match field.name {
             b"expect" => self.has_expectation = true,
             b"content-length" => {
-                let length = parse_whole_number(value);
+                let length = parse_whole_number(field.value);
                 let earlier = self.content_length.replace(length.unwrap_or_default());
                 if length.is_none() || earlier.is_some_and(|earlier| Some(earlier) != length) {
                     return Err(RequestValidationError::ContentLength);
@@ -282,7 +276,7 @@ impl<'f> RequestHead<'f> {
     }
 
     fn encode(&self, fields: &FieldList, stream: u32, output: &mut Vec<u8>) {
-        for (name, value) in fields.iter() {
+        for DecodedField { name, value, .. } in fields.iter() {
             match name {
                 b":path" => encode_field(name, &self.path_for_h2, output),
                 _ => encode_field(name, value, output),
@@ -319,12 +313,12 @@ impl<'f> RequestHead<'f> {
         let path = &*self.path_for_h2;
         let is_kept = is_short(&path) && self.has_valid_path();
         encode_field(b":path", if is_kept { path } else { b"/" }, output);
-        for (name, value) in fields.iter() {
+        for DecodedField { name, value, check } in fields.iter() {
             let is_kept = matches!(
                 name,
                 b"accept" | b"content-type" | b"origin" | b"traceparent"
             );
-            if is_kept && is_short(&value) && check_regular_field(name, value).is_ok() {
+            if is_kept && is_short(&value) && check.is_ok() {
                 encode_field(name, value, output);
             }
         }
@@ -333,32 +327,14 @@ impl<'f> RequestHead<'f> {
 }
 
 fn are_malformed_trailers(fields: &FieldList) -> bool {
-    let mut fields_iter = fields.iter();
-    fields.is_too_large
-        || fields_iter.any(|(name, value)| check_regular_field(name, value).is_err())
-}
-
-/// Checks a field that is not a pseudo-header field.
-fn check_regular_field(name: &[u8], value: &[u8]) -> Result<(), RequestValidationError> {
-    if name.is_empty() || !name.iter().all(is_name_byte) {
-        return Err(RequestValidationError::FieldName);
-    }
-    let is_value_byte = |byte: &u8| *byte == b'\t' || *byte >= b' ' && *byte != 0x7f;
-    if !value.iter().all(is_value_byte) {
-        return Err(RequestValidationError::FieldValue);
-    }
-    match name {
-        b"connection" | b"keep-alive" | b"proxy-connection" | b"transfer-encoding" | b"upgrade" => {
-            Err(RequestValidationError::ConnectionField)
-        }
-        b"te" if value != b"trailers" => Err(RequestValidationError::ConnectionField),
-        _ => Ok(()),
-    }
+    let is_malformed =
+        |field: DecodedField<'_>| field.check.is_err() || field.name.starts_with(b":");
+    fields.is_too_large || fields.iter().any(is_malformed)
 }
 
 fn encode_fields(fields: &FieldList, output: &mut Vec<u8>) {
-    for (name, value) in fields.iter() {
-        encode_field(name, value, output);
+    for field in fields.iter() {
+        encode_field(field.name, field.value, output);
     }
 }
 
@@ -434,7 +410,9 @@ mod tests {
         let mut fields = FieldList::with_max_bytes(usize::MAX);
         HpackDecoder::default().decode(block, &mut fields).unwrap();
         let text = |bytes| String::from_utf8(Vec::from(bytes)).unwrap();
-        let pairs = fields.iter().map(|(name, value)| (text(name), text(value)));
+        let pairs = fields
+            .iter()
+            .map(|field| (text(field.name), text(field.value)));
         pairs.collect()
     }
 

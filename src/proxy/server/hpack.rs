@@ -4,6 +4,8 @@ use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::sync::LazyLock;
 
+use super::field_check::{FieldCheck, check_field};
+
 /// Overhead of a field in the sizes of tables and field lists (RFC 7541, 4.1).
 const FIELD_OVERHEAD: usize = 32;
 
@@ -25,6 +27,7 @@ static STATIC_TABLE: LazyLock<Vec<TableEntry>> = LazyLock::new(|| {
         TableEntry {
             text: [name, value].concat().into_bytes().into(),
             name_len: name.len(),
+            check: check_field(name.as_bytes(), value.as_bytes()),
         }
     };
     fields.split('|').map(entry).collect()
@@ -57,6 +60,15 @@ const HUFFMAN_CODES: [(u32, &[u8]); 21] = [
     (30, b"\x0a\x0d\x16"),
 ];
 
+/// By the next byte of a string: the code that it begins with, if that has at most 8 bits, as those
+/// of letters and digits have.
+static SHORT_HUFFMAN_CODES: LazyLock<Vec<Option<(u32, u8)>>> = LazyLock::new(|| {
+    let codes = (0_u8..=255).map(|byte| find_huffman_code(u64::from(byte) << 56));
+    codes
+        .map(|code| code.filter(|(length, _)| *length <= 8))
+        .collect()
+});
+
 /// A field block that is not valid HPACK. h2 closes the connection.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct InvalidFieldBlock;
@@ -75,14 +87,23 @@ struct TableEntry {
     /// Name and value.
     text: Box<[u8]>,
     name_len: usize,
+    check: FieldCheck,
+}
+
+/// A field of a block.
+pub(super) struct DecodedField<'f> {
+    pub(super) name: &'f [u8],
+    pub(super) value: &'f [u8],
+    /// A field of the dynamic table was checked when it entered the table.
+    pub(super) check: FieldCheck,
 }
 
 /// Fields of one block, in order.
 #[derive(Debug, Default)]
 pub(super) struct FieldList {
     text: SmallVec<[u8; 1024]>,
-    /// Ends of names and values in `text`.
-    ends: SmallVec<[(usize, usize); 32]>,
+    /// Ends of names and values in `text`, with the checks of the fields.
+    fields: SmallVec<[(usize, usize, FieldCheck); 32]>,
     /// Size that remains, with the overhead of each field. Fields beyond it are left out.
     pub(super) remaining_bytes: usize,
     pub(super) is_too_large: bool,
@@ -97,18 +118,21 @@ impl FieldList {
         }
     }
 
-    /// Names and values.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (&[u8], &[u8])> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = DecodedField<'_>> {
         let mut start = 0;
-        self.ends.iter().map(move |(name_end, end)| {
+        self.fields.iter().map(move |(name_end, end, check)| {
             let name = self.text.get(start..*name_end).unwrap_or_default();
             start = *end;
-            (name, self.text.get(*name_end..*end).unwrap_or_default())
+            DecodedField {
+                name,
+                value: self.text.get(*name_end..*end).unwrap_or_default(),
+                check: *check,
+            }
         })
     }
 
     /// Adds the field whose name and value were appended to `text` at `start`.
-    fn finish_field(&mut self, start: usize, name_end: usize) {
+    fn finish_field(&mut self, start: usize, name_end: usize, check: FieldCheck) {
         let end = self.text.len();
         match self
             .remaining_bytes
@@ -116,7 +140,7 @@ impl FieldList {
         {
             Some(rest) if !self.is_too_large => {
                 self.remaining_bytes = rest;
-                self.ends.push((name_end, end));
+                self.fields.push((name_end, end, check));
             }
             _ => {
                 self.is_too_large = true;
@@ -154,7 +178,7 @@ impl HpackDecoder {
                     let entry = self.entry(read_integer(&mut block, 7)?)?;
                     if !fields.is_too_large {
                         fields.text.extend_from_slice(&entry.text);
-                        fields.finish_field(start, start + entry.name_len);
+                        fields.finish_field(start, start + entry.name_len, entry.check);
                     }
                 }
                 0x20..0x40 => {
@@ -174,11 +198,14 @@ impl HpackDecoder {
                     }
                     let name_end = fields.text.len();
                     read_string(&mut block, &mut fields.text)?;
+                    let text = fields.text.get(start..).unwrap_or_default();
+                    let name_len = name_end - start;
+                    let (name, value) = text.split_at(name_len);
+                    let check = check_field(name, value);
                     if is_indexed {
-                        let text = fields.text.get(start..).unwrap_or_default();
-                        self.insert_entry(text, name_end - start);
+                        self.insert_entry(text, name_len, check);
                     }
-                    fields.finish_field(start, name_end);
+                    fields.finish_field(start, name_end, check);
                 }
             }
             may_resize = false;
@@ -195,13 +222,16 @@ impl HpackDecoder {
         entry.ok_or(InvalidFieldBlock)
     }
 
-    fn insert_entry(&mut self, text: &[u8], name_len: usize) {
+    fn insert_entry(&mut self, text: &[u8], name_len: usize, check: FieldCheck) {
         let bytes = text.len() + FIELD_OVERHEAD;
         self.evict_entries(bytes);
         if bytes <= self.max_table_bytes {
             self.table_bytes += bytes;
-            let text = text.into();
-            self.table.push_front(TableEntry { text, name_len });
+            self.table.push_front(TableEntry {
+                text: text.into(),
+                name_len,
+                check,
+            });
         }
     }
 
@@ -276,6 +306,18 @@ fn read_string(
     }
 }
 
+/// The code with which `window` begins, at its highest bit: its length in bits, and its byte.
+fn find_huffman_code(window: u64) -> Option<(u32, u8)> {
+    let (mut first_code, mut previous_length) = (0, 0);
+    HUFFMAN_CODES.iter().find_map(|(length, symbols)| {
+        first_code <<= length - previous_length;
+        previous_length = *length;
+        let offset = usize::try_from((window >> (64 - length)) - first_code).ok()?;
+        first_code += u64::try_from(symbols.len()).ok()?;
+        symbols.get(offset).map(|symbol| (*length, *symbol))
+    })
+}
+
 fn decode_huffman(text: &[u8], into: &mut SmallVec<[u8; 1024]>) -> Result<(), InvalidFieldBlock> {
     let mut rest = text.iter();
     // The next bits, from the highest on. The others are ones, as the padding of the last byte.
@@ -288,15 +330,9 @@ fn decode_huffman(text: &[u8], into: &mut SmallVec<[u8; 1024]>) -> Result<(), In
             window &= !(0xff << shift) | u64::from(*byte) << shift;
             bits += 8;
         }
-        let (mut first_code, mut previous_length) = (0, 0);
-        let found = HUFFMAN_CODES.iter().find_map(|(length, symbols)| {
-            first_code <<= length - previous_length;
-            previous_length = *length;
-            let offset = usize::try_from((window >> (64 - length)) - first_code).ok()?;
-            first_code += u64::try_from(symbols.len()).ok()?;
-            symbols.get(offset).map(|symbol| (*length, *symbol))
-        });
-        match found {
+        let [first, ..] = window.to_be_bytes();
+        let short = SHORT_HUFFMAN_CODES.get(usize::from(first)).copied();
+        match short.flatten().or_else(|| find_huffman_code(window)) {
             Some((length, symbol)) if length <= bits => {
                 into.push(symbol);
                 window = window << length | ((1 << length) - 1);
@@ -320,7 +356,9 @@ mod tests {
         let mut fields = FieldList::with_max_bytes(16_384);
         decoder.decode(block, &mut fields)?;
         let text = |bytes: &[u8]| bytes.iter().map(|byte| char::from(*byte)).collect();
-        let pairs = fields.iter().map(|(name, value)| (text(name), text(value)));
+        let pairs = fields
+            .iter()
+            .map(|field| (text(field.name), text(field.value)));
         Ok(pairs.collect())
     }
 

@@ -1,8 +1,8 @@
 //! Listening sockets and the sockets that they accept.
 
-use socket2::TcpKeepalive;
 #[cfg(target_os = "linux")]
-use socket2::{SockFilter, SockRef};
+use socket2::SockFilter;
+use socket2::{Socket, TcpKeepalive};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::unix::net::UnixStream;
@@ -99,43 +99,37 @@ impl SocketListener {
         self,
         mut on_connection: impl FnMut(AcceptedSocket, SocketAddr) -> bool,
     ) {
-        match self {
+        let listener = match self {
             Self::Tcp(listener) => {
-                let Ok(listener) = listener.into_std() else {
-                    return;
-                };
-                refuse_new_handshakes(&listener);
-                let ends_at = Instant::now() + HANDSHAKE_TIME;
-                loop {
-                    match listener.accept() {
-                        Ok((socket, addr)) => {
-                            if socket.set_nonblocking(true).is_err()
-                                || !on_connection(AcceptedSocket::Tcp(socket), addr)
-                            {
-                                return;
-                            }
-                        }
-                        Err(error)
-                            if error.kind() == io::ErrorKind::WouldBlock
-                                && Instant::now() < ends_at =>
-                        {
-                            std::thread::sleep(HANDSHAKE_TIME / 5);
-                        }
-                        _ => return,
-                    }
-                }
+                let listener = listener.into_std().map(Socket::from);
+                listener.inspect(refuse_new_handshakes)
             }
             Self::Unix { listener, _file } => {
                 // Without its file, no client reaches the socket after the last accept.
                 drop(_file);
-                let Ok(listener) = listener.into_std() else {
-                    return;
-                };
-                while let Ok((socket, _nameless)) = listener.accept()
-                    && socket.set_nonblocking(true).is_ok()
-                    && on_connection(AcceptedSocket::Unix(socket), UNIX_PEER_ADDRESS)
-                {
+                listener.into_std().map(Socket::from)
+            }
+        };
+        let Ok(listener) = listener else { return };
+        let ends_at = Instant::now() + HANDSHAKE_TIME;
+        loop {
+            match listener.accept() {
+                Ok((socket, addr)) => {
+                    let is_nonblocking = socket.set_nonblocking(true).is_ok();
+                    let (socket, addr) = match addr.as_socket() {
+                        Some(addr) => (AcceptedSocket::Tcp(socket.into()), addr),
+                        None => (AcceptedSocket::Unix(socket.into()), UNIX_PEER_ADDRESS),
+                    };
+                    if !is_nonblocking || !on_connection(socket, addr) {
+                        return;
+                    }
                 }
+                Err(error)
+                    if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < ends_at =>
+                {
+                    std::thread::sleep(HANDSHAKE_TIME / 5);
+                }
+                _ => return,
             }
         }
     }
@@ -158,7 +152,7 @@ pub(crate) fn warn_if_backlog_is_cut() {
 
 /// Makes the kernel drop the first packet of new connections (SYN). A connection that completes
 /// between the last accept and the close of the listener would be reset with its request.
-fn refuse_new_handshakes(listener: &std::net::TcpListener) {
+fn refuse_new_handshakes(listener: &Socket) {
     #[cfg(target_os = "linux")]
     {
         // Loads the byte of TCP flags; drops the packet if SYN is set.
@@ -168,7 +162,7 @@ fn refuse_new_handshakes(listener: &std::net::TcpListener) {
             SockFilter::new(0x06, 0, 0, 0),
             SockFilter::new(0x06, 0, 0, u32::MAX),
         ];
-        if let Err(error) = SockRef::from(listener).attach_filter(&filter) {
+        if let Err(error) = listener.attach_filter(&filter) {
             tracing::debug!(%error, "failed to refuse new connections before the listener closes");
         }
     }

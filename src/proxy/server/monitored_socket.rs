@@ -183,7 +183,7 @@ impl MonitoredSocket {
     /// Waits while the memory budget is exceeded and other connections are being closed for it, for
     /// a limited time.
     fn poll_memory(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        while self.monitor.memory.is_budget_being_freed() {
+        while self.monitor.is_budget_being_freed() {
             let wait = self.memory_wait.get_or_insert_with(|| {
                 Box::new(MemoryWait {
                     check_at: Instant::now() + MEMORY_CHECK_INTERVAL,
@@ -250,7 +250,7 @@ impl MonitoredSocket {
     /// nothing.
     fn charge_frames(&self, scan: &FrameScan) {
         let mut frames = scan.costly_frames;
-        if scan.excess_data_frames > 0 && !self.monitor.memory.is_from_trusted_proxy() {
+        if scan.excess_data_frames > 0 && !self.monitor.connection.is_from_trusted_proxy() {
             frames = frames.saturating_add(scan.excess_data_frames);
         }
         if scan.connection_wide_frames > 0 {
@@ -308,7 +308,7 @@ impl MonitoredSocket {
     /// If hyper responds to input that is not a valid request, queues a response that says so
     /// instead. The next flush writes it.
     fn queue_parse_error_reply(&self, output: &[u8]) -> bool {
-        if self.monitor.is_http2.get() || !self.monitor.output.is_between_responses.get() {
+        if self.monitor.is_http2.get() || self.monitor.output.may_be_within_response.get() {
             return false;
         }
         let Some(reply) = describe_parse_error(output, self.parse_error_status) else {

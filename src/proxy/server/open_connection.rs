@@ -93,7 +93,8 @@ impl OpenConnection {
         self.is_unclosable.load(Ordering::Relaxed)
     }
 
-    /// Records that the peer is a trusted proxy.
+    /// Records that the peer is a trusted proxy, which carries many clients. Its connection is
+    /// closed last for the budget.
     pub(super) fn set_from_trusted_proxy(&self) {
         self.is_from_trusted_proxy.store(true, Ordering::Relaxed);
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::acceptor::PendingConnections;
+use super::acceptor::ListenerAcceptor;
 use super::connection_load::ServerLoad;
 use super::worker::{WorkerPhase, WorkerThread, worker_died_error};
 
@@ -39,24 +39,21 @@ pub(super) async fn wait_for_signal(
     }
 }
 
-/// Dispatches the pending connections and waits until all workers have ended. After `grace`, or at
-/// [`ShutdownSignal::Immediate`], makes the workers cut their connections by [`WorkerPhase::Cut`].
-/// Returns the number of cut connections.
+/// Closes the listeners, dispatches the last connections, and waits until all workers have ended.
+/// After `grace`, or at [`ShutdownSignal::Immediate`], makes the workers cut their connections by
+/// [`WorkerPhase::Cut`]. Returns the number of cut connections.
 pub(super) async fn drain_workers(
-    pending: Vec<PendingConnections>,
+    acceptors: Vec<ListenerAcceptor>,
     workers: Vec<WorkerThread>,
     load: &ServerLoad,
     grace: Duration,
     mut shutdown_signal: watch::Receiver<ShutdownSignal>,
     phase: &watch::Sender<WorkerPhase>,
 ) -> io::Result<usize> {
-    // The listeners are closed. Waiting for a busy worker counts against the grace period.
+    // Waiting for a busy worker counts against the grace period.
     let drain_started = Instant::now();
-    let dispatch_pending = join_all(
-        pending
-            .into_iter()
-            .map(|connections| connections.dispatch_all(load)),
-    );
+    let acceptors = acceptors.into_iter();
+    let dispatch_pending = join_all(acceptors.map(|acceptor| acceptor.drain_backlog(load)));
     tokio::select! {
         biased;
         () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}

@@ -157,7 +157,7 @@ async fn run_worker<H: RequestHandler>(
     load: &ServerLoad,
 ) -> usize {
     let mut connections = JoinSet::new();
-    let (mut drain_phase, mut drain) = (phase.clone(), None);
+    let mut drain = None;
     let monitors = ConnectionMonitors::default();
     let mut is_queue_open = true;
     while is_queue_open || !connections.is_empty() {
@@ -183,7 +183,7 @@ async fn run_worker<H: RequestHandler>(
                     monitor.request_drain(drain);
                 }
                 if !listener.config.kind.is_public() {
-                    monitor.memory.set_unclosable();
+                    monitor.set_unclosable();
                 }
                 let serving = serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor, load.clone());
                 let monitors = Rc::clone(&monitors);
@@ -193,32 +193,21 @@ async fn run_worker<H: RequestHandler>(
                 });
             }
             Some(ended) = connections.join_next() => record_connection_panic(ended, load),
-            begun = wait_for_drain(&mut drain_phase), if drain.is_none() => {
-                drain = Some(begun);
-                let monitors = monitors.borrow();
-                for monitor in monitors.values().filter_map(Weak::upgrade) {
-                    monitor.request_drain(begun);
+            changed = phase.changed() => match *phase.borrow_and_update() {
+                WorkerPhase::Serve if changed.is_ok() => {}
+                WorkerPhase::Drain(begun) if changed.is_ok() => {
+                    drain = Some(begun);
+                    let monitors = monitors.borrow();
+                    for monitor in monitors.values().filter_map(Weak::upgrade) {
+                        monitor.request_drain(begun);
+                    }
                 }
-            }
-            () = wait_for_cut(&mut phase) => return cut_and_count_connections(connections),
+                // Also if the server has ended.
+                _ => return cut_and_count_connections(connections),
+            },
         }
     }
     0
-}
-
-async fn wait_for_drain(phase: &mut watch::Receiver<WorkerPhase>) -> ConnectionDrain {
-    let begun = phase.wait_for(|phase| matches!(phase, WorkerPhase::Drain(_)));
-    match begun.await.as_deref() {
-        Ok(WorkerPhase::Drain(drain)) => *drain,
-        _ => std::future::pending().await,
-    }
-}
-
-/// Waits for the end of all connections, or of the server.
-async fn wait_for_cut(phase: &mut watch::Receiver<WorkerPhase>) {
-    _ = phase
-        .wait_for(|phase| matches!(phase, WorkerPhase::Cut))
-        .await;
 }
 
 /// Runs the handshake of a connection and serves it until it ends.
@@ -246,7 +235,7 @@ async fn serve_queued_connection<H: RequestHandler>(
             return Ok(None);
         }
         let Some(client) = handler.counted_client(client.ip()) else {
-            monitor.memory.set_from_trusted_proxy();
+            monitor.connection.set_from_trusted_proxy();
             return Ok(None);
         };
         if limit == 0 {

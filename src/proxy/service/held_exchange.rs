@@ -1,7 +1,7 @@
 //! Exchanges with the upstream that go on without their client, because their concurrency slot is
 //! held until the upstream's response ends (`release = "upstream"`).
 
-use super::forward_error::{ForwardError, await_until_deadline};
+use super::request_deadline::await_until_deadline;
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::upstream::UpstreamClient;
@@ -16,7 +16,7 @@ use tokio::task::spawn_local;
 use tokio::time::Instant;
 
 /// The result of an exchange, and whether the upstream may have received a part of the request.
-type ExchangeResult = (Result<Response<ResponseBody>, ForwardError>, bool);
+type ExchangeResult = (Result<Response<ResponseBody>, UpstreamError>, bool);
 
 /// An exchange that goes on in a task of its own if it is dropped after the upstream may have
 /// received a part of the request. The task discards the response.
@@ -46,7 +46,7 @@ impl HeldExchange {
             let mut result = await_until_deadline(deadline, pin!(send)).await;
             match &mut result {
                 Ok(response) => response.body_mut().attach_guards(Some(guard), None),
-                Err(ForwardError::Upstream(error)) if sent.get() && !has_upstream_ended(error) => {
+                Err(error) if sent.get() && !is_slot_free_after(error) => {
                     guard.keep_without_exchange();
                 }
                 Err(_) => {}
@@ -60,9 +60,13 @@ impl HeldExchange {
     }
 }
 
-fn has_upstream_ended(error: &UpstreamError) -> bool {
+/// Whether the upstream has ended the request, or the time of its slot is over.
+fn is_slot_free_after(error: &UpstreamError) -> bool {
     use UpstreamErrorKind as Kind;
-    matches!(error.kind, Kind::ConnectionTerminated | Kind::StreamReset)
+    matches!(
+        error.kind,
+        Kind::ConnectionTerminated | Kind::StreamReset | Kind::MaxDurationExceeded
+    )
 }
 
 impl Future for HeldExchange {

@@ -1,10 +1,9 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
 use super::ProxyService;
-use super::forward_error::{ForwardError, await_until_deadline};
 use super::held_exchange::HeldExchange;
-use super::request_summary::RequestSummary;
-use super::self_service::OwnLimitsRequest;
+use super::request_deadline::await_until_deadline;
+use super::request_summary::{RequestContext, RequestSummary};
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
 use crate::policy::PolicyTable;
 use crate::proxy::client_counts::ClientCountGuard;
@@ -12,7 +11,7 @@ use crate::proxy::http::client_cert::add_client_cert;
 use crate::proxy::http::headers::{self, ForwardingContext};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::local_replies::{self, ReplyStyle};
 use crate::proxy::http::mark_header::add_mark_header;
 use crate::proxy::http::rate_limit_headers;
 use crate::proxy::http::response_cost::CostMeter;
@@ -34,52 +33,40 @@ impl ProxyService {
         peer: &ConnectionPeer,
         interim: &mut InformationalForwarder,
     ) -> Response<ResponseBody> {
-        let arrived_at = Instant::now();
         let (mut parts, body) = request.into_parts();
-        let version = parts.version;
         let policies = self.enforcer.policy_snapshot();
         let table = &*policies.table;
         let origin = table.cors.copy_origin(&parts.headers);
-        let style = ReplyStyle::from_request(&parts, origin.as_ref(), &table.cors);
+        let context = RequestContext::new(&parts, origin.as_ref(), peer, table);
 
         // 1. Read and validate: only requests with one possible reading are accepted.
-        let inbound =
-            match self.validate_request_head(&mut parts, peer, table, table.path.forward, style) {
-                Ok(inbound) => inbound,
-                Err(reply) => {
-                    return self.reject_invalid_request(&parts, body, peer, *reply, arrived_at);
-                }
-            };
+        let inbound = match self.validate_request_head(&mut parts, &context, table.path.forward) {
+            Ok(inbound) => inbound,
+            Err(reply) => return self.reject_invalid_request(&parts, body, &context, *reply),
+        };
         if let Some(settings) = table.self_service_at(inbound.target.path()) {
-            let parts = &parts;
-            let request = OwnLimitsRequest {
-                parts,
-                version,
-                inbound,
-                body,
-                peer,
-                arrived_at,
-            };
-            return Box::pin(self.answer_own_limits(settings, table, request, style)).await;
+            let answer = self.answer_own_limits(settings, context, &parts, inbound, body);
+            return Box::pin(answer).await;
         }
         let trace = TraceParent::from_headers(&parts.headers);
-        let recording = self.start_trace_recording(trace, &parts, &inbound, peer, arrived_at);
+        let recording = self.start_trace_recording(trace, &parts, &inbound, &context);
 
         // 2. Decide. A tunnel is counted first: nothing is charged for one too many.
         let tunnel_count = self.count_tunnel(&inbound, table);
         let mut verdict = match &tunnel_count {
             Ok(_) => {
                 let facts = inbound.facts(&parts, peer.certificate_subject.as_ref());
-                let decide = self.enforcer.decide_request(&policies, &facts, arrived_at);
+                let decide = self
+                    .enforcer
+                    .decide_request(&policies, &facts, context.arrived_at);
                 decide.await
             }
-            Err(_) => Verdict::undecided(),
+            Err(_) => Verdict::default(),
         };
         self.record_decision(&verdict, &inbound, peer);
-        let mut summary =
-            RequestSummary::new(&parts, version, inbound, arrived_at, trace, recording);
+        let mut summary = RequestSummary::new(context, &parts, inbound, trace, recording);
         if let Some(reply) =
-            local_replies::build_verdict_reply(&verdict, table.rate_limit_headers, style)
+            local_replies::build_verdict_reply(&verdict, table.rate_limit_headers, context.style)
         {
             return self.reject_request(body, reply, &mut summary, &verdict);
         }
@@ -94,13 +81,14 @@ impl ProxyService {
         let ready_at = match turn.await {
             Ok(ready_at) => ready_at,
             Err(error) => {
-                let response = self.respond_to_unsent_request(body, &error, estimates, style);
-                return self.complete_response(response, &mut summary, &verdict, table, style);
+                let response =
+                    self.respond_to_unsent_request(body, &error, estimates, context.style);
+                return self.complete_response(response, &mut summary, &verdict);
             }
         };
 
         // 4. Forward.
-        self.prepare_upstream_request(&mut parts, &mut summary, peer, table, &estimates, &body);
+        self.prepare_upstream_request(&mut parts, &mut summary, &estimates, &body);
         add_mark_header(&mut parts.headers, table, &verdict);
         let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
         let is_upgrade = summary.target.upgrade_request.is_some();
@@ -112,8 +100,8 @@ impl ProxyService {
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());
-        let response = self.respond_to_result(result, sent, estimates, &mut summary, style);
-        let mut response = self.complete_response(response, &mut summary, &verdict, table, style);
+        let response = self.respond_to_result(result, sent, estimates, &mut summary);
+        let mut response = self.complete_response(response, &mut summary, &verdict);
         let body = response.body_mut();
         body.attach_guards(slot_guard, summary.recording.take());
         response
@@ -133,7 +121,7 @@ impl ProxyService {
         interim: &'a mut InformationalForwarder,
         (slot_guard, deadline): (&'a mut Option<ConcurrencySlotGuard>, Option<Instant>),
         was_sent: &'a Cell<bool>,
-    ) -> impl Future<Output = Result<Response<ResponseBody>, ForwardError>> {
+    ) -> impl Future<Output = Result<Response<ResponseBody>, UpstreamError>> {
         async move {
             let client = || table.client.client_prefix(client_ip);
             let is_held = |guard: &mut ConcurrencySlotGuard| guard.held_until().is_some();
@@ -157,12 +145,13 @@ impl ProxyService {
         &self,
         body: RequestBody,
         reply: Response<Bytes>,
-        summary: &mut RequestSummary,
+        summary: &mut RequestSummary<'_>,
         verdict: &Verdict<'_>,
     ) -> Response<ResponseBody> {
-        let decided_at = verdict.decided_at.unwrap_or(summary.arrived_at);
+        let arrived_at = summary.context.arrived_at;
+        let decided_at = verdict.decided_at.unwrap_or(arrived_at);
         self.log_and_trace_request(summary, verdict, reply.status(), decided_at);
-        self.respond_without_upstream(body, reply, decided_at - summary.arrived_at)
+        self.respond_without_upstream(body, reply, decided_at - arrived_at)
     }
 
     /// Counts the tunnel that the request asks for, if any. The result is boxed, because tunnels
@@ -186,12 +175,12 @@ impl ProxyService {
     async fn wait_for_turn(
         &self,
         verdict: &Verdict<'_>,
-        summary: &mut RequestSummary,
+        summary: &mut RequestSummary<'_>,
         tunnel_count: Result<Option<Box<ClientCountGuard>>, Box<UpstreamError>>,
         deadline: Option<Instant>,
-    ) -> Result<Instant, ForwardError> {
-        summary.tunnel_count = tunnel_count.map_err(|error| ForwardError::Upstream(*error))?;
-        let decided_at = verdict.decided_at.unwrap_or(summary.arrived_at);
+    ) -> Result<Instant, UpstreamError> {
+        summary.tunnel_count = tunnel_count.map_err(|error| *error)?;
+        let decided_at = verdict.decided_at.unwrap_or(summary.context.arrived_at);
         let turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
         await_until_deadline(deadline, turn).await
     }
@@ -200,23 +189,24 @@ impl ProxyService {
     fn prepare_upstream_request(
         &self,
         parts: &mut request::Parts,
-        summary: &mut RequestSummary,
-        peer: &ConnectionPeer,
-        table: &PolicyTable,
+        summary: &mut RequestSummary<'_>,
         estimates: &[EstimatedCharge],
         body: &RequestBody,
     ) {
-        let context = ForwardingContext {
+        let RequestContext {
+            peer, table, style, ..
+        } = summary.context;
+        let forwarding = ForwardingContext {
             peer: &peer.address_text,
             client: summary.client,
             is_https: peer.is_https,
-            version_in: summary.version,
+            version_in: style.version,
             ip_header: &table.client.ip_header,
             has_body: !body.is_empty(),
             preserve_host: self.upstream.settings().preserve_host,
             upstream_authority: self.upstream.authority(),
         };
-        headers::rewrite_request_headers(parts, &summary.target, &context);
+        headers::rewrite_request_headers(parts, &summary.target, &forwarding);
         if let Some(fields) = &peer.client_cert_fields {
             add_client_cert(&mut parts.headers, fields, &summary.client, table);
         }
@@ -234,12 +224,12 @@ impl ProxyService {
     /// Responds with the upstream's response, or to the failure.
     fn respond_to_result(
         &self,
-        result: Result<Response<ResponseBody>, ForwardError>,
+        result: Result<Response<ResponseBody>, UpstreamError>,
         (body, was_sent): (RequestBody, bool),
         estimates: Vec<EstimatedCharge>,
-        summary: &mut RequestSummary,
-        style: ReplyStyle<'_>,
+        summary: &mut RequestSummary<'_>,
     ) -> Response<ResponseBody> {
+        let style = summary.context.style;
         match was_sent {
             // The upstream may have read a part of the body. The rest stays unread.
             true => body.mark_rest_unread(),
@@ -247,7 +237,7 @@ impl ProxyService {
         }
         finish_upstream_span(summary, &result);
         match result {
-            Ok(response) => self.prepare_client_response(response, estimates, summary, style),
+            Ok(response) => self.prepare_client_response(response, estimates, summary),
             Err(error) if was_sent => self.respond_to_forward_error(&error, Vec::new(), style),
             Err(error) => self.respond_to_forward_error(&error, estimates, style),
         }
@@ -259,9 +249,9 @@ impl ProxyService {
         &self,
         response: Response<ResponseBody>,
         estimates: Vec<EstimatedCharge>,
-        summary: &RequestSummary,
-        style: ReplyStyle<'_>,
+        summary: &RequestSummary<'_>,
     ) -> Response<ResponseBody> {
+        let style = summary.context.style;
         let (mut parts, mut body) = response.into_parts();
         if let ResponseBody::Tunnel(tunnel) = &mut body
             && upgrade::upgrade_names_websocket(&parts.headers)
@@ -269,7 +259,7 @@ impl ProxyService {
             tunnel.track_websocket_frames();
         }
         let upgrade = summary.target.upgrade_request.as_ref();
-        match headers::rewrite_response_head(&mut parts, summary.version, upgrade) {
+        match headers::rewrite_response_head(&mut parts, style.version, upgrade) {
             Ok(()) => {
                 if parts.status.is_server_error() {
                     self.metrics.record_app_error(summary.target.path());
@@ -285,11 +275,8 @@ impl ProxyService {
                     .upstream_errors
                     .increment(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
-                local_replies::build_proxy_error_reply(
-                    ProxyErrorType::Upstream(UpstreamErrorKind::Protocol),
-                    style,
-                )
-                .map(ResponseBody::Full)
+                local_replies::build_proxy_error_reply(UpstreamErrorKind::Protocol, style)
+                    .map(ResponseBody::Full)
             }
         }
     }
@@ -298,7 +285,7 @@ impl ProxyService {
     fn respond_to_unsent_request(
         &self,
         body: RequestBody,
-        error: &ForwardError,
+        error: &UpstreamError,
         estimates: Vec<EstimatedCharge>,
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
@@ -313,39 +300,34 @@ impl ProxyService {
     /// nothing was sent. Of any other request they stand: only the app's status can return them.
     fn respond_to_forward_error(
         &self,
-        error: &ForwardError,
+        error: &UpstreamError,
         unsent: Vec<EstimatedCharge>,
         style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
-        let (reply, is_caused_by_client) = match error {
-            ForwardError::Upstream(error) => {
-                self.metrics.upstream_errors.increment(error.kind as usize);
-                self.upstream.log_error(error);
-                let reply = ProxyErrorType::Upstream(error.kind);
-                (reply, error.kind.is_caused_by_client())
-            }
-            ForwardError::MaxDurationExceeded => (ProxyErrorType::MaxDurationExceeded, false),
-        };
+        self.metrics.upstream_errors.increment(error.kind as usize);
+        self.upstream.log_error(error);
+        let is_caused_by_client = error.kind.is_caused_by_client();
         // If the client ended the request, the charge stays. Otherwise clients could leave early to
         // avoid it.
         for estimate in unsent.into_iter().filter(|_| !is_caused_by_client) {
-            match estimate.is_settled_by_status() {
-                true => estimate.settle_by_status(reply.status_error_and_detail().0),
-                false => estimate.settle(0),
-            }
+            estimate.settle_unsent(local_replies::status_error_and_detail(error.kind).0);
         }
-        local_replies::build_proxy_error_reply(reply, style).map(ResponseBody::Full)
+        local_replies::build_proxy_error_reply(error.kind, style).map(ResponseBody::Full)
     }
 
     /// Adds the rate-limit headers, and logs and counts an admitted request.
     fn complete_response(
         &self,
         mut response: Response<ResponseBody>,
-        summary: &mut RequestSummary,
+        summary: &mut RequestSummary<'_>,
         verdict: &Verdict<'_>,
-        table: &PolicyTable,
-        style: ReplyStyle<'_>,
     ) -> Response<ResponseBody> {
+        let RequestContext {
+            table,
+            style,
+            arrived_at,
+            ..
+        } = summary.context;
         if let ResponseBody::Tunnel(tunnel) = response.body_mut() {
             tunnel.keep(summary.tunnel_count.take());
         }
@@ -357,23 +339,20 @@ impl ProxyService {
         style.expose_rate_limit_fields(response.headers_mut());
         let responded_at = Instant::now();
         self.log_and_trace_request(summary, verdict, response.status(), responded_at);
-        self.metrics.record_response(
-            response.status().as_u16(),
-            responded_at - summary.arrived_at,
-        );
+        self.metrics
+            .record_response(response.status().as_u16(), responded_at - arrived_at);
         response
     }
 }
 
 fn finish_upstream_span(
-    summary: &mut RequestSummary,
-    result: &Result<Response<ResponseBody>, ForwardError>,
+    summary: &mut RequestSummary<'_>,
+    result: &Result<Response<ResponseBody>, UpstreamError>,
 ) {
     if let Some(recording) = &mut summary.recording {
         recording.finish_upstream_span(match result {
             Ok(response) => Ok(response.status().as_u16()),
-            Err(ForwardError::Upstream(error)) => Err(error.kind.into_str()),
-            Err(ForwardError::MaxDurationExceeded) => Err("overlong"),
+            Err(error) => Err(error.kind.into_str()),
         });
     }
 }

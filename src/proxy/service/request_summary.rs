@@ -2,23 +2,50 @@
 
 use super::ProxyService;
 use crate::enforcer::{DecisionSource, LimitReport, RequestOutcome, Verdict};
+use crate::policy::PolicyTable;
 use crate::policy::client::ClientAddress;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::access_log::{AccessLogEntry, classify_verdict};
 use crate::proxy::http::inbound_request::InboundRequest;
+use crate::proxy::http::local_replies::ReplyStyle;
 use crate::proxy::http::request_validation::RequestTarget;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::telemetry::trace::{self, RequestRecording, TraceId, TraceParent};
-use http::{Method, StatusCode, Version, request};
+use http::{HeaderValue, Method, StatusCode, request};
 use tokio::time::Instant;
 
+/// What all steps of a request use: its client, policies, reply format and arrival.
+#[derive(Clone, Copy)]
+pub(crate) struct RequestContext<'r> {
+    pub(crate) peer: &'r ConnectionPeer,
+    pub(crate) table: &'r PolicyTable,
+    pub(crate) style: ReplyStyle<'r>,
+    pub(crate) arrived_at: Instant,
+}
+
+impl<'r> RequestContext<'r> {
+    /// The context of a request that arrives now. `origin` is a copy of its `Origin`. Validation
+    /// must not have changed the head yet.
+    pub(crate) fn new(
+        parts: &request::Parts,
+        origin: Option<&'r HeaderValue>,
+        peer: &'r ConnectionPeer,
+        table: &'r PolicyTable,
+    ) -> Self {
+        Self {
+            peer,
+            table,
+            style: ReplyStyle::from_request(parts, origin, &table.cors),
+            arrived_at: Instant::now(),
+        }
+    }
+}
+
 /// The parts of a request that its log entry and trace need after it was forwarded.
-pub(crate) struct RequestSummary {
+pub(crate) struct RequestSummary<'r> {
+    pub(super) context: RequestContext<'r>,
     pub(super) target: RequestTarget,
     pub(super) client: ClientAddress,
-    /// The client's HTTP version; validation replaces the version in the request head.
-    pub(super) version: Version,
-    pub(super) arrived_at: Instant,
     pub(super) recording: Option<Box<RequestRecording>>,
     /// Counts the tunnel that the request asks for.
     pub(super) tunnel_count: Option<Box<ClientCountGuard>>,
@@ -26,13 +53,12 @@ pub(crate) struct RequestSummary {
     trace_id: Option<TraceId>,
 }
 
-impl RequestSummary {
+impl<'r> RequestSummary<'r> {
     /// `trace` is the client's trace context; the trace context of a `recording` takes precedence.
     pub(crate) fn new(
+        context: RequestContext<'r>,
         parts: &request::Parts,
-        version: Version,
         inbound: InboundRequest,
-        arrived_at: Instant,
         trace: Option<TraceParent>,
         recording: Option<Box<RequestRecording>>,
     ) -> Self {
@@ -43,10 +69,9 @@ impl RequestSummary {
             .map(|context| context.trace);
         let InboundRequest { target, client, .. } = inbound;
         Self {
+            context,
             target,
             client,
-            version,
-            arrived_at,
             recording,
             tunnel_count: None,
             method: parts.method.clone(),
@@ -62,8 +87,7 @@ impl ProxyService {
         incoming_trace: Option<TraceParent>,
         parts: &request::Parts,
         inbound: &InboundRequest,
-        peer: &ConnectionPeer,
-        arrived_at: Instant,
+        context: &RequestContext<'_>,
     ) -> Option<Box<RequestRecording>> {
         let tracer = self.tracer.as_ref()?;
         let traced_request = trace::TracedRequest {
@@ -71,13 +95,13 @@ impl ProxyService {
             host: inbound.target.host(),
             path: inbound.target.path(),
             client: inbound.client.ip,
-            is_https: peer.is_https,
+            is_https: context.peer.is_https,
         };
         tracer.start_recording_if_sampled(
             incoming_trace,
             &parts.headers,
             &traced_request,
-            arrived_at,
+            context.arrived_at,
         )
     }
 
@@ -99,7 +123,7 @@ impl ProxyService {
     /// Writes the access log entry and adds the response head to the trace recording, if any.
     pub(crate) fn log_and_trace_request(
         &self,
-        summary: &mut RequestSummary,
+        summary: &mut RequestSummary<'_>,
         verdict: &Verdict<'_>,
         status: StatusCode,
         responded_at: Instant,
@@ -109,7 +133,7 @@ impl ProxyService {
         if summary.recording.is_none() && !self.access_log.filter_allows_request(is_rejected) {
             return;
         }
-        let (client_ip, arrived_at) = (summary.client.ip, summary.arrived_at);
+        let (client_ip, arrived_at) = (summary.client.ip, summary.context.arrived_at);
         let entry = AccessLogEntry {
             method: summary.method.as_str(),
             host: summary.target.host(),

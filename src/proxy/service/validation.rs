@@ -1,13 +1,14 @@
 //! Validation of request heads, and the responses to requests that fail it.
 
 use super::ProxyService;
+use super::request_summary::RequestContext;
 use crate::enforcer::RequestDecision;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
 use crate::proxy::ext_authz::ORIGINAL_STATUS_HEADER;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
-use crate::proxy::http::local_replies::{self, ProxyErrorType, ReplyStyle};
+use crate::proxy::http::local_replies;
 use crate::proxy::http::request_validation::RequestValidationError;
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::peer::ConnectionPeer;
@@ -17,27 +18,24 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, header, request};
 use ipnet::IpNet;
 use std::time::Duration;
-use tokio::time::Instant;
 
 impl ProxyService {
     /// Validates the request head, or returns the error response.
     pub(crate) fn validate_request_head(
         &self,
         parts: &mut request::Parts,
-        peer: &ConnectionPeer,
-        table: &PolicyTable,
+        context: &RequestContext<'_>,
         forward: ForwardedPath,
-        style: ReplyStyle<'_>,
     ) -> Result<InboundRequest, Box<Response<Bytes>>> {
-        if exceeds_header_count(&parts.headers, self.max_headers) {
-            return Err(local_replies::build_proxy_error_reply(
-                ProxyErrorType::TooManyHeaders,
-                style,
-            )
-            .into());
-        }
-        let inbound = InboundRequest::validate_and_rewrite(parts, peer.addr.ip(), table, forward)
-            .map_err(|error| {
+        let RequestContext {
+            peer, table, style, ..
+        } = *context;
+        let has_too_many_headers = exceeds_header_count(&parts.headers, self.max_headers);
+        let inbound = match has_too_many_headers {
+            true => Err(RequestValidationError::TooManyHeaders.into()),
+            false => InboundRequest::validate_and_rewrite(parts, peer.addr.ip(), table, forward),
+        };
+        let inbound = inbound.map_err(|error| {
             tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
             local_replies::build_invalid_request_reply(error, style)
         })?;
@@ -46,7 +44,7 @@ impl ProxyService {
             .is_some_and(|most| inbound.target.content_length > Some(most))
         {
             return Err(local_replies::build_proxy_error_reply(
-                ProxyErrorType::Upstream(UpstreamErrorKind::RequestBodyTooLarge),
+                UpstreamErrorKind::RequestBodyTooLarge,
                 style,
             )
             .into());
@@ -66,13 +64,12 @@ impl ProxyService {
         peer: &ConnectionPeer,
         error: RequestValidationError,
     ) -> Response<ResponseBody> {
-        let (arrived_at, (parts, body)) = (Instant::now(), request.into_parts());
+        let (parts, body) = request.into_parts();
         let policies = self.enforcer.policy_snapshot();
-        let cors = &policies.table.cors;
-        let origin = cors.copy_origin(&parts.headers);
-        let style = ReplyStyle::from_request(&parts, origin.as_ref(), cors);
+        let origin = policies.table.cors.copy_origin(&parts.headers);
+        let context = RequestContext::new(&parts, origin.as_ref(), peer, &policies.table);
         tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
-        let mut reply = local_replies::build_invalid_request_reply(error.into(), style);
+        let mut reply = local_replies::build_invalid_request_reply(error.into(), context.style);
         if let Some(status) = self.unreadable_request_status(peer) {
             let intended = HeaderValue::from(reply.status().as_u16());
             reply
@@ -80,7 +77,7 @@ impl ProxyService {
                 .insert(&ORIGINAL_STATUS_HEADER, intended);
             *reply.status_mut() = status;
         }
-        self.reject_invalid_request(&parts, body, peer, reply, arrived_at)
+        self.reject_invalid_request(&parts, body, &context, reply)
     }
 
     /// Responds to a request that failed validation, before any policy applied.
@@ -88,11 +85,10 @@ impl ProxyService {
         &self,
         parts: &request::Parts,
         body: RequestBody,
-        peer: &ConnectionPeer,
+        context: &RequestContext<'_>,
         reply: Response<Bytes>,
-        arrived_at: Instant,
     ) -> Response<ResponseBody> {
-        let elapsed = arrived_at.elapsed();
+        let elapsed = context.arrived_at.elapsed();
         self.metrics
             .record_request_decision(RequestDecision::Malformed as usize);
         self.access_log.write(&AccessLogEntry {
@@ -106,7 +102,7 @@ impl ProxyService {
             path: parts.uri.path(),
             time_to_head: elapsed,
             trace_id: TraceParent::from_headers(&parts.headers).map(|context| context.trace),
-            ..AccessLogEntry::for_unreadable_request(peer.addr.ip(), reply.status())
+            ..AccessLogEntry::for_unreadable_request(context.peer.addr.ip(), reply.status())
         });
         self.respond_without_upstream(body, reply, elapsed)
     }

@@ -1,6 +1,5 @@
 //! Establishes connections to the upstream: DNS lookup, TCP or Unix socket, TLS handshake.
 
-use arc_swap::ArcSwap;
 use bytes::Bytes;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
@@ -22,9 +21,10 @@ use tokio_util::either::Either;
 
 use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use super::read_limit::{ReadAllowance, ReadLimit};
+use super::shared_state::UpstreamSharedState;
 use crate::proxy::server::frame_splitter::EmptyFrameFilter;
 use crate::proxy::server::transport::move_buffered_bytes;
-use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
+use crate::proxy::{UpstreamScheme, UpstreamUrl};
 use crate::tls::{ClientTls, describe_tls_error};
 
 /// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).
@@ -36,18 +36,6 @@ const TCP_KEEPALIVE_IDLE_TIME: Duration = Duration::from_secs(60);
 /// Delay between attempts while the backlog of a Unix socket is full.
 const UNIX_BACKLOG_RETRY_DELAY: Duration = Duration::from_millis(5);
 
-/// The upstream URL has a host that is not valid in a `Host` header.
-#[derive(Debug, thiserror::Error)]
-#[error("upstream.url: {0:?} is not valid in a Host header")]
-pub struct UpstreamUrlError(pub(super) String);
-
-/// Opens connections to the upstream.
-#[derive(Debug)]
-pub(super) struct UpstreamConnector {
-    /// TLS settings of new connections; a reload replaces them. `None` for a cleartext upstream.
-    tls: Option<ArcSwap<ClientTls>>,
-}
-
 /// The protocols offered to a TLS server by ALPN.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AlpnOffer {
@@ -57,16 +45,11 @@ pub(super) enum AlpnOffer {
     Http1Only,
 }
 
-impl UpstreamConnector {
-    pub(super) fn new(settings: &UpstreamSettings) -> Self {
-        Self {
-            tls: settings.tls.clone().map(ArcSwap::from_pointee),
-        }
-    }
-
-    /// Replaces the TLS settings of new connections. A cleartext upstream stays cleartext.
-    pub(super) fn update_tls(&self, client: &ClientTls) {
-        if let Some(tls) = &self.tls
+impl UpstreamSharedState {
+    /// Applies reloaded TLS settings: new connections use their certificates. A cleartext upstream
+    /// stays cleartext.
+    pub fn update_tls(&self, client: Option<&ClientTls>) {
+        if let (Some(tls), Some(client)) = (&self.tls, client)
             && **tls.load() != *client
         {
             tls.store(Arc::new(client.clone()));
@@ -75,13 +58,9 @@ impl UpstreamConnector {
     }
 
     /// Tries once to connect. `connect_timeout` includes the DNS lookup and the TLS handshake.
-    pub(super) async fn connect(
-        &self,
-        settings: &UpstreamSettings,
-        offer: AlpnOffer,
-    ) -> Result<UpstreamSocket, UpstreamError> {
+    pub(super) async fn connect(&self, offer: AlpnOffer) -> Result<UpstreamSocket, UpstreamError> {
         let connecting = async {
-            let (host, port, scheme) = match &settings.url {
+            let (host, port, scheme) = match &self.settings.url {
                 UpstreamUrl::Net { host, port, scheme } => (host, *port, *scheme),
                 UpstreamUrl::Unix(path) => {
                     let socket = Either::Left(Either::Right(connect_unix(path).await?));
@@ -100,7 +79,7 @@ impl UpstreamConnector {
                 Some(tls) => perform_tls_handshake(&tls.load_full(), host, socket, offer).await,
             }
         };
-        let limit = settings.connect_timeout;
+        let limit = self.settings.connect_timeout;
         timeout(limit, connecting).await.unwrap_or_else(|_elapsed| {
             let detail = format!("no connection within {limit:?}");
             Err(UpstreamErrorKind::ConnectTimeout.with_detail(detail))

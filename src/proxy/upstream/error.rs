@@ -1,7 +1,8 @@
 //! Errors of requests that received no response from the upstream.
 
+use std::sync::LazyLock;
 use std::time::Duration;
-use strum::{Display, IntoStaticStr, VariantNames};
+use strum::{Display, EnumIter, IntoEnumIterator as _, IntoStaticStr, VariantNames};
 
 /// A request that received no response, with the cause.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -14,7 +15,9 @@ pub struct UpstreamError {
 
 /// Cause of an [`UpstreamError`]. The upstream is responsible unless the variant says otherwise.
 /// The names are those in metrics and logs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Display, IntoStaticStr, VariantNames)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, Display, EnumIter, IntoStaticStr, VariantNames,
+)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum UpstreamErrorKind {
     /// The upstream refused the TCP connection.
@@ -48,6 +51,9 @@ pub enum UpstreamErrorKind {
     /// The upstream speaks HTTP/2 and does not support WebSockets over it (RFC 8441).
     #[strum(serialize = "upgrade")]
     UpgradeUnsupported,
+    /// Limit of a policy: the request exceeded the `max_duration` of a concurrency limit.
+    #[strum(serialize = "overlong")]
+    MaxDurationExceeded,
     /// Client error: the client stopped sending the request body.
     RequestBodyTimeout,
     /// Client error: the request body exceeds `max_body_bytes`.
@@ -58,9 +64,10 @@ pub enum UpstreamErrorKind {
 }
 
 impl UpstreamErrorKind {
-    /// Whether the client is responsible, and neither the upstream nor a limit of the proxy.
-    pub fn is_client_error(self) -> bool {
-        self == Self::TunnelLimit || self.is_caused_by_client()
+    /// Whether the client or the limit of a policy is responsible, and neither the upstream nor
+    /// a limit of the proxy.
+    pub(super) fn is_expected(self) -> bool {
+        matches!(self, Self::TunnelLimit | Self::MaxDurationExceeded) || self.is_caused_by_client()
     }
 
     /// Whether the client ended or spoiled the request while it was sent.
@@ -71,7 +78,7 @@ impl UpstreamErrorKind {
         )
     }
 
-    pub(super) fn with_detail(self, detail: impl Into<String>) -> UpstreamError {
+    pub(crate) fn with_detail(self, detail: impl Into<String>) -> UpstreamError {
         let (kind, detail) = (self, detail.into());
         UpstreamError { kind, detail }
     }
@@ -92,24 +99,13 @@ impl UpstreamErrorKind {
             false => Self::ConnectionTerminated,
         }
     }
-
-    /// The error kinds that the client did not cause.
-    pub const FAULTS: &[usize] = &[
-        Self::ConnectRefused as usize,
-        Self::ConnectFailed as usize,
-        Self::LocalResources as usize,
-        Self::ConnectTimeout as usize,
-        Self::Dns as usize,
-        Self::Tls as usize,
-        Self::QueueFull as usize,
-        Self::QueueTimeout as usize,
-        Self::ResponseTimeout as usize,
-        Self::ConnectionTerminated as usize,
-        Self::Protocol as usize,
-        Self::StreamReset as usize,
-        Self::UpgradeUnsupported as usize,
-    ];
 }
+
+/// The error kinds that neither the client nor the limit of a policy caused.
+pub static UPSTREAM_FAULTS: LazyLock<Vec<usize>> = LazyLock::new(|| {
+    let kinds = UpstreamErrorKind::iter().filter(|kind| !kind.is_expected());
+    kinds.map(|kind| kind as usize).collect()
+});
 
 impl UpstreamError {
     pub(super) fn queue_timeout(limit: Duration) -> Self {

@@ -96,9 +96,7 @@ pub(super) fn client_error_kind(
     progress: Option<&RequestBodyProgress>,
 ) -> Option<UpstreamErrorKind> {
     match progress?.state.get() {
-        RequestBodyState::ClientTimeout => Some(UpstreamErrorKind::RequestBodyTimeout),
-        RequestBodyState::TooLarge => Some(UpstreamErrorKind::RequestBodyTooLarge),
-        RequestBodyState::ClientAborted => Some(UpstreamErrorKind::ClientDisconnected),
+        RequestBodyState::Failed(kind) => Some(kind),
         RequestBodyState::AwaitingClient
         | RequestBodyState::Transferring
         | RequestBodyState::Finished => None,

@@ -13,8 +13,5 @@ mod ping_monitor;
 pub(super) mod received_stream;
 pub(super) mod response_body;
 
-pub(super) use connection::{
-    Http2Connection, Http2ResponseFuture, MAX_CONCURRENT_STREAMS, StreamOpenError,
-};
-pub(super) use driver::Http2Driver;
+pub(super) use connection::{Http2Connection, Http2ResponseFuture, MAX_CONCURRENT_STREAMS};
 pub(super) use handshake::perform_http2_handshake;

@@ -21,15 +21,16 @@ use std::collections::VecDeque;
 use std::future::ready;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::time::{Instant, sleep_until};
 
 use super::addresses::{self, ResolvedAddresses};
 use super::connector::AlpnOffer;
-use super::error::UpstreamError;
+use super::error::{UpstreamError, UpstreamErrorKind};
 use super::http2::{self, Http2Connection};
-use super::shared_state::{DelaySlotGuard, UpstreamSharedState};
+use super::shared_state::UpstreamSharedState;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use waiting::{AcquireOutcome, ConnectionWaiter};
+use waiting::ConnectionWaiter;
 
 pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
 pub(super) use share::ConnectionShare;
@@ -104,17 +105,11 @@ impl UpstreamPool {
                 if let Some(connection) = self.take_available_connection(Instant::now()) {
                     return Ok(connection);
                 }
-                if self.negotiated_http2.get() == Some(false) {
-                    return match self.acquire_permit_or_connection().await? {
-                        AcquireOutcome::Connection(connection) => Ok(connection),
-                        AcquireOutcome::Permit(permit) => {
-                            self.open_connection(permit, retries, AlpnOffer::Http2AndHttp1)
-                                .await
-                        }
-                        AcquireOutcome::Retry => continue,
-                    };
-                }
-                if let Some(connection) = self.wait_for_http2_stream(&mut queued_since).await? {
+                let acquired = match self.negotiated_http2.get() {
+                    Some(false) => self.wait_for_http1_connection(retries).await?,
+                    _ => self.wait_for_http2_stream(&mut queued_since).await?,
+                };
+                if let Some(connection) = acquired {
                     return Ok(connection);
                 }
             }
@@ -155,7 +150,7 @@ impl UpstreamPool {
 
     /// Waits until `due`. The request counts as delayed until the future completes or is dropped.
     pub(super) async fn delay_until(&self, due: Instant) -> Result<(), UpstreamError> {
-        let _slot = DelaySlotGuard::acquire(&self.shared)?;
+        let _slot = QueueSlotGuard::acquire(self, |shared| &shared.delayed_requests)?;
         sleep_until(due).await;
         Ok(())
     }
@@ -192,6 +187,44 @@ impl UpstreamPool {
 
 /// Future of the pool's `acquire` methods: the connection or an error.
 type AcquireFuture<'p> = LocalBoxFuture<'p, Result<Box<UpstreamConnection>, UpstreamError>>;
+
+/// Counts a request that waits, for a connection or because it is delayed, until the guard is
+/// dropped.
+struct QueueSlotGuard<'p> {
+    pool: &'p UpstreamPool,
+    count: &'p AtomicUsize,
+}
+
+impl<'p> QueueSlotGuard<'p> {
+    /// Counts a request in `count`. Fails if waiting and delayed requests together would exceed
+    /// `max_requests_waiting`.
+    fn acquire(
+        pool: &'p UpstreamPool,
+        count: impl FnOnce(&'p UpstreamSharedState) -> &'p AtomicUsize,
+    ) -> Result<Self, UpstreamError> {
+        let (shared, limit) = (&pool.shared, pool.settings().max_requests_waiting);
+        let guard = Self {
+            pool,
+            count: count(shared),
+        };
+        guard.count.fetch_add(1, Ordering::SeqCst);
+        let total = shared.queued_requests.load(Ordering::SeqCst)
+            + shared.delayed_requests.load(Ordering::SeqCst);
+        if total > limit {
+            let detail = format!("{limit} requests already wait for an upstream connection");
+            return Err(UpstreamErrorKind::QueueFull.with_detail(detail));
+        }
+        Ok(guard)
+    }
+}
+
+impl Drop for QueueSlotGuard<'_> {
+    fn drop(&mut self) {
+        self.count.fetch_sub(1, Ordering::SeqCst);
+        let mut waiters = self.pool.waiters.borrow_mut();
+        waiters.retain(|waiter| !waiter.is_closed());
+    }
+}
 
 #[cfg(test)]
 mod tests;

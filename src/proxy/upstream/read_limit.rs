@@ -5,7 +5,7 @@
 //! than a power of two keeps the buffer at that size.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -23,14 +23,14 @@ const FAST_SAMPLE_TIME: Duration = Duration::from_millis(100);
 /// frames that h2 holds.
 pub(super) const READ_ALLOWANCE_BYTES: usize = 64 * 1024;
 
-/// Bytes that a connection may still read before its unread frames are collected. One task uses it;
-/// it is atomic because hyper requires sockets that are `Send`.
-#[derive(Clone, Debug)]
+/// Bytes that a connection has read since its unread frames were collected. One task uses it; it is
+/// atomic because hyper requires sockets that are `Send`.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct ReadAllowance(Arc<AtomicUsize>);
 
-/// Maximum bytes of the next read from one connection.
-#[derive(Clone, Debug)]
-pub(super) struct ReadLimit(Arc<AtomicU64>);
+/// Whether the next reads from one connection may be large.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ReadLimit(Arc<AtomicBool>);
 
 /// Rate at which the client takes the current response of a connection, which sets the limit.
 #[derive(Debug)]
@@ -41,45 +41,29 @@ pub(crate) struct ResponseRate {
     sampled_at: Option<Instant>,
 }
 
-impl Default for ReadLimit {
-    fn default() -> Self {
-        Self(Arc::new(AtomicU64::new(SMALL_READ_BYTES)))
-    }
-}
-
 impl ReadLimit {
+    /// Maximum bytes of a read.
     pub(super) fn bytes(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    fn set_large(&self, is_large: bool) {
-        let bytes = match is_large {
+        match self.0.load(Ordering::Relaxed) {
             true => LARGE_READ_BYTES,
             false => SMALL_READ_BYTES,
-        };
-        self.0.store(bytes, Ordering::Relaxed);
-    }
-}
-
-impl Default for ReadAllowance {
-    fn default() -> Self {
-        Self(Arc::new(AtomicUsize::new(READ_ALLOWANCE_BYTES)))
+        }
     }
 }
 
 impl ReadAllowance {
     /// Records read bytes.
     pub(crate) fn spend(&self, bytes: usize) {
-        let left = self.0.load(Ordering::Relaxed).saturating_sub(bytes);
-        self.0.store(left, Ordering::Relaxed);
+        let spent = self.0.load(Ordering::Relaxed).saturating_add(bytes);
+        self.0.store(spent, Ordering::Relaxed);
     }
 
     pub(crate) fn is_spent(&self) -> bool {
-        self.0.load(Ordering::Relaxed) == 0
+        self.0.load(Ordering::Relaxed) >= READ_ALLOWANCE_BYTES
     }
 
     pub(crate) fn renew(&self) {
-        self.0.store(READ_ALLOWANCE_BYTES, Ordering::Relaxed);
+        self.0.store(0, Ordering::Relaxed);
     }
 }
 
@@ -103,14 +87,14 @@ impl ResponseRate {
         let sampled_at = self.sampled_at.replace(now);
         let is_fast = sampled_at.is_some_and(|at| now.duration_since(at) <= FAST_SAMPLE_TIME);
         self.bytes = 0;
-        self.limit.set_large(is_fast);
+        self.limit.0.store(is_fast, Ordering::Relaxed);
     }
 
     /// Begins the next response, with the small limit.
     pub(super) fn restart(&mut self) {
         self.bytes = 0;
         if self.sampled_at.take().is_some() {
-            self.limit.set_large(false);
+            self.limit.0.store(false, Ordering::Relaxed);
         }
     }
 }

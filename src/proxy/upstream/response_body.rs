@@ -195,9 +195,9 @@ impl UpstreamBody {
     }
 
     /// Keeps the share of the connections until the body ends.
-    pub(super) fn attach_share(&mut self, share: Option<ConnectionShare>) {
+    pub(super) fn attach_share(&mut self, share: ConnectionShare) {
         if let Some(connection) = &mut self.connection {
-            connection.share = share;
+            connection.share = Some(share);
         }
     }
 

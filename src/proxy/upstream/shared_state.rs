@@ -1,13 +1,12 @@
 //! State that the upstream clients of all workers share.
 
+use arc_swap::ArcSwap;
 use http::HeaderValue;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore, watch};
 
-use super::connector::{UpstreamConnector, UpstreamUrlError};
-use super::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::UpstreamSettings;
 use crate::proxy::client_counts::ClientCounts;
 use crate::telemetry::LogThrottle;
@@ -16,13 +15,19 @@ use crate::tls::ClientTls;
 /// Minimum interval between warnings about requests that are not forwarded.
 const ERROR_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Settings, limits, counters and connector of the upstream, shared by all workers.
+/// The upstream URL has a host that is not valid in a `Host` header.
+#[derive(Debug, thiserror::Error)]
+#[error("upstream.url: {0:?} is not valid in a Host header")]
+pub struct UpstreamUrlError(String);
+
+/// Settings, limits and counters of the upstream, shared by all workers.
 #[derive(Debug)]
 pub struct UpstreamSharedState {
     pub(super) settings: UpstreamSettings,
     /// The upstream's authority, as used in a `Host` header.
     pub(super) authority: HeaderValue,
-    pub(super) connector: UpstreamConnector,
+    /// TLS settings of new connections; a reload replaces them. `None` for a cleartext upstream.
+    pub(super) tls: Option<ArcSwap<ClientTls>>,
     pub(super) max_idle_per_worker: usize,
     /// One permit per open connection.
     pub(super) connection_permits: Arc<Semaphore>,
@@ -50,12 +55,11 @@ impl UpstreamSharedState {
     /// # Errors
     /// Returns an error if the host of the upstream URL is not valid in a `Host` header.
     pub fn new(settings: UpstreamSettings, workers: usize) -> Result<Arc<Self>, UpstreamUrlError> {
-        let connector = UpstreamConnector::new(&settings);
         let authority = settings.url.authority();
         let authority =
             HeaderValue::try_from(&authority).map_err(|_invalid| UpstreamUrlError(authority))?;
         Ok(Arc::new(Self {
-            connector,
+            tls: settings.tls.clone().map(ArcSwap::from_pointee),
             authority,
             max_idle_per_worker: settings.pool_max_idle.div_ceil(workers.max(1)),
             connection_permits: Arc::new(Semaphore::new(
@@ -71,45 +75,5 @@ impl UpstreamSharedState {
             error_log_throttle: LogThrottle::new(ERROR_LOG_INTERVAL),
             settings,
         }))
-    }
-
-    /// Applies reloaded TLS settings: new connections use their certificates.
-    pub fn update_tls(&self, tls: Option<&ClientTls>) {
-        if let Some(tls) = tls {
-            self.connector.update_tls(tls);
-        }
-    }
-}
-
-impl UpstreamSharedState {
-    /// Counts a request in `queue`. Fails if waiting and delayed requests together would exceed
-    /// `max_requests_waiting`.
-    pub(super) fn reserve_queue_slot(&self, queue: &AtomicUsize) -> Result<(), UpstreamError> {
-        let limit = self.settings.max_requests_waiting;
-        queue.fetch_add(1, Ordering::SeqCst);
-        let total = self.queued_requests.load(Ordering::SeqCst)
-            + self.delayed_requests.load(Ordering::SeqCst);
-        if total > limit {
-            queue.fetch_sub(1, Ordering::SeqCst);
-            let detail = format!("{limit} requests already wait for an upstream connection");
-            return Err(UpstreamErrorKind::QueueFull.with_detail(detail));
-        }
-        Ok(())
-    }
-}
-
-/// Counts a delayed request, until the guard is dropped.
-pub(super) struct DelaySlotGuard<'s>(&'s UpstreamSharedState);
-
-impl<'s> DelaySlotGuard<'s> {
-    pub(super) fn acquire(shared: &'s UpstreamSharedState) -> Result<Self, UpstreamError> {
-        shared.reserve_queue_slot(&shared.delayed_requests)?;
-        Ok(Self(shared))
-    }
-}
-
-impl Drop for DelaySlotGuard<'_> {
-    fn drop(&mut self) {
-        self.0.delayed_requests.fetch_sub(1, Ordering::SeqCst);
     }
 }

@@ -21,6 +21,7 @@ use self::read_ahead::is_message_stream;
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
 use super::size_hint::add_to_size_hint;
+use crate::proxy::UpstreamErrorKind;
 use crate::proxy::http::request_validation::has_outer_white_space;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_memory::UNREAD_FRAME_BYTES;
@@ -95,9 +96,8 @@ pub(crate) enum RequestBodyState {
     Transferring,
     /// The whole body was handed over to the upstream, or the rest is not wanted.
     Finished,
-    ClientTimeout,
-    TooLarge,
-    ClientAborted,
+    /// The client ended or spoiled the body.
+    Failed(UpstreamErrorKind),
 }
 
 impl RequestBody {
@@ -199,17 +199,14 @@ impl RequestBody {
         Self(self.0.clone())
     }
 
-    /// Starts recording the body, up to a maximum size, for a retry.
-    pub(crate) fn enable_replay(&self) {
+    /// Starts or stops recording the body, up to a maximum size, for a retry.
+    pub(crate) fn set_replay(&self, is_enabled: bool) {
         if let Some(body) = &self.0 {
-            body.borrow_mut().replay_buffer.start_recording();
-        }
-    }
-
-    /// Stops recording the body for a retry.
-    pub(crate) fn disable_replay(&self) {
-        if let Some(body) = &self.0 {
-            body.borrow_mut().replay_buffer.stop_recording();
+            let buffer = &mut body.borrow_mut().replay_buffer;
+            match is_enabled {
+                true => buffer.start_recording(),
+                false => buffer.stop_recording(),
+            }
         }
     }
 
@@ -282,7 +279,7 @@ impl RequestBodyStream {
             let allowed = self.limits.idle_timeout.saturating_sub(self.lag);
             let deadline = *self.pending_since.get_or_insert_with(Instant::now) + allowed;
             return self.idle_timer.poll(deadline, cx).map(|()| {
-                self.progress.state.set(RequestBodyState::ClientTimeout);
+                self.record_failure(UpstreamErrorKind::RequestBodyTimeout);
                 self.active
                     .monitor()
                     .record_close(ConnectionCloseReason::BodyTimeout);
@@ -326,9 +323,7 @@ impl RequestBodyStream {
     fn rewind(&mut self) -> bool {
         match self.progress.state.get() {
             // No retry after a failure of the body: a truncated body must not look complete.
-            RequestBodyState::ClientTimeout
-            | RequestBodyState::TooLarge
-            | RequestBodyState::ClientAborted => return false,
+            RequestBodyState::Failed(_) => return false,
             RequestBodyState::AwaitingClient
             | RequestBodyState::Transferring
             | RequestBodyState::Finished => {}
@@ -364,7 +359,7 @@ impl RequestBodyStream {
             self.lag = self.lag.saturating_sub(Duration::from_nanos(paid_ns));
         }
         if self.limits.max_bytes.is_some_and(|max| self.received > max) {
-            self.progress.state.set(RequestBodyState::TooLarge);
+            self.record_failure(UpstreamErrorKind::RequestBodyTooLarge);
             return Err(BodyError::TooLarge);
         }
         self.is_complete |= frame.is_trailers();
@@ -394,8 +389,12 @@ impl RequestBodyStream {
     }
 
     fn record_client_abort(&self, reason: String) -> BodyError {
-        self.progress.state.set(RequestBodyState::ClientAborted);
+        self.record_failure(UpstreamErrorKind::ClientDisconnected);
         BodyError::ClientAborted(reason)
+    }
+
+    fn record_failure(&self, kind: UpstreamErrorKind) {
+        self.progress.state.set(RequestBodyState::Failed(kind));
     }
 }
 
@@ -432,10 +431,7 @@ impl RequestBodyStream {
             RequestBodyState::AwaitingClient | RequestBodyState::Transferring => {
                 self.progress.state.set(RequestBodyState::Finished)
             }
-            RequestBodyState::Finished
-            | RequestBodyState::ClientTimeout
-            | RequestBodyState::TooLarge
-            | RequestBodyState::ClientAborted => {}
+            RequestBodyState::Finished | RequestBodyState::Failed(_) => {}
         }
     }
 }

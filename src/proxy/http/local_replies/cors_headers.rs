@@ -1,6 +1,7 @@
 //! CORS headers of local replies (Fetch standard, "CORS protocol").
 
 use crate::policy::CorsOrigins;
+use crate::proxy::http::hop_by_hop::list_elements;
 use http::{HeaderMap, HeaderValue, header};
 
 /// The fields with the client's quota.
@@ -37,8 +38,11 @@ impl<'t> CorsDecision<'t> {
 
     /// Lets scripts of an allowed origin read the rate-limit fields of the upstream's response.
     /// Keeps what the upstream exposes; whether the response may be read at all is its decision.
+    /// A cache must not serve the response to another origin, whether that one is allowed or not.
     pub(super) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
-        let Self::Allowed(_) = self else { return };
+        if self == Self::NotConfigured {
+            return;
+        }
         let own = headers.get_all(header::ACCESS_CONTROL_EXPOSE_HEADERS);
         let mut exposed: Vec<&str> = own.iter().filter_map(|line| line.to_str().ok()).collect();
         let is_exposed = |name: &str| {
@@ -53,7 +57,9 @@ impl<'t> CorsDecision<'t> {
             return;
         }
         exposed.extend(added);
-        if let Ok(exposed) = HeaderValue::try_from(exposed.join(", ")) {
+        let exposed = HeaderValue::try_from(exposed.join(", "));
+        add_vary_origin(headers);
+        if let (Self::Allowed(_), Ok(exposed)) = (self, exposed) {
             headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
         }
     }
@@ -70,7 +76,7 @@ impl<'t> CorsDecision<'t> {
         {
             return;
         }
-        headers.append(header::VARY, HeaderValue::from_static("Origin"));
+        add_vary_origin(headers);
         let Self::Allowed(origin) = self else { return };
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
         headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, EXPOSED_HEADERS);
@@ -82,5 +88,14 @@ impl<'t> CorsDecision<'t> {
                 HeaderValue::from_static("true"),
             );
         }
+    }
+}
+
+/// States that the response depends on the origin of the request, unless it does already.
+fn add_vary_origin(headers: &mut HeaderMap) {
+    let lines = headers.get_all(header::VARY).iter();
+    let is_origin = |field: &[u8]| field == b"*" || field.eq_ignore_ascii_case(b"origin");
+    if !lines.flat_map(list_elements).any(is_origin) {
+        headers.append(header::VARY, HeaderValue::from_static("Origin"));
     }
 }

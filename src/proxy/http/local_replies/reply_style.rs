@@ -14,7 +14,8 @@ const GRPC_MEDIA_TYPE_PREFIX: &[u8] = b"application/grpc";
 pub(crate) struct ReplyStyle<'t> {
     pub(super) format: ReplyFormat,
     pub(super) is_head_request: bool,
-    pub(super) version: Version,
+    /// The client's HTTP version; validation replaces the version in the request head.
+    pub(crate) version: Version,
     pub(super) cors: CorsDecision<'t>,
 }
 
@@ -71,8 +72,8 @@ impl<'t> ReplyStyle<'t> {
 /// Whether `Accept` prefers plain text to JSON. `false` if `Accept` is absent, malformed or
 /// neutral.
 fn prefers_plain_text(headers: &HeaderMap) -> bool {
-    let mut text = AcceptWeight::default();
-    let mut json = AcceptWeight::default();
+    // The specificity of the most specific matching range (RFC 9110, 12.5.1), and its weight.
+    let (mut text, mut json) = ((0, 0), (0, 0));
     for line in header_values(headers, &header::ACCEPT) {
         let Ok(line) = line.to_str() else {
             return false;
@@ -90,38 +91,20 @@ fn prefers_plain_text(headers: &HeaderMap) -> bool {
             };
             let is_range = |name: &str| range.eq_ignore_ascii_case(name);
             if is_range("text/plain") {
-                text.apply_range(3, weight);
+                text = text.max((3, weight));
             } else if is_range("application/problem+json") || is_range("application/json") {
-                json.apply_range(3, weight);
+                json = json.max((3, weight));
             } else if is_range("text/*") {
-                text.apply_range(2, weight);
+                text = text.max((2, weight));
             } else if is_range("application/*") {
-                json.apply_range(2, weight);
+                json = json.max((2, weight));
             } else if is_range("*/*") {
-                text.apply_range(1, weight);
-                json.apply_range(1, weight);
+                text = text.max((1, weight));
+                json = json.max((1, weight));
             }
         }
     }
-    text.weight > json.weight
-}
-
-/// Weight of a media type, taken from the most specific matching range (RFC 9110, 12.5.1).
-#[derive(Default)]
-struct AcceptWeight {
-    specificity: u8,
-    weight: u16,
-}
-
-impl AcceptWeight {
-    fn apply_range(&mut self, specificity: u8, weight: u16) {
-        if (specificity, weight) > (self.specificity, self.weight) {
-            *self = Self {
-                specificity,
-                weight,
-            };
-        }
-    }
+    text.1 > json.1
 }
 
 /// Parses a weight from 0 to 1 with at most three decimal places. Returns thousandths.

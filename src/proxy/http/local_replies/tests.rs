@@ -314,82 +314,72 @@ fn an_invalid_request_closes_the_connection() {
 #[test]
 #[allow(clippy::too_many_lines, reason = "a table of cases")]
 fn proxy_errors_have_their_status_and_error_type() {
-    for (error_type, status, error, grpc) in [
+    for (kind, status, error, grpc) in [
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::ConnectRefused),
+            UpstreamErrorKind::ConnectRefused,
             502,
             "connection_refused",
             "14",
         ),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::ConnectTimeout),
+            UpstreamErrorKind::ConnectTimeout,
             504,
             "connection_timeout",
             "4",
         ),
+        (UpstreamErrorKind::Dns, 502, "dns_error", "14"),
+        (UpstreamErrorKind::Tls, 502, "tls_protocol_error", "14"),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::Dns),
-            502,
-            "dns_error",
-            "14",
-        ),
-        (
-            ProxyErrorType::Upstream(UpstreamErrorKind::Tls),
-            502,
-            "tls_protocol_error",
-            "14",
-        ),
-        (
-            ProxyErrorType::Upstream(UpstreamErrorKind::ConnectionTerminated),
+            UpstreamErrorKind::ConnectionTerminated,
             502,
             "connection_terminated",
             "14",
         ),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::Protocol),
+            UpstreamErrorKind::Protocol,
             502,
             "http_protocol_error",
             "14",
         ),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::ResponseTimeout),
+            UpstreamErrorKind::ResponseTimeout,
             504,
             "connection_read_timeout",
             "4",
         ),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::QueueFull),
+            UpstreamErrorKind::QueueFull,
             503,
             "connection_limit_reached",
             "14",
         ),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::RequestBodyTooLarge),
+            UpstreamErrorKind::RequestBodyTooLarge,
             413,
             "http_request_error",
             "8",
         ),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::RequestBodyTimeout),
+            UpstreamErrorKind::RequestBodyTimeout,
             408,
             "http_request_error",
             "4",
         ),
         (
-            ProxyErrorType::Upstream(UpstreamErrorKind::ClientDisconnected),
+            UpstreamErrorKind::ClientDisconnected,
             400,
             "http_request_error",
             "3",
         ),
         (
-            ProxyErrorType::TooManyHeaders,
-            431,
-            "http_request_error",
-            "3",
+            UpstreamErrorKind::MaxDurationExceeded,
+            504,
+            "http_response_timeout",
+            "4",
         ),
     ] {
-        let response = build_proxy_error_reply(error_type, JSON_STYLE);
-        assert_eq!(response.status().as_u16(), status, "{error_type:?}");
+        let response = build_proxy_error_reply(kind, JSON_STYLE);
+        assert_eq!(response.status().as_u16(), status, "{kind:?}");
         assert_eq!(
             header_or_empty(&response, "proxy-status"),
             format!("tidegate; error={error}")
@@ -404,20 +394,14 @@ fn proxy_errors_have_their_status_and_error_type() {
             }
         );
         assert_eq!(
-            header_or_empty(
-                &build_proxy_error_reply(error_type, GRPC_STYLE),
-                "grpc-status"
-            ),
+            header_or_empty(&build_proxy_error_reply(kind, GRPC_STYLE), "grpc-status"),
             grpc,
-            "{error_type:?}"
+            "{kind:?}"
         );
     }
     assert_eq!(
         header_or_empty(
-            &build_proxy_error_reply(
-                ProxyErrorType::Upstream(UpstreamErrorKind::QueueFull),
-                JSON_STYLE
-            ),
+            &build_proxy_error_reply(UpstreamErrorKind::QueueFull, JSON_STYLE),
             "retry-after"
         ),
         "1"

@@ -62,6 +62,8 @@ pub enum RequestValidationError {
     BodyLength,
     #[error("the request head is too large")]
     HeadTooLarge,
+    #[error("the request has more headers than allowed")]
+    TooManyHeaders,
 }
 
 impl RequestValidationError {
@@ -70,7 +72,9 @@ impl RequestValidationError {
             Self::Connect => StatusCode::METHOD_NOT_ALLOWED,
             Self::TransferEncoding | Self::ConnectProtocol => StatusCode::NOT_IMPLEMENTED,
             Self::Expect => StatusCode::EXPECTATION_FAILED,
-            Self::HeadTooLarge => StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
+            Self::HeadTooLarge | Self::TooManyHeaders => {
+                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+            }
             _ => StatusCode::BAD_REQUEST,
         }
     }

@@ -141,38 +141,28 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
     let Some(header) = bytes.get(..len) else {
         return Ok(None);
     };
-    let peer_header = |is_tls| ProxyHeader {
-        source: None,
-        is_tls,
-        len,
-    };
-    // "the receiver must … discard the protocol block including the family which is ignored"
-    if is_local {
-        return Ok(Some(peer_header(None)));
-    }
     let block = header
         .get(V2_FIXED_PART_BYTES..)
         .ok_or(ProxyHeaderError::Malformed)?;
-    // HAProxy sends no addresses then, only extensions; other senders may send anything.
-    if family >> 4 == 0 {
-        return Ok(Some(peer_header(
-            read_extensions(header, block).unwrap_or(None),
-        )));
-    }
-    let address_bytes = match family >> 4 {
-        1 => V2_INET_ADDRESSES_BYTES,
-        2 => V2_INET6_ADDRESSES_BYTES,
-        _ => V2_UNIX_ADDRESSES_BYTES,
-    };
-    let (addresses, extensions) = block
-        .split_at_checked(address_bytes)
-        .ok_or(ProxyHeaderError::Malformed)?;
-    let is_tls = read_extensions(header, extensions)?;
-    // Addresses of datagrams do not apply to a connection and are ignored.
-    let source = if family & 0xf == 1 {
-        parse_v2_source_address(addresses)
-    } else {
-        None
+    let (source, is_tls) = match family >> 4 {
+        // "the receiver must … discard the protocol block including the family which is ignored"
+        _ if is_local => (None, None),
+        // HAProxy sends no addresses then, only extensions; other senders may send anything.
+        0 => (None, read_extensions(header, block).unwrap_or(None)),
+        kind => {
+            let address_bytes = match kind {
+                1 => V2_INET_ADDRESSES_BYTES,
+                2 => V2_INET6_ADDRESSES_BYTES,
+                _ => V2_UNIX_ADDRESSES_BYTES,
+            };
+            let (addresses, extensions) = block
+                .split_at_checked(address_bytes)
+                .ok_or(ProxyHeaderError::Malformed)?;
+            // Addresses of datagrams do not apply to a connection and are ignored.
+            let addresses = Some(addresses).filter(|_| family & 0xf == 1);
+            let source = addresses.and_then(parse_v2_source_address);
+            (source, read_extensions(header, extensions)?)
+        }
     };
     Ok(Some(ProxyHeader {
         source,

@@ -5,7 +5,6 @@ use std::time::Duration;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
-use crate::proxy::server::close_reason::ConnectionCloseReason;
 use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
@@ -23,21 +22,11 @@ pub(super) async fn close_timed_out_connection(
     record_unreadable: impl Fn(StatusCode),
 ) {
     tracing::debug!(?overdue, "client connection timed out");
-    match overdue {
-        TimeoutKind::SlowHead => monitor.record_close(ConnectionCloseReason::HeaderTimeout),
-        TimeoutKind::Stalled => {
-            monitor.record_close(ConnectionCloseReason::SlowRead);
-            return socket.abort();
-        }
-        // Idle connections do not end here: they are closed gracefully or only release their
-        // buffers.
-        TimeoutKind::Idle
-        | TimeoutKind::Age
-        | TimeoutKind::IdleBuffers
-        | TimeoutKind::UnsentResponse
-        | TimeoutKind::CloseRequested => {
-            return socket.abort();
-        }
+    if let Some(reason) = overdue.close_reason() {
+        monitor.record_close(reason);
+    }
+    if overdue != TimeoutKind::SlowHead {
+        return socket.abort();
     }
     record_unreadable(StatusCode::REQUEST_TIMEOUT);
     socket.record_unread_input();

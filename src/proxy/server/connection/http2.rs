@@ -14,7 +14,7 @@ use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
 use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::server::connection_monitor::ConnectionMonitor;
 use crate::proxy::server::frame_scanner::INVALID_FRAME;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
@@ -50,19 +50,8 @@ pub(super) async fn serve_http2<S>(
         }
         Err(overdue) => {
             tracing::debug!(?overdue, "client connection timed out");
-            match overdue {
-                TimeoutKind::SlowHead => driver
-                    .monitor
-                    .record_close(ConnectionCloseReason::HeaderTimeout),
-                // The reason was recorded when the close was requested.
-                TimeoutKind::CloseRequested => {}
-                TimeoutKind::Stalled
-                | TimeoutKind::Idle
-                | TimeoutKind::Age
-                | TimeoutKind::IdleBuffers
-                | TimeoutKind::UnsentResponse => {
-                    driver.monitor.record_close(ConnectionCloseReason::SlowRead)
-                }
+            if let Some(reason) = overdue.close_reason() {
+                driver.monitor.record_close(reason);
             }
         }
     }

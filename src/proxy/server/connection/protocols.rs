@@ -104,7 +104,7 @@ impl WorkerListener {
     /// timeouts of milliseconds, and carry many clients, of which one must not end the requests of
     /// others.
     fn reset_limits(&self, monitor: &ConnectionMonitor) -> (usize, Option<usize>) {
-        match self.config.kind.is_public() && !monitor.memory.is_from_trusted_proxy() {
+        match self.config.kind.is_public() && !monitor.connection.is_from_trusted_proxy() {
             true => (H2_MAX_PENDING_RESETS, Some(H2_MAX_LOCAL_RESETS)),
             false => {
                 let streams = usize::try_from(self.config.settings.max_concurrent_streams);

@@ -61,11 +61,11 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
     let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
     let charges_faults =
-        is_http2 && peer.listener_kind.is_public() && !monitor.memory.is_from_trusted_proxy();
+        is_http2 && peer.listener_kind.is_public() && !monitor.connection.is_from_trusted_proxy();
     let permit = take_mark(&mut head, monitor, charges_faults);
     let body = RequestBody::new(&head, incoming, limits, permit, &active);
     let head_bytes = count_head(monitor, &mut head, is_http2);
-    let mut guard = RequestGuard {
+    let guard = RequestGuard {
         request: active,
         head_bytes,
         body: body.progress(),
@@ -107,24 +107,37 @@ pub(super) fn handle_request<H: RequestHandler>(
             };
             handover.request.replace(Some(upgraded));
         }
-        let hides_end = !is_http2
-            && response.status() == StatusCode::NOT_MODIFIED
-            && response.headers().contains_key(header::CONTENT_LENGTH);
-        if is_http2 {
-            drop_unallowed_body(&mut response, is_head);
-        }
-        Ok(response.map(|body| {
-            guard.is_complete = body.is_end_stream();
-            TrackedResponseBody {
-                body,
-                hides_end,
-                guard,
-                is_http2,
-                output: None,
-                remainder: Bytes::new(),
-            }
-        }))
+        Ok(track_response(response, guard, is_http2, is_head))
     }
+}
+
+/// Keeps the request active until its response ends. Drops the body of an HTTP/2 response that has
+/// none; hyper omits it over HTTP/1 only.
+fn track_response(
+    mut response: Response<ResponseBody>,
+    mut guard: RequestGuard,
+    is_http2: bool,
+    is_head: bool,
+) -> Response<TrackedResponseBody> {
+    let status = response.status();
+    let hides_end = !is_http2
+        && status == StatusCode::NOT_MODIFIED
+        && response.headers().contains_key(header::CONTENT_LENGTH);
+    let has_no_body = matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
+    if is_http2 && (is_head || has_no_body) {
+        *response.body_mut() = ResponseBody::Empty;
+    }
+    response.map(|body| {
+        guard.is_complete = body.is_end_stream();
+        TrackedResponseBody {
+            body,
+            hides_end,
+            guard,
+            is_http2,
+            output: None,
+            remainder: Bytes::new(),
+        }
+    })
 }
 
 /// A request that the client sends after the last response is lost unless that response has
@@ -164,14 +177,6 @@ fn count_head(monitor: &ConnectionMonitor, head: &mut request::Parts, is_http2: 
         false => 0,
     };
     monitor.memory.begin_head(is_http2, decoded_bytes)
-}
-
-/// Drops the body of a response that has none. hyper omits it over HTTP/1 only.
-fn drop_unallowed_body(response: &mut Response<ResponseBody>, is_head: bool) {
-    let status = response.status();
-    if is_head || matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED) {
-        *response.body_mut() = ResponseBody::Empty;
-    }
 }
 
 /// Guard of a request, from its arrival to the end of its response. If a client of a public HTTP/2

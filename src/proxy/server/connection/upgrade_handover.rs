@@ -48,7 +48,7 @@ impl UpgradedRequest {
         socket.is_half_close = true;
         // hyper and its buffers have ended.
         self.active.monitor().has_buffers.set(false);
-        self.active.monitor().memory.set_unclosable();
+        self.active.monitor().set_unclosable();
         self.active.monitor().report_memory();
         let end_reason = self
             .tunnel

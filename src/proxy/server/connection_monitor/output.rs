@@ -7,7 +7,7 @@ use crate::proxy::server::continue_responses::{ContinuePermit, ContinueQueue};
 use crate::proxy::server::frame_scanner::FrameScan;
 
 /// What hyper has written, and what is written beside it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct OutputState {
     /// Informational heads to be written before the next response.
     informational_heads: RefCell<Vec<u8>>,
@@ -15,23 +15,11 @@ pub(crate) struct OutputState {
     continue_queue: ContinueQueue,
     /// Whether an HTTP/2 request head had a mark.
     pub(crate) has_head_marks: Cell<bool>,
-    /// Whether hyper has written and flushed all its output.
-    pub(super) is_flushed: Cell<bool>,
-    /// Whether the next output begins a response: no request began since all output was flushed.
-    /// May be `false` for a while after a response.
-    pub(crate) is_between_responses: Cell<bool>,
-}
-
-impl Default for OutputState {
-    fn default() -> Self {
-        Self {
-            informational_heads: RefCell::default(),
-            continue_queue: ContinueQueue::default(),
-            has_head_marks: Cell::new(false),
-            is_flushed: Cell::new(true),
-            is_between_responses: Cell::new(true),
-        }
-    }
+    /// Whether hyper has output that it has not written and flushed.
+    pub(super) has_unflushed: Cell<bool>,
+    /// Whether the next output may continue a response: a request began since all output was
+    /// flushed. May be `true` for a while after a response.
+    pub(crate) may_be_within_response: Cell<bool>,
 }
 
 impl ConnectionMonitor {
@@ -40,7 +28,7 @@ impl ConnectionMonitor {
     ///
     /// hyper flushes the socket if and only if it has written all its output.
     pub(crate) fn queue_informational_head(&self, head: &[u8]) {
-        if self.output.is_flushed.get() {
+        if !self.output.has_unflushed.get() {
             let mut heads = self.output.informational_heads.borrow_mut();
             heads.extend_from_slice(head);
             self.connection.wake_driver();
@@ -58,7 +46,7 @@ impl ConnectionMonitor {
     /// frames of h2, which also flushes if and only if it has written all its output.
     pub(crate) fn pending_informational_heads(&self) -> RefMut<'_, Vec<u8>> {
         let mut heads = self.output.informational_heads.borrow_mut();
-        if self.output.is_flushed.get() {
+        if !self.output.has_unflushed.get() {
             self.output.continue_queue.drain_frames(&mut heads);
         }
         heads

@@ -16,11 +16,11 @@ use crate::proxy::http::tunnel::Tunnel;
 use crate::proxy::http::upgrade;
 use crate::proxy::upstream::UpstreamClient;
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
+use crate::proxy::upstream::http2::Http2ResponseFuture;
 use crate::proxy::upstream::http2::body_upload::BodyUpload;
 use crate::proxy::upstream::http2::head_conversion;
 use crate::proxy::upstream::http2::received_stream::ReceivedStream;
 use crate::proxy::upstream::http2::response_body::Http2ResponseBody;
-use crate::proxy::upstream::http2::{Http2ResponseFuture, StreamOpenError};
 use crate::proxy::upstream::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use crate::proxy::upstream::response_body::UpstreamBodySource;
 use crate::proxy::upstream::tunnel_io::Http2TunnelIo;
@@ -149,7 +149,13 @@ async fn start_request(
     let (response, send_stream) = slot
         .connection
         .send_request_head(Request::from_parts(head, ()), keeps_stream_open)
-        .map_err(exchange_error_from_stream_open)?;
+        .map_err(|error| {
+            let failure = match slot.connection.closing.get() {
+                true => ExchangeFailure::NotSent(None),
+                false => ExchangeFailure::MaybeProcessed,
+            };
+            (failure, upstream_error_from_h2(&error, None))
+        })?;
     let mut tunnel = None;
     if is_websocket {
         tunnel = Some(send_stream);
@@ -164,15 +170,6 @@ async fn start_request(
 fn invalid_request_error(detail: &str) -> ExchangeError {
     let error = UpstreamErrorKind::Protocol.with_detail(detail);
     (ExchangeFailure::MaybeProcessed, error)
-}
-
-fn exchange_error_from_stream_open(error: StreamOpenError) -> ExchangeError {
-    let failure = if error.is_connection_closed {
-        ExchangeFailure::NotSent(None)
-    } else {
-        ExchangeFailure::MaybeProcessed
-    };
-    (failure, upstream_error_from_h2(&error.error, None))
 }
 
 fn upstream_error_from_h2(

@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 use tokio::task::AbortHandle;
 
 use crate::proxy::http::body::request::RequestBody;
+use crate::proxy::http::header_lines::remove_headers;
 use crate::proxy::http::hop_by_hop;
 
 /// Handle of a request body upload. Dropping it aborts the upload.
@@ -114,20 +115,11 @@ impl BodyUploadFuture {
 
     fn finish_with_declared_trailers(&mut self, frame: Frame<Bytes>) -> Result<(), h2::Error> {
         let mut trailers = frame.into_trailers().unwrap_or_default();
-        let undeclared: SmallVec<[_; 4]> = trailers
-            .keys()
-            .filter(|name| {
-                let mut declared_names = self
-                    .declared_trailers
-                    .iter()
-                    .flat_map(hop_by_hop::list_elements);
-                !declared_names.any(|item| item.eq_ignore_ascii_case(name.as_str().as_bytes()))
-            })
-            .cloned()
-            .collect();
-        for name in undeclared {
-            trailers.remove(name);
-        }
+        remove_headers(&mut trailers, |name| {
+            let declared = self.declared_trailers.iter();
+            let mut declared = declared.flat_map(hop_by_hop::list_elements);
+            !declared.any(|item| item.eq_ignore_ascii_case(name.as_str().as_bytes()))
+        });
         if trailers.is_empty() {
             self.stream.send_data(Bytes::new(), true)
         } else {

@@ -66,13 +66,6 @@ struct DeferredCancels {
     since: Option<Instant>,
 }
 
-/// Error of a request that could not be sent; nothing of the request was written.
-pub(crate) struct StreamOpenError {
-    /// Whether the cause is that the connection takes no more requests.
-    pub(crate) is_connection_closed: bool,
-    pub(crate) error: h2::Error,
-}
-
 impl Http2Connection {
     pub(super) fn new(sender: SendRequest<Bytes>, peer: Option<IpAddr>) -> Self {
         Self {
@@ -122,38 +115,27 @@ impl Http2Connection {
     /// Sends a request head. With `has_body`, the stream stays open for the body.
     ///
     /// # Errors
-    /// Returns an error, without sending anything, if the connection takes no more requests or the
-    /// head is invalid.
+    /// Fails, without sending anything, if the head is invalid, or the connection takes no more
+    /// requests: then it is `closing`.
     pub(crate) fn send_request_head(
         self: &Rc<Self>,
         request: Request<()>,
         has_body: bool,
-    ) -> Result<(Http2ResponseFuture, SendStream<Bytes>), StreamOpenError> {
+    ) -> Result<(Http2ResponseFuture, SendStream<Bytes>), h2::Error> {
         // Each request uses its own clone of the sender, so that requests waiting for capacity do
         // not block each other.
         let mut sender = self.sender.clone();
-        match sender.poll_ready(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(Err(error)) => {
-                self.retire();
-                Err(StreamOpenError {
-                    is_connection_closed: true,
-                    error,
-                })
-            }
-            _ => match sender.send_request(request, !has_body) {
-                Ok((response, send_stream)) => Ok((
-                    Http2ResponseFuture {
-                        response: Some(response),
-                        connection: Rc::clone(self),
-                    },
-                    send_stream,
-                )),
-                Err(error) => Err(StreamOpenError {
-                    is_connection_closed: false,
-                    error,
-                }),
-            },
+        if let Poll::Ready(Err(error)) = sender.poll_ready(&mut Context::from_waker(Waker::noop()))
+        {
+            self.retire();
+            return Err(error);
         }
+        let (response, send_stream) = sender.send_request(request, !has_body)?;
+        let response = Http2ResponseFuture {
+            response: Some(response),
+            connection: Rc::clone(self),
+        };
+        Ok((response, send_stream))
     }
 
     /// Records that a response timed out. The connection takes no new requests until the upstream

@@ -9,10 +9,9 @@ use std::task::Poll;
 use std::time::Duration;
 
 use super::connection::Http2Connection;
-use super::driver::Http2Driver;
+use super::driver::run_driver;
 use super::ping_monitor::PingMonitor;
 use super::received_stream::DATA_FRAME_BUDGET_BYTES;
-use crate::proxy::server::lazy_timer::LazyTimer;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::UpstreamSocket;
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
@@ -29,15 +28,16 @@ const MAX_REMEMBERED_RESETS: usize = 1000;
 
 /// Performs the HTTP/2 handshake on a new connection.
 ///
-/// The handshake completes when the upstream's SETTINGS have arrived, so that an upstream without
-/// HTTP/2 is detected before any request is sent.
+/// Returns the connection and the future that drives it. The handshake completes when the
+/// upstream's SETTINGS have arrived, so that an upstream without HTTP/2 is detected before any
+/// request is sent.
 ///
 /// # Errors
 /// Returns an error if the upstream does not send valid SETTINGS within `limit`.
 pub(crate) async fn perform_http2_handshake(
     mut stream: UpstreamSocket,
     limit: Duration,
-) -> Result<(Rc<Http2Connection>, Http2Driver), UpstreamError> {
+) -> Result<(Rc<Http2Connection>, impl Future<Output = ()> + use<>), UpstreamError> {
     let (read_activity, peer) = (Arc::clone(&stream.read_activity), stream.peer_ip());
     let allowance = ReadAllowance::default();
     stream.filter_http2(allowance.clone());
@@ -83,12 +83,7 @@ pub(crate) async fn perform_http2_handshake(
     let ping_monitor = connection
         .ping_pong()
         .map(|pings| PingMonitor::new(pings, read_activity));
-    let driver = Http2Driver {
-        connection,
-        ping_monitor,
-        read_allowance: allowance,
-        http2_connection: Rc::downgrade(&http2_connection),
-        deferred_cancel_timer: LazyTimer::default(),
-    };
+    let weak_connection = Rc::downgrade(&http2_connection);
+    let driver = run_driver(connection, ping_monitor, allowance, weak_connection);
     Ok((http2_connection, driver))
 }

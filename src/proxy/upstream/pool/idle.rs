@@ -10,7 +10,6 @@ use tokio::time::{Instant, sleep};
 
 use super::UpstreamPool;
 use super::connection::{ConnectionProtocol, UpstreamConnection};
-use super::waiting::WaiterRejection;
 use crate::proxy::upstream::addresses;
 use crate::proxy::upstream::http2::Http2Connection;
 
@@ -32,7 +31,7 @@ impl UpstreamPool {
         if http2_connection.closing.get() {
             self.remove_http2_connection(http2_connection);
             if self.http2_connections.borrow().is_empty() {
-                self.reject_waiters(&WaiterRejection::Retry);
+                self.reject_waiters(None);
             }
             return;
         }

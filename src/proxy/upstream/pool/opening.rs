@@ -10,11 +10,10 @@ use tokio::time::Instant;
 use super::UpstreamPool;
 use super::connection::{ConnectionProtocol, Http1Connection, UpstreamConnection};
 use super::stream_slot::StreamSlot;
-use super::waiting::WaiterRejection;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
 use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
-use crate::proxy::upstream::http2::{self, Http2Connection, Http2Driver};
+use crate::proxy::upstream::http2::{self, Http2Connection};
 use crate::proxy::upstream::read_limit::ResponseRate;
 
 /// Maximum header lines of an HTTP/1.1 response. hyper's default of 100 is too few for frameworks
@@ -50,7 +49,7 @@ impl UpstreamPool {
                 Err(error) if !pool.http2_connections.borrow().is_empty() => {
                     tracing::debug!(%error, "failed to open another upstream connection");
                 }
-                Err(error) => pool.reject_waiters(&WaiterRejection::Failed(error)),
+                Err(error) => pool.reject_waiters(Some(&error)),
             }
         });
     }
@@ -64,7 +63,7 @@ impl UpstreamPool {
         let mut permit = Some(permit);
         loop {
             let started_at = Instant::now();
-            let opened = match self.shared.connector.connect(self.settings(), offer).await {
+            let opened = match self.shared.connect(offer).await {
                 Ok(stream) => {
                     self.perform_handshake(stream, &mut permit, started_at)
                         .await
@@ -155,7 +154,7 @@ impl UpstreamPool {
             ConnectionProtocol::Http1(_) => None,
         };
         match self.pop_waiter() {
-            Some(waiter) => drop(waiter.send(Ok(connection))),
+            Some(waiter) => drop(waiter.send(Ok(Some(connection)))),
             None if http2_connection.is_none() => self.keep_idle(connection),
             None => {}
         }
@@ -163,14 +162,18 @@ impl UpstreamPool {
             self.give_streams_to_waiters(&http2_connection);
         }
         // The remaining requests must retry, so that another connection is opened for them.
-        self.reject_waiters(&WaiterRejection::Retry);
+        self.reject_waiters(None);
     }
 
     /// Spawns the task that runs an HTTP/2 connection until it closes.
-    fn spawn_driver(self: &Rc<Self>, connection: &Rc<Http2Connection>, driver: Http2Driver) {
+    fn spawn_driver(
+        self: &Rc<Self>,
+        connection: &Rc<Http2Connection>,
+        driver: impl Future<Output = ()> + 'static,
+    ) {
         let (pool, weak_connection) = (Rc::downgrade(self), Rc::downgrade(connection));
         let task = tokio::task::spawn_local(async move {
-            driver.run().await;
+            driver.await;
             if let (Some(connection), Some(pool)) = (weak_connection.upgrade(), pool.upgrade()) {
                 connection.retire();
                 pool.handle_stream_end(&connection);

@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::time::timeout;
 
-use super::UpstreamPool;
+use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::upstream::error::UpstreamError;
-use crate::proxy::upstream::shared_state::{DelaySlotGuard, UpstreamSharedState};
+use crate::proxy::upstream::shared_state::UpstreamSharedState;
 
 /// Smallest `max_connections` that is divided into shares.
 const MIN_SHARED_CONNECTIONS: usize = 4;
@@ -21,12 +21,14 @@ const MIN_SHARED_CONNECTIONS: usize = 4;
 /// address, which is of multicast.
 const SLOW_UPLOADS: IpAddr = IpAddr::V6(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0));
 
-/// The right of one request to use an HTTP/1.1 connection.
+/// The right of one request to use a connection.
 #[derive(Debug)]
-pub(crate) struct ConnectionShare {
-    shared: Arc<UpstreamSharedState>,
+pub(crate) enum ConnectionShare {
+    /// Connections are not shared out.
+    Unlimited,
+    FirstHalf(Arc<UpstreamSharedState>),
     /// Counts a connection of the second half for its client.
-    client: Option<ClientCountGuard>,
+    SecondHalf(Arc<UpstreamSharedState>, Option<ClientCountGuard>),
 }
 
 impl UpstreamPool {
@@ -38,11 +40,12 @@ impl UpstreamPool {
             && self.shared.connection_permits.available_permits() <= max / 2
     }
 
-    /// Takes a share for a request of the client. `None` if connections are not shared out.
+    /// Takes a share for a request of the client. `None` if the client uses its share, and the
+    /// first half is in use.
     pub(crate) fn try_take_share(
         &self,
         client: impl FnOnce() -> IpAddr,
-    ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
+    ) -> Option<ConnectionShare> {
         let settings = self.settings();
         let quarter = settings.max_connections / 4;
         self.take_share_of(settings.max_connections_per_client.min(quarter), client)
@@ -53,9 +56,9 @@ impl UpstreamPool {
         &self,
         limit: usize,
         client: impl FnOnce() -> IpAddr,
-    ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
+    ) -> Option<ConnectionShare> {
         if limit == 0 || self.negotiated_http2.get() != Some(false) {
-            return Ok(None);
+            return Some(ConnectionShare::Unlimited);
         }
         let shared = &self.shared;
         let first_half = self.settings().max_connections.div_ceil(2);
@@ -63,24 +66,19 @@ impl UpstreamPool {
         let taken = shared
             .first_half_in_use
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, take);
-        let client = match taken {
-            Ok(_) => None,
-            Err(_) => {
-                let counted = shared.client_connections.try_acquire(client(), limit);
-                Some(counted.ok_or(ShareUnavailable)?)
-            }
-        };
-        Ok(Some(ConnectionShare {
-            shared: Arc::clone(shared),
-            client,
-        }))
+        if taken.is_ok() {
+            return Some(ConnectionShare::FirstHalf(Arc::clone(shared)));
+        }
+        let counted = shared.client_connections.try_acquire(client(), limit)?;
+        Some(ConnectionShare::SecondHalf(
+            Arc::clone(shared),
+            Some(counted),
+        ))
     }
 
     /// Takes a share for an upload whose start did not arrive in time. Besides the first half, all
     /// such uploads have a quarter of the connections.
-    pub(crate) fn try_take_slow_upload_share(
-        &self,
-    ) -> Result<Option<ConnectionShare>, ShareUnavailable> {
+    pub(crate) fn try_take_slow_upload_share(&self) -> Option<ConnectionShare> {
         self.take_share_of(self.settings().max_connections / 4, || SLOW_UPLOADS)
     }
 
@@ -88,16 +86,16 @@ impl UpstreamPool {
     pub(crate) async fn wait_for_share(
         &self,
         client: IpAddr,
-    ) -> Result<Option<ConnectionShare>, UpstreamError> {
-        if let Ok(share) = self.try_take_share(|| client) {
+    ) -> Result<ConnectionShare, UpstreamError> {
+        if let Some(share) = self.try_take_share(|| client) {
             return Ok(share);
         }
         let limit = self.settings().queue_timeout;
-        let _slot = DelaySlotGuard::acquire(&self.shared)?;
+        let _slot = QueueSlotGuard::acquire(self, |shared| &shared.delayed_requests)?;
         let share = async {
             loop {
                 let freed = self.shared.share_freed.notified();
-                if let Ok(share) = self.try_take_share(|| client) {
+                if let Some(share) = self.try_take_share(|| client) {
                     return share;
                 }
                 freed.await;
@@ -108,22 +106,19 @@ impl UpstreamPool {
     }
 }
 
-/// The client uses its share, and the first half is in use.
-#[derive(Debug)]
-pub(crate) struct ShareUnavailable;
-
 impl Drop for ConnectionShare {
     fn drop(&mut self) {
-        match self.client.take() {
+        match self {
+            Self::Unlimited => {}
             // Any waiting request may be one of the client's.
-            Some(counted) => {
-                drop(counted);
-                self.shared.share_freed.notify_waiters();
+            Self::SecondHalf(shared, counted) => {
+                drop(counted.take());
+                shared.share_freed.notify_waiters();
             }
-            None => {
-                self.shared.first_half_in_use.fetch_sub(1, Ordering::SeqCst);
-                if self.shared.delayed_requests.load(Ordering::SeqCst) > 0 {
-                    self.shared.share_freed.notify_one();
+            Self::FirstHalf(shared) => {
+                shared.first_half_in_use.fetch_sub(1, Ordering::SeqCst);
+                if shared.delayed_requests.load(Ordering::SeqCst) > 0 {
+                    shared.share_freed.notify_one();
                 }
             }
         }

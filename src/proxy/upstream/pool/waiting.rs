@@ -6,9 +6,10 @@ use std::sync::atomic::Ordering;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::UpstreamPool;
 use super::connection::{ConnectionProtocol, UpstreamConnection};
 use super::stream_slot::StreamSlot;
+use super::{QueueSlotGuard, UpstreamPool};
+use crate::proxy::upstream::connector::AlpnOffer;
 use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::http2::Http2Connection;
 
@@ -16,45 +17,32 @@ use crate::proxy::upstream::http2::Http2Connection;
 /// its permit for them.
 const HANDOVERS_PER_CLOSE: u32 = 8;
 
+/// Receives a connection for a waiting request, or the error with which the request fails. `None`
+/// if the request must try again: the new connection has no free stream left, or the last one
+/// closed.
 pub(super) type ConnectionWaiter =
-    oneshot::Sender<Result<Box<UpstreamConnection>, WaiterRejection>>;
-
-/// Sent to a waiting request instead of a connection.
-#[derive(Clone, Debug)]
-pub(super) enum WaiterRejection {
-    /// No connection could be opened; the request fails with this error.
-    Failed(UpstreamError),
-    /// The new connection has no free stream left, or the last connection closed. The request tries
-    /// again to acquire a connection.
-    Retry,
-}
-
-pub(super) enum AcquireOutcome {
-    Connection(Box<UpstreamConnection>),
-    Permit(OwnedSemaphorePermit),
-    /// Neither was acquired; the request must try again.
-    Retry,
-}
+    oneshot::Sender<Result<Option<Box<UpstreamConnection>>, UpstreamError>>;
 
 impl UpstreamPool {
-    /// Acquires a permit to open a connection, or a freed connection, whichever is available first.
-    pub(super) async fn acquire_permit_or_connection(
-        &self,
-    ) -> Result<AcquireOutcome, UpstreamError> {
-        if let Ok(permit) = Arc::clone(&self.shared.connection_permits).try_acquire_owned() {
-            return Ok(AcquireOutcome::Permit(permit));
-        }
-        let (sender, mut receiver) = oneshot::channel();
-        let queued = self.wait_for_permit(Some(sender));
-        tokio::select! {
-            biased;
-            Ok(offered) = &mut receiver => match offered {
-                Ok(connection) => Ok(AcquireOutcome::Connection(connection)),
-                Err(WaiterRejection::Failed(error)) => Err(error),
-                Err(WaiterRejection::Retry) => Ok(AcquireOutcome::Retry),
-            },
-            permit = queued => permit.map(AcquireOutcome::Permit),
-        }
+    /// Opens an HTTP/1.1 connection, or waits for a freed one, whichever is possible first. Returns
+    /// `None` if the caller must try again.
+    pub(super) async fn wait_for_http1_connection(
+        self: &Rc<Self>,
+        retries: &mut u32,
+    ) -> Result<Option<Box<UpstreamConnection>>, UpstreamError> {
+        let permit = match Arc::clone(&self.shared.connection_permits).try_acquire_owned() {
+            Ok(permit) => permit,
+            Err(_none_left) => {
+                let (sender, mut offered) = oneshot::channel();
+                tokio::select! {
+                    biased;
+                    Ok(offered) = &mut offered => return offered,
+                    permit = self.wait_for_permit(Some(sender)) => permit?,
+                }
+            }
+        };
+        let opened = self.open_connection(permit, retries, AlpnOffer::Http2AndHttp1);
+        opened.await.map(Some)
     }
 
     /// Acquires a permit to open a connection. Used where a freed connection would not do.
@@ -77,7 +65,7 @@ impl UpstreamPool {
         waiter: Option<ConnectionWaiter>,
     ) -> Result<OwnedSemaphorePermit, UpstreamError> {
         let settings = self.settings();
-        let _slot = QueueSlotGuard::acquire(self)?;
+        let _slot = QueueSlotGuard::acquire(self, |shared| &shared.queued_requests)?;
         if let Some(waiter) = waiter {
             self.waiters.borrow_mut().push_back(waiter);
         }
@@ -101,7 +89,9 @@ impl UpstreamPool {
         let (waiter, offered) = oneshot::channel();
         let is_full = !self.http2_connections.borrow().is_empty();
         let _slot = if is_full {
-            Some(QueueSlotGuard::acquire(self)?)
+            Some(QueueSlotGuard::acquire(self, |shared| {
+                &shared.queued_requests
+            })?)
         } else {
             None
         };
@@ -116,19 +106,16 @@ impl UpstreamPool {
         } else {
             offered.await
         };
-        match offered {
-            Ok(Ok(connection)) => Ok(Some(connection)),
-            Ok(Err(WaiterRejection::Failed(error))) => Err(error),
-            Ok(Err(WaiterRejection::Retry)) | Err(_) => Ok(None),
-        }
+        offered.unwrap_or(Ok(None))
     }
 
     pub(super) fn give_streams_to_waiters(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
         while let Some(waiter) = self.pop_waiter() {
             match StreamSlot::reserve(http2_connection, self) {
-                Some(slot) => drop(waiter.send(Ok(Box::new(UpstreamConnection::new(
-                    ConnectionProtocol::Http2(slot),
-                ))))),
+                Some(slot) => {
+                    let connection = UpstreamConnection::new(ConnectionProtocol::Http2(slot));
+                    drop(waiter.send(Ok(Some(Box::new(connection)))));
+                }
                 None => return self.waiters.borrow_mut().push_front(waiter),
             }
         }
@@ -141,9 +128,10 @@ impl UpstreamPool {
         std::iter::from_fn(|| waiters.pop_front()).find(|waiter| !waiter.is_closed())
     }
 
-    pub(super) fn reject_waiters(&self, rejection: &WaiterRejection) {
+    /// Lets all waiting requests fail with `error`, or try again without one.
+    pub(super) fn reject_waiters(&self, error: Option<&UpstreamError>) {
         while let Some(waiter) = self.pop_waiter() {
-            drop(waiter.send(Err(rejection.clone())));
+            drop(waiter.send(error.map_or(Ok(None), |error| Err(error.clone()))));
         }
     }
 
@@ -152,7 +140,7 @@ impl UpstreamPool {
             return;
         }
         if let Some(waiter) = self.pop_waiter() {
-            drop(waiter.send(Ok(connection)));
+            drop(waiter.send(Ok(Some(connection))));
         }
     }
 
@@ -168,26 +156,5 @@ impl UpstreamPool {
                 .handover_count
                 .get()
                 .is_multiple_of(HANDOVERS_PER_CLOSE)
-    }
-}
-
-/// Counts a request that waits for a connection, until the guard is dropped.
-struct QueueSlotGuard<'p>(&'p UpstreamPool);
-
-impl<'p> QueueSlotGuard<'p> {
-    fn acquire(pool: &'p UpstreamPool) -> Result<Self, UpstreamError> {
-        pool.shared
-            .reserve_queue_slot(&pool.shared.queued_requests)?;
-        Ok(Self(pool))
-    }
-}
-
-impl Drop for QueueSlotGuard<'_> {
-    fn drop(&mut self) {
-        self.0.shared.queued_requests.fetch_sub(1, Ordering::SeqCst);
-        self.0
-            .waiters
-            .borrow_mut()
-            .retain(|waiter| !waiter.is_closed());
     }
 }

@@ -1,40 +1,11 @@
-//! Public kinds of proxy errors, with status and text.
+//! Status and text of the replies to requests that could not be forwarded or completed.
 
 use http::StatusCode;
 
 use crate::proxy::UpstreamErrorKind;
 
-/// Public kind of an error that prevents a request from being forwarded or completed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ProxyErrorType {
-    Upstream(UpstreamErrorKind),
-    /// The `max_duration` of a limit has elapsed.
-    MaxDurationExceeded,
-    /// The request has more headers than allowed.
-    TooManyHeaders,
-}
-
-impl ProxyErrorType {
-    /// Returns the HTTP status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
-    pub(crate) fn status_error_and_detail(self) -> (StatusCode, &'static str, &'static str) {
-        match self {
-            Self::Upstream(kind) => upstream_status_error_and_detail(kind),
-            Self::MaxDurationExceeded => (
-                StatusCode::GATEWAY_TIMEOUT,
-                "http_response_timeout",
-                "The request took longer than its policy allows.",
-            ),
-            Self::TooManyHeaders => (
-                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE,
-                "http_request_error",
-                "The request has more headers than allowed.",
-            ),
-        }
-    }
-}
-
-/// [`ProxyErrorType::status_error_and_detail`] of an error of the exchange with the upstream.
-fn upstream_status_error_and_detail(
+/// Returns the HTTP status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
+pub(crate) fn status_error_and_detail(
     kind: UpstreamErrorKind,
 ) -> (StatusCode, &'static str, &'static str) {
     use StatusCode as S;
@@ -94,6 +65,11 @@ fn upstream_status_error_and_detail(
             S::PAYLOAD_TOO_LARGE,
             "http_request_error",
             "The request body is larger than allowed.",
+        ),
+        Kind::MaxDurationExceeded => (
+            S::GATEWAY_TIMEOUT,
+            "http_response_timeout",
+            "The request took longer than its policy allows.",
         ),
         Kind::RequestBodyTimeout => (
             S::REQUEST_TIMEOUT,

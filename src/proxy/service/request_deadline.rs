@@ -1,15 +1,8 @@
-//! Why an admitted request gets no response, and the deadline that ends one.
+//! The deadline that a concurrency limit sets for a request.
 
-use crate::proxy::UpstreamError;
+use crate::proxy::{UpstreamError, UpstreamErrorKind};
 use std::pin::Pin;
 use tokio::time::{Instant, timeout_at};
-
-/// Why an admitted request got no response from the upstream.
-pub(super) enum ForwardError {
-    Upstream(UpstreamError),
-    /// The request exceeded the `max_duration` of a concurrency limit.
-    MaxDurationExceeded,
-}
 
 /// Awaits `future` until `deadline` at most.
 ///
@@ -17,19 +10,20 @@ pub(super) enum ForwardError {
 pub(super) async fn await_until_deadline<T>(
     deadline: Option<Instant>,
     future: Pin<&mut impl Future<Output = Result<T, UpstreamError>>>,
-) -> Result<T, ForwardError> {
-    let result = match deadline {
-        None => future.await,
-        // A future is not started at or after its deadline.
-        Some(at) if at <= Instant::now() => return Err(ForwardError::MaxDurationExceeded),
-        // A response at or after the deadline would be cut off after its head.
-        Some(at) => match timeout_at(at, future).await {
-            Ok(Ok(_)) if at <= Instant::now() => return Err(ForwardError::MaxDurationExceeded),
-            Ok(result) => result,
-            Err(_elapsed) => return Err(ForwardError::MaxDurationExceeded),
-        },
+) -> Result<T, UpstreamError> {
+    let Some(deadline) = deadline else {
+        return future.await;
     };
-    result.map_err(ForwardError::Upstream)
+    // A future is not started at or after its deadline.
+    if deadline > Instant::now() {
+        match timeout_at(deadline, future).await {
+            // A response at or after the deadline would be cut off after its head.
+            Ok(Ok(_)) if deadline <= Instant::now() => {}
+            Ok(result) => return result,
+            Err(_elapsed) => {}
+        }
+    }
+    Err(UpstreamErrorKind::MaxDurationExceeded.with_detail("no response within max_duration"))
 }
 
 #[cfg(test)]
@@ -49,7 +43,7 @@ mod tests {
             });
             let result = await_until_deadline(Some(deadline), response).await;
             assert_eq!(
-                matches!(result, Err(ForwardError::MaxDurationExceeded)),
+                matches!(result, Err(error) if error.kind == UpstreamErrorKind::MaxDurationExceeded),
                 is_late,
                 "{wait_ms} ms"
             );
