@@ -30,7 +30,7 @@ use crate::limiter::{Amendment, Charge, ChargePart, Decision, Key, LeaseTerms, L
 use clock_reading::ClockReading;
 use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
-use lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
+use lease_table::{LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -257,23 +257,15 @@ impl LeasePermitGuard<'_> {
             let Some(charge) = policy.first().filter(|charge| charge.lease.is_some()) else {
                 continue;
             };
-            let new_refill = |units| LeaseRefill::new(self.leases, policy, charge, units);
-            match self.leases.table.take_permit(policy, now, on_exhausted) {
-                LeaseAction::Permit {
-                    permit,
-                    units_to_request,
-                } => {
+            let table = &self.leases.table;
+            let (permit, units) = table.take_permit(policy, now, on_exhausted)?;
+            let refill = (units > 0).then(|| LeaseRefill::new(self.leases, policy, charge, units));
+            match permit {
+                Some(permit) => {
                     self.permits.push(permit);
-                    if units_to_request > 0 {
-                        new_refill(units_to_request).spawn(self.redis);
-                    }
+                    refill.into_iter().for_each(|refill| refill.spawn(self.redis));
                 }
-                LeaseAction::WaitForRefill(refill_done) => return Err(refill_done),
-                LeaseAction::QueryStore { units_to_request } => {
-                    if units_to_request > 0 {
-                        self.refills.push(new_refill(units_to_request));
-                    }
-                }
+                None => self.refills.extend(refill),
             }
         }
         if !charges.iter().all(|charge| self.covers(charge)) {

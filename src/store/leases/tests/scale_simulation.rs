@@ -15,7 +15,7 @@
 
 use super::super::clock_reading::ClockReading;
 use super::super::lease_credit::LeaseCredit;
-use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
+use super::super::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
 use crate::store::deny_cache::DenyCache;
@@ -521,17 +521,15 @@ impl ScaleSimulation {
             reading_without_suspension(now),
             OnLeaseExhausted::Wait,
         ) {
-            LeaseAction::Permit {
-                units_to_request, ..
-            } => {
+            Ok((Some(_), units_to_request)) => {
                 self.leased_units -= 1;
                 self.record_admission();
                 if units_to_request > 0 {
                     self.send_queries(sidecar_index, [(0, units_to_request)]);
                 }
             }
-            LeaseAction::WaitForRefill(_) => self.sidecars[sidecar_index].waiting_requests += 1,
-            LeaseAction::QueryStore { units_to_request } => {
+            Err(_) => self.sidecars[sidecar_index].waiting_requests += 1,
+            Ok((None, units_to_request)) => {
                 let cached = deny_cache.find_statuses(&charges, now);
                 if cached.is_some_and(|cached| cached.is_certain) {
                     if units_to_request > 0 {
