@@ -1,7 +1,7 @@
 //! Credits: unused leased units on their way back to the store.
 
 use crate::limiter::{Amendment, Charge, Key, Limit};
-use crate::store::Settlement;
+use crate::store::PendingSettlement;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub(super) const MAX_QUEUED_CREDITS: usize = 1 << 14;
 /// Credits that wait to be sent to the store.
 #[derive(Debug, Default)]
 pub(super) struct LeaseCreditQueue {
-    credits: Mutex<Vec<LeaseCredit>>,
+    credits: Mutex<Vec<PendingSettlement>>,
     /// Units that could not be returned.
     lost_units: AtomicU64,
 }
@@ -29,24 +29,19 @@ pub(super) struct LeasedCounters {
     credited_limits: SmallVec<[Limit; 2]>,
 }
 
-/// Unused units of a lease, to be credited to its counters.
-#[derive(Clone, Debug)]
-pub(super) struct LeaseCredit {
-    pub counters: Arc<LeasedCounters>,
-    pub units: u64,
-    pub store_end_us: u64,
-}
-
 impl LeaseCreditQueue {
-    pub(super) fn push(&self, lease_credit: LeaseCredit) {
+    /// Queues the credits of unused units of a lease that ends at `at_us` by the store's clock.
+    pub(super) fn push(&self, owner: &LeasedCounters, units: u64, at_us: u64) {
         let mut credits = self.credits.lock();
-        match credits.len() < MAX_QUEUED_CREDITS {
-            true => credits.push(lease_credit),
-            false => self.record_lost_units(lease_credit.units),
+        if credits.len() >= MAX_QUEUED_CREDITS {
+            return self.record_lost_units(units);
         }
+        let credit = Amendment::Credit { units, at_us };
+        let limits = owner.credited_limits.iter().filter(|_| units > 0);
+        credits.extend(limits.map(|limit| ((*limit, owner.key.clone()), credit)));
     }
 
-    pub(super) fn take_all(&self) -> Vec<LeaseCredit> {
+    pub(super) fn take_all(&self) -> Vec<PendingSettlement> {
         std::mem::take(&mut *self.credits.lock())
     }
 
@@ -76,21 +71,6 @@ impl LeasedCounters {
             key: key.clone(),
             limits: charges.iter().map(|charge| *charge.limit).collect(),
             credited_limits: credited_limits.collect(),
-        })
-    }
-}
-
-impl LeaseCredit {
-    pub(super) fn settlements(&self) -> impl Iterator<Item = Settlement<'_>> {
-        let amendment = Amendment::Credit {
-            units: self.units,
-            at_us: self.store_end_us,
-        };
-        let limits = self.counters.credited_limits.iter();
-        limits.map(move |limit| Settlement {
-            limit,
-            key: &self.counters.key,
-            amendment,
         })
     }
 }

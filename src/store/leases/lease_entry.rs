@@ -1,7 +1,7 @@
 //! The leases of one policy for one key.
 
 use super::clock_reading::ClockReading;
-use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
+use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
 use crate::limiter::{Charge, Key, LeaseTerms, LimitStatus};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -155,28 +155,16 @@ impl LeaseEntry {
         let counters = &self.counters;
         self.leases.retain(|lease| {
             let has_expired = now.has_reached(&lease.expires_at);
-            if has_expired && lease.remaining_units > 0 {
-                credits.push(lease.into_credit(counters));
+            if has_expired {
+                credits.push(counters, lease.remaining_units, lease.store_end_us);
             }
             !has_expired
         });
     }
 
     pub(super) fn revoke_all_leases(&mut self, credits: &LeaseCreditQueue) {
-        let unused = self
-            .leases
-            .drain(..)
-            .filter(|lease| lease.remaining_units > 0);
-        unused.for_each(|lease| credits.push(lease.into_credit(&self.counters)));
-    }
-}
-
-impl Lease {
-    pub(super) fn into_credit(self, owner: &Arc<LeasedCounters>) -> LeaseCredit {
-        LeaseCredit {
-            counters: Arc::clone(owner),
-            units: self.remaining_units,
-            store_end_us: self.store_end_us,
+        for lease in self.leases.drain(..) {
+            credits.push(&self.counters, lease.remaining_units, lease.store_end_us);
         }
     }
 }

@@ -5,9 +5,10 @@
 //! Unused units are returned to the store.
 
 use super::clock_reading::ClockReading;
-use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
+use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
 use super::lease_entry::{LastGrantAnswer, Lease, LeaseEntry, LeasePermit};
 use crate::limiter::{Charge, Decision};
+use crate::store::PendingSettlement;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -146,8 +147,8 @@ impl LeaseTable {
             .filter(|entry| entry.matches_limits(charges) && !is_closed);
         let Some(entry) = entry else {
             if let Some(lease) = lease {
-                self.credits
-                    .push(lease.into_credit(&LeasedCounters::from_charges(charges, charge.key)));
+                let counters = LeasedCounters::from_charges(charges, charge.key);
+                (self.credits).push(&counters, lease.remaining_units, lease.store_end_us);
             }
             return self.changed.notify_one();
         };
@@ -196,11 +197,7 @@ impl LeaseTable {
         match lease {
             Some(lease) => lease.remaining_units += permit.units,
             None => {
-                self.credits.push(LeaseCredit {
-                    counters: Arc::clone(&permit.counters),
-                    units: permit.units,
-                    store_end_us: permit.store_end_us,
-                });
+                (self.credits).push(&permit.counters, permit.units, permit.store_end_us);
                 self.changed.notify_one();
             }
         }
@@ -216,7 +213,7 @@ impl LeaseTable {
     pub(super) fn take_due_credits(
         &self,
         now: ClockReading,
-    ) -> (Vec<LeaseCredit>, Option<Instant>) {
+    ) -> (Vec<PendingSettlement>, Option<Instant>) {
         let mut next: Option<Instant> = None;
         for shard in &self.shards {
             let mut shard = shard.lock();
@@ -234,7 +231,7 @@ impl LeaseTable {
     }
 
     /// Ends all leases and returns their unused units. Issues no units afterwards.
-    pub(super) fn close_and_end_all_leases(&self) -> Vec<LeaseCredit> {
+    pub(super) fn close_and_end_all_leases(&self) -> Vec<PendingSettlement> {
         for shard in &self.shards {
             let mut shard = shard.lock();
             shard.is_closed = true;
@@ -297,6 +294,7 @@ impl LeaseTable {
 mod tests {
     use super::super::lease_credit::MAX_QUEUED_CREDITS;
     use super::super::lease_entry::MIN_DEMAND_UNITS;
+    use super::super::tests::credited_units_and_time;
     use super::*;
     use crate::clock::Clock;
     use crate::limiter::{
@@ -449,11 +447,9 @@ mod tests {
             ClockReading::now(&Clock::manual(0).0),
         );
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
-        let units_and_ends = |credits: Vec<LeaseCredit>| {
-            credits
-                .iter()
-                .map(|one| (one.units, one.store_end_us))
-                .collect::<Vec<_>>()
+        let units_and_ends = |credits: Vec<PendingSettlement>| {
+            let credits = credits.iter().map(credited_units_and_time);
+            credits.collect::<Vec<_>>()
         };
         finish_refill_with_units(&table, leased_charge, 8, now);
         assert_eq!(
@@ -513,7 +509,8 @@ mod tests {
         boot_clock.advance_us(40_000);
         assert!(take_permit().is_none());
         let (returns, next) = table.take_due_credits(ClockReading::now(&clock));
-        assert_eq!(returns.iter().map(|credit| credit.units).sum::<u64>(), 7);
+        let returned = returns.iter().map(credited_units_and_time);
+        assert_eq!(returned.map(|(units, _)| units).sum::<u64>(), 7);
         assert_eq!(next, None, "no lease is left");
     }
 
@@ -544,10 +541,8 @@ mod tests {
         table.record_lease_answer(&both, &answer, (now, now.instant));
         table.return_permit(&permit);
         let (credits, _) = table.take_due_credits(now);
-        let limits = credits
-            .iter()
-            .flat_map(LeaseCredit::settlements)
-            .map(|settlement| (*settlement.limit, settlement.amendment));
+        let limits = credits.iter();
+        let limits = limits.map(|((limit, _), amendment)| (*limit, *amendment));
         let credit = |units| {
             (
                 LIMIT,

@@ -24,11 +24,10 @@ mod lease_entry;
 mod lease_table;
 
 use super::redis::RedisStore;
-use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
+use super::{FLUSH_TIMEOUT, PendingSettlement, Settlement, StoreUnavailable};
 use crate::clock::Clock;
 use crate::limiter::{Amendment, Charge, ChargePart, Decision, Key, LeaseTerms, Limit, LimitName};
 use clock_reading::ClockReading;
-use lease_credit::LeaseCredit;
 use lease_entry::LeasePermit;
 use lease_table::{LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
@@ -149,9 +148,8 @@ impl LeasePool {
 
     /// Sends credits to Redis. A failed credit is not retried: its units stay charged until they
     /// expire.
-    async fn send_credits(&self, redis: &RedisStore, credits: Vec<LeaseCredit>) {
-        let settlements = credits.iter().flat_map(LeaseCredit::settlements);
-        let settlements: Vec<Settlement<'_>> = settlements.collect();
+    async fn send_credits(&self, redis: &RedisStore, credits: Vec<PendingSettlement>) {
+        let settlements: Vec<_> = credits.iter().map(Settlement::from_pending).collect();
         let Err(mut error) = redis.apply_settlements(&settlements).await else {
             return;
         };
@@ -169,7 +167,7 @@ impl LeasePool {
 
     /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
     /// is leased: the credit task ends, and a later lease starts a new task.
-    fn take_due_credits(&self) -> Option<(Vec<LeaseCredit>, Option<Instant>)> {
+    fn take_due_credits(&self) -> Option<(Vec<PendingSettlement>, Option<Instant>)> {
         let mut is_running = self.is_credit_task_running.lock();
         let (credits, next) = self.table.take_due_credits(ClockReading::now(&self.clock));
         *is_running = next.is_some() || !credits.is_empty();
@@ -263,7 +261,9 @@ impl LeasePermitGuard<'_> {
             match permit {
                 Some(permit) => {
                     self.permits.push(permit);
-                    refill.into_iter().for_each(|refill| refill.spawn(self.redis));
+                    refill
+                        .into_iter()
+                        .for_each(|refill| refill.spawn(self.redis));
                 }
                 None => self.refills.extend(refill),
             }

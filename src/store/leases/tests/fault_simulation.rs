@@ -4,12 +4,11 @@
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
 use super::super::clock_reading::ClockReading;
-use super::super::lease_credit::LeaseCredit;
 use super::super::lease_entry::LeasePermit;
 use super::super::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
-use crate::store::{MemorySettings, MemoryStore};
+use crate::store::{MemorySettings, MemoryStore, PendingSettlement, Settlement};
 use smallvec::SmallVec;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -148,7 +147,7 @@ enum FaultSimulationEvent {
         generation: u64,
     },
     StoreReceivesReturns {
-        returns: Vec<LeaseCredit>,
+        returns: Vec<PendingSettlement>,
     },
     InstanceCrashes {
         instance: usize,
@@ -391,7 +390,7 @@ impl FaultSimulation {
             FaultSimulationEvent::InstanceSweepsLeases { .. } => {}
             FaultSimulationEvent::StoreReceivesReturns { returns } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in returns.iter().flat_map(LeaseCredit::settlements) {
+                for settlement in returns.iter().map(Settlement::from_pending) {
                     self.log_event(|| format!("store receives return {:?}", settlement.amendment));
                     self.memory.apply_settlements(&[settlement]);
                 }
