@@ -1,6 +1,6 @@
 //! The part of every limit that an instance enforces while Redis is unavailable.
 
-use crate::limiter::{Algorithm, Limit};
+use crate::limiter::Limit;
 
 /// The number of instances that share the limits, and the rank of this one.
 ///
@@ -57,21 +57,11 @@ impl Share {
     /// This instance's part of a limit. The counter of the limit stays the same: only amounts
     /// differ.
     pub fn scale_limit(self, limit: &Limit) -> Limit {
-        let algorithm = match limit.algorithm {
-            // Each instance blocks the clients that it rejected itself.
-            Algorithm::Block => return *limit,
-            Algorithm::TokenBucket { burst, warm_up_us } => Algorithm::TokenBucket {
-                burst: self.scale_units(burst),
-                warm_up_us,
-            },
-            // The queue of a leaky bucket shrinks with its rate.
-            algorithm => algorithm,
-        };
-        Limit {
-            requests: self.scale_units(limit.requests),
-            algorithm,
-            ..*limit
-        }
+        // The queue of a leaky bucket shrinks with its rate. Each instance blocks the clients that
+        // it rejected itself.
+        limit.with_amounts(self.scale_units(limit.requests), |burst| {
+            self.scale_units(burst)
+        })
     }
 
     pub(super) fn to_bits(self) -> u64 {
