@@ -15,7 +15,6 @@
 
 mod counter_cache;
 pub(super) mod outage_usage;
-mod partition_set;
 mod share;
 mod share_settlements;
 mod status_cache;
@@ -34,11 +33,10 @@ use crate::limiter::{
     OverrideInEffect, Refusal,
 };
 use counter_cache::CounterCache;
-use parking_lot::Mutex;
-use partition_set::PartitionSet;
+use parking_lot::{Mutex, RwLock};
 use smallvec::SmallVec;
 use status_cache::StatusCache;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::Notify;
@@ -79,7 +77,7 @@ struct OutageState {
 pub struct FallbackStore {
     clock: Clock,
     memory: MemoryStore,
-    packed_share: AtomicU64,
+    share: RwLock<Share>,
     status_cache: StatusCache,
     /// The last override that Redis reported for each counter of a `dynamic` policy: 2 × 2048
     /// entries in each of 16 shards, of about 100 bytes each, so 6 MiB at most. Keys whose override
@@ -93,7 +91,8 @@ pub struct FallbackStore {
     /// End of the last outage, by the local clock (µs).
     outage_ended_us: AtomicU64,
     /// Partitions for which Redis may lack charges. Empty in the phase [`OutagePhase::UpToDate`].
-    stale_partitions: PartitionSet,
+    /// Process-wide; requests read it in any other phase.
+    stale_partitions: RwLock<BTreeSet<u16>>,
     /// Function that finds the partition of a key.
     partition_of: fn(&Key) -> u16,
     /// Wakes the background task.
@@ -114,13 +113,13 @@ impl FallbackStore {
         Self {
             memory: MemoryStore::new(COUNTER_BOUNDS, clock.clone()),
             clock,
-            packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
+            share: RwLock::new(Share::with_unknown_rank(instances)),
             status_cache: StatusCache::default(),
             override_cache: CounterCache::default(),
             outage: Mutex::default(),
             phase_hint: AtomicU8::new(OutagePhase::UpToDate as u8),
             outage_ended_us: AtomicU64::new(0),
-            stale_partitions: PartitionSet::default(),
+            stale_partitions: RwLock::default(),
             partition_of: |_| SINGLE_PARTITION,
             changed: Notify::new(),
         }
@@ -142,11 +141,11 @@ impl FallbackStore {
 
     /// This instance's part of every limit.
     pub fn share(&self) -> Share {
-        Share::from_bits(self.packed_share.load(Ordering::Relaxed))
+        *self.share.read()
     }
 
     pub fn set_share(&self, share: Share) {
-        self.packed_share.store(share.to_bits(), Ordering::Relaxed);
+        *self.share.write() = share;
     }
 
     /// Whether any partition is in an outage that has not ended.
@@ -168,7 +167,7 @@ impl FallbackStore {
 
     /// Whether Redis may lack charges of a partition.
     pub fn is_stale(&self, partition: u16) -> bool {
-        self.stale_partitions.contains(partition)
+        self.stale_partitions.read().contains(&partition)
     }
 
     /// Marks these partitions as unreachable. An empty iterator changes nothing.
@@ -180,7 +179,7 @@ impl FallbackStore {
                 continue;
             }
             let mut outage = self.outage.lock();
-            self.stale_partitions.insert(partition);
+            self.stale_partitions.write().insert(partition);
             if outage.phase != OutagePhase::Failing {
                 self.enter_phase(&mut outage, OutagePhase::Failing);
                 self.changed.notify_one();
@@ -222,7 +221,7 @@ impl FallbackStore {
         let mut outage = self.outage.lock();
         for charge in charges {
             let partition = self.partition(charge.key);
-            self.stale_partitions.insert(partition);
+            self.stale_partitions.write().insert(partition);
             outage.write_back.record_charge(charge, partition, now_us);
         }
         let begins = outage.phase == OutagePhase::UpToDate && !outage.write_back.is_empty();
@@ -437,7 +436,7 @@ impl FallbackStore {
             .finish_batch(|id| !unsent_ids.contains(&id));
         if outage.write_back.is_empty() && outage.phase == OutagePhase::Pending {
             self.enter_phase(&mut outage, OutagePhase::UpToDate);
-            self.stale_partitions.clear();
+            self.stale_partitions.write().clear();
             outage
                 .write_back
                 .retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);

@@ -6,14 +6,14 @@
 use super::Share;
 use super::status_cache::CachedStatus;
 use super::write_back::UsageEntry;
-use crate::limiter::{Algorithm, Calendar, CalendarUnit, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
+use crate::limiter::{Algorithm, Calendar, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 use sha2::{Digest, Sha256};
 
 const FILE_MAGIC: &str = "tidegate-usage";
-const FORMAT_VERSION: &str = "3";
+const FORMAT_VERSION: &str = "4";
 
 const FOREIGN_FILE: &str = "it is not a file of tidegate";
 const WRONG_VERSION: &str = "it is of another version of tidegate";
@@ -47,7 +47,8 @@ pub(super) struct OutageCounter {
 }
 
 /// Rows of the usage file's JSON array.
-type EncodedAlgorithm = (u8, u64, u64);
+/// The name of the algorithm, or of its calendar, and its numbers.
+type EncodedAlgorithm = (String, u64, u64);
 type UsageRow = (u64, u64);
 type CounterRow = (u64, u64, EncodedAlgorithm, String, UsageRow, Vec<UsageRow>);
 type StatusRow = (u128, EncodedAlgorithm, u64, u64, u64, Option<u64>);
@@ -55,7 +56,7 @@ type FileRows = (
     u64,
     u64,
     u64,
-    u64,
+    (u32, Option<u32>),
     Vec<u16>,
     Vec<CounterRow>,
     Vec<StatusRow>,
@@ -71,7 +72,7 @@ impl OutageUsage {
             self.saved_at_us,
             self.now_us,
             self.outage_ended_us,
-            self.share.to_bits(),
+            (self.share.instances, self.share.rank),
             self.stale_partitions.clone(),
             self.counters.iter().map(OutageCounter::to_row).collect(),
             self.statuses.iter().map(status_to_row).collect(),
@@ -105,13 +106,16 @@ impl OutageUsage {
     fn from_rows(rows: FileRows) -> Option<Self> {
         let (saved_at_us, now_us, outage_ended_us, share, stale_partitions, counters, statuses) =
             rows;
+        let (instances @ 1.., rank) = share else {
+            return None;
+        };
         let counters = counters.into_iter().map(OutageCounter::from_row);
         let statuses = statuses.into_iter().map(status_from_row);
         Some(Self {
             saved_at_us,
             now_us,
             outage_ended_us,
-            share: Share::from_bits(share),
+            share: Share { instances, rank },
             stale_partitions,
             counters: counters.collect::<Option<_>>()?,
             statuses: statuses.collect::<Option<_>>()?,
@@ -177,36 +181,31 @@ fn compute_checksum(body: &[u8]) -> String {
 }
 
 fn encode_algorithm(algorithm: Algorithm) -> EncodedAlgorithm {
+    let numbers = |name: &str, first, second| (name.to_owned(), first, second);
+    let name = algorithm.into_str();
     match algorithm {
-        Algorithm::SlidingLog => (0, 0, 0),
-        Algorithm::SlidingWindow { buckets } => (1, buckets, 0),
-        Algorithm::FixedWindow { offset_us } => (2, offset_us, 0),
-        Algorithm::TokenBucket { burst, warm_up_us } => (3, burst, warm_up_us),
-        Algorithm::LeakyBucket { max_delay_us } => (4, max_delay_us, 0),
-        Algorithm::Concurrency { max_duration_us } => (5, max_duration_us, 0),
-        Algorithm::Block => (6, 0, 0),
-        Algorithm::CalendarWindow { calendar } => {
-            let units = CalendarUnit::ALL.into_iter();
-            let unit = units.take_while(|unit| *unit != calendar.unit()).count();
-            (7, unit as u64, calendar.zone_id())
-        }
+        Algorithm::SlidingLog | Algorithm::Block => numbers(name, 0, 0),
+        Algorithm::SlidingWindow { buckets } => numbers(name, buckets, 0),
+        Algorithm::FixedWindow { offset_us } => numbers(name, offset_us, 0),
+        Algorithm::TokenBucket { burst, warm_up_us } => numbers(name, burst, warm_up_us),
+        Algorithm::LeakyBucket { max_delay_us } => numbers(name, max_delay_us, 0),
+        Algorithm::Concurrency { max_duration_us } => numbers(name, max_duration_us, 0),
+        Algorithm::CalendarWindow { calendar } => numbers(&calendar.to_string(), 0, 0),
     }
 }
 
-fn decode_algorithm(row: EncodedAlgorithm) -> Option<Algorithm> {
-    Some(match row {
-        (0, 0, 0) => Algorithm::SlidingLog,
-        (1, buckets, 0) => Algorithm::SlidingWindow { buckets },
-        (2, offset_us, 0) => Algorithm::FixedWindow { offset_us },
-        (3, burst, warm_up_us) => Algorithm::TokenBucket { burst, warm_up_us },
-        (4, max_delay_us, 0) => Algorithm::LeakyBucket { max_delay_us },
-        (5, max_duration_us, 0) => Algorithm::Concurrency { max_duration_us },
-        (6, 0, 0) => Algorithm::Block,
-        (7, unit, zone_id) => {
-            let unit = CalendarUnit::ALL.get(usize::try_from(unit).ok()?)?;
-            Algorithm::CalendarWindow {
-                calendar: Calendar::from_zone_id(*unit, zone_id)?,
-            }
+fn decode_algorithm((name, first, second): EncodedAlgorithm) -> Option<Algorithm> {
+    Some(match (&*name, first, second) {
+        ("sliding_log", 0, 0) => Algorithm::SlidingLog,
+        ("sliding_window", buckets, 0) => Algorithm::SlidingWindow { buckets },
+        ("fixed_window", offset_us, 0) => Algorithm::FixedWindow { offset_us },
+        ("token_bucket", burst, warm_up_us) => Algorithm::TokenBucket { burst, warm_up_us },
+        ("leaky_bucket", max_delay_us, 0) => Algorithm::LeakyBucket { max_delay_us },
+        ("block", 0, 0) => Algorithm::Block,
+        (calendar, 0, 0) => {
+            let (unit, zone_name) = calendar.split_once(' ')?;
+            let calendar = Calendar::from_names(unit, zone_name)?;
+            Algorithm::CalendarWindow { calendar }
         }
         _ => return None,
     })
@@ -240,7 +239,7 @@ fn is_valid_limit(limit: &Limit) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::KeyBuilder;
+    use crate::limiter::{CalendarUnit, KeyBuilder};
 
     fn sample_usage() -> OutageUsage {
         let limits = [
@@ -315,7 +314,7 @@ mod tests {
             let text = String::from_utf8(bytes.clone()).unwrap();
             OutageUsage::decode(text.replacen(from, to, 1).as_bytes())
         };
-        assert_eq!(replace("usage 3", "usage 2"), Err(WRONG_VERSION));
+        assert_eq!(replace("usage 4", "usage 3"), Err(WRONG_VERSION));
         assert_eq!(replace("tidegate", "other"), Err(FOREIGN_FILE));
         assert_eq!(replace("[", "["), Ok(sample_usage()));
         assert_eq!(replace("[", " ["), Err(WRONG_CHECKSUM));

@@ -10,8 +10,8 @@ use crate::limiter::Limit;
 /// rank gets no unit of the remainder: too strict, never too lax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    instances: u32,
-    rank: Option<u32>,
+    pub(super) instances: u32,
+    pub(super) rank: Option<u32>,
 }
 
 impl Share {
@@ -62,18 +62,6 @@ impl Share {
         limit.with_amounts(self.scale_units(limit.requests), |burst| {
             self.scale_units(burst)
         })
-    }
-
-    pub(super) fn to_bits(self) -> u64 {
-        u64::from(self.instances) << 32 | u64::from(self.rank.unwrap_or(u32::MAX))
-    }
-
-    pub(super) fn from_bits(bits: u64) -> Self {
-        let half = |bits: u64| u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(u32::MAX);
-        Self {
-            instances: half(bits >> 32).max(1),
-            rank: Some(half(bits)).filter(|rank| *rank != u32::MAX),
-        }
     }
 }
 

@@ -23,7 +23,7 @@ impl FallbackStore {
             now_us,
             outage_ended_us: self.outage_ended_us.load(Ordering::Relaxed),
             share: self.share(),
-            stale_partitions: self.stale_partitions.to_vec(),
+            stale_partitions: self.stale_partitions.read().iter().copied().collect(),
             counters: counters
                 .filter_map(|counter| self.export_counter(counter, now_us))
                 .collect(),
