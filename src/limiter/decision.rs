@@ -21,8 +21,9 @@ pub struct Decision {
     pub may_have_charged: bool,
 }
 
-/// The status of one limit after the decision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The status of one limit after the decision. By default: no units are left, and nothing else is
+/// known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LimitStatus {
     /// Units that a further request could take now.
     pub remaining: u64,
@@ -183,9 +184,7 @@ impl LimitStatus {
             ..self
         }
     }
-}
 
-impl LimitStatus {
     /// The status of a charge that was not made because its key is unlimited.
     pub const UNLIMITED: Self = Self {
         remaining: MAX_UNITS,
