@@ -12,7 +12,7 @@ use crate::clock::Clock;
 use crate::limiter::{Charge, Key};
 use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageDirectory;
-use crate::store::{FallbackStore, MemoryStore};
+use crate::store::{FallbackStore, MemoryStore, StoreUnavailable};
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
 use std::collections::hash_map::RandomState;
@@ -216,6 +216,16 @@ impl SharedRedisState {
     /// Maximum duration of a decision.
     pub fn decision_timeout(&self) -> Duration {
         self.settings.timeout
+    }
+
+    /// The error when Redis gave no reply. The next attempt is useful after the next probe at the
+    /// earliest.
+    pub fn unavailable_error(&self, kind: &'static str) -> StoreUnavailable {
+        let probe_us = self.settings.probe_interval.as_micros();
+        StoreUnavailable {
+            kind,
+            retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX),
+        }
     }
 
     pub fn is_cluster(&self) -> bool {

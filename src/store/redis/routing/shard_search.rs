@@ -1,8 +1,8 @@
 //! Decides policies that are spread over shards: tries one shard after the other until one admits.
 
 use super::router::RedisRouter;
-use super::split_decision::SplitResult;
 use crate::limiter::{Charge, ChargeOutcome, Decision, Key, Limit, LimitStatus, Refusal};
+use crate::store::DecisionFailure;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
@@ -84,7 +84,7 @@ impl RedisRouter {
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> SplitResult {
+    ) -> Result<Decision, DecisionFailure> {
         let is_read = |charge: &Charge<'_>| charge.cost == 0 || charge.is_counted;
         if charges.iter().all(is_read) {
             return self.read_all_shards(charges, deadline).await;
@@ -138,7 +138,7 @@ impl RedisRouter {
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> SplitResult {
+    ) -> Result<Decision, DecisionFailure> {
         let by_shard = charges.iter().flat_map(|charge| {
             let shard_count = charge.shard_count.max(1);
             (0..shard_count)
@@ -154,7 +154,7 @@ impl RedisRouter {
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
         let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
         // A partial decision is dropped: it has the statuses of shards, and charged nothing.
-        let mut decision = result.map_err(|(failure, _)| (failure, None))?;
+        let mut decision = result.map_err(|failure| failure.unavailable)?;
         let mut shards = std::mem::take(&mut decision.outcomes).into_iter();
         let outcomes = charges.iter().map(|charge| {
             let own = shards.by_ref().take(charge.shard_count.max(1).into());

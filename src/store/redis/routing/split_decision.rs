@@ -11,15 +11,12 @@ use crate::limiter::{
     Amendment, Charge, ChargeEffect, ChargeOutcome, Decision, Limit, LimitStatus, determine_effect,
 };
 use crate::store::redis::error::RedisErrorKind;
-use crate::store::{PartialDecision, Settlement};
+use crate::store::{DecisionFailure, PartialDecision, Settlement};
 use futures_util::future::join_all;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-
-/// A decision, or the failure of a part with a partial decision of the parts that answered.
-pub(super) type SplitResult = Result<Decision, (RedisErrorKind, Option<Box<PartialDecision>>)>;
 
 /// A part of a request, and its decision.
 struct DecidedPart {
@@ -114,7 +111,7 @@ impl RedisRouter {
         self: Arc<Self>,
         mut waiting: Vec<HashSlotCharges>,
         deadline: Instant,
-        result_sender: oneshot::Sender<SplitResult>,
+        result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
     ) {
         let charge_count = waiting.iter().map(|part| part.charges.len()).sum();
         let fails_closed = waiting.iter().any(HashSlotCharges::fails_closed);
@@ -141,8 +138,8 @@ impl RedisRouter {
         let outcomes = collect_outcomes(&decided);
         let decision = merge_decisions(charge_count, &decided, &outcomes);
         let is_refused = decided.iter().any(DecidedPart::is_refused);
-        let is_forwarded =
-            send_result_and_await_forwarding(&decided, decision, result_sender).await;
+        let failure = decided.iter().find_map(DecidedPart::failure);
+        let is_forwarded = self.send_result(decision, failure, result_sender).await;
         let is_dropped = !is_forwarded && !is_refused;
         let corrections: Vec<Settlement<'_>> = outcomes
             .iter()
@@ -150,6 +147,37 @@ impl RedisRouter {
             .collect();
         if !corrections.is_empty() {
             drop(self.apply_settlements(&corrections).await);
+        }
+    }
+
+    /// Sends the result to the caller, and waits for the confirmation of a partial decision.
+    /// Returns whether the request is forwarded.
+    async fn send_result(
+        &self,
+        decision: Option<Decision>,
+        failure: Option<RedisErrorKind>,
+        result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
+    ) -> bool {
+        let Some(decision) = decision else {
+            let failure = failure.unwrap_or(RedisErrorKind::ClusterDown);
+            drop(result_sender.send(Err(self.decision_failure(failure))));
+            return false;
+        };
+        match failure {
+            Some(failure) if decision.admitted => {
+                let (partial, confirmed) = PartialDecision::new(decision);
+                drop(result_sender.send(Err(DecisionFailure {
+                    partial: Some(Box::new(partial)),
+                    ..self.decision_failure(failure)
+                })));
+                // The channel is closed if the caller does not forward the request.
+                confirmed.await.is_ok()
+            }
+            // A refusal is final, whatever the failed parts would have decided.
+            _ => {
+                let is_admitted = decision.admitted;
+                result_sender.send(Ok(decision)).is_ok() && is_admitted
+            }
         }
     }
 
@@ -212,35 +240,6 @@ impl RedisRouter {
         };
         self.hints.record_remaining(&charges, &decision);
         Ok(decision)
-    }
-}
-
-/// Sends the result to the caller, and waits for the confirmation of a partial decision. Returns
-/// whether the request is forwarded.
-async fn send_result_and_await_forwarding(
-    decided: &[DecidedPart],
-    decision: Option<Decision>,
-    result_sender: oneshot::Sender<SplitResult>,
-) -> bool {
-    let failure = decided.iter().find_map(DecidedPart::failure);
-    match (decision, failure) {
-        // A refusal is final, whatever the failed parts would have decided.
-        (Some(decision), _) if !decision.admitted => {
-            drop(result_sender.send(Ok(decision)));
-            false
-        }
-        (Some(decision), None) => result_sender.send(Ok(decision)).is_ok(),
-        (Some(decision), Some(failure)) => {
-            let (partial, confirmed) = PartialDecision::new(decision);
-            drop(result_sender.send(Err((failure, Some(Box::new(partial))))));
-            // The channel is closed if the caller does not forward the request.
-            confirmed.await.is_ok()
-        }
-        (None, failure) => {
-            let failure = failure.unwrap_or(RedisErrorKind::ClusterDown);
-            drop(result_sender.send(Err((failure, None))));
-            false
-        }
     }
 }
 
