@@ -14,11 +14,11 @@ impl FallbackStore {
         // The statuses are exported before the table is locked, because other callers lock the
         // table while they hold the lock of a status shard.
         let statuses = self.status_cache.to_vec();
-        let mut outage = self.outage.lock();
-        outage.write_back.finish_batch(|_| false);
+        let mut write_back = self.write_back.lock();
+        write_back.finish_batch(|_| false);
         let now_us = self.clock.now_us();
-        let counters = outage.write_back.iter();
-        (outage.phase != OutagePhase::UpToDate).then(|| OutageUsage {
+        let counters = write_back.iter();
+        (!self.is_in_phase(OutagePhase::UpToDate)).then(|| OutageUsage {
             saved_at_us: wall_clock_us,
             now_us,
             outage_ended_us: self.outage_ended_us.load(Ordering::Relaxed),
@@ -103,6 +103,6 @@ impl FallbackStore {
         let partition = self.partition(&counter.key);
         let mut pending = CounterWriteBack::new(&counter.limit, &counter.key, partition);
         pending.usage = counter.usage.into();
-        self.outage.lock().write_back.merge_older_usage(pending);
+        self.write_back.lock().merge_older_usage(pending);
     }
 }
