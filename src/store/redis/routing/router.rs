@@ -261,13 +261,11 @@ impl RedisRouter {
             None => {
                 let command = scripts.decide_command(charges, None);
                 // Boxed, because the future of every request would include its size otherwise.
-                let reply = Box::pin(self.try_command(hash_slot, &command, deadline)).await;
-                reply
-                    .map_err(|failed_call| self.record_failed_call(&failed_call))
-                    .and_then(|reply| {
-                        ScriptLibrary::parse_decision_reply(&reply, charges)
-                            .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply))
-                    })
+                let reply = Box::pin(self.request_reply(hash_slot, &command, deadline)).await;
+                reply.and_then(|reply| {
+                    ScriptLibrary::parse_decision_reply(&reply, charges)
+                        .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply))
+                })
             }
         };
         match result {

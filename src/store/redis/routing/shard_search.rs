@@ -53,10 +53,6 @@ impl<'c> ShardSearch<'c> {
         }
     }
 
-    fn is_sharded(&self) -> bool {
-        self.shard_count > 1
-    }
-
     fn is_shadow(&self) -> bool {
         self.policy.first().is_some_and(|charge| charge.shadow)
     }
@@ -114,11 +110,9 @@ impl RedisRouter {
                 if search.is_shadow() || refusal_count == 0 {
                     continue;
                 }
-                if search.is_sharded() {
-                    search.try_next_shard();
-                    is_continued = true;
-                }
-                is_final |= !search.is_sharded() || search.has_tried_all();
+                search.try_next_shard();
+                is_continued = true;
+                is_final |= search.has_tried_all();
             }
             earlier.merge_into(&mut decision);
             if is_final || !is_continued {
@@ -183,7 +177,7 @@ fn hide_statuses_of_unfinished_searches(searches: &[ShardSearch<'_>], decision: 
     let mut outcomes = decision.outcomes.iter_mut();
     for search in searches {
         let own = outcomes.by_ref().take(search.policy.len());
-        let is_hidden = search.is_sharded() && !search.has_tried_all();
+        let is_hidden = search.shard_count > 1 && !search.has_tried_all();
         own.filter(|_| is_hidden)
             .for_each(|outcome| outcome.status = None);
     }
