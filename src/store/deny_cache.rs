@@ -10,6 +10,7 @@
 //! the limit, so a reload that changes either needs no invalidation.
 
 use super::Settlement;
+use crate::clock::saturating_micros;
 use crate::limiter::{Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -397,7 +398,9 @@ impl DenyCacheEntry {
     /// The status for a refusal, on the clock of the refusal's first status. `refusal_us` is its
     /// time, 0 before the first status.
     fn status_at(&self, now: Instant, refusal_us: &mut u64) -> LimitStatus {
-        let now_us = self.earliest_store_time_us(now);
+        // The earliest time that the store's clock can show now.
+        let elapsed_us = saturating_micros(now.saturating_duration_since(self.received_at));
+        let now_us = self.store_now_us.saturating_add(elapsed_us);
         if *refusal_us == 0 {
             *refusal_us = now_us;
         }
@@ -417,14 +420,6 @@ impl DenyCacheEntry {
         changes_at_us.is_none_or(|at_us| {
             age < Duration::from_micros(at_us.saturating_sub(self.store_now_us))
         })
-    }
-
-    /// Earliest time that the store's clock can show at `now`. Used only for the reported retry
-    /// time.
-    fn earliest_store_time_us(&self, now: Instant) -> u64 {
-        let elapsed = now.saturating_duration_since(self.received_at);
-        self.store_now_us
-            .saturating_add(u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX))
     }
 }
 

@@ -1,6 +1,6 @@
 //! Credits: unused leased units on their way back to the store.
 
-use crate::limiter::{Amendment, Charge, Key, Limit};
+use crate::limiter::{Amendment, Charge, Key, Limit, LimitName};
 use crate::store::PendingSettlement;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -24,9 +24,8 @@ pub(super) struct LeaseCreditQueue {
 #[derive(Debug)]
 pub(super) struct LeasedCounters {
     pub key: Key,
-    pub limits: SmallVec<[Limit; 2]>,
-    /// The limits in a credit.
-    credited_limits: SmallVec<[Limit; 2]>,
+    /// With the name of each limit if overrides may apply.
+    pub limits: SmallVec<[(Limit, Option<LimitName>); 2]>,
 }
 
 impl LeaseCreditQueue {
@@ -37,8 +36,14 @@ impl LeaseCreditQueue {
             return self.record_lost_units(units);
         }
         let credit = Amendment::Credit { units, at_us };
-        let limits = owner.credited_limits.iter().filter(|_| units > 0);
-        credits.extend(limits.map(|limit| ((*limit, owner.key.clone()), credit)));
+        let limits = owner.limits.iter().filter(|_| units > 0);
+        credits.extend(limits.map(|(limit, dynamic)| {
+            // An override may have other amounts, also later ones. With a rate of 0, the debt of a
+            // bucket is paid back at the rate of its last charge.
+            let requests = dynamic.as_ref().map_or(limit.requests, |_| 0);
+            let limit = Limit { requests, ..*limit };
+            ((limit, owner.key.clone()), credit)
+        }));
     }
 
     pub(super) fn take_all(&self) -> Vec<PendingSettlement> {
@@ -58,19 +63,11 @@ impl LeaseCreditQueue {
 
 impl LeasedCounters {
     pub(super) fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
-        // An override may have other amounts, also later ones. With a rate of 0, the debt of a
-        // bucket is paid back at the rate of its last charge.
-        let credited_limits = charges.iter().map(|charge| match charge.dynamic {
-            Some(_) => Limit {
-                requests: 0,
-                ..*charge.limit
-            },
-            None => *charge.limit,
-        });
+        let limits = charges.iter();
+        let limits = limits.map(|charge| (*charge.limit, charge.dynamic.cloned()));
         Arc::new(Self {
             key: key.clone(),
-            limits: charges.iter().map(|charge| *charge.limit).collect(),
-            credited_limits: credited_limits.collect(),
+            limits: limits.collect(),
         })
     }
 }

@@ -26,8 +26,9 @@ mod lease_table;
 use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, PendingSettlement, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Amendment, Charge, ChargePart, Decision, Key, LeaseTerms, Limit, LimitName};
+use crate::limiter::{Amendment, Charge, ChargePart, Decision, LeaseTerms};
 use clock_reading::ClockReading;
+use lease_credit::LeasedCounters;
 use lease_entry::LeasePermit;
 use lease_table::{LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
@@ -64,8 +65,7 @@ pub(super) struct LeasePermitGuard<'l> {
 #[derive(Debug)]
 struct LeaseRefill {
     leases: Arc<LeasePool>,
-    key: Key,
-    limits: SmallVec<[(Limit, Option<LimitName>); 2]>,
+    counters: Arc<LeasedCounters>,
     lease: Option<LeaseTerms>,
     requested_units: u64,
     has_fallback: bool,
@@ -184,13 +184,9 @@ impl LeasePool {
 impl LeaseRefill {
     /// Prepares to request a lease of `units` for one policy.
     fn new(leases: &Arc<LeasePool>, policy: &[Charge<'_>], first: &Charge<'_>, units: u64) -> Self {
-        let limits = policy.iter();
         Self {
             leases: Arc::clone(leases),
-            key: first.key.clone(),
-            limits: limits
-                .map(|charge| (*charge.limit, charge.dynamic.cloned()))
-                .collect(),
+            counters: LeasedCounters::from_charges(policy, first.key),
             lease: first.lease,
             requested_units: units,
             has_fallback: first.has_fallback,
@@ -201,13 +197,13 @@ impl LeaseRefill {
     fn spawn(self, redis: &RedisStore) {
         let redis = redis.clone();
         tokio::spawn(async move {
-            let leases = &self.leases;
-            let charges = self.limits.iter().map(|(limit, dynamic)| Charge {
+            let (leases, counters) = (&self.leases, &self.counters);
+            let charges = counters.limits.iter().map(|(limit, dynamic)| Charge {
                 dynamic: dynamic.as_ref(),
                 lease: self.lease,
                 requested_lease_units: self.requested_units,
                 has_fallback: self.has_fallback,
-                ..Charge::new(limit, &self.key, 0)
+                ..Charge::new(limit, &counters.key, 0)
             });
             let charges: SmallVec<[_; 2]> = charges.collect();
             let sent_at = ClockReading::now(&leases.clock);
@@ -349,7 +345,7 @@ impl Drop for LeasePermitGuard<'_> {
 
 impl Drop for LeaseRefill {
     fn drop(&mut self) {
-        self.leases.table.finish_refill(self.key.id());
+        self.leases.table.finish_refill(self.counters.key.id());
     }
 }
 

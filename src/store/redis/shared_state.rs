@@ -8,7 +8,7 @@ use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelDisagreements;
 use super::settings::{RedisSettings, RedisTopology};
 use super::watched_value::WatchedValue;
-use crate::clock::Clock;
+use crate::clock::{Clock, saturating_micros};
 use crate::limiter::{Charge, Key};
 use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageDirectory;
@@ -221,10 +221,9 @@ impl SharedRedisState {
     /// The error when Redis gave no reply. The next attempt is useful after the next probe at the
     /// earliest.
     pub fn unavailable_error(&self, kind: &'static str) -> StoreUnavailable {
-        let probe_us = self.settings.probe_interval.as_micros();
         StoreUnavailable {
             kind,
-            retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX),
+            retry_after_us: saturating_micros(self.settings.probe_interval),
         }
     }
 
