@@ -72,6 +72,9 @@ pub struct ChargeOutcome {
     pub charged_at_us: Option<u64>,
     /// When the override in effect ends by itself (ms, store's clock).
     pub override_expires_at_ms: Option<u64>,
+    /// Whether the value at the key of the override is no override. Then the limit of the file
+    /// applies.
+    pub has_foreign_override: bool,
 }
 
 impl ChargeOutcome {

@@ -75,6 +75,8 @@ pub struct FallbackStore {
     /// entries in each of 16 shards, of about 100 bytes each, so 6 MiB at most. Keys whose override
     /// is dropped get the limits of the file.
     override_cache: CounterCache<CachedOverride, 2048>,
+    /// Overrides that Redis reported and that differed from the last ones, since the start.
+    pub(super) override_change_count: AtomicU64,
     /// The charges that Redis may lack. Process-wide. Requests lock it in an outage; slot releases
     /// and heartbeats lock it at any time.
     write_back: Mutex<WriteBackTable>,
@@ -108,6 +110,7 @@ impl FallbackStore {
             share: RwLock::new(Share::with_unknown_rank(instances)),
             status_cache: StatusCache::default(),
             override_cache: CounterCache::default(),
+            override_change_count: AtomicU64::new(0),
             write_back: Mutex::default(),
             phase: AtomicU8::new(OutagePhase::UpToDate as u8),
             outage_ended_us: AtomicU64::new(0),

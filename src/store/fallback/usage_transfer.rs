@@ -74,7 +74,7 @@ impl FallbackStore {
                 received_at_us: to_local_time(status.received_at_us),
                 block_ends_us: status.block_ends_us.map(to_local_time),
             };
-            self.status_cache.insert(id, status);
+            self.status_cache.replace(id, Some(status));
         }
         let mut partitions = usage.stale_partitions;
         for mut counter in usage.counters {

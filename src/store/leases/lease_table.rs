@@ -376,7 +376,8 @@ mod tests {
                 .sum::<usize>()
         };
         for name in 0..2 * max_keys {
-            let charge = [charge_with_lease(&LIMIT, &key(name), None)];
+            let key = key(name);
+            let charge = [charge_with_lease(&LIMIT, &key, None)];
             drop(table.take_permit(&charge, start, OnLeaseExhausted::Wait));
         }
         assert_eq!(key_count(), max_keys);

@@ -227,15 +227,8 @@ impl ConnectionSupervision {
     }
 
     /// Publishes a connection until it must be replaced, and returns the reason.
-    async fn serve_until_replaced(&self, opened: OpenedConnection) -> RedisConnectionError {
-        let OpenedConnection {
-            live,
-            mut driver,
-            address,
-            login,
-            mut replacement_receiver,
-        } = opened;
-        let live = Arc::new(live);
+    async fn serve_until_replaced(&self, mut opened: OpenedConnection) -> RedisConnectionError {
+        let (live, address) = (Arc::new(opened.live), &opened.address);
         self.shared.breaker.record_probe_success();
         let state = ConnectionState {
             was_ready: true,
@@ -246,11 +239,11 @@ impl ConnectionSupervision {
         }
         tokio::select! {
             biased;
-            _ = &mut driver.0 => RedisErrorKind::Connection.into(),
-            kind = replacement_receiver.recv() => kind.unwrap_or(RedisErrorKind::Connection).into(),
+            _ = &mut opened.driver.0 => RedisErrorKind::Connection.into(),
+            kind = opened.replacement_receiver.recv() => kind.unwrap_or(RedisErrorKind::Connection).into(),
             () = self.probe_while_breaker_is_open(&live) => RedisErrorKind::Connection.into(),
-            () = self.renew_logins(&live, &address, login) => RedisErrorKind::NoAuth.into(),
-            () = self.wait_until_master_changes(&address) => {
+            () = self.renew_logins(&live, address, opened.login) => RedisErrorKind::NoAuth.into(),
+            () = self.wait_until_master_changes(address) => {
                 let message = format!("{address} is no longer the master");
                 RedisConnectionError::new(RedisErrorKind::ReadOnly, message)
             }

@@ -47,7 +47,8 @@ impl RedisRouter {
     /// task that refreshes the slot map of a cluster.
     pub(super) fn start(shared: Arc<SharedRedisState>) -> (Arc<Self>, Option<AbortOnDropTask>) {
         let is_cluster = shared.is_cluster();
-        let (mut slot_map, mut batcher) = (ClusterSlotMap::default(), None);
+        // The slots of a cluster are not known yet.
+        let (mut slot_map, mut batcher) = (ClusterSlotMap::new(Vec::new(), Vec::new()), None);
         if !is_cluster {
             let target = RedisConnectionTarget::from_settings(&shared.settings);
             let connection = SupervisedConnection::start(Arc::clone(&shared), target);

@@ -199,6 +199,8 @@ impl SharedRedisState {
         RedisServerMetrics {
             calls: self.call_count.load(Ordering::Relaxed),
             sentinel_disagreements: self.sentinel_disagreements.count(),
+            override_changes: self.fallback.override_change_count.load(Ordering::Relaxed),
+            foreign_overrides: self.breaker.foreign_override_count.load(Ordering::Relaxed),
             ..*self.server_info.lock()
         }
     }
@@ -250,12 +252,6 @@ impl SharedRedisState {
         let id = &*self.instance_id;
         let description = self.member_description.get();
         description.map_or_else(|| id.to_owned(), |description| description.entry_for(id))
-    }
-
-    /// Records that the counter of a charge holds a foreign value. `position` counts from 1.
-    pub(super) fn record_foreign_value(&self, charges: &[Charge<'_>], position: usize) {
-        self.breaker
-            .record_foreign_value(|| self.scripts.counter_name_by_position(charges, position));
     }
 
     /// Continues the outage in which an earlier process stopped, if `store.state_dir` has its file.

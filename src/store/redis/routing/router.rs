@@ -269,11 +269,20 @@ impl RedisRouter {
             }
         };
         match result {
+            // The position counts from 1.
             Err(RedisErrorKind::WrongType(position)) => {
-                self.shared.record_foreign_value(charges, position);
+                let charge = charges.get(position.wrapping_sub(1));
+                let name = charge.map(|charge| scripts.counter_name(charge));
+                breaker.record_foreign_value(name.unwrap_or_default());
             }
             Err(RedisErrorKind::WrongPeriod) => breaker.record_wrong_period(),
             _ => {}
+        }
+        if let Ok(decision) = &result {
+            let mut outcomes = charges.iter().zip(&decision.outcomes);
+            if let Some((charge, _)) = outcomes.find(|(_, outcome)| outcome.has_foreign_override) {
+                breaker.record_foreign_override(|| scripts.override_key(charge.key));
+            }
         }
         result
     }

@@ -160,7 +160,7 @@ impl RedisRouter {
                     ..merge_shard_statuses(sum, status)
                 }),
                 charged_at_us: None,
-                override_expires_at_ms: own.iter().find_map(|one| one.override_expires_at_ms),
+                ..own.first().copied().unwrap_or_default()
             }
         });
         decision.outcomes = outcomes.collect();

@@ -81,8 +81,8 @@ impl SplitChargeOutcome<'_> {
         ChargeOutcome {
             status: (status.filter(|_| admitted || !self.is_reserved()))
                 .map(|status| status.convert_clock(self.now_us, now_us)),
-            charged_at_us: self.outcome.charged_at_us,
             override_expires_at_ms: expires_at_ms,
+            ..self.outcome
         }
     }
 
@@ -138,8 +138,11 @@ impl RedisRouter {
         let outcomes = collect_outcomes(&decided);
         let decision = merge_decisions(charge_count, &decided, &outcomes);
         let is_refused = decided.iter().any(DecidedPart::is_refused);
+        let without_answer = decision.is_none().then_some(RedisErrorKind::ClusterDown);
         let failure = decided.iter().find_map(DecidedPart::failure);
-        let is_forwarded = self.send_result(decision, failure, result_sender).await;
+        let failure = failure.or(without_answer);
+        let failure = failure.map(|kind| self.decision_failure(kind));
+        let is_forwarded = send_result(decision, failure, result_sender).await;
         let is_dropped = !is_forwarded && !is_refused;
         let corrections: Vec<Settlement<'_>> = outcomes
             .iter()
@@ -147,37 +150,6 @@ impl RedisRouter {
             .collect();
         if !corrections.is_empty() {
             drop(self.apply_settlements(&corrections).await);
-        }
-    }
-
-    /// Sends the result to the caller, and waits for the confirmation of a partial decision.
-    /// Returns whether the request is forwarded.
-    async fn send_result(
-        &self,
-        decision: Option<Decision>,
-        failure: Option<RedisErrorKind>,
-        result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
-    ) -> bool {
-        let Some(decision) = decision else {
-            let failure = failure.unwrap_or(RedisErrorKind::ClusterDown);
-            drop(result_sender.send(Err(self.decision_failure(failure))));
-            return false;
-        };
-        match failure {
-            Some(failure) if decision.admitted => {
-                let (partial, confirmed) = PartialDecision::new(decision);
-                drop(result_sender.send(Err(DecisionFailure {
-                    partial: Some(Box::new(partial)),
-                    ..self.decision_failure(failure)
-                })));
-                // The channel is closed if the caller does not forward the request.
-                confirmed.await.is_ok()
-            }
-            // A refusal is final, whatever the failed parts would have decided.
-            _ => {
-                let is_admitted = decision.admitted;
-                result_sender.send(Ok(decision)).is_ok() && is_admitted
-            }
         }
     }
 
@@ -243,6 +215,36 @@ impl RedisRouter {
     }
 }
 
+/// Sends the result to the caller, and waits for the confirmation of a partial decision. Returns
+/// whether the request is forwarded.
+async fn send_result(
+    decision: Option<Decision>,
+    failure: Option<DecisionFailure>,
+    result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
+) -> bool {
+    match (decision, failure) {
+        (Some(decision), Some(failure)) if decision.admitted => {
+            let (partial, confirmed) = PartialDecision::new(decision);
+            drop(result_sender.send(Err(DecisionFailure {
+                partial: Some(Box::new(partial)),
+                ..failure
+            })));
+            // The channel is closed if the caller does not forward the request.
+            confirmed.await.is_ok()
+        }
+        // A refusal is final, whatever the failed parts would have decided.
+        (Some(decision), _) => {
+            let is_admitted = decision.admitted;
+            result_sender.send(Ok(decision)).is_ok() && is_admitted
+        }
+        (None, None) => false,
+        (None, Some(failure)) => {
+            drop(result_sender.send(Err(failure)));
+            false
+        }
+    }
+}
+
 /// The outcomes of all charges whose parts answered.
 fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
     let mut outcomes = Vec::new();
@@ -300,6 +302,7 @@ fn merge_decisions(
 mod tests {
     use super::*;
     use crate::limiter::{Algorithm, Key, KeyBuilder, Refusal};
+    use crate::store::StoreUnavailable;
 
     const SLIDING_LOG_LIMIT: Limit = Limit {
         requests: 9,
@@ -511,18 +514,24 @@ mod tests {
             ];
             let decided = decided_parts(charges, answers);
             let (sender, receiver) = oneshot::channel();
-            let sending =
-                send_result_and_await_forwarding(&decided, Some(merge_two_parts(&decided)), sender);
+            let failure = decided.iter().find_map(DecidedPart::failure);
+            let failure = failure.map(|kind| {
+                DecisionFailure::from(StoreUnavailable {
+                    kind: kind.into_str(),
+                    retry_after_us: 0,
+                })
+            });
+            let sending = send_result(Some(merge_two_parts(&decided)), failure, sender);
             // The caller drops a partial decision at once.
             let (is_forwarded, result) = tokio::join!(sending, async {
                 receiver
                     .await
                     .unwrap()
-                    .map_err(|(failure, partial)| (failure, partial.is_some()))
+                    .map_err(|failure| (failure.unavailable.kind, failure.partial.is_some()))
             });
             (is_forwarded, result)
         };
-        let failed = Err((RedisErrorKind::Timeout, true));
+        let failed = Err(("timeout", true));
         assert_eq!(
             send(false, [Ok(admitted_decision(10)), timed_out()]).await,
             (false, failed.clone())

@@ -20,20 +20,10 @@ impl ScriptLibrary {
         key
     }
 
-    /// The name of the counter at a position, counted from 1 as in the script, without its readable
-    /// part.
-    pub(crate) fn counter_name_by_position(
-        &self,
-        charges: &[Charge<'_>],
-        position: usize,
-    ) -> String {
+    /// The name of a charge's counter: its key without the readable part.
+    pub(crate) fn counter_name(&self, charge: &Charge<'_>) -> String {
         let mut name = String::new();
-        if let Some(charge) = position
-            .checked_sub(1)
-            .and_then(|position| charges.get(position))
-        {
-            self.push_counter_name(&mut name, charge);
-        }
+        self.push_counter_name(&mut name, charge);
         name
     }
 
