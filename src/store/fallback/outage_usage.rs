@@ -3,9 +3,9 @@
 //! The encoding is a header line with a version and a checksum, and one JSON array. All times are
 //! of the local clock of the stopped process, which showed `now_us` when this was saved.
 
-use super::Share;
 use super::status_cache::CachedStatus;
-use super::write_back::UsageEntry;
+use super::write_back::{CounterWriteBack, UsageEntry};
+use super::{SINGLE_PARTITION, Share};
 use crate::limiter::{Algorithm, Calendar, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
 use base64::Engine;
@@ -30,20 +30,11 @@ pub(crate) struct OutageUsage {
     pub(super) outage_ended_us: u64,
     pub(super) share: Share,
     pub(super) stale_partitions: Vec<u16>,
-    pub(super) counters: Vec<OutageCounter>,
+    /// The counters that were decided without Redis, with the units to write back. Beside each of
+    /// them: further used units of the share, and the time of their charge.
+    pub(super) counters: Vec<(CounterWriteBack, UsageEntry)>,
     /// The last statuses that Redis reported, if no local decision followed.
     pub(super) statuses: Vec<(CounterId, CachedStatus)>,
-}
-
-/// One counter that was decided without Redis.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct OutageCounter {
-    pub(super) limit: Limit,
-    pub(super) key: Key,
-    /// Used units of the share that `usage` does not contain, and the time of their charge.
-    pub(super) other_usage: UsageEntry,
-    /// Units to write back, oldest first.
-    pub(super) usage: Vec<UsageEntry>,
 }
 
 /// Rows of the usage file's JSON array.
@@ -74,7 +65,7 @@ impl OutageUsage {
             self.outage_ended_us,
             (self.share.instances, self.share.rank),
             self.stale_partitions.clone(),
-            self.counters.iter().map(OutageCounter::to_row).collect(),
+            self.counters.iter().map(counter_to_row).collect(),
             self.statuses.iter().map(status_to_row).collect(),
         );
         let body = serde_json::to_vec(&rows).unwrap_or_default();
@@ -109,7 +100,7 @@ impl OutageUsage {
         let (instances @ 1.., rank) = share else {
             return None;
         };
-        let counters = counters.into_iter().map(OutageCounter::from_row);
+        let counters = counters.into_iter().map(counter_from_row);
         let statuses = statuses.into_iter().map(status_from_row);
         Some(Self {
             saved_at_us,
@@ -123,35 +114,31 @@ impl OutageUsage {
     }
 }
 
-impl OutageCounter {
-    fn to_row(&self) -> CounterRow {
-        let to_row = |entry: &UsageEntry| (entry.at_us, entry.units);
-        (
-            self.limit.requests,
-            self.limit.per_us,
-            encode_algorithm(self.limit.algorithm),
-            STANDARD_NO_PAD.encode(self.key.encoded_values()),
-            to_row(&self.other_usage),
-            self.usage.iter().map(to_row).collect(),
-        )
-    }
+fn counter_to_row((counter, other_usage): &(CounterWriteBack, UsageEntry)) -> CounterRow {
+    let to_row = |entry: &UsageEntry| (entry.at_us, entry.units);
+    (
+        counter.limit.requests,
+        counter.limit.per_us,
+        encode_algorithm(counter.limit.algorithm),
+        STANDARD_NO_PAD.encode(counter.key.encoded_values()),
+        to_row(other_usage),
+        counter.usage.iter().map(to_row).collect(),
+    )
+}
 
-    fn from_row(row: CounterRow) -> Option<Self> {
-        let (requests, per_us, algorithm, key, other_usage, usage) = row;
-        let limit = Limit {
-            requests,
-            per_us,
-            algorithm: decode_algorithm(algorithm)?,
-        };
-        let from_row =
-            |(at_us, units): UsageRow| (units <= MAX_UNITS).then_some(UsageEntry { at_us, units });
-        is_valid_limit(&limit).then_some(Self {
-            limit,
-            key: Key::from_encoded_values(&STANDARD_NO_PAD.decode(key).ok()?),
-            other_usage: from_row(other_usage)?,
-            usage: usage.into_iter().map(from_row).collect::<Option<_>>()?,
-        })
-    }
+fn counter_from_row(row: CounterRow) -> Option<(CounterWriteBack, UsageEntry)> {
+    let (requests, per_us, algorithm, key, other_usage, usage) = row;
+    let limit = Limit {
+        requests,
+        per_us,
+        algorithm: decode_algorithm(algorithm)?,
+    };
+    let from_row =
+        |(at_us, units): UsageRow| (units <= MAX_UNITS).then_some(UsageEntry { at_us, units });
+    let key = Key::from_encoded_values(&STANDARD_NO_PAD.decode(key).ok()?);
+    let mut counter = CounterWriteBack::new(&limit, &key, SINGLE_PARTITION);
+    counter.usage = usage.into_iter().map(from_row).collect::<Option<_>>()?;
+    is_valid_limit(&limit).then_some((counter, from_row(other_usage)?))
 }
 
 fn status_to_row(((key_id, algorithm, per_us), status): &(CounterId, CachedStatus)) -> StatusRow {
@@ -255,31 +242,26 @@ mod tests {
         ];
         let month = Calendar::new(CalendarUnit::Month, "Europe/Berlin").unwrap();
         let per_month = Limit::per_calendar_period(100, month);
-        let counter = |algorithm| OutageCounter {
-            limit: Limit {
-                requests: 1,
-                per_us: 10_000_000,
-                algorithm,
-            },
-            key: KeyBuilder::new("p/\u{e4}").finish(),
-            other_usage: UsageEntry { at_us: 4, units: 3 },
-            usage: vec![
-                UsageEntry { at_us: 9, units: 1 },
-                UsageEntry { at_us: 2, units: 5 },
-            ],
+        let counter = |limit: Limit| {
+            let key = KeyBuilder::new("p/\u{e4}").finish();
+            let mut counter = CounterWriteBack::new(&limit, &key, SINGLE_PARTITION);
+            let usage = [(9, 1), (2, 5)].map(|(at_us, units)| UsageEntry { at_us, units });
+            counter.usage = usage.into();
+            (counter, UsageEntry { at_us: 4, units: 3 })
         };
-        let mut counters: Vec<OutageCounter> = limits.map(counter).into();
-        counters.push(OutageCounter {
-            limit: per_month,
-            ..counter(per_month.algorithm)
+        let counters = limits.map(|algorithm| Limit {
+            requests: 1,
+            per_us: 10_000_000,
+            algorithm,
         });
+        let counters = counters.into_iter().chain([per_month]).map(counter);
         OutageUsage {
             saved_at_us: 1_700_000_000_000_000,
             now_us: 1_700_000_000_000_009,
             outage_ended_us: 1_700_000_000_000_001,
             share: Share::with_rank(5, 3),
             stale_partitions: vec![0, 16_383],
-            counters,
+            counters: counters.collect(),
             statuses: vec![(
                 (u128::MAX - 7, Algorithm::SlidingLog, 10_000_000),
                 CachedStatus {
@@ -323,29 +305,29 @@ mod tests {
     /// A valid checksum does not make the numbers valid.
     #[test]
     fn limits_outside_their_ranges_are_refused() {
-        let decode_with = |change: fn(&mut OutageCounter)| {
+        let decode_with = |change: fn(&mut (CounterWriteBack, UsageEntry))| {
             let mut usage = sample_usage();
             usage.counters.truncate(1);
             usage.counters.iter_mut().for_each(change);
             OutageUsage::decode(&usage.encode()).map(drop)
         };
         assert_eq!(decode_with(|_| {}), Ok(()));
-        let changes: [fn(&mut OutageCounter); 8] = [
+        let changes: [fn(&mut (CounterWriteBack, UsageEntry)); 8] = [
             |counter| {
                 let day = Calendar::new(CalendarUnit::Day, "UTC").unwrap();
-                counter.limit.algorithm = Algorithm::CalendarWindow { calendar: day };
+                counter.0.limit.algorithm = Algorithm::CalendarWindow { calendar: day };
             },
-            |counter| counter.limit.per_us = 0,
-            |counter| counter.limit.requests = u64::MAX,
-            |counter| counter.other_usage.units = u64::MAX,
-            |counter| counter.usage[0].units = MAX_UNITS + 1,
-            |counter| counter.limit.algorithm = Algorithm::SlidingWindow { buckets: 0 },
+            |counter| counter.0.limit.per_us = 0,
+            |counter| counter.0.limit.requests = u64::MAX,
+            |counter| counter.1.units = u64::MAX,
+            |counter| counter.0.usage[0].units = MAX_UNITS + 1,
+            |counter| counter.0.limit.algorithm = Algorithm::SlidingWindow { buckets: 0 },
             |counter| {
-                counter.limit.algorithm = Algorithm::LeakyBucket {
+                counter.0.limit.algorithm = Algorithm::LeakyBucket {
                     max_delay_us: u64::MAX,
                 }
             },
-            |counter| counter.limit.algorithm = Algorithm::Concurrency { max_duration_us: 0 },
+            |counter| counter.0.limit.algorithm = Algorithm::Concurrency { max_duration_us: 0 },
         ];
         for change in changes {
             assert_eq!(decode_with(change), Err(INVALID_CONTENTS));
