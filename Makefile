@@ -192,7 +192,7 @@ soak: ## Run traffic and faults for SOAK_MINUTES (30): memory stays flat, errors
 
 # Not in the gate: it builds another version.
 .PHONY: upgrade
-upgrade: ## Replace four proxies of 767e699 one by one under load, and back: the limits hold
+upgrade: ## Replace four proxies of FROM=commit one by one under load, and back: the limits hold
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	tests/upgrade.sh
 

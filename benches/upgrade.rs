@@ -1,7 +1,7 @@
-//! Four proxies of 767e699 are replaced one by one under load, and back; see `make upgrade`. The
-//! limits hold, and every unit is used.
+//! Four proxies of an earlier commit are replaced one by one under load, and back; see `make
+//! upgrade`. The limits hold, and every unit is used.
 //!
-//! `TIDEGATE_UPGRADE_FROM` is a binary of 767e699. Requires redis-server.
+//! `TIDEGATE_UPGRADE_FROM` is a binary of the earlier commit. Requires redis-server.
 
 #![allow(
     clippy::unwrap_used,

@@ -178,7 +178,8 @@ pub fn unix_time_s() -> u64 {
     time_since_epoch().as_secs()
 }
 
-fn saturating_micros(duration: Duration) -> u64 {
+/// A duration in microseconds, at most [`u64::MAX`].
+pub fn saturating_micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 

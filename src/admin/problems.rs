@@ -332,12 +332,11 @@ mod tests {
     #[test]
     fn redis_is_judged_by_memory_eviction_policy_and_clock() {
         let healthy = RedisServerMetrics {
-            calls: 0,
-            sentinel_disagreements: 0,
             memory_bytes: Some(89),
             memory_max_bytes: Some(100),
             may_evict: Some(false),
             clock_skew_us: Some(-5_000_000),
+            ..RedisServerMetrics::default()
         };
         assert_eq!(ids(&find_redis_problems(&healthy)), [""; 0]);
         assert_eq!(

@@ -11,7 +11,6 @@ use jiff::civil::Date;
 use jiff::tz::{TimeZone, TimeZoneDatabase};
 use jiff::{Span, Timestamp};
 use parking_lot::Mutex;
-use sha2::{Digest, Sha256};
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -39,7 +38,6 @@ pub struct Calendar(&'static CalendarDefinition);
 struct CalendarDefinition {
     unit: CalendarUnit,
     zone_name: Box<str>,
-    zone_id: u64,
     zone: TimeZone,
     /// Periods that were computed last, the newest one first.
     cached_periods: ArcSwap<[TimeWindow; CACHED_PERIODS]>,
@@ -111,7 +109,6 @@ impl Calendar {
         let definition = Box::leak(Box::new(CalendarDefinition {
             unit,
             zone_name: zone_name.into(),
-            zone_id: compute_zone_id(zone_name),
             zone: TimeZoneDatabase::bundled().get(zone_name).ok()?,
             cached_periods: ArcSwap::default(),
         }));
@@ -119,14 +116,11 @@ impl Calendar {
         Some(Self(definition))
     }
 
-    /// The calendar with this [`Calendar::zone_id`].
-    pub fn from_zone_id(unit: CalendarUnit, zone_id: u64) -> Option<Self> {
-        let is_same = |known: &&&CalendarDefinition| known.unit == unit && known.zone_id == zone_id;
-        if let Some(known) = CALENDARS.lock().iter().find(is_same) {
-            return Some(Self(known));
-        }
-        let name = time_zone_names().find(|name| compute_zone_id(name) == zone_id)?;
-        Self::new(unit, &name)
+    /// The calendar of a unit and a time zone, both by name.
+    pub fn from_names(unit: &str, zone_name: &str) -> Option<Self> {
+        let mut units = CalendarUnit::ALL.into_iter();
+        let unit = units.find(|known| known.as_str() == unit)?;
+        Self::new(unit, zone_name)
     }
 
     pub fn unit(self) -> CalendarUnit {
@@ -136,11 +130,6 @@ impl Calendar {
     /// The IANA name of the time zone.
     pub fn zone_name(self) -> &'static str {
         &self.0.zone_name
-    }
-
-    /// A number for the time zone's name, the same in all versions.
-    pub fn zone_id(self) -> u64 {
-        self.0.zone_id
     }
 
     /// The period that contains a time. A period that began before 1970 starts at 0.
@@ -217,13 +206,6 @@ pub fn time_zone_names() -> impl Iterator<Item = String> {
     names.into_iter()
 }
 
-fn compute_zone_id(zone_name: &str) -> u64 {
-    let digest = Sha256::digest(zone_name.as_bytes());
-    digest
-        .first_chunk()
-        .map_or(0, |start| u64::from_be_bytes(*start))
-}
-
 impl PartialEq for Calendar {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self.0, other.0)
@@ -234,7 +216,7 @@ impl Eq for Calendar {}
 
 impl Hash for Calendar {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        (self.0.unit.as_str(), self.0.zone_id).hash(state);
+        (self.0.unit.as_str(), &self.0.zone_name).hash(state);
     }
 }
 

@@ -21,8 +21,9 @@ pub struct Decision {
     pub may_have_charged: bool,
 }
 
-/// The status of one limit after the decision.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The status of one limit after the decision. By default: no units are left, and nothing else is
+/// known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LimitStatus {
     /// Units that a further request could take now.
     pub remaining: u64,
@@ -71,6 +72,9 @@ pub struct ChargeOutcome {
     pub charged_at_us: Option<u64>,
     /// When the override in effect ends by itself (ms, store's clock).
     pub override_expires_at_ms: Option<u64>,
+    /// Whether the value at the key of the override is no override. Then the limit of the file
+    /// applies.
+    pub has_foreign_override: bool,
 }
 
 impl ChargeOutcome {
@@ -183,9 +187,7 @@ impl LimitStatus {
             ..self
         }
     }
-}
 
-impl LimitStatus {
     /// The status of a charge that was not made because its key is unlimited.
     pub const UNLIMITED: Self = Self {
         remaining: MAX_UNITS,

@@ -96,23 +96,27 @@ impl Limit {
     /// stays as it is: it is not charged.
     #[must_use]
     pub fn with_override(&self, in_effect: Option<OverrideInEffect>) -> Self {
-        let (requests, new_burst) = match in_effect {
-            None | Some(OverrideInEffect::Unlimited) => return *self,
-            Some(OverrideInEffect::Blocked) => {
-                return Self {
-                    requests: 0,
-                    ..*self
-                };
-            }
+        match in_effect {
+            None | Some(OverrideInEffect::Unlimited) => *self,
+            Some(OverrideInEffect::Blocked) => Self {
+                requests: 0,
+                ..*self
+            },
             Some(
                 OverrideInEffect::Amounts { requests, burst }
                 | OverrideInEffect::StatedAmounts { requests, burst },
-            ) => (requests, burst),
-        };
+            ) => self.with_amounts(requests, |_| burst),
+        }
+    }
+
+    /// The limit with other amounts. `map_burst` changes the burst of a token bucket. A block has
+    /// no amounts.
+    #[must_use]
+    pub fn with_amounts(&self, requests: u64, map_burst: impl Fn(u64) -> u64) -> Self {
         let algorithm = match self.algorithm {
             Algorithm::Block => return *self,
-            Algorithm::TokenBucket { warm_up_us, .. } => Algorithm::TokenBucket {
-                burst: new_burst,
+            Algorithm::TokenBucket { burst, warm_up_us } => Algorithm::TokenBucket {
+                burst: map_burst(burst),
                 warm_up_us,
             },
             algorithm => algorithm,

@@ -4,7 +4,7 @@
 //! it. A request tries one shard after the other until one admits it, so free units in any shard
 //! can be used.
 
-use super::{Algorithm, Limit};
+use super::Limit;
 
 impl Limit {
     /// The limit of shard `number` of `shard_count`; `number` is below `shard_count`. The limits
@@ -12,21 +12,14 @@ impl Limit {
     pub fn shard_limit(&self, number: u16, shard_count: u16) -> Self {
         let (number, shard_count) = (u64::from(number), u64::from(shard_count.max(1)));
         let part = |whole: u64| whole / shard_count + u64::from(number < whole % shard_count);
-        let mut algorithm = self.algorithm;
-        if let Algorithm::TokenBucket { burst, .. } = &mut algorithm {
-            *burst = part(*burst);
-        }
-        Self {
-            requests: part(self.requests),
-            algorithm,
-            ..*self
-        }
+        self.with_amounts(part(self.requests), part)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limiter::Algorithm;
 
     #[test]
     fn shard_limits_sum_to_the_whole_limit_and_none_is_zero() {

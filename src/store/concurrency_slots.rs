@@ -164,7 +164,7 @@ impl ConcurrencySlots {
         let mut in_redis = SmallVec::new();
         for counter in slot.counters {
             let release = (counter, Amendment::Release { slot: slot_id });
-            if !self.0.store.apply_in_memory(&release) {
+            if !(self.0.store).apply_in_memory(&Settlement::from_pending(&release)) {
                 in_redis.push(release.0);
             }
         }

@@ -10,6 +10,7 @@
 //! the limit, so a reload that changes either needs no invalidation.
 
 use super::Settlement;
+use crate::clock::saturating_micros;
 use crate::limiter::{Charge, Decision, Limit, LimitStatus, Refusal};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -41,14 +42,6 @@ const MAX_GENERATION_ENTRIES: usize = 8192;
 /// Recent refusals of one worker. The lock is uncontended: only its worker uses it.
 #[derive(Debug, Default)]
 pub struct DenyCache(Mutex<DenyGenerations>);
-
-/// Of a limit of which nothing else is known.
-const NO_REFUSAL: LimitStatus = LimitStatus {
-    remaining: 0,
-    next_growth_us: None,
-    refusal: None,
-    in_effect: None,
-};
 
 /// What the cache knows about the limits of a request.
 #[derive(Debug, PartialEq, Eq)]
@@ -123,7 +116,18 @@ impl DenyCache {
         now: Instant,
         is_fresh: impl Fn(&Charge<'_>, &mut DenyCacheEntry) -> bool,
     ) -> Option<CachedStatuses> {
-        let entries = self.0.lock().read_entries(charges, is_fresh)?;
+        let mut generations = self.0.lock();
+        if generations.is_empty() {
+            return None;
+        }
+        let entries = charges.iter().map(|charge| {
+            let entry = generations.get_entry(charge)?;
+            is_fresh(charge, entry).then_some(*entry)
+        });
+        let entries: SmallVec<[Option<DenyCacheEntry>; 4]> = entries.collect();
+        if !entries.iter().any(Option::is_some) {
+            return None;
+        }
         let mut found = CachedStatuses {
             decision: Decision::without_outcomes(charges.len()),
             is_certain: false,
@@ -160,7 +164,8 @@ impl DenyCache {
                 let is_kept = match charge.dynamic {
                     // An override can lift any refusal.
                     Some(_) => now.saturating_duration_since(entry.sent_at) < MAX_AGE,
-                    None => now < entry.expires_at || entry.has_definite_refusal(),
+                    // A definite refusal stays true until its end.
+                    None => now < entry.expires_at || entry.status.refusal > Some(Refusal::Unknown),
                 };
                 is_kept && is_certain(charge) && charge.cost >= entry.cost && entry.holds_at(now)
             });
@@ -265,7 +270,7 @@ impl DenyCache {
         generations.rotate_if_due(received_at);
         for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
             // A charge with a time was admitted, and is being returned.
-            let admitted = outcome.charged_at_us.map(|_| NO_REFUSAL);
+            let admitted = outcome.charged_at_us.map(|_| LimitStatus::default());
             let Some(mut status) = outcome.status.or(admitted) else {
                 continue;
             };
@@ -323,23 +328,6 @@ impl DenyGenerations {
         self.current.is_empty() && self.previous.is_empty()
     }
 
-    /// The fresh entry of each charge. `None` if there is none.
-    fn read_entries(
-        &mut self,
-        charges: &[Charge<'_>],
-        is_fresh: impl Fn(&Charge<'_>, &mut DenyCacheEntry) -> bool,
-    ) -> Option<SmallVec<[Option<DenyCacheEntry>; 4]>> {
-        if self.is_empty() {
-            return None;
-        }
-        let read_entry = |charge: &Charge<'_>| {
-            let entry = self.get_entry(charge)?;
-            is_fresh(charge, entry).then_some(*entry)
-        };
-        let entries: SmallVec<_> = charges.iter().map(read_entry).collect();
-        entries.iter().any(Option::is_some).then_some(entries)
-    }
-
     fn get_entry(&mut self, charge: &Charge<'_>) -> Option<&mut DenyCacheEntry> {
         if !charge.has_retry_time() {
             return None;
@@ -382,7 +370,7 @@ impl DenyGenerations {
             entry.fresh_until = fresh_until;
             return;
         }
-        self.insert_entry(charge, NO_REFUSAL, (0, at, at), fresh_until);
+        self.insert_entry(charge, LimitStatus::default(), (0, at, at), fresh_until);
     }
 
     fn remove_entry(&mut self, charge: &Charge<'_>) {
@@ -407,17 +395,12 @@ fn cache_key(charge: &Charge<'_>) -> DenyCacheKey {
 }
 
 impl DenyCacheEntry {
-    fn has_definite_refusal(&self) -> bool {
-        matches!(
-            self.status.refusal,
-            Some(Refusal::Until(_) | Refusal::Never)
-        )
-    }
-
     /// The status for a refusal, on the clock of the refusal's first status. `refusal_us` is its
     /// time, 0 before the first status.
     fn status_at(&self, now: Instant, refusal_us: &mut u64) -> LimitStatus {
-        let now_us = self.earliest_store_time_us(now);
+        // The earliest time that the store's clock can show now.
+        let elapsed_us = saturating_micros(now.saturating_duration_since(self.received_at));
+        let now_us = self.store_now_us.saturating_add(elapsed_us);
         if *refusal_us == 0 {
             *refusal_us = now_us;
         }
@@ -437,14 +420,6 @@ impl DenyCacheEntry {
         changes_at_us.is_none_or(|at_us| {
             age < Duration::from_micros(at_us.saturating_sub(self.store_now_us))
         })
-    }
-
-    /// Earliest time that the store's clock can show at `now`. Used only for the reported retry
-    /// time.
-    fn earliest_store_time_us(&self, now: Instant) -> u64 {
-        let elapsed = now.saturating_duration_since(self.received_at);
-        self.store_now_us
-            .saturating_add(u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX))
     }
 }
 

@@ -15,7 +15,6 @@
 
 mod counter_cache;
 pub(super) mod outage_usage;
-mod partition_set;
 mod share;
 mod share_settlements;
 mod status_cache;
@@ -34,11 +33,10 @@ use crate::limiter::{
     OverrideInEffect, Refusal,
 };
 use counter_cache::CounterCache;
-use parking_lot::Mutex;
-use partition_set::PartitionSet;
+use parking_lot::{Mutex, RwLock};
 use smallvec::SmallVec;
 use status_cache::StatusCache;
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::Notify;
@@ -54,10 +52,9 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
 pub(super) const SINGLE_PARTITION: u16 = 0;
 
 /// Whether Redis has all charges. The later ones are phases of an outage.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug)]
 enum OutagePhase {
     /// Redis has all charges and decides alone.
-    #[default]
     UpToDate,
     /// No outage, but charges wait for write-back, because single calls have failed.
     Pending,
@@ -67,33 +64,29 @@ enum OutagePhase {
     Recovering,
 }
 
-/// The phase, and the charges that Redis may lack.
-#[derive(Debug, Default)]
-struct OutageState {
-    phase: OutagePhase,
-    write_back: WriteBackTable,
-}
-
 /// Decides charges in this process while Redis is unavailable.
 #[derive(Debug)]
 pub struct FallbackStore {
     clock: Clock,
     memory: MemoryStore,
-    packed_share: AtomicU64,
+    share: RwLock<Share>,
     status_cache: StatusCache,
     /// The last override that Redis reported for each counter of a `dynamic` policy: 2 × 2048
     /// entries in each of 16 shards, of about 100 bytes each, so 6 MiB at most. Keys whose override
     /// is dropped get the limits of the file.
     override_cache: CounterCache<CachedOverride, 2048>,
-    /// Process-wide. Requests lock it in an outage; slot releases and heartbeats lock it at any
-    /// time.
-    outage: Mutex<OutageState>,
-    /// The phase of `outage`, for requests that must not wait for the lock.
-    phase_hint: AtomicU8,
+    /// Overrides that Redis reported and that differed from the last ones, since the start.
+    pub(super) override_change_count: AtomicU64,
+    /// The charges that Redis may lack. Process-wide. Requests lock it in an outage; slot releases
+    /// and heartbeats lock it at any time.
+    write_back: Mutex<WriteBackTable>,
+    /// The [`OutagePhase`]. Changed while `write_back` is locked; requests read it without a lock.
+    phase: AtomicU8,
     /// End of the last outage, by the local clock (µs).
     outage_ended_us: AtomicU64,
     /// Partitions for which Redis may lack charges. Empty in the phase [`OutagePhase::UpToDate`].
-    stale_partitions: PartitionSet,
+    /// Process-wide; requests read it in any other phase.
+    stale_partitions: RwLock<BTreeSet<u16>>,
     /// Function that finds the partition of a key.
     partition_of: fn(&Key) -> u16,
     /// Wakes the background task.
@@ -114,13 +107,14 @@ impl FallbackStore {
         Self {
             memory: MemoryStore::new(COUNTER_BOUNDS, clock.clone()),
             clock,
-            packed_share: AtomicU64::new(Share::with_unknown_rank(instances).to_bits()),
+            share: RwLock::new(Share::with_unknown_rank(instances)),
             status_cache: StatusCache::default(),
             override_cache: CounterCache::default(),
-            outage: Mutex::default(),
-            phase_hint: AtomicU8::new(OutagePhase::UpToDate as u8),
+            override_change_count: AtomicU64::new(0),
+            write_back: Mutex::default(),
+            phase: AtomicU8::new(OutagePhase::UpToDate as u8),
             outage_ended_us: AtomicU64::new(0),
-            stale_partitions: PartitionSet::default(),
+            stale_partitions: RwLock::default(),
             partition_of: |_| SINGLE_PARTITION,
             changed: Notify::new(),
         }
@@ -142,16 +136,16 @@ impl FallbackStore {
 
     /// This instance's part of every limit.
     pub fn share(&self) -> Share {
-        Share::from_bits(self.packed_share.load(Ordering::Relaxed))
+        *self.share.read()
     }
 
     pub fn set_share(&self, share: Share) {
-        self.packed_share.store(share.to_bits(), Ordering::Relaxed);
+        *self.share.write() = share;
     }
 
     /// Whether any partition is in an outage that has not ended.
     pub fn is_in_outage(&self) -> bool {
-        self.phase_hint.load(Ordering::Relaxed) >= OutagePhase::Failing as u8
+        self.phase.load(Ordering::Relaxed) >= OutagePhase::Failing as u8
     }
 
     /// Whether any partition is in an outage, or the last outage ended less than
@@ -168,21 +162,20 @@ impl FallbackStore {
 
     /// Whether Redis may lack charges of a partition.
     pub fn is_stale(&self, partition: u16) -> bool {
-        self.stale_partitions.contains(partition)
+        self.stale_partitions.read().contains(&partition)
     }
 
     /// Marks these partitions as unreachable. An empty iterator changes nothing.
     pub fn mark_partitions_unreachable(&self, partitions: impl IntoIterator<Item = u16>) {
         for partition in partitions {
             // Read first: in an outage every request calls this, and a lock would contend.
-            let hint = self.phase_hint.load(Ordering::Relaxed);
-            if self.is_stale(partition) && hint == OutagePhase::Failing as u8 {
+            if self.is_stale(partition) && self.is_in_phase(OutagePhase::Failing) {
                 continue;
             }
-            let mut outage = self.outage.lock();
-            self.stale_partitions.insert(partition);
-            if outage.phase != OutagePhase::Failing {
-                self.enter_phase(&mut outage, OutagePhase::Failing);
+            let _write_back = self.write_back.lock();
+            self.stale_partitions.write().insert(partition);
+            if !self.is_in_phase(OutagePhase::Failing) {
+                self.enter_phase(OutagePhase::Failing);
                 self.changed.notify_one();
             }
         }
@@ -191,10 +184,10 @@ impl FallbackStore {
     /// Returns whether Redis was unreachable since the last call of this function. If so, the phase
     /// of recovery begins.
     pub fn take_new_failure_flag(&self) -> bool {
-        let mut outage = self.outage.lock();
-        let has_failed = outage.phase == OutagePhase::Failing;
+        let _write_back = self.write_back.lock();
+        let has_failed = self.is_in_phase(OutagePhase::Failing);
         if has_failed {
-            self.enter_phase(&mut outage, OutagePhase::Recovering);
+            self.enter_phase(OutagePhase::Recovering);
         }
         has_failed
     }
@@ -202,13 +195,13 @@ impl FallbackStore {
     /// Ends the outage after all charges were written back: Redis decides alone again. The outage
     /// goes on if Redis was unreachable since [`FallbackStore::take_new_failure_flag`].
     pub fn end_outage(&self) {
-        let mut outage = self.outage.lock();
-        if outage.phase == OutagePhase::Recovering {
-            self.enter_phase(&mut outage, OutagePhase::Pending);
+        let write_back = self.write_back.lock();
+        if self.is_in_phase(OutagePhase::Recovering) {
+            self.enter_phase(OutagePhase::Pending);
             let now_us = self.clock.now_us();
             self.outage_ended_us.store(now_us, Ordering::Relaxed);
         }
-        drop(outage);
+        drop(write_back);
         self.confirm_write_back_batch();
     }
 
@@ -219,22 +212,25 @@ impl FallbackStore {
         charges: impl IntoIterator<Item = &'c Charge<'c>>,
         now_us: u64,
     ) -> bool {
-        let mut outage = self.outage.lock();
+        let mut write_back = self.write_back.lock();
         for charge in charges {
             let partition = self.partition(charge.key);
-            self.stale_partitions.insert(partition);
-            outage.write_back.record_charge(charge, partition, now_us);
+            self.stale_partitions.write().insert(partition);
+            write_back.record_charge(charge, partition, now_us);
         }
-        let begins = outage.phase == OutagePhase::UpToDate && !outage.write_back.is_empty();
+        let begins = self.is_in_phase(OutagePhase::UpToDate) && !write_back.is_empty();
         if begins {
-            self.enter_phase(&mut outage, OutagePhase::Pending);
+            self.enter_phase(OutagePhase::Pending);
         }
         begins
     }
 
-    fn enter_phase(&self, outage: &mut OutageState, phase: OutagePhase) {
-        outage.phase = phase;
-        self.phase_hint.store(phase as u8, Ordering::Relaxed);
+    fn is_in_phase(&self, phase: OutagePhase) -> bool {
+        self.phase.load(Ordering::Relaxed) == phase as u8
+    }
+
+    fn enter_phase(&self, phase: OutagePhase) {
+        self.phase.store(phase as u8, Ordering::Relaxed);
     }
 
     /// Waits until the background task has work.
@@ -343,23 +339,22 @@ impl FallbackStore {
 
     /// Amends this process's counter of a limit.
     fn amend_share(&self, limit: &Limit, key: &Key, amendment: Amendment) {
-        self.memory.apply_settlements(&[Settlement {
+        let settlement = Settlement {
             limit,
             key,
             amendment,
-        }]);
+        };
+        self.memory.amend_counter(&settlement, true);
     }
 
     /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
     fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
-        let hint = self.phase_hint.load(Ordering::Relaxed);
-        hint != OutagePhase::UpToDate as u8 && self.is_stale(self.partition(charge.key))
+        !self.is_in_phase(OutagePhase::UpToDate) && self.is_stale(self.partition(charge.key))
     }
 
     fn record_counter(&self, charge: &Charge<'_>) {
         let partition = self.partition(charge.key);
-        let mut outage = self.outage.lock();
-        outage.write_back.record_counter(charge, partition);
+        self.write_back.lock().record_counter(charge, partition);
     }
 
     /// Decides the charges that meet a condition. All other charges have no status.
@@ -395,7 +390,7 @@ impl FallbackStore {
 
     /// Whether charges wait for write-back or are being written back.
     pub fn has_pending_write_back(&self) -> bool {
-        !self.outage.lock().write_back.is_empty()
+        !self.write_back.lock().is_empty()
     }
 
     /// Takes a batch of charges to write back, without those of `unreachable` partitions. Returns
@@ -407,8 +402,8 @@ impl FallbackStore {
         unreachable: impl IntoIterator<Item = u16>,
     ) -> Option<Vec<PendingSettlement>> {
         let unreachable: HashSet<u16> = unreachable.into_iter().collect();
-        let mut outage = self.outage.lock();
-        let batch = (outage.write_back).take_batch(|partition| !unreachable.contains(&partition));
+        let mut write_back = self.write_back.lock();
+        let batch = write_back.take_batch(|partition| !unreachable.contains(&partition));
         let now_us = self.clock.now_us();
         let amendments = batch
             .iter()
@@ -431,16 +426,12 @@ impl FallbackStore {
             .into_iter()
             .map(|settlement| counter_id(settlement.limit, settlement.key))
             .collect();
-        let mut outage = self.outage.lock();
-        outage
-            .write_back
-            .finish_batch(|id| !unsent_ids.contains(&id));
-        if outage.write_back.is_empty() && outage.phase == OutagePhase::Pending {
-            self.enter_phase(&mut outage, OutagePhase::UpToDate);
-            self.stale_partitions.clear();
-            outage
-                .write_back
-                .retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
+        let mut write_back = self.write_back.lock();
+        write_back.finish_batch(|id| !unsent_ids.contains(&id));
+        if write_back.is_empty() && self.is_in_phase(OutagePhase::Pending) {
+            self.enter_phase(OutagePhase::UpToDate);
+            self.stale_partitions.write().clear();
+            write_back.retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
         }
     }
 

@@ -142,7 +142,7 @@ impl MemoryStore {
                     ChargeOutcome {
                         status: Some(view.limit_status(refusal)),
                         charged_at_us: reports_charge_time.then(|| view.charged_at_us()),
-                        override_expires_at_ms: None,
+                        ..ChargeOutcome::default()
                     }
                 };
                 let outcome = match effect {

@@ -147,13 +147,7 @@ impl Store {
         settlements: &[Settlement<'a>],
     ) -> Result<(), SettlementError<'a>> {
         let mut in_redis = settlements.to_vec();
-        in_redis.retain(|settlement| {
-            let memory = self.find_memory_store(settlement.key);
-            memory.is_none_or(|memory| {
-                memory.apply_settlements(&[*settlement]);
-                false
-            })
-        });
+        in_redis.retain(|settlement| !self.apply_in_memory(settlement));
         let Self::Redis {
             redis, deny_cache, ..
         } = self
@@ -177,23 +171,17 @@ impl Store {
         })
     }
 
-    /// The memory that has the counters of a key. `None` if they are in Redis.
-    fn find_memory_store(&self, key: &Key) -> Option<&MemoryStore> {
-        match self {
-            Self::Memory(memory) => Some(memory),
-            Self::Redis { redis, .. } => key
-                .is_instance_scoped()
-                .then(|| &**redis.instance_counters()),
-        }
-    }
-
     /// Applies a settlement at once if its counter is in memory. Returns whether it is.
-    fn apply_in_memory(&self, settlement: &(LimitAndKey, Amendment)) -> bool {
-        let memory = self.find_memory_store(&settlement.0.1);
-        if let Some(memory) = memory {
-            memory.apply_settlements(&[Settlement::from_pending(settlement)]);
+    fn apply_in_memory(&self, settlement: &Settlement<'_>) -> bool {
+        let memory = match self {
+            Self::Memory(memory) => memory,
+            Self::Redis { redis, .. } => redis.instance_counters(),
+        };
+        let is_in_memory = matches!(self, Self::Memory(_)) || settlement.key.is_instance_scoped();
+        if is_in_memory {
+            memory.amend_counter(settlement, true);
         }
-        memory.is_some()
+        is_in_memory
     }
 
     /// Waits until the reservations of requests that were not forwarded are returned, returns all

@@ -46,8 +46,9 @@ impl SettlementQueue {
     /// Applies settlements of counters in memory at once. Settlements for Redis are queued and sent
     /// soon.
     pub fn apply_or_enqueue(&self, settlements: impl IntoIterator<Item = PendingSettlement>) {
-        let is_in_redis =
-            |settlement: &PendingSettlement| !self.0.store.apply_in_memory(settlement);
+        let is_in_redis = |pending: &PendingSettlement| {
+            !(self.0.store).apply_in_memory(&Settlement::from_pending(pending))
+        };
         let mut settlements = settlements.into_iter().filter(is_in_redis).peekable();
         if settlements.peek().is_none() {
             return;

@@ -23,12 +23,17 @@ impl<V, const MAX_GENERATION_ENTRIES: usize> Default for CounterCache<V, MAX_GEN
 }
 
 impl<V: Copy, const MAX_GENERATION_ENTRIES: usize> CounterCache<V, MAX_GENERATION_ENTRIES> {
-    pub(super) fn insert(&self, id: CounterId, value: V) {
+    /// Sets or removes the value of a counter. Returns the value before, if it was in the cache.
+    pub(super) fn replace(&self, id: CounterId, value: Option<V>) -> Option<V> {
         let [current, previous] = &mut *self.shard_for_counter(id).lock();
+        let older = previous.remove(&id);
+        let Some(value) = value else {
+            return current.remove(&id).or(older);
+        };
         if current.len() >= MAX_GENERATION_ENTRIES && !current.contains_key(&id) {
             *previous = std::mem::take(current);
         }
-        current.insert(id, value);
+        current.insert(id, value).or(older)
     }
 
     pub(super) fn find(&self, id: CounterId) -> Option<V> {

@@ -3,17 +3,17 @@
 //! The encoding is a header line with a version and a checksum, and one JSON array. All times are
 //! of the local clock of the stopped process, which showed `now_us` when this was saved.
 
-use super::Share;
 use super::status_cache::CachedStatus;
-use super::write_back::UsageEntry;
-use crate::limiter::{Algorithm, Calendar, CalendarUnit, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
+use super::write_back::{CounterWriteBack, UsageEntry};
+use super::{SINGLE_PARTITION, Share};
+use crate::limiter::{Algorithm, Calendar, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
 use sha2::{Digest, Sha256};
 
 const FILE_MAGIC: &str = "tidegate-usage";
-const FORMAT_VERSION: &str = "3";
+const FORMAT_VERSION: &str = "4";
 
 const FOREIGN_FILE: &str = "it is not a file of tidegate";
 const WRONG_VERSION: &str = "it is of another version of tidegate";
@@ -30,24 +30,16 @@ pub(crate) struct OutageUsage {
     pub(super) outage_ended_us: u64,
     pub(super) share: Share,
     pub(super) stale_partitions: Vec<u16>,
-    pub(super) counters: Vec<OutageCounter>,
+    /// The counters that were decided without Redis, with the units to write back. Beside each of
+    /// them: further used units of the share, and the time of their charge.
+    pub(super) counters: Vec<(CounterWriteBack, UsageEntry)>,
     /// The last statuses that Redis reported, if no local decision followed.
     pub(super) statuses: Vec<(CounterId, CachedStatus)>,
 }
 
-/// One counter that was decided without Redis.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct OutageCounter {
-    pub(super) limit: Limit,
-    pub(super) key: Key,
-    /// Used units of the share that `usage` does not contain, and the time of their charge.
-    pub(super) other_usage: UsageEntry,
-    /// Units to write back, oldest first.
-    pub(super) usage: Vec<UsageEntry>,
-}
-
 /// Rows of the usage file's JSON array.
-type EncodedAlgorithm = (u8, u64, u64);
+/// The name of the algorithm, or of its calendar, and its numbers.
+type EncodedAlgorithm = (String, u64, u64);
 type UsageRow = (u64, u64);
 type CounterRow = (u64, u64, EncodedAlgorithm, String, UsageRow, Vec<UsageRow>);
 type StatusRow = (u128, EncodedAlgorithm, u64, u64, u64, Option<u64>);
@@ -55,7 +47,7 @@ type FileRows = (
     u64,
     u64,
     u64,
-    u64,
+    (u32, Option<u32>),
     Vec<u16>,
     Vec<CounterRow>,
     Vec<StatusRow>,
@@ -71,9 +63,9 @@ impl OutageUsage {
             self.saved_at_us,
             self.now_us,
             self.outage_ended_us,
-            self.share.to_bits(),
+            (self.share.instances, self.share.rank),
             self.stale_partitions.clone(),
-            self.counters.iter().map(OutageCounter::to_row).collect(),
+            self.counters.iter().map(counter_to_row).collect(),
             self.statuses.iter().map(status_to_row).collect(),
         );
         let body = serde_json::to_vec(&rows).unwrap_or_default();
@@ -105,13 +97,16 @@ impl OutageUsage {
     fn from_rows(rows: FileRows) -> Option<Self> {
         let (saved_at_us, now_us, outage_ended_us, share, stale_partitions, counters, statuses) =
             rows;
-        let counters = counters.into_iter().map(OutageCounter::from_row);
+        let (instances @ 1.., rank) = share else {
+            return None;
+        };
+        let counters = counters.into_iter().map(counter_from_row);
         let statuses = statuses.into_iter().map(status_from_row);
         Some(Self {
             saved_at_us,
             now_us,
             outage_ended_us,
-            share: Share::from_bits(share),
+            share: Share { instances, rank },
             stale_partitions,
             counters: counters.collect::<Option<_>>()?,
             statuses: statuses.collect::<Option<_>>()?,
@@ -119,35 +114,31 @@ impl OutageUsage {
     }
 }
 
-impl OutageCounter {
-    fn to_row(&self) -> CounterRow {
-        let to_row = |entry: &UsageEntry| (entry.at_us, entry.units);
-        (
-            self.limit.requests,
-            self.limit.per_us,
-            encode_algorithm(self.limit.algorithm),
-            STANDARD_NO_PAD.encode(self.key.encoded_values()),
-            to_row(&self.other_usage),
-            self.usage.iter().map(to_row).collect(),
-        )
-    }
+fn counter_to_row((counter, other_usage): &(CounterWriteBack, UsageEntry)) -> CounterRow {
+    let to_row = |entry: &UsageEntry| (entry.at_us, entry.units);
+    (
+        counter.limit.requests,
+        counter.limit.per_us,
+        encode_algorithm(counter.limit.algorithm),
+        STANDARD_NO_PAD.encode(counter.key.encoded_values()),
+        to_row(other_usage),
+        counter.usage.iter().map(to_row).collect(),
+    )
+}
 
-    fn from_row(row: CounterRow) -> Option<Self> {
-        let (requests, per_us, algorithm, key, other_usage, usage) = row;
-        let limit = Limit {
-            requests,
-            per_us,
-            algorithm: decode_algorithm(algorithm)?,
-        };
-        let from_row =
-            |(at_us, units): UsageRow| (units <= MAX_UNITS).then_some(UsageEntry { at_us, units });
-        is_valid_limit(&limit).then_some(Self {
-            limit,
-            key: Key::from_encoded_values(&STANDARD_NO_PAD.decode(key).ok()?),
-            other_usage: from_row(other_usage)?,
-            usage: usage.into_iter().map(from_row).collect::<Option<_>>()?,
-        })
-    }
+fn counter_from_row(row: CounterRow) -> Option<(CounterWriteBack, UsageEntry)> {
+    let (requests, per_us, algorithm, key, other_usage, usage) = row;
+    let limit = Limit {
+        requests,
+        per_us,
+        algorithm: decode_algorithm(algorithm)?,
+    };
+    let from_row =
+        |(at_us, units): UsageRow| (units <= MAX_UNITS).then_some(UsageEntry { at_us, units });
+    let key = Key::from_encoded_values(&STANDARD_NO_PAD.decode(key).ok()?);
+    let mut counter = CounterWriteBack::new(&limit, &key, SINGLE_PARTITION);
+    counter.usage = usage.into_iter().map(from_row).collect::<Option<_>>()?;
+    is_valid_limit(&limit).then_some((counter, from_row(other_usage)?))
 }
 
 fn status_to_row(((key_id, algorithm, per_us), status): &(CounterId, CachedStatus)) -> StatusRow {
@@ -177,36 +168,31 @@ fn compute_checksum(body: &[u8]) -> String {
 }
 
 fn encode_algorithm(algorithm: Algorithm) -> EncodedAlgorithm {
+    let numbers = |name: &str, first, second| (name.to_owned(), first, second);
+    let name = algorithm.into_str();
     match algorithm {
-        Algorithm::SlidingLog => (0, 0, 0),
-        Algorithm::SlidingWindow { buckets } => (1, buckets, 0),
-        Algorithm::FixedWindow { offset_us } => (2, offset_us, 0),
-        Algorithm::TokenBucket { burst, warm_up_us } => (3, burst, warm_up_us),
-        Algorithm::LeakyBucket { max_delay_us } => (4, max_delay_us, 0),
-        Algorithm::Concurrency { max_duration_us } => (5, max_duration_us, 0),
-        Algorithm::Block => (6, 0, 0),
-        Algorithm::CalendarWindow { calendar } => {
-            let units = CalendarUnit::ALL.into_iter();
-            let unit = units.take_while(|unit| *unit != calendar.unit()).count();
-            (7, unit as u64, calendar.zone_id())
-        }
+        Algorithm::SlidingLog | Algorithm::Block => numbers(name, 0, 0),
+        Algorithm::SlidingWindow { buckets } => numbers(name, buckets, 0),
+        Algorithm::FixedWindow { offset_us } => numbers(name, offset_us, 0),
+        Algorithm::TokenBucket { burst, warm_up_us } => numbers(name, burst, warm_up_us),
+        Algorithm::LeakyBucket { max_delay_us } => numbers(name, max_delay_us, 0),
+        Algorithm::Concurrency { max_duration_us } => numbers(name, max_duration_us, 0),
+        Algorithm::CalendarWindow { calendar } => numbers(&calendar.to_string(), 0, 0),
     }
 }
 
-fn decode_algorithm(row: EncodedAlgorithm) -> Option<Algorithm> {
-    Some(match row {
-        (0, 0, 0) => Algorithm::SlidingLog,
-        (1, buckets, 0) => Algorithm::SlidingWindow { buckets },
-        (2, offset_us, 0) => Algorithm::FixedWindow { offset_us },
-        (3, burst, warm_up_us) => Algorithm::TokenBucket { burst, warm_up_us },
-        (4, max_delay_us, 0) => Algorithm::LeakyBucket { max_delay_us },
-        (5, max_duration_us, 0) => Algorithm::Concurrency { max_duration_us },
-        (6, 0, 0) => Algorithm::Block,
-        (7, unit, zone_id) => {
-            let unit = CalendarUnit::ALL.get(usize::try_from(unit).ok()?)?;
-            Algorithm::CalendarWindow {
-                calendar: Calendar::from_zone_id(*unit, zone_id)?,
-            }
+fn decode_algorithm((name, first, second): EncodedAlgorithm) -> Option<Algorithm> {
+    Some(match (&*name, first, second) {
+        ("sliding_log", 0, 0) => Algorithm::SlidingLog,
+        ("sliding_window", buckets, 0) => Algorithm::SlidingWindow { buckets },
+        ("fixed_window", offset_us, 0) => Algorithm::FixedWindow { offset_us },
+        ("token_bucket", burst, warm_up_us) => Algorithm::TokenBucket { burst, warm_up_us },
+        ("leaky_bucket", max_delay_us, 0) => Algorithm::LeakyBucket { max_delay_us },
+        ("block", 0, 0) => Algorithm::Block,
+        (calendar, 0, 0) => {
+            let (unit, zone_name) = calendar.split_once(' ')?;
+            let calendar = Calendar::from_names(unit, zone_name)?;
+            Algorithm::CalendarWindow { calendar }
         }
         _ => return None,
     })
@@ -240,7 +226,7 @@ fn is_valid_limit(limit: &Limit) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::KeyBuilder;
+    use crate::limiter::{CalendarUnit, KeyBuilder};
 
     fn sample_usage() -> OutageUsage {
         let limits = [
@@ -256,31 +242,26 @@ mod tests {
         ];
         let month = Calendar::new(CalendarUnit::Month, "Europe/Berlin").unwrap();
         let per_month = Limit::per_calendar_period(100, month);
-        let counter = |algorithm| OutageCounter {
-            limit: Limit {
-                requests: 1,
-                per_us: 10_000_000,
-                algorithm,
-            },
-            key: KeyBuilder::new("p/\u{e4}").finish(),
-            other_usage: UsageEntry { at_us: 4, units: 3 },
-            usage: vec![
-                UsageEntry { at_us: 9, units: 1 },
-                UsageEntry { at_us: 2, units: 5 },
-            ],
+        let counter = |limit: Limit| {
+            let key = KeyBuilder::new("p/\u{e4}").finish();
+            let mut counter = CounterWriteBack::new(&limit, &key, SINGLE_PARTITION);
+            let usage = [(9, 1), (2, 5)].map(|(at_us, units)| UsageEntry { at_us, units });
+            counter.usage = usage.into();
+            (counter, UsageEntry { at_us: 4, units: 3 })
         };
-        let mut counters: Vec<OutageCounter> = limits.map(counter).into();
-        counters.push(OutageCounter {
-            limit: per_month,
-            ..counter(per_month.algorithm)
+        let counters = limits.map(|algorithm| Limit {
+            requests: 1,
+            per_us: 10_000_000,
+            algorithm,
         });
+        let counters = counters.into_iter().chain([per_month]).map(counter);
         OutageUsage {
             saved_at_us: 1_700_000_000_000_000,
             now_us: 1_700_000_000_000_009,
             outage_ended_us: 1_700_000_000_000_001,
             share: Share::with_rank(5, 3),
             stale_partitions: vec![0, 16_383],
-            counters,
+            counters: counters.collect(),
             statuses: vec![(
                 (u128::MAX - 7, Algorithm::SlidingLog, 10_000_000),
                 CachedStatus {
@@ -315,7 +296,7 @@ mod tests {
             let text = String::from_utf8(bytes.clone()).unwrap();
             OutageUsage::decode(text.replacen(from, to, 1).as_bytes())
         };
-        assert_eq!(replace("usage 3", "usage 2"), Err(WRONG_VERSION));
+        assert_eq!(replace("usage 4", "usage 3"), Err(WRONG_VERSION));
         assert_eq!(replace("tidegate", "other"), Err(FOREIGN_FILE));
         assert_eq!(replace("[", "["), Ok(sample_usage()));
         assert_eq!(replace("[", " ["), Err(WRONG_CHECKSUM));
@@ -324,29 +305,29 @@ mod tests {
     /// A valid checksum does not make the numbers valid.
     #[test]
     fn limits_outside_their_ranges_are_refused() {
-        let decode_with = |change: fn(&mut OutageCounter)| {
+        let decode_with = |change: fn(&mut (CounterWriteBack, UsageEntry))| {
             let mut usage = sample_usage();
             usage.counters.truncate(1);
             usage.counters.iter_mut().for_each(change);
             OutageUsage::decode(&usage.encode()).map(drop)
         };
         assert_eq!(decode_with(|_| {}), Ok(()));
-        let changes: [fn(&mut OutageCounter); 8] = [
+        let changes: [fn(&mut (CounterWriteBack, UsageEntry)); 8] = [
             |counter| {
                 let day = Calendar::new(CalendarUnit::Day, "UTC").unwrap();
-                counter.limit.algorithm = Algorithm::CalendarWindow { calendar: day };
+                counter.0.limit.algorithm = Algorithm::CalendarWindow { calendar: day };
             },
-            |counter| counter.limit.per_us = 0,
-            |counter| counter.limit.requests = u64::MAX,
-            |counter| counter.other_usage.units = u64::MAX,
-            |counter| counter.usage[0].units = MAX_UNITS + 1,
-            |counter| counter.limit.algorithm = Algorithm::SlidingWindow { buckets: 0 },
+            |counter| counter.0.limit.per_us = 0,
+            |counter| counter.0.limit.requests = u64::MAX,
+            |counter| counter.1.units = u64::MAX,
+            |counter| counter.0.usage[0].units = MAX_UNITS + 1,
+            |counter| counter.0.limit.algorithm = Algorithm::SlidingWindow { buckets: 0 },
             |counter| {
-                counter.limit.algorithm = Algorithm::LeakyBucket {
+                counter.0.limit.algorithm = Algorithm::LeakyBucket {
                     max_delay_us: u64::MAX,
                 }
             },
-            |counter| counter.limit.algorithm = Algorithm::Concurrency { max_duration_us: 0 },
+            |counter| counter.0.limit.algorithm = Algorithm::Concurrency { max_duration_us: 0 },
         ];
         for change in changes {
             assert_eq!(decode_with(change), Err(INVALID_CONTENTS));

@@ -1,6 +1,6 @@
 //! The part of every limit that an instance enforces while Redis is unavailable.
 
-use crate::limiter::{Algorithm, Limit};
+use crate::limiter::Limit;
 
 /// The number of instances that share the limits, and the rank of this one.
 ///
@@ -10,8 +10,8 @@ use crate::limiter::{Algorithm, Limit};
 /// rank gets no unit of the remainder: too strict, never too lax.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
-    instances: u32,
-    rank: Option<u32>,
+    pub(super) instances: u32,
+    pub(super) rank: Option<u32>,
 }
 
 impl Share {
@@ -57,33 +57,11 @@ impl Share {
     /// This instance's part of a limit. The counter of the limit stays the same: only amounts
     /// differ.
     pub fn scale_limit(self, limit: &Limit) -> Limit {
-        let algorithm = match limit.algorithm {
-            // Each instance blocks the clients that it rejected itself.
-            Algorithm::Block => return *limit,
-            Algorithm::TokenBucket { burst, warm_up_us } => Algorithm::TokenBucket {
-                burst: self.scale_units(burst),
-                warm_up_us,
-            },
-            // The queue of a leaky bucket shrinks with its rate.
-            algorithm => algorithm,
-        };
-        Limit {
-            requests: self.scale_units(limit.requests),
-            algorithm,
-            ..*limit
-        }
-    }
-
-    pub(super) fn to_bits(self) -> u64 {
-        u64::from(self.instances) << 32 | u64::from(self.rank.unwrap_or(u32::MAX))
-    }
-
-    pub(super) fn from_bits(bits: u64) -> Self {
-        let half = |bits: u64| u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(u32::MAX);
-        Self {
-            instances: half(bits >> 32).max(1),
-            rank: Some(half(bits)).filter(|rank| *rank != u32::MAX),
-        }
+        // The queue of a leaky bucket shrinks with its rate. Each instance blocks the clients that
+        // it rejected itself.
+        limit.with_amounts(self.scale_units(limit.requests), |burst| {
+            self.scale_units(burst)
+        })
     }
 }
 

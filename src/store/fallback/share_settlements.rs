@@ -11,8 +11,7 @@ impl FallbackStore {
             let Settlement { limit, key, .. } = *settlement;
             let applies = match settlement.amendment {
                 Amendment::Release { slot } => {
-                    let mut outage = self.outage.lock();
-                    outage.write_back.remove_released_slot(limit, key, slot);
+                    (self.write_back.lock()).remove_released_slot(limit, key, slot);
                     true
                 }
                 Amendment::Renew { .. } => true,

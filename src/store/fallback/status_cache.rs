@@ -37,10 +37,28 @@ impl FallbackStore {
         let received_us = self.clock.instant_to_unix_us(received_at);
         let to_local_us =
             |at_us: u64| received_us.saturating_add(at_us.saturating_sub(decision.now_us));
+        let mut changed_key = None;
         for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
-            let Some(mut status) = outcome.status.filter(|_| uses_fallback(charge)) else {
+            let Some(mut status) = outcome.status else {
                 continue;
             };
+            let id = counter_id(charge.limit, charge.key);
+            if charge.dynamic.is_some() {
+                let ends_us = outcome.override_expires_at_ms.map(override_end_us);
+                let ends_us = ends_us.map(to_local_us);
+                let in_effect = status.in_effect;
+                let cached = in_effect.map(|in_effect| CachedOverride { in_effect, ends_us });
+                let last = self.override_cache.replace(id, cached);
+                // All counters of a key have the same override.
+                if last.map(|last| last.in_effect) != in_effect
+                    && changed_key.replace(charge.key.id()) != Some(charge.key.id())
+                {
+                    self.override_change_count.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            if !uses_fallback(charge) {
+                continue;
+            }
             let mut grants = decision.grants.iter();
             if let Some(grant) = grants.find(|grant| grant.policy_number == charge.policy_number) {
                 // Each instance uses only its share of the remaining units, so the units that this
@@ -48,17 +66,6 @@ impl FallbackStore {
                 let instances = self.share().instance_count().into();
                 let leased_units = grant.units.saturating_mul(instances);
                 status.remaining = status.remaining.saturating_sub(leased_units);
-            }
-            let id = counter_id(charge.limit, charge.key);
-            match (charge.dynamic, status.in_effect) {
-                (None, _) => {}
-                (Some(_), Some(in_effect)) => {
-                    let ends_us = outcome.override_expires_at_ms.map(override_end_us);
-                    let ends_us = ends_us.map(to_local_us);
-                    let cached = CachedOverride { in_effect, ends_us };
-                    self.override_cache.insert(id, cached);
-                }
-                (Some(_), None) => self.override_cache.remove_and_apply(id, drop),
             }
             match charge.limit.algorithm {
                 _ if status.is_unlimited() => {}
@@ -83,7 +90,7 @@ impl FallbackStore {
                         received_at_us: received_us,
                         block_ends_us: block_ends_us.map(to_local_us),
                     };
-                    self.status_cache.insert(id, cached);
+                    self.status_cache.replace(id, Some(cached));
                 }
             }
         }

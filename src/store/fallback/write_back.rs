@@ -34,12 +34,12 @@ pub(super) struct WriteBackTable {
 }
 
 /// Pending write-back of one counter.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct CounterWriteBack {
     pub(super) limit: Limit,
     pub(super) key: Key,
     /// Partition of the store that holds the counter.
-    partition: u16,
+    pub(super) partition: u16,
     /// Oldest first. A bucket has one entry, because its debt has no age.
     pub(super) usage: VecDeque<UsageEntry>,
     /// Renewals of slots in use, and releases of slots that an earlier batch may take again; for

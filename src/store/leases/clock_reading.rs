@@ -1,6 +1,6 @@
 //! A reading of the two clocks that decide when leases end.
 
-use crate::clock::Clock;
+use crate::clock::{Clock, saturating_micros};
 use std::ops::Add;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -31,10 +31,9 @@ impl Add<Duration> for ClockReading {
     type Output = Self;
 
     fn add(self, duration: Duration) -> Self {
-        let micros = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
         Self {
             instant: self.instant + duration,
-            boot_us: self.boot_us.saturating_add(micros),
+            boot_us: self.boot_us.saturating_add(saturating_micros(duration)),
         }
     }
 }

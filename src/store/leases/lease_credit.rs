@@ -1,7 +1,7 @@
 //! Credits: unused leased units on their way back to the store.
 
-use crate::limiter::{Amendment, Charge, Key, Limit};
-use crate::store::Settlement;
+use crate::limiter::{Amendment, Charge, Key, Limit, LimitName};
+use crate::store::PendingSettlement;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub(super) const MAX_QUEUED_CREDITS: usize = 1 << 14;
 /// Credits that wait to be sent to the store.
 #[derive(Debug, Default)]
 pub(super) struct LeaseCreditQueue {
-    credits: Mutex<Vec<LeaseCredit>>,
+    credits: Mutex<Vec<PendingSettlement>>,
     /// Units that could not be returned.
     lost_units: AtomicU64,
 }
@@ -24,29 +24,29 @@ pub(super) struct LeaseCreditQueue {
 #[derive(Debug)]
 pub(super) struct LeasedCounters {
     pub key: Key,
-    pub limits: SmallVec<[Limit; 2]>,
-    /// The limits in a credit.
-    credited_limits: SmallVec<[Limit; 2]>,
-}
-
-/// Unused units of a lease, to be credited to its counters.
-#[derive(Clone, Debug)]
-pub(super) struct LeaseCredit {
-    pub counters: Arc<LeasedCounters>,
-    pub units: u64,
-    pub store_end_us: u64,
+    /// With the name of each limit if overrides may apply.
+    pub limits: SmallVec<[(Limit, Option<LimitName>); 2]>,
 }
 
 impl LeaseCreditQueue {
-    pub(super) fn push(&self, lease_credit: LeaseCredit) {
+    /// Queues the credits of unused units of a lease that ends at `at_us` by the store's clock.
+    pub(super) fn push(&self, owner: &LeasedCounters, units: u64, at_us: u64) {
         let mut credits = self.credits.lock();
-        match credits.len() < MAX_QUEUED_CREDITS {
-            true => credits.push(lease_credit),
-            false => self.record_lost_units(lease_credit.units),
+        if credits.len() >= MAX_QUEUED_CREDITS {
+            return self.record_lost_units(units);
         }
+        let credit = Amendment::Credit { units, at_us };
+        let limits = owner.limits.iter().filter(|_| units > 0);
+        credits.extend(limits.map(|(limit, dynamic)| {
+            // An override may have other amounts, also later ones. With a rate of 0, the debt of a
+            // bucket is paid back at the rate of its last charge.
+            let requests = dynamic.as_ref().map_or(limit.requests, |_| 0);
+            let limit = Limit { requests, ..*limit };
+            ((limit, owner.key.clone()), credit)
+        }));
     }
 
-    pub(super) fn take_all(&self) -> Vec<LeaseCredit> {
+    pub(super) fn take_all(&self) -> Vec<PendingSettlement> {
         std::mem::take(&mut *self.credits.lock())
     }
 
@@ -63,34 +63,11 @@ impl LeaseCreditQueue {
 
 impl LeasedCounters {
     pub(super) fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
-        // An override may have other amounts, also later ones. With a rate of 0, the debt of a
-        // bucket is paid back at the rate of its last charge.
-        let credited_limits = charges.iter().map(|charge| match charge.dynamic {
-            Some(_) => Limit {
-                requests: 0,
-                ..*charge.limit
-            },
-            None => *charge.limit,
-        });
+        let limits = charges.iter();
+        let limits = limits.map(|charge| (*charge.limit, charge.dynamic.cloned()));
         Arc::new(Self {
             key: key.clone(),
-            limits: charges.iter().map(|charge| *charge.limit).collect(),
-            credited_limits: credited_limits.collect(),
-        })
-    }
-}
-
-impl LeaseCredit {
-    pub(super) fn settlements(&self) -> impl Iterator<Item = Settlement<'_>> {
-        let amendment = Amendment::Credit {
-            units: self.units,
-            at_us: self.store_end_us,
-        };
-        let limits = self.counters.credited_limits.iter();
-        limits.map(move |limit| Settlement {
-            limit,
-            key: &self.counters.key,
-            amendment,
+            limits: limits.collect(),
         })
     }
 }

@@ -1,7 +1,8 @@
 //! The leases of one policy for one key.
 
 use super::clock_reading::ClockReading;
-use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
+use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
+use crate::clock::saturating_micros;
 use crate::limiter::{Charge, Key, LeaseTerms, LimitStatus};
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -90,10 +91,8 @@ impl LeaseEntry {
     }
 
     pub(super) fn matches_limits(&self, charges: &[Charge<'_>]) -> bool {
-        self.counters
-            .limits
-            .iter()
-            .eq(charges.iter().map(|charge| charge.limit))
+        let limits = self.counters.limits.iter().map(|(limit, _)| limit);
+        limits.eq(charges.iter().map(|charge| charge.limit))
     }
 
     pub(super) fn is_in_use(&self) -> bool {
@@ -130,9 +129,9 @@ impl LeaseEntry {
         let answer = self.last_grant_answer.as_mut()?;
         lease.remaining_units -= units;
         answer.issued_units = answer.issued_units.saturating_add(units);
-        let now_us = answer
-            .store_now_us
-            .saturating_add(to_micros(now.saturating_duration_since(answer.received_at)));
+        let now_us = answer.store_now_us.saturating_add(saturating_micros(
+            now.saturating_duration_since(answer.received_at),
+        ));
         let status = |status: &LimitStatus| LimitStatus {
             remaining: status.remaining.saturating_sub(answer.issued_units),
             next_growth_us: status.next_growth_us.map(|at_us| at_us.max(now_us)),
@@ -155,28 +154,16 @@ impl LeaseEntry {
         let counters = &self.counters;
         self.leases.retain(|lease| {
             let has_expired = now.has_reached(&lease.expires_at);
-            if has_expired && lease.remaining_units > 0 {
-                credits.push(lease.into_credit(counters));
+            if has_expired {
+                credits.push(counters, lease.remaining_units, lease.store_end_us);
             }
             !has_expired
         });
     }
 
     pub(super) fn revoke_all_leases(&mut self, credits: &LeaseCreditQueue) {
-        let unused = self
-            .leases
-            .drain(..)
-            .filter(|lease| lease.remaining_units > 0);
-        unused.for_each(|lease| credits.push(lease.into_credit(&self.counters)));
-    }
-}
-
-impl Lease {
-    pub(super) fn into_credit(self, owner: &Arc<LeasedCounters>) -> LeaseCredit {
-        LeaseCredit {
-            counters: Arc::clone(owner),
-            units: self.remaining_units,
-            store_end_us: self.store_end_us,
+        for lease in self.leases.drain(..) {
+            credits.push(&self.counters, lease.remaining_units, lease.store_end_us);
         }
     }
 }
@@ -199,8 +186,4 @@ impl LeaseDemand {
         }
         self.current_units = self.current_units.saturating_add(units);
     }
-}
-
-fn to_micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

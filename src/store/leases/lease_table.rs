@@ -5,9 +5,10 @@
 //! Unused units are returned to the store.
 
 use super::clock_reading::ClockReading;
-use super::lease_credit::{LeaseCredit, LeaseCreditQueue, LeasedCounters};
+use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
 use super::lease_entry::{LastGrantAnswer, Lease, LeaseEntry, LeasePermit};
 use crate::limiter::{Charge, Decision};
+use crate::store::PendingSettlement;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -48,21 +49,6 @@ struct LeaseShard {
     is_closed: bool,
 }
 
-/// How the caller proceeds with a request.
-#[derive(Debug)]
-pub(super) enum LeaseAction {
-    /// Admit the request. If `units_to_request` is not 0, also request that many units in the
-    /// background.
-    Permit {
-        permit: LeasePermit,
-        units_to_request: u64,
-    },
-    /// Ask the store. If `units_to_request` is not 0, also request a lease of that many units.
-    QueryStore { units_to_request: u64 },
-    /// Wait for the refill in progress, then try again.
-    WaitForRefill(OwnedNotified),
-}
-
 /// What a caller does when no units are left and another caller's refill is in progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum OnLeaseExhausted {
@@ -75,27 +61,29 @@ pub(super) enum OnLeaseExhausted {
 }
 
 impl LeaseTable {
-    /// Issues units for the charges of one policy, which all have a lease and the same cost. A
-    /// caller that gets `units_to_request` above 0 has to call [`LeaseTable::finish_refill`] when
-    /// its lease request has ended.
+    /// Issues units for the charges of one policy, which all have a lease and the same cost.
+    /// Without a permit, the caller asks the store. If the returned number is above 0, the caller
+    /// also requests a lease of that many units, and calls [`LeaseTable::finish_refill`] when its
+    /// lease request has ended.
+    ///
+    /// # Errors
+    /// A notification that fires when the refill in progress has ended. Then the caller tries
+    /// again.
     pub(super) fn take_permit(
         &self,
         charges: &[Charge<'_>],
         now: ClockReading,
         on_exhausted: OnLeaseExhausted,
-    ) -> LeaseAction {
-        let ask_store = LeaseAction::QueryStore {
-            units_to_request: 0,
-        };
+    ) -> Result<(Option<LeasePermit>, u64), OwnedNotified> {
         let Some((charge, terms)) = charges
             .first()
             .and_then(|charge| Some((charge, charge.lease.filter(|_| charge.cost > 0)?)))
         else {
-            return ask_store;
+            return Ok((None, 0));
         };
         let mut shard = self.lock_shard(charge.key.id());
         let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now.instant) else {
-            return ask_store;
+            return Ok((None, 0));
         };
         entry.demand.record_units(charge.cost, now.instant, &terms);
         entry.remove_expired_leases(now, &self.credits);
@@ -108,20 +96,14 @@ impl LeaseTable {
         if units_to_request > 0 {
             entry.refill = Some(Arc::default());
         }
-        if let Some(permit) = entry.issue_permit(charge, now.instant) {
-            return LeaseAction::Permit {
-                permit,
-                units_to_request,
-            };
-        }
-        let may_wait = is_refill_pending
+        let permit = entry.issue_permit(charge, now.instant);
+        let may_wait = permit.is_none()
+            && is_refill_pending
             && on_exhausted == OnLeaseExhausted::Wait
             && !entry.is_last_grant_empty;
         match &entry.refill {
-            Some(refill) if may_wait => {
-                LeaseAction::WaitForRefill(Arc::clone(refill).notified_owned())
-            }
-            _ => LeaseAction::QueryStore { units_to_request },
+            Some(refill) if may_wait => Err(Arc::clone(refill).notified_owned()),
+            _ => Ok((permit, units_to_request)),
         }
     }
 
@@ -165,8 +147,8 @@ impl LeaseTable {
             .filter(|entry| entry.matches_limits(charges) && !is_closed);
         let Some(entry) = entry else {
             if let Some(lease) = lease {
-                self.credits
-                    .push(lease.into_credit(&LeasedCounters::from_charges(charges, charge.key)));
+                let counters = LeasedCounters::from_charges(charges, charge.key);
+                (self.credits).push(&counters, lease.remaining_units, lease.store_end_us);
             }
             return self.changed.notify_one();
         };
@@ -215,11 +197,7 @@ impl LeaseTable {
         match lease {
             Some(lease) => lease.remaining_units += permit.units,
             None => {
-                self.credits.push(LeaseCredit {
-                    counters: Arc::clone(&permit.counters),
-                    units: permit.units,
-                    store_end_us: permit.store_end_us,
-                });
+                (self.credits).push(&permit.counters, permit.units, permit.store_end_us);
                 self.changed.notify_one();
             }
         }
@@ -235,7 +213,7 @@ impl LeaseTable {
     pub(super) fn take_due_credits(
         &self,
         now: ClockReading,
-    ) -> (Vec<LeaseCredit>, Option<Instant>) {
+    ) -> (Vec<PendingSettlement>, Option<Instant>) {
         let mut next: Option<Instant> = None;
         for shard in &self.shards {
             let mut shard = shard.lock();
@@ -253,7 +231,7 @@ impl LeaseTable {
     }
 
     /// Ends all leases and returns their unused units. Issues no units afterwards.
-    pub(super) fn close_and_end_all_leases(&self) -> Vec<LeaseCredit> {
+    pub(super) fn close_and_end_all_leases(&self) -> Vec<PendingSettlement> {
         for shard in &self.shards {
             let mut shard = shard.lock();
             shard.is_closed = true;
@@ -316,6 +294,7 @@ impl LeaseTable {
 mod tests {
     use super::super::lease_credit::MAX_QUEUED_CREDITS;
     use super::super::lease_entry::MIN_DEMAND_UNITS;
+    use super::super::tests::credited_units_and_time;
     use super::*;
     use crate::clock::Clock;
     use crate::limiter::{
@@ -397,19 +376,14 @@ mod tests {
                 .sum::<usize>()
         };
         for name in 0..2 * max_keys {
-            table.take_permit(
-                &[charge_with_lease(&LIMIT, &key(name), None)],
-                start,
-                OnLeaseExhausted::Wait,
-            );
+            let key = key(name);
+            let charge = [charge_with_lease(&LIMIT, &key, None)];
+            drop(table.take_permit(&charge, start, OnLeaseExhausted::Wait));
         }
         assert_eq!(key_count(), max_keys);
         let new_key = key(2 * max_keys);
-        table.take_permit(
-            &[charge_with_lease(&LIMIT, &new_key, None)],
-            start + IDLE_TIMEOUT,
-            OnLeaseExhausted::Wait,
-        );
+        let charge = [charge_with_lease(&LIMIT, &new_key, None)];
+        drop(table.take_permit(&charge, start + IDLE_TIMEOUT, OnLeaseExhausted::Wait));
         assert!(key_count() <= max_keys - MAX_KEYS_PER_SHARD + 1);
     }
 
@@ -426,9 +400,8 @@ mod tests {
                 start,
                 OnLeaseExhausted::RefillWithoutWaiting,
             );
-            let LeaseAction::QueryStore { units_to_request } = action else {
-                panic!("{action:?}")
-            };
+            let (permit, units_to_request) = action.unwrap();
+            assert!(permit.is_none());
             assert_eq!(
                 units_to_request,
                 if nth < MIN_DEMAND_UNITS { 0 } else { nth },
@@ -446,57 +419,23 @@ mod tests {
             ClockReading::now(&Clock::manual(0).0),
         );
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
-        let take = || table.take_permit(&[leased_charge], now, OnLeaseExhausted::Wait);
-        assert!(matches!(
-            take(),
-            LeaseAction::QueryStore {
-                units_to_request: 8
-            }
-        ));
-        assert!(matches!(take(), LeaseAction::WaitForRefill(_)));
+        // Whether the caller has a permit, and the units that it has to request.
+        let take = || {
+            let answer = table.take_permit(&[leased_charge], now, OnLeaseExhausted::Wait);
+            answer.map(|(permit, units)| (permit.is_some(), units)).ok()
+        };
+        assert_eq!(take(), Some((false, 8)));
+        assert_eq!(take(), None, "the caller waits");
         finish_refill_with_units(&table, leased_charge, 3, now);
-        assert!(matches!(
-            take(),
-            LeaseAction::Permit {
-                units_to_request: 0,
-                ..
-            }
-        ));
-        assert!(
-            matches!(
-                take(),
-                LeaseAction::Permit {
-                    units_to_request: 6,
-                    ..
-                }
-            ),
-            "a quarter of the lease remains"
-        );
-        assert!(
-            matches!(
-                take(),
-                LeaseAction::Permit {
-                    units_to_request: 0,
-                    ..
-                }
-            ),
-            "a refill is in progress"
-        );
-        assert!(matches!(take(), LeaseAction::WaitForRefill(_)));
+        assert_eq!(take(), Some((true, 0)));
+        assert_eq!(take(), Some((true, 6)), "a quarter of the lease remains");
+        assert_eq!(take(), Some((true, 0)), "a refill is in progress");
+        assert_eq!(take(), None, "the caller waits");
         finish_refill_with_units(&table, leased_charge, 0, now);
-        assert!(matches!(
+        assert_eq!(take(), Some((false, 8)));
+        assert_eq!(
             take(),
-            LeaseAction::QueryStore {
-                units_to_request: 8
-            }
-        ));
-        assert!(
-            matches!(
-                take(),
-                LeaseAction::QueryStore {
-                    units_to_request: 0
-                }
-            ),
+            Some((false, 0)),
             "after an empty grant each caller asks the store"
         );
     }
@@ -509,11 +448,9 @@ mod tests {
             ClockReading::now(&Clock::manual(0).0),
         );
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
-        let units_and_ends = |credits: Vec<LeaseCredit>| {
-            credits
-                .iter()
-                .map(|one| (one.units, one.store_end_us))
-                .collect::<Vec<_>>()
+        let units_and_ends = |credits: Vec<PendingSettlement>| {
+            let credits = credits.iter().map(credited_units_and_time);
+            credits.collect::<Vec<_>>()
         };
         finish_refill_with_units(&table, leased_charge, 8, now);
         assert_eq!(
@@ -522,29 +459,20 @@ mod tests {
             "the table has no entry for this key"
         );
 
-        table.take_permit(
+        drop(table.take_permit(
             &[leased_charge],
             now,
             OnLeaseExhausted::RefillWithoutWaiting,
-        );
+        ));
         finish_refill_with_units(&table, leased_charge, 8, now);
-        assert!(matches!(
-            table.take_permit(
-                &[leased_charge],
-                now,
-                OnLeaseExhausted::RefillWithoutWaiting
-            ),
-            LeaseAction::Permit { .. }
-        ));
+        let has_permit = |charge: Charge<'_>, at| {
+            let on_exhausted = OnLeaseExhausted::RefillWithoutWaiting;
+            let answer = table.take_permit(&[charge], at, on_exhausted);
+            answer.unwrap().0.is_some()
+        };
+        assert!(has_permit(leased_charge, now));
         let almost_end = now + Duration::from_micros(100_001 - 390);
-        assert!(matches!(
-            table.take_permit(
-                &[leased_charge],
-                almost_end,
-                OnLeaseExhausted::RefillWithoutWaiting
-            ),
-            LeaseAction::QueryStore { .. }
-        ));
+        assert!(!has_permit(leased_charge, almost_end));
         assert_eq!(
             units_and_ends(table.take_due_credits(now).0),
             [(7, 5_100_000)]
@@ -555,14 +483,7 @@ mod tests {
             requests: 2000,
             ..LIMIT
         };
-        assert!(matches!(
-            table.take_permit(
-                &[charge_with_lease(&raised, &key, Some(8))],
-                now,
-                OnLeaseExhausted::RefillWithoutWaiting
-            ),
-            LeaseAction::QueryStore { .. }
-        ));
+        assert!(!has_permit(charge_with_lease(&raised, &key, Some(8)), now));
         assert_eq!(
             units_and_ends(table.take_due_credits(now).0),
             [(8, 5_100_000)]
@@ -575,22 +496,22 @@ mod tests {
         let (clock, boot_clock) = Clock::manual(7);
         let (table, key, sent_at) = (LeaseTable::default(), key(0), ClockReading::now(&clock));
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
-        let take = || {
-            table.take_permit(
-                &[leased_charge],
-                ClockReading::now(&clock),
-                OnLeaseExhausted::RefillWithoutWaiting,
-            )
+        let take_permit = || {
+            let now = ClockReading::now(&clock);
+            let on_exhausted = OnLeaseExhausted::RefillWithoutWaiting;
+            let answer = table.take_permit(&[leased_charge], now, on_exhausted);
+            answer.unwrap().0
         };
-        take();
+        take_permit();
         // The machine is suspended on the way to the store, so the lease is shorter by that time.
         boot_clock.advance_us(60_000);
         finish_refill_with_units(&table, leased_charge, 8, sent_at);
-        assert!(matches!(take(), LeaseAction::Permit { .. }));
+        assert!(take_permit().is_some());
         boot_clock.advance_us(40_000);
-        assert!(matches!(take(), LeaseAction::QueryStore { .. }));
+        assert!(take_permit().is_none());
         let (returns, next) = table.take_due_credits(ClockReading::now(&clock));
-        assert_eq!(returns.iter().map(|credit| credit.units).sum::<u64>(), 7);
+        let returned = returns.iter().map(credited_units_and_time);
+        assert_eq!(returned.map(|(units, _)| units).sum::<u64>(), 7);
         assert_eq!(next, None, "no lease is left");
     }
 
@@ -602,19 +523,13 @@ mod tests {
             ClockReading::now(&Clock::manual(0).0),
         );
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
-        table.take_permit(
-            &[leased_charge],
-            now,
-            OnLeaseExhausted::RefillWithoutWaiting,
-        );
-        finish_refill_with_units(&table, leased_charge, 8, now);
-        let LeaseAction::Permit { permit, .. } = table.take_permit(
-            &[leased_charge],
-            now,
-            OnLeaseExhausted::RefillWithoutWaiting,
-        ) else {
-            panic!("the lease has units")
+        let take_permit = |charges: &[Charge<'_>]| {
+            let answer = table.take_permit(charges, now, OnLeaseExhausted::RefillWithoutWaiting);
+            answer.unwrap().0
         };
+        take_permit(&[leased_charge]);
+        finish_refill_with_units(&table, leased_charge, 8, now);
+        let permit = take_permit(&[leased_charge]).expect("the lease has units");
         // A reload adds a second limit while the request is decided. That limit was charged
         // nothing.
         let window = Limit {
@@ -622,15 +537,13 @@ mod tests {
             ..LIMIT
         };
         let both = [leased_charge, charge_with_lease(&window, &key, Some(8))];
-        table.take_permit(&both, now, OnLeaseExhausted::RefillWithoutWaiting);
+        take_permit(&both);
         let answer = make_store_decision(8);
         table.record_lease_answer(&both, &answer, (now, now.instant));
         table.return_permit(&permit);
         let (credits, _) = table.take_due_credits(now);
-        let limits = credits
-            .iter()
-            .flat_map(LeaseCredit::settlements)
-            .map(|settlement| (*settlement.limit, settlement.amendment));
+        let limits = credits.iter();
+        let limits = limits.map(|((limit, _), amendment)| (*limit, *amendment));
         let credit = |units| {
             (
                 LIMIT,

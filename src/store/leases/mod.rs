@@ -24,13 +24,13 @@ mod lease_entry;
 mod lease_table;
 
 use super::redis::RedisStore;
-use super::{FLUSH_TIMEOUT, Settlement, StoreUnavailable};
+use super::{FLUSH_TIMEOUT, PendingSettlement, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Amendment, Charge, ChargePart, Decision, Key, LeaseTerms, Limit, LimitName};
+use crate::limiter::{Amendment, Charge, ChargePart, Decision, LeaseTerms};
 use clock_reading::ClockReading;
-use lease_credit::LeaseCredit;
+use lease_credit::LeasedCounters;
 use lease_entry::LeasePermit;
-use lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
+use lease_table::{LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -65,8 +65,7 @@ pub(super) struct LeasePermitGuard<'l> {
 #[derive(Debug)]
 struct LeaseRefill {
     leases: Arc<LeasePool>,
-    key: Key,
-    limits: SmallVec<[(Limit, Option<LimitName>); 2]>,
+    counters: Arc<LeasedCounters>,
     lease: Option<LeaseTerms>,
     requested_units: u64,
     has_fallback: bool,
@@ -149,9 +148,8 @@ impl LeasePool {
 
     /// Sends credits to Redis. A failed credit is not retried: its units stay charged until they
     /// expire.
-    async fn send_credits(&self, redis: &RedisStore, credits: Vec<LeaseCredit>) {
-        let settlements = credits.iter().flat_map(LeaseCredit::settlements);
-        let settlements: Vec<Settlement<'_>> = settlements.collect();
+    async fn send_credits(&self, redis: &RedisStore, credits: Vec<PendingSettlement>) {
+        let settlements: Vec<_> = credits.iter().map(Settlement::from_pending).collect();
         let Err(mut error) = redis.apply_settlements(&settlements).await else {
             return;
         };
@@ -169,7 +167,7 @@ impl LeasePool {
 
     /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
     /// is leased: the credit task ends, and a later lease starts a new task.
-    fn take_due_credits(&self) -> Option<(Vec<LeaseCredit>, Option<Instant>)> {
+    fn take_due_credits(&self) -> Option<(Vec<PendingSettlement>, Option<Instant>)> {
         let mut is_running = self.is_credit_task_running.lock();
         let (credits, next) = self.table.take_due_credits(ClockReading::now(&self.clock));
         *is_running = next.is_some() || !credits.is_empty();
@@ -186,13 +184,9 @@ impl LeasePool {
 impl LeaseRefill {
     /// Prepares to request a lease of `units` for one policy.
     fn new(leases: &Arc<LeasePool>, policy: &[Charge<'_>], first: &Charge<'_>, units: u64) -> Self {
-        let limits = policy.iter();
         Self {
             leases: Arc::clone(leases),
-            key: first.key.clone(),
-            limits: limits
-                .map(|charge| (*charge.limit, charge.dynamic.cloned()))
-                .collect(),
+            counters: LeasedCounters::from_charges(policy, first.key),
             lease: first.lease,
             requested_units: units,
             has_fallback: first.has_fallback,
@@ -203,13 +197,13 @@ impl LeaseRefill {
     fn spawn(self, redis: &RedisStore) {
         let redis = redis.clone();
         tokio::spawn(async move {
-            let leases = &self.leases;
-            let charges = self.limits.iter().map(|(limit, dynamic)| Charge {
+            let (leases, counters) = (&self.leases, &self.counters);
+            let charges = counters.limits.iter().map(|(limit, dynamic)| Charge {
                 dynamic: dynamic.as_ref(),
                 lease: self.lease,
                 requested_lease_units: self.requested_units,
                 has_fallback: self.has_fallback,
-                ..Charge::new(limit, &self.key, 0)
+                ..Charge::new(limit, &counters.key, 0)
             });
             let charges: SmallVec<[_; 2]> = charges.collect();
             let sent_at = ClockReading::now(&leases.clock);
@@ -257,23 +251,17 @@ impl LeasePermitGuard<'_> {
             let Some(charge) = policy.first().filter(|charge| charge.lease.is_some()) else {
                 continue;
             };
-            let new_refill = |units| LeaseRefill::new(self.leases, policy, charge, units);
-            match self.leases.table.take_permit(policy, now, on_exhausted) {
-                LeaseAction::Permit {
-                    permit,
-                    units_to_request,
-                } => {
+            let table = &self.leases.table;
+            let (permit, units) = table.take_permit(policy, now, on_exhausted)?;
+            let refill = (units > 0).then(|| LeaseRefill::new(self.leases, policy, charge, units));
+            match permit {
+                Some(permit) => {
                     self.permits.push(permit);
-                    if units_to_request > 0 {
-                        new_refill(units_to_request).spawn(self.redis);
-                    }
+                    refill
+                        .into_iter()
+                        .for_each(|refill| refill.spawn(self.redis));
                 }
-                LeaseAction::WaitForRefill(refill_done) => return Err(refill_done),
-                LeaseAction::QueryStore { units_to_request } => {
-                    if units_to_request > 0 {
-                        self.refills.push(new_refill(units_to_request));
-                    }
-                }
+                None => self.refills.extend(refill),
             }
         }
         if !charges.iter().all(|charge| self.covers(charge)) {
@@ -357,7 +345,7 @@ impl Drop for LeasePermitGuard<'_> {
 
 impl Drop for LeaseRefill {
     fn drop(&mut self) {
-        self.leases.table.finish_refill(self.key.id());
+        self.leases.table.finish_refill(self.counters.key.id());
     }
 }
 

@@ -334,23 +334,20 @@ impl CounterShard {
         let Some((_, policy)) = self.policies.get_index_mut(policy_index) else {
             return;
         };
-        let PolicyCounters {
-            counters,
-            byte_count,
-        } = policy;
-        let Some((_, counter)) = counters.swap_remove_index(counter_index) else {
+        let Some((_, counter)) = policy.counters.swap_remove_index(counter_index) else {
             return;
         };
         let bytes = counter.estimated_bytes();
         usage.key_count.fetch_sub(1, Ordering::Relaxed);
         usage.byte_count.fetch_sub(bytes, Ordering::Relaxed);
-        *byte_count = byte_count.saturating_sub(bytes);
-        if counters.is_empty() {
-            usage.byte_count.fetch_sub(*byte_count, Ordering::Relaxed);
+        policy.byte_count = policy.byte_count.saturating_sub(bytes);
+        if policy.counters.is_empty() {
+            let byte_count = policy.byte_count;
+            usage.byte_count.fetch_sub(byte_count, Ordering::Relaxed);
             self.policies.swap_remove_index(policy_index);
             release_free_slots(&mut self.policies);
         } else {
-            release_free_slots(counters);
+            release_free_slots(&mut policy.counters);
         }
     }
 }

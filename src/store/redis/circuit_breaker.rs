@@ -35,6 +35,8 @@ pub(super) struct RedisCircuitBreaker {
     failure_counts: [AtomicU64; RedisErrorKind::VARIANTS.len()],
     state: Mutex<RedisAvailability>,
     foreign_value_log: LogThrottle,
+    pub(super) foreign_override_count: AtomicU64,
+    foreign_override_log: LogThrottle,
     wrong_period_log: LogThrottle,
     login_rejection_log: LogThrottle,
 }
@@ -66,6 +68,8 @@ impl RedisCircuitBreaker {
             failure_counts: [const { AtomicU64::new(0) }; RedisErrorKind::VARIANTS.len()],
             state: Mutex::default(),
             foreign_value_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
+            foreign_override_count: AtomicU64::new(0),
+            foreign_override_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
             wrong_period_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
             login_rejection_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
         }
@@ -120,15 +124,24 @@ impl RedisCircuitBreaker {
     }
 
     /// Records that the value of a key is foreign: Redis works, but not for this key.
-    pub(super) fn record_foreign_value(&self, key: impl FnOnce() -> String) {
+    pub(super) fn record_foreign_value(&self, key: String) {
         self.record_success();
         self.count_failure(RedisErrorKind::WrongType(0));
         let is_due = self.foreign_value_log.record_occurrence(monotonic_now());
         if is_due.is_some() {
+            tracing::warn!(key, kind = "wrongtype", "redis key holds a foreign value");
+        }
+    }
+
+    /// Records a decision that met a value at the key of an override that is none.
+    pub(super) fn record_foreign_override(&self, key: impl FnOnce() -> String) {
+        self.foreign_override_count.fetch_add(1, Ordering::Relaxed);
+        let is_due = (self.foreign_override_log).record_occurrence(monotonic_now());
+        if is_due.is_some() {
+            let key = key();
             tracing::warn!(
-                key = key(),
-                kind = "wrongtype",
-                "redis key holds a foreign value"
+                key,
+                "redis key holds no override; the limits of the file apply"
             );
         }
     }
@@ -271,7 +284,7 @@ mod tests {
         let breaker = RedisCircuitBreaker::new(String::new(), 1);
         breaker.record_probe_success();
         for _ in 0..10 {
-            breaker.record_foreign_value(|| "key".to_owned());
+            breaker.record_foreign_value("key".to_owned());
         }
         assert!(!breaker.is_open() && breaker.is_up());
         assert!(
@@ -307,7 +320,7 @@ mod tests {
             let breaker = RedisCircuitBreaker::new(String::new(), 5);
             for _ in 0..1000 {
                 breaker.record_failure(RedisErrorKind::OutOfMemory);
-                breaker.record_foreign_value(|| "key".to_owned());
+                breaker.record_foreign_value("key".to_owned());
             }
             breaker.record_connection_down(&RedisErrorKind::Connection.into());
             for _ in 0..1000 {

@@ -96,26 +96,17 @@ struct ConnectionSupervision {
 
 /// The probed connection, or why there is none.
 #[derive(Clone, Debug, Default)]
-enum ConnectionState {
-    /// The first attempt has not ended.
-    #[default]
-    Connecting,
-    /// No attempt has succeeded. The circuit breaker counts the connection as lost.
-    NeverConnected(Arc<RedisConnectionError>),
-    Live(Arc<LiveConnection>),
-    /// A probed connection was lost, and the circuit breaker counts it as such.
-    Lost(Arc<RedisConnectionError>),
+struct ConnectionState {
+    /// Whether there ever was a probed connection.
+    was_ready: bool,
+    /// `None` until the first attempt has ended.
+    live: Option<Result<Arc<LiveConnection>, Arc<RedisConnectionError>>>,
 }
 
 impl ConnectionState {
-    /// Whether there ever was a probed connection.
-    fn was_ready(&self) -> bool {
-        matches!(self, Self::Live(_) | Self::Lost(_))
-    }
-
     /// Whether the circuit breaker counts this connection as lost.
     fn is_lost(&self) -> bool {
-        matches!(self, Self::NeverConnected(_) | Self::Lost(_))
+        matches!(self.live, Some(Err(_)))
     }
 }
 
@@ -146,7 +137,7 @@ impl SupervisedConnection {
 
     /// Whether there ever was a probed connection.
     pub(super) fn was_ready(&self) -> bool {
-        self.supervision.state.get().was_ready()
+        self.supervision.state.get().was_ready
     }
 
     /// Stops the supervisor. If the connection was lost, the circuit breaker stops counting it as
@@ -163,12 +154,9 @@ impl SupervisedConnection {
     /// # Errors
     /// Why there is no connection.
     pub(super) fn live(&self) -> Result<Arc<LiveConnection>, RedisErrorKind> {
-        match self.supervision.state.get() {
-            ConnectionState::Live(live) => Ok(live),
-            ConnectionState::Connecting => Err(RedisErrorKind::Connection),
-            ConnectionState::NeverConnected(error) | ConnectionState::Lost(error) => {
-                Err(error.kind)
-            }
+        match self.supervision.state.get().live {
+            Some(live) => live.map_err(|error| error.kind),
+            None => Err(RedisErrorKind::Connection),
         }
     }
 
@@ -177,11 +165,9 @@ impl SupervisedConnection {
     /// # Errors
     /// Why there is no connection.
     pub(super) async fn wait_for_first_attempt(&self) -> Result<(), Arc<RedisConnectionError>> {
-        let has_ended = |state: &ConnectionState| !matches!(state, ConnectionState::Connecting);
-        match self.supervision.state.wait_for(has_ended).await {
-            ConnectionState::NeverConnected(error) | ConnectionState::Lost(error) => Err(error),
-            ConnectionState::Live(_) | ConnectionState::Connecting => Ok(()),
-        }
+        let state = &self.supervision.state;
+        let ended = state.wait_for(|state| state.live.is_some()).await;
+        ended.live.map_or(Ok(()), |live| live.map(drop))
     }
 
     /// The configured address; `None` if sentinels name the server.
@@ -192,7 +178,7 @@ impl SupervisedConnection {
     /// Waits for the first probed connection.
     pub(super) async fn wait_until_ready(&self) {
         let state = &self.supervision.state;
-        state.wait_for(ConnectionState::was_ready).await;
+        state.wait_for(|state| state.was_ready).await;
     }
 }
 
@@ -211,7 +197,7 @@ impl ConnectionSupervision {
                     // Before the first connection there is no outage, and a connection that is
                     // replaced at once is none either: servers close idle connections. For cluster
                     // nodes the slot map shows which slots are affected.
-                    if self.state.get().was_ready() && !shared.is_cluster() {
+                    if self.state.get().was_ready && !shared.is_cluster() {
                         shared
                             .fallback
                             .mark_partitions_unreachable([SINGLE_PARTITION]);
@@ -220,9 +206,9 @@ impl ConnectionSupervision {
                 }
             };
             let error = Arc::new(error);
-            let previous = self.state.set(match self.state.get().was_ready() {
-                true => ConnectionState::Lost(Arc::clone(&error)),
-                false => ConnectionState::NeverConnected(Arc::clone(&error)),
+            let previous = self.state.set(ConnectionState {
+                was_ready: self.state.get().was_ready,
+                live: Some(Err(Arc::clone(&error))),
             });
             match previous.is_lost() {
                 false => shared.breaker.record_connection_down(&error),
@@ -241,27 +227,23 @@ impl ConnectionSupervision {
     }
 
     /// Publishes a connection until it must be replaced, and returns the reason.
-    async fn serve_until_replaced(&self, opened: OpenedConnection) -> RedisConnectionError {
-        let OpenedConnection {
-            live,
-            mut driver,
-            address,
-            login,
-            mut replacement_receiver,
-        } = opened;
-        let live = Arc::new(live);
+    async fn serve_until_replaced(&self, mut opened: OpenedConnection) -> RedisConnectionError {
+        let (live, address) = (Arc::new(opened.live), &opened.address);
         self.shared.breaker.record_probe_success();
-        let state = ConnectionState::Live(Arc::clone(&live));
+        let state = ConnectionState {
+            was_ready: true,
+            live: Some(Ok(Arc::clone(&live))),
+        };
         if self.state.set(state).is_lost() {
             self.shared.breaker.record_connection_restored();
         }
         tokio::select! {
             biased;
-            _ = &mut driver.0 => RedisErrorKind::Connection.into(),
-            kind = replacement_receiver.recv() => kind.unwrap_or(RedisErrorKind::Connection).into(),
+            _ = &mut opened.driver.0 => RedisErrorKind::Connection.into(),
+            kind = opened.replacement_receiver.recv() => kind.unwrap_or(RedisErrorKind::Connection).into(),
             () = self.probe_while_breaker_is_open(&live) => RedisErrorKind::Connection.into(),
-            () = self.renew_logins(&live, &address, login) => RedisErrorKind::NoAuth.into(),
-            () = self.wait_until_master_changes(&address) => {
+            () = self.renew_logins(&live, address, opened.login) => RedisErrorKind::NoAuth.into(),
+            () = self.wait_until_master_changes(address) => {
                 let message = format!("{address} is no longer the master");
                 RedisConnectionError::new(RedisErrorKind::ReadOnly, message)
             }

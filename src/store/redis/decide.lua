@@ -20,8 +20,8 @@
 -- Reply    integers in one string, which costs half as much as an array: the time in us, then the
 --          first request on the same line, and each other request on its own line. Per charge:
 --            only if overrides apply to it: requests and burst of its override (-1 0: none, -2 0:
---            unlimited, so nothing is charged, -3 0: blocked); -4 and its expiry (ms) before them,
---            if it has one
+--            unlimited, so nothing is charged, -3 0: blocked, -5 0: none, but the key of the
+--            override has another value); -4 and its expiry (ms) before them, if it has one
 --            refused until (us; 0: admitted, -1: never admitted, -2: unknown)
 --            remaining units
 --            when they next grow (us; 0: never or unknown)
@@ -106,11 +106,23 @@ end
 
 -- section: overrides
 -- The overrides of all charges, read at once, because each call from Lua costs more than the reading.
--- MGET reads a value of another type as none.
-local override_values = #ARGV > 1 and call('MGET', unpack(KEYS, #ARGV)) or {}
+-- MGET reads a value of another type as none. GET tells that there is one: it reads the override of
+-- all charges if they have the same key.
+local override_values, has_one_key = {}, #ARGV > 1
+for n = #ARGV + 1, #KEYS do has_one_key = has_one_key and KEYS[n] == KEYS[#ARGV] end
+if has_one_key then
+  local value = try('GET', KEYS[#ARGV])
+  if type(value) == 'table' then
+    if not find(value.err, 'WRONGTYPE', 1, true) then return value end
+    value = ''
+  end
+  for n = 1, #ARGV - 1 do override_values[n] = value end
+elseif #ARGV > 1 then
+  override_values = call('MGET', unpack(KEYS, #ARGV))
+end
 
 -- The charge under an override, `RULE[@EXPIRES_MS]`: `*` unlimited, `!` blocked, else
--- `name=requests[+burst],..`. It has only what differs from the charge.
+-- `name=requests[+burst],..`. It has only what differs from the charge. nil: the text is no override.
 local function make_variant(charge, rule)
   local variant = setmetatable({}, charge.metatable)
   local at, expiry = find(rule, '@', 1, true), ''
@@ -137,6 +149,7 @@ local function make_variant(charge, rule)
     variant.capacity, variant.override_words = 0, expiry .. '-3 0 '
     return variant
   end
+  if not find(rule, '=', 1, true) then return end
   local max_amount, max_delay, limit_name = match(charge.override_parameters, '|(%d+)|(%d+)|(.+)$')
   local _, last = find(',' .. rule, ',' .. limit_name .. '=', 1, true)
   local requests, burst
@@ -162,16 +175,16 @@ local function make_variant(charge, rule)
 end
 
 -- The n-th charge under the override of its key, if it has one. Every call reads the overrides, so
--- a change holds from the next decision. A value without a rule is none.
+-- a change holds from the next decision. A value without a rule is none, and the reply says so.
 local function apply_override(n, charge)
   local value = charge.override_words and override_values[n]
   if not value then return charge end
-  local rule = match(value, '^[^ ]+')
+  local rule = match(value, '^[^ ]+') or ''
   if not charge.variants then charge.variants, charge.metatable = {}, { __index = charge } end
-  local variant = rule and charge.variants[rule]
+  local variant = charge.variants[rule]
   if not variant then
-    variant = rule and make_variant(charge, rule) or charge
-    charge.variants[rule or ''] = variant
+    variant = make_variant(charge, rule) or setmetatable({ override_words = '-5 0 ' }, charge.metatable)
+    charge.variants[rule] = variant
   end
   return variant
 end

@@ -15,6 +15,7 @@ use super::node::RedisNode;
 use super::shared_state::SharedRedisState;
 use super::shared_state::new_fallback;
 use super::{RedisDialer, RedisStore};
+use crate::clock::saturating_micros;
 use crate::store::fallback::usage_directory::{UsageDirectory, UsageFile};
 use crate::store::{FallbackStore, Settlement, Share};
 use crate::telemetry::LogThrottle;
@@ -297,7 +298,7 @@ async fn run_membership_script(
         .arg(&keys)
         .arg(redis.member_entry())
         .arg(operation)
-        .arg(u64::try_from(MEMBER_TTL.as_micros()).unwrap_or(u64::MAX));
+        .arg(saturating_micros(MEMBER_TTL));
     for time_us in [since_us, deadline_us] {
         command.arg(time_us.map_or_else(String::new, |time_us| time_us.to_string()));
     }
@@ -340,8 +341,7 @@ impl MembershipTracker {
     /// Estimates Redis' clock at a time, rather too early.
     fn predict_redis_time_us(&self, at: Instant) -> Option<u64> {
         let (now_us, read_at) = self.redis_clock?;
-        let since_us = u64::try_from(at.saturating_duration_since(read_at).as_micros()).ok()?;
-        now_us.checked_add(since_us)
+        now_us.checked_add(saturating_micros(at.saturating_duration_since(read_at)))
     }
 
     fn record_rejection(&mut self, failure: RedisErrorKind) {

@@ -57,8 +57,7 @@ pub use settings::{
 };
 pub use shared_state::{SharedRedisState, instance_id};
 
-use super::fallback::SINGLE_PARTITION;
-use super::{DecisionFailure, Settlement, SettlementError, StoreUnavailable};
+use super::{DecisionFailure, Settlement, SettlementError};
 use crate::limiter::{Charge, Decision};
 use connector::AbortOnDropTask;
 use futures_util::future::join_all;
@@ -242,21 +241,8 @@ impl RedisStore {
         if self.is_breaker_open() {
             return Err(self.unavailable_error("breaker_open").into());
         }
-        let result = if self.is_cluster() {
-            // Boxed, because every request's future would include its size otherwise.
-            Box::pin(self.router.decide(charges, deadline)).await
-        } else if charges.iter().any(|charge| charge.is_held_back) {
-            Err((self.router.refuse_held_back(SINGLE_PARTITION), None))
-        } else {
-            let decision = self
-                .router
-                .request_decision(SINGLE_PARTITION, charges, deadline);
-            decision.await.map_err(|failure| (failure, None))
-        };
-        result.map_err(|(failure, partial)| DecisionFailure {
-            unavailable: self.unavailable_error(failure.into_str()),
-            partial,
-        })
+        // Boxed, because every request's future would include its size otherwise.
+        Box::pin(self.router.decide(charges, deadline)).await
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have
@@ -281,15 +267,5 @@ impl RedisStore {
                 unconfirmed: failures.iter().map(|(settlement, _)| *settlement).collect(),
             })
         })
-    }
-
-    /// The error when Redis gave no reply. The next attempt is useful after the next probe at the
-    /// earliest.
-    pub fn unavailable_error(&self, kind: &'static str) -> StoreUnavailable {
-        let probe_us = self.settings.probe_interval.as_micros();
-        StoreUnavailable {
-            kind,
-            retry_after_us: u64::try_from(probe_us).unwrap_or(u64::MAX),
-        }
     }
 }

@@ -24,16 +24,14 @@ use super::connection::RedisConnectionTarget;
 use super::connection::SupervisedConnection;
 use super::connector::AbortOnDropTask;
 use super::error::RedisErrorKind;
-use super::hash_slot::hash_slot_for_key;
 use super::node::RedisNode;
 use super::shared_state::SharedRedisState;
 use super::watched_value::WatchedValue;
-use crate::limiter::Charge;
-use crate::store::{PendingSettlement, Settlement, wait_until_drained};
+use crate::limiter::{Charge, Decision, Key};
+use crate::store::{DecisionFailure, PendingSettlement, Settlement, wait_until_drained};
 use admission_hints::AdmissionHints;
 use slot_charges::HashSlotCharges;
 use slot_map_refresh::run_slot_map_refresh;
-use split_decision::SplitResult;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::{Notify, oneshot};
@@ -44,20 +42,13 @@ pub(crate) use router::RedisRouter;
 pub(super) use slot_map::{ClusterSlotMap, find_probe_key};
 pub(super) use slot_map_refresh::query_configured_server;
 
-/// Whether charges are in several slots.
-fn spans_several_hash_slots(charges: &[Charge<'_>]) -> bool {
-    let mut keys = charges.iter().map(|charge| charge.key);
-    keys.next().is_some_and(|first| {
-        keys.any(|key| key.id() != first.id() && hash_slot_for_key(key) != hash_slot_for_key(first))
-    })
-}
-
 impl RedisRouter {
     /// Connects to all masters, and stays connected as long as the router lives. Also returns the
     /// task that refreshes the slot map of a cluster.
     pub(super) fn start(shared: Arc<SharedRedisState>) -> (Arc<Self>, Option<AbortOnDropTask>) {
         let is_cluster = shared.is_cluster();
-        let (mut slot_map, mut batcher) = (ClusterSlotMap::default(), None);
+        // The slots of a cluster are not known yet.
+        let (mut slot_map, mut batcher) = (ClusterSlotMap::new(Vec::new(), Vec::new()), None);
         if !is_cluster {
             let target = RedisConnectionTarget::from_settings(&shared.settings);
             let connection = SupervisedConnection::start(Arc::clone(&shared), target);
@@ -90,8 +81,9 @@ impl RedisRouter {
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> SplitResult {
-        match charges.iter().any(|charge| charge.shard_count > 1) {
+    ) -> Result<Decision, DecisionFailure> {
+        let is_sharded = |charge: &Charge<'_>| charge.shard_count > 1;
+        match self.shared.is_cluster() && charges.iter().any(is_sharded) {
             true => self.decide_across_shards(charges, deadline).await,
             false => self.decide_by_hash_slot(charges, deadline).await.0,
         }
@@ -110,23 +102,20 @@ impl RedisRouter {
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> (SplitResult, Option<JoinHandle<()>>) {
-        let parts = match spans_several_hash_slots(charges) {
-            true => HashSlotCharges::from_request(charges),
-            false => {
-                let hash_slot = charges
-                    .first()
-                    .map_or(0, |charge| hash_slot_for_key(charge.key));
-                if charges.iter().any(|charge| charge.is_held_back) {
-                    return (Err((self.refuse_held_back(hash_slot), None)), None);
-                }
-                let decision = self.request_decision(hash_slot, charges, deadline);
-                match decision.await {
+    ) -> (Result<Decision, DecisionFailure>, Option<JoinHandle<()>>) {
+        let parts = match self.find_common_hash_slot(charges) {
+            None => HashSlotCharges::from_request(charges),
+            Some(hash_slot) => {
+                let decision = match charges.iter().any(|charge| charge.is_held_back) {
+                    true => Err(self.refuse_held_back(hash_slot)),
+                    false => self.request_decision(hash_slot, charges, deadline).await,
+                };
+                match decision {
                     Err(RedisErrorKind::TryAgain) => {
                         let parts = HashSlotCharges::from_request(charges).into_iter();
                         parts.flat_map(HashSlotCharges::split_by_charge).collect()
                     }
-                    result => return (result.map_err(|failure| (failure, None)), None),
+                    result => return (result.map_err(|kind| self.decision_failure(kind)), None),
                 }
             }
         };
@@ -135,8 +124,24 @@ impl RedisRouter {
         let decided = Arc::clone(self).decide_parts(parts, deadline, result_sender);
         let task = self.spawn_split_task(decided);
         // The sender is dropped only when the runtime shuts down.
-        let connection_lost = Err((RedisErrorKind::Connection, None));
+        let connection_lost = Err(self.decision_failure(RedisErrorKind::Connection));
         (result_receiver.await.unwrap_or(connection_lost), Some(task))
+    }
+
+    /// The slot of all charges; `None` if they are in several.
+    fn find_common_hash_slot(&self, charges: &[Charge<'_>]) -> Option<u16> {
+        let mut keys = charges.iter().map(|charge| charge.key);
+        let Some(first) = keys.next() else {
+            return Some(0);
+        };
+        let hash_slot = self.shared.hash_slot_for_key(first);
+        let is_same =
+            |key: &Key| key.id() == first.id() || self.shared.hash_slot_for_key(key) == hash_slot;
+        keys.all(is_same).then_some(hash_slot)
+    }
+
+    fn decision_failure(&self, kind: RedisErrorKind) -> DecisionFailure {
+        self.shared.unavailable_error(kind.into_str()).into()
     }
 
     /// Sends the settlements that return the charges of a request that is not forwarded.

@@ -9,6 +9,7 @@ use super::error::RedisErrorKind;
 use super::scripts::{self, CallerPosition, ScriptLibrary};
 use crate::limiter::{Algorithm, Charge, Decision, Limit};
 use redis::{Cmd, RedisWrite, Value};
+use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -24,7 +25,6 @@ pub struct DecisionBatch {
     script_flags: usize,
     /// The key and the argument of every charge, concatenated.
     encoded_text: String,
-    encoded_charges: Vec<EncodedCharge>,
     requests: Vec<BatchedRequest>,
 }
 
@@ -34,13 +34,12 @@ struct EncodedCharge {
     key_id: u128,
     key_range: Range<usize>,
     argument_range: Range<usize>,
-    request_index: usize,
     is_dynamic: bool,
 }
 
 #[derive(Debug)]
 struct BatchedRequest {
-    charge_range: Range<usize>,
+    charges: SmallVec<[EncodedCharge; 2]>,
     /// Limit and cost, if identical requests may be merged.
     mergeable_charge: Option<(Limit, u64)>,
 }
@@ -67,7 +66,8 @@ impl ScriptLibrary {
 impl DecisionBatch {
     /// Whether further requests must go to another batch.
     pub fn is_full(&self) -> bool {
-        self.encoded_charges.len() >= FULL_BATCH_CHARGE_COUNT
+        let charges = self.requests.iter().map(|request| request.charges.len());
+        charges.sum::<usize>() >= FULL_BATCH_CHARGE_COUNT
     }
 
     /// The number of distinct requests.
@@ -106,7 +106,7 @@ impl DecisionBatch {
         if self.requests.is_empty() {
             self.encoded_text.reserve(192 * charges.len());
         }
-        let (request_index, first_charge) = (self.requests.len(), self.encoded_charges.len());
+        let mut encoded_charges = SmallVec::new();
         for (nth, charge) in charges.iter().enumerate() {
             let start = self.encoded_text.len();
             script.push_counter_key(&mut self.encoded_text, charge);
@@ -119,29 +119,27 @@ impl DecisionBatch {
                 &read_clock,
             );
             self.script_flags |= scripts::program_flags_for_charge(charge);
-            let encoded = EncodedCharge {
+            encoded_charges.push(EncodedCharge {
                 key_id: charge.key.quota_id(),
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
-                request_index,
                 is_dynamic: charge.dynamic.is_some(),
-            };
-            self.encoded_charges.push(encoded);
+            });
         }
         self.requests.push(BatchedRequest {
-            charge_range: first_charge..self.encoded_charges.len(),
+            charges: encoded_charges,
             mergeable_charge: None,
         });
-        request_index
+        self.requests.len() - 1
     }
 
     /// The index of the last request for the charge's counter, if it is identical.
     fn find_identical_request(&self, charge: &Charge<'_>) -> Option<usize> {
-        let mut last_first = self.encoded_charges.iter().rev();
-        let last_charge = last_first.find(|encoded| encoded.key_id == charge.key.quota_id())?;
-        let request_index = last_charge.request_index;
-        let is_same = self.requests.get(request_index)?.mergeable_charge
-            == Some((*charge.limit, charge.cost));
+        let key_id = charge.key.quota_id();
+        let mut last_first = self.requests.iter().enumerate().rev();
+        let (request_index, last_request) = last_first
+            .find(|(_, request)| request.charges.iter().any(|own| own.key_id == key_id))?;
+        let is_same = last_request.mergeable_charge == Some((*charge.limit, charge.cost));
         is_same.then_some(request_index)
     }
 
@@ -154,17 +152,10 @@ impl DecisionBatch {
         time_us: Option<u64>,
     ) -> Cmd {
         let repeated_charges = || {
-            let requests = self
-                .requests
-                .iter()
-                .zip(repeat_counts)
-                .filter(|(_, repeat_count)| **repeat_count > 0);
-            requests.flat_map(|(request, repeat_count)| {
-                let charges = self
-                    .encoded_charges
-                    .get(request.charge_range.clone())
-                    .unwrap_or_default();
-                charges.iter().map(|charge| (charge, *repeat_count))
+            let requests = self.requests.iter().zip(repeat_counts);
+            let repeated = requests.filter(|(_, repeat_count)| **repeat_count > 0);
+            repeated.flat_map(|(request, repeat_count)| {
+                request.charges.iter().map(|charge| (charge, *repeat_count))
             })
         };
         let text = |range: &Range<usize>| {

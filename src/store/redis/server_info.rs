@@ -108,12 +108,11 @@ fn aggregate_server_info(server_infos: &[ServerInfoReply]) -> RedisServerMetrics
         .filter_map(|info| info.clock_skew_us)
         .max_by_key(|skew| skew.unsigned_abs());
     RedisServerMetrics {
-        calls: 0,
-        sentinel_disagreements: 0,
         memory_bytes: sum(|server| server.used_bytes),
         memory_max_bytes: sum(|server| server.max_bytes).filter(|_| is_bounded),
         may_evict: memory.map(|servers| servers.iter().any(|server| server.may_evict())),
         clock_skew_us: skew,
+        ..RedisServerMetrics::default()
     }
 }
 

@@ -8,11 +8,11 @@ use super::scripts::ScriptLibrary;
 use super::sentinel::SentinelDisagreements;
 use super::settings::{RedisSettings, RedisTopology};
 use super::watched_value::WatchedValue;
-use crate::clock::Clock;
+use crate::clock::{Clock, saturating_micros};
 use crate::limiter::{Charge, Key};
 use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageDirectory;
-use crate::store::{FallbackStore, MemoryStore};
+use crate::store::{FallbackStore, MemoryStore, StoreUnavailable};
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
 use std::collections::hash_map::RandomState;
@@ -199,6 +199,8 @@ impl SharedRedisState {
         RedisServerMetrics {
             calls: self.call_count.load(Ordering::Relaxed),
             sentinel_disagreements: self.sentinel_disagreements.count(),
+            override_changes: self.fallback.override_change_count.load(Ordering::Relaxed),
+            foreign_overrides: self.breaker.foreign_override_count.load(Ordering::Relaxed),
             ..*self.server_info.lock()
         }
     }
@@ -216,6 +218,15 @@ impl SharedRedisState {
     /// Maximum duration of a decision.
     pub fn decision_timeout(&self) -> Duration {
         self.settings.timeout
+    }
+
+    /// The error when Redis gave no reply. The next attempt is useful after the next probe at the
+    /// earliest.
+    pub fn unavailable_error(&self, kind: &'static str) -> StoreUnavailable {
+        StoreUnavailable {
+            kind,
+            retry_after_us: saturating_micros(self.settings.probe_interval),
+        }
     }
 
     pub fn is_cluster(&self) -> bool {
@@ -241,12 +252,6 @@ impl SharedRedisState {
         let id = &*self.instance_id;
         let description = self.member_description.get();
         description.map_or_else(|| id.to_owned(), |description| description.entry_for(id))
-    }
-
-    /// Records that the counter of a charge holds a foreign value. `position` counts from 1.
-    pub(super) fn record_foreign_value(&self, charges: &[Charge<'_>], position: usize) {
-        self.breaker
-            .record_foreign_value(|| self.scripts.counter_name_by_position(charges, position));
     }
 
     /// Continues the outage in which an earlier process stopped, if `store.state_dir` has its file.

@@ -117,6 +117,10 @@ pub struct RedisServerMetrics {
     pub calls: u64,
     /// Checks that found sentinels with different masters.
     pub sentinel_disagreements: u64,
+    /// Overrides of keys that requests found changed.
+    pub override_changes: u64,
+    /// Decisions that found a value at the key of an override that is none.
+    pub foreign_overrides: u64,
     pub memory_bytes: Option<u64>,
     /// `maxmemory`; also `None` if it is unlimited.
     pub memory_max_bytes: Option<u64>,

@@ -64,6 +64,16 @@ fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) 
         "Checks, four per second and worker, that found sentinels with different masters.",
     )
     .write_sample(&[], redis.sentinel_disagreements);
+    page.counter(
+        "tidegate_override_changes",
+        "Overrides of keys in Redis that requests to this instance found changed: set, replaced, removed or ended.",
+    )
+    .write_sample(&[], redis.override_changes);
+    page.counter(
+        "tidegate_foreign_overrides",
+        "Decisions of Redis that found a value at the key of an override that is no override, and ignored it.",
+    )
+    .write_sample(&[], redis.foreign_overrides);
     if let Some(bytes) = redis.memory_bytes {
         let help = "Memory used by Redis in bytes; in a cluster, the sum over its masters.";
         page.gauge("tidegate_redis_memory_bytes", help)

@@ -45,6 +45,8 @@ fn sample_status() -> ProcessStatus {
         redis: Some(RedisServerMetrics {
             calls: 9,
             sentinel_disagreements: 8,
+            override_changes: 11,
+            foreign_overrides: 12,
             memory_bytes: Some(1000),
             memory_max_bytes: None,
             may_evict: Some(true),
@@ -136,6 +138,8 @@ fn sums_counts_of_all_workers() {
         "tidegate_config_reloads_total{result=\"failure\"} 2",
         "tidegate_redis_calls_total 9",
         "tidegate_redis_sentinel_disagreements_total 8",
+        "tidegate_override_changes_total 11",
+        "tidegate_foreign_overrides_total 12",
         "tidegate_redis_memory_bytes 1000",
         "tidegate_redis_may_evict 1",
         "tidegate_redis_clock_skew_seconds -1.250000",

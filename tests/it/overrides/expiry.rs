@@ -5,6 +5,9 @@ use crate::support::prelude::*;
 use std::time::Duration;
 use tokio::time::sleep;
 
+const FOREIGN_OVERRIDES: &str = "tidegate_foreign_overrides_total";
+const OVERRIDE_CHANGES: &str = "tidegate_override_changes_total";
+
 fn wait_s(response: &RawResponse) -> u64 {
     assert_eq!(response.status, 403, "the policy's reject: {response:?}");
     response.retry_after_s()
@@ -66,12 +69,15 @@ async fn a_value_of_another_type_is_no_override() {
             fixture.redis.command::<()>(&format!("DEL {name}")).await;
             let write = write.replace("KEY", name);
             let _: redis::Value = fixture.redis.command(&write).await;
+            let before = proxy.read_metric(FOREIGN_OVERRIDES).await;
             let path = format!("/{policy}");
             let mut statuses = Vec::new();
             for _ in 0..3 {
                 statuses.push(get(&proxy, &path, &user).await.status);
             }
             assert_eq!(statuses, [200, 200, refused], "{write}");
+            let met = proxy.read_metric(FOREIGN_OVERRIDES).await - before;
+            assert_eq!(met, 3.0, "{write}: one for each decision");
             let degraded =
                 format!("tidegate_requests_total{{policy=\"{policy}\",decision=\"degraded\"}}");
             assert_eq!(proxy.read_metric(&degraded).await, 0.0, "{write}");
@@ -86,6 +92,43 @@ async fn a_value_of_another_type_is_no_override() {
             assert!(listed.contains(&user), "{write}: {listed}");
         }
     }
+    let log = proxy.log_text();
+    let lines = log.matches("redis key holds no override").count();
+    assert_eq!(lines, 1, "once a minute: {log}");
+}
+
+/// The commands write to Redis. Each proxy counts the changes that its own requests meet.
+#[tokio::test]
+async fn changes_of_overrides_are_counted_by_the_proxies_that_meet_them() {
+    let fixture = OverrideFixture::start(POLICIES).await;
+    let (proxy, other) = (fixture.start_proxy().await, fixture.start_proxy().await);
+    let changes = async |proxy: &Proxy| proxy.read_metric(OVERRIDE_CHANGES).await;
+    assert_eq!(status(&proxy, "ann").await, 200);
+    assert_eq!(changes(&proxy).await, 0.0, "no override");
+    let block = ["set", "api", "ann", "--block"];
+    fixture.run_successfully(&block).await;
+    assert_eq!(status(&proxy, "ann").await, 403);
+    assert_eq!(changes(&proxy).await, 1.0, "set");
+    let raise = ["set", "api", "ann", "--requests", "1000"];
+    fixture.run_successfully(&raise).await;
+    // The refusal is cached for a second.
+    wait_until("the raised limit", async || {
+        status(&proxy, "ann").await == 200
+    })
+    .await;
+    assert_eq!(status(&proxy, "ann").await, 200);
+    assert_eq!(changes(&proxy).await, 2.0, "replaced");
+    fixture.run_successfully(&["remove", "api", "ann"]).await;
+    status(&proxy, "ann").await;
+    assert_eq!(changes(&proxy).await, 3.0, "removed");
+    let block = ["set", "several", "bob", "sk_live_1", "--block"];
+    fixture.run_successfully(&block).await;
+    assert_eq!(get(&proxy, "/several", "bob").await.status, 429);
+    assert_eq!(changes(&proxy).await, 4.0, "two limits, one override");
+    assert_eq!(changes(&other).await, 0.0);
+    assert_eq!(get(&other, "/several", "bob").await.status, 429);
+    assert_eq!(changes(&other).await, 1.0);
+    assert_eq!(proxy.read_metric(FOREIGN_OVERRIDES).await, 0.0);
 }
 
 /// The numbers of a reply are exact up to 2^53 us, in June 2255: an override that ends later has no

@@ -4,12 +4,11 @@
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
 use super::super::clock_reading::ClockReading;
-use super::super::lease_credit::LeaseCredit;
 use super::super::lease_entry::LeasePermit;
-use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
+use super::super::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
-use crate::store::{MemorySettings, MemoryStore};
+use crate::store::{MemorySettings, MemoryStore, PendingSettlement, Settlement};
 use smallvec::SmallVec;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -148,7 +147,7 @@ enum FaultSimulationEvent {
         generation: u64,
     },
     StoreReceivesReturns {
-        returns: Vec<LeaseCredit>,
+        returns: Vec<PendingSettlement>,
     },
     InstanceCrashes {
         instance: usize,
@@ -391,7 +390,7 @@ impl FaultSimulation {
             FaultSimulationEvent::InstanceSweepsLeases { .. } => {}
             FaultSimulationEvent::StoreReceivesReturns { returns } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in returns.iter().flat_map(LeaseCredit::settlements) {
+                for settlement in returns.iter().map(Settlement::from_pending) {
                     self.log_event(|| format!("store receives return {:?}", settlement.amendment));
                     self.memory.apply_settlements(&[settlement]);
                 }
@@ -441,18 +440,17 @@ impl FaultSimulation {
             let charges = charges_for_limits(&self.limits, &self.key, cost, instance.lease, 0);
             instance.table.take_permit(&charges, now, on_exhausted)
         };
-        if let LeaseAction::Permit {
-            units_to_request: units_to_request @ 1..,
-            ..
-        } = action
-        {
+        let Ok((permit, units_to_request)) = action else {
+            unreachable!("the instance never waits for a renewal")
+        };
+        if permit.is_some() && units_to_request > 0 {
             self.send_query(instance_index, 0, units_to_request, now);
         }
-        match action {
-            LeaseAction::Permit { permit, .. } if self.random.u8(..4) > 0 => {
+        match permit {
+            Some(permit) if self.random.u8(..4) > 0 => {
                 self.record_lease_use(instance_index, permit)
             }
-            LeaseAction::Permit { permit, .. } => {
+            Some(permit) => {
                 // Another policy is decided by the store: that takes time, and it may refuse.
                 let deadline = now.instant + Duration::from_micros(TIMEOUT_US);
                 if permit.expires_at.instant <= deadline {
@@ -471,13 +469,8 @@ impl FaultSimulation {
                     },
                 );
             }
-            LeaseAction::QueryStore { .. } if is_breaker_open => self.totals.unanswered += 1,
-            LeaseAction::QueryStore { units_to_request } => {
-                self.send_query(instance_index, cost, units_to_request, now)
-            }
-            LeaseAction::WaitForRefill(_) => {
-                unreachable!("the instance never waits for a renewal")
-            }
+            None if is_breaker_open => self.totals.unanswered += 1,
+            None => self.send_query(instance_index, cost, units_to_request, now),
         }
     }
 

@@ -14,12 +14,14 @@
 )]
 
 use super::super::clock_reading::ClockReading;
-use super::super::lease_credit::LeaseCredit;
-use super::super::lease_table::{LeaseAction, LeaseTable, OnLeaseExhausted};
+use super::super::lease_table::{LeaseTable, OnLeaseExhausted};
+use super::credited_units_and_time;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
 use crate::store::deny_cache::DenyCache;
-use crate::store::{FallbackStore, MemorySettings, MemoryStore, Share};
+use crate::store::{
+    FallbackStore, MemorySettings, MemoryStore, PendingSettlement, Settlement, Share,
+};
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BinaryHeap, VecDeque};
 use std::time::Duration;
@@ -366,7 +368,7 @@ enum ScaleSimulationEvent {
         sidecar: usize,
     },
     StoreReceivesReturns {
-        credits: Vec<LeaseCredit>,
+        credits: Vec<PendingSettlement>,
     },
 }
 
@@ -502,7 +504,7 @@ impl ScaleSimulation {
             ScaleSimulationEvent::SidecarSweepsLeases { sidecar } => self.sweep_leases(sidecar),
             ScaleSimulationEvent::StoreReceivesReturns { credits } => {
                 self.manual_clock.set_us(self.now_us);
-                for settlement in credits.iter().flat_map(LeaseCredit::settlements) {
+                for settlement in credits.iter().map(Settlement::from_pending) {
                     self.memory.apply_settlements(&[settlement]);
                 }
             }
@@ -521,17 +523,15 @@ impl ScaleSimulation {
             reading_without_suspension(now),
             OnLeaseExhausted::Wait,
         ) {
-            LeaseAction::Permit {
-                units_to_request, ..
-            } => {
+            Ok((Some(_), units_to_request)) => {
                 self.leased_units -= 1;
                 self.record_admission();
                 if units_to_request > 0 {
                     self.send_queries(sidecar_index, [(0, units_to_request)]);
                 }
             }
-            LeaseAction::WaitForRefill(_) => self.sidecars[sidecar_index].waiting_requests += 1,
-            LeaseAction::QueryStore { units_to_request } => {
+            Err(_) => self.sidecars[sidecar_index].waiting_requests += 1,
+            Ok((None, units_to_request)) => {
                 let cached = deny_cache.find_statuses(&charges, now);
                 if cached.is_some_and(|cached| cached.is_certain) {
                     if units_to_request > 0 {
@@ -619,7 +619,8 @@ impl ScaleSimulation {
         let (credits, next) = self.sidecars[sidecar_index]
             .table
             .take_due_credits(reading_without_suspension(now));
-        self.leased_units -= credits.iter().map(|credit| credit.units).sum::<u64>();
+        let credited = credits.iter().map(credited_units_and_time);
+        self.leased_units -= credited.map(|(units, _)| units).sum::<u64>();
         self.sidecars[sidecar_index].is_return_task_running = next.is_some() || !credits.is_empty();
         if !credits.is_empty() {
             let delay_us = self.random.u64(ONE_WAY_LATENCY_US);

@@ -3,7 +3,7 @@
 use super::key_sample::KeySample;
 use super::permission_trial::DeniedCommand;
 use super::{deadline_error, finish_check};
-use crate::clock::Clock;
+use crate::clock::{Clock, saturating_micros};
 use crate::limiter::{Algorithm, Charge, Key, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::live_connection::{is_missing_script, is_unknown_command};
@@ -250,7 +250,7 @@ async fn run_decisions(
             reply?;
         }
         // A call without a reply counts with the time that it has taken so far.
-        durations_us.push(u64::try_from(sent_at.elapsed().as_micros()).unwrap_or(u64::MAX));
+        durations_us.push(saturating_micros(sent_at.elapsed()));
         if is_late {
             break;
         }

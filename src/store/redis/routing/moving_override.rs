@@ -29,16 +29,11 @@ impl RedisRouter {
             return request(charge).await;
         };
         let limited = overridden.limited_charges();
-        let Some(limited_charge) = limited.charges.first() else {
-            // An unlimited key is not charged. A call without a cost tells the time.
-            let decision = Decision {
-                now_us: request(Charge { cost: 0, ..charge }).await?.now_us,
-                admitted: true,
-                ..Decision::default()
-            };
-            return Ok(overridden.complete_decision(&limited, decision));
-        };
-        let decision = request(*limited_charge).await?;
+        // An unlimited key is not charged: a call without a cost tells the time.
+        let without_cost = Charge { cost: 0, ..charge };
+        let limited_charge = limited.charges.first();
+        let mut decision = request(*limited_charge.unwrap_or(&without_cost)).await?;
+        decision.admitted |= limited.charges.is_empty();
         let mut decision = overridden.complete_decision(&limited, decision);
         let late = overridden.charges_after_ends(&decision);
         // As in the script, the times of the override stay if the counter can't be read: the charge

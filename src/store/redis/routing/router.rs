@@ -261,21 +261,28 @@ impl RedisRouter {
             None => {
                 let command = scripts.decide_command(charges, None);
                 // Boxed, because the future of every request would include its size otherwise.
-                let reply = Box::pin(self.try_command(hash_slot, &command, deadline)).await;
-                reply
-                    .map_err(|failed_call| self.record_failed_call(&failed_call))
-                    .and_then(|reply| {
-                        ScriptLibrary::parse_decision_reply(&reply, charges)
-                            .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply))
-                    })
+                let reply = Box::pin(self.request_reply(hash_slot, &command, deadline)).await;
+                reply.and_then(|reply| {
+                    ScriptLibrary::parse_decision_reply(&reply, charges)
+                        .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply))
+                })
             }
         };
         match result {
+            // The position counts from 1.
             Err(RedisErrorKind::WrongType(position)) => {
-                self.shared.record_foreign_value(charges, position);
+                let charge = charges.get(position.wrapping_sub(1));
+                let name = charge.map(|charge| scripts.counter_name(charge));
+                breaker.record_foreign_value(name.unwrap_or_default());
             }
             Err(RedisErrorKind::WrongPeriod) => breaker.record_wrong_period(),
             _ => {}
+        }
+        if let Ok(decision) = &result {
+            let mut outcomes = charges.iter().zip(&decision.outcomes);
+            if let Some((charge, _)) = outcomes.find(|(_, outcome)| outcome.has_foreign_override) {
+                breaker.record_foreign_override(|| scripts.override_key(charge.key));
+            }
         }
         result
     }

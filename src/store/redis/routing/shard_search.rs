@@ -1,8 +1,8 @@
 //! Decides policies that are spread over shards: tries one shard after the other until one admits.
 
 use super::router::RedisRouter;
-use super::split_decision::SplitResult;
 use crate::limiter::{Charge, ChargeOutcome, Decision, Key, Limit, LimitStatus, Refusal};
+use crate::store::DecisionFailure;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
@@ -53,10 +53,6 @@ impl<'c> ShardSearch<'c> {
         }
     }
 
-    fn is_sharded(&self) -> bool {
-        self.shard_count > 1
-    }
-
     fn is_shadow(&self) -> bool {
         self.policy.first().is_some_and(|charge| charge.shadow)
     }
@@ -84,7 +80,7 @@ impl RedisRouter {
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> SplitResult {
+    ) -> Result<Decision, DecisionFailure> {
         let is_read = |charge: &Charge<'_>| charge.cost == 0 || charge.is_counted;
         if charges.iter().all(is_read) {
             return self.read_all_shards(charges, deadline).await;
@@ -114,11 +110,9 @@ impl RedisRouter {
                 if search.is_shadow() || refusal_count == 0 {
                     continue;
                 }
-                if search.is_sharded() {
-                    search.try_next_shard();
-                    is_continued = true;
-                }
-                is_final |= !search.is_sharded() || search.has_tried_all();
+                search.try_next_shard();
+                is_continued = true;
+                is_final |= search.has_tried_all();
             }
             earlier.merge_into(&mut decision);
             if is_final || !is_continued {
@@ -138,7 +132,7 @@ impl RedisRouter {
         self: &Arc<Self>,
         charges: &[Charge<'_>],
         deadline: Instant,
-    ) -> SplitResult {
+    ) -> Result<Decision, DecisionFailure> {
         let by_shard = charges.iter().flat_map(|charge| {
             let shard_count = charge.shard_count.max(1);
             (0..shard_count)
@@ -154,7 +148,7 @@ impl RedisRouter {
         let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
         let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
         // A partial decision is dropped: it has the statuses of shards, and charged nothing.
-        let mut decision = result.map_err(|(failure, _)| (failure, None))?;
+        let mut decision = result.map_err(|failure| failure.unavailable)?;
         let mut shards = std::mem::take(&mut decision.outcomes).into_iter();
         let outcomes = charges.iter().map(|charge| {
             let own = shards.by_ref().take(charge.shard_count.max(1).into());
@@ -166,7 +160,7 @@ impl RedisRouter {
                     ..merge_shard_statuses(sum, status)
                 }),
                 charged_at_us: None,
-                override_expires_at_ms: own.iter().find_map(|one| one.override_expires_at_ms),
+                ..own.first().copied().unwrap_or_default()
             }
         });
         decision.outcomes = outcomes.collect();
@@ -183,7 +177,7 @@ fn hide_statuses_of_unfinished_searches(searches: &[ShardSearch<'_>], decision: 
     let mut outcomes = decision.outcomes.iter_mut();
     for search in searches {
         let own = outcomes.by_ref().take(search.policy.len());
-        let is_hidden = search.is_sharded() && !search.has_tried_all();
+        let is_hidden = search.shard_count > 1 && !search.has_tried_all();
         own.filter(|_| is_hidden)
             .for_each(|outcome| outcome.status = None);
     }

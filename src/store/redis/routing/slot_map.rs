@@ -28,13 +28,6 @@ pub(crate) struct ClusterSlotMap {
 /// First and last slot, both included, and the address of their node.
 pub(crate) type HashSlotRange = (u16, u16, RedisAddress);
 
-/// The map of a cluster whose slots are not known yet.
-impl Default for ClusterSlotMap {
-    fn default() -> Self {
-        Self::new(Vec::new(), Vec::new())
-    }
-}
-
 impl ClusterSlotMap {
     /// The map of a single server, which holds the only slot.
     pub(super) fn from_single_node(node: Arc<RedisNode>) -> Self {

@@ -11,15 +11,12 @@ use crate::limiter::{
     Amendment, Charge, ChargeEffect, ChargeOutcome, Decision, Limit, LimitStatus, determine_effect,
 };
 use crate::store::redis::error::RedisErrorKind;
-use crate::store::{PartialDecision, Settlement};
+use crate::store::{DecisionFailure, PartialDecision, Settlement};
 use futures_util::future::join_all;
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
-
-/// A decision, or the failure of a part with a partial decision of the parts that answered.
-pub(super) type SplitResult = Result<Decision, (RedisErrorKind, Option<Box<PartialDecision>>)>;
 
 /// A part of a request, and its decision.
 struct DecidedPart {
@@ -84,8 +81,8 @@ impl SplitChargeOutcome<'_> {
         ChargeOutcome {
             status: (status.filter(|_| admitted || !self.is_reserved()))
                 .map(|status| status.convert_clock(self.now_us, now_us)),
-            charged_at_us: self.outcome.charged_at_us,
             override_expires_at_ms: expires_at_ms,
+            ..self.outcome
         }
     }
 
@@ -114,7 +111,7 @@ impl RedisRouter {
         self: Arc<Self>,
         mut waiting: Vec<HashSlotCharges>,
         deadline: Instant,
-        result_sender: oneshot::Sender<SplitResult>,
+        result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
     ) {
         let charge_count = waiting.iter().map(|part| part.charges.len()).sum();
         let fails_closed = waiting.iter().any(HashSlotCharges::fails_closed);
@@ -141,8 +138,11 @@ impl RedisRouter {
         let outcomes = collect_outcomes(&decided);
         let decision = merge_decisions(charge_count, &decided, &outcomes);
         let is_refused = decided.iter().any(DecidedPart::is_refused);
-        let is_forwarded =
-            send_result_and_await_forwarding(&decided, decision, result_sender).await;
+        let without_answer = decision.is_none().then_some(RedisErrorKind::ClusterDown);
+        let failure = decided.iter().find_map(DecidedPart::failure);
+        let failure = failure.or(without_answer);
+        let failure = failure.map(|kind| self.decision_failure(kind));
+        let is_forwarded = send_result(decision, failure, result_sender).await;
         let is_dropped = !is_forwarded && !is_refused;
         let corrections: Vec<Settlement<'_>> = outcomes
             .iter()
@@ -217,28 +217,29 @@ impl RedisRouter {
 
 /// Sends the result to the caller, and waits for the confirmation of a partial decision. Returns
 /// whether the request is forwarded.
-async fn send_result_and_await_forwarding(
-    decided: &[DecidedPart],
+async fn send_result(
     decision: Option<Decision>,
-    result_sender: oneshot::Sender<SplitResult>,
+    failure: Option<DecisionFailure>,
+    result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
 ) -> bool {
-    let failure = decided.iter().find_map(DecidedPart::failure);
     match (decision, failure) {
-        // A refusal is final, whatever the failed parts would have decided.
-        (Some(decision), _) if !decision.admitted => {
-            drop(result_sender.send(Ok(decision)));
-            false
-        }
-        (Some(decision), None) => result_sender.send(Ok(decision)).is_ok(),
-        (Some(decision), Some(failure)) => {
+        (Some(decision), Some(failure)) if decision.admitted => {
             let (partial, confirmed) = PartialDecision::new(decision);
-            drop(result_sender.send(Err((failure, Some(Box::new(partial))))));
+            drop(result_sender.send(Err(DecisionFailure {
+                partial: Some(Box::new(partial)),
+                ..failure
+            })));
             // The channel is closed if the caller does not forward the request.
             confirmed.await.is_ok()
         }
-        (None, failure) => {
-            let failure = failure.unwrap_or(RedisErrorKind::ClusterDown);
-            drop(result_sender.send(Err((failure, None))));
+        // A refusal is final, whatever the failed parts would have decided.
+        (Some(decision), _) => {
+            let is_admitted = decision.admitted;
+            result_sender.send(Ok(decision)).is_ok() && is_admitted
+        }
+        (None, None) => false,
+        (None, Some(failure)) => {
+            drop(result_sender.send(Err(failure)));
             false
         }
     }
@@ -301,6 +302,7 @@ fn merge_decisions(
 mod tests {
     use super::*;
     use crate::limiter::{Algorithm, Key, KeyBuilder, Refusal};
+    use crate::store::StoreUnavailable;
 
     const SLIDING_LOG_LIMIT: Limit = Limit {
         requests: 9,
@@ -512,18 +514,24 @@ mod tests {
             ];
             let decided = decided_parts(charges, answers);
             let (sender, receiver) = oneshot::channel();
-            let sending =
-                send_result_and_await_forwarding(&decided, Some(merge_two_parts(&decided)), sender);
+            let failure = decided.iter().find_map(DecidedPart::failure);
+            let failure = failure.map(|kind| {
+                DecisionFailure::from(StoreUnavailable {
+                    kind: kind.into_str(),
+                    retry_after_us: 0,
+                })
+            });
+            let sending = send_result(Some(merge_two_parts(&decided)), failure, sender);
             // The caller drops a partial decision at once.
             let (is_forwarded, result) = tokio::join!(sending, async {
                 receiver
                     .await
                     .unwrap()
-                    .map_err(|(failure, partial)| (failure, partial.is_some()))
+                    .map_err(|failure| (failure.unavailable.kind, failure.partial.is_some()))
             });
             (is_forwarded, result)
         };
-        let failed = Err((RedisErrorKind::Timeout, true));
+        let failed = Err(("timeout", true));
         assert_eq!(
             send(false, [Ok(admitted_decision(10)), timed_out()]).await,
             (false, failed.clone())

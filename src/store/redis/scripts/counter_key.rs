@@ -1,7 +1,7 @@
 //! The keys of counters and of the membership sets in Redis.
 
 use super::ScriptLibrary;
-use crate::limiter::{Algorithm, Calendar, CalendarUnit, Charge, Key, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Calendar, Charge, Key, Limit, MAX_UNITS};
 
 /// A readable part of a key longer than this many bytes is left out.
 const MAX_READABLE_KEY_BYTES: usize = 64;
@@ -20,20 +20,10 @@ impl ScriptLibrary {
         key
     }
 
-    /// The name of the counter at a position, counted from 1 as in the script, without its readable
-    /// part.
-    pub(crate) fn counter_name_by_position(
-        &self,
-        charges: &[Charge<'_>],
-        position: usize,
-    ) -> String {
+    /// The name of a charge's counter: its key without the readable part.
+    pub(crate) fn counter_name(&self, charge: &Charge<'_>) -> String {
         let mut name = String::new();
-        if let Some(charge) = position
-            .checked_sub(1)
-            .and_then(|position| charges.get(position))
-        {
-            self.push_counter_name(&mut name, charge);
-        }
+        self.push_counter_name(&mut name, charge);
         name
     }
 
@@ -113,7 +103,8 @@ impl ScriptLibrary {
         let mut words = rest.splitn(3, ':');
         let (algorithm, period, readable) = (words.next()?, words.next()?, words.next());
         let (per_us, variant) = period.split_once('+').unwrap_or((period, "0"));
-        if let ("fixed_window", Some(calendar)) = (algorithm, parse_calendar(per_us, variant)) {
+        if let ("fixed_window", Some(calendar)) = (algorithm, Calendar::from_names(per_us, variant))
+        {
             let limit = Limit::per_calendar_period(MAX_UNITS, calendar);
             return Some((limit, readable.map(str::to_owned)));
         }
@@ -163,12 +154,6 @@ impl ScriptLibrary {
         let ids = format!("{instances}:{{{instances}}}");
         [instances, ids]
     }
-}
-
-fn parse_calendar(unit: &str, zone_name: &str) -> Option<Calendar> {
-    let mut units = CalendarUnit::ALL.into_iter();
-    let unit = units.find(|known| known.as_str() == unit)?;
-    Calendar::new(unit, zone_name)
 }
 
 pub(crate) fn push_hex_id(text: &mut String, id: u128) {

@@ -14,6 +14,9 @@ const MAX_EXACT_TIME_US: u64 = 1 << 53;
 /// In a reply: the expiry of an override follows.
 const OVERRIDE_EXPIRES: i64 = -4;
 
+/// In a reply: the value at the key of the override is no override.
+const FOREIGN_OVERRIDE: i64 = -5;
+
 /// The position of a caller among those with the same request, from 0 in the order of arrival.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CallerPosition {
@@ -105,13 +108,14 @@ fn parse_charge_outcome(
     position: CallerPosition,
     mut next_number: impl FnMut() -> Option<i64>,
 ) -> Option<ChargeOutcome> {
-    let (mut in_effect, mut expires_at_ms) = (None, None);
+    let (mut in_effect, mut expires_at_ms, mut has_foreign_override) = (None, None, false);
     if charge.dynamic.is_some() {
         let mut requests = next_number()?;
         if requests == OVERRIDE_EXPIRES {
             expires_at_ms = Some(u64::try_from(next_number()?).ok()?);
             requests = next_number()?;
         }
+        has_foreign_override = requests == FOREIGN_OVERRIDE;
         in_effect = parse_override([requests, next_number()?])?;
     }
     let limit = charge.limit.with_override(in_effect);
@@ -134,13 +138,14 @@ fn parse_charge_outcome(
         status: Some(status),
         charged_at_us: None,
         override_expires_at_ms: expires_at_ms,
+        has_foreign_override,
     })
 }
 
 /// Parses the override of a charge; `Some(None)` without one. Returns `None` for impossible values.
 fn parse_override([requests, burst]: [i64; 2]) -> Option<Option<OverrideInEffect>> {
     Some(match (requests, burst) {
-        (-1, 0) => None,
+        (-1 | FOREIGN_OVERRIDE, 0) => None,
         (-2, 0) => Some(OverrideInEffect::Unlimited),
         (-3, 0) => Some(OverrideInEffect::Blocked),
         _ => Some(OverrideInEffect::Amounts {
