@@ -197,11 +197,16 @@ impl Enforcer {
         }
     }
 
+    /// Waits, for a bounded time, until the units that a response returned are in the store.
+    pub async fn wait_for_returned_units(&self) {
+        self.settlements.wait_for_returned_units().await;
+    }
+
     /// Waits, for a bounded time, until settlements and slot releases are sent, leases are
     /// returned, and the instance has left the membership.
     pub async fn shut_down(&self) {
         tokio::join!(
-            self.settlements.wait_until_all_sent(),
+            self.settlements.wait_until_all_applied(),
             self.slots.wait_until_releases_sent()
         );
         self.store.return_units_and_leave_membership().await;

@@ -16,6 +16,8 @@ const UPSTREAM_ERRORS_MIN_PERCENT: u64 = 50;
 /// Smallest number of requests, and smallest percentage of refusals among them, that are reported.
 const REFUSALS_MIN_REQUESTS: u64 = 20;
 const REFUSALS_MIN_PERCENT: u64 = 60;
+/// Smallest number of requests without an answer of a store that is up that is reported.
+const DEGRADED_MIN_REQUESTS: u64 = 5;
 /// Percentage of `maxmemory` from which the memory of Redis is reported.
 const REDIS_MEMORY_PERCENT: u64 = 90;
 /// Maximum number of policies that a text about an outage names for each effect.
@@ -44,7 +46,10 @@ pub(super) struct Problem {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct RecentTraffic {
     requests: u64,
+    /// Requests that a limit or a policy refused.
     refused: u64,
+    /// Requests that were decided without the store.
+    degraded: u64,
     /// Requests that were forwarded to the upstream, or should have been.
     forwarded: u64,
     /// Forwarded requests without a response.
@@ -95,7 +100,11 @@ pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<
         .iter()
         .map(|entry| entry.text.as_str())
         .collect();
-    problems.extend(find_traffic_problems(RecentTraffic::read(view), &paths));
+    let recent = RecentTraffic::read(view);
+    problems.extend(find_traffic_problems(recent, &paths));
+    if status.store_outage.is_none() && status.store_up {
+        problems.extend(find_degraded_requests(recent));
+    }
     problems.extend(find_configuration_problems(status));
     if view.metrics.untrusted_forwarding_count() > 0 {
         problems.push(Problem::warning(
@@ -141,6 +150,19 @@ fn find_store_problem(address: &str, status: &ProcessStatus) -> Option<Problem> 
     Some(Problem::error("store", title, remedy))
 }
 
+/// Requests without an answer of a store that is up, such as those about two hash slots of a cluster
+/// that is configured as one server.
+fn find_degraded_requests(recent: RecentTraffic) -> Option<Problem> {
+    let RecentTraffic {
+        requests, degraded, ..
+    } = recent;
+    let title = format!(
+        "{degraded} of the {requests} requests of the last minute were decided without the store, which is up now"
+    );
+    let remedy = "if this goes on, `tidegate doctor` names the cause; tidegate_store_errors_total counts errors by kind";
+    (degraded >= DEGRADED_MIN_REQUESTS).then(|| Problem::warning("degraded", title, remedy))
+}
+
 /// `app_error_paths` are the paths with the most errors of the app.
 fn find_traffic_problems(recent: RecentTraffic, app_error_paths: &[&str]) -> Vec<Problem> {
     let mut problems = Vec::new();
@@ -150,6 +172,7 @@ fn find_traffic_problems(recent: RecentTraffic, app_error_paths: &[&str]) -> Vec
         forwarded,
         failed,
         app_errors,
+        ..
     } = recent;
     let is_frequent = |errors| {
         forwarded >= UPSTREAM_ERRORS_MIN_REQUESTS
@@ -272,16 +295,18 @@ impl RecentTraffic {
                 .map(|count| u64::from(*count))
                 .sum()
         };
-        let refused = sum(&REFUSED_REQUEST_COUNTERS);
-        let admitted = sum(&["allowed", "delayed", "degraded"]);
-        let forwarded = admitted.saturating_sub(sum(&["degraded_refused"]));
+        let refused = sum(&["rejected", "blocked", "denied"]);
+        let (degraded, degraded_refused) = (sum(&["degraded"]), sum(&["degraded_refused"]));
+        let admitted = sum(&["allowed", "delayed"]) + degraded;
+        let forwarded = admitted.saturating_sub(degraded_refused);
         let [failed, app_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {
             let [failed, app_errors] = second.failures;
             [a + u64::from(failed), b + u64::from(app_errors)]
         });
         Self {
-            requests: forwarded + refused + sum(&["malformed"]),
+            requests: admitted + refused + sum(&["malformed"]),
             refused,
+            degraded,
             forwarded,
             failed: failed.min(forwarded),
             app_errors: app_errors.min(forwarded),
@@ -306,6 +331,7 @@ mod tests {
         let recent = RecentTraffic {
             requests,
             refused,
+            degraded: 0,
             forwarded: requests - refused,
             failed,
             app_errors: 0,

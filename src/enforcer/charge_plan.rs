@@ -323,6 +323,10 @@ impl<'t> ChargePlan<'t> {
             let limits = planned_policy.limits.iter();
             let limits = limits.zip(outcomes.get(positions.limits)?);
             let limits = limits.filter(|(named, _)| !is_concurrency_limit(&named.limit));
+            let is_last = limits.clone().any(|(_, outcome)| {
+                let status = outcome.status;
+                status.is_some_and(|status| status.remaining < cost.estimate)
+            });
             let counters = limits.map(|(named, outcome)| {
                 let limit = outcome.limit_in_effect(&named.limit);
                 // Without a recorded time, no units are credited.
@@ -340,6 +344,7 @@ impl<'t> ChargePlan<'t> {
                 counters: counters.collect(),
                 counted: response_counters.collect(),
                 settlements: settlements.clone(),
+                is_last,
             })
         });
         estimates.collect()

@@ -17,6 +17,9 @@ pub struct EstimatedCharge {
     /// The response counters, if only those start the block of the policy.
     pub(super) counted: Vec<LimitAndKey>,
     pub(super) settlements: SettlementQueue,
+    /// Whether a limit has less left than the estimate, so that it refuses the key's next request
+    /// until units are returned.
+    pub(super) is_last: bool,
 }
 
 impl EstimatedCharge {
@@ -28,6 +31,11 @@ impl EstimatedCharge {
     /// Whether the actual cost is in the response body.
     pub fn is_settled_from_body(&self) -> bool {
         matches!(self.cost.actual_source, ActualCostSource::Json(_))
+    }
+
+    /// Whether the key's next request depends on the units that the head of the response returns.
+    pub fn delays_response(&self) -> bool {
+        self.is_last && !self.is_settled_from_body()
     }
 
     /// Settles the charge of a request that was not sent: by the status of the reply if the status

@@ -72,7 +72,7 @@ pub use regex_spelling::accept_marked_letters;
 pub use request_amounts::{RequestAmounts, read_request_amounts};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use self_service_settings::SelfServiceSettings;
-pub use table::{MatchingPolicies, PolicyTable, RateLimitHeaderSettings};
+pub use table::{MatchingPolicies, PolicyTable, RateLimitHeaderSettings, dashed_name};
 pub use value_checks::{HeaderValueError, ValueChecks};
 pub use value_pattern::ValuePattern;
 pub use whole_number::parse_whole_number;

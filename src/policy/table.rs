@@ -31,6 +31,8 @@ pub struct PolicyTable {
     policies: Vec<Policy>,
     policy_index: PolicyIndex,
     referenced_headers: HashSet<HeaderName>,
+    /// The names that CGI-like upstreams read for referenced headers with `_` and the like.
+    dashed_headers: HashSet<HeaderName>,
     /// The headers whose values are compared or are part of a key, without duplicates.
     value_headers: Vec<HeaderName>,
     depends_on_client_ip: bool,
@@ -63,9 +65,9 @@ impl PolicyTable {
     ) -> Self {
         policies.sort_by_key(|policy| std::cmp::Reverse(policy.priority));
         let policy_index = PolicyIndex::from_policies(&policies);
-        let mut referenced_headers: HashSet<HeaderName> =
+        let mut headers: Vec<HeaderName> =
             policies.iter().flat_map(headers_referenced_by).collect();
-        referenced_headers.insert(client.ip_header.clone());
+        headers.push(client.ip_header.clone());
         let mut value_headers: Vec<HeaderName> = Vec::new();
         let enforced = policies.iter().filter(|policy| may_reject(policy));
         for name in enforced.flat_map(value_headers_of) {
@@ -74,7 +76,7 @@ impl PolicyTable {
             }
         }
         let distinguishes_clients = policies.iter().any(policy_depends_on_client_ip);
-        Self {
+        let mut table = Self {
             path,
             client,
             rate_limit_headers,
@@ -83,12 +85,15 @@ impl PolicyTable {
             cors: CorsOrigins::default(),
             policies,
             policy_index,
-            referenced_headers,
+            referenced_headers: HashSet::default(),
+            dashed_headers: HashSet::default(),
             value_headers,
             depends_on_client_ip: distinguishes_clients,
             token_reader: None,
             self_service: None,
-        }
+        };
+        table.reference_headers(headers);
+        table
     }
 
     /// Returns the table with a token reader. Without token settings, every claim is absent.
@@ -97,9 +102,17 @@ impl PolicyTable {
         let claims = self.policies.iter().flat_map(claims_referenced_by);
         let claims: IndexSet<jwt::ClaimName> = claims.collect();
         if !claims.is_empty() {
-            self.referenced_headers.insert(settings.header.clone());
+            self.reference_headers(vec![settings.header.clone()]);
             self.token_reader = Some(Arc::new(jwt::TokenReader::new(settings, claims)));
         }
+        self
+    }
+
+    /// Returns the table with the header that marks requests. Only tidegate sets it.
+    #[must_use]
+    pub fn with_mark_header(mut self, name: HeaderName) -> Self {
+        self.dashed_headers.extend(dashed_name(&name));
+        self.mark_header = name;
         self
     }
 
@@ -107,7 +120,7 @@ impl PolicyTable {
     /// those that policies read: the app may read them.
     #[must_use]
     pub fn with_trusted_headers(mut self, names: Vec<HeaderName>) -> Self {
-        self.referenced_headers.extend(names.iter().cloned());
+        self.reference_headers(names.clone());
         self.trusted_headers = names;
         self
     }
@@ -183,6 +196,26 @@ impl PolicyTable {
         self.referenced_headers.contains(name)
     }
 
+    fn reference_headers(&mut self, names: Vec<HeaderName>) {
+        self.dashed_headers
+            .extend(names.iter().filter_map(dashed_name));
+        self.referenced_headers.extend(names);
+    }
+
+    /// Whether a name differs from that of a header that policies read only by `_`, `.` and other
+    /// characters for `-`: an app may read one for the other.
+    pub fn has_look_alike(&self, headers: &HeaderMap) -> bool {
+        let is_look_alike = |name: &HeaderName| {
+            let dashed = dashed_name(name);
+            !self.reads_header(name)
+                && *name != self.mark_header
+                && self
+                    .dashed_headers
+                    .contains(dashed.as_ref().unwrap_or(name))
+        };
+        !self.dashed_headers.is_empty() && headers.keys().any(is_look_alike)
+    }
+
     /// Checks the headers whose values keys and conditions read.
     ///
     /// # Errors
@@ -196,6 +229,20 @@ impl PolicyTable {
     pub fn referenced_headers(&self) -> impl Iterator<Item = &HeaderName> {
         self.referenced_headers.iter()
     }
+}
+
+/// The name with `-` for each character that is no letter and no digit, as CGI-like upstreams read
+/// it, if that is another name.
+pub fn dashed_name(name: &HeaderName) -> Option<HeaderName> {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    let bytes = name.as_str().as_bytes();
+    if bytes.iter().all(|byte| is_plain(*byte)) {
+        return None;
+    }
+    let dashed = bytes
+        .iter()
+        .map(|byte| if is_plain(*byte) { *byte } else { b'-' });
+    HeaderName::from_bytes(&dashed.collect::<SmallVec<[u8; 64]>>()).ok()
 }
 
 /// Whether the policy is enforced, at least for some keys.

@@ -96,7 +96,9 @@ impl ProxyService {
         };
         let inbound = match restore_original_request(&mut parts, proxy_kind) {
             // The proxy in front forwards the path, as the client sent it.
-            Ok(()) => self.validate_request_head(&mut parts, &context, ForwardedPath::Unchanged),
+            Ok(()) => {
+                self.validate_request_head(&mut parts, &context, ForwardedPath::Unchanged, false)
+            }
             Err(AuthRequestError::TargetInvalid) => {
                 Err(local_replies::build_invalid_request_reply(
                     RequestValidationError::Target.into(),

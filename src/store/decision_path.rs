@@ -280,15 +280,18 @@ impl<'s> RedisDecisionPath<'s> {
         }
         // The request's own units come first: a lease takes what is left. On one connection, both
         // share a batch in this order. In a cluster, a call about several slots is queued later.
-        let (is_cluster, mut is_passed) = (self.redis.is_cluster(), false);
-        let on_passed = || match is_cluster {
-            true => is_passed = true,
-            false => permits.start_refills(),
+        // A refused request of several units leaves some: these are for requests, not for a lease.
+        let has_small_costs = charges.iter().all(|charge| charge.cost <= 1);
+        let (starts_at_once, mut is_passed) = (has_small_costs && !self.redis.is_cluster(), false);
+        let on_passed = || match starts_at_once {
+            true => permits.start_refills(),
+            false => is_passed = true,
         };
         let decided = self
             .check_and_decide(&unleased.charges, requested_at, on_passed)
             .await;
-        if is_passed {
+        let is_admitted = |(decision, _): &(Decision, _)| decision.admitted;
+        if is_passed && (has_small_costs || decided.as_ref().is_ok_and(is_admitted)) {
             permits.start_refills();
         }
         let (decision, source) = match decided {

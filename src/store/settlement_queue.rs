@@ -5,17 +5,22 @@
 //! written back after the outage ([`Store::apply_settlements`]). All other settlements that failed
 //! are lost and counted.
 
-use super::{PendingSettlement, Settlement, Store, wait_until_drained};
+use super::{FLUSH_TIMEOUT, PendingSettlement, Settlement, Store};
 use crate::limiter::Amendment;
 use crate::telemetry::metrics::WorkerMetrics;
 use parking_lot::Mutex;
 use std::sync::Arc;
-use tokio::sync::Notify;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::time::timeout;
 
 /// Maximum number of queued settlements of one worker: about 4 MiB. Redis takes some thousands of
 /// settlements per second even at a distance of 5 ms. Credits may use only half of the queue,
 /// because a lost credit makes a limit too strict, but a lost charge makes it too lax.
 const MAX_PENDING_SETTLEMENTS: usize = 1 << 14;
+
+/// How long a response waits for the units that it returns.
+const MAX_WAIT_FOR_RETURNS: Duration = Duration::from_millis(100);
 
 /// Queue of one worker's settlements. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -25,11 +30,19 @@ pub struct SettlementQueue(Arc<SharedSettlementQueue>);
 struct SharedSettlementQueue {
     store: Store,
     metrics: Arc<WorkerMetrics>,
-    /// The queued settlements; `None` while no task is sending. Locked by one worker only. It is a
-    /// mutex because `Store` is `Send`.
-    pending: Mutex<Option<Vec<PendingSettlement>>>,
-    /// Notified when the queue is empty and all settlements are sent.
-    drained: Notify,
+    /// Locked by one worker only. It is a mutex because `Store` is `Send`.
+    queued: Mutex<QueuedSettlements>,
+    /// The number of the newest batch that Redis has answered, or that has failed.
+    answered_batch: watch::Sender<u64>,
+}
+
+/// The next batch of settlements.
+#[derive(Debug, Default)]
+struct QueuedSettlements {
+    pending: Vec<PendingSettlement>,
+    /// Number of batches that were taken to be sent.
+    taken_batches: u64,
+    is_sending: bool,
 }
 
 impl SettlementQueue {
@@ -38,8 +51,8 @@ impl SettlementQueue {
         Self(Arc::new(SharedSettlementQueue {
             store,
             metrics,
-            pending: Mutex::default(),
-            drained: Notify::new(),
+            queued: Mutex::default(),
+            answered_batch: watch::Sender::default(),
         }))
     }
 
@@ -53,22 +66,36 @@ impl SettlementQueue {
         if settlements.peek().is_none() {
             return;
         }
-        let mut queue = self.0.pending.lock();
-        let pending = queue.get_or_insert_with(|| {
+        let mut queued = self.0.queued.lock();
+        if !std::mem::replace(&mut queued.is_sending, true) {
             tokio::spawn(send_settlements(Arc::clone(&self.0)));
-            Vec::new()
-        });
+        }
         let lost_count = settlements
-            .map(|settlement| enqueue_settlement(pending, settlement))
+            .map(|settlement| enqueue_settlement(&mut queued.pending, settlement))
             .filter(|is_queued| !is_queued)
             .count();
         self.0.metrics.record_lost_settlements(lost_count);
     }
 
-    /// Waits until all queued settlements are sent, for at most [`super::FLUSH_TIMEOUT`].
-    pub async fn wait_until_all_sent(&self) {
-        let is_idle = || self.0.pending.lock().is_none();
-        wait_until_drained(&self.0.drained, is_idle).await;
+    /// Waits until all queued settlements are applied, for at most [`FLUSH_TIMEOUT`].
+    pub async fn wait_until_all_applied(&self) {
+        self.wait_until_applied(FLUSH_TIMEOUT).await;
+    }
+
+    /// Waits, for at most 100 ms, until the settlements that are queued now are applied: the next
+    /// request of a client finds the units that its last response returned.
+    pub async fn wait_for_returned_units(&self) {
+        self.wait_until_applied(MAX_WAIT_FOR_RETURNS).await;
+    }
+
+    async fn wait_until_applied(&self, at_most: Duration) {
+        let last_batch = {
+            let queued = self.0.queued.lock();
+            queued.taken_batches + u64::from(!queued.pending.is_empty())
+        };
+        let mut answered = self.0.answered_batch.subscribe();
+        let is_applied = answered.wait_for(|answered| *answered >= last_batch);
+        drop(timeout(at_most, is_applied).await);
     }
 }
 
@@ -88,14 +115,14 @@ fn enqueue_settlement(pending: &mut Vec<PendingSettlement>, settlement: PendingS
 /// Sends settlements until the queue is empty.
 async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
     loop {
-        let batch = {
-            let mut queue = queue.pending.lock();
-            let batch = queue.take().filter(|pending| !pending.is_empty());
-            *queue = batch.is_some().then(Vec::new);
-            batch
-        };
-        let Some(mut batch) = batch else {
-            return queue.drained.notify_waiters();
+        let (mut batch, number) = {
+            let mut queued = queue.queued.lock();
+            queued.is_sending = !queued.pending.is_empty();
+            if !queued.is_sending {
+                return;
+            }
+            queued.taken_batches += 1;
+            (std::mem::take(&mut queued.pending), queued.taken_batches)
         };
         // Credits of one counter, side by side, take Redis as long as one of them.
         batch.sort_by_key(|((limit, key), _)| (key.id(), limit.per_us));
@@ -105,6 +132,7 @@ async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
             let lost_count = error.unconfirmed.len();
             queue.metrics.record_lost_settlements(lost_count);
         }
+        queue.answered_batch.send_replace(number);
     }
 }
 

@@ -392,6 +392,12 @@ async fn malformed_header_blocks_and_bodies() {
                 .collect::<Vec<_>>(),
         )
     };
+    let trace = [
+        (":method", "TRACE"),
+        (":scheme", "http"),
+        (":authority", "a"),
+        (":path", "/bad"),
+    ];
     let wrong = StreamReset(PROTOCOL_ERROR);
     assert_outcomes([
         (
@@ -407,6 +413,14 @@ async fn malformed_header_blocks_and_bodies() {
                 (
                     "a pseudo-field after a regular field",
                     request_frame(1, &[&[("x", "1")], &bad[..]].concat()),
+                ),
+                (
+                    "TRACE with a body",
+                    [
+                        request_head_frame(1, &trace),
+                        encode_frame(DATA, END_STREAM, 1, "x"),
+                    ]
+                    .concat(),
                 ),
                 (":method twice", and(":method", "GET")),
                 (":path twice", and(":path", "/other")),

@@ -568,6 +568,29 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     );
 }
 
+/// A refused request leaves the units that it did not get to others, also to those of other
+/// instances.
+#[tokio::test]
+async fn a_refused_request_of_several_units_leases_none() {
+    let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
+    let policy = "cost = { header = 'x-cost', max = 9 }\nlease = { size = 3, ttl = '1m' }
+        limit = { requests = 4, per = '1h' }";
+    let proxy = start_proxy(&server, &upstream, policy).await;
+    let other = start_proxy(&server, &upstream, policy).await;
+    for (proxy, cost, status) in [
+        (&proxy, "5", 429),
+        (&proxy, "5", 429),
+        (&other, "2", 200),
+        (&proxy, "3", 429),
+        (&other, "2", 200),
+        (&other, "1", 429),
+    ] {
+        let request = proxy.request("GET", "/").header("x-cost", cost);
+        let reply = request.send().await;
+        assert_eq!(reply.status, status, "cost {cost}: {}", reply.text());
+    }
+}
+
 /// In a cluster, the charges of a request and its lease are separate calls. The lease takes what the
 /// request leaves.
 #[tokio::test]

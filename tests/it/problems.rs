@@ -54,6 +54,27 @@ async fn an_upstream_that_is_down_and_many_refusals_are_stated() {
     );
 }
 
+/// A decision about two keys fails in a cluster that is configured as one server; the probe, of one
+/// key, succeeds.
+#[tokio::test]
+async fn requests_without_an_answer_of_a_store_that_is_up_are_stated() {
+    let server = RedisServer::start_with(&["--cluster-enabled", "yes"]);
+    let _: () = server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
+    let config = format!(
+        "{}\n[[policy]]\nname = 'a'\nlimit = {{ requests = 1, per = '1h' }}
+        on_store_failure = 'closed'
+        [[policy]]\nname = 'b'\nlimit = {{ requests = 1, per = '1m' }}",
+        server.store_config()
+    );
+    let proxy = Proxy::start(&config, Upstream::echo().await.address).await;
+    let statuses = proxy.get_statuses("/", 30).await;
+    assert!(statuses.iter().all(|status| *status == 503), "{statuses:?}");
+    let hint = wait_for_hint(&proxy, "decided without the store").await;
+    assert_contains(&hint, &["30 of the 30 requests", "tidegate doctor"]);
+    let hints = get_readiness(&proxy, "*/*").await.text();
+    assert!(!hints.contains("a limit is too low"), "{hints}");
+}
+
 #[tokio::test]
 async fn errors_of_the_app_itself_are_told_apart_from_failed_connections() {
     for (status, reason) in [(504, "Gateway Timeout"), (500, "Internal Server Error")] {

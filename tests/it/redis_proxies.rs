@@ -57,7 +57,7 @@ async fn a_redis_proxy_is_recognized_and_decides() {
         );
         let log = proxy.log_text();
         assert_eq!(
-            log.matches("this looks like a Redis proxy").count(),
+            log.matches("this looks like a Redis proxy, or").count(),
             1,
             "{refusal:?}: {log}"
         );

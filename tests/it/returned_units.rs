@@ -299,3 +299,27 @@ async fn requests_that_redis_refuses_keep_the_distance_in_a_queue_of_the_instanc
     let response = send_as(&proxy, "last").await;
     assert!(remaining(&response, "pod") >= Some(99), "{response:?}");
 }
+
+/// A client sends one request after the other, on two connections in turn. None of its responses
+/// counts, so each request finds the unit that the last response returned.
+#[tokio::test]
+async fn a_client_in_sequence_finds_the_last_unit_returned() {
+    let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
+    let config = format!(
+        "{}\nlisten.threads = 2\n
+        [[policy]]\nname = 'customer'\nkey = ['client_ip']\non_store_failure = 'closed'
+        count_when = {{ status = [401] }}\nlimit = {{ requests = 1, per = '1h' }}",
+        server.store_config(),
+    );
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
+    let mut clients = [
+        RawClient::connect(proxy.address).await,
+        RawClient::connect(proxy.address).await,
+    ];
+    for nth in 0..200 {
+        let reply = clients[nth % 2]
+            .request("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            .await;
+        assert_eq!(reply.status, 200, "request {nth}: {}", reply.text());
+    }
+}

@@ -610,6 +610,57 @@ async fn similar_names_of_trusted_headers_are_bad_requests() {
     assert_eq!(status, 200);
 }
 
+/// WSGI apps read `X-Plan` and `x_plan` as one header.
+#[tokio::test]
+async fn other_spellings_of_headers_with_underscores_are_bad_requests() {
+    let upstream = Upstream::echo().await;
+    let config = "client.trusted_proxies = ['127.0.0.1']
+        client.trusted_headers = ['x_gw']
+        client.ip_header = 'x_real_client'
+        defaults.mark_header = 'x-tide_over'
+        [[policy]]
+        name = 'denied'
+        match = { headers = { x_plan = 'free' } }
+        action = 'deny'
+        [[policy]]
+        name = 'keyed'
+        key = ['header:x_tenant']
+        cost = { header = 'x_cost' }
+        limit = { requests = 1000, per = '1h' }";
+    let proxy = Proxy::start(config, upstream.address).await;
+    for name in [
+        "X-Plan",
+        "x.plan",
+        "X-Gw",
+        "X-Real-Client",
+        "x-real_client",
+        "x-tenant",
+        "X-Cost",
+        "X-Tide-Over",
+    ] {
+        let (status, _) = ask_http1(&proxy, "/", name, b"1").await;
+        assert_eq!(status, 400, "{name}");
+        let lower = name.to_ascii_lowercase();
+        let status = ask_http2(&proxy, &with_field(&lower, b"1")).await;
+        assert_eq!(status, Some(400), "{name}");
+    }
+    assert_eq!(upstream.requests().len(), 0);
+    for name in [
+        "x_plan",
+        "x_gw",
+        "x_tenant",
+        "x_cost",
+        "x-tide_over",
+        "x_other",
+        "x-other",
+    ] {
+        let (status, _) = ask_http1(&proxy, "/", name, b"1").await;
+        assert_eq!(status, 200, "{name}");
+    }
+    let (status, _) = ask_http1(&proxy, "/", "x_plan", b"free").await;
+    assert_eq!(status, 403);
+}
+
 #[tokio::test]
 async fn the_check_listener_rejects_the_same_values() {
     let config = format!(

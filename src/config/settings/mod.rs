@@ -122,9 +122,9 @@ fn assemble_policy_table(
     tokens: Option<policy::jwt::Settings>,
 ) -> PolicyTable {
     let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
-    let mut table = PolicyTable::new(policies, context.path, context.client, headers)
-        .with_trusted_headers(context.trusted_headers);
-    table.mark_header = context.mark_header;
+    let table = PolicyTable::new(policies, context.path, context.client, headers)
+        .with_trusted_headers(context.trusted_headers)
+        .with_mark_header(context.mark_header);
     match tokens {
         Some(tokens) => table.with_token_settings(tokens),
         None => table,

@@ -52,6 +52,9 @@ impl InboundRequest {
         let mut target = request_validation::validate_and_rewrite_request(parts, &|name| {
             *name == table.mark_header || table.reads_header(name)
         })?;
+        if table.has_look_alike(&parts.headers) {
+            return Err(RequestValidationError::AmbiguousHeaderName.into());
+        }
         let client = ClientAddress::identify(peer, &parts.headers, &table.client);
         // Only tidegate marks requests and states certificates: policies and the upstream never see
         // what a client writes there. The names are compared first: without such a header, this is

@@ -40,7 +40,8 @@ impl ProxyService {
         let context = RequestContext::new(&parts, origin.as_ref(), peer, table);
 
         // 1. Read and validate: only requests with one possible reading are accepted.
-        let inbound = match self.validate_request_head(&mut parts, &context, table.path.forward) {
+        let (forward, has_body) = (table.path.forward, !body.is_end_stream());
+        let inbound = match self.validate_request_head(&mut parts, &context, forward, has_body) {
             Ok(inbound) => inbound,
             Err(reply) => return self.reject_invalid_request(&parts, body, &context, *reply),
         };
@@ -100,7 +101,11 @@ impl ProxyService {
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());
+        let is_awaited = estimates.iter().any(EstimatedCharge::delays_response);
         let response = self.respond_to_result(result, sent, estimates, &mut summary);
+        if is_awaited {
+            Box::pin(self.enforcer.wait_for_returned_units()).await;
+        }
         let mut response = self.complete_response(response, &mut summary, &verdict);
         let body = response.body_mut();
         body.attach_guards(slot_guard, summary.recording.take());

@@ -15,25 +15,29 @@ use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Request, Response, header, request};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, header, request};
 use ipnet::IpNet;
 use std::time::Duration;
 
 impl ProxyService {
-    /// Validates the request head, or returns the error response.
+    /// Validates the request head, or returns the error response. `has_body` is false if the body is
+    /// known to be empty.
     pub(crate) fn validate_request_head(
         &self,
         parts: &mut request::Parts,
         context: &RequestContext<'_>,
         forward: ForwardedPath,
+        has_body: bool,
     ) -> Result<InboundRequest, Box<Response<Bytes>>> {
         let RequestContext {
             peer, table, style, ..
         } = *context;
-        let has_too_many_headers = exceeds_header_count(&parts.headers, self.max_headers);
-        let inbound = match has_too_many_headers {
-            true => Err(RequestValidationError::TooManyHeaders.into()),
-            false => InboundRequest::validate_and_rewrite(parts, peer.addr.ip(), table, forward),
+        let inbound = if exceeds_header_count(&parts.headers, self.max_headers) {
+            Err(RequestValidationError::TooManyHeaders.into())
+        } else if has_body && parts.method == Method::TRACE {
+            Err(RequestValidationError::TraceBody.into())
+        } else {
+            InboundRequest::validate_and_rewrite(parts, peer.addr.ip(), table, forward)
         };
         let inbound = inbound.map_err(|error| {
             tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");

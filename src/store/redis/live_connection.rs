@@ -168,7 +168,9 @@ impl SharedRedisState {
             is_behind_proxy,
         ) {
             (false, true) => {
-                tracing::warn!("redis refuses script calls without keys; treated as a Redis proxy")
+                tracing::warn!(
+                    "this looks like a Redis proxy: it refuses script calls without keys"
+                )
             }
             (true, false) => tracing::info!(
                 "redis accepts script calls without keys; no longer treated as a Redis proxy"

@@ -1,7 +1,7 @@
 //! One pass over the headers of a request: framing, hop-by-hop headers and protected names.
 
 use super::error::RequestValidationError;
-use crate::policy::parse_whole_number;
+use crate::policy::{dashed_name, parse_whole_number};
 use crate::proxy::http::client_cert::is_client_cert_field;
 use crate::proxy::http::hop_by_hop::{headers_named_in_connection, is_hop_by_hop, list_elements};
 use http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -113,17 +113,8 @@ fn check_ambiguous_name(
     name: &HeaderName,
     reads_header: &dyn Fn(&HeaderName) -> bool,
 ) -> Result<(), RequestValidationError> {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    let bytes = name.as_str().as_bytes();
-    if bytes.iter().all(|byte| is_plain(*byte)) {
-        return Ok(());
-    }
-    let dashed: SmallVec<[u8; 64]> = bytes
-        .iter()
-        .map(|b| if is_plain(*b) { *b } else { b'-' })
-        .collect();
-    match HeaderName::from_bytes(&dashed) {
-        Ok(normalized) if is_protected(&normalized, reads_header) => {
+    match dashed_name(name) {
+        Some(dashed) if is_protected(&dashed, reads_header) => {
             Err(RequestValidationError::AmbiguousHeaderName)
         }
         _ => Ok(()),
