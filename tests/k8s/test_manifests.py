@@ -180,6 +180,13 @@ class Objects(unittest.TestCase):
                              patches=[{"target": {"kind": "Deployment"}, "patch": yaml.dump(patch)}])
         self.assertEqual(named(made, "Deployment", "theirs")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"], 300)
 
+    def test_the_component_never_changes_a_grace_period_of_the_app(self):
+        for seconds in (30, 300):
+            theirs = workload("Deployment", "theirs", {"tidegate": "sidecar"})
+            theirs["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = seconds
+            with self.assertRaisesRegex(AssertionError, "grace-period-60-s-more-by-patches.*terminationGracePeriodSeconds failed"):
+                with_sidecars([theirs])
+
     def test_the_component_fails_without_a_labelled_workload(self):
         without = [[], [workload("Deployment", "theirs", {})], [workload("Deployment", "theirs", {"tidegate": "side-car"})],
                    [workload("DaemonSet", "theirs", {"tidegate": "sidecar"}), workload("StatefulSet", "beside", {})]]

@@ -1,17 +1,19 @@
 {{- define "tidegate.name" -}}
-{{- $name := .Values.name | default .Release.Name -}}
-{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,53}[a-z0-9])?$" $name) }}{{ fail (printf "the release's name %q cannot name a Service; set `name`" $name) }}{{ end -}}
+{{- /* The chart's name is its alias, if the chart that depends on it gives one. */ -}}
+{{- $alias := ternary "" (printf "-%s" .Chart.Name) (eq .Chart.Name "tidegate") -}}
+{{- $name := .Values.name | default (print .Release.Name $alias) -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]{0,53}[a-z0-9])?$" $name) }}{{ fail (printf "the name %q cannot name a Service; set `name`" $name) }}{{ end -}}
 {{- $name -}}
 {{- end -}}
 
 {{- define "tidegate.selector" -}}
-app.kubernetes.io/name: {{ include "tidegate.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "tidegate.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- /* Selects the pods with this release's sidecar, also in charts that depend on this one. */ -}}
 {{- define "tidegate.sidecarSelector" -}}
-tidegate/name: {{ include "tidegate.name" . }}
+tidegate/name: {{ include "tidegate.name" . | quote }}
 {{- end -}}
 
 {{- /* The metadata of an object: (list . name labels). */ -}}
@@ -19,8 +21,8 @@ tidegate/name: {{ include "tidegate.name" . }}
 {{- $root := index . 0 -}}
 {{- $labels := dict "helm.sh/chart" (printf "%s-%s" $root.Chart.Name $root.Chart.Version) "app.kubernetes.io/managed-by" $root.Release.Service -}}
 {{- $labels = merge $labels (index . 2) (include "tidegate.selector" $root | fromYaml) $root.Values.labels -}}
-name: {{ index . 1 }}
-namespace: {{ $root.Release.Namespace }}
+name: {{ index . 1 | quote }}
+namespace: {{ $root.Release.Namespace | quote }}
 labels: {{- toYaml $labels | nindent 2 }}
 {{- end -}}
 
@@ -28,8 +30,9 @@ labels: {{- toYaml $labels | nindent 2 }}
 {{- define "tidegate.halfOfMemory" -}}
 {{- $unit := regexFind "[A-Za-z]*$" . -}}
 {{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 -}}
-{{- if not (hasKey $units $unit) }}{{ fail (printf "sidecar.resources.limits.memory: found %s; expected a number with Ki, Mi, Gi, k, M or G" .) }}{{ end -}}
-{{- mulf (trimSuffix $unit . | float64) (get $units $unit) 0.5 | int64 -}}
+{{- $half := mulf (trimSuffix $unit . | float64) (get $units $unit | default 0) 0.5 | int64 -}}
+{{- if lt $half 1024 }}{{ fail (printf "sidecar.resources.limits.memory: found %s; expected a number with Ki, Mi, Gi, k, M or G, at least 2Ki" .) }}{{ end -}}
+{{- $half -}}
 {{- end -}}
 
 {{- /* Seconds of a duration such as 10s or 1m30s, rounded up. */ -}}
@@ -67,13 +70,25 @@ labels: {{- toYaml $labels | nindent 2 }}
 {{- with .Values.redis.secret }}
 - name: tidegate-redis
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
 {{- end }}
 {{- with .Values.tls.secret }}
 - name: tidegate-tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ quote . }}
 {{- end }}
+{{- end -}}
+
+{{- /* Appends the probes of a container that the proxy answers to a dictionary's `probes`: (list dictionary container). */ -}}
+{{- define "tidegate.findProbes" -}}
+{{- $found := index . 0 -}}
+{{- $container := index . 1 -}}
+{{- $ports := list "8080" -}}
+{{- range $container.ports }}{{ if eq (toString .containerPort) "8080" }}{{ $ports = append $ports (get . "name") }}{{ end }}{{ end -}}
+{{- range pick $container "startupProbe" "readinessProbe" "livenessProbe" -}}
+{{- $request := .httpGet | default .grpc | default dict -}}
+{{- if and (has (toString $request.port) $ports) (not $request.host) }}{{ $_ := set $found "probes" (append $found.probes .) }}{{ end -}}
+{{- end -}}
 {{- end -}}
 
 {{- /*
@@ -82,9 +97,13 @@ Adds the sidecar to a workload, and returns it as YAML: (list . workload), where
 */ -}}
 {{- define "tidegate.inject" -}}
 {{- $root := index . 0 -}}
+{{- if not $root }}{{ fail "tidegate.inject: the first argument is no chart; expected .Subcharts.NAME with the name or alias of an enabled dependency" }}{{ end -}}
 {{- $workload := index . 1 | fromYaml -}}
 {{- with $workload.Error }}{{ fail (printf "tidegate.inject: the workload is not valid YAML: %s" .) }}{{ end -}}
 {{- $what := printf "tidegate.inject: %s %s" $workload.kind (dig "metadata" "name" "" $workload) -}}
+{{- $documents := 0 -}}
+{{- range regexSplit "(?m)^---(\\s|$)" (index . 1) -1 }}{{ if fromYaml . }}{{ $documents = add1 $documents }}{{ end }}{{ end -}}
+{{- if gt $documents 1 }}{{ fail (printf "tidegate.inject: found %d documents, separated by ---, the first of them %s %s; expected only the workload. Move the others out of the template that you pass" $documents $workload.kind (dig "metadata" "name" "" $workload)) }}{{ end -}}
 {{- $template := dig "spec" "template" dict $workload -}}
 {{- $pod := get $template "spec" | default dict -}}
 {{- if not $pod.containers }}{{ fail (printf "%s has no spec.template.spec.containers; expected a Deployment, StatefulSet or DaemonSet" $what) }}{{ end -}}
@@ -96,9 +115,20 @@ Adds the sidecar to a workload, and returns it as YAML: (list . workload), where
 {{- $own := . -}}
 {{- range $volumes }}{{ if eq .name $own.name }}{{ fail (printf "%s has a volume %s, which is the sidecar's; rename it" $what .name) }}{{ end }}{{ end -}}
 {{- end -}}
+{{- $config := include "tidegate.config" $root | fromToml -}}
+{{- $probed := trimPrefix "tidegate.inject: " $what -}}
+{{- $found := dict "probes" list -}}
+{{- range concat ($pod.initContainers | default list) $pod.containers }}{{ include "tidegate.findProbes" (list $found .) }}{{ end -}}
+{{- range $found.probes -}}
+{{- if eq (dig "tls" "client_auth" "none" $config.listen) "require" }}{{ fail (printf "config: listen.tls.client_auth: the kubelet, which probes %s through the proxy, has no client certificate; expected \"optional\", or no probe of port 8080" $probed) }}{{ end -}}
+{{- if eq (dig "proxy_protocol" "off" $config.listen) "require" }}{{ fail (printf "config: listen.proxy_protocol: the kubelet, which probes %s through the proxy, does not speak it; expected no probe of port 8080" $probed) }}{{ end -}}
+{{- if $config.listen.tls -}}
+{{- if .grpc }}{{ fail (printf "%s: gRPC probes of the kubelet do not use TLS, which port 8080 requires; expected httpGet" $what) }}{{ end -}}
+{{- $_ := set .httpGet "scheme" (.httpGet.scheme | default "HTTPS") -}}
+{{- end -}}
+{{- end -}}
 {{- /* The app's hook ends after the proxy, and the app has 25 s to shut down. */ -}}
-{{- $shutdown := (include "tidegate.config" $root | fromToml).shutdown -}}
-{{- $drained := add (include "tidegate.seconds" $shutdown.delay) (include "tidegate.seconds" $shutdown.grace) 5 -}}
+{{- $drained := add (include "tidegate.seconds" $config.shutdown.delay) (include "tidegate.seconds" $config.shutdown.grace) 5 -}}
 {{- $app := index $pod.containers 0 -}}
 {{- $lifecycle := $app.lifecycle | default dict -}}
 {{- $sleep := $drained -}}
