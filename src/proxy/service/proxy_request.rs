@@ -21,6 +21,7 @@ use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::{Request, Response, request};
+use http_body::Body as _;
 use std::cell::Cell;
 use std::net::IpAddr;
 use std::pin::pin;
