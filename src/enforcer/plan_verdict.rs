@@ -14,10 +14,12 @@ use std::time::Duration;
 impl<'t> ChargePlan<'t> {
     /// Builds the verdict from a decision with one status per charge.
     pub(super) fn into_verdict(mut self, decision: &Decision) -> Verdict<'t> {
-        let mut verdict = Verdict::default();
-        verdict.now_us = decision.now_us;
-        verdict.delay = Duration::from_micros(decision.delay_us);
-        verdict.unenforced_rejections = take(&mut self.unenforced_rejections);
+        let mut verdict = Verdict {
+            now_us: decision.now_us,
+            delay: Duration::from_micros(decision.delay_us),
+            unenforced_rejections: take(&mut self.unenforced_rejections),
+            ..Verdict::default()
+        };
         let mut refusals = RefusalSummary::default();
         for (planned_policy, statuses) in self.policies_with_statuses(decision) {
             refusals.is_blocked |= statuses.is_blocked();

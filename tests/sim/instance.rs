@@ -13,7 +13,7 @@ use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
 use tidegate::limiter::{Algorithm, Charge, CounterScope, Key, KeyBuilder, Limit};
-use tidegate::policy::Descriptor;
+use tidegate::policy::{ActualCostSource, Descriptor};
 use tidegate::store::redis::{
     RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStore, SharedRedisState,
 };
@@ -387,9 +387,9 @@ async fn serve_request(
     for estimate in estimates {
         if let Some(actual) = request.actual {
             state.record(index, |record, _| record.is_settled = true);
-            match estimate.is_settled_by_status() {
-                true => estimate.settle_by_status(request.status()),
-                false => estimate.settle(actual),
+            match estimate.estimate_cost().actual_source {
+                ActualCostSource::Status(_) => estimate.settle_by_status(request.status()),
+                _ => estimate.settle(actual),
             }
         }
     }
