@@ -41,23 +41,6 @@ pub enum OverrideInEffect {
     },
 }
 
-impl KeyOverride {
-    /// The override for the limit of this name, if it has one.
-    pub fn for_limit(&self, name: &str) -> Option<OverrideInEffect> {
-        match self {
-            Self::Unlimited => Some(OverrideInEffect::Unlimited),
-            Self::Blocked => Some(OverrideInEffect::Blocked),
-            Self::Limits(limits) => {
-                let amounts = limits.iter().find(|amounts| *amounts.limit == *name)?;
-                Some(OverrideInEffect::Amounts {
-                    requests: amounts.requests,
-                    burst: amounts.burst.unwrap_or(amounts.requests),
-                })
-            }
-        }
-    }
-}
-
 impl OverrideInEffect {
     pub fn is_unlimited(self) -> bool {
         self == Self::Unlimited

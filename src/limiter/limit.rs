@@ -126,19 +126,11 @@ impl Limit {
         }
     }
 
-    /// The usual length of the shortest period.
-    pub fn shortest_period_us(&self) -> u64 {
+    /// The usual lengths of the shortest and of the longest period.
+    pub fn period_range_us(&self) -> (u64, u64) {
         match self.algorithm {
-            Algorithm::CalendarWindow { calendar } => calendar.unit().length_range_us().0,
-            _ => self.per_us,
-        }
-    }
-
-    /// The usual length of the longest period.
-    pub fn longest_period_us(&self) -> u64 {
-        match self.algorithm {
-            Algorithm::CalendarWindow { calendar } => calendar.unit().length_range_us().1,
-            _ => self.per_us,
+            Algorithm::CalendarWindow { calendar } => calendar.unit().length_range_us(),
+            _ => (self.per_us, self.per_us),
         }
     }
 

@@ -30,9 +30,20 @@ impl KeyOverride {
     /// The override for a charge. A block (`block_for`) has no amounts, but an unlimited key has no
     /// block.
     pub fn for_charge(&self, charge: &Charge<'_>) -> Option<OverrideInEffect> {
-        let in_effect = self.for_limit(charge.dynamic?)?;
-        let applies = !charge.is_block() || in_effect == OverrideInEffect::Unlimited;
-        applies.then(|| in_effect.clamp_to(charge.limit))
+        let name = charge.dynamic?;
+        let in_effect = match self {
+            Self::Unlimited => return Some(OverrideInEffect::Unlimited),
+            _ if charge.is_block() => return None,
+            Self::Blocked => OverrideInEffect::Blocked,
+            Self::Limits(limits) => {
+                let amounts = limits.iter().find(|amounts| *amounts.limit == **name)?;
+                OverrideInEffect::Amounts {
+                    requests: amounts.requests,
+                    burst: amounts.burst.unwrap_or(amounts.requests),
+                }
+            }
+        };
+        Some(in_effect.clamp_to(charge.limit))
     }
 }
 

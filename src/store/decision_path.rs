@@ -27,7 +27,7 @@
 //! | deny cache | none: one per worker |
 //! | batcher | none: one per worker |
 //! | status cache shard, one of 16, for `local` policies | all workers of the process |
-//! | write-back table and fallback counters, in an outage | all workers of the process |
+//! | write-back table, stale partitions and fallback counters, in an outage | all workers |
 //!
 //! The memory store replaces all of these steps.
 

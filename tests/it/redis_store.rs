@@ -168,7 +168,7 @@ impl StateModel {
             outcomes.push(ChargeOutcome {
                 status: Some(status),
                 charged_at_us,
-                override_expires_at_ms: None,
+                ..ChargeOutcome::default()
             });
         }
         let grants = if admitted {

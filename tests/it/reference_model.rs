@@ -101,7 +101,7 @@ impl NaiveModel {
         let outcomes = outcomes.map(|(status, charged_at_us)| ChargeOutcome {
             status: Some(status),
             charged_at_us,
-            override_expires_at_ms: None,
+            ..ChargeOutcome::default()
         });
         Decision {
             now_us: clock_us,

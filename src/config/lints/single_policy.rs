@@ -276,7 +276,7 @@ fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
     let counted_us = match wide.algorithm {
         Algorithm::SlidingLog
         | Algorithm::FixedWindow { .. }
-        | Algorithm::CalendarWindow { .. } => wide.longest_period_us(),
+        | Algorithm::CalendarWindow { .. } => wide.period_range_us().1,
         // The oldest bucket counts as a whole.
         Algorithm::SlidingWindow { buckets } => wide
             .per_us

@@ -19,7 +19,7 @@ pub(super) fn build_lease(
     let item = reader.get("lease")?;
     let shortest_us = quota
         .all_limits()
-        .map(|named| named.limit.shortest_period_us())
+        .map(|named| named.limit.period_range_us().0)
         .min()?;
     let lease = if item.value.as_dict().is_some() {
         let table = reader.get_optional_table("lease")?;

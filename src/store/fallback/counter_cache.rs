@@ -80,7 +80,10 @@ mod tests {
     fn the_oldest_values_are_dropped_and_a_removed_one_is_forgotten() {
         let cache = CounterCache::<usize, 10>::default();
         let id = |n: usize| ((n * SHARD_COUNT) as u128, Algorithm::SlidingLog, 1);
-        (0..=20).for_each(|n| cache.insert(id(n), n));
+        (0..=20).for_each(|n| assert_eq!(cache.replace(id(n), Some(n)), None));
+        assert_eq!(cache.replace(id(20), Some(21)), Some(20));
+        assert_eq!(cache.replace(id(20), None), Some(21));
+        assert_eq!(cache.replace(id(20), Some(20)), None);
         let found = |n| cache.find(id(n));
         assert_eq!([0, 9, 10, 20].map(found), [None, None, Some(10), Some(20)]);
         let mut removed = None;

@@ -329,7 +329,7 @@ mod tests {
         let outcome = ChargeOutcome {
             status: Some(status),
             charged_at_us: Some(now_us),
-            override_expires_at_ms: None,
+            ..ChargeOutcome::default()
         };
         Decision {
             now_us,
