@@ -11,8 +11,8 @@ use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
     AdminBackend, AdminError, AdminFuture, AdminState, DrainSchedule, ExplainRequest,
-    FleetInstance, FleetMembers, InstanceDescription, KeyDocument, KeyQuery, OverrideRequest,
-    PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
+    FleetInstanceDocument, FleetMembers, InstanceDescription, KeyDocument, KeyQuery,
+    OverrideRequest, PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
 };
 use crate::clock;
 use crate::config::PolicyDescription;
@@ -175,39 +175,27 @@ impl AdminState for AdminViewState {
             .iter()
             .map(|described| (&*described.policy, described.sentence.as_str()))
             .collect();
-        let active = snapshot
-            .table
-            .policies()
-            .iter()
-            .zip(snapshot.counters())
-            .filter(|(p, _)| is_selected(&p.name));
-        let disabled = descriptions
-            .iter()
-            .filter(|described| described.is_off && is_selected(&described.policy));
-        let mut selected: Vec<ListedPolicy<'_>> = active
-            .map(|(policy, counters)| ListedPolicy::Active(policy, counters))
-            .chain(disabled.map(ListedPolicy::Disabled))
+        let policies = snapshot.table.policies().iter();
+        let active = policies.zip(snapshot.counters());
+        let active = active.map(|(policy, counters)| (&*policy.name, Some((policy, counters))));
+        let disabled = descriptions.iter().filter(|described| described.is_off);
+        let disabled = disabled.map(|described| (&*described.policy, None));
+        let mut selected: Vec<_> = active
+            .chain(disabled)
+            .filter(|(name, _)| is_selected(name))
             .collect();
         let last = usize::MAX;
-        selected.sort_by_key(|listed| selection.ranks.get(listed.name()).map_or(last, |at| *at));
-        let summarize = |listed: &ListedPolicy<'_>| match listed {
-            ListedPolicy::Active(policy, counters) => {
-                let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-                PolicySummary {
-                    name: policy.name.clone(),
-                    description: policy_to_json(policy, sentence),
-                    counters: Some(Arc::clone(counters)),
-                }
+        selected.sort_by_key(|(name, _)| selection.ranks.get(*name).map_or(last, |at| *at));
+        let summarize = |(name, active): &(&str, Option<(&Policy, &Arc<PolicyCounters>)>)| {
+            let sentence = sentences.get(name).copied().unwrap_or_default();
+            PolicySummary {
+                name: (*name).into(),
+                description: match active {
+                    Some((policy, _)) => policy_to_json(policy, sentence),
+                    None => json!({ "name": name, "mode": "off", "words": sentence }),
+                },
+                counters: active.map(|(_, counters)| Arc::clone(counters)),
             }
-            ListedPolicy::Disabled(described) => PolicySummary {
-                name: described.policy.clone(),
-                description: json!({
-                    "name": described.policy,
-                    "mode": "off",
-                    "words": described.sentence,
-                }),
-                counters: None,
-            },
         };
         let page = selected.iter().skip(selection.offset).take(selection.limit);
         PolicyPage {
@@ -281,25 +269,13 @@ impl AdminViewState {
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        self.check_counters_available(&resolved_key)?;
-        let status = resolved_key
-            .read_status(&self.store_backend.open_for_key(&resolved_key.key).await)
-            .await
-            .map_err(|error| AdminError::Unavailable(error.to_string()))?;
+        let status = resolved_key.read_status(&self.store_backend).await?;
         let now_us = status.now_us;
         let words = describe_key_override(&self.store_backend, &resolved_key, now_us).await?;
         Ok(json!(KeyDocument {
             counters: Some(self.redis_counter_keys(&resolved_key)),
             ..resolved_key.describe_status(&status, words)
         }))
-    }
-
-    /// Fails at once if the counters of a key are in a store that is known to be unavailable.
-    fn check_counters_available(&self, resolved_key: &ResolvedKey<'_>) -> Result<(), AdminError> {
-        match resolved_key.key.is_instance_scoped() {
-            true => Ok(()),
-            false => self.check_store_available(),
-        }
     }
 
     /// Returns the Redis keys of a key's counters; empty if they are in memory.
@@ -318,9 +294,8 @@ impl AdminViewState {
     async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        self.check_counters_available(&resolved_key)?;
         let limit = query.limit.as_deref();
-        let count = resolved_key
+        let reset = resolved_key
             .reset_counters(&self.store_backend, limit)
             .await?;
         // The log line omits the values of the key, because clients choose them.
@@ -328,18 +303,16 @@ impl AdminViewState {
             policy = query.policy,
             key = format!("{:032x}", resolved_key.key.id()),
             limit,
-            counters = count,
+            counters = reset.counters_forgotten,
             "key reset by an operator"
         );
-        Ok(
-            json!({ "policy": query.policy, "key": resolved_key.key.to_readable_string(), "counters_forgotten": count }),
-        )
+        Ok(json!(reset))
     }
 
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
         let snapshot = self.active_policies.load_snapshot();
-        let store = self.store_backend.open_for_inspection().await;
-        match explanation::explain_request(&store, &snapshot.table, description).await {
+        let backend = &self.store_backend;
+        match explanation::explain_request(backend, &snapshot.table, description).await {
             Ok(explained) => Ok(json!(explained.describe(true))),
             Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
             Err(ExplainError::RequestRejected(reason)) => {
@@ -358,31 +331,6 @@ impl AdminViewState {
             .last_examination
             .examine(redis.as_ref(), table, serves_rls)
             .await
-    }
-
-    /// Fails at once if the store is known to be unavailable.
-    pub(super) fn check_store_available(&self) -> Result<(), AdminError> {
-        match self.store_backend.redis() {
-            Some(redis) if !redis.is_up() => Err(AdminError::Unavailable(
-                "the store is unavailable: the counters cannot be read".to_owned(),
-            )),
-            _ => Ok(()),
-        }
-    }
-}
-
-/// A policy in the list of policies, before it is described.
-enum ListedPolicy<'a> {
-    Active(&'a Policy, &'a Arc<PolicyCounters>),
-    Disabled(&'a PolicyDescription),
-}
-
-impl ListedPolicy<'_> {
-    fn name(&self) -> &str {
-        match self {
-            Self::Active(policy, _) => &policy.name,
-            Self::Disabled(described) => &described.policy,
-        }
     }
 }
 
@@ -411,15 +359,22 @@ fn spawn_store_lookup<T: Send + 'static>(
 
 fn to_fleet_members(list: MemberList) -> FleetMembers {
     let instances = list.members.into_iter().map(|member| {
-        let description = member.description;
-        FleetInstance {
+        let state = if member.is_pending {
+            "recovering"
+        } else {
+            "alive"
+        };
+        let mut instance = FleetInstanceDocument {
             id: member.id,
-            name: description.as_ref().map(|one| one.name.clone()),
-            version: description.as_ref().map(|one| one.version.clone()),
-            admin_address: description.and_then(|one| one.admin_address),
-            heartbeat_age: Some(member.heartbeat_age),
-            is_pending: member.is_pending,
+            heartbeat_age_s: Some(member.heartbeat_age.as_secs_f64()),
+            state: state.to_owned(),
+            ..FleetInstanceDocument::default()
+        };
+        if let Some(one) = member.description {
+            (instance.name, instance.version) = (Some(one.name), Some(one.version));
+            instance.admin = one.admin_address;
         }
+        instance
     });
     FleetMembers {
         instances: instances.collect(),

@@ -1,7 +1,7 @@
 //! Judges the facts about one server.
 
 use super::store_findings::{add_clock_finding, format_seconds};
-use super::{FindingList, join_names};
+use super::{FindingLevel, FindingList, join_names};
 use crate::config::format_duration;
 use crate::store::redis::{
     ClockReading, DenialReason, DeniedCommand, InfoFields, RedisConnectionError, RedisErrorKind,
@@ -115,14 +115,13 @@ fn judge_version(findings: &mut FindingList, info: &InfoFields) {
         .split('.')
         .map(|part| part.parse::<u64>().unwrap_or(0));
     let number = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    if number < MIN_VERSION {
-        findings.add_fault(
+    match number < MIN_VERSION {
+        true => findings.add_fault(
             "version",
             format!("{name} is too old: the scripts need SET with PXAT"),
             "upgrade to Redis 6.2 or newer, or to Valkey",
-        );
-    } else {
-        findings.add_ok("version", name);
+        ),
+        false => findings.add_ok("version", name),
     }
 }
 
@@ -174,11 +173,12 @@ fn judge_memory(findings: &mut FindingList, info: &InfoFields) {
         format_bytes(max)
     );
     let advice = "raise maxmemory, shorten periods, or use an algorithm with less memory than sliding_log (docs/ALGORITHMS.md)";
-    match percent {
-        MEMORY_FAULT_PERCENT.. => findings.add_fault("memory", found, advice),
-        MEMORY_WARNING_PERCENT.. => findings.add_warning("memory", found, advice),
-        _ => findings.add_ok("memory", found),
-    }
+    let level = match percent {
+        MEMORY_FAULT_PERCENT.. => FindingLevel::Fault,
+        MEMORY_WARNING_PERCENT.. => FindingLevel::Warning,
+        _ => FindingLevel::Ok,
+    };
+    findings.add_judged(level, "memory", found, advice);
 }
 
 fn judge_eviction(findings: &mut FindingList, info: &InfoFields) {
@@ -251,15 +251,10 @@ fn judge_replicas(findings: &mut FindingList, settings: &RedisSettings, info: &I
         );
         let is_late = replica.lag_s.is_some_and(|lag_s| lag_s > MAX_REPLICA_LAG_S)
             || replica.behind_bytes > MAX_REPLICA_BEHIND_BYTES;
-        if replica.state != "online" || is_late {
-            findings.add_warning(
-                "replication",
-                found,
-                "a failover to this replica loses the usage that it lacks: check its load and network",
-            );
-        } else {
-            findings.add_ok("replication", found);
-        }
+        let level = warning_if(replica.state != "online" || is_late);
+        let advice =
+            "a failover to this replica loses the usage that it lacks: check its load and network";
+        findings.add_judged(level, "replication", found, advice);
     }
     if replicas.is_empty() {
         match settings.topology {
@@ -279,15 +274,9 @@ fn judge_clients(findings: &mut FindingList, info: &InfoFields) {
         return;
     };
     let found = format!("{clients} of {max} connections (maxclients)");
-    if clients.saturating_mul(100) >= max.saturating_mul(CLIENTS_WARNING_PERCENT) {
-        findings.add_warning(
-            "clients",
-            found,
-            "raise maxclients: at least 2 × instances × workers + 100",
-        );
-    } else {
-        findings.add_ok("clients", found);
-    }
+    let is_nearly_full = clients.saturating_mul(100) >= max.saturating_mul(CLIENTS_WARNING_PERCENT);
+    let advice = "raise maxclients: at least 2 × instances × workers + 100";
+    findings.add_judged(warning_if(is_nearly_full), "clients", found, advice);
 }
 
 fn judge_permissions(
@@ -309,7 +298,7 @@ fn judge_permissions(
         return;
     }
     let prefix = &settings.key_prefix;
-    let advice = if denied
+    let mut advice = if denied
         .iter()
         .any(|command| command.reason == DenialReason::Unknown)
     {
@@ -318,32 +307,30 @@ fn judge_permissions(
     } else {
         format_grant(settings, denied)
     };
-    let names = |commands: &[&DeniedCommand]| join_names(commands.iter().map(|one| one.command));
-    if let Some(first) = required.first() {
-        let what = if required
-            .iter()
-            .all(|command| command.reason == DenialReason::Key)
-        {
-            format!("the user may not access keys that start with {prefix}: ")
-        } else {
-            "decisions need commands that the user may not run: ".to_owned()
-        };
-        let found = format!("{what}{} ({})", names(&required), first.message);
-        findings.add_fault("permissions", found, &advice);
-    }
-    for (commands, effect) in [
+    let is_key_denied = |one: &&DeniedCommand| one.reason == DenialReason::Key;
+    let lacking = match required.iter().all(is_key_denied) {
+        true => format!("the user may not access keys that start with {prefix}: "),
+        false => "decisions need commands that the user may not run: ".to_owned(),
+    };
+    for (level, commands, effect) in [
+        (FindingLevel::Fault, required, &*lacking),
         (
+            FindingLevel::Warning,
             scripts,
             "EVAL sends some KiB of script, once to each server, or with each call without EVALSHA, for lack of: ",
         ),
         (
+            FindingLevel::Warning,
             optional,
             "without these commands, metrics, `tidegate keys` or parts of this report are missing: ",
         ),
     ] {
         if let Some(first) = commands.first() {
-            let found = format!("{effect}{} ({})", names(&commands), first.message);
-            findings.add_warning("permissions", found, &advice);
+            let names = join_names(commands.iter().map(|one| one.command));
+            let found = format!("{effect}{names} ({})", first.message);
+            // One rule grants all of them.
+            let advice = std::mem::replace(&mut advice, "as above".to_owned());
+            findings.add(level, "permissions", found, Some(advice));
         }
     }
 }
@@ -387,13 +374,12 @@ fn judge_latency(findings: &mut FindingList, settings: &RedisSettings, latency: 
     );
     let timeout_us = u64::try_from(settings.timeout.as_micros()).unwrap_or(u64::MAX);
     let advice = "move tidegate and Redis closer together, look at SLOWLOG and LATENCY DOCTOR, use leases, or raise store.redis.timeout";
-    if latency.p99_us >= timeout_us {
-        findings.add_fault("latency", found, advice);
-    } else if latency.p99_us >= timeout_us / 2 {
-        findings.add_warning("latency", found, advice);
-    } else {
-        findings.add_ok("latency", found);
-    }
+    let level = match latency.p99_us {
+        p99_us if p99_us >= timeout_us => FindingLevel::Fault,
+        p99_us if p99_us >= timeout_us / 2 => FindingLevel::Warning,
+        _ => FindingLevel::Ok,
+    };
+    findings.add_judged(level, "latency", found, advice);
 }
 
 fn judge_counters(findings: &mut FindingList, facts: &ServerFacts) {
@@ -449,6 +435,13 @@ fn judge_counters(findings: &mut FindingList, facts: &ServerFacts) {
             let what = format!("the scan ended early, and until then {found}");
             findings.add_unknown("expiry", &what, error);
         }
+    }
+}
+
+fn warning_if(is_wrong: bool) -> FindingLevel {
+    match is_wrong {
+        true => FindingLevel::Warning,
+        false => FindingLevel::Ok,
     }
 }
 

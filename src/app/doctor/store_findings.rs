@@ -161,11 +161,12 @@ pub(super) fn add_clock_finding(
     found: String,
     advice: &str,
 ) {
-    match difference_us {
-        CLOCK_FAULT_US.. => findings.add_fault("clock", found, advice),
-        CLOCK_WARNING_US.. => findings.add_warning("clock", found, advice),
-        _ => findings.add_ok("clock", found),
-    }
+    let level = match difference_us {
+        CLOCK_FAULT_US.. => FindingLevel::Fault,
+        CLOCK_WARNING_US.. => FindingLevel::Warning,
+        _ => FindingLevel::Ok,
+    };
+    findings.add_judged(level, "clock", found, advice);
 }
 
 #[allow(
