@@ -35,6 +35,25 @@ pub fn find_similar<W: AsRef<str>>(
     best.filter(|word| likeness(word) > min_likeness)
 }
 
+/// A number as `1,234,567`.
+pub fn format_count(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() * 4 / 3);
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A number of things, such as `1 line` and `1,234 lines`. `noun` is the singular.
+pub fn count_noun(count: u64, noun: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{} {noun}{plural}", format_count(count))
+}
+
 /// Truncates a text to `width` characters. The last one is `mark` if the text was longer.
 pub fn truncate_text(text: &str, width: usize, mark: char) -> String {
     if text.chars().count() <= width {

@@ -105,8 +105,7 @@ impl AccessGuard {
             )),
             (RequiredAccess::Drain, None) => Ok(()),
             _ => Err(forbidden_problem(
-                "nothing can be changed here without a token: name a file that holds one in admin.token_file, \
-                 and send it as Authorization: Bearer",
+                "nothing can be changed here without a token: name a file that holds one in admin.token_file",
             )),
         }
     }

@@ -72,6 +72,21 @@ pub struct KeyDocument {
     pub counters: Option<Vec<String>>,
 }
 
+/// What was deleted of a key.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct KeyResetDocument {
+    pub policy: String,
+    pub key: String,
+    pub counters_forgotten: u64,
+    /// The limits of which usage was deleted.
+    pub limits: Vec<String>,
+    /// Whether a block was deleted.
+    pub unblocked: bool,
+    /// Seconds of a block that stays, because only one limit was reset.
+    pub blocked_s: Option<f64>,
+}
+
 /// What each policy does with a request, and the expected result.
 #[derive(Debug, Default, Serialize)]
 pub struct ExplanationDocument {

@@ -20,10 +20,11 @@ mod routes;
 pub use advertised_address::AdvertisedAddress;
 pub use documents::{
     ExpectedOutcome, ExplainedKey, ExplainedPolicy, ExplanationDocument, FleetDocument,
-    FleetInstanceDocument, InstanceFigures, InstanceSummary, KeyDocument, LimitDocument,
-    LimitUsage,
+    FleetInstanceDocument, InstanceFigures, InstanceSummary, KeyDocument, KeyResetDocument,
+    LimitDocument, LimitUsage,
 };
 pub use listener::AdminListener;
+pub(crate) use parameters::{get_string_field, reject_unknown_fields};
 pub(crate) use problems::REFUSED_REQUEST_COUNTERS;
 pub(crate) use queries::REFUSED_SERIES;
 pub(crate) use responses::{add_fields, escape_json_for_display};
@@ -205,25 +206,11 @@ pub struct ExplainRequest {
     pub client_cert_cn: Option<String>,
 }
 
-/// An instance that shares the limits, as known by its heartbeat.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct FleetInstance {
-    pub id: String,
-    /// Name of the pod or host; `None` for instances of older versions.
-    pub name: Option<String>,
-    pub version: Option<String>,
-    /// Host and port of its admin endpoint, if other instances can reach it.
-    pub admin_address: Option<String>,
-    /// `None` if the store has no heartbeat of this instance.
-    pub heartbeat_age: Option<Duration>,
-    /// Whether it has usage of an outage to write back.
-    pub is_pending: bool,
-}
-
 /// The instances that share the limits.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct FleetMembers {
-    pub instances: Vec<FleetInstance>,
+    /// What their heartbeats say.
+    pub instances: Vec<FleetInstanceDocument>,
     /// The number of instances, of which not all may be listed.
     pub total: usize,
 }
@@ -254,13 +241,14 @@ pub struct DrainSchedule {
     pub grace: Duration,
 }
 
-impl FleetInstance {
+impl FleetInstanceDocument {
     /// The entry of this process if the store has no heartbeat of it.
     fn without_heartbeat(instance: &InstanceDescription) -> Self {
         Self {
             id: instance.id.to_owned(),
             name: Some(instance.host.clone()),
             version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+            state: "unknown".to_owned(),
             ..Self::default()
         }
     }

@@ -164,7 +164,7 @@ pub(super) fn parse_explain_request(
     let certificate = match object.get("client_cert") {
         None | Some(Value::Null) => None,
         Some(Value::Object(certificate)) => {
-            reject_unknown_fields(certificate, "client_cert.", &["san", "cn"])?;
+            reject_unknown_fields(certificate, "client_cert: ", &["san", "cn"])?;
             Some(certificate)
         }
         Some(_) => {
@@ -183,28 +183,29 @@ pub(super) fn parse_explain_request(
     })
 }
 
-pub(super) fn reject_unknown_fields(
+/// `place` precedes the message.
+pub(crate) fn reject_unknown_fields(
     object: &serde_json::Map<String, Value>,
-    path_prefix: &str,
+    place: &str,
     known: &[&str],
 ) -> Result<(), String> {
     match object.keys().find(|name| !known.contains(&name.as_str())) {
         Some(name) => Err(format!(
-            "unknown key {path_prefix}{name:?}; expected {}",
+            "{place}unknown field {name:?}; expected {}",
             known.join(", ")
         )),
         None => Ok(()),
     }
 }
 
-pub(super) fn get_string_field(
+pub(crate) fn get_string_field(
     object: &serde_json::Map<String, Value>,
     name: &str,
 ) -> Result<Option<String>, String> {
     match object.get(name) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(format!("{name}: expected a text")),
+        Some(_) => Err(format!("{name}: expected a string")),
     }
 }
 

@@ -22,7 +22,6 @@ impl AdminViewState {
         &self,
         request: &OverrideRequest,
     ) -> Result<Value, AdminError> {
-        self.check_store_available()?;
         let snapshot = self.shared.active_policies.load_snapshot();
         let table = &snapshot.table;
         let store = OverrideStore::open(&self.shared.store_backend).await?;

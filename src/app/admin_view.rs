@@ -12,8 +12,8 @@ use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
     AdminBackend, AdminError, AdminFuture, AdminState, DrainSchedule, ExplainRequest,
-    FleetInstance, FleetMembers, InstanceDescription, KeyDocument, KeyQuery, OverrideRequest,
-    PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
+    FleetInstanceDocument, FleetMembers, InstanceDescription, KeyDocument, KeyQuery,
+    OverrideRequest, PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
 };
 use crate::clock;
 use crate::config::Config;
@@ -263,17 +263,7 @@ impl AdminViewState {
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        self.check_counters_available(&resolved_key)?;
-        let status = resolved_key
-            .read_status(
-                &self
-                    .shared
-                    .store_backend
-                    .open_for_key(&resolved_key.key)
-                    .await,
-            )
-            .await
-            .map_err(|error| AdminError::Unavailable(error.to_string()))?;
+        let status = resolved_key.read_status(&self.shared.store_backend).await?;
         let now_us = status.now_us;
         let words =
             describe_key_override(&self.shared.store_backend, &resolved_key, now_us).await?;
@@ -281,14 +271,6 @@ impl AdminViewState {
             counters: Some(self.redis_counter_keys(&resolved_key)),
             ..resolved_key.describe_status(&status, words)
         }))
-    }
-
-    /// Fails at once if the counters of a key are in a store that is known to be unavailable.
-    fn check_counters_available(&self, resolved_key: &ResolvedKey<'_>) -> Result<(), AdminError> {
-        match resolved_key.key.is_instance_scoped() {
-            true => Ok(()),
-            false => self.check_store_available(),
-        }
     }
 
     /// Returns the Redis keys of a key's counters; empty if they are in memory.
@@ -307,9 +289,8 @@ impl AdminViewState {
     async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        self.check_counters_available(&resolved_key)?;
         let limit = query.limit.as_deref();
-        let count = resolved_key
+        let reset = resolved_key
             .reset_counters(&self.shared.store_backend, limit)
             .await?;
         // The log line omits the values of the key, because clients choose them.
@@ -317,18 +298,16 @@ impl AdminViewState {
             policy = query.policy,
             key = format!("{:032x}", resolved_key.key.id()),
             limit,
-            counters = count,
+            counters = reset.counters_forgotten,
             "key reset by an operator"
         );
-        Ok(
-            json!({ "policy": query.policy, "key": resolved_key.key.to_readable_string(), "counters_forgotten": count }),
-        )
+        Ok(json!(reset))
     }
 
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
         let snapshot = self.shared.active_policies.load_snapshot();
-        let store = self.shared.store_backend.open_for_inspection().await;
-        match explanation::explain_request(&store, &snapshot.table, description).await {
+        let backend = &self.shared.store_backend;
+        match explanation::explain_request(backend, &snapshot.table, description).await {
             Ok(explained) => Ok(json!(explained.describe(true))),
             Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
             Err(ExplainError::RequestRejected(reason)) => {
@@ -347,16 +326,6 @@ impl AdminViewState {
             .last_examination
             .examine(redis.as_ref(), table, serves_rls)
             .await
-    }
-
-    /// Fails at once if the store is known to be unavailable.
-    pub(super) fn check_store_available(&self) -> Result<(), AdminError> {
-        match self.shared.store_backend.redis() {
-            Some(redis) if !redis.is_up() => Err(AdminError::Unavailable(
-                "the store is unavailable: the counters cannot be read".to_owned(),
-            )),
-            _ => Ok(()),
-        }
     }
 }
 
@@ -385,15 +354,22 @@ fn spawn_store_lookup<T: Send + 'static>(
 
 fn to_fleet_members(list: MemberList) -> FleetMembers {
     let instances = list.members.into_iter().map(|member| {
-        let description = member.description;
-        FleetInstance {
+        let state = if member.is_pending {
+            "recovering"
+        } else {
+            "alive"
+        };
+        let mut instance = FleetInstanceDocument {
             id: member.id,
-            name: description.as_ref().map(|one| one.name.clone()),
-            version: description.as_ref().map(|one| one.version.clone()),
-            admin_address: description.and_then(|one| one.admin_address),
-            heartbeat_age: Some(member.heartbeat_age),
-            is_pending: member.is_pending,
+            heartbeat_age_s: Some(member.heartbeat_age.as_secs_f64()),
+            state: state.to_owned(),
+            ..FleetInstanceDocument::default()
+        };
+        if let Some(one) = member.description {
+            (instance.name, instance.version) = (Some(one.name), Some(one.version));
+            instance.admin = one.admin_address;
         }
+        instance
     });
     FleetMembers {
         instances: instances.collect(),

@@ -1,14 +1,15 @@
 //! Explains the decision about a described request, for `tidegate explain` and the admin endpoint.
 
 use super::limit_documents::{describe_limit, describe_limit_status, micros_to_seconds};
+use super::store_backend::StoreBackend;
 use crate::admin::{
     ExpectedOutcome, ExplainRequest, ExplainedKey, ExplainedPolicy, ExplanationDocument,
+    LimitDocument,
 };
 use crate::enforcer::{self, PolicyExplanation, PolicyLimits, PolicyStep};
+use crate::limiter::LimitStatus;
 use crate::policy::{OnStoreFailure, Policy, PolicyMode, PolicyTable};
 use crate::proxy::InboundRequest;
-use crate::store::Store;
-use crate::store::redis::RedisOutage;
 use crate::tls::CertificateSubject;
 use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
 
@@ -17,8 +18,8 @@ use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
 pub(crate) struct ExplainedRequest<'t> {
     pub(crate) explanation: PolicyExplanation<'t>,
     pub(crate) token_error: Option<String>,
-    /// Why Redis is unavailable, if it is.
-    pub(crate) outage: Option<RedisOutage>,
+    /// Why the counters cannot be read, and what to do.
+    pub(crate) store_error: Option<String>,
 }
 
 /// Why a request cannot be explained, with a message for the operator.
@@ -32,13 +33,13 @@ pub(crate) enum ExplainError {
     RequestRejected(String),
 }
 
-/// Explains the decision of `table` about a request, with the counters in `store`. No counter is
+/// Explains the decision of `table` about a request, with the counters of a store. No counter is
 /// changed.
 ///
 /// # Errors
 /// Returns an [`ExplainError`] with a message for the operator.
 pub(crate) async fn explain_request<'t>(
-    store: &Store,
+    backend: &StoreBackend,
     table: &'t PolicyTable,
     description: &ExplainRequest,
 ) -> Result<ExplainedRequest<'t>, ExplainError> {
@@ -59,12 +60,14 @@ pub(crate) async fn explain_request<'t>(
             "the request is rejected before policies apply: {error}"
         ))
     })?;
+    let store = backend.open_for_inspection().await;
     let explanation =
-        enforcer::explain_request(store, table, &inbound.facts(&parts, Some(&certificate))).await;
+        enforcer::explain_request(&store, table, &inbound.facts(&parts, Some(&certificate))).await;
+    let store_error = explanation.store.as_ref().err();
     Ok(ExplainedRequest {
-        explanation,
         token_error: inbound.token_error().map(|error| error.to_string()),
-        outage: store.outage(),
+        store_error: store_error.map(|error| backend.describe_failure(&store, error)),
+        explanation,
     })
 }
 
@@ -102,11 +105,9 @@ fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, St
     Ok(request.into_parts().0)
 }
 
-/// Predicts the result of a request. `is_limit_status_known` is whether the counters could be read.
-fn predict_outcome(
-    explanation: &PolicyExplanation<'_>,
-    is_limit_status_known: bool,
-) -> ExpectedOutcome {
+/// Predicts the result of a request. If `is_usage_known` is false, the statuses are those without
+/// any usage.
+fn predict_outcome(explanation: &PolicyExplanation<'_>, is_usage_known: bool) -> ExpectedOutcome {
     let (mut exhausted, mut has_limits, mut has_unknown_status) = (Vec::new(), false, false);
     let (mut closed, mut local) = (Vec::new(), Vec::new());
     let is_enforced =
@@ -120,8 +121,9 @@ fn predict_outcome(
             PolicyStep::InvalidKey(_) => return new_outcome(Some("malformed"), Some(400), [name]),
             PolicyStep::Limits(limits) => {
                 has_limits = true;
-                has_unknown_status |= limits.statuses.is_empty();
                 let mut statuses = limits.statuses.iter();
+                let is_known = |status: &LimitStatus| is_usage_known || status.is_unlimited();
+                has_unknown_status |= statuses.len() == 0 || !statuses.clone().all(is_known);
                 let is_exhausted = statuses.any(|status| status.remaining < limits.cost);
                 if is_exhausted || limits.blocked_until_us.is_some() {
                     exhausted.push(name.clone());
@@ -136,7 +138,7 @@ fn predict_outcome(
             _ => {}
         }
     }
-    let (is_store_down, is_known) = (explanation.store.is_err(), is_limit_status_known);
+    let is_store_down = explanation.store.is_err();
     let (decision, status, by, why) = match (has_limits, is_store_down, closed.is_empty()) {
         (false, ..) => (Some("allowed"), None, Vec::new(), "no limit applies"),
         (true, true, true) if local.is_empty() => {
@@ -153,8 +155,8 @@ fn predict_outcome(
             let why = "on_store_failure = \"closed\"";
             (Some("degraded"), Some(503), closed, why)
         }
-        _ if is_known && !exhausted.is_empty() => (Some("rejected"), Some(429), exhausted, ""),
-        _ if is_known && !has_unknown_status => (Some("allowed"), None, Vec::new(), ""),
+        _ if !exhausted.is_empty() => (Some("rejected"), Some(429), exhausted, ""),
+        _ if !has_unknown_status => (Some("allowed"), None, Vec::new(), ""),
         _ => (None, None, Vec::new(), "the counters cannot be read"),
     };
     ExpectedOutcome {
@@ -177,11 +179,6 @@ fn new_outcome(
     }
 }
 
-/// The time of the statuses, if the store has one.
-fn status_time_us(explanation: &PolicyExplanation<'_>) -> Option<u64> {
-    *explanation.store.as_ref().ok()?
-}
-
 /// The mode in which a policy decides a request.
 fn effective_mode(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
     match step {
@@ -191,25 +188,29 @@ fn effective_mode(policy: &Policy, step: &PolicyStep<'_>) -> PolicyMode {
 }
 
 impl ExplainedRequest<'_> {
-    /// Describes the explanation. `is_limit_status_known` is whether its counters are those of the
-    /// proxy.
-    pub(crate) fn describe(&self, is_limit_status_known: bool) -> ExplanationDocument {
+    /// Describes the explanation. `is_usage_known` is whether its counters are those of the proxy.
+    pub(crate) fn describe(&self, is_usage_known: bool) -> ExplanationDocument {
         let explanation = &self.explanation;
-        let now_us = status_time_us(explanation).filter(|_| is_limit_status_known);
+        let now_us = explanation.store.as_ref().ok().copied().flatten();
         let steps = explanation.steps.iter();
         ExplanationDocument {
-            expected: predict_outcome(explanation, now_us.is_some()),
+            expected: predict_outcome(explanation, is_usage_known),
             policies: steps
-                .map(|(policy, step)| describe_step(policy, step, now_us))
+                .map(|(policy, step)| describe_step(policy, step, now_us, is_usage_known))
                 .collect(),
-            store_error: describe_store_error(self),
+            store_error: self.store_error.clone(),
             token_fault: self.token_error.clone(),
         }
     }
 }
 
 /// Describes what a policy does. `now_us` is the time of its statuses, if they are known.
-fn describe_step(policy: &Policy, step: &PolicyStep<'_>, now_us: Option<u64>) -> ExplainedPolicy {
+fn describe_step(
+    policy: &Policy,
+    step: &PolicyStep<'_>,
+    now_us: Option<u64>,
+    is_usage_known: bool,
+) -> ExplainedPolicy {
     let by_override = |result, why: String, words: String| (result, Some(why), words);
     let (result, why, words) = match step {
         PolicyStep::NotMatched(unmet) => ("unmet", Some(unmet.to_string()), unmet.to_string()),
@@ -267,17 +268,27 @@ fn describe_step(policy: &Policy, step: &PolicyStep<'_>, now_us: Option<u64>) ->
         why,
         words: words + mode.suffix(),
         limited: match step {
-            PolicyStep::Limits(limited) => Some(describe_key(limited, now_us)),
+            PolicyStep::Limits(limited) => Some(describe_key(limited, now_us, is_usage_known)),
             _ => None,
         },
     }
 }
 
-fn describe_key(limited: &PolicyLimits<'_>, now_us: Option<u64>) -> ExplainedKey {
+fn describe_key(
+    limited: &PolicyLimits<'_>,
+    now_us: Option<u64>,
+    is_usage_known: bool,
+) -> ExplainedKey {
     let mut statuses = limited.statuses.iter();
     let limits = limited.own.limits.iter();
     let limits = limits.map(|named| match statuses.next().zip(now_us) {
-        Some((status, now_us)) => describe_limit_status(named, status, now_us),
+        Some((status, now_us)) => {
+            let described = describe_limit_status(named, status, now_us);
+            LimitDocument {
+                usage: described.usage.filter(|_| is_usage_known),
+                ..described
+            }
+        }
         None => describe_limit(named),
     });
     let blocked = limited.blocked_until_us.zip(now_us);
@@ -289,22 +300,6 @@ fn describe_key(limited: &PolicyLimits<'_>, now_us: Option<u64>) -> ExplainedKey
         limits: limits.collect(),
         blocked_s: blocked.map(|(until, now)| micros_to_seconds(until.saturating_sub(now))),
     }
-}
-
-/// Why the counters cannot be read, since when, and what to do.
-fn describe_store_error(explained: &ExplainedRequest<'_>) -> Option<String> {
-    let error = explained.explanation.store.as_ref().err()?;
-    Some(match &explained.outage {
-        None => error.to_string(),
-        Some(RedisOutage { since, cause }) => {
-            let (message, remedy) = (&cause.message, cause.remedy());
-            match since.elapsed().as_secs() {
-                // This process has just tried to connect.
-                0 => format!("{error}: {message}; {remedy}"),
-                lasts_s => format!("{error} for {lasts_s} s: {message}; {remedy}"),
-            }
-        }
-    })
 }
 
 /// Describes a request that is rejected before policies apply.

@@ -2,14 +2,14 @@
 
 use super::limit_documents::{describe_limit_status, micros_to_seconds};
 use super::store_backend::StoreBackend;
-use crate::admin::{AdminError, KeyDocument};
-use crate::limiter::{Algorithm, Charge, Key, LimitStatus, ListedValue};
+use crate::admin::{AdminError, KeyDocument, KeyResetDocument};
+use crate::limiter::{Algorithm, Charge, Key, Limit, LimitStatus, ListedValue};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
-use crate::store::redis::CounterInspector;
-use crate::store::{Store, StoreUnavailable};
+use crate::store::Store;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Maximum number of names that an error lists.
 const MAX_LISTED_NAMES: usize = 20;
@@ -155,8 +155,17 @@ impl ResolvedKey<'_> {
     }
 
     /// Reads the status of all limits at one moment, without changing a counter.
-    pub(crate) async fn read_status(&self, store: &Store) -> Result<KeyStatus, StoreUnavailable> {
-        let decision = store.decide(&self.zero_cost_charges()).await?;
+    ///
+    /// # Errors
+    /// If Redis does not answer.
+    pub(crate) async fn read_status(&self, stores: &StoreBackend) -> Result<KeyStatus, AdminError> {
+        let store = match self.key.is_instance_scoped() {
+            true => Store::Memory(Arc::clone(stores.memory())),
+            false => stores.open_for_inspection().await,
+        };
+        let decision = store.decide(&self.zero_cost_charges()).await;
+        let decision = decision
+            .map_err(|error| AdminError::Unavailable(stores.describe_failure(&store, &error)))?;
         let mut statuses = decision.statuses();
         let blocked_until_us = self
             .quota
@@ -203,9 +212,7 @@ impl ResolvedKey<'_> {
             scope: self.key.scope().name().to_owned(),
             shadow: self.mode == PolicyMode::Shadow,
             least_cost: self.quota.cost.min_units(),
-            blocked_s: status
-                .blocked_until_us
-                .map(|until_us| micros_to_seconds(until_us.saturating_sub(status.now_us))),
+            blocked_s: status.blocked_s(),
             limits: limits.collect(),
             override_words,
             override_rule: override_rule.map(str::to_owned),
@@ -213,7 +220,7 @@ impl ResolvedKey<'_> {
         }
     }
 
-    /// Deletes the counters of the key, or only those of one limit. Returns how many existed.
+    /// Deletes the counters of the key, or only those of one limit.
     ///
     /// # Errors
     /// If the key has no limit of this name, or Redis does not answer.
@@ -221,25 +228,62 @@ impl ResolvedKey<'_> {
         &self,
         stores: &StoreBackend,
         limit: Option<&str>,
-    ) -> Result<u64, AdminError> {
-        let mut counters = self.all_counters();
-        if let Some(name) = limit {
-            let Some(named) = self.limits.iter().find(|named| *named.name == *name) else {
-                let names: Vec<&str> = self.limits.iter().map(|named| &*named.name).collect();
-                return Err(AdminError::InvalidRequest(format!(
-                    "unknown limit {name:?} of policy {}; expected one of {}",
-                    self.policy.name,
-                    names.join(", ")
-                )));
-            };
-            counters.retain(|charge| *charge.limit == named.limit);
+    ) -> Result<KeyResetDocument, AdminError> {
+        let is_selected = |named: &&NamedLimit| limit.is_none_or(|name| *named.name == *name);
+        let mut selected = self.limits.iter().filter(is_selected).peekable();
+        if let (Some(name), None) = (limit, selected.peek()) {
+            let names: Vec<&str> = self.limits.iter().map(|named| &*named.name).collect();
+            return Err(AdminError::InvalidRequest(format!(
+                "unknown limit {name:?} of policy {}; expected one of {}",
+                self.policy.name,
+                names.join(", ")
+            )));
         }
-        match stores.redis() {
-            Some(redis) if !self.key.is_instance_scoped() => {
-                let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
-                Ok(inspector.reset_counters(&counters).await?)
+        let redis = stores.redis().filter(|_| !self.key.is_instance_scoped());
+        let inspector = match redis {
+            Some(redis) => Some(stores.connect_inspector(redis).await?),
+            None => None,
+        };
+        let counters = self.all_counters();
+        let delete = async |limit: &Limit| -> Result<u64, AdminError> {
+            let counters = counters.iter().filter(|charge| *charge.limit == *limit);
+            let counters: Vec<Charge<'_>> = counters.copied().collect();
+            match &inspector {
+                Some(inspector) => Ok(inspector.reset_counters(&counters).await?),
+                None => Ok(stores.memory().remove_counters(&counters)),
             }
-            _ => Ok(stores.memory().remove_counters(&counters)),
+        };
+        let mut reset = KeyResetDocument {
+            policy: self.policy.name.to_string(),
+            key: self.key.to_readable_string(),
+            ..KeyResetDocument::default()
+        };
+        for named in selected {
+            let count = delete(&named.limit).await?;
+            reset.counters_forgotten += count;
+            reset
+                .limits
+                .extend((count > 0).then(|| named.name.to_string()));
         }
+        match (&self.quota.block, limit) {
+            (Some(block), None) => {
+                let count = delete(block).await?;
+                reset.counters_forgotten += count;
+                reset.unblocked = count > 0;
+            }
+            (Some(_), Some(_)) => {
+                reset.blocked_s = self.read_status(stores).await?.blocked_s();
+            }
+            (None, _) => {}
+        }
+        Ok(reset)
+    }
+}
+
+impl KeyStatus {
+    /// Seconds until the block ends, if the key is blocked.
+    fn blocked_s(&self) -> Option<f64> {
+        let until_us = self.blocked_until_us?;
+        Some(micros_to_seconds(until_us.saturating_sub(self.now_us)))
     }
 }

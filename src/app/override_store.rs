@@ -34,8 +34,7 @@ impl OverrideStore {
         Ok(match backend {
             StoreBackend::Memory(memory) => Self::Memory(Arc::clone(memory)),
             StoreBackend::Redis(redis, _) => {
-                let inspector = CounterInspector::connect_with(redis.for_inspection()).await?;
-                Self::Redis(Box::new(inspector))
+                Self::Redis(Box::new(backend.connect_inspector(redis).await?))
             }
         })
     }

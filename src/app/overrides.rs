@@ -1,7 +1,7 @@
 //! Overrides of keys as operators enter and read them: checks against the policies, and JSON.
 
 use super::key_status::find_limiting_policy;
-use crate::admin::{AdminError, add_fields};
+use crate::admin::{AdminError, add_fields, get_string_field, reject_unknown_fields};
 use crate::config::parse_duration;
 use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, LimitAmounts, ListedValue, MAX_UNITS};
 use crate::policy::{NamedLimit, PolicyTable};
@@ -221,16 +221,8 @@ pub(crate) fn override_from_json(
     object: &Map<String, Value>,
     now_us: u64,
 ) -> Result<OverrideInput, String> {
-    if let Some(unknown) = object
-        .keys()
-        .find(|name| !FIELD_NAMES.contains(&name.as_str()))
-    {
-        return Err(format!(
-            "unknown field {unknown:?}; expected {}",
-            FIELD_NAMES.join(", ")
-        ));
-    }
-    let text = |name: &str| text_from_json(object, name);
+    reject_unknown_fields(object, "", &FIELD_NAMES)?;
+    let text = |name: &str| get_string_field(object, name);
     let flag = |name: &str| match object.get(name) {
         None | Some(Value::Null) => Ok(false),
         Some(Value::Bool(flag)) => Ok(*flag),
@@ -252,14 +244,6 @@ pub(crate) fn override_from_json(
     })
 }
 
-fn text_from_json(object: &Map<String, Value>, name: &str) -> Result<Option<String>, String> {
-    match object.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(format!("{name}: expected a string")),
-    }
-}
-
 /// Reads the amounts: those of one limit in the object itself, or of several in its `limits`.
 fn limits_from_json(object: &Map<String, Value>) -> Result<Vec<LimitAmounts>, String> {
     let given = |name: &str| object.get(name).filter(|value| !value.is_null());
@@ -270,7 +254,7 @@ fn limits_from_json(object: &Map<String, Value>) -> Result<Vec<LimitAmounts>, St
         (None, None, None) => Ok(Vec::new()),
         (None, None, Some(field)) => Err(format!("{field}: expected requests beside it")),
         (Some(_), None, _) => {
-            let limit = text_from_json(object, "limit")?.unwrap_or_default();
+            let limit = get_string_field(object, "limit")?.unwrap_or_default();
             Ok(vec![amounts_from_json(&limit, object)?])
         }
         (None, Some(_), Some(field)) => Err(format!("{field}: expected it inside limits")),
@@ -289,14 +273,9 @@ fn named_amounts_from_json(name: &str, amounts: &Value) -> Result<LimitAmounts, 
     let amounts = amounts
         .as_object()
         .ok_or_else(|| format!("limits.{name}: expected an object with requests"))?;
-    let fields = ["requests", "burst"];
-    if let Some(unknown) = amounts.keys().find(|field| !fields.contains(&&***field)) {
-        return Err(format!(
-            "limits.{name}: unknown field {unknown:?}; expected {}",
-            fields.join(", ")
-        ));
-    }
-    amounts_from_json(name, amounts).map_err(|why| format!("limits.{name}: {why}"))
+    let place = format!("limits.{name}: ");
+    reject_unknown_fields(amounts, &place, &["requests", "burst"])?;
+    amounts_from_json(name, amounts).map_err(|why| place + &why)
 }
 
 fn amounts_from_json(limit: &str, object: &Map<String, Value>) -> Result<LimitAmounts, String> {

@@ -1,13 +1,15 @@
 //! The store chosen by the configuration, and the stores that workers and inspections open on it.
 
+use crate::admin::AdminError;
 use crate::clock::Clock;
 use crate::config::StoreSettings;
-use crate::limiter::Key;
 use crate::store::redis::{
-    CounterInspector, MemberList, RedisConnectionError, RedisStore, SharedRedisState,
+    CounterInspector, MemberList, RedisConnectionError, RedisOutage, RedisSettings, RedisStore,
+    SharedRedisState,
 };
-use crate::store::{LeasePool, MemoryStore, Store};
+use crate::store::{LeasePool, MemoryStore, Store, StoreUnavailable};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// State that the stores of all workers share.
 #[derive(Clone)]
@@ -37,7 +39,7 @@ impl StoreBackend {
     }
 
     /// The counters of this process: all, or with Redis those of policies that count by instance.
-    pub(super) fn memory(&self) -> &Arc<MemoryStore> {
+    pub(crate) fn memory(&self) -> &Arc<MemoryStore> {
         match self {
             Self::Memory(memory) => memory,
             Self::Redis(shared, _) => shared.instance_counters(),
@@ -45,23 +47,48 @@ impl StoreBackend {
     }
 
     /// Opens a store for an operator's command. This store has its own connections and does not
-    /// count as an instance that shares limits.
+    /// count as an instance that shares limits. [`Self::describe_failure`] explains its errors.
     pub(crate) async fn open_for_inspection(&self) -> Store {
         match self {
             Self::Memory(memory) => Store::Memory(Arc::clone(memory)),
             Self::Redis(shared, _) => {
                 let redis = RedisStore::start(&shared.for_inspection());
-                redis.wait_until_ready().await;
+                // In an outage of the running store, waiting would only delay the answer.
+                if shared.outage().is_none() {
+                    drop(redis.wait_for_first_attempts().await);
+                }
                 Store::from_redis(redis)
             }
         }
     }
 
-    /// Opens a store for an operator's command about one key.
-    pub(crate) async fn open_for_key(&self, key: &Key) -> Store {
-        match key.is_instance_scoped() {
-            true => Store::Memory(Arc::clone(self.memory())),
-            false => self.open_for_inspection().await,
+    /// Why an opened store gave no answer, where, and what to do. Only a running store knows since
+    /// when.
+    pub(crate) fn describe_failure(&self, opened: &Store, error: &StoreUnavailable) -> String {
+        let own_outage = opened.outage().zip(self.redis());
+        let own_error = own_outage
+            .map(|(outage, redis)| describe_redis_failure(redis.settings(), &outage.cause, None));
+        let known = self.describe_outage().or(own_error);
+        known.unwrap_or_else(|| error.to_string())
+    }
+
+    /// Why Redis is unavailable to the running store, where, since when, and what to do.
+    fn describe_outage(&self) -> Option<String> {
+        let redis = self.redis()?;
+        let RedisOutage { since, cause } = redis.outage()?;
+        let lasts = Some(since.elapsed());
+        Some(describe_redis_failure(redis.settings(), &cause, lasts))
+    }
+
+    /// Connects to Redis for an operator's command. In an outage of the running store, it fails at
+    /// once.
+    pub(crate) async fn connect_inspector(
+        &self,
+        redis: &SharedRedisState,
+    ) -> Result<CounterInspector, AdminError> {
+        match self.describe_outage() {
+            Some(outage) => Err(AdminError::Unavailable(outage)),
+            None => connect(redis).await,
         }
     }
 
@@ -79,12 +106,30 @@ impl StoreBackend {
     }
 
     /// Lists the instances that share the limits; `None` if no others can.
-    pub(super) async fn list_members(&self) -> Result<Option<MemberList>, RedisConnectionError> {
+    pub(super) async fn list_members(&self) -> Result<Option<MemberList>, AdminError> {
         let Some(shared) = self.redis() else {
             return Ok(None);
         };
         // A new connection: each worker owns its connections, on a runtime of its own.
-        let inspector = CounterInspector::connect_with(shared.for_inspection()).await?;
-        inspector.list_members().await.map(Some)
+        let inspector = connect(shared).await?;
+        Ok(Some(inspector.list_members().await?))
     }
+}
+
+async fn connect(redis: &SharedRedisState) -> Result<CounterInspector, AdminError> {
+    let connected = CounterInspector::connect_with(redis).await;
+    connected.map_err(|error| {
+        AdminError::Unavailable(describe_redis_failure(redis.settings(), &error, None))
+    })
+}
+
+/// Where Redis failed, why, for how long if that is known, and what to do.
+fn describe_redis_failure(
+    redis: &RedisSettings,
+    error: &RedisConnectionError,
+    lasts: Option<Duration>,
+) -> String {
+    let lasts = lasts.map(|lasts| format!(", for {} s", lasts.as_secs()));
+    let (lasts, remedy) = (lasts.unwrap_or_default(), error.remedy());
+    format!("{error} at {redis}{lasts}; {remedy}")
 }

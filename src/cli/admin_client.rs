@@ -1,6 +1,5 @@
 //! HTTP client for the admin port of the proxy on this machine.
 
-use super::json_fields::text_at;
 use super::output::CommandError;
 use crate::admin::{AdminSettings, AdminToken};
 use crate::config::{self, ConfigSources};
@@ -91,13 +90,10 @@ impl AdminClient {
         let token = self.token.as_ref();
         let response =
             send_request_within(response_timeout, address, (method, target), body, token)
-                .map_err(|error| format!("error: {}\n", describe_failure(address, &error)))?;
+                .map_err(|error| format!("error: {address}: {}\n", describe_failure(&error)))?;
         match (response.status, response.parse_json()) {
             (200, Some(json)) => Ok(json),
-            (status, _) => Err(format!(
-                "error: {address}: answered {status}: {}\n",
-                response.problem_detail()
-            )),
+            _ => Err(response.describe_refusal(address)),
         }
     }
 }
@@ -107,13 +103,31 @@ impl AdminClientResponse {
         serde_json::from_str(&self.body).ok()
     }
 
-    /// The escaped detail of a problem document (RFC 9457), or an empty text.
-    pub(super) fn problem_detail(&self) -> String {
-        let detail = self.parse_json();
-        detail.map_or_else(String::new, |body| {
-            escape_unprintable(text_at(&body, "/detail"))
-        })
+    /// The message about another status than expected: with the detail of the problem document (RFC
+    /// 9457), and where commands find their token.
+    pub(super) fn describe_refusal(&self, address: &ListenAddress) -> String {
+        let mut text = format!("error: {address}: answered {}", self.status);
+        let body = self.parse_json().unwrap_or_default();
+        if let Some(detail) = body["detail"].as_str() {
+            text.push_str(&format!(": {}", escape_unprintable(detail)));
+        }
+        if matches!(self.status, 401 | 403) {
+            text.push_str(
+                "; commands send the token of admin.token_file, as the proxy has it \
+                 (--config, or TIDEGATE_ADMIN__TOKEN_FILE)",
+            );
+        }
+        text + "\n"
     }
+}
+
+/// The target of a request: a path, and the parameters of the query.
+pub(super) fn build_target<'p>(
+    path: &str,
+    parameters: impl IntoIterator<Item = (&'p str, &'p str)>,
+) -> String {
+    let mut query = form_urlencoded::Serializer::new(String::new());
+    format!("{path}?{}", query.extend_pairs(parameters).finish())
 }
 
 /// Returns the address to connect to. Replaces an unspecified IP address by loopback.
@@ -141,8 +155,8 @@ pub(super) fn reachable_address(
     Ok(ListenAddress::Ip(address))
 }
 
-/// Describes why there is no answer: the address, the cause, and what to do.
-pub(super) fn describe_failure(address: &ListenAddress, error: &io::Error) -> String {
+/// Describes why there is no answer, and what to do.
+pub(super) fn describe_failure(error: &io::Error) -> String {
     let remedy = match error.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
             "; no proxy listens there: start it, or set admin.address as the running proxy has it \
@@ -150,7 +164,7 @@ pub(super) fn describe_failure(address: &ListenAddress, error: &io::Error) -> St
         }
         _ => "",
     };
-    format!("{address}: {error}{remedy}")
+    format!("{error}{remedy}")
 }
 
 /// Returns the address for connecting to the admin port, or an error if the configured port is 0.

@@ -1,19 +1,11 @@
 //! `tidegate check`: validates a configuration and describes its policies.
 
-use super::output::diagnostic_to_json;
+use super::output::{CheckOptions, diagnostic_to_json};
 use crate::app::descriptor_limit::describe_lowered_connections;
 use crate::config::{self, Config, ConfigErrors, ConfigSources};
 use serde_json::{Map, Value, json};
 use std::io::Write;
 use std::process::ExitCode;
-
-/// Options of `tidegate check`: output format and strictness.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct CheckOptions {
-    pub(super) json: bool,
-    /// Warnings fail the check.
-    pub(super) strict: bool,
-}
 
 /// Writes a description of each policy to `out`, and errors, warnings and notes to
 /// `diagnostics_out`. With `options.json`, writes everything to `out` as JSON. Checks each of

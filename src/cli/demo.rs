@@ -12,6 +12,7 @@ use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use serde_json::json;
 use std::convert::Infallible;
 use std::io::IsTerminal;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -45,14 +46,17 @@ pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, Co
     let upstream = start_sample_upstream().map_err(|error| {
         format!("error: the sample upstream cannot listen on 127.0.0.1: {error}\n")
     })?;
-    if let Err(error) = TcpListener::bind(&flags.listen)
-        && error.kind() == std::io::ErrorKind::AddrInUse
-    {
-        return Err(CommandError::Message(format!(
-            "error: cannot listen on {}: {error}; choose another address, or a free port by \
-             tidegate demo --listen 127.0.0.1:0\n",
-            flags.listen.escape_debug()
-        )));
+    let admin_address = flags.admin.unwrap_or_else(free_admin_address);
+    for (flag, address) in [("--listen", &flags.listen), ("--admin", &admin_address)] {
+        if let Err(error) = TcpListener::bind(address)
+            && error.kind() == std::io::ErrorKind::AddrInUse
+        {
+            return Err(CommandError::Message(format!(
+                "error: cannot listen on {}: {error}; choose another address, or a free port by \
+                 tidegate demo {flag} 127.0.0.1:0\n",
+                address.escape_debug()
+            )));
+        }
     }
     let file = if shared.config.is_empty() {
         FileSource::Text {
@@ -63,10 +67,7 @@ pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, Co
         shared.to_sources(OverrideFlags::default())?.file
     };
     // The environment is ignored, so that the demo behaves the same everywhere.
-    let mut env = vec![(
-        "TIDEGATE_ADMIN__ADDRESS".to_owned(),
-        flags.admin.unwrap_or_else(free_admin_address),
-    )];
+    let mut env = vec![("TIDEGATE_ADMIN__ADDRESS".to_owned(), admin_address)];
     if std::io::stderr().is_terminal() {
         env.push(("TIDEGATE_LOG__FORMAT".to_owned(), "text".to_owned()));
     }
@@ -81,8 +82,17 @@ pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, Co
         flags: overrides,
         skips_key_files: false,
     };
-    super::run::run_proxy(sources, |addresses| {
-        println!("{}", usage_text(addresses, upstream))
+    let as_json = shared.json;
+    super::run::run_proxy(sources, move |ListeningAddresses { proxy, admin }| {
+        let (text, upstream) = (usage_text(&proxy, &admin, upstream), upstream.to_string());
+        let (proxy, admin) = (proxy.to_string(), admin.to_string());
+        match as_json {
+            true => println!(
+                "{}",
+                json!({ "proxy": proxy, "admin": admin, "upstream": upstream })
+            ),
+            false => println!("{text}"),
+        }
     })
 }
 
@@ -95,14 +105,13 @@ fn free_admin_address() -> String {
     address.to_string()
 }
 
-fn usage_text(addresses: ListeningAddresses, upstream: SocketAddr) -> String {
-    let ListeningAddresses { proxy, admin } = addresses;
+fn usage_text(proxy: &ListenAddress, admin: &ListenAddress, upstream: SocketAddr) -> String {
     let proxy = match proxy {
         ListenAddress::Ip(address) => format!("http://{address}"),
         ListenAddress::Unix(path) => format!("--unix-socket {} http://localhost", path.display()),
     };
     // `tidegate top` and `keys` need the address only if it is not the default one.
-    let setting = match &admin {
+    let setting = match admin {
         ListenAddress::Ip(address) if *address == DEFAULT_ADMIN_ADDRESS => String::new(),
         address => format!("TIDEGATE_ADMIN__ADDRESS={address} "),
     };
@@ -182,7 +191,7 @@ fn start_sample_upstream() -> std::io::Result<SocketAddr> {
 
 #[allow(clippy::unused_async, reason = "service_fn requires a future")]
 async fn echo_request(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
-    let body = serde_json::json!({
+    let body = json!({
         "hello": "from the sample upstream",
         "method": request.method().as_str(),
         "path": request.uri().path(),

@@ -1,13 +1,13 @@
 //! `tidegate doctor`: examines Redis for this use, and gives advice.
 
-use super::output::{CommandError, block_on, format_json};
+use super::output::{CheckOptions, CommandError, block_on, format_json};
 use crate::admin::escape_json_for_display;
 use crate::app::doctor::{
     self, DoctorFinding, DoctorReport, ExaminedStore, PolicyMemory, format_bytes,
 };
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::proxy::ListenerKind;
-use crate::text::{escape_unprintable, wrap_text};
+use crate::text::{count_noun, escape_unprintable, wrap_text};
 use serde_json::json;
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -18,14 +18,6 @@ const TEXT_WIDTH: usize = 84;
 /// Exit code if no fault was found, but some checks have no result.
 const INCOMPLETE_EXIT_CODE: u8 = 3;
 
-/// Options of `tidegate doctor`: output format and strictness.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct DoctorOptions {
-    pub(super) json: bool,
-    /// Warnings fail the command.
-    pub(super) strict: bool,
-}
-
 /// Examines the store of a configuration and prints the report. Fails on faults, and on warnings if
 /// `options.strict` is set. Checks without a result have an exit code of their own.
 ///
@@ -33,7 +25,7 @@ pub(super) struct DoctorOptions {
 /// A message for the user if the configuration is invalid.
 pub(super) fn run(
     sources: &ConfigSources,
-    options: DoctorOptions,
+    options: CheckOptions,
 ) -> Result<ExitCode, CommandError> {
     let config = config::load(sources)?;
     let report = block_on(examine_configured_store(&config))?;
@@ -102,21 +94,17 @@ fn summarize(report: &DoctorReport) -> String {
         (0, 0) => "No problem was found".to_owned(),
         _ => format!(
             "{}, {}",
-            pluralize(faults, "fault"),
-            pluralize(warnings, "warning")
+            count_noun(faults as u64, "fault"),
+            count_noun(warnings as u64, "warning")
         ),
     };
     match unknown {
         0 => format!("\n{problems}.\n"),
         _ => format!(
             "\n{problems}. Incomplete: {} without a result.\n",
-            pluralize(unknown, "check")
+            count_noun(unknown as u64, "check")
         ),
     }
-}
-
-fn pluralize(count: usize, noun: &str) -> String {
-    format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
 fn push_finding(text: &mut String, finding: &DoctorFinding) {

@@ -30,13 +30,9 @@ pub(super) fn run(
     let address = admin_address(&settings)?;
     let requested_at = Instant::now();
     let response = send_request(&address, "POST", "/drain", settings.token.as_ref())
-        .map_err(|error| format!("error: {}\n", describe_failure(&address, &error)))?;
+        .map_err(|error| format!("error: {address}: {}\n", describe_failure(&error)))?;
     if response.status != 202 {
-        let (status, detail) = (response.status, response.problem_detail());
-        let colon = if detail.is_empty() { "" } else { ": " };
-        return Err(CommandError::Message(format!(
-            "error: {address}: answered {status}{colon}{detail}\n"
-        )));
+        return Err(CommandError::Message(response.describe_refusal(&address)));
     }
     let timeout = timeout
         .or_else(|| announced_drain_time(&response))

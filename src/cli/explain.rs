@@ -1,13 +1,17 @@
 //! `tidegate explain`: shows which policies apply to a request and what the outcome would be.
 
+use super::flags::NO_POLICIES;
 use super::limit_status;
-use super::output::{CommandError, block_on, format_json};
+use super::output::{CommandError, block_on, describe_cause, format_json};
+use super::overrides::open_store;
 use super::request::RequestArguments;
-use crate::admin::{ExpectedOutcome, ExplanationDocument, add_fields};
+use crate::admin::{ExpectedOutcome, ExplainRequest, ExplanationDocument, add_fields};
 use crate::app::StoreBackend;
 use crate::app::explanation::{self, ExplainError};
-use crate::config::{self, ConfigSources, StoreSettings};
+use crate::config::{self, Config, ConfigSources, FileSource};
 use crate::enforcer::{PolicyExplanation, PolicyStep};
+use crate::store::StoredOverride;
+use crate::text::escape_unprintable;
 use serde_json::json;
 
 /// Explains the matching policies, the keys and limits of the request, and their state, as text or
@@ -25,11 +29,14 @@ pub(super) fn explain_request(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
-    let (request, notes) = arguments
+    let (request, mut notes) = arguments
         .to_request()
         .map_err(|error| format!("error: {error}\n"))?;
+    if matches!(sources.file, FileSource::None) {
+        notes.push(NO_POLICIES.to_owned());
+    }
     for note in notes {
-        eprintln!("note: {}", note.escape_debug());
+        eprintln!("note: {}", escape_unprintable(&note));
     }
     let title = format!(
         "{} {} from {}\n\n",
@@ -37,15 +44,22 @@ pub(super) fn explain_request(
         request.url.escape_debug(),
         request.peer_ip
     );
+    let backend = StoreBackend::new(&config.store);
+    let is_redis = backend.redis().is_some();
     let printed: Result<String, String> = block_on(async {
-        let store = StoreBackend::new(&config.store).open_for_inspection().await;
+        let copied = match is_redis {
+            true => Ok(()),
+            false => copy_overrides(sources, &config, &backend, &request).await,
+        };
         let mut explained =
-            explanation::explain_request(&store, &config.policy_table, &request).await;
+            explanation::explain_request(&backend, &config.policy_table, &request).await;
         if let Ok(explained) = &mut explained {
             clear_instance_statuses(&mut explained.explanation);
+            if let Err(error) = copied {
+                let why = format!("overrides of keys are known only to the running proxy: {error}");
+                explained.store_error = Some(why);
+            }
         }
-        // The memory store of this process does not share counters with the proxy.
-        let is_redis = matches!(config.store, StoreSettings::Redis(_));
         let (document, rejection) = match explained {
             Ok(explained) => (explained.describe(is_redis), None),
             Err(ExplainError::InvalidRequest(why)) => return Err(format!("error: {why}\n")),
@@ -67,6 +81,40 @@ pub(super) fn explain_request(
         }
     })?;
     Ok(printed?)
+}
+
+/// Copies the overrides of the request's keys from the memory of the running proxy to the memory
+/// store of this process.
+///
+/// # Errors
+/// A message for the user if the admin port does not answer.
+async fn copy_overrides(
+    sources: &ConfigSources,
+    config: &Config,
+    backend: &StoreBackend,
+    request: &ExplainRequest,
+) -> Result<(), String> {
+    let explained = explanation::explain_request(backend, &config.policy_table, request).await;
+    for (policy, step) in explained.iter().flat_map(|one| &one.explanation.steps) {
+        if let PolicyStep::Limits(limits) = step
+            && policy.quota().is_some_and(|quota| quota.is_dynamic)
+        {
+            let store = open_store(sources, config).await;
+            let found = match store {
+                Ok(store) => store.find(&limits.own.key).await,
+                Err(error) => Err(error),
+            };
+            let found = found.map_err(|error| describe_cause(&error).to_owned())?;
+            if let Some(stored) = found {
+                // The listed key lacks the kinds of its values.
+                let key = limits.own.key.clone();
+                backend
+                    .memory()
+                    .set_override(StoredOverride { key, ..stored });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Removes the statuses of counters that only the instances know.
@@ -101,9 +149,10 @@ fn format_explanation(document: &ExplanationDocument, is_redis: bool) -> String 
     text.push_str(&describe_expected_outcome(&document.expected));
     if !is_redis {
         text.push_str(
-            "The state of the limits is known only to the running proxy: store.kind is \"memory\".\n",
+            "The usage of the limits is known only to the running proxy: store.kind is \"memory\".\n",
         );
-    } else if let Some(error) = &document.store_error {
+    }
+    if let Some(error) = &document.store_error {
         text.push_str(&format!("The state of the limits is unknown: {error}.\n"));
     }
     if is_redis && is_counted_by_instances {

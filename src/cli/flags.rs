@@ -11,6 +11,9 @@ use std::path::{Path, PathBuf};
 const DEFAULT_CONFIG: &str = "config.toml";
 /// Environment variable that names the configuration file of a command without `--config`.
 const CONFIG_VARIABLE: &str = "TIDEGATE_CONFIG";
+/// What is wrong without a configuration file.
+pub(super) const NO_POLICIES: &str = "the configuration has no policies; expected --config with the proxy's configuration, TIDEGATE_CONFIG or \
+     ./config.toml";
 /// Maximum size of a configuration on stdin, the same as of a file.
 const MAX_STDIN_BYTES: u64 = 16 * 1024 * 1024;
 
@@ -26,10 +29,17 @@ pub(super) struct SharedFlags {
     pub(super) json: bool,
 }
 
+/// `--json` of a command whose output is not JSON: only its errors are.
+#[derive(Args, Debug)]
+pub(super) struct HiddenJsonFlag {
+    #[arg(long, hide = true)]
+    json: bool,
+}
+
 /// Flags override environment variables (`TIDEGATE_UPSTREAM__URL`), which override the file.
 #[derive(Args, Clone, Debug, Default)]
 pub(super) struct OverrideFlags {
-    /// Upstream URL, e.g. http://127.0.0.1:3000.
+    /// Upstream URL, e.g. http://127.0.0.1:3000. With http://, `upstream.tls` is left out.
     #[arg(long, value_name = "URL")]
     pub(super) upstream: Option<String>,
     /// Listen address, e.g. [::]:8080.
@@ -66,6 +76,18 @@ impl SharedFlags {
         let mut sources = self.to_sources(OverrideFlags::default())?;
         sources.flags.needs_no_upstream = true;
         Ok(sources)
+    }
+
+    /// [`Self::to_sources_without_upstream`] of a command that needs policies.
+    ///
+    /// # Errors
+    /// Same as [`SharedFlags::to_sources`], or if there is no configuration file.
+    pub(super) fn to_sources_with_policies(&self) -> Result<ConfigSources, CommandError> {
+        let sources = self.to_sources_without_upstream()?;
+        match sources.file {
+            FileSource::None => Err(format!("error: {NO_POLICIES}\n").into()),
+            _ => Ok(sources),
+        }
     }
 
     /// The sources of each file of `--config` and `files`, or of the default.

@@ -1,6 +1,6 @@
 //! `tidegate health`: liveness check of the proxy on this machine.
 
-use super::admin_client::{reachable_address, send_request};
+use super::admin_client::{describe_failure, reachable_address, send_request};
 use super::output::{CommandError, print_result};
 use crate::admin::escape_json_for_display;
 use crate::config::{self, ConfigSources};
@@ -20,7 +20,7 @@ pub(super) fn run(sources: &ConfigSources, as_json: bool) -> Result<ExitCode, Co
             Some(response.status),
             (response.status != 200).then(|| format!("answered {}", response.status)),
         ),
-        Err(error) => (None, Some(error.to_string())),
+        Err(error) => (None, Some(describe_failure(&error))),
     };
     if !as_json {
         let result = match error {

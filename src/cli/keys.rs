@@ -2,20 +2,20 @@
 //! memory (the memory store, and `scope = "instance"`), it queries the admin port of the running
 //! proxy, which lists only keys with rejected requests.
 
-use super::admin_client::AdminClient;
-use super::json_fields::{number_at, text_at};
-use super::limit_status::{format_key_status, format_wait};
+use super::admin_client::{AdminClient, build_target};
+use super::limit_status::{format_block, format_key_status, format_wait};
 use super::output::{CommandAnswer, CommandError, block_on, format_answer, print_audit_line};
-use crate::admin::{KeyDocument, add_fields};
+use crate::admin::{KeyDocument, KeyResetDocument, add_fields};
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
 use crate::app::limit_documents::micros_to_seconds;
 use crate::app::override_store::describe_key_override;
-use crate::config::{self, Config, ConfigSources, StoreSettings, format_period};
+use crate::config::{self, Config, ConfigSources, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
-use crate::store::redis::{CounterInspector, RedisConnectionError, RedisCounter, RedisSettings};
+use crate::store::redis::{CounterInspector, RedisCounter};
 use crate::telemetry::top_rejections::RejectionRanking;
+use crate::text::count_noun;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -72,20 +72,21 @@ pub(super) fn run(
     {
         find_limiting_policy(&config.policy_table, name).map_err(format_error)?;
     }
-    let answer = match &config.store {
-        StoreSettings::Redis(redis) if !command.reads_instance_counters(&config) => {
-            block_on(async {
-                match command {
-                    KeysCommand::List { policy, most } => {
-                        list_counters(&config, redis, policy.as_deref(), *most).await
-                    }
-                    KeysCommand::Show(selector) => show_key(&config, selector).await,
-                    KeysCommand::Reset { key, limit } => {
-                        reset_key(&config, key, limit.as_deref()).await
-                    }
+    let stores = StoreBackend::new(&config.store);
+    let answer = match stores.redis() {
+        Some(redis) if !command.reads_instance_counters(&config) => block_on(async {
+            match command {
+                KeysCommand::List { policy, most } => {
+                    let inspector = stores.connect_inspector(redis).await;
+                    let inspector = inspector.map_err(format_error)?;
+                    list_counters(&config, &inspector, policy.as_deref(), *most).await
                 }
-            })?
-        }
+                KeysCommand::Show(selector) => show_key(&config, &stores, selector).await,
+                KeysCommand::Reset { key, limit } => {
+                    reset_key(&config, &stores, key, limit.as_deref()).await
+                }
+            }
+        })?,
         _ => run_by_admin_port(&AdminClient::from_sources(sources)?, command),
     };
     Ok(format_answer(answer?, as_json))
@@ -108,12 +109,10 @@ fn instance_policy_names(config: &Config) -> Vec<&str> {
 
 async fn list_counters(
     config: &Config,
-    redis: &RedisSettings,
+    inspector: &CounterInspector,
     policy: Option<&str>,
     max_counters: usize,
 ) -> Result<CommandAnswer, String> {
-    let inspector = CounterInspector::connect(redis.clone()).await;
-    let inspector = inspector.map_err(|error| describe_redis_failure(redis, &error))?;
     let namespace = policy.map(|name| key_namespace(config, name));
     let (mut counters, has_more) = inspector
         .list_counters(namespace, max_counters)
@@ -178,79 +177,82 @@ fn counter_to_json(counter: &RedisCounter) -> Value {
     fields
 }
 
-async fn show_key(config: &Config, selector: &KeySelector) -> Result<CommandAnswer, String> {
+async fn show_key(
+    config: &Config,
+    stores: &StoreBackend,
+    selector: &KeySelector,
+) -> Result<CommandAnswer, String> {
     let found = selector.resolve_against_config(config)?;
-    let stores = StoreBackend::new(&config.store);
-    let store = stores.open_for_inspection().await;
-    let state = found.read_status(&store).await.map_err(format_error)?;
-    let words = describe_key_override(&stores, &found, state.now_us).await;
+    let state = found.read_status(stores).await.map_err(format_error)?;
+    let words = describe_key_override(stores, &found, state.now_us).await;
     let status = found.describe_status(&state, words.map_err(format_error)?);
     Ok((json!(status), format_key_status(&status)))
 }
 
 async fn reset_key(
     config: &Config,
+    stores: &StoreBackend,
     selector: &KeySelector,
     limit: Option<&str>,
 ) -> Result<CommandAnswer, String> {
     let found = selector.resolve_against_config(config)?;
-    let stores = StoreBackend::new(&config.store);
-    let count = found
-        .reset_counters(&stores, limit)
-        .await
-        .map_err(format_error)?;
-    let (policy, key) = (&found.policy.name, found.key.to_readable_string());
+    let reset = found.reset_counters(stores, limit).await;
+    let reset = reset.map_err(format_error)?;
     // As the proxy logs it, without the values of the key.
     print_audit_line(json!({
         "message": "key reset by an operator",
-        "policy": policy,
+        "policy": reset.policy,
         "key": format!("{:032x}", found.key.id()),
         "limit": limit,
-        "counters": count,
+        "counters": reset.counters_forgotten,
     }));
-    let text = format_reset(&key, count);
-    Ok((
-        json!({ "policy": policy, "key": key, "forgotten": count }),
-        text,
-    ))
+    Ok((json!(reset), format_reset(&reset)))
 }
 
-fn format_reset(key: &str, count: u64) -> String {
-    let key = key.escape_debug();
-    match count {
-        0 => format!("{key}: no counter to reset\n"),
-        1 => format!("{key}: reset 1 counter\n"),
-        _ => format!("{key}: reset {count} counters\n"),
+fn format_reset(reset: &KeyResetDocument) -> String {
+    let (names, count) = (reset.limits.join(", "), reset.limits.len() as u64);
+    let limits = format!("{} ({})", count_noun(count, "limit"), names.escape_debug());
+    let limits = (count > 0).then_some(limits);
+    let block = reset.unblocked.then(|| "the block".to_owned());
+    let parts: Vec<String> = limits.into_iter().chain(block).collect();
+    let key = reset.key.escape_debug();
+    let mut text = match (parts.is_empty(), reset.counters_forgotten) {
+        (true, 0) => format!("{key}: no counter to reset\n"),
+        // An older proxy names no limits.
+        (true, count) => format!("{key}: reset {}\n", count_noun(count, "counter")),
+        (false, _) => format!("{key}: reset {}\n", parts.join(" and ")),
+    };
+    if let Some(blocked_s) = reset.blocked_s {
+        text.push_str(&format!(
+            "The key stays {}; reset it without --limit to end the block.\n",
+            format_block(blocked_s)
+        ));
     }
+    text
 }
 
 /// Runs the command by the admin API of the proxy whose memory holds the counters.
 fn run_by_admin_port(client: &AdminClient, command: &KeysCommand) -> Result<CommandAnswer, String> {
     Ok(match command {
         KeysCommand::List { policy, most } => {
-            let mut query = format!("/top?n={}", most.min(&MAX_RANKED_KEYS));
-            if let Some(policy) = policy {
-                query.push_str(&format!("&policy={}", encode_query_value(policy)));
-            }
-            let response = client.request_json("GET", &query)?;
+            let most = most.min(&MAX_RANKED_KEYS).to_string();
+            let policy = policy.iter().map(|policy| ("policy", &**policy));
+            let target = build_target("/top", policy.chain([("n", &*most)]));
+            let response = client.request_json("GET", &target)?;
             let text = format_rejected_keys(&response);
             (response, text)
         }
         KeysCommand::Show(selector) => {
-            let response = client.request_json("GET", &selector.query_target())?;
+            let response = client.request_json("GET", &selector.query_target(None))?;
             let status = KeyDocument::deserialize(&response).unwrap_or_default();
             let text = format_key_status(&status);
             (response, text)
         }
         KeysCommand::Reset { key, limit } => {
-            let mut target = key.query_target();
-            if let Some(limit) = limit {
-                target.push_str(&format!("&limit={}", encode_query_value(limit)));
-            }
+            let target = key.query_target(limit.as_deref());
             let response = client.request_json("DELETE", &target)?;
-            let count = number_at(&response, "/counters_forgotten");
-            let text = format_reset(text_at(&response, "/key"), count);
-            (response, text)
+            let reset = KeyResetDocument::deserialize(&response).unwrap_or_default();
+            (response, format_reset(&reset))
         }
     })
 }
@@ -271,18 +273,6 @@ fn format_rejected_keys(response: &Value) -> String {
         "Only keys with rejected requests are listed, because these counters are in memory.\n",
     );
     text
-}
-
-fn encode_query_value(value: &str) -> String {
-    percent_encoding::utf8_percent_encode(value, percent_encoding::NON_ALPHANUMERIC).to_string()
-}
-
-/// The cause, the address, and what to do.
-pub(super) fn describe_redis_failure(
-    redis: &RedisSettings,
-    error: &RedisConnectionError,
-) -> String {
-    format!("error: {error} at {redis}; {}\n", error.remedy())
 }
 
 fn format_error(error: impl std::fmt::Display) -> String {
@@ -306,12 +296,11 @@ impl KeysCommand {
 
 impl KeySelector {
     /// Target of the admin API for this key.
-    fn query_target(&self) -> String {
-        let mut target = format!("/keys?policy={}", encode_query_value(&self.policy));
-        for value in &self.values {
-            target.push_str(&format!("&key={}", encode_query_value(value)));
-        }
-        target
+    fn query_target(&self, limit: Option<&str>) -> String {
+        let values = self.values.iter().map(|value| ("key", &**value));
+        let limit = limit.map(|limit| ("limit", limit));
+        let policy = [("policy", &*self.policy)].into_iter();
+        build_target("/keys", policy.chain(values).chain(limit))
     }
 
     fn resolve_against_config<'c>(&self, config: &'c Config) -> Result<ResolvedKey<'c>, String> {

@@ -56,17 +56,17 @@ pub(super) fn format_limit_status(limit: &LimitDocument) -> String {
         }
         None => format!("{requests} at a time, {algorithm}"),
     };
-    let Some(usage) = &limit.usage else {
-        return format!("{name:<16} {quota}");
-    };
-    let growth = usage.grows_in_s.map_or_else(String::new, |seconds| {
-        format!(", more in {}", format_wait(seconds_to_micros(seconds)))
-    });
     let source = match &limit.override_kind {
         Some(_) => ", by an override",
         None if limit.is_stated => ", as the request states",
         None => "",
     };
+    let Some(usage) = &limit.usage else {
+        return format!("{name:<16} {quota}{source}");
+    };
+    let growth = usage.grows_in_s.map_or_else(String::new, |seconds| {
+        format!(", more in {}", format_wait(seconds_to_micros(seconds)))
+    });
     format!(
         "{name:<16} {quota:<32} {} left{growth}{source}",
         usage.remaining

@@ -9,7 +9,6 @@ mod drain;
 mod explain;
 mod flags;
 mod health;
-mod json_fields;
 mod keys;
 mod limit_status;
 mod output;
@@ -22,8 +21,8 @@ mod why;
 
 use crate::config;
 use clap::{Parser, Subcommand};
-use flags::{OverrideFlags, SharedFlags};
-use output::{CommandError, print_error, print_result, print_usage};
+use flags::{HiddenJsonFlag, OverrideFlags, SharedFlags};
+use output::{CheckOptions, CommandError, print_error, print_result, print_usage};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -133,10 +132,14 @@ enum CliCommand {
     Why(Box<why::WhyArguments>),
     /// Print a shell completion script.
     #[command(after_help = COMPLETIONS_HELP_FOOTER)]
-    Completions { shell: clap_complete::Shell },
+    Completions {
+        shell: clap_complete::Shell,
+        #[command(flatten)]
+        hidden: HiddenJsonFlag,
+    },
     /// Print the manual page for man(1).
     #[command(after_help = MAN_HELP_FOOTER)]
-    Man,
+    Man(HiddenJsonFlag),
 }
 
 const GENERAL_HELP_FOOTER: &str = "\
@@ -262,6 +265,7 @@ fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
     } = command_line;
     let json = shared.json;
     let sources = || shared.to_sources_without_upstream();
+    let with_policies = || shared.to_sources_with_policies();
     let printed = match command.unwrap_or(CliCommand::Run(overrides)) {
         CliCommand::Run(overrides) => {
             return run::run_proxy(shared.to_sources(overrides)?, |_| {});
@@ -279,27 +283,27 @@ fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
             }
             return Ok(check::run(
                 &sources,
-                check::CheckOptions { json, strict },
+                CheckOptions { json, strict },
                 &mut std::io::stdout(),
                 &mut std::io::stderr(),
             ));
         }
         CliCommand::Schema => Ok(config::json_schema()),
-        CliCommand::Completions { shell } => Ok(completions::generate_completions(shell)),
-        CliCommand::Man => completions::generate_manual().map_err(CommandError::from),
+        CliCommand::Completions { shell, .. } => Ok(completions::generate_completions(shell)),
+        CliCommand::Man(_) => completions::generate_manual().map_err(CommandError::from),
         CliCommand::Doctor { strict } => {
-            return doctor::run(&sources()?, doctor::DoctorOptions { json, strict });
+            return doctor::run(&sources()?, CheckOptions { json, strict });
         }
         CliCommand::Health => return health::run(&sources()?, json),
         CliCommand::Drain { timeout } => {
             drain::run(&sources()?, timeout.map(Duration::from_secs), json)
         }
         CliCommand::Explain(request) => explain::explain_request(&sources()?, &request, json),
-        CliCommand::Replay(arguments) => replay::run_replay(&sources()?, &arguments),
-        CliCommand::Why(arguments) => why::run(&sources()?, &arguments),
+        CliCommand::Replay(arguments) => replay::run_replay(&with_policies()?, &arguments),
+        CliCommand::Why(arguments) => why::run(&with_policies()?, &arguments),
         CliCommand::Top(flags) => top::run(&sources()?, &flags),
         CliCommand::Keys(command) => keys::run(&sources()?, &command, json),
-        CliCommand::Overrides(command) => overrides::run(&sources()?, &command, json),
+        CliCommand::Overrides(command) => overrides::run(&with_policies()?, &command, json),
     };
     Ok(print_result(printed, json))
 }

@@ -9,6 +9,14 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 use tokio::runtime::Builder;
 
+/// Options of `tidegate check` and `tidegate doctor`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct CheckOptions {
+    pub(super) json: bool,
+    /// Warnings fail the command.
+    pub(super) strict: bool,
+}
+
 /// Why a command fails.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CommandError {
@@ -120,6 +128,14 @@ pub(super) fn print_audit_line(change: Value) {
     eprintln!("{}", escape_json_for_display(&line.to_string()));
 }
 
+/// The cause in a message for the user.
+pub(super) fn describe_cause(message: &str) -> &str {
+    message
+        .strip_prefix("error: ")
+        .unwrap_or(message)
+        .trim_end()
+}
+
 /// The JSON of one error or warning of a configuration.
 pub(super) fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
     let position = diagnostic.span.position.as_ref();
@@ -134,9 +150,6 @@ pub(super) fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
 
 /// An error that is not about a configuration has the fields of [`diagnostic_to_json`] too.
 fn message_to_json(message: &str) -> Value {
-    let problem = message
-        .strip_prefix("error: ")
-        .unwrap_or(message)
-        .trim_end();
+    let problem = describe_cause(message);
     json!({ "source": null, "line": null, "column": null, "key": "", "problem": problem })
 }

@@ -7,8 +7,8 @@ mod import;
 pub(super) mod store_client;
 
 use super::admin_client::AdminClient;
-use super::keys::describe_redis_failure;
 use super::output::{CommandAnswer, CommandError, block_on, format_answer};
+use crate::app::StoreBackend;
 use crate::app::key_status::{find_limiting_policy, resolve_override_key};
 use crate::app::override_store::{OverrideListing, OverrideStore};
 use crate::app::overrides::{
@@ -18,8 +18,7 @@ use crate::clock::Clock;
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::limiter::{Key, LimitAmounts};
 use crate::store::StoredOverride;
-use crate::store::redis::CounterInspector;
-use crate::text::escape_unprintable;
+use crate::text::{count_noun, escape_unprintable};
 use csv_records::LineRange;
 use export::{ExportArguments, export_overrides};
 use import::{ImportArguments, ImportReport, import_file};
@@ -148,11 +147,11 @@ pub(super) async fn open_store(
     config: &Config,
 ) -> Result<StoreClient, String> {
     match &config.store {
-        StoreSettings::Redis(redis) => {
-            let inspector = CounterInspector::connect((**redis).clone()).await;
-            let inspector = inspector.map_err(|error| describe_redis_failure(redis, &error))?;
-            let store = OverrideStore::Redis(Box::new(inspector));
-            Ok(StoreClient::Redis(store))
+        StoreSettings::Redis(_) => {
+            let store = OverrideStore::open(&StoreBackend::new(&config.store)).await;
+            store
+                .map(StoreClient::Redis)
+                .map_err(|error| error.to_string())
         }
         StoreSettings::Memory(_) => {
             let client = AdminClient::from_sources(sources).map_err(|error| error.to_string())?;
@@ -240,11 +239,17 @@ async fn import_overrides(
         error_count,
     } = report;
     if error_count > 0 {
-        return Err(format!(
-            "{error_count} lines are wrong and were not set; {set_count} overrides were set"
-        ));
+        let wrong = match error_count {
+            1 => "1 line is wrong and was not set".to_owned(),
+            many => format!("{many} lines are wrong and were not set"),
+        };
+        let set = match set_count {
+            1 => "1 override was set".to_owned(),
+            many => format!("{many} overrides were set"),
+        };
+        return Err(format!("{wrong}; {set}"));
     }
-    let text = format!("{set_count} overrides set\n");
+    let text = format!("{} set\n", count_noun(set_count, "override"));
     Ok((json!({ "set": set_count }), text))
 }
 

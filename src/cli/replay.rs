@@ -2,7 +2,7 @@
 
 use super::flags::sources_without_upstream;
 use super::output::CommandError;
-use crate::config::{self, Config, ConfigSources, FileSource};
+use crate::config::{self, Config, ConfigSources};
 use crate::policy::PolicyTable;
 use crate::replay::{self, AccessLogFormat, LineTemplate, ReplayProgress, Settings};
 use console::Term;
@@ -81,12 +81,6 @@ pub(super) fn run_replay(
     sources: &ConfigSources,
     arguments: &ReplayArguments,
 ) -> Result<String, CommandError> {
-    if matches!(sources.file, FileSource::None) {
-        return Err(CommandError::Message(
-            "error: no policies: expected --config FILE, TIDEGATE_CONFIG or ./config.toml\n"
-                .to_owned(),
-        ));
-    }
     let mut sets = vec![sources.clone()];
     sets.extend(arguments.compare.as_deref().map(sources_without_upstream));
     let configs: Vec<Config> = sets.iter().map(config::load).collect::<Result<_, _>>()?;

@@ -59,11 +59,18 @@ pub(super) fn merge_layers(
             value: "http://127.0.0.1".into(),
         });
     }
-    let values = figment
+    let mut values = figment
         .data()
         .unwrap_or_default()
         .remove(&Profile::Default)
         .unwrap_or_default();
+    let is_cleartext = |url: &String| url.starts_with("http://");
+    if flags.upstream.as_ref().is_some_and(is_cleartext)
+        && let Some(Value::Dict(_, upstream)) = values.get_mut("upstream")
+    {
+        // These settings are for the upstream that the flag replaces.
+        upstream.remove("tls");
+    }
     input.set_layers(figment);
     values
 }

@@ -96,7 +96,7 @@ schema_table! {
         /// RateLimit and RateLimit-Policy with all applied limits; X-RateLimit-* with the tightest;
         /// both; none.
         headers: Keyword(&["standard", "legacy", "both", "none"]), default = "both";
-        /// X-RateLimit-Reset in seconds from now, or as Unix time.
+        /// X-RateLimit-Reset in seconds from now, or as Unix time; absent if no wait helps.
         legacy_reset: Keyword(&["delta", "epoch"]), default = "delta";
         /// CORS of tidegate's own responses.
         cors: Table(&RESPONSE_CORS);

@@ -249,6 +249,14 @@ fn the_environment_overrides_the_file_and_flags_override_both() {
     let config = load(&sources).unwrap();
     assert_eq!(config.upstream.url.to_string(), "http://flag:3");
     assert!(config.listen.address.to_string().ends_with(":4"));
+
+    // The TLS settings are those of the upstream that the flag replaces.
+    sources.file = FileSource::Text {
+        name: "t".into(),
+        text: "upstream = { url = 'https://app', tls = { server_name = 'app' } }".into(),
+    };
+    sources.env.clear();
+    assert!(load(&sources).unwrap().upstream.tls.is_none());
 }
 
 #[test]

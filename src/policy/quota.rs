@@ -5,6 +5,7 @@ use super::{
     LimitOverrides, MissingKeyAction, NamedLimit, SelectedLimits, client, path,
 };
 use crate::limiter::{CounterScope, Key, LeaseTerms, Limit, ListedValue};
+use crate::text::count_noun;
 
 /// The key, cost and limits of a policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -121,7 +122,8 @@ impl Quota {
                 format!(" ({})", parts.join(", "))
             };
             return Err(format!(
-                "the key of {name} has {width} values{parts}, not {}",
+                "the key of {name} has {}{parts}, not {}",
+                count_noun(width as u64, "value"),
                 values.len()
             ));
         }

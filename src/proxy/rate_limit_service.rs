@@ -372,15 +372,19 @@ fn build_descriptor_status(
             ..Default::default()
         };
     };
-    let reset_us = rate_limit_headers::reset_at_us(reported, now_us).saturating_sub(now_us);
+    let reset_at_us = rate_limit_headers::reset_at_us(reported, now_us);
+    let duration_until = |at_us: u64| {
+        let wait_us = at_us.saturating_sub(now_us);
+        Duration {
+            seconds: i64::try_from(wait_us / SECOND_US).unwrap_or(i64::MAX),
+            nanos: i32::try_from(wait_us % SECOND_US * 1000).unwrap_or_default(),
+        }
+    };
     response::DescriptorStatus {
         code: code.into(),
         current_limit: Some(build_current_limit(reported)),
         limit_remaining: u32::try_from(reported.status.remaining).unwrap_or(u32::MAX),
-        duration_until_reset: Some(Duration {
-            seconds: i64::try_from(reset_us / SECOND_US).unwrap_or(i64::MAX),
-            nanos: i32::try_from(reset_us % SECOND_US * 1000).unwrap_or_default(),
-        }),
+        duration_until_reset: reset_at_us.map(duration_until),
     }
 }
 

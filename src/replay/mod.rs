@@ -18,7 +18,7 @@ pub(crate) use log_reader::{AccessLogReader, RawLogLine};
 pub(crate) use parsers::parse_rfc3339;
 pub use parsers::{AccessLogFormat, LineTemplate};
 pub use report::ReplayReport;
-pub(crate) use report::{format_count, format_time, format_time_range};
+pub(crate) use report::{format_time, format_time_range};
 pub use settings::Settings;
 
 use crate::policy::PolicyTable;

@@ -391,9 +391,9 @@ async fn invalid_requests_get_a_descriptive_problem() {
     for (body, words) in [
         ("", "the body is not JSON"),
         ("[]", "expected a JSON object"),
-        ("{\"url\": 1}", "url: expected a text"),
+        ("{\"url\": 1}", "url: expected a string"),
         ("{}", "url is missing"),
-        ("{\"url\":\"/\",\"uri\":1}", "unknown key \"uri\""),
+        ("{\"url\":\"/\",\"uri\":1}", "unknown field \"uri\""),
         ("{\"url\":\"/\",\"ip\":\"x\"}", "invalid IP address"),
         (
             "{\"url\":\"/\",\"headers\":[1]}",

@@ -122,37 +122,47 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
 
     redis.kill();
     wait_until("the outage", async || {
-        admin_proxy.get_json("/overview").await["store"]["up"] == false
+        let overview = admin_proxy.get_json("/overview").await;
+        overview["store"]["outage"]["kind"] == "refused"
     })
     .await;
     let away = admin_proxy
         .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
         .send()
         .await;
-    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
+    assert_outage_text(&assert_problem(&away, 503), redis.port());
     let away = admin_proxy
         .authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay")
         .send()
         .await;
-    assert!(assert_problem(&away, 503).contains("the store is unavailable"));
+    assert_outage_text(&assert_problem(&away, 503), redis.port());
     let report = post_explain(
         &admin_proxy,
         json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
     )
     .await;
-    assert!(
-        report["store_error"]
-            .as_str()
-            .unwrap()
-            .contains("no answer"),
-        "{report}"
-    );
+    assert_outage_text(report["store_error"].as_str().unwrap(), redis.port());
     assert_eq!(report["expected"]["decision"], "degraded", "{report}");
     let overview = admin_proxy.get_json("/overview").await;
     assert_eq!(overview["store"]["up"], false);
     assert_contains(
         overview["hints"][0].as_str().unwrap(),
         &["the store is unavailable"],
+    );
+    admin_proxy.get_json("/fleet").await;
+    // Inspections try to connect, and leave no line.
+    let log = admin_proxy.log_text();
+    assert_eq!(log.matches("redis unavailable").count(), 1, "{log}");
+}
+
+/// The text names the cause, the address, the duration that the running store knows, and the remedy.
+fn assert_outage_text(text: &str, port: u16) {
+    let pattern = format!(
+        r"^Redis gave no answer \(refused\): .* at 127\.0\.0\.1:{port}, for \d+ s; check host and port"
+    );
+    assert!(
+        regex::Regex::new(&pattern).unwrap().is_match(text),
+        "{text}"
     );
 }
 

@@ -368,7 +368,7 @@ async fn the_commands_name_unit_and_time_zone() {
     let counter = format!("fixed_window per month {zone}");
     assert!(listed.contains(&counter), "{listed}");
     let reset = run(&["keys", "reset", "plan", "ann"]).await;
-    assert!(reset.contains("reset 2 counters"), "{reset}");
+    assert!(reset.contains("reset 2 limits"), "{reset}");
     let keys = list_counter_keys(&server).await;
     assert!(
         keys.iter().all(|key| !key.ends_with("plan/ann")),

@@ -484,7 +484,7 @@ async fn the_commands_find_counters_on_every_node() {
     let explained = says(&["explain", "GET", "/", "-H", &header]).await;
     assert!(explained.contains("99999 left"), "{explained}");
     let reset = says(&["keys", "reset", "user", &users[1]]).await;
-    assert!(reset.contains("reset 1 counter"), "{reset}");
+    assert!(reset.contains("reset 1 limit"), "{reset}");
     assert_contains(
         &says(&["keys", "show", "user", &users[1]]).await,
         &["100000 left"],

@@ -1,6 +1,6 @@
 //! `tidegate doctor` and `GET /doctor`: each fault of Redis, with real servers.
 
-use crate::support::fake_redis::start_filtering_relay;
+use crate::support::fake_redis::{TcpRelay, start_filtering_relay};
 use crate::support::prelude::*;
 use crate::support::redis::free_port;
 use crate::support::sentinel::SentinelDeployment;
@@ -249,10 +249,8 @@ async fn missing_permissions_are_named() {
         report["servers"][0]["denied_commands"],
         serde_json::json!(["ZADD", "EVALSHA"])
     );
-    assert!(
-        report.to_string().contains("ACL SETUSER tg +zadd +evalsha"),
-        "{report:#}"
-    );
+    let rule = "ACL SETUSER tg +zadd +evalsha";
+    assert_eq!(report.to_string().matches(rule).count(), 1, "{report:#}");
     assert_problem(
         &report,
         "decision: fault: a decision fails (noauth) … evalsha",
@@ -274,6 +272,25 @@ async fn missing_permissions_are_named() {
         "permissions: warning: without these commands … INFO, MEMORY, SCAN",
     );
     assert_problem(&report, "info: warning: INFO is refused … no permissions");
+
+    words = format!("ACL SETUSER tg reset on >s3cret {documented} -time -info -script");
+    let _: () = server.command(&words).await;
+    let report = examine(&login, 1).await;
+    assert_problem(&report, "permissions: fault: decisions need … TIME");
+    let findings = report["findings"].as_array().unwrap();
+    let advice_on = |check: &str| {
+        let found = findings.iter().filter(|finding| finding["check"] == check);
+        found
+            .map(|finding| finding["advice"].as_str().unwrap())
+            .collect::<Vec<_>>()
+    };
+    let advice = advice_on("permissions");
+    assert!(advice[0].starts_with("ACL SETUSER tg "), "{advice:?}");
+    assert_eq!(advice[1..], ["as above", "as above"]);
+    for check in ["decision", "clock"] {
+        let expected = ["grant what the findings about permissions name"];
+        assert_eq!(advice_on(check), expected, "{check}");
+    }
 
     let wrong = login.replace("s3cret", "wrong");
     let report = examine(&wrong, 1).await;
@@ -695,6 +712,35 @@ async fn explain_states_what_clients_get_during_an_outage() {
             explained.contains(expected) && explained.contains("check host and port"),
             "{mode}: {explained}"
         );
+        // Only a running proxy knows since when.
+        assert!(!explained.contains(", for "), "{explained}");
+    }
+}
+
+#[tokio::test]
+async fn commands_name_the_cause_of_a_hung_server() {
+    let server = RedisServer::start();
+    let relay = TcpRelay::start(server.port()).await;
+    relay.drop_replies();
+    let lines = format!(
+        "url = \"redis://127.0.0.1:{}\"\nconnect_timeout = \"500ms\"",
+        relay.port
+    );
+    let config = ConfigFile::new(&store_config(&lines));
+    let cause = format!(
+        "Redis gave no answer (timeout): no reply before the timeout at 127.0.0.1:{}; check that the server runs",
+        relay.port
+    );
+    for words in [
+        ["explain", "GET", "http://a/", "-H", "x-user-id: ann"].as_slice(),
+        &["keys", "show", "api", "ann"],
+        &["keys", "reset", "api", "ann"],
+        &["keys", "list"],
+        &["overrides", "list"],
+    ] {
+        let ended = config.run(words).await;
+        let text = format!("{}{}", ended.stdout, ended.stderr);
+        assert!(text.contains(&cause), "{words:?}: {text}");
     }
 }
 

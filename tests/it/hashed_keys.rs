@@ -199,7 +199,7 @@ async fn the_clear_value_resets_the_counters() {
     let output = fixture
         .run_successfully(&["keys", "reset", "by-key", SECRET])
         .await;
-    assert!(output.contains("reset 1 counter"), "{output}");
+    assert!(output.contains("reset 1 limit"), "{output}");
     assert_eq!(fixture.statuses(key, "/api/a", 3).await, [200; 3]);
 }
 

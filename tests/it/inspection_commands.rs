@@ -234,7 +234,7 @@ async fn a_reset_takes_effect_within_a_second() {
         .config
         .run_successfully(&["keys", "reset", "api", "ann", "pay"])
         .await;
-    assert!(output.contains("reset 2 counters"), "{output}");
+    assert!(output.contains("reset 2 limits (api, daily)"), "{output}");
     // The deny cache of the proxy may hold the key for up to a second.
     let within = std::time::Duration::from_millis(1500);
     wait_until_within("the request to be admitted", within, async || {
@@ -315,7 +315,7 @@ async fn invalid_arguments_get_helpful_errors() {
         .await;
     assert_contains(
         &output,
-        &["The state of the limits is unknown: the store gave no answer (refused)"],
+        &["The state of the limits is unknown: Redis gave no answer (refused)"],
     );
 }
 
@@ -345,7 +345,7 @@ async fn keys_of_a_memory_store_are_read_by_the_admin_port() {
     assert_eq!(row, ["1", "api", "api/ann/pay"]);
 
     let reset = keys(&["reset", "api", "ann", "pay"]).await;
-    assert_eq!(reset.stdout, "api/ann/pay: reset 2 counters\n");
+    assert_eq!(reset.stdout, "api/ann/pay: reset 2 limits (api, daily)\n");
     let shown = keys(&["show", "api", "ann", "pay"]).await;
     assert!(
         shown.stdout.ends_with("Admitted now.\n"),

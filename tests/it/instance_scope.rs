@@ -355,7 +355,7 @@ async fn admin_and_commands_know_the_counters_of_the_instance() {
         "{explained}"
     );
     let reset = admin.run_command(&["keys", "reset", "pod", "a"]).await;
-    reset.expect_stdout("reset 1 counter");
+    reset.expect_stdout("reset 1 limit");
     let response = send().await;
     assert_eq!(remaining(&response, "pod"), Some(2));
     assert_eq!(remaining(&response, "all"), Some(6));

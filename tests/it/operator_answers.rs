@@ -33,7 +33,7 @@ async fn assert_one_limit_can_be_reset(proxy: &Proxy) {
         .run_command(&["keys", "reset", "api", "ann", "--limit", "minute"])
         .await;
     assert_eq!(
-        reset.stdout, "api/ann: reset 1 counter\n",
+        reset.stdout, "api/ann: reset 1 limit (minute)\n",
         "{}",
         reset.stderr
     );
@@ -46,6 +46,7 @@ async fn assert_one_limit_can_be_reset(proxy: &Proxy) {
         .await
         .json();
     assert_eq!(answer["counters_forgotten"], 1, "{answer}");
+    assert_eq!(answer["limits"], serde_json::json!(["month"]), "{answer}");
     assert_eq!(used().await, [1, 0]);
     let unknown = proxy
         .run_command(&["keys", "reset", "api", "ann", "--limit", "day"])
@@ -54,7 +55,7 @@ async fn assert_one_limit_can_be_reset(proxy: &Proxy) {
     unknown.expect_stderr("unknown limit \"day\" of policy api; expected one of minute, month");
     let reset = proxy.run_command(&["keys", "reset", "api", "ann"]).await;
     assert_eq!(
-        reset.stdout, "api/ann: reset 1 counter\n",
+        reset.stdout, "api/ann: reset 1 limit (minute)\n",
         "{}",
         reset.stderr
     );
@@ -79,6 +80,89 @@ async fn one_limit_of_a_key_can_be_reset_in_every_store() {
     let proxy = Proxy::with_token(&format!("{store}{TWO_LIMITS}")).await;
     proxy.wait_for_store().await;
     assert_one_limit_can_be_reset(&proxy).await;
+}
+
+#[tokio::test]
+async fn a_reset_of_one_limit_says_that_the_block_stays() {
+    let redis = RedisServer::start();
+    let policy = TWO_LIMITS.replace("requests = 9", "requests = 1");
+    for store in [String::new(), redis.store_config()] {
+        let proxy = Proxy::with_token(&format!("{store}\n{policy}")).await;
+        if !store.is_empty() {
+            proxy.wait_for_store().await;
+        }
+        for status in [200, 429] {
+            assert_eq!(proxy.status_for_user("ann", "/").await, status);
+        }
+        let words = ["keys", "reset", "api", "ann", "--limit", "minute"];
+        let reset = proxy.run_command(&words).await.stdout;
+        assert!(
+            reset.starts_with("api/ann: reset 1 limit (minute)\nThe key stays blocked for ")
+                && reset.ends_with("; reset it without --limit to end the block.\n"),
+            "{reset}"
+        );
+        let reset = proxy.run_command(&words[..4]).await.stdout;
+        assert_eq!(reset, "api/ann: reset 1 limit (month) and the block\n");
+    }
+}
+
+/// The overrides of a memory store are in the proxy, not in the process of the command.
+#[tokio::test]
+async fn explain_considers_the_overrides_of_a_running_proxy() {
+    let proxy = Proxy::with_token(TWO_LIMITS).await;
+    let ann = ["-H", "x-user: ann"];
+    for (rule, expected) in [
+        (
+            &["--block"][..],
+            ["blocked by an override", "Rejected by api: 429.\n"],
+        ),
+        (
+            &["--unlimited"],
+            ["unlimited by an override", "Admitted.\n"],
+        ),
+        (
+            &["--requests", "0", "--limit", "minute"],
+            [
+                "0 per 1m, sliding_log, by an override",
+                "Rejected by api: 429.\n",
+            ],
+        ),
+        (
+            &["--requests", "7", "--limit", "minute"],
+            ["7 per 1m, sliding_log, by an override", "Admitted unless"],
+        ),
+    ] {
+        let words = [&["overrides", "set", "api", "ann"], rule].concat();
+        proxy.run_command(&words).await.expect_code(0);
+        let words = [&["explain", "GET", "/"][..], &ann].concat();
+        let explained = proxy.run_command(&words).await.stdout;
+        assert_contains(&explained, &expected);
+    }
+    let mut command = tidegate_command();
+    let address = format!("127.0.0.1:{}", free_port());
+    command.env("TIDEGATE_ADMIN__ADDRESS", &address);
+    let config = ConfigFile::new(TWO_LIMITS);
+    command.args(["explain", "GET", "/", "--config"]);
+    let explained = run_command(command.arg(config.path()).args(ann)).await;
+    assert_contains(
+        &explained.stdout,
+        &[
+            "Admitted unless one of these limits is exhausted.",
+            "unknown: overrides of keys are known only to the running proxy: 127.0.0.1:",
+            "Connection refused",
+        ],
+    );
+}
+
+#[tokio::test]
+async fn a_refused_change_names_where_commands_find_their_token() {
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(TWO_LIMITS, upstream.address).await;
+    let ended = proxy.run_command(&["keys", "reset", "api", "ann"]).await;
+    ended.expect_code(1);
+    ended.expect_stderr("answered 403: nothing can be changed here without a token");
+    ended.expect_stderr("(--config, or TIDEGATE_ADMIN__TOKEN_FILE)");
+    assert!(!ended.stderr.contains("Authorization"), "{}", ended.stderr);
 }
 
 #[tokio::test]
@@ -134,6 +218,7 @@ async fn a_refused_connection_names_the_address_and_the_remedy() {
         ("", &["keys", "show", "api", "ann"], "set admin.address"),
         ("", &["overrides", "list"], "set admin.address"),
         ("", &["drain"], "set admin.address"),
+        ("", &["health"], "set admin.address"),
         (
             redis.as_str(),
             &["keys", "list"],
@@ -165,25 +250,78 @@ async fn a_refused_connection_names_the_address_and_the_remedy() {
 #[tokio::test]
 async fn a_command_without_a_configuration_says_that_there_are_no_policies() {
     let dir = TempDir::new().unwrap();
-    let mut command = tidegate_command();
-    command.env_remove("TIDEGATE_ADMIN__ADDRESS");
-    command.current_dir(dir.path());
-    run_command(command.args(["overrides", "set", "api", "ann", "--block"]))
-        .await
-        .expect_code(1)
-        .expect_stderr("the configuration has no policies; expected --config");
+    for (code, words) in [
+        (1, &["overrides", "set", "api", "ann", "--block"][..]),
+        (1, &["overrides", "list"]),
+        (1, &["why", "--key", "ann", "log"]),
+        (1, &["replay", "log"]),
+        (0, &["explain", "GET", "/"]),
+    ] {
+        let mut command = tidegate_command();
+        command.env_remove("TIDEGATE_ADMIN__ADDRESS");
+        command.current_dir(dir.path());
+        run_command(command.args(words))
+            .await
+            .expect_code(code)
+            .expect_stderr("the configuration has no policies; expected --config");
+    }
 }
 
 #[tokio::test]
 async fn the_demo_says_what_to_do_about_a_busy_port() {
     let busy = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = busy.local_addr().unwrap().to_string();
+    for flags in [
+        ["--admin", "127.0.0.1:0", "--listen", &address],
+        ["--listen", "127.0.0.1:0", "--admin", &address],
+    ] {
+        let ended = run_command(tidegate_command().arg("demo").args(flags)).await;
+        ended.expect_code(1);
+        let expected = format!("error: cannot listen on {address}: Address already in use");
+        assert!(ended.stderr.starts_with(&expected), "{}", ended.stderr);
+        ended.expect_stderr(&format!("tidegate demo {} 127.0.0.1:0", flags[2]));
+    }
+}
+
+#[tokio::test]
+async fn the_demo_has_an_upstream_of_its_own_and_prints_its_addresses_as_json() {
+    let config =
+        ConfigFile::new("upstream = { url = 'https://app', tls = { server_name = 'app' } }\n");
+    let flags = [
+        "--json",
+        "--listen",
+        "127.0.0.1:0",
+        "--admin",
+        "127.0.0.1:0",
+    ];
     let mut command = tidegate_command();
-    let ended = run_command(command.args(["demo", "--listen", &address])).await;
-    ended.expect_code(1);
-    let expected = format!("error: cannot listen on {address}: Address already in use");
-    assert!(ended.stderr.starts_with(&expected), "{}", ended.stderr);
-    ended.expect_stderr("--listen 127.0.0.1:0");
+    command
+        .args(["demo", "--config"])
+        .arg(config.path())
+        .args(flags);
+    let demo = ChildProcess::start(&mut command).unwrap();
+    let parse = |line: &str| serde_json::from_str(line).ok();
+    let has_proxy = |line: &Value| line.get("proxy").is_some();
+    let addresses: Value = demo
+        .wait_for("the addresses", 0, TEST_TIMEOUT, |line| {
+            parse(&line.text).filter(has_proxy)
+        })
+        .await;
+    for name in ["proxy", "admin", "upstream"] {
+        let address = addresses[name].as_str().unwrap();
+        assert!(address.starts_with("127.0.0.1:"), "{addresses}");
+    }
+}
+
+#[tokio::test]
+async fn help_offers_json_only_where_it_is_printed() {
+    for command in ["completions", "man", "demo", "check"] {
+        let help = run_command(tidegate_command().args([command, "--help"])).await;
+        let is_offered = ["demo", "check"].contains(&command);
+        assert_eq!(help.stdout.contains("--json"), is_offered, "{command}");
+    }
+    let manual = run_command(tidegate_command().args(["man", "--json"])).await;
+    manual.expect_code(0).expect_stdout(".TH tidegate");
 }
 
 /// The audit lines of a text: message, policy, key as text, old and new rule, author.

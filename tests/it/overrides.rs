@@ -231,8 +231,8 @@ async fn wrong_overrides_are_refused_with_a_reason() {
     for (words, reason) in [
         ("set static ann --block", "expected dynamic = true"),
         ("set absent ann --block", "unknown policy \"absent\""),
-        ("set api --block", "the key of api has 1 values"),
-        ("set api a b --block", "the key of api has 1 values"),
+        ("set api --block", "the key of api has 1 value"),
+        ("set api a b --block", "the key of api has 1 value"),
         (
             "set api a",
             "expected exactly one of requests, unlimited and blocked",
@@ -283,7 +283,7 @@ async fn a_file_is_imported_line_by_line_and_an_export_is_its_backup() {
     let error = fixture.error_of(&["import", path]).await;
     for expected in [
         "line 4: policy static has no overrides in the store",
-        "line 5: the key of api has 1 values",
+        "line 5: the key of api has 1 value",
         "line 7: requests: \"-7\"; expected an integer",
         "line 8: 3 columns; expected 11",
         "4 lines are wrong and were not set; 4 overrides were set",
@@ -376,7 +376,7 @@ async fn the_admin_port_changes_overrides_of_both_stores() {
                 "/overrides/api",
                 r#"{"key": ["a", "b"], "blocked": true}"#,
                 400,
-                "has 1 values",
+                "has 1 value",
             ),
             (
                 "/overrides/api",

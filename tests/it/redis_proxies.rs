@@ -128,6 +128,14 @@ async fn a_server_that_closes_one_connection_is_no_proxy() {
         let proxy = start_proxy(&format!("redis://127.0.0.1:{port}")).await;
         assert_eq!(request_twice(&proxy, "ann").await, [200, 429]);
         let (log, is_proxy) = (proxy.log_text(), closed_connections == 2);
+        if !is_proxy {
+            let port = start_redis_proxy_for(server.port(), refusal, 1).await;
+            let config = format!(
+                "[store]\nkind = 'redis'\nredis = {{ url = 'redis://127.0.0.1:{port}', key_prefix = 'test' }}"
+            );
+            let report = ConfigFile::new(&config).run(&["doctor"]).await.stdout;
+            assert!(report.contains("ok       version"), "{report}");
+        }
         for message in [REFUSES, "this looks like a Redis proxy"] {
             assert_eq!(
                 log.contains(message),

@@ -139,6 +139,10 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
         .map(|episode| episode["decision"].as_str().unwrap().to_owned())
         .collect();
     assert_eq!(decisions, ["rejected", "blocked"]);
+    let words = ["--key", "2001:db8::99", "--policy", "login", "log"];
+    let table = fixture.run(&words).await.stdout;
+    // A block is of the key, not of a limit.
+    assert!(table.contains(" login (block_for)  "), "{table}");
 
     let table = fixture
         .run(&["--key", "acme", "--key", "ship", "log"])
@@ -150,7 +154,9 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
             .starts_with("Key \"acme\" \"ship\": refused 2 times.\n")
             && table.stdout.contains("api, 3 per 10m, sliding_log")
             && table.stdout.contains("GET /api/ship/1")
-            && table.stdout.contains("login            not searched"),
+            && table
+                .stdout
+                .contains("login            not searched: its key has 1 value (client IP)\n"),
         "{}",
         table.stdout
     );

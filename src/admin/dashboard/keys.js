@@ -161,7 +161,7 @@ class PolicyDialog {
   async reset(values) {
     try {
       const response = await this.request(this.target(values), 'DELETE');
-      await this.lookUp(values, createElement('p', {}, createElement('strong', {}, `✓ Reset ${pluralize(response.counters_forgotten, 'counter')}.`)));
+      await this.lookUp(values, createElement('p', {}, createElement('strong', {}, `✓ Reset: ${[...response.limits, ...(response.unblocked ? ['block'] : [])].join(', ') || 'nothing was counted'}.`)));
     } catch (error) {
       if (error.status === 401 && (await this.requestToken())) { await this.reset(values); return; }
       replaceChildren(this.result, createElement('p', { class: 'error' }, error.message), this.createResetControl(values));

@@ -4,9 +4,7 @@
 //! absent, and every text is bounded by the size of a summary.
 
 use super::summary::MAX_SUMMARY_ENTRIES;
-use crate::admin::{
-    AdminBackend, FleetDocument, FleetInstance, FleetInstanceDocument, InstanceSummary,
-};
+use crate::admin::{AdminBackend, FleetDocument, FleetInstanceDocument, InstanceSummary};
 use crate::telemetry::top_rejections::{RejectedText, RejectionEntry, RejectionRanking};
 use bytes::Bytes;
 use std::collections::HashMap;
@@ -15,7 +13,7 @@ use std::net::SocketAddr;
 /// An instance, and its answer.
 #[derive(Debug)]
 pub(super) struct AskedInstance {
-    instance: FleetInstance,
+    instance: FleetInstanceDocument,
     answer: Result<InstanceAnswer, String>,
 }
 
@@ -57,14 +55,20 @@ struct RankedSum {
 }
 
 impl AskedInstance {
-    pub(super) fn from_own_summary(instance: FleetInstance, summary: InstanceSummary) -> Self {
+    pub(super) fn from_own_summary(
+        instance: FleetInstanceDocument,
+        summary: InstanceSummary,
+    ) -> Self {
         Self {
             instance,
             answer: Ok(InstanceAnswer::Own(Box::new(summary))),
         }
     }
 
-    pub(super) fn from_answer(instance: FleetInstance, answer: Result<Bytes, String>) -> Self {
+    pub(super) fn from_answer(
+        instance: FleetInstanceDocument,
+        answer: Result<Bytes, String>,
+    ) -> Self {
         Self {
             instance,
             answer: answer.map(InstanceAnswer::Body),
@@ -74,7 +78,7 @@ impl AskedInstance {
     /// Parses the answer. `own_host` is the host of this process.
     fn read_summary(&self, own_host: &str) -> Result<InstanceSummary, String> {
         self.parse_answer().map_err(|reason| {
-            let address = self.instance.admin_address.as_deref().unwrap_or_default();
+            let address = self.instance.admin.as_deref().unwrap_or_default();
             match is_loopback(address) && self.instance.name.as_deref() != Some(own_host) {
                 true => format!("{reason} (its address is loopback: see admin.advertise)"),
                 false => reason,
@@ -104,6 +108,7 @@ fn is_loopback(address: &str) -> bool {
 }
 
 /// Builds the body of `GET /fleet`, with rankings of [`MAX_SUMMARY_ENTRIES`].
+#[allow(clippy::cast_precision_loss, reason = "a count of instances is small")]
 pub(super) fn build_fleet_view(view: &AdminBackend, answers: &FleetAnswers) -> FleetDocument {
     let FleetAnswers {
         instances: asked,
@@ -122,7 +127,16 @@ pub(super) fn build_fleet_view(view: &AdminBackend, answers: &FleetAnswers) -> F
         decisions_per_s += summary.figures.decisions_per_s.unwrap_or_default();
         keys.add(&summary.keys);
         paths.add(&summary.paths);
-        describe_instance(view, &one.instance, summary, not_asked, *total)
+        let share = 1.0 / summary.instances.unwrap_or(*total as u64).max(1) as f64;
+        let instance = one.instance.clone();
+        FleetInstanceDocument {
+            is_self: instance.id == view.instance.id,
+            state: summary.status.unwrap_or(instance.state),
+            share,
+            figures: summary.figures,
+            not_asked,
+            ..instance
+        }
     };
     let instances: Vec<_> = asked.iter().map(&mut read_instance).collect();
     FleetDocument {
@@ -136,37 +150,6 @@ pub(super) fn build_fleet_view(view: &AdminBackend, answers: &FleetAnswers) -> F
         instances,
         keys: keys.into_ranking(),
         paths: paths.into_ranking(),
-    }
-}
-
-fn describe_instance(
-    view: &AdminBackend,
-    instance: &FleetInstance,
-    summary: InstanceSummary,
-    not_asked: Option<String>,
-    total: usize,
-) -> FleetInstanceDocument {
-    #[allow(clippy::cast_precision_loss, reason = "a count of instances is small")]
-    let share = 1.0 / summary.instances.unwrap_or(total as u64).max(1) as f64;
-    let state = summary.status.unwrap_or_else(|| {
-        let state = match (instance.heartbeat_age, instance.is_pending) {
-            (None, _) => "unknown",
-            (Some(_), true) => "recovering",
-            (Some(_), false) => "alive",
-        };
-        state.to_owned()
-    });
-    FleetInstanceDocument {
-        id: instance.id.clone(),
-        name: instance.name.clone(),
-        version: instance.version.clone(),
-        admin: instance.admin_address.clone(),
-        is_self: instance.id == view.instance.id,
-        heartbeat_age_s: instance.heartbeat_age.map(|age| age.as_secs_f64()),
-        state,
-        share,
-        figures: summary.figures,
-        not_asked,
     }
 }
 
@@ -254,9 +237,9 @@ mod tests {
     #[test]
     fn another_instance_at_the_address_is_not_counted() {
         let answer_with = |body: &'static str| {
-            let instance = FleetInstance {
+            let instance = FleetInstanceDocument {
                 id: "a".to_owned(),
-                ..FleetInstance::default()
+                ..FleetInstanceDocument::default()
             };
             AskedInstance::from_answer(instance, Ok(Bytes::from(body))).read_summary("")
         };

@@ -13,7 +13,9 @@ pub(super) use credential::derive_instance_credential;
 
 use super::parameters::{BackendAndQuery, QueryParameters};
 use super::responses::{JsonResponse, JsonResult, ProblemDetails, run_blocking};
-use super::{AdminBackend, FleetDocument, FleetInstance, FleetMembers, ReloadableAdminToken};
+use super::{
+    AdminBackend, FleetDocument, FleetInstanceDocument, FleetMembers, ReloadableAdminToken,
+};
 use axum::Extension;
 use axum::body::Bytes;
 use axum::extract::{RawQuery, State};
@@ -122,7 +124,7 @@ impl FleetReader {
         if !members.instances.iter().any(|one| one.id == own_id) {
             members
                 .instances
-                .insert(0, FleetInstance::without_heartbeat(&view.instance));
+                .insert(0, FleetInstanceDocument::without_heartbeat(&view.instance));
             members.total += 1;
         }
         let backend = view.clone();
@@ -177,7 +179,7 @@ impl FleetReader {
 }
 
 /// The ids of several entries. The credential is derived from the id, so one of them is forged.
-fn find_repeated_ids(instances: &[FleetInstance]) -> HashSet<String> {
+fn find_repeated_ids(instances: &[FleetInstanceDocument]) -> HashSet<String> {
     let mut ids = HashSet::new();
     let repeated = instances.iter().filter(|one| !ids.insert(&one.id));
     repeated.map(|one| one.id.clone()).collect()
@@ -185,11 +187,11 @@ fn find_repeated_ids(instances: &[FleetInstance]) -> HashSet<String> {
 
 /// Returns the address to query, or why an instance cannot be queried.
 fn find_address(
-    instance: &FleetInstance,
+    instance: &FleetInstanceDocument,
     position: usize,
     is_repeated: bool,
 ) -> Result<&str, String> {
-    let reason = match &instance.admin_address {
+    let reason = match &instance.admin {
         None if instance.name.is_none() => "its version does not report its admin address",
         None => "other instances cannot reach its admin port: see admin.advertise",
         Some(_) if is_repeated => "several heartbeats have its id",
@@ -234,13 +236,9 @@ mod tests {
 
     #[test]
     fn an_id_of_several_entries_is_found_wherever_they_are() {
-        let instance = |id: &str| FleetInstance {
+        let instance = |id: &str| FleetInstanceDocument {
             id: id.to_owned(),
-            name: None,
-            version: None,
-            admin_address: None,
-            heartbeat_age: None,
-            is_pending: false,
+            ..FleetInstanceDocument::default()
         };
         let instances = ["a", "b", "c", "a", "c", "a"].map(instance);
         let expected = ["a", "c"].map(str::to_owned);

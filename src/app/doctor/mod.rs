@@ -14,7 +14,8 @@ use crate::clock;
 use crate::limiter::Algorithm;
 use crate::policy::{Policy, PolicyTable};
 use crate::store::redis::{
-    PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings, diagnose_redis,
+    PERMISSION_REMEDY, PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings,
+    diagnose_redis,
 };
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -22,6 +23,9 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 use strum::IntoStaticStr;
+
+/// The advice of findings that follow those about permissions.
+const PERMISSION_ADVICE: &str = "grant what the findings about permissions name";
 
 /// What was examined and found.
 #[derive(Debug, Serialize)]
@@ -196,7 +200,12 @@ impl FindingList {
     /// Adds that a check has no result, and why.
     fn add_unknown(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
         let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
-        let advice = "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)";
+        let advice = match error.remedy() {
+            PERMISSION_REMEDY => PERMISSION_ADVICE,
+            _ => {
+                "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)"
+            }
+        };
         self.add(FindingLevel::Unknown, check, found, advice);
     }
 
@@ -211,7 +220,11 @@ impl FindingList {
     /// Adds a fault that quotes the error of the server or the system, with advice for its kind.
     fn add_error(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
         let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
-        self.add_fault(check, found, error.remedy());
+        let advice = match error.remedy() {
+            PERMISSION_REMEDY => PERMISSION_ADVICE,
+            remedy => remedy,
+        };
+        self.add_fault(check, found, advice);
     }
 
     /// Adds a finding. The advice counts unless the level is `Ok`.

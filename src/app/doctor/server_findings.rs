@@ -114,14 +114,13 @@ fn judge_version(findings: &mut FindingList, info: &InfoFields) {
         .split('.')
         .map(|part| part.parse::<u64>().unwrap_or(0));
     let number = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    if number < MIN_VERSION {
-        findings.add_fault(
+    match number < MIN_VERSION {
+        true => findings.add_fault(
             "version",
             format!("{name} is too old: the scripts need SET with PXAT"),
             "upgrade to Redis 6.2 or newer, or to Valkey",
-        );
-    } else {
-        findings.add_ok("version", name);
+        ),
+        false => findings.add_ok("version", name),
     }
 }
 
@@ -298,7 +297,7 @@ fn judge_permissions(
         return;
     }
     let prefix = &settings.key_prefix;
-    let advice = if denied
+    let mut advice = if denied
         .iter()
         .any(|command| command.reason == DenialReason::Unknown)
     {
@@ -307,32 +306,30 @@ fn judge_permissions(
     } else {
         format_grant(settings, denied)
     };
-    let names = |commands: &[&DeniedCommand]| join_names(commands.iter().map(|one| one.command));
-    if let Some(first) = required.first() {
-        let what = if required
-            .iter()
-            .all(|command| command.reason == DenialReason::Key)
-        {
-            format!("the user may not access keys that start with {prefix}: ")
-        } else {
-            "decisions need commands that the user may not run: ".to_owned()
-        };
-        let found = format!("{what}{} ({})", names(&required), first.message);
-        findings.add_fault("permissions", found, &advice);
-    }
-    for (commands, effect) in [
+    let is_key_denied = |one: &&DeniedCommand| one.reason == DenialReason::Key;
+    let lacking = match required.iter().all(is_key_denied) {
+        true => format!("the user may not access keys that start with {prefix}: "),
+        false => "decisions need commands that the user may not run: ".to_owned(),
+    };
+    for (level, commands, effect) in [
+        (FindingLevel::Fault, required, &*lacking),
         (
+            FindingLevel::Warning,
             scripts,
             "EVAL sends some KiB of script, once to each server, or with each call without EVALSHA, for lack of: ",
         ),
         (
+            FindingLevel::Warning,
             optional,
             "without these commands, metrics, `tidegate keys` or parts of this report are missing: ",
         ),
     ] {
         if let Some(first) = commands.first() {
-            let found = format!("{effect}{} ({})", names(&commands), first.message);
-            findings.add_warning("permissions", found, &advice);
+            let names = join_names(commands.iter().map(|one| one.command));
+            let found = format!("{effect}{names} ({})", first.message);
+            // One rule grants all of them.
+            let advice = std::mem::replace(&mut advice, "as above".to_owned());
+            findings.add(level, "permissions", found, &advice);
         }
     }
 }

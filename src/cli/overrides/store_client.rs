@@ -5,8 +5,7 @@ use crate::admin::AdminError;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::override_store::{OverrideChange, OverrideStore};
 use crate::app::overrides::{listed_override_from_json, override_to_json};
-use crate::cli::admin_client::AdminClient;
-use crate::cli::json_fields::{is_true_at, list_at};
+use crate::cli::admin_client::{AdminClient, build_target};
 use crate::cli::output::print_audit_line;
 use crate::clock::Clock;
 use crate::limiter::Key;
@@ -92,7 +91,7 @@ impl StoreClient {
             }
             Self::AdminPort(client, _) => {
                 let response = client.request_json("DELETE", &key_target(key))?;
-                Ok(is_true_at(&response, "/removed"))
+                Ok(response["removed"] == true)
             }
         }
     }
@@ -112,7 +111,8 @@ impl StoreClient {
                     if !quota.is_dynamic {
                         continue;
                     }
-                    let target = format!("/overrides/{}?n={MAX_LISTED_BY_ADMIN_PORT}", policy.name);
+                    let max = MAX_LISTED_BY_ADMIN_PORT.to_string();
+                    let target = build_target(&overrides_path(&policy.name), [("n", &*max)]);
                     let (listed, has_more) = parse_list(&client.request_json("GET", &target)?)?;
                     if has_more {
                         return Err(format!(
@@ -145,28 +145,26 @@ fn send_override(
     method: &str,
     stored: &StoredOverride,
 ) -> Result<Value, String> {
-    let target = format!("/overrides/{}", stored.key.policy_name());
+    let target = overrides_path(stored.key.policy_name());
     client.send_json(method, &target, &override_to_json(stored))
+}
+
+fn overrides_path(policy: &str) -> String {
+    format!("/overrides/{policy}")
 }
 
 /// The target of one key at the admin port.
 fn key_target(key: &Key) -> String {
-    let mut target = format!("/overrides/{}?", key.policy_name());
-    for value in key.value_texts() {
-        let value =
-            percent_encoding::utf8_percent_encode(&value, percent_encoding::NON_ALPHANUMERIC);
-        target.push_str(&format!("key={value}&"));
-    }
-    target.pop();
-    target
+    let (path, values) = (overrides_path(key.policy_name()), key.value_texts());
+    build_target(&path, values.iter().map(|value| ("key", &**value)))
 }
 
 /// Parses the overrides of a response, and whether there are more.
 fn parse_list(response: &Value) -> Result<(Vec<StoredOverride>, bool), String> {
     let now_us = Clock::system().now_us();
-    let listed = list_at(response, "/overrides").iter();
+    let listed = response["overrides"].as_array().into_iter().flatten();
     let listed = listed.filter_map(Value::as_object);
     let listed = listed.map(|fields| listed_override_from_json(fields, now_us));
     let listed = listed.collect::<Result<Vec<_>, String>>()?;
-    Ok((listed, is_true_at(response, "/more")))
+    Ok((listed, response["more"] == true))
 }

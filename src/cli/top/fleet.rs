@@ -32,6 +32,7 @@ impl TopData for FleetDocument {
         height: Option<usize>,
     ) -> Vec<ScreenLine> {
         let counted = match self.shared {
+            true if self.total == 1 => "1 instance: no other shares the limits".to_owned(),
             true => format!(
                 "{} instances share the limits, {} answered",
                 self.total, self.answered

@@ -229,10 +229,9 @@ fn header_lines(
         lines.extend(wrapped.into_iter().map(|text| ScreenLine::new(style, text)));
     }
     let counts = format!(
-        "requests {}/s  refused {}  degraded {}  (of {} in {})  connections {}/{}",
+        "requests {}/s  refused {}  (of {} in {})  connections {}/{}",
         format_rate(snapshot.requests_per_s),
         format_share(snapshot.refused, snapshot.requests),
-        format_share(snapshot.degraded, snapshot.requests),
         snapshot.requests,
         format_short_duration(snapshot.window_s),
         snapshot.connections.0,
@@ -240,6 +239,13 @@ fn header_lines(
     );
     let instances = snapshot.instances.map(|count| count.to_string());
     let instances = after("instances", &instances.unwrap_or_default());
+    let without_store = match snapshot.without_store {
+        [0, 0] => String::new(),
+        counts => {
+            let [admitted, refused] = counts.map(|count| format_share(count, snapshot.requests));
+            format!("  without it: admitted {admitted}, refused {refused}")
+        }
+    };
     let store_style = if snapshot.store_up {
         LineStyle::Good
     } else {
@@ -247,7 +253,10 @@ fn header_lines(
     };
     lines.extend([
         ScreenLine::new(LineStyle::Plain, counts),
-        ScreenLine::new(store_style, format!("store {}{instances}", snapshot.store)),
+        ScreenLine::new(
+            store_style,
+            format!("store {}{instances}{without_store}", snapshot.store),
+        ),
         ScreenLine::new(LineStyle::Plain, latency_line(&snapshot.latency)),
         ScreenLine::default(),
     ]);
@@ -412,8 +421,8 @@ impl PolicyColumns {
 
 fn titled_rankings(snapshot: &AdminApiSnapshot) -> [(&'static str, &[TopRankedEntry]); 2] {
     [
-        ("KEYS REFUSED MOST", &snapshot.keys),
-        ("PATHS REFUSED MOST", &snapshot.paths),
+        ("KEYS REFUSED MOST BY A LIMIT", &snapshot.keys),
+        ("PATHS REFUSED MOST BY A POLICY", &snapshot.paths),
     ]
 }
 

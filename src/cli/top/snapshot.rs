@@ -4,7 +4,6 @@
 //! terminal.
 
 use crate::admin::{REFUSED_REQUEST_COUNTERS, REFUSED_SERIES};
-use crate::cli::json_fields::{is_true_at, list_at, number_at, text_at, value_at};
 use crate::telemetry::top_rejections::{RejectedText, RejectionRanking};
 use serde::Deserialize;
 use serde_json::Value;
@@ -47,12 +46,12 @@ pub(super) struct AdminApiSnapshot {
     pub(super) generation: u64,
     /// Problems that need attention.
     pub(super) alerts: Vec<TopAlert>,
-    /// Length of the window of `requests`, `refused` and `degraded`: a minute, or less soon after
-    /// the start.
+    /// Length of the window of the following counts: a minute, or less soon after the start.
     pub(super) window_s: u64,
     pub(super) requests: u64,
     pub(super) refused: u64,
-    pub(super) degraded: u64,
+    /// Requests decided without the store: the admitted and the refused ones.
+    pub(super) without_store: [u64; 2],
     /// Mean rate of requests over the last 5 s.
     pub(super) requests_per_s: f64,
     pub(super) store: String,
@@ -112,21 +111,23 @@ impl AdminApiSnapshot {
     /// earlier snapshot of the same process.
     pub(super) fn from_json(response: &Value, previous: Option<&Self>) -> Self {
         let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &response[name]);
-        let instance = text_at(overview, "/instance/id").to_owned();
-        let uptime_s = number_at(overview, "/instance/uptime_s");
+        let instance = to_text(&overview["instance"]["id"]).to_owned();
+        let uptime_s = to_number(&overview["instance"]["uptime_s"]);
         let previous = previous
             .filter(|previous| previous.instance == instance && previous.uptime_s < uptime_s);
-        let seconds = value_at(overview, "/requests/seconds");
+        let seconds = &overview["requests"]["seconds"];
         // The window excludes the last second, which is incomplete.
-        let window = list_at(seconds, "/at").len().saturating_sub(1);
+        let window = to_list(&seconds["at"]).len().saturating_sub(1);
         let sum_counters = |names: &[&str], last: usize| -> u64 {
             names
                 .iter()
-                .map(|name| sum_last_complete_values(list_at(&seconds[*name], ""), window, last))
+                .map(|name| sum_last_complete_values(to_list(&seconds[*name]), window, last))
                 .sum()
         };
+        // A part of `degraded`.
+        let degraded_refused = sum_counters(&["degraded_refused"], window);
         let recent_s = window.clamp(1, 5);
-        let entries = list_at(policies, "/policies");
+        let entries = to_list(&policies["policies"]);
         let parsed_policies: Vec<_> = entries
             .iter()
             .map(|entry| parse_policy(entry, previous, uptime_s))
@@ -135,28 +136,30 @@ impl AdminApiSnapshot {
             let ranking = RejectionRanking::deserialize(&top[name]).unwrap_or_default();
             list_refused(&ranking, &parsed_policies)
         };
-        let latency = value_at(overview, "/latency/decisions").as_object();
+        let latency = overview["latency"]["decisions"].as_object();
         Self {
-            version: text_at(overview, "/instance/version").to_owned(),
-            host: text_at(overview, "/instance/host").to_owned(),
-            status: text_at(overview, "/status").to_owned(),
-            generation: number_at(overview, "/generation"),
+            version: to_text(&overview["instance"]["version"]).to_owned(),
+            host: to_text(&overview["instance"]["host"]).to_owned(),
+            status: to_text(&overview["status"]).to_owned(),
+            generation: to_number(&overview["generation"]),
             alerts: collect_alerts(overview),
             window_s: window as u64,
             requests: sum_counters(&REQUEST_COUNTERS, window),
             refused: sum_counters(&REFUSED_REQUEST_COUNTERS, window),
-            degraded: sum_counters(&["degraded"], window),
+            without_store: [
+                sum_counters(&["degraded"], window).saturating_sub(degraded_refused),
+                degraded_refused,
+            ],
             requests_per_s: sum_counters(&REQUEST_COUNTERS, recent_s) as f64 / recent_s as f64,
             store: describe_store(overview),
-            store_up: is_true_at(overview, "/store/up")
-                && !is_true_at(overview, "/store/breaker_open"),
-            instances: value_at(overview, "/store/instances").as_u64(),
+            store_up: overview["store"]["up"] == true && overview["store"]["breaker_open"] != true,
+            instances: overview["store"]["instances"].as_u64(),
             connections: (
-                number_at(overview, "/connections/open"),
-                number_at(overview, "/connections/max"),
+                to_number(&overview["connections"]["open"]),
+                to_number(&overview["connections"]["max"]),
             ),
             latency: latency.into_iter().flatten().map(parse_latency).collect(),
-            omitted_policies: number_at(policies, "/total").saturating_sub(entries.len() as u64),
+            omitted_policies: to_number(&policies["total"]).saturating_sub(entries.len() as u64),
             keys: list_ranking("keys"),
             paths: list_ranking("paths"),
             policies: parsed_policies,
@@ -171,12 +174,12 @@ fn parse_policy(
     previous: Option<&AdminApiSnapshot>,
     uptime_s: u64,
 ) -> TopPolicyEntry {
-    let name = text_at(entry, "/name").to_owned();
+    let name = to_text(&entry["name"]).to_owned();
     let total = |names: &[&str]| -> u64 { names.iter().map(|name| to_number(&entry[*name])).sum() };
     // Since-start totals of degraded decisions are counted by outcome in `degraded_by`.
     let refused = total(&REFUSED_SERIES)
-        + number_at(entry, "/degraded_by/closed")
-        + number_at(entry, "/degraded_by/local_rejected");
+        + to_number(&entry["degraded_by"]["closed"])
+        + to_number(&entry["degraded_by"]["local_rejected"]);
     let passed = total(&ALL_COUNTERS).saturating_sub(refused);
     let rates_per_s = previous.and_then(|previous| {
         let mut policies = previous.policies.iter();
@@ -188,7 +191,7 @@ fn parse_policy(
             per_s(refused, earlier.refused),
         ))
     });
-    let hour = value_at(entry, "/last_hour");
+    let hour = &entry["last_hour"];
     let in_minute = |names: &[&str], minute: usize| -> u64 {
         let counts = names.iter().filter_map(|name| hour[*name].get(minute));
         counts.map(to_number).sum()
@@ -203,7 +206,7 @@ fn parse_policy(
         .collect();
     let hour_refused: u64 = minutes.iter().map(|(_, refused)| refused).sum();
     let hour_all: u64 = minutes.iter().map(|(all, _)| all).sum();
-    let kind = match (text_at(entry, "/mode"), text_at(entry, "/action")) {
+    let kind = match (to_text(&entry["mode"]), to_text(&entry["action"])) {
         ("off", _) => "off",
         ("shadow", _) => "shadow",
         ("mark", _) => "mark",
@@ -251,21 +254,19 @@ pub(super) fn list_refused(
 }
 
 fn collect_alerts(overview: &Value) -> Vec<TopAlert> {
-    let texts = |pointer| {
-        list_at(overview, pointer)
-            .iter()
-            .map(|text| text_at(text, "").to_owned())
-    };
+    let texts = |list| to_list(list).iter().map(|text| to_text(text).to_owned());
     // The problems are the hints with their levels, which older versions do not send.
-    let problems = list_at(overview, "/problems");
+    let problems = to_list(&overview["problems"]);
     let is_error = |at: usize| {
         let problem = problems.get(at);
-        problem.is_none_or(|problem| text_at(problem, "/level") != "warning")
+        problem.is_none_or(|problem| to_text(&problem["level"]) != "warning")
     };
-    let hints = texts("/hints").enumerate();
+    let hints = texts(&overview["hints"]).enumerate();
     let hints = hints.map(|(at, text)| (is_error(at), text));
-    let errors = texts("/last_reload/errors").map(|text| (true, text));
-    let peers = texts("/untrusted_peers").collect::<Vec<_>>().join(", ");
+    let errors = texts(&overview["last_reload"]["errors"]).map(|text| (true, text));
+    let peers = texts(&overview["untrusted_peers"])
+        .collect::<Vec<_>>()
+        .join(", ");
     let peers = (!peers.is_empty()).then(|| {
         (
             false,
@@ -279,9 +280,9 @@ fn collect_alerts(overview: &Value) -> Vec<TopAlert> {
 }
 
 fn describe_store(overview: &Value) -> String {
-    let location = ["/store/kind", "/store/address"].map(|part| text_at(overview, part));
-    let is_up = is_true_at(overview, "/store/up");
-    let state = match (is_up, is_true_at(overview, "/store/breaker_open")) {
+    let store = &overview["store"];
+    let location = ["kind", "address"].map(|part| to_text(&store[part]));
+    let state = match (store["up"] == true, store["breaker_open"] == true) {
         (true, true) => "breaker open",
         (true, false) => "up",
         (false, _) => "DOWN",
@@ -292,9 +293,9 @@ fn describe_store(overview: &Value) -> String {
 fn parse_latency((source, times): (&String, &Value)) -> TopLatencyEntry {
     TopLatencyEntry {
         source: source.clone(),
-        count: number_at(times, "/count"),
-        p50_s: value_at(times, "/p50_s").as_f64(),
-        p99_s: value_at(times, "/p99_s").as_f64(),
+        count: to_number(&times["count"]),
+        p50_s: times["p50_s"].as_f64(),
+        p99_s: times["p99_s"].as_f64(),
     }
 }
 
@@ -309,8 +310,18 @@ fn sum_last_complete_values(column: &[Value], complete_count: usize, last_count:
         .sum()
 }
 
+// A missing or malformed field is no error, so that an older or newer proxy can be shown.
+
 fn to_number(value: &Value) -> u64 {
     value.as_u64().unwrap_or_default()
+}
+
+fn to_text(value: &Value) -> &str {
+    value.as_str().unwrap_or_default()
+}
+
+fn to_list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
 }
 
 /// Escapes all texts of a response.

@@ -14,6 +14,7 @@ use crate::config::{self, Config, ConfigSources, parse_duration};
 use crate::replay::{AccessLogReader, RawLogLine, parse_rfc3339};
 use crate::store::StoredOverride;
 use crate::telemetry::{AccessLogFilter, LogSettings};
+use crate::text::count_noun;
 use log_record::{LogEvent, LogRecord, LoggedRequest, UNENFORCED_DECISIONS, parse_log_record};
 use refusal_history::{MAX_SERIES, OTHER_DECISION, RefusalHistory, SeriesName};
 use searched_policy::{SearchedPolicy, SkippedPolicy, select_policies};
@@ -322,18 +323,20 @@ impl WhyReport<'_> {
         let mut gaps = Vec::new();
         for (policy, lines) in &self.omitted {
             gaps.push(format!(
-                "{lines} requests refused by {policy} were not logged (too many per second); some may have this key"
+                "{} refused by {policy}, not logged (too many per second), some perhaps with this key",
+                count_noun(*lines, "request")
             ));
         }
         for ((policy, decision), count) in &self.without_key {
             gaps.push(format!(
-                "{count} requests refused by {policy} have no key in the log (decision {decision}); some may be of this client"
+                "{} refused by {policy} without a key in the log (decision {decision}), some perhaps of this client",
+                count_noun(*count, "request")
             ));
         }
         if self.dropped > 0 {
             gaps.push(format!(
-                "{} lines of the log were lost, because stderr was read too slowly",
-                self.dropped
+                "{} lost, because stderr was read too slowly",
+                count_noun(self.dropped, "line")
             ));
         }
         if self.log.access == AccessLogFilter::Off {
@@ -363,8 +366,8 @@ impl LineCounts {
     fn describe_foreign_input(&self) -> String {
         match (&self.first_unreadable, self.read_errors.first()) {
             (Some((log, number, quoted)), _) => format!(
-                "error: {log}:{number}: {quoted} is not a line of tidegate's JSON log; expected log.format = \"json\", and none of {} lines is one\n",
-                self.total
+                "error: {log}:{number}: {quoted} is not a line of tidegate's JSON log; expected log.format = \"json\", and none of {} is one\n",
+                count_noun(self.total, "line")
             ),
             (None, Some(error)) => format!("error: {error}\n"),
             (None, None) => {

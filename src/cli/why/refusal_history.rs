@@ -159,6 +159,11 @@ impl SeriesName {
     pub(super) fn is_enforced(&self) -> bool {
         !UNENFORCED_DECISIONS.contains(&&*self.decision)
     }
+
+    /// Whether a block of the key refused, whichever limit caused it.
+    pub(super) fn is_block(&self) -> bool {
+        self.decision == "blocked" || self.in_effect == Some(OverrideInEffect::Blocked)
+    }
 }
 
 impl RefusalPeriod {

@@ -6,7 +6,8 @@ use super::searched_policy::SearchedPolicy;
 use crate::cli::limit_status::{format_limit, format_wait};
 use crate::config::format_duration;
 use crate::limiter::{Limit, OverrideInEffect};
-use crate::replay::{format_count, format_time, format_time_range};
+use crate::replay::{format_time, format_time_range};
+use crate::text::{count_noun, format_count};
 use std::time::Duration;
 
 /// Maximum number of rows in the table and in the plot; the newest are printed.
@@ -101,14 +102,14 @@ fn render_heading(report: &WhyReport<'_>) -> String {
         many => format!("refused {} times", format_count(many)),
     });
     if unenforced > 0 {
-        let times = format_count(unenforced);
+        let times = count_noun(unenforced, "time");
         text.push_str(&format!(
-            "; {times} times by a policy in mode shadow or mark only"
+            "; {times} by a policy in mode shadow or mark only"
         ));
     }
     if report.admitted > 0 {
-        let admitted = format_count(report.admitted);
-        text.push_str(&format!("; {admitted} logged requests were admitted"));
+        let admitted = count_noun(report.admitted, "logged request");
+        text.push_str(&format!("; {admitted} admitted"));
     }
     text.push_str(".\n");
     for searched in &report.searched {
@@ -150,8 +151,8 @@ fn push_partial_keys(text: &mut String, report: &WhyReport<'_>, searched: &Searc
 fn render_coverage(report: &WhyReport<'_>) -> String {
     let lines = &report.lines;
     let mut text = format!(
-        "\nRead {} lines, {} of them about requests",
-        format_count(lines.total),
+        "\nRead {}, {} about requests",
+        count_noun(lines.total, "line"),
         format_count(lines.requests)
     );
     match lines.range_us {
@@ -163,13 +164,13 @@ fn render_coverage(report: &WhyReport<'_>) -> String {
     }
     text.push_str(".\n");
     if lines.too_old > 0 {
-        let too_old = format_count(lines.too_old);
-        text.push_str(&format!("{too_old} lines are older than --since.\n"));
+        let too_old = count_noun(lines.too_old, "line");
+        text.push_str(&format!("Older than --since: {too_old}.\n"));
     }
     if let Some((log, number, quoted)) = &lines.first_unreadable {
-        let unreadable = format_count(lines.unreadable);
+        let unreadable = count_noun(lines.unreadable, "line");
         text.push_str(&format!(
-            "{unreadable} lines could not be read; the first is {log}:{number}: {quoted}\n"
+            "Not readable: {unreadable}; the first is {log}:{number}: {quoted}\n"
         ));
     }
     for error in &lines.read_errors {
@@ -191,6 +192,7 @@ fn push_omitted_rows(text: &mut String, rows: usize) {
 fn describe_series(report: &WhyReport<'_>, name: &SeriesName) -> String {
     let text = name_series(name);
     let limit = find_limit(report, name).map(|limit| format_limit(&limit));
+    let limit = limit.filter(|_| !name.is_block());
     match (limit, name.in_effect) {
         (_, Some(OverrideInEffect::Blocked)) => format!("{text}, blocked by an override"),
         (None, _) => text,
@@ -214,11 +216,8 @@ fn find_limit(report: &WhyReport<'_>, name: &SeriesName) -> Option<Limit> {
 /// `POLICY`, or `POLICY/LIMIT` if the names differ, and the decision unless a limit refused.
 fn name_series(name: &SeriesName) -> String {
     let mut text = name.policy.to_string();
-    if let Some(limit) = name
-        .limit
-        .as_deref()
-        .filter(|limit| **limit != *name.policy)
-    {
+    let is_of_limit = |limit: &&str| **limit != *name.policy && !name.is_block();
+    if let Some(limit) = name.limit.as_deref().filter(is_of_limit) {
         text.push_str(&format!("/{}", limit.escape_debug()));
     }
     match name.decision.as_str() {
@@ -226,6 +225,7 @@ fn name_series(name: &SeriesName) -> String {
         "shadow_rejected" => text.push_str(" (shadow)"),
         "marked" => text.push_str(" (mark)"),
         "degraded" => text.push_str(" (store unavailable)"),
+        "blocked" => text.push_str(" (block_for)"),
         other => text.push_str(&format!(" ({})", other.escape_debug())),
     }
     text

@@ -9,6 +9,7 @@ use crate::policy::{
     KeyPart, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
 use crate::store::StoredOverride;
+use crate::text::count_noun;
 
 /// A policy whose key fits the given values.
 #[derive(Debug)]
@@ -120,8 +121,12 @@ impl<'t> SearchedPolicy<'t> {
         if searched.values.is_none()
             && (searched.part_ids.is_empty() || !searched.part_ids.iter().all(is_part))
         {
+            if positions == 0 {
+                return Err("it counts all requests together".to_owned());
+            }
             let words = quota.key.describe_positions().join(", ");
-            return Err(format!("its key has {positions} values ({words})"));
+            let positions = count_noun(positions as u64, "value");
+            return Err(format!("its key has {positions} ({words})"));
         }
         if let Some(values) = searched.complete_values() {
             let resolved = resolve_key(table, &policy.name, &values);

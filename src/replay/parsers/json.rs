@@ -1,7 +1,8 @@
 //! Parses logs with one JSON object per line.
 
-use super::fields::{parse_address, parse_number, present_value, split_request_line};
-use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::fields::{parse_address, parse_number, present_value};
+use super::logged_fields::LoggedFields;
+use super::parsed_line::{ParsedHeaders, ParsedLine};
 use super::required_headers::RequiredHeaders;
 use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339, seconds_to_micros};
 use serde_json::Value;
@@ -31,7 +32,8 @@ pub(super) struct JsonLogSchema {
     record_marker: Option<(&'static str, &'static str)>,
 }
 
-pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
+/// The access log of tidegate. The other formats are described by what differs.
+const TIDEGATE: JsonLogSchema = JsonLogSchema {
     time: &[("timestamp", true)],
     method: &["method"],
     target: &["path"],
@@ -43,45 +45,40 @@ pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
     duration: &[("head_ms", 1e3)],
     header_fields: |name| vec![name.to_owned()],
     peer_from_forwarded_for: false,
+    record_marker: None,
+};
+
+pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
     record_marker: Some(("target", "access")),
+    ..TIDEGATE
 };
 
 pub(super) static TRAEFIK_SCHEMA: JsonLogSchema = JsonLogSchema {
     time: &[("StartUTC", false), ("StartLocal", false), ("time", true)],
     method: &["RequestMethod"],
     target: &["RequestPath"],
-    query: &[],
-    request: &[],
     host: &["RequestHost", "RequestAddr"],
     peer: &["ClientHost", "ClientAddr"],
     status: &["DownstreamStatus"],
     duration: &[("Duration", 1e-3)],
     header_fields: |name| vec![format!("request_{}", capitalize_header_name(name))],
-    peer_from_forwarded_for: false,
-    record_marker: None,
+    ..TIDEGATE
 };
 
 pub(super) static CADDY_SCHEMA: JsonLogSchema = JsonLogSchema {
     time: &[("ts", true)],
     method: &["request.method"],
     target: &["request.uri"],
-    query: &[],
-    request: &[],
     host: &["request.host"],
     peer: &["request.remote_ip", "request.remote_addr"],
-    status: &["status"],
     duration: &[("duration", 1e6)],
     header_fields: |name| vec![format!("request.headers.{}", capitalize_header_name(name))],
-    peer_from_forwarded_for: false,
-    record_marker: None,
+    ..TIDEGATE
 };
 
 pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
     time: &[("start_time", false)],
-    method: &["method"],
     target: &["path", "x_envoy_original_path", "x-envoy-origin-path"],
-    query: &[],
-    request: &[],
     host: &["authority", ":authority"],
     peer: &[
         "downstream_direct_remote_address",
@@ -91,7 +88,7 @@ pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
     duration: &[("duration", 1e3)],
     header_fields: |name| vec![name.replace('-', "_"), name.to_owned()],
     peer_from_forwarded_for: true,
-    record_marker: None,
+    ..TIDEGATE
 };
 
 pub(super) static GENERIC_SCHEMA: JsonLogSchema = JsonLogSchema {
@@ -110,11 +107,9 @@ pub(super) static GENERIC_SCHEMA: JsonLogSchema = JsonLogSchema {
     request: &["request"],
     host: &["host", "http_host", "server_name"],
     peer: &["remote_addr", "remote_ip", "client_ip"],
-    status: &["status"],
     duration: &[("request_time", 1e6)],
     header_fields: |name| vec![format!("http_{}", name.replace('-', "_")), name.to_owned()],
-    peer_from_forwarded_for: false,
-    record_marker: None,
+    ..TIDEGATE
 };
 
 /// Returns `X-User-Id` for `x-user-id`.
@@ -184,31 +179,11 @@ impl JsonLineParser {
             .duration
             .iter()
             .find_map(|(field, unit)| Some(parse_duration_value(value_at(record, field)?)? * unit));
-        let took_us = duration_us.and_then(|us| seconds_to_micros(us / 1e6));
-        let (at_us, has_whole_second_time, is_end) =
-            schema.time.iter().find_map(|(field, is_end)| {
-                let (at_us, has_whole_second_time) = self.parse_time(value_at(record, field)?)?;
-                Some((at_us, has_whole_second_time, *is_end))
-            })?;
-        // The arrival is the end minus the duration. An end in whole seconds is used unchanged,
-        // because subtracting would not make it more precise.
-        let at_us = at_us.saturating_sub(
-            took_us
-                .filter(|_| is_end && !has_whole_second_time)
-                .unwrap_or_default(),
-        );
+        let (time, is_end_time) = schema.time.iter().find_map(|(field, is_end)| {
+            let time = self.parse_time(value_at(record, field)?)?;
+            Some((time, *is_end))
+        })?;
         let first_text = |fields: &[&str]| fields.iter().find_map(|field| text_at(record, field));
-        let (method, mut target) = match (first_text(schema.method), first_text(schema.target)) {
-            (Some(method), Some(target)) => (method, target),
-            _ => match split_request_line(first_text(schema.request)?) {
-                Some(split) => split,
-                None => return Some(ParsedLine::Other),
-            },
-        };
-        if let Some(query) = first_text(schema.query).filter(|_| !target.contains(&b'?')) {
-            target.to_mut().push(b'?');
-            target.to_mut().extend_from_slice(&query);
-        }
         let mut headers = ParsedHeaders::new();
         for (place, fields) in &self.headers {
             if let Some(values) = fields.iter().find_map(|field| header_values(record, field)) {
@@ -219,18 +194,20 @@ impl JsonLineParser {
         if schema.peer_from_forwarded_for && peer.is_none() {
             peer = self.take_peer_from_forwarded_for(record, &mut headers);
         }
-        let status = first_text(schema.status).and_then(|status| parse_number(&status));
-        Some(ParsedLine::Request(ParsedRequest {
-            arrival_us: at_us,
-            has_whole_second_time,
-            duration_us: took_us,
+        let fields = LoggedFields {
+            time: Some(time),
+            is_end_time,
+            duration_us: duration_us.and_then(|us| seconds_to_micros(us / 1e6)),
+            request_line: first_text(schema.request),
+            method: first_text(schema.method),
+            target: first_text(schema.target),
+            query: first_text(schema.query),
             peer,
-            status: status.unwrap_or_default(),
-            method,
-            target,
-            host: first_text(schema.host).unwrap_or_default(),
+            host: first_text(schema.host),
+            status: first_text(schema.status).and_then(|status| parse_number(&status)),
             headers,
-        }))
+        };
+        fields.into_request()
     }
 
     fn parse_time(&mut self, value: &Value) -> Option<(u64, bool)> {

@@ -8,6 +8,7 @@ mod clf;
 mod envoy;
 mod fields;
 mod json;
+mod logged_fields;
 mod parsed_line;
 mod required_headers;
 mod template;

@@ -6,14 +6,13 @@
 //! names of nginx variables.
 
 use super::fields::{
-    parse_address, parse_number, present_value, split_at_unescaped_quote, split_request_line,
-    unescape_field,
+    parse_address, parse_number, present_value, split_at_unescaped_quote, unescape_field,
 };
-use super::parsed_line::{ParsedHeaders, ParsedLine, ParsedRequest};
+use super::logged_fields::LoggedFields;
+use super::parsed_line::ParsedLine;
 use super::required_headers::RequiredHeaders;
 use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339, seconds_to_micros};
 use smallvec::SmallVec;
-use std::borrow::Cow;
 
 /// A parsed log format.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -245,21 +244,6 @@ struct BoundField {
     headers: SmallVec<[u16; 1]>,
 }
 
-/// The fields of one line, before they become a request.
-#[derive(Default)]
-struct FoundFields<'l> {
-    time: Option<(u64, bool)>,
-    duration_us: Option<u64>,
-    request_line: Option<&'l [u8]>,
-    method: Option<&'l [u8]>,
-    target: Option<&'l [u8]>,
-    query: Option<&'l [u8]>,
-    peer: Option<&'l [u8]>,
-    host: Option<&'l [u8]>,
-    status: Option<u16>,
-    headers: ParsedHeaders<'l>,
-}
-
 impl TemplateLineParser {
     pub(super) fn new(template: &LineTemplate, required_headers: &RequiredHeaders) -> Self {
         let bind = |field: &TemplateField| {
@@ -284,11 +268,11 @@ impl TemplateLineParser {
     }
 
     pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
-        self.find_fields(line)?.into_request(self.has_arrival_time)
-    }
-
-    fn find_fields<'l>(&mut self, line: &'l [u8]) -> Option<FoundFields<'l>> {
-        let mut found = FoundFields::default();
+        let mut found = LoggedFields {
+            // nginx writes the time of the end.
+            is_end_time: !self.has_arrival_time,
+            ..LoggedFields::default()
+        };
         let mut rest = line;
         let ends = self.fields.iter().skip(1).map(|field| &field.before);
         for (field, end) in self.fields.iter().zip(ends.chain([&self.end])) {
@@ -302,81 +286,49 @@ impl TemplateLineParser {
             let (text, after) = rest.split_at_checked(length)?;
             rest = after;
             if let Some(text) = present_value(text) {
-                found.set_field(field, text, &mut self.clf_time_parser)?;
+                field.read_into(&mut found, text, &mut self.clf_time_parser)?;
             }
         }
-        Some(found)
+        found.into_request()
     }
 }
 
-impl<'l> FoundFields<'l> {
-    /// Sets one field. Returns `None` if a time or status is invalid.
-    fn set_field(
-        &mut self,
-        field: &BoundField,
+impl BoundField {
+    /// Reads the field. Returns `None` if a time or status is invalid.
+    fn read_into<'l>(
+        &self,
+        found: &mut LoggedFields<'l>,
         text: &'l [u8],
         clf_time_parser: &mut ClfTimeParser,
     ) -> Option<()> {
-        match field.kind {
-            FieldKind::ClfTime => self.time = Some((clf_time_parser.parse(text)?, true)),
-            FieldKind::IsoTime => self.time = Some(parse_rfc3339(text)?),
+        match self.kind {
+            FieldKind::ClfTime => found.time = Some((clf_time_parser.parse(text)?, true)),
+            FieldKind::IsoTime => found.time = Some(parse_rfc3339(text)?),
             FieldKind::EpochTime(parts) => {
                 let seconds = parse_number::<f64>(text)? / f64::from(parts);
                 let (at_us, is_whole) = epoch_seconds_to_micros(seconds)?;
-                self.time = Some((at_us, is_whole && parts == 1));
+                found.time = Some((at_us, is_whole && parts == 1));
             }
             FieldKind::Duration(parts) => {
                 let seconds = parse_number::<f64>(text).unwrap_or_default() / f64::from(parts);
-                self.duration_us = Some(seconds_to_micros(seconds).unwrap_or_default());
+                found.duration_us = Some(seconds_to_micros(seconds).unwrap_or_default());
             }
-            FieldKind::RequestLine => self.request_line = Some(text),
-            FieldKind::Method => self.method = Some(text),
-            FieldKind::Target => self.target = Some(text),
-            FieldKind::Query => self.query = Some(text.strip_prefix(b"?").unwrap_or(text)),
-            FieldKind::Peer => self.peer = Some(text),
-            FieldKind::Host => self.host = self.host.or(Some(text)),
-            FieldKind::Status => {
-                self.status = Some(parse_number(text)?);
-            }
+            FieldKind::RequestLine => found.request_line = Some(unescape_field(text)),
+            FieldKind::Method => found.method = Some(text.into()),
+            FieldKind::Target => found.target = Some(unescape_field(text)),
+            FieldKind::Query => found.query = Some(text.strip_prefix(b"?").unwrap_or(text).into()),
+            FieldKind::Peer => found.peer = parse_address(text),
+            FieldKind::Host => found.host = found.host.take().or(Some(text.into())),
+            FieldKind::Status => found.status = Some(parse_number(text)?),
             FieldKind::Cookie | FieldKind::Other => {}
         }
-        for place in &field.headers {
-            let value = match field.name.strip_prefix("cookie_") {
+        for place in &self.headers {
+            let value = match self.name.strip_prefix("cookie_") {
                 Some(cookie) => [cookie.as_bytes(), b"=", text].concat().into(),
                 None => unescape_field(text),
             };
-            self.headers.push((*place, value));
+            found.headers.push((*place, value));
         }
         Some(())
-    }
-
-    fn into_request(self, has_arrival_time: bool) -> Option<ParsedLine<'l>> {
-        let (time_us, has_whole_second_time) = self.time?;
-        let (method, mut target): (Cow<'l, [u8]>, Cow<'l, [u8]>) = match (self.method, self.target)
-        {
-            (Some(method), Some(target)) => (method.into(), unescape_field(target)),
-            _ => match split_request_line(unescape_field(self.request_line?)) {
-                Some(split) => split,
-                None => return Some(ParsedLine::Other),
-            },
-        };
-        if let Some(query) = self.query.filter(|_| !target.contains(&b'?')) {
-            target.to_mut().push(b'?');
-            target.to_mut().extend_from_slice(query);
-        }
-        // nginx writes the time of the end. A time in whole seconds is used unchanged.
-        let is_end = !has_arrival_time && !has_whole_second_time;
-        let elapsed_us = self.duration_us.filter(|_| is_end).unwrap_or_default();
-        Some(ParsedLine::Request(ParsedRequest {
-            arrival_us: time_us.saturating_sub(elapsed_us),
-            has_whole_second_time,
-            duration_us: self.duration_us,
-            peer: self.peer.and_then(parse_address),
-            status: self.status.unwrap_or_default(),
-            method,
-            target,
-            host: self.host.unwrap_or_default().into(),
-            headers: self.headers,
-        }))
     }
 }

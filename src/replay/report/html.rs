@@ -7,13 +7,14 @@
 use super::super::simulator::ReplayPolicyStats;
 use super::super::suggestions::LimitSuggestion;
 use super::html_page::{EscapedText, HtmlPage};
-use super::number_format::{format_count, format_key_counts, format_share, format_time_range};
+use super::number_format::{format_key_counts, format_share, format_time_range};
 use super::results::{
-    PolicySetReport, ReplayPolicySummary, ReplayReport, describe_touched_keys, limit_title,
-    merged_policy_names,
+    PolicySetReport, ReplayPolicySummary, ReplayReport, describe_peaks, describe_touched_keys,
+    limit_title, merged_policy_names,
 };
 use crate::config::format_period;
 use crate::policy::PolicyMode;
+use crate::text::format_count;
 
 const STYLE: &str = include_str!("style.css");
 
@@ -109,18 +110,8 @@ impl HtmlPage<'_> {
         };
         row("all: forwarded", forwarded(first), forwarded(second));
         for policy in merged_policy_names(first, second) {
-            let refused = |set: &PolicySetReport| {
-                let stats = set.policy_stats(policy);
-                let stats = stats.filter(|stats| stats.matched_count() > 0);
-                stats.map_or("–".to_owned(), |stats| {
-                    format!(
-                        "{} of {} refused",
-                        format_count(stats.refused_count()),
-                        format_count(stats.matched_count())
-                    )
-                })
-            };
-            row(policy, refused(first), refused(second));
+            let [one, two] = [first, second].map(|set| set.describe_refused(policy));
+            row(policy, one, two);
         }
         self.push(&format!(
             "</tbody></table></div><p>Refused by the second only: <b>{}</b> requests. By the first only: <b>{}</b>.</p></section>",
@@ -278,19 +269,8 @@ impl HtmlPage<'_> {
             proposal.requests,
             format_count(limit.limit.requests),
         ));
-        self.push("<p>Peak demand: ");
-        for (index, (of_1000, peak)) in proposal.quantiles.iter().enumerate() {
-            let comma = if index > 0 { ", " } else { "" };
-            match of_1000 {
-                1000 => self.push(&format!("{comma}and the highest {}", format_count(*peak))),
-                _ => self.push(&format!(
-                    "{comma}{} % of the keys up to {}",
-                    f64::from(*of_1000) / 10.0,
-                    format_count(*peak)
-                )),
-            }
-        }
-        self.push(&format!(" per {per}.</p>"));
+        let peaks = describe_peaks(proposal);
+        self.push(&format!("<p>Peak demand per {per}: {peaks}.</p>"));
         self.write_peak_histogram(proposal);
         if proposal.keys_per_sample > 1 {
             self.push(&format!(

@@ -3,9 +3,10 @@
 use super::super::statistics::RequestSeries;
 use super::super::suggestions::LimitProposal;
 use super::html_page::{EscapedText, HtmlPage};
-use super::number_format::{format_count, format_time};
+use super::number_format::format_time;
 use super::results::PolicySetReport;
 use crate::config::format_duration;
+use crate::text::format_count;
 use std::time::Duration;
 
 /// Maximum number of bins in the main plot and in the sparklines of policies.

@@ -8,7 +8,7 @@ mod number_format;
 mod results;
 mod text;
 
-pub(crate) use number_format::{format_count, format_time, format_time_range};
+pub(crate) use number_format::{format_time, format_time_range};
 pub use results::ReplayReport;
 pub(super) use results::{LogSummary, PolicySetReport, SetDifferences};
 

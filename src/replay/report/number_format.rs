@@ -1,21 +1,9 @@
 //! Numbers, times and shares as the text and HTML reports print them.
 
 use super::super::simulator::ReplayPolicyStats;
+use crate::text::format_count;
 use time::OffsetDateTime;
 use time::macros::format_description;
-
-/// Formats a number as `1,234,567`.
-pub(crate) fn format_count(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::with_capacity(digits.len() * 4 / 3);
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
 
 /// Formats a time as `2026-11-19 13:55:36` in UTC.
 pub(crate) fn format_time(at_us: u64) -> String {

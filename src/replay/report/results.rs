@@ -4,11 +4,12 @@ use super::super::log_merge::{LogLineCounts, LogSource};
 use super::super::missing_fields::describe_missing_fields;
 use super::super::parsers::{AccessLogFormat, RequiredHeaders};
 use super::super::settings::Settings;
-use super::super::simulator::{PolicySimulator, ReplayPolicyStats, SimulationStats};
+use super::super::simulator::{PolicySimulator, SimulationStats};
 use super::super::statistics::{ReplayKeyStats, RequestSeries, SeriesBin};
 use super::super::suggestions::{LimitProposal, LimitSuggestion};
-use super::number_format::{format_count, format_share, format_time};
+use super::number_format::{format_share, format_time};
 use crate::policy::{PolicyAction, PolicyMode};
+use crate::text::{count_noun, format_count};
 use indexmap::IndexSet;
 
 /// All results of one replay.
@@ -174,8 +175,8 @@ impl ReplayReport {
             }
             if counts.broken_lines > 0 {
                 warnings.push(format!(
-                    "{name}: {} of {} lines are broken",
-                    format_count(counts.broken_lines),
+                    "{name}: {} broken, of {}",
+                    count_noun(counts.broken_lines, "line"),
                     format_count(counts.lines)
                 ));
                 for (line, text) in &counts.broken_examples {
@@ -185,17 +186,17 @@ impl ReplayReport {
             }
             if counts.other_records > 0 {
                 warnings.push(format!(
-                    "{name}: {} lines are not requests",
-                    format_count(counts.other_records)
+                    "{name}: {} without a request",
+                    count_noun(counts.other_records, "line")
                 ));
             }
         }
         for set in &self.sets {
             if set.evicted_counters > 0 {
                 warnings.push(format!(
-                    "{}{} counters were evicted at the memory limit; the numbers may be too low",
+                    "{}{} evicted at the memory limit; the numbers may be too low",
                     self.set_prefix(set),
-                    format_count(set.evicted_counters)
+                    count_noun(set.evicted_counters, "counter")
                 ));
             }
         }
@@ -205,15 +206,15 @@ impl ReplayReport {
         let refused = first.map_or(0, |stats| stats.field_coverage.answered_429);
         if refused > 0 {
             warnings.push(format!(
-                "{} requests were answered with 429 at the time; the replay treats them like all others",
-                format_count(refused)
+                "{} answered with 429 at the time; the replay treats them like all others",
+                count_noun(refused, "request")
             ));
         }
         let late = first.map_or(0, |stats| stats.late_requests);
         if late > 0 {
             warnings.push(format!(
-                "{} requests are more than 10 s out of order in the log; they count at the time of the preceding request",
-                format_count(late)
+                "{} more than 10 s out of order in the log; they count at the time of the preceding request",
+                count_noun(late, "request")
             ));
         }
         warnings
@@ -244,6 +245,19 @@ pub(super) fn describe_touched_keys(proposal: &LimitProposal) -> [String; 2] {
         ),
         format!("touches at most {}", touched(proposal.touched_keys_now, "")),
     ]
+}
+
+/// The highest peak within each share of the keys.
+pub(super) fn describe_peaks(proposal: &LimitProposal) -> String {
+    let quantiles = proposal.quantiles.iter();
+    let quantiles = quantiles.map(|(of_1000, peak)| match of_1000 {
+        1000 => format!("and the highest {}", format_count(*peak)),
+        _ => {
+            let percent = f64::from(*of_1000) / 10.0;
+            format!("{percent} % of the keys up to {}", format_count(*peak))
+        }
+    });
+    quantiles.collect::<Vec<_>>().join(", ")
 }
 
 impl LogSummary {
@@ -353,13 +367,21 @@ impl PolicySetReport {
         (!names.is_empty()).then(|| format!("Without {}.", names.join(", ")))
     }
 
-    /// Returns the statistics of the named policy, if the set has it.
-    pub(super) fn policy_stats(&self, policy: &str) -> Option<&ReplayPolicyStats> {
-        let at = self
-            .policies
-            .iter()
-            .position(|summary| summary.name == policy)?;
-        self.stats.policies.get(at)
+    /// How many requests of the named policy were refused; a dash if the set has no such policy, or
+    /// if it matched none.
+    pub(super) fn describe_refused(&self, policy: &str) -> String {
+        let mut policies = self.policies.iter().zip(&self.stats.policies);
+        let found = policies.find(|(summary, _)| summary.name == policy);
+        match found.map(|(_, stats)| (stats.refused_count(), stats.matched_count())) {
+            None | Some((_, 0)) => "–".to_owned(),
+            Some((refused, matched)) => {
+                format!(
+                    "{} of {} refused",
+                    format_count(refused),
+                    format_count(matched)
+                )
+            }
+        }
     }
 }
 

@@ -2,15 +2,15 @@
 
 use super::super::statistics::RequestSeries;
 use super::super::suggestions::LimitSuggestion;
-use super::number_format::{
-    format_count, format_key_counts, format_share, format_time, format_time_range,
-};
+use super::number_format::{format_key_counts, format_share, format_time, format_time_range};
 use super::results::{
-    PolicySetReport, ReplayReport, describe_touched_keys, limit_title, merged_policy_names,
+    PolicySetReport, ReplayReport, describe_peaks, describe_touched_keys, limit_title,
+    merged_policy_names,
 };
-use crate::config::format_period;
+use crate::config::{format_duration, format_period};
 use crate::policy::PolicyMode;
-use crate::text::{truncate_text, wrap_text};
+use crate::text::{format_count, truncate_text, wrap_text};
+use std::time::Duration;
 
 /// Maximum width of names; longer names are truncated.
 const NAME_WIDTH: usize = 18;
@@ -104,16 +104,8 @@ impl TextReportPage {
             }
         }
         for policy in merged_policy_names(first, second) {
-            let refused = |set: &PolicySetReport| {
-                set.policy_stats(policy).map_or("-".to_owned(), |stats| {
-                    format!(
-                        "{} of {}",
-                        format_count(stats.refused_count()),
-                        format_count(stats.matched_count())
-                    )
-                })
-            };
-            self.push_line(&row(policy, refused(first), refused(second)));
+            let [one, two] = [first, second].map(|set| set.describe_refused(policy));
+            self.push_line(&row(policy, one, two));
         }
         self.push_line(&format!(
             "Refused by the second only: {}. By the first only: {}.",
@@ -205,7 +197,7 @@ impl TextReportPage {
         if set.stats.field_coverage.requests == 0 {
             return;
         }
-        let column_duration = format_rounded_duration(width_s);
+        let column_duration = format_duration(Duration::from_secs(width_s));
         self.push_title(&format!(
             "WHEN: one column is {column_duration}; the number is the maximum per column"
         ));
@@ -309,22 +301,8 @@ impl TextReportPage {
             "  the current limit is {}, which {current}",
             limit.requests
         ));
-        let quantiles = proposal
-            .quantiles
-            .iter()
-            .map(|(of_1000, peak)| match of_1000 {
-                1000 => format!("the highest {}", format_count(*peak)),
-                _ => format!(
-                    "{} % up to {}",
-                    f64::from(*of_1000) / 10.0,
-                    format_count(*peak)
-                ),
-            });
-        let quantiles = quantiles.collect::<Vec<_>>().join(", ");
-        self.push_wrapped(
-            "  ",
-            &format!("peak demand of the keys per {per}: {quantiles}"),
-        );
+        let quantiles = describe_peaks(proposal);
+        self.push_wrapped("  ", &format!("peak demand per {per}: {quantiles}"));
         let counts: Vec<u64> = proposal.histogram.iter().map(|(_, count)| *count).collect();
         let last = proposal.histogram.last().map_or(0, |(upto, _)| *upto);
         self.push_line(&format!(
@@ -356,16 +334,6 @@ impl TextReportPage {
         for line in wrap_text(text, self.width, [bullet, &indent], usize::MAX) {
             self.push_line(&line);
         }
-    }
-}
-
-/// Formats a duration in one rounded unit.
-fn format_rounded_duration(seconds: u64) -> String {
-    match seconds {
-        0..120 => format!("{} s", seconds.max(1)),
-        120..7200 => format!("{} min", (seconds + 30) / 60),
-        7200..172_800 => format!("{} h", (seconds + 1800) / 3600),
-        _ => format!("{} d", (seconds + 43_200) / 86_400),
     }
 }
 

@@ -25,8 +25,8 @@ pub struct RedisOutage {
 /// The circuit breaker of a process, shared by its workers.
 #[derive(Debug)]
 pub(super) struct RedisCircuitBreaker {
-    /// The servers, for log lines.
-    address: String,
+    /// The servers, for log lines. `None` for an inspection, which logs nothing.
+    log_address: Option<String>,
     /// Consecutive failures that open the breaker.
     failure_threshold: u32,
     /// Failures since the last success. From the threshold on the breaker is open, and only a probe
@@ -60,9 +60,9 @@ enum AvailabilityPhase {
 }
 
 impl RedisCircuitBreaker {
-    pub(super) fn new(address: String, threshold: u32) -> Self {
+    pub(super) fn new(log_address: Option<String>, threshold: u32) -> Self {
         Self {
-            address,
+            log_address,
             failure_threshold: threshold.max(1),
             consecutive_failures: AtomicU32::new(0),
             failure_counts: [const { AtomicU64::new(0) }; RedisErrorKind::VARIANTS.len()],
@@ -196,11 +196,13 @@ impl RedisCircuitBreaker {
             outage.cause = error.clone();
         }
         let log = &self.login_rejection_log;
-        let is_rejected = error.kind == RedisErrorKind::NoAuth;
-        if is_rejected && log.record_occurrence(monotonic_now()).is_some() {
+        if error.kind == RedisErrorKind::NoAuth
+            && let Some(address) = &self.log_address
+            && log.record_occurrence(monotonic_now()).is_some()
+        {
             tracing::warn!(
                 kind = error.kind.into_str(),
-                address = self.address,
+                address,
                 reason = error.message,
                 remedy = error.remedy(),
                 "redis rejects the login"
@@ -221,20 +223,21 @@ impl RedisCircuitBreaker {
         let is_down = state.connections_down > 0 || self.is_open();
         match (is_down, &state.phase) {
             (true, AvailabilityPhase::Starting | AvailabilityPhase::Up) => {
-                let kind = error.kind.into_str();
                 // An error without a message of its own is the consequence of a command's error.
                 let command_error = state
                     .last_command_error
                     .as_ref()
-                    .filter(|cause| error.message == kind && cause.kind.into_str() == kind);
+                    .filter(|cause| cause.kind == error.kind && *error == error.kind.into());
                 let cause = command_error.unwrap_or(error).clone();
-                tracing::warn!(
-                    kind,
-                    address = self.address,
-                    reason = cause.message,
-                    remedy = cause.remedy(),
-                    "redis unavailable; applying on_store_failure"
-                );
+                if let Some(address) = &self.log_address {
+                    tracing::warn!(
+                        kind = error.kind.into_str(),
+                        address,
+                        reason = cause.message,
+                        remedy = cause.remedy(),
+                        "redis unavailable; applying on_store_failure"
+                    );
+                }
                 if error.kind == RedisErrorKind::NoAuth {
                     self.login_rejection_log.record_occurrence(monotonic_now());
                 }
@@ -246,7 +249,9 @@ impl RedisCircuitBreaker {
                 let down_ms = outage.since.elapsed().as_millis();
                 let down_ms = u64::try_from(down_ms).unwrap_or(u64::MAX);
                 state.phase = AvailabilityPhase::Up;
-                tracing::info!(down_ms, address = self.address, "redis available again");
+                if let Some(address) = &self.log_address {
+                    tracing::info!(down_ms, address, "redis available again");
+                }
             }
             (true, AvailabilityPhase::Down(_)) | (false, AvailabilityPhase::Up) => {}
         }
@@ -259,7 +264,7 @@ mod tests {
 
     #[test]
     fn only_consecutive_failures_open_the_breaker_and_only_a_probe_closes_it() {
-        let breaker = RedisCircuitBreaker::new(String::new(), 2);
+        let breaker = RedisCircuitBreaker::new(Some(String::new()), 2);
         assert!(!breaker.is_up(), "never connected");
         breaker.record_probe_success();
         breaker.record_failure(RedisErrorKind::Timeout);
@@ -281,7 +286,7 @@ mod tests {
 
     #[test]
     fn foreign_values_never_open_the_breaker() {
-        let breaker = RedisCircuitBreaker::new(String::new(), 1);
+        let breaker = RedisCircuitBreaker::new(Some(String::new()), 1);
         breaker.record_probe_success();
         for _ in 0..10 {
             breaker.record_foreign_value("key".to_owned());
@@ -317,7 +322,7 @@ mod tests {
             .with_writer(move || writer.clone())
             .finish();
         tracing::subscriber::with_default(subscriber, || {
-            let breaker = RedisCircuitBreaker::new(String::new(), 5);
+            let breaker = RedisCircuitBreaker::new(Some(String::new()), 5);
             for _ in 0..1000 {
                 breaker.record_failure(RedisErrorKind::OutOfMemory);
                 breaker.record_foreign_value("key".to_owned());
@@ -342,7 +347,7 @@ mod tests {
 
     #[test]
     fn is_up_when_every_connection_is_up() {
-        let breaker = RedisCircuitBreaker::new(String::new(), 9);
+        let breaker = RedisCircuitBreaker::new(Some(String::new()), 9);
         breaker.record_probe_success();
         breaker.record_connection_down(&RedisErrorKind::Connection.into());
         breaker.record_connection_down(&RedisErrorKind::Connection.into());

@@ -8,6 +8,9 @@ use std::sync::Arc;
 use strum::{IntoStaticStr, VariantNames};
 use tokio_rustls::rustls;
 
+/// The remedy of a user that may not run a command.
+pub const PERMISSION_REMEDY: &str = "the user lacks a permission: `tidegate doctor` lists which, ACL LOG of the server shows what it refused";
+
 /// Why Redis gave no useful reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
 #[strum(serialize_all = "lowercase", const_into_str)]
@@ -169,7 +172,7 @@ impl RedisConnectionError {
             "the server is in protected mode: without a password it serves only its own machine; set requirepass \
              there, and store.redis.password_file here"
         } else {
-            "the user lacks a permission: `tidegate doctor` lists which, ACL LOG of the server shows what it refused"
+            PERMISSION_REMEDY
         }
     }
 
@@ -183,13 +186,18 @@ impl RedisConnectionError {
 
 impl From<RedisErrorKind> for RedisConnectionError {
     fn from(kind: RedisErrorKind) -> Self {
-        Self::new(kind, kind.into_str())
+        let message = match kind {
+            RedisErrorKind::Timeout => "no reply before the timeout",
+            RedisErrorKind::Connection => "the connection was closed",
+            _ => kind.into_str(),
+        };
+        Self::new(kind, message)
     }
 }
 
 impl From<tokio::time::error::Elapsed> for RedisConnectionError {
-    fn from(_: tokio::time::error::Elapsed) -> Self {
-        Self::new(RedisErrorKind::Timeout, "no reply before the timeout")
+    fn from(elapsed: tokio::time::error::Elapsed) -> Self {
+        RedisErrorKind::from(elapsed).into()
     }
 }
 

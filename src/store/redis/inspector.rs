@@ -9,7 +9,6 @@ use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisStore, SharedRedisState};
 use crate::limiter::{Charge, KeyBuilder, Limit};
 use redis::{Cmd, Value, cmd, from_redis_value};
-use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
@@ -42,21 +41,17 @@ impl CounterInspector {
     /// # Errors
     /// When Redis can't be reached within `connect_timeout`, or rejects the login.
     pub async fn connect(settings: RedisSettings) -> Result<Self, RedisConnectionError> {
-        Self::connect_with(SharedRedisState::new(settings)).await
+        Self::connect_with(&SharedRedisState::new(settings)).await
     }
 
     /// [`Self::connect`] with the logins of a running store.
     ///
     /// # Errors
     /// As [`Self::connect`].
-    pub async fn connect_with(shared: Arc<SharedRedisState>) -> Result<Self, RedisConnectionError> {
-        let connect_timeout = shared.settings.connect_timeout;
-        let redis = RedisStore::start(&shared);
-        match timeout(connect_timeout, redis.connect_to_all_masters()).await {
-            Ok(Ok(())) => Ok(Self(redis)),
-            Ok(Err(error)) => Err((*error).clone()),
-            Err(elapsed) => Err(elapsed.into()),
-        }
+    pub async fn connect_with(shared: &SharedRedisState) -> Result<Self, RedisConnectionError> {
+        let redis = RedisStore::start(&shared.for_inspection());
+        redis.wait_for_first_attempts().await?;
+        Ok(Self(redis))
     }
 
     /// Lists up to `max_counters` counters with the key prefix, in no order. With `policy`, only

@@ -46,7 +46,7 @@ pub use diagnostics::{
     ClockReading, DenialReason, DeniedCommand, InfoFields, KeySample, PolicyKeySample,
     RedisDiagnosis, ScriptLatency, SentinelAnswer, ServerDiagnosis, ServerFacts, diagnose_redis,
 };
-pub use error::{RedisConnectionError, RedisErrorKind};
+pub use error::{PERMISSION_REMEDY, RedisConnectionError, RedisErrorKind};
 pub use inspector::{CounterInspector, RedisCounter};
 pub use member_list::{FleetMember, MemberDescription, MemberList};
 pub use script_batch::{CallerReply, DecisionBatch};
@@ -68,7 +68,11 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 use tokio::time::{Instant, timeout};
+
+/// How much longer than `connect_timeout` an inspection waits for the end of a connection attempt.
+const ATTEMPT_MARGIN: Duration = Duration::from_millis(200);
 
 /// One worker's handle of the Redis store. Cheap to clone. Use it on the runtime that started it.
 #[derive(Clone, Debug)]
@@ -210,15 +214,21 @@ impl RedisStore {
         drop(timeout(self.settings.connect_timeout, ready).await);
     }
 
-    /// Waits for the first attempt to connect to each master.
+    /// Waits for the end of the first attempt to connect to each master: for `connect_timeout`, and
+    /// a margin in which the attempts end by it.
     ///
     /// # Errors
     /// Why one of them is not connected.
-    async fn connect_to_all_masters(&self) -> Result<(), Arc<RedisConnectionError>> {
-        for node in &self.wait_for_slot_map().await.nodes {
-            node.connection.wait_for_first_attempt().await?;
-        }
-        Ok(())
+    pub async fn wait_for_first_attempts(&self) -> Result<(), RedisConnectionError> {
+        let all_attempts = async {
+            let map = self.wait_for_slot_map().await;
+            let attempts = map.nodes.iter();
+            let attempts = attempts.map(|node| node.connection.wait_for_first_attempt());
+            join_all(attempts).await.into_iter().collect()
+        };
+        let max_wait = self.settings.connect_timeout + ATTEMPT_MARGIN;
+        let connected: Result<(), Arc<_>> = timeout(max_wait, all_attempts).await?;
+        connected.map_err(|error| (*error).clone())
     }
 
     async fn wait_for_slot_map(&self) -> Arc<ClusterSlotMap> {

@@ -81,7 +81,14 @@ impl SharedRedisState {
     /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
     pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Arc<Self> {
         let counters = MemoryStore::new(settings.instance_counter_bounds, clock.clone());
-        Self::with_instance_counters(settings, clock, instance_id, Arc::new(counters))
+        let log_address = Some(settings.to_string());
+        Self::with_instance_counters(
+            settings,
+            clock,
+            instance_id,
+            Arc::new(counters),
+            log_address,
+        )
     }
 
     fn with_instance_counters(
@@ -89,11 +96,12 @@ impl SharedRedisState {
         clock: Clock,
         instance_id: &str,
         instance_counters: Arc<MemoryStore>,
+        log_address: Option<String>,
     ) -> Arc<Self> {
         Arc::new(Self {
             instance_counters,
             scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
-            breaker: RedisCircuitBreaker::new(settings.to_string(), settings.breaker_failures),
+            breaker: RedisCircuitBreaker::new(log_address, settings.breaker_failures),
             call_count: AtomicU64::new(0),
             server_info: Mutex::default(),
             sentinel_disagreements: SentinelDisagreements::default(),
@@ -130,7 +138,7 @@ impl SharedRedisState {
     }
 
     /// State of its own for inspections, with the logins and TLS in use, and the same counters of
-    /// this process.
+    /// this process. It logs nothing: the caller reports errors.
     #[must_use]
     pub fn for_inspection(&self) -> Arc<Self> {
         let access = self.access.get();
@@ -139,7 +147,9 @@ impl SharedRedisState {
             Clock::system(),
             instance_id(),
             Arc::clone(&self.instance_counters),
+            None,
         );
+        shared.script_text_notice.call_once(|| ());
         shared.access.set(access);
         let is_behind_proxy = self.is_behind_proxy();
         shared

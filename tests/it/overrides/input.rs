@@ -28,7 +28,7 @@ async fn a_line_with_a_field_that_has_no_effect_is_not_imported() {
         "line 3: limit: expected it inside limits",
         "line 4: limits.minute: requests: missing",
         "line 5: the expiry is after 2255-06-05",
-        "5 lines are wrong and were not set; 1 overrides were set",
+        "5 lines are wrong and were not set; 1 override was set",
     ] {
         assert!(errors.contains(expected), "{expected}: {errors}");
     }
@@ -42,7 +42,7 @@ async fn a_line_with_a_field_that_has_no_effect_is_not_imported() {
         "line 2: burst: expected it inside limits",
         "line 3: limit: expected it inside limits",
         "line 4: the expiry is after 2255-06-05",
-        "3 lines are wrong and were not set; 1 overrides were set",
+        "3 lines are wrong and were not set; 1 override was set",
     ] {
         assert!(errors.contains(expected), "{expected}: {errors}");
     }

@@ -29,7 +29,6 @@ fn sample_snapshot() -> AdminApiSnapshot {
         window_s: 60,
         requests: 1000,
         refused: 55,
-        degraded: 0,
         requests_per_s: 16.66,
         store: "redis r:6379 up".to_owned(),
         store_up: true,
@@ -61,7 +60,7 @@ fn renders_a_table_for_a_pipe() {
     let table = render_plain_text(&sample_snapshot(), &view, 120);
     let expected = "\
 tidegate 1.2.3  ready  instance abc  up 1h2m  generation 2  at 127.0.0.1:9090
-requests 17/s  refused 5.5%  degraded 0%  (of 1000 in 1m0s)  connections 4/1000
+requests 17/s  refused 5.5%  (of 1000 in 1m0s)  connections 4/1000
 store redis r:6379 up  instances 3
 decisions in the last minute:  redis 9, 50% in 400us, 99% in 12.5ms
 
@@ -70,11 +69,11 @@ api                            90        60   40.0%           .        @
 login                          10         0      0%           .        .
 a.very.long.name                0         0       -           .
 
-      refused KEYS REFUSED MOST
+      refused KEYS REFUSED MOST BY A LIMIT
            40 api  ann
         18-30 api  bob
 
-      refused PATHS REFUSED MOST
+      refused PATHS REFUSED MOST BY A POLICY
            70 api  /api/orders
 ";
     assert_eq!(table, expected);
@@ -185,6 +184,7 @@ fn a_screen_of_80_columns_shows_names_keys_and_problems() {
     for policy in &mut snapshot.policies {
         policy.rates_per_s = Some((1.5, 0.5));
     }
+    snapshot.without_store = [20, 30];
     snapshot.policies[2].name = "a-policy-with-a-long-name-of-40-letters!".to_owned();
     snapshot.keys[0].policy = "a-policy-with-a-long-name-of-40-letters!".to_owned();
     snapshot.keys[0].text = "tenant-of-many-letters/user-of-many-letters/203.0.113.7".to_owned();
@@ -192,8 +192,8 @@ fn a_screen_of_80_columns_shows_names_keys_and_problems() {
 tidegate 1.2.3  ready  instance abc  on orders-7d4f9c-x2k  up 1h2m  generation 2
 ! 81 % of the requests of the last minute were refused (81 of 100): unless this
   is an attack, a limit is too low
-requests 17/s  refused 5.5%  degraded 0%  (of 1000 in 1m0s)  connections 4/1000
-store redis r:6379 up  instances 3
+requests 17/s  refused 5.5%  (of 1000 in 1m0s)  connections 4/1000
+store redis r:6379 up  instances 3  without it: admitted 2.0%, refused 3.0%
 decisions in the last minute:  redis 9, 50% in 400us, 99% in 12.5ms
 
 POLICY                             passed/s refused/s   passed   refused   share

@@ -23,9 +23,7 @@ pub(super) fn write_legacy_headers(
     if has_upstream_headers && must_keep_upstream_headers(headers, tightest.status.remaining) {
         return;
     }
-    let reset_us = reset_at_us(tightest, verdict.now_us);
     let from_us = if reset_as_epoch { 0 } else { verdict.now_us };
-    let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);
     headers.insert(
         &LEGACY_LIMIT,
         integer_header_value(tightest.limit_in_effect().capacity()),
@@ -34,16 +32,24 @@ pub(super) fn write_legacy_headers(
         &LEGACY_REMAINING,
         integer_header_value(tightest.status.remaining),
     );
-    headers.insert(&LEGACY_RESET, integer_header_value(reset_s));
+    match reset_at_us(tightest, verdict.now_us) {
+        Some(reset_us) => {
+            let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);
+            headers.insert(&LEGACY_RESET, integer_header_value(reset_s))
+        }
+        None => headers.remove(&LEGACY_RESET),
+    };
 }
 
 /// Time (µs) at which the limit's remaining units next grow or, if the limit refused, will suffice.
-pub(crate) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> u64 {
+/// `None` if they never will, as with `Retry-After`.
+pub(crate) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> Option<u64> {
     match reported.status.refusal {
-        Some(Refusal::Until(at_us)) => at_us,
+        Some(Refusal::Until(at_us)) => Some(at_us),
         // An unknown wait is reported as one second, consistent with `Retry-After: 1`.
-        Some(Refusal::Unknown) => now_us.saturating_add(SECOND_US),
-        _ => reported.status.next_growth_us.unwrap_or(now_us),
+        Some(Refusal::Unknown) => Some(now_us.saturating_add(SECOND_US)),
+        Some(Refusal::Never) => None,
+        None => Some(reported.status.next_growth_us.unwrap_or(now_us)),
     }
 }
 

@@ -187,6 +187,21 @@ fn handles_subsecond_windows_units_and_special_names() {
     assert_eq!(headers["x-ratelimit-reset"], "0");
 }
 
+/// A wait that ends nothing is stated nowhere.
+#[test]
+fn an_endless_refusal_has_no_reset() {
+    let blocked = named_limit("login", 0, 60_000_000);
+    let theirs = build_header_map(&[("x-ratelimit-remaining", "7"), ("x-ratelimit-reset", "7")]);
+    let headers = write_headers_for_limits(
+        &[build_reported_refusing_limit(&blocked, 0, Refusal::Never)],
+        STANDARD_AND_LEGACY,
+        theirs,
+    );
+    assert_eq!(headers["x-ratelimit-remaining"], "0");
+    assert!(!headers.contains_key("x-ratelimit-reset"), "{headers:?}");
+    assert_eq!(headers["ratelimit"], "\"login\";r=0");
+}
+
 #[test]
 fn reset_parameter_is_that_of_its_own_limit() {
     let (slow, fast) = (

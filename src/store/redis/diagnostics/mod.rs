@@ -190,22 +190,27 @@ async fn diagnose_server(
     let (mut connection, mut _driver) = timeout(connect_time(settings), open()).await??;
     let is_cluster = settings.topology == RedisTopology::Cluster;
     let empty_call = scripts.decide_command(&[], None);
-    let empty_reply = timeout_at(deadline, empty_call.exec_async(&mut connection)).await;
-    let empty_reply = empty_reply.map_err(|_elapsed| deadline_error())?;
-    let first_error = empty_reply.err();
-    // After these, the connection is closed or out of step, and a later error would hide the cause.
-    if let Some(error) = &first_error {
-        let error = RedisConnectionError::from(error);
-        let is_tls_or_reply = matches!(
-            error.kind,
-            RedisErrorKind::Tls | RedisErrorKind::InvalidReply
-        );
-        if is_tls_or_reply || error.message.starts_with("NOAUTH") {
-            return Err(error);
+    let mut is_refused = false;
+    // A server may close one connection for other reasons than a proxy.
+    for _ in 0..2 {
+        let empty_reply = timeout_at(deadline, empty_call.exec_async(&mut connection)).await;
+        let empty_reply = empty_reply.map_err(|_elapsed| deadline_error())?;
+        // After these, the connection is closed or out of step, and a later error would hide the
+        // cause.
+        if let Err(error) = &empty_reply {
+            let error = RedisConnectionError::from(error);
+            let is_tls_or_reply = matches!(
+                error.kind,
+                RedisErrorKind::Tls | RedisErrorKind::InvalidReply
+            );
+            if is_tls_or_reply || error.message.starts_with("NOAUTH") {
+                return Err(error);
+            }
         }
-    }
-    let is_refused = !is_cluster && first_error.is_some_and(|error| is_proxy_refusal(&error));
-    if is_refused {
+        is_refused = !is_cluster && empty_reply.is_err_and(|error| is_proxy_refusal(&error));
+        if !is_refused {
+            break;
+        }
         (connection, _driver) = timeout(connect_time(settings), open()).await??;
     }
     let info = match is_refused {
