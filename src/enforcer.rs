@@ -28,14 +28,15 @@ pub use verdict::{
     Verdict,
 };
 
-use charge_plan::{ChargePlan, untaken_slot_action};
+use charge_plan::{ChargePlan, may_other_slots_be_taken};
 
 use crate::limiter::Key;
 use crate::policy::Facts;
-use crate::store::{ConcurrencySlots, DecisionFailure, SettlementQueue, Store, UntakenSlotAction};
+use crate::store::{ConcurrencySlots, DecisionFailure, FLUSH_TIMEOUT, SettlementQueue, Store};
 use crate::telemetry::metrics::WorkerMetrics;
 use std::mem::take;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::time::Instant;
 
 /// Decides requests by the active policies and counts the decisions. Each worker has one.
@@ -133,8 +134,8 @@ impl Enforcer {
                 drop(charges);
                 plan.report_amounts(&mut decision);
                 let slot_guard = slot_guard.and_then(|guard| {
-                    let untaken = untaken_slot_action(&decision, source);
-                    plan.retain_taken_slots(guard, &decision, untaken)
+                    let may_others_be_taken = may_other_slots_be_taken(&decision, source);
+                    plan.retain_taken_slots(guard, &decision, may_others_be_taken)
                 });
                 plan.record_decisions(&decision, record_decision);
                 let verdict = Verdict {
@@ -160,7 +161,7 @@ impl Enforcer {
                 }
                 let slot_guard = slot_guard.and_then(|guard| {
                     let decision = decision.as_ref()?;
-                    plan.retain_taken_slots(guard, decision, UntakenSlotAction::Release)
+                    plan.retain_taken_slots(guard, decision, true)
                 });
                 plan.record_degraded_decisions(decision.as_ref(), record_decision);
                 let estimated_charges = decision
@@ -197,16 +198,18 @@ impl Enforcer {
         }
     }
 
-    /// Waits, for a bounded time, until the units that a response returned are in the store.
+    /// Waits, for at most 100 ms, until the store has the units that a response returned: the next
+    /// request of its client finds them.
     pub async fn wait_for_returned_units(&self) {
-        self.settlements.wait_for_returned_units().await;
+        let at_most = Duration::from_millis(100);
+        self.settlements.wait_until_applied(at_most).await;
     }
 
     /// Waits, for a bounded time, until settlements and slot releases are sent, leases are
     /// returned, and the instance has left the membership.
     pub async fn shut_down(&self) {
         tokio::join!(
-            self.settlements.wait_until_all_applied(),
+            self.settlements.wait_until_applied(FLUSH_TIMEOUT),
             self.slots.wait_until_releases_sent()
         );
         self.store.return_units_and_leave_membership().await;

@@ -13,7 +13,6 @@ use crate::policy::{
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
-    UntakenSlotAction,
 };
 use smallvec::SmallVec;
 use std::sync::Arc;
@@ -261,14 +260,14 @@ impl<'t> ChargePlan<'t> {
         &self,
         slot_guard: ConcurrencySlotGuard,
         decision: &Decision,
-        untaken: UntakenSlotAction,
+        may_others_be_taken: bool,
     ) -> Option<ConcurrencySlotGuard> {
         let (taken, terms) = self.taken_slots(decision);
         let is_taken = |(limit, key): &LimitAndKey| {
             let mut taken = taken.iter();
             taken.any(|(other, other_key)| other == limit && other_key.id() == key.id())
         };
-        let mut slot_guard = slot_guard.retain_taken_counters(is_taken, untaken)?;
+        let mut slot_guard = slot_guard.retain_taken_counters(is_taken, may_others_be_taken)?;
         let ends_at = terms
             .max_duration_us
             .map(|us| Instant::now() + Duration::from_micros(us));
@@ -365,17 +364,11 @@ impl<'t> ChargePlan<'t> {
     }
 }
 
-/// What to do with slots that a decision of the store has not granted. A split decision has no
+/// Whether slots that a decision of the store has not granted may be taken. A split decision has no
 /// status for charges that are being returned, were not made, or gave no answer. After a call
 /// without an answer, all slots may be taken.
-pub(super) fn untaken_slot_action(
-    decision: &Decision,
-    source: DecisionSource,
-) -> UntakenSlotAction {
+pub(super) fn may_other_slots_be_taken(decision: &Decision, source: DecisionSource) -> bool {
     let has_unknown = || (decision.outcomes.iter()).any(|outcome| outcome.status.is_none());
     let is_split = source == DecisionSource::Redis && has_unknown();
-    match is_split || decision.may_have_charged {
-        true => UntakenSlotAction::Release,
-        false => UntakenSlotAction::Forget,
-    }
+    is_split || decision.may_have_charged
 }

@@ -87,16 +87,6 @@ struct ConcurrencySlotsState {
     kept_count: usize,
 }
 
-/// What to do with those slots of a request that the decision did not grant.
-#[derive(Clone, Copy, Debug)]
-pub enum UntakenSlotAction {
-    /// Forget the slots: the store has decided, so they are certainly not taken.
-    Forget,
-    /// Release the slots: a part of the store has not answered or returns them, so they may be
-    /// taken.
-    Release,
-}
-
 /// One request's slot at each of its counters.
 #[derive(Clone, Debug)]
 struct SlotEntry {
@@ -131,7 +121,7 @@ impl ConcurrencySlots {
     /// Creates the guard of a new slot at these counters, and schedules its renewals. The slot is
     /// not taken yet: the caller charges the counters with the guard's slot id.
     pub fn create_slot_guard(&self, counters: SmallVec<[LimitAndKey; 1]>) -> ConcurrencySlotGuard {
-        let slot_id = self.0.new_slot_id();
+        let slot_id = u128::from(self.0.instance_id) << 64 | u128::from(self.0.new_serial());
         let renew_at = next_renewal_at(&counters, Instant::now());
         let slot = SlotEntry::new(slot_id, counters, renew_at);
         let mut state = self.0.state.lock();
@@ -150,8 +140,7 @@ impl ConcurrencySlots {
 
     /// Waits until all queued releases are sent, for at most [`super::FLUSH_TIMEOUT`].
     pub async fn wait_until_releases_sent(&self) {
-        let is_drained = || self.0.state.lock().ended_count() == 0;
-        wait_until_drained(&self.0.drained, is_drained).await;
+        wait_until_drained(&self.0.drained, || self.0.state.lock().ended_count() == 0).await;
     }
 
     /// Releases a slot of counters in memory at once, and of those in Redis soon.
@@ -217,12 +206,12 @@ impl ConcurrencySlotGuard {
         self.slot_id
     }
 
-    /// Keeps only the counters for which `is_taken` holds; `untaken` decides what happens to the
-    /// slots at all others. Returns `None` if no counter is kept.
+    /// Keeps only the counters for which `is_taken` holds. The slots at all others are released if
+    /// they may be taken all the same, and else forgotten. Returns `None` if no counter is kept.
     pub fn retain_taken_counters(
         self,
         is_taken: impl Fn(&LimitAndKey) -> bool,
-        untaken: UntakenSlotAction,
+        may_others_be_taken: bool,
     ) -> Option<Self> {
         let mut state = self.slots.0.state.lock();
         let slot = state.held.get_mut(&self.slot_id)?;
@@ -231,7 +220,7 @@ impl ConcurrencySlotGuard {
             .partition(is_taken);
         slot.counters = taken;
         let is_held = !slot.counters.is_empty();
-        if let UntakenSlotAction::Release = untaken {
+        if may_others_be_taken {
             self.slots.enqueue_release(&mut state, self.slot_id, rest);
         }
         drop(state);
@@ -254,12 +243,10 @@ impl ConcurrencySlotGuard {
     /// still work on the request. Releases any other slot, and those of the worker beyond
     /// [`MAX_KEPT_SLOTS`].
     pub fn keep_without_exchange(self) {
-        let Some(held_until) = self.held_until() else {
+        let held_until = self.held_until();
+        let Some(held_until) = held_until.filter(|_| self.slots.try_count_kept_slot()) else {
             return;
         };
-        if !self.slots.try_count_kept_slot() {
-            return;
-        }
         tokio::spawn(async move {
             sleep_until(held_until).await;
             self.slots.0.state.lock().kept_count -= 1;
@@ -386,10 +373,6 @@ async fn send_renewals_and_releases(slots: Arc<SharedConcurrencySlots>) {
 impl SharedConcurrencySlots {
     fn new_serial(&self) -> u64 {
         self.next_serial.fetch_add(1, Ordering::Relaxed)
-    }
-
-    fn new_slot_id(&self) -> u128 {
-        u128::from(self.instance_id) << 64 | u128::from(self.new_serial())
     }
 
     /// Sends a batch, and schedules the next calls of its slots.

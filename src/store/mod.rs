@@ -15,7 +15,7 @@ pub mod redis;
 mod settlement_queue;
 mod stored_override;
 
-pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots, UntakenSlotAction};
+pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
 pub use decision_source::DecisionSource;
 pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
@@ -35,7 +35,7 @@ use tokio::sync::Notify;
 use tokio::time::timeout;
 
 /// Maximum time that shutdown waits until the queued messages of one kind are sent to the store.
-const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+pub(crate) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Holds the counters and decides charges: in this process or in Redis. Cheap to clone; each worker
 /// has its own clone.

@@ -5,7 +5,7 @@
 //! written back after the outage ([`Store::apply_settlements`]). All other settlements that failed
 //! are lost and counted.
 
-use super::{FLUSH_TIMEOUT, PendingSettlement, Settlement, Store};
+use super::{PendingSettlement, Settlement, Store};
 use crate::limiter::Amendment;
 use crate::telemetry::metrics::WorkerMetrics;
 use parking_lot::Mutex;
@@ -18,9 +18,6 @@ use tokio::time::timeout;
 /// settlements per second even at a distance of 5 ms. Credits may use only half of the queue,
 /// because a lost credit makes a limit too strict, but a lost charge makes it too lax.
 const MAX_PENDING_SETTLEMENTS: usize = 1 << 14;
-
-/// How long a response waits for the units that it returns.
-const MAX_WAIT_FOR_RETURNS: Duration = Duration::from_millis(100);
 
 /// Queue of one worker's settlements. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -36,13 +33,12 @@ struct SharedSettlementQueue {
     answered_batch: watch::Sender<u64>,
 }
 
-/// The next batch of settlements.
+/// The next batch of settlements. Batches are numbered from 1.
 #[derive(Debug, Default)]
 struct QueuedSettlements {
     pending: Vec<PendingSettlement>,
-    /// Number of batches that were taken to be sent.
-    taken_batches: u64,
-    is_sending: bool,
+    /// The batch of the pending settlements; of the last ones if there are none.
+    last_batch: u64,
 }
 
 impl SettlementQueue {
@@ -67,8 +63,11 @@ impl SettlementQueue {
             return;
         }
         let mut queued = self.0.queued.lock();
-        if !std::mem::replace(&mut queued.is_sending, true) {
-            tokio::spawn(send_settlements(Arc::clone(&self.0)));
+        if queued.pending.is_empty() {
+            if *self.0.answered_batch.borrow() == queued.last_batch {
+                tokio::spawn(send_settlements(Arc::clone(&self.0)));
+            }
+            queued.last_batch += 1;
         }
         let lost_count = settlements
             .map(|settlement| enqueue_settlement(&mut queued.pending, settlement))
@@ -77,22 +76,9 @@ impl SettlementQueue {
         self.0.metrics.record_lost_settlements(lost_count);
     }
 
-    /// Waits until all queued settlements are applied, for at most [`FLUSH_TIMEOUT`].
-    pub async fn wait_until_all_applied(&self) {
-        self.wait_until_applied(FLUSH_TIMEOUT).await;
-    }
-
-    /// Waits, for at most 100 ms, until the settlements that are queued now are applied: the next
-    /// request of a client finds the units that its last response returned.
-    pub async fn wait_for_returned_units(&self) {
-        self.wait_until_applied(MAX_WAIT_FOR_RETURNS).await;
-    }
-
-    async fn wait_until_applied(&self, at_most: Duration) {
-        let last_batch = {
-            let queued = self.0.queued.lock();
-            queued.taken_batches + u64::from(!queued.pending.is_empty())
-        };
+    /// Waits until the settlements that are queued now are applied or lost.
+    pub async fn wait_until_applied(&self, at_most: Duration) {
+        let last_batch = self.0.queued.lock().last_batch;
         let mut answered = self.0.answered_batch.subscribe();
         let is_applied = answered.wait_for(|answered| *answered >= last_batch);
         drop(timeout(at_most, is_applied).await);
@@ -117,13 +103,11 @@ async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
     loop {
         let (mut batch, number) = {
             let mut queued = queue.queued.lock();
-            queued.is_sending = !queued.pending.is_empty();
-            if !queued.is_sending {
-                return;
-            }
-            queued.taken_batches += 1;
-            (std::mem::take(&mut queued.pending), queued.taken_batches)
+            (std::mem::take(&mut queued.pending), queued.last_batch)
         };
+        if batch.is_empty() {
+            return;
+        }
         // Credits of one counter, side by side, take Redis as long as one of them.
         batch.sort_by_key(|((limit, key), _)| (key.id(), limit.per_us));
         let settlements: Vec<_> = batch.iter().map(Settlement::from_pending).collect();

@@ -58,10 +58,8 @@ impl ProxyService {
         let mut verdict = match &tunnel_count {
             Ok(_) => {
                 let facts = inbound.facts(&parts, peer.certificate_subject.as_ref());
-                let decide = self
-                    .enforcer
-                    .decide_request(&policies, &facts, context.arrived_at);
-                decide.await
+                let (enforcer, arrived_at) = (&self.enforcer, context.arrived_at);
+                enforcer.decide_request(&policies, &facts, arrived_at).await
             }
             Err(_) => Verdict::default(),
         };
@@ -75,8 +73,7 @@ impl ProxyService {
         // The concurrency slot is released when the response ends or this future is dropped.
         let mut slot_guard = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
-        let deadline = slot_guard.as_ref();
-        let deadline = deadline.and_then(ConcurrencySlotGuard::request_ends_at);
+        let deadline = (slot_guard.as_ref()).and_then(ConcurrencySlotGuard::request_ends_at);
 
         // 3. Wait.
         let turn = self.wait_for_turn(&verdict, &mut summary, tunnel_count, deadline);
@@ -102,14 +99,13 @@ impl ProxyService {
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());
-        let is_awaited = estimates.iter().any(EstimatedCharge::delays_response);
         let response = self.respond_to_result(result, sent, estimates, &mut summary);
-        if is_awaited {
+        if summary.awaits_returned_units {
             Box::pin(self.enforcer.wait_for_returned_units()).await;
         }
         let mut response = self.complete_response(response, &mut summary, &verdict);
-        let body = response.body_mut();
-        body.attach_guards(slot_guard, summary.recording.take());
+        let recording = summary.recording.take();
+        response.body_mut().attach_guards(slot_guard, recording);
         response
     }
 
@@ -242,6 +238,7 @@ impl ProxyService {
             false => body.discard(),
         }
         finish_upstream_span(summary, &result);
+        summary.awaits_returned_units = estimates.iter().any(EstimatedCharge::delays_response);
         match result {
             Ok(response) => self.prepare_client_response(response, estimates, summary),
             Err(error) if was_sent => self.respond_to_forward_error(&error, Vec::new(), style),

@@ -49,6 +49,8 @@ pub(crate) struct RequestSummary<'r> {
     pub(super) recording: Option<Box<RequestRecording>>,
     /// Counts the tunnel that the request asks for.
     pub(super) tunnel_count: Option<Box<ClientCountGuard>>,
+    /// Whether the key's next request depends on units that the head of the response returns.
+    pub(super) awaits_returned_units: bool,
     method: Method,
     trace_id: Option<TraceId>,
 }
@@ -74,6 +76,7 @@ impl<'r> RequestSummary<'r> {
             client,
             recording,
             tunnel_count: None,
+            awaits_returned_units: false,
             method: parts.method.clone(),
             trace_id,
         }
