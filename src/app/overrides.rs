@@ -79,7 +79,7 @@ pub(crate) fn resolve_override(
         }
         _ => {
             return Err(invalid(
-                "expected exactly one of requests, unlimited and blocked".to_owned(),
+                "expected exactly one of requests, unlimited and blocked (--requests, --unlimited, --block)".to_owned(),
             ));
         }
     };

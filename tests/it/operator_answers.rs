@@ -222,12 +222,12 @@ async fn a_refused_connection_names_the_address_and_the_remedy() {
         (
             redis.as_str(),
             &["keys", "list"],
-            "check host and port in store.redis.url",
+            "check host and port, or path, in store.redis.url",
         ),
         (
             &redis,
             &["overrides", "list"],
-            "check host and port in store.redis.url",
+            "check host and port, or path, in store.redis.url",
         ),
     ] {
         fs::write(&config, format!("{base}{store}{TWO_LIMITS}")).unwrap();

@@ -235,7 +235,7 @@ async fn wrong_overrides_are_refused_with_a_reason() {
         ("set api a b --block", "the key of api has 1 value"),
         (
             "set api a",
-            "expected exactly one of requests, unlimited and blocked",
+            "expected exactly one of requests, unlimited and blocked (--requests, --unlimited, --block)",
         ),
         ("set api a --requests 5 --burst 9", "is not a token_bucket"),
         (

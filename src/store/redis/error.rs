@@ -84,7 +84,7 @@ impl RedisConnectionError {
             RedisErrorKind::NoAuth => self.login_remedy(),
             RedisErrorKind::Dns => "check the host name in store.redis.url",
             RedisErrorKind::ConnectionRefused => {
-                "check host and port in store.redis.url, and that the server runs"
+                "check host and port, or path, in store.redis.url, and that the server runs"
             }
             RedisErrorKind::Connection if has("max number of clients") => {
                 "the server has maxclients connections: raise it to at least 2 × instances × workers + 100"
