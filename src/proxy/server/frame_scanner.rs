@@ -146,12 +146,15 @@ pub(crate) struct FrameScan {
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
     pub(crate) heads: u32,
     pub(crate) head_bytes: usize,
-    /// Number of trailers that begin in these bytes, and bytes of their field blocks.
+    /// Number of trailers that begin in these bytes, and bytes of their field blocks and of what
+    /// replaces them.
     pub(crate) trailers: usize,
     pub(crate) trailer_bytes: usize,
     /// Number of DATA frames whose header ends in these bytes, and bytes of their payloads.
     pub(crate) data_frames: usize,
     pub(crate) data_bytes: usize,
+    /// Size of the largest field list among these bytes, decoded.
+    pub(crate) list_bytes: usize,
     /// Bytes of the last field block among these bytes, if they end within it.
     pub(crate) field_block_bytes: usize,
     /// Whether a frame follows that ends an earlier field block.
@@ -365,12 +368,14 @@ impl FrameScanner {
                 output.pass(&block.frames);
             }
             Ok(Some(replaced)) => {
+                scan.trailer_bytes += replaced.frames.len() * usize::from(self.is_trailer_block);
                 output.rewrite().extend_from_slice(&replaced.frames);
                 self.is_filter_disabled |= output.is_too_large();
                 scan.has_head_mark |= replaced.is_marked;
             }
             Err(InvalidFieldBlock) => return self.reject_block(output),
         }
+        scan.list_bytes = scan.list_bytes.max(filter.last_list_bytes);
         let credit = filter.last_list_bytes / LIST_BYTES_PER_CREDIT;
         scan.costly_frames = scan
             .costly_frames

@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
+use super::connection_memory::MAX_UNCOUNTED_LIST_BYTES;
 use super::connection_monitor::ConnectionMonitor;
 use super::frame_scanner::{FrameScan, FrameScanner};
 use super::lazy_timer::LazyTimer;
@@ -408,6 +409,9 @@ impl AsyncRead for MonitoredSocket {
                 .record_field_block(is_within_field_block, &scan);
             let memory = &this.monitor.memory;
             memory.add_unread_frames(scan.data_frames, scan.data_bytes);
+            if scan.list_bytes > MAX_UNCOUNTED_LIST_BYTES {
+                memory.has_large_lists.set(true);
+            }
             if scan.trailer_bytes > 0 {
                 memory.add_trailers(scan.trailers, scan.trailer_bytes);
             }
