@@ -3,12 +3,15 @@
 use crate::support::h2_frames::*;
 use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::prelude::*;
+use crate::support::upstream::RawSocket;
 use bytes::Bytes;
 use h2::server::Builder;
 use hyper::Response;
+use std::collections::{HashMap, VecDeque};
 use std::future::{pending, poll_fn};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
@@ -178,6 +181,184 @@ async fn empty_frames_of_an_upstream_end_no_request() {
     assert_eq!(upstream.connection_count(), 1);
 }
 
+/// An app over h2c that answers its second request with these frames before the first one. It sends
+/// DATA only within the windows. Each request gives a permit.
+async fn start_frame_upstream(
+    frames: fn(u32) -> Vec<Vec<u8>>,
+    arrived: &Arc<Semaphore>,
+) -> RawUpstream {
+    let arrived = Arc::clone(arrived);
+    RawUpstream::with_script(move |_, socket| serve_frames(socket, frames, Arc::clone(&arrived)))
+        .await
+}
+
+async fn serve_frames(
+    mut socket: RawSocket,
+    frames: fn(u32) -> Vec<Vec<u8>>,
+    arrived: Arc<Semaphore>,
+) {
+    let socket = socket.stream();
+    let (mut requests, mut windows) = (Vec::new(), HashMap::from([(0, 65_535)]));
+    let mut answer: VecDeque<Vec<u8>> = VecDeque::new();
+    let opening = encode_frame(SETTINGS, 0, 0, encode_setting(3, 100));
+    if socket.read_exact(&mut [0; 24]).await.is_err() || socket.write_all(&opening).await.is_err() {
+        return;
+    }
+    let mut stream_window = 65_535;
+    loop {
+        let mut fixed = [0; 9];
+        if socket.read_exact(&mut fixed).await.is_err() {
+            return;
+        }
+        let [a, b, c, kind, flags, s, t, r, e] = fixed;
+        let stream = u32::from_be_bytes([s, t, r, e]);
+        let mut payload = vec![0; u32::from_be_bytes([0, a, b, c]) as usize];
+        socket.read_exact(&mut payload).await.unwrap();
+        match (kind, flags & ACK) {
+            (SETTINGS, 0) => {
+                for setting in payload.chunks(6).filter(|setting| setting[1] == 4) {
+                    stream_window = i64::from(u32::from_be_bytes(setting[2..].try_into().unwrap()));
+                }
+                answer.push_back(encode_frame(SETTINGS, ACK, 0, []));
+            }
+            (PING, 0) => answer.push_back(encode_frame(PING, ACK, 0, payload)),
+            (WINDOW_UPDATE, _) => {
+                let by = u32::from_be_bytes(payload.try_into().unwrap());
+                *windows.entry(stream).or_insert(stream_window) += i64::from(by);
+            }
+            (HEADERS, _) => {
+                requests.push(stream);
+                arrived.add_permits(1);
+                windows.insert(stream, stream_window);
+                if let [first, second] = requests[..] {
+                    answer.extend(frames(second));
+                    answer.push_back(encode_frame(
+                        HEADERS,
+                        END_HEADERS | END_STREAM,
+                        first,
+                        [0x88],
+                    ));
+                }
+            }
+            _ => {}
+        }
+        while let Some(frame) = answer.front() {
+            let taken = if frame[3] == DATA {
+                frame.len() as i64 - 9
+            } else {
+                0
+            };
+            let stream = u32::from_be_bytes(frame[5..9].try_into().unwrap());
+            if [0, stream]
+                .iter()
+                .any(|id| *windows.entry(*id).or_default() < taken)
+            {
+                break;
+            }
+            for id in [0, stream] {
+                *windows.entry(id).or_default() -= taken;
+            }
+            if socket.write_all(frame).await.is_err() {
+                return;
+            }
+            answer.pop_front();
+        }
+    }
+}
+
+/// A DATA frame with padding.
+fn padded_data_frame(flags: u8, stream: u32, data: &[u8], padding: u8) -> Vec<u8> {
+    let payload = [&[padding][..], data, &vec![0; usize::from(padding)]].concat();
+    encode_frame(DATA, flags | PADDED, stream, payload)
+}
+
+/// The padding of frames without data takes window, which the app gets back.
+#[tokio::test]
+async fn padding_and_empty_continuations_of_an_upstream_end_no_request() {
+    let answers: [fn(u32) -> Vec<Vec<u8>>; 3] = [
+        |stream| {
+            let head = encode_frame(HEADERS, END_HEADERS, stream, [0x88]);
+            let empty = vec![padded_data_frame(0, stream, b"", 5); 2_000];
+            let last = padded_data_frame(END_STREAM, stream, b"e", 5);
+            [vec![head], empty, vec![last]].concat()
+        },
+        |stream| {
+            let head = encode_frame(HEADERS, END_HEADERS, stream, [0x88]);
+            let empty = vec![padded_data_frame(0, stream, b"", 255); 30_000];
+            let last = encode_frame(DATA, END_STREAM, stream, "e");
+            [vec![head], empty, vec![last]].concat()
+        },
+        |stream| {
+            let start = encode_frame(HEADERS, 0, stream, [0x88]);
+            let empty = vec![encode_frame(CONTINUATION, 0, stream, []); 300];
+            let end = encode_frame(CONTINUATION, END_HEADERS, stream, []);
+            let last = encode_frame(DATA, END_STREAM, stream, "e");
+            [vec![start], empty, vec![end, last]].concat()
+        },
+    ];
+    for (n, frames) in answers.into_iter().enumerate() {
+        let arrived = Arc::new(Semaphore::new(0));
+        let upstream = start_frame_upstream(frames, &arrived).await;
+        let url = format!("h2c://{}", upstream.address);
+        let proxy = Proxy::start(ONE_WORKER, &url).await;
+        let held = tokio::spawn(proxy.request("GET", "/hold").send_for_status());
+        arrived.acquire().await.unwrap().forget();
+        let response = proxy.get("/").await;
+        assert_eq!(
+            (response.status, response.text()),
+            (200, "e".into()),
+            "answer {n}"
+        );
+        assert_eq!(held.await.unwrap(), 200, "answer {n}");
+        assert_eq!(upstream.connection_count(), 1);
+    }
+}
+
+/// The window that a client's padding takes is returned.
+#[tokio::test]
+async fn padding_of_an_upload_ends_no_other_stream_of_its_client() {
+    let upstream = H2Upstream::echo().await;
+    let proxy = start_proxy(&upstream).await;
+    let mut client = FrameClient::connect(proxy.address, &[]).await;
+    client.send(post_head_frame(1, "/")).await;
+    client.send(encode_frame(SETTINGS, ACK, 0, [])).await;
+    let mut windows = HashMap::from([(0, 0), (1, 0)]);
+    for n in 0..8 {
+        client
+            .send(padded_data_frame(0, 1, b"", 255).repeat(500))
+            .await;
+        client.send(padded_data_frame(0, 1, b"d", 9)).await;
+        let stream = 3 + 2 * n;
+        client.send(get_frame(stream, "/")).await;
+        let (wanted, mut is_answered) = (500 * 256 * (n + 1), false);
+        while !is_answered || windows.values().any(|window| *window < wanted) {
+            let is_relevant = |frame: &RawFrame| {
+                matches!(frame.kind, GOAWAY | RST_STREAM | WINDOW_UPDATE)
+                    || frame.kind == HEADERS && frame.stream == stream
+            };
+            let frame = client
+                .wait_for_frame("answer and window", is_relevant)
+                .await;
+            if frame.kind == WINDOW_UPDATE {
+                let by = u32::from_be_bytes(frame.payload.try_into().unwrap());
+                *windows.entry(frame.stream).or_default() += by;
+            } else {
+                assert_eq!(frame.status(), Some(200), "request {n}: {frame:?}");
+                is_answered = true;
+            }
+        }
+    }
+    client.send(encode_frame(DATA, END_STREAM, 1, "e")).await;
+    let (mut body, mut has_ended) = (Vec::new(), false);
+    while !has_ended {
+        let data = client.wait_for_frame("DATA", |frame| (frame.kind, frame.stream) == (DATA, 1));
+        let data = data.await;
+        has_ended = data.flags & END_STREAM != 0;
+        body.extend(data.payload);
+    }
+    assert!(body.ends_with(b"\n\ndddddddde"), "{body:?}");
+}
+
 /// Connections of a trusted proxy carry many clients: what one client sends ends no other request.
 #[tokio::test]
 async fn malformed_requests_through_a_trusted_proxy_end_no_other_request() {
@@ -278,7 +459,16 @@ async fn an_upload_of_tiny_frames_is_reset_alone() {
     const TRUSTED: &str = "client.trusted_proxies = ['127.0.0.0/8']\n";
     let release = Arc::new(Semaphore::new(0));
     let upstream = start_unreading_upstream(&release).await;
-    for (is_trusted, size) in [(true, 0), (true, 1), (true, 4), (false, 1), (false, 4)] {
+    for (is_trusted, size, padding) in [
+        (true, 0, None),
+        (true, 0, Some(3)),
+        (true, 1, None),
+        (true, 4, None),
+        (false, 0, Some(0)),
+        (false, 1, None),
+        (false, 1, Some(7)),
+        (false, 4, None),
+    ] {
         let proxy = Proxy::start(
             &format!("{}{ONE_WORKER}", if is_trusted { TRUSTED } else { "" }),
             &upstream.url(),
@@ -288,11 +478,16 @@ async fn an_upload_of_tiny_frames_is_reset_alone() {
         let opening = [post_head_frame(1, "/upload"), get_frame(3, "/hold")].concat();
         client.send(opening).await;
         client.send(encode_frame(SETTINGS, ACK, 0, [])).await;
-        let tiny = encode_frame(DATA, 0, 1, vec![b'x'; size]).repeat(1_000);
+        let data = vec![b'x'; size];
+        let tiny = match padding {
+            Some(padding) => padded_data_frame(0, 1, &data, padding),
+            None => encode_frame(DATA, 0, 1, &data),
+        };
+        let tiny = tiny.repeat(1_000);
         for _ in 0..12 {
             assert!(client.send(&tiny).await, "{size} bytes");
         }
-        let name = format!("trusted {is_trusted}, {size} bytes");
+        let name = format!("trusted {is_trusted}, {size} bytes, padding {padding:?}");
         let reset = client
             .wait_for_frame(&name, |frame| matches!(frame.kind, GOAWAY | RST_STREAM))
             .await;

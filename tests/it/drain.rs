@@ -344,6 +344,68 @@ async fn clients_that_keep_posting_lose_no_request() {
     proxy.wait_for_exit(TEST_TIMEOUT).await;
 }
 
+/// Sends the head and the start of each body at once, and the rest with the next permit.
+async fn start_pausing_upstream(rest: &Arc<Semaphore>) -> RawUpstream {
+    let rest = Arc::clone(rest);
+    RawUpstream::with_script(move |_, mut socket| {
+        let rest = Arc::clone(&rest);
+        async move {
+            while socket.read_request().await.is_some() {
+                let start = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n";
+                socket.send(start).await;
+                rest.acquire().await.unwrap().forget();
+                socket.send(b"2\r\nbc\r\n0\r\n\r\n").await;
+            }
+        }
+    })
+    .await
+}
+
+/// The head of such a response has no `Connection: close`, so the client may send another request.
+#[tokio::test]
+async fn a_response_that_began_before_the_drain_does_not_end_the_connection() {
+    const AGE: &str = "listen.max_connection_age = '500ms'";
+    let post = "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi";
+    for (config, pause) in [
+        ("[shutdown]\ndelay = '3s'", 100),
+        ("", 100),
+        // The response ends later than idle connections are closed.
+        ("", 1_500),
+        (AGE, 700),
+    ] {
+        let rest = Arc::new(Semaphore::new(0));
+        let upstream = start_pausing_upstream(&rest).await;
+        let mut proxy = Proxy::start(config, upstream.address).await;
+        let mut client = proxy.send_raw(post).await;
+        let head = client.read_past(b"\r\n\r\n1\r\na\r\n").await;
+        let head = String::from_utf8(head).unwrap().to_ascii_lowercase();
+        assert!(!head.contains("\r\nconnection:"), "{head}");
+        if config != AGE {
+            let mark = proxy.log_mark();
+            proxy.send_sigterm();
+            proxy.wait_for_message("stopping", mark).await;
+        }
+        tokio::time::sleep(Duration::from_millis(pause)).await;
+        rest.add_permits(1);
+        client.read_past(b"0\r\n\r\n").await;
+        // The connection stays open for a while, not only until the next request.
+        let name = format!("{config}, {pause} ms");
+        assert!(
+            !client.closes_within(Duration::from_millis(200)).await,
+            "{name}"
+        );
+        rest.add_permits(1);
+        let reply = client.send(post).await.read_response_or_close().await;
+        let reply = reply.unwrap_or_else(|| panic!("the request is lost: {name}"));
+        let close = reply.header("connection");
+        assert_eq!((reply.status, close), (200, Some("close")), "{name}");
+        assert!(client.closes_within(TEST_TIMEOUT).await, "{name}");
+        if config != AGE {
+            proxy.assert_exit_code(0).await;
+        }
+    }
+}
+
 #[tokio::test]
 async fn connections_end_gracefully_at_their_maximum_age() {
     let upstream = start_upstream().await;

@@ -8,6 +8,9 @@ use smallvec::SmallVec;
 /// Memory of a field line in a header map: an entry, without name and value.
 const FIELD_LINE_BYTES: usize = 104;
 
+/// Number of lines up to which the spare memory of a map is kept.
+const MAX_SCATTERED_LINES: usize = 64;
+
 /// The values of a header. Comparing the few names of a request is cheaper than a lookup.
 pub(crate) fn header_values<'h>(
     headers: &'h HeaderMap,
@@ -58,15 +61,18 @@ fn join_header_lines<'v>(
         .expect("valid values joined by visible ASCII are valid")
 }
 
-/// Joins the lines of `Cookie`, and releases the memory of the lines. Returns the memory of the
-/// map.
+/// Returns the memory of the map. If it has many lines, joins those of `Cookie` first, and releases
+/// the memory of the lines.
 ///
-/// HPACK needs one byte for a line that takes [`FIELD_LINE_BYTES`].
+/// HPACK needs one byte for a line that takes [`FIELD_LINE_BYTES`]. Its value is shared by such
+/// lines, but not any more once they are joined.
 pub(crate) fn compact_header_map(headers: &mut HeaderMap) -> usize {
-    join_cookie_lines(headers);
-    let mut compact = HeaderMap::with_capacity(headers.keys_len());
-    compact.extend(std::mem::take(headers));
-    *headers = compact;
+    if headers.len() > MAX_SCATTERED_LINES {
+        join_cookie_lines(headers);
+        let mut compact = HeaderMap::with_capacity(headers.keys_len());
+        compact.extend(std::mem::take(headers));
+        *headers = compact;
+    }
     let lines = headers.iter();
     lines
         .map(|(name, value)| FIELD_LINE_BYTES + name.as_str().len() + value.len())

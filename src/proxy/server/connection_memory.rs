@@ -20,6 +20,10 @@ const DECODED_BYTES_PER_BYTE: usize = 144;
 /// counts 32 bytes or more towards that (RFC 9113, 6.5.2).
 const MAX_DECODED_BYTES: usize = 64 * 1024 / 32 * DECODED_BYTES_PER_BYTE;
 
+/// Size of a field list, with 32 bytes per field, up to which an HTTP/2 head counts as part of its
+/// stream.
+pub(super) const MAX_UNCOUNTED_LIST_BYTES: usize = 2 * 1024;
+
 /// Unit in which the heads of active requests are counted.
 const HEAD_STEP_BYTES: usize = 4 * 1024;
 
@@ -44,6 +48,8 @@ pub(crate) struct ConnectionMemory {
     complete_head_bytes: Cell<usize>,
     /// Bytes of the heads of active requests.
     active_head_bytes: Cell<usize>,
+    /// Whether an HTTP/2 field list was larger, so that all heads count.
+    pub(super) has_large_lists: Cell<bool>,
     /// Active requests and HTTP/2 tunnels.
     streams: Cell<usize>,
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.

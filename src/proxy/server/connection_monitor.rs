@@ -222,6 +222,11 @@ impl ConnectionMonitor {
         self.active_requests.get() > 0
     }
 
+    /// Whether the head of an HTTP/1 response was passed on, and its end was not.
+    pub(crate) fn is_within_http1_response(&self) -> bool {
+        self.exchange.is_responding.get() && self.has_active_requests() && !self.is_http2.get()
+    }
+
     /// Records the end of the handshake, which starts the idle timeout.
     pub(crate) fn record_handshake_end(&self) {
         self.memory.end_tls_input();

@@ -1,6 +1,6 @@
 //! Scans a client's HTTP/2 byte stream by its frames, below hyper and h2.
 //!
-//! Counts the costly frames, drops empty DATA frames, ends uploads of too many tiny ones, rejects a
+//! Counts the costly frames, hides empty DATA frames, ends uploads of too many tiny ones, rejects a
 //! first frame other than SETTINGS (RFC 9113, 3.4), which h2 accepts, and passes field blocks through
 //! a [`FieldBlockFilter`]. See `docs/decisions/0047-http2-corrections.md`.
 
@@ -13,8 +13,8 @@ use tokio::time::Instant;
 use super::field_block_filter::{FieldBlockFilter, FieldBlockKind, INVALID_BLOCK, encode_frames};
 use super::frame_limits::FrameBudget;
 use super::frame_splitter::{
-    CONTINUATION, DATA, END_HEADERS, END_STREAM, FRAME_HEADER_BYTES, FrameHeader, FramePart,
-    FrameSplitter, HEADERS,
+    CONTINUATION, DATA, END_HEADERS, END_STREAM, FRAME_HEADER_BYTES, FilterOutput, FrameHeader,
+    FramePart, FrameSplitter, HEADERS, HiddenPadding, MAX_WINDOW_BYTES, push_window_update,
 };
 use super::hpack::InvalidFieldBlock;
 
@@ -22,7 +22,6 @@ const RST_STREAM: u8 = 3;
 const SETTINGS: u8 = 4;
 const PUSH_PROMISE: u8 = 5;
 const GOAWAY: u8 = 7;
-const WINDOW_UPDATE: u8 = 8;
 
 const ACK: u8 = 1;
 
@@ -55,6 +54,7 @@ const MAX_OPEN_UPLOADS: usize = 256;
 #[derive(Debug, Default)]
 pub(crate) struct FrameScanner {
     splitter: FrameSplitter,
+    pub(crate) hidden_padding: HiddenPadding,
     /// Whether the first frame has arrived.
     has_started: bool,
     /// Highest stream with a request head.
@@ -112,7 +112,8 @@ impl FieldBlock {
         }
         self.frames
             .reserve(FRAME_HEADER_BYTES + header.remaining_len.min(MAX_RESERVED_BYTES));
-        header.push(&mut self.frames);
+        self.frames.extend_from_slice(header.fixed);
+        self.frames.extend_from_slice(header.prefix);
         self.last_payload = self.frames.len()..self.frames.len() + header.block_len;
     }
 
@@ -146,12 +147,15 @@ pub(crate) struct FrameScan {
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
     pub(crate) heads: u32,
     pub(crate) head_bytes: usize,
-    /// Number of trailers that begin in these bytes, and bytes of their field blocks.
+    /// Number of trailers that begin in these bytes, and bytes of their field blocks and of what
+    /// replaces them.
     pub(crate) trailers: usize,
     pub(crate) trailer_bytes: usize,
-    /// Number of DATA frames whose header ends in these bytes, and bytes of their payloads.
+    /// Number of DATA frames whose header ends in these bytes, and bytes of their data.
     pub(crate) data_frames: usize,
     pub(crate) data_bytes: usize,
+    /// Size of the largest field list among these bytes, decoded.
+    pub(crate) list_bytes: usize,
     /// Bytes of the last field block among these bytes, if they end within it.
     pub(crate) field_block_bytes: usize,
     /// Whether a frame follows that ends an earlier field block.
@@ -162,39 +166,6 @@ pub(crate) struct FrameScan {
     pub(crate) has_head_mark: bool,
     /// Smallest and last new size of the client's HPACK table.
     pub(crate) table_bytes: Option<(u32, u32)>,
-}
-
-/// Bytes to be passed on: those of one read, up to the first difference.
-struct ScanOutput<'a> {
-    bytes: &'a [u8],
-    /// Number of `bytes` passed on unchanged so far.
-    unchanged: usize,
-    /// Receives all bytes once there is a difference.
-    replacement: &'a mut Vec<u8>,
-    is_rewritten: bool,
-}
-
-impl ScanOutput<'_> {
-    /// Passes on these next bytes of the read, or of earlier reads if a difference was recorded.
-    fn pass(&mut self, bytes: &[u8]) {
-        match self.is_rewritten {
-            true => self.replacement.extend_from_slice(bytes),
-            false => self.unchanged += bytes.len(),
-        }
-    }
-
-    fn is_too_large(&self) -> bool {
-        self.replacement.len() > MAX_REPLACEMENT_BYTES
-    }
-
-    /// Records that the output differs from here on.
-    fn rewrite(&mut self) -> &mut Vec<u8> {
-        if !std::mem::replace(&mut self.is_rewritten, true) {
-            let unchanged = self.bytes.get(..self.unchanged).unwrap_or_default();
-            self.replacement.extend_from_slice(unchanged);
-        }
-        self.replacement
-    }
 }
 
 impl FrameScanner {
@@ -219,7 +190,7 @@ impl FrameScanner {
     ) -> io::Result<FrameScan> {
         let mut splitter = self.splitter;
         let (mut scan, mut is_valid) = (FrameScan::default(), true);
-        let mut output = ScanOutput {
+        let mut output = FilterOutput {
             bytes,
             unchanged: 0,
             replacement,
@@ -237,7 +208,7 @@ impl FrameScanner {
                 self.inspect_content(bytes, &mut scan, &mut output);
             }
         });
-        if !is_valid || output.is_too_large() {
+        if !is_valid || output.replacement.len() > MAX_REPLACEMENT_BYTES {
             return Err(INVALID_FRAME.into());
         }
         self.splitter = splitter;
@@ -256,7 +227,7 @@ impl FrameScanner {
         &mut self,
         header: FrameHeader<'_>,
         scan: &mut FrameScan,
-        output: &mut ScanOutput<'_>,
+        output: &mut FilterOutput<'_>,
     ) {
         let (kind, flags, stream) = (header.kind(), header.flags(), header.stream());
         scan.heads += u32::from(kind == HEADERS);
@@ -274,8 +245,10 @@ impl FrameScanner {
             true => self.charge_tiny_frame(stream, scan),
             false => (false, false),
         };
-        let is_dropped = is_upload && header.is_empty_data() && self.block.is_none();
-        scan.data_frames += usize::from(kind == DATA && !is_dropped);
+        let is_hidden = is_upload && header.is_empty_data() && self.block.is_none();
+        let data_frames = usize::from(kind == DATA && !is_hidden);
+        scan.data_frames += data_frames;
+        scan.data_bytes += data_frames * header.block_len;
         let cost = u32::from(is_costly_frame_type(kind));
         scan.costly_frames = scan.costly_frames.saturating_add(cost);
         scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
@@ -310,23 +283,28 @@ impl FrameScanner {
             });
         }
         if ends_upload {
-            output.rewrite().extend_from_slice(&overflow_window(stream));
+            // h2 resets a stream, and not the connection, for a window beyond the maximum.
+            push_window_update(stream, MAX_WINDOW_BYTES, output.rewrite());
+            push_window_update(stream, MAX_WINDOW_BYTES, output.rewrite());
         }
         if let Some(block) = &mut self.block {
             block.begin_frame(header);
-        } else if is_dropped {
-            output.rewrite();
+        } else if is_hidden {
+            header.hide(&mut self.hidden_padding, output.rewrite());
         } else {
-            output.pass(header.fixed);
-            output.pass(header.prefix);
+            header.pass(output);
         }
         self.end_complete_block(scan, output);
     }
 
     /// Counts a part of a payload, and passes it on unless it belongs to a field block.
-    fn inspect_content(&mut self, bytes: &[u8], scan: &mut FrameScan, output: &mut ScanOutput<'_>) {
+    fn inspect_content(
+        &mut self,
+        bytes: &[u8],
+        scan: &mut FrameScan,
+        output: &mut FilterOutput<'_>,
+    ) {
         match self.frame_type {
-            DATA => scan.data_bytes += bytes.len(),
             SETTINGS => self.inspect_settings(bytes, scan),
             HEADERS | CONTINUATION => {
                 scan.field_block_bytes += bytes.len();
@@ -344,7 +322,7 @@ impl FrameScanner {
     }
 
     /// Passes on the field block if it is complete, or what replaces it.
-    fn end_complete_block(&mut self, scan: &mut FrameScan, output: &mut ScanOutput<'_>) {
+    fn end_complete_block(&mut self, scan: &mut FrameScan, output: &mut FilterOutput<'_>) {
         let Some(block) = &mut self.block else {
             return;
         };
@@ -365,12 +343,14 @@ impl FrameScanner {
                 output.pass(&block.frames);
             }
             Ok(Some(replaced)) => {
+                scan.trailer_bytes += replaced.frames.len() * usize::from(self.is_trailer_block);
                 output.rewrite().extend_from_slice(&replaced.frames);
-                self.is_filter_disabled |= output.is_too_large();
+                self.is_filter_disabled |= output.replacement.len() > MAX_REPLACEMENT_BYTES;
                 scan.has_head_mark |= replaced.is_marked;
             }
             Err(InvalidFieldBlock) => return self.reject_block(output),
         }
+        scan.list_bytes = scan.list_bytes.max(filter.last_list_bytes);
         let credit = filter.last_list_bytes / LIST_BYTES_PER_CREDIT;
         scan.costly_frames = scan
             .costly_frames
@@ -380,7 +360,7 @@ impl FrameScanner {
 
     /// Replaces the field block by one for which h2 certainly closes the connection: h2 accepts
     /// some that are not valid, such as a size update in a CONTINUATION frame.
-    fn reject_block(&mut self, output: &mut ScanOutput<'_>) {
+    fn reject_block(&mut self, output: &mut FilterOutput<'_>) {
         self.is_filter_disabled = true;
         if let Some(block) = self.block.take() {
             let frames = encode_frames(block.stream, block.ends_stream, &INVALID_BLOCK);
@@ -390,7 +370,7 @@ impl FrameScanner {
 
     /// Passes on a field block for which h2 closes the connection. A request that follows is an
     /// error.
-    fn disable_filter(&mut self, output: &mut ScanOutput<'_>) {
+    fn disable_filter(&mut self, output: &mut FilterOutput<'_>) {
         self.is_filter_disabled = true;
         if let Some(block) = self.block.take() {
             output.pass(&block.frames);
@@ -476,15 +456,6 @@ impl FrameScanner {
     }
 }
 
-/// Encodes WINDOW_UPDATE frames beyond the maximum of any window, for which h2 resets the stream and
-/// not the connection (RFC 9113, 6.9.1).
-fn overflow_window(stream: u32) -> Vec<u8> {
-    let mut frame = vec![0, 0, 4, WINDOW_UPDATE, 0];
-    frame.extend_from_slice(&stream.to_be_bytes());
-    frame.extend_from_slice(&[0x7f, 0xff, 0xff, 0xff]);
-    frame.repeat(2)
-}
-
 /// Whether frames of this type spend credit. Larger DATA, HEADERS and CONTINUATION do not: they
 /// belong to requests, which are limited as requests or by h2.
 fn is_costly_frame_type(kind: u8) -> bool {
@@ -500,7 +471,12 @@ fn is_connection_wide(kind: u8, flags: u8) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proxy::server::frame_splitter::{EmptyFrameFilter, PADDED, PRIORITY};
+    use crate::proxy::server::frame_splitter::{
+        EmptyFrameFilter, PADDED, PRIORITY, WINDOW_UPDATE, return_window,
+    };
+
+    /// Type of a frame that h2 does not see.
+    const HIDDEN: u8 = 0xff;
 
     fn build_frame(kind: u8, flags: u8, stream: u8, payload: usize) -> Vec<u8> {
         let [.., a, b, c] = u32::try_from(payload).unwrap().to_be_bytes();
@@ -562,9 +538,12 @@ mod tests {
             .into_iter()
             .flat_map(|(kind, len)| build_frame(kind, 0, 1, len))
             .collect();
-        let empty = build_frame(DATA, 0, 1, 0);
-        let at = frames.windows(9).position(|part| part == empty).unwrap();
-        let expected = [&frames[..at], &frames[at + 9..]].concat();
+        let find = |frame: Vec<u8>| frames.windows(9).position(|part| part == frame).unwrap();
+        let mut expected = frames.clone();
+        expected[find(build_frame(DATA, 0, 1, 0)) + 3] = HIDDEN;
+        let continuation = find(build_frame(CONTINUATION, 0, 1, 0));
+        let mut expected_of_filter = expected.clone();
+        expected_of_filter.drain(continuation..continuation + 9);
         for step in [1, 2, 3, 8, 9, 10, 1000, usize::MAX] {
             let (costly_frames, passed) = scan_in_steps(&frames, step);
             assert_eq!(costly_frames, 5, "{step}: 4, 6, 8, 3 and 200");
@@ -575,7 +554,46 @@ mod tests {
                     filtered.extend_from_slice(part);
                 }
             }
-            assert!(filtered == expected, "in steps of {step}");
+            assert!(filtered == expected_of_filter, "in steps of {step}");
+        }
+    }
+
+    #[test]
+    fn padding_of_hidden_frames_is_returned() {
+        let padded = |flags, data: &[u8], padding: u8| {
+            let payload = [&[padding][..], data, &vec![0; usize::from(padding)]].concat();
+            let mut frame = build_frame(DATA, flags | PADDED, 1, payload.len());
+            frame.splice(FRAME_HEADER_BYTES.., payload);
+            frame
+        };
+        let [head, end] = head_frames(0, 1, 35, 30);
+        let opening = [build_frame(SETTINGS, 0, 0, 6), head, end].concat();
+        let frames = [padded(0, b"", 5), padded(0, b"", 0), padded(0, b"x", 7)];
+        let (too_short, last) = (build_frame(DATA, PADDED, 1, 0), padded(END_STREAM, b"", 3));
+        let [mut hidden, mut hidden_1, data] = frames.clone();
+        (hidden[3], hidden_1[3]) = (HIDDEN, HIDDEN);
+        let input = [&opening[..], &frames.concat(), &last, &too_short].concat();
+        let expected = [&opening[..], &hidden, &hidden_1, &data, &last, &too_short].concat();
+        let updates = |stream| [0, 0, 4, WINDOW_UPDATE, 0, 0, 0, 0, stream, 0, 0, 0, 7];
+        for step in [1, 3, 9, 10, 11, usize::MAX] {
+            let (mut scanner, mut filter) =
+                (FrameScanner::new(16_384), EmptyFrameFilter::default());
+            let (mut passed, mut filtered) = (Vec::new(), Vec::new());
+            for part in input.chunks(step.min(input.len())) {
+                if !scanner.scan(part, &mut passed).unwrap().is_rewritten {
+                    passed.extend_from_slice(part);
+                }
+                if !filter.filter(part, &mut filtered) {
+                    filtered.extend_from_slice(part);
+                }
+            }
+            assert!(passed == expected && filtered == expected, "{step}");
+            for padding in [&mut scanner.hidden_padding, &mut filter.hidden_padding] {
+                let mut returned = Vec::new();
+                return_window(padding, &mut returned);
+                return_window(padding, &mut returned);
+                assert_eq!(returned, [updates(1), updates(0)].concat());
+            }
         }
     }
 
@@ -585,8 +603,13 @@ mod tests {
         let opening = [build_frame(SETTINGS, 0, 0, 6), head, end].concat();
         let (tiny, empty) = (build_frame(DATA, 0, 1, 4), build_frame(DATA, 0, 1, 0));
         let frames = [&opening[..], &[&tiny[..], &empty].concat().repeat(6_000)].concat();
-        let (within_credit, beyond) = (tiny.repeat(5_000), tiny.repeat(1_000));
-        let expected = [opening, within_credit, overflow_window(1), beyond].concat();
+        let mut hidden = empty;
+        hidden[3] = HIDDEN;
+        let pair = [tiny, hidden].concat();
+        let (within_credit, beyond) = (pair.repeat(5_000), pair.repeat(1_000));
+        let mut overflow = Vec::new();
+        push_window_update(1, MAX_WINDOW_BYTES, &mut overflow);
+        let expected = [opening, within_credit, overflow.repeat(2), beyond].concat();
         for step in [7, 1000, usize::MAX] {
             assert!(scan_in_steps(&frames, step).1 == expected, "{step}");
         }

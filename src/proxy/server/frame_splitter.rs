@@ -1,25 +1,33 @@
 //! Splits an HTTP/2 byte stream into frames (RFC 9113, 4.1).
 
+use std::collections::BTreeMap;
+
 /// Length of a frame header: length, type, flags and stream.
 pub(super) const FRAME_HEADER_BYTES: usize = 9;
 
-/// Maximum length of the fields between the header of a HEADERS frame and its field block: padding
-/// length and priority (RFC 9113, 6.2).
+/// Maximum length of the fields between the header of a frame and its content: padding length of
+/// DATA and HEADERS, and priority of HEADERS (RFC 9113, 6.2).
 const MAX_PREFIX_BYTES: usize = 6;
 
 pub(super) const DATA: u8 = 0;
 pub(super) const HEADERS: u8 = 1;
+pub(super) const WINDOW_UPDATE: u8 = 8;
 pub(super) const CONTINUATION: u8 = 9;
+/// A type without a meaning. h2 ignores such frames.
+const UNASSIGNED: u8 = 0xff;
+
+/// Maximum of any window (RFC 9113, 6.9.1).
+pub(super) const MAX_WINDOW_BYTES: u32 = u32::MAX >> 1;
 
 pub(super) const END_STREAM: u8 = 1;
 pub(super) const END_HEADERS: u8 = 4;
 pub(super) const PADDED: u8 = 8;
 pub(super) const PRIORITY: u8 = 32;
 
-/// Splits a byte stream into frame headers, payloads and the padding of HEADERS frames.
+/// Splits a byte stream into frame headers, payloads and the padding of DATA and HEADERS frames.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct FrameSplitter {
-    /// Frame header, and padding length and priority of a HEADERS frame.
+    /// Frame header with its prefix.
     header: [u8; FRAME_HEADER_BYTES + MAX_PREFIX_BYTES],
     /// Received bytes of `header`. These bytes are not passed on yet.
     pub(super) header_len: usize,
@@ -29,10 +37,27 @@ pub(super) struct FrameSplitter {
     remaining_padding: usize,
 }
 
-/// Drops empty DATA frames that do not end a stream. h2 closes a connection with 100 of them, over
-/// its whole life.
+/// Hides empty DATA frames that do not end a stream, and drops empty CONTINUATION frames that do not
+/// end a field block. h2 closes a connection with 100 of the former, over its whole life, and a few
+/// of the latter in one block.
 #[derive(Debug, Default)]
-pub(crate) struct EmptyFrameFilter(FrameSplitter);
+pub(crate) struct EmptyFrameFilter {
+    splitter: FrameSplitter,
+    pub(crate) hidden_padding: HiddenPadding,
+}
+
+/// Bytes of flow-control window that hidden DATA frames took, by stream. h2 does not know of them.
+pub(crate) type HiddenPadding = BTreeMap<u32, usize>;
+
+/// Bytes to be passed on: those of one read, up to the first difference.
+pub(super) struct FilterOutput<'a> {
+    pub(super) bytes: &'a [u8],
+    /// Number of `bytes` passed on unchanged so far.
+    pub(super) unchanged: usize,
+    /// Receives all bytes once there is a difference.
+    pub(super) replacement: &'a mut Vec<u8>,
+    pub(super) is_rewritten: bool,
+}
 
 /// A part of the byte stream.
 pub(super) enum FramePart<'a> {
@@ -45,13 +70,14 @@ pub(super) enum FramePart<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct FrameHeader<'a> {
     pub(super) fixed: &'a [u8; FRAME_HEADER_BYTES],
-    /// Padding length and priority of a HEADERS frame. Empty if the frame is too short for them.
+    /// Padding length of a DATA or HEADERS frame, and priority of a HEADERS frame. Empty if the frame
+    /// is too short for them.
     pub(super) prefix: &'a [u8],
     /// Bytes of the payload without prefix and padding.
     pub(super) block_len: usize,
     /// Bytes of the payload without prefix.
     pub(super) remaining_len: usize,
-    /// Whether the frame is HEADERS with a payload too short for its prefix and padding.
+    /// Whether the payload is too short for prefix and padding.
     pub(super) is_too_short: bool,
 }
 
@@ -59,22 +85,43 @@ impl EmptyFrameFilter {
     /// Returns whether other bytes, which are appended to `replacement`, replace the next bytes. A
     /// frame header that is incomplete so far is withheld.
     pub(crate) fn filter(&mut self, bytes: &[u8], replacement: &mut Vec<u8>) -> bool {
-        let (mut splitter, mut has_empty_frames) = (self.0, false);
-        splitter.split(bytes, |part| {
-            has_empty_frames |= matches!(part, FramePart::Header(header) if header.is_empty_data());
+        let mut output = FilterOutput {
+            bytes,
+            unchanged: 0,
+            replacement,
+            is_rewritten: self.splitter.header_len > 0,
+        };
+        self.splitter.split(bytes, |part| match part {
+            FramePart::Payload(bytes) | FramePart::Padding(bytes) => output.pass(bytes),
+            FramePart::Header(header) if header.is_empty_continuation() => _ = output.rewrite(),
+            FramePart::Header(header) if header.is_empty_data() => {
+                header.hide(&mut self.hidden_padding, output.rewrite());
+            }
+            FramePart::Header(header) => header.pass(&mut output),
         });
-        let mut start = std::mem::replace(&mut self.0, splitter);
-        let is_rewritten = has_empty_frames || start.header_len > 0 || self.0.header_len > 0;
-        if is_rewritten {
-            start.split(bytes, |part| match part {
-                FramePart::Payload(bytes) | FramePart::Padding(bytes) => {
-                    replacement.extend_from_slice(bytes);
-                }
-                FramePart::Header(header) if header.is_empty_data() => {}
-                FramePart::Header(header) => header.push(replacement),
-            });
+        if self.splitter.header_len > 0 {
+            output.rewrite();
         }
-        is_rewritten
+        output.is_rewritten
+    }
+}
+
+impl FilterOutput<'_> {
+    /// Passes on these next bytes of the read, or of earlier reads if a difference was recorded.
+    pub(super) fn pass(&mut self, bytes: &[u8]) {
+        match self.is_rewritten {
+            true => self.replacement.extend_from_slice(bytes),
+            false => self.unchanged += bytes.len(),
+        }
+    }
+
+    /// Records that the output differs from here on.
+    pub(super) fn rewrite(&mut self) -> &mut Vec<u8> {
+        if !std::mem::replace(&mut self.is_rewritten, true) {
+            let unchanged = self.bytes.get(..self.unchanged).unwrap_or_default();
+            self.replacement.extend_from_slice(unchanged);
+        }
+        self.replacement
     }
 }
 
@@ -94,9 +141,15 @@ impl FrameHeader<'_> {
         u32::from_be_bytes(stream) & (u32::MAX >> 1)
     }
 
-    /// Whether this is an empty DATA frame that does not end its stream.
+    /// Whether this is a DATA frame without data, apart from padding, that does not end its stream.
     pub(super) fn is_empty_data(&self) -> bool {
-        matches!(*self.fixed, [0, 0, 0, DATA, flags, ..] if flags & END_STREAM == 0)
+        matches!(*self.fixed, [_, _, _, DATA, flags, ..]
+            if flags & END_STREAM == 0 && self.block_len == 0 && !self.is_too_short)
+    }
+
+    /// Whether this is an empty CONTINUATION frame that does not end its field block.
+    fn is_empty_continuation(&self) -> bool {
+        matches!(*self.fixed, [0, 0, 0, CONTINUATION, flags, ..] if flags & END_HEADERS == 0)
     }
 
     /// Whether a HEADERS frame has a priority that depends on its own stream (RFC 7540, 5.3.1).
@@ -109,9 +162,18 @@ impl FrameHeader<'_> {
         }
     }
 
-    pub(super) fn push(&self, into: &mut Vec<u8>) {
-        into.extend_from_slice(self.fixed);
-        into.extend_from_slice(self.prefix);
+    /// Appends the header of a frame that h2 ignores, in place of that of a DATA frame.
+    pub(super) fn hide(&self, padding: &mut HiddenPadding, output: &mut Vec<u8>) {
+        let mut fixed = *self.fixed;
+        fixed[3] = UNASSIGNED;
+        output.extend_from_slice(&fixed);
+        output.extend_from_slice(self.prefix);
+        *padding.entry(self.stream()).or_default() += self.prefix.len() + self.remaining_len;
+    }
+
+    pub(super) fn pass(&self, output: &mut FilterOutput<'_>) {
+        output.pass(self.fixed);
+        output.pass(self.prefix);
     }
 }
 
@@ -130,51 +192,49 @@ impl FrameSplitter {
             if bytes.is_empty() {
                 return;
             }
-            let wanted = FRAME_HEADER_BYTES + self.prefix_len();
+            let wanted = FRAME_HEADER_BYTES + self.prefix_len().unwrap_or(0);
             let mut missing = wanted.saturating_sub(self.header_len);
             let taken = take_front(&mut bytes, &mut missing);
             for (into, byte) in self.header.iter_mut().skip(self.header_len).zip(taken) {
                 *into = *byte;
             }
             self.header_len += taken.len();
-            let wanted = FRAME_HEADER_BYTES + self.prefix_len();
-            if self.header_len == wanted {
+            if self.header_len == FRAME_HEADER_BYTES + self.prefix_len().unwrap_or(0) {
                 self.visit_header(&mut visit);
             }
         }
     }
 
-    /// Length of the prefix, once the frame header is complete. 0 before, and for a frame that is
-    /// too short for it.
-    fn prefix_len(&self) -> usize {
+    /// Length of the prefix, once the frame header is complete, and 0 before. `None` for a frame that
+    /// is too short for it.
+    fn prefix_len(&self) -> Option<usize> {
         let [a, b, c, kind, flags, ..] = self.header;
-        if self.header_len < FRAME_HEADER_BYTES || kind != HEADERS {
-            return 0;
-        }
         let padding = usize::from(flags & PADDED != 0);
-        let prefix_len = padding + 5 * usize::from(flags & PRIORITY != 0);
-        if payload_len([a, b, c]) < prefix_len {
-            return 0;
-        }
-        prefix_len
+        let prefix_len = match kind {
+            _ if self.header_len < FRAME_HEADER_BYTES => 0,
+            DATA => padding,
+            HEADERS => padding + 5 * usize::from(flags & PRIORITY != 0),
+            _ => 0,
+        };
+        (prefix_len <= payload_len([a, b, c])).then_some(prefix_len)
     }
 
     fn visit_header(&mut self, visit: &mut impl FnMut(FramePart<'_>)) {
-        let prefix_len = self.prefix_len();
+        let known_prefix_len = self.prefix_len();
+        let prefix_len = known_prefix_len.unwrap_or(0);
         self.header_len = 0;
         let header = self.header;
         let Some((fixed, prefix)) = header.split_first_chunk::<FRAME_HEADER_BYTES>() else {
             return;
         };
         let prefix = prefix.get(..prefix_len).unwrap_or_default();
-        let [a, b, c, kind, flags, ..] = *fixed;
+        let [a, b, c, _, flags, ..] = *fixed;
         let rest = payload_len([a, b, c]) - prefix_len;
-        let has_prefix = kind == HEADERS && flags & (PADDED | PRIORITY) != 0;
         let padding = match prefix {
             [padding, ..] if flags & PADDED != 0 => usize::from(*padding),
             _ => 0,
         };
-        let is_too_short = has_prefix && prefix.is_empty() || padding > rest;
+        let is_too_short = known_prefix_len.is_none() || padding > rest;
         self.remaining_padding = if is_too_short { 0 } else { padding };
         self.remaining_payload = rest - self.remaining_padding;
         visit(FramePart::Header(FrameHeader {
@@ -193,6 +253,25 @@ fn take_front<'b>(bytes: &mut &'b [u8], count: &mut usize) -> &'b [u8] {
     *count -= front.len();
     *bytes = rest;
     front
+}
+
+/// Appends frames that return the window of hidden frames to the peer. They may be written between
+/// two frames of h2.
+pub(crate) fn return_window(padding: &mut HiddenPadding, output: &mut Vec<u8>) {
+    for (stream, bytes) in std::mem::take(padding) {
+        let bytes = u32::try_from(bytes).unwrap_or(MAX_WINDOW_BYTES);
+        if bytes > 0 {
+            push_window_update(stream, bytes, output);
+            push_window_update(0, bytes, output);
+        }
+    }
+}
+
+/// Appends a WINDOW_UPDATE frame.
+pub(super) fn push_window_update(stream: u32, bytes: u32, output: &mut Vec<u8>) {
+    output.extend_from_slice(&[0, 0, 4, WINDOW_UPDATE, 0]);
+    output.extend_from_slice(&stream.to_be_bytes());
+    output.extend_from_slice(&bytes.min(MAX_WINDOW_BYTES).to_be_bytes());
 }
 
 fn payload_len([a, b, c]: [u8; 3]) -> usize {

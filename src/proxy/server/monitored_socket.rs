@@ -10,12 +10,14 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
+use super::connection_memory::MAX_UNCOUNTED_LIST_BYTES;
 use super::connection_monitor::ConnectionMonitor;
 use super::frame_scanner::{FrameScan, FrameScanner};
+use super::frame_splitter::return_window;
 use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
 use super::query_escaper::QueryEscaper;
-use super::transport::{ClientTransport, move_buffered_bytes, socket_below_tls};
+use super::transport::{ClientTransport, move_buffered_bytes, poll_write_all, socket_below_tls};
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
 /// can destroy the last response before the client reads it. After these bytes the client has to
@@ -168,16 +170,8 @@ impl MonitoredSocket {
 
     /// Writes the queued informational heads before hyper's output.
     fn poll_write_informational_heads(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let mut informational_heads = self.monitor.pending_informational_heads();
-        while !informational_heads.is_empty() {
-            let written =
-                ready!(Pin::new(&mut self.transport).poll_write(cx, &informational_heads))?;
-            if written == 0 {
-                return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
-            }
-            informational_heads.drain(..written);
-        }
-        Poll::Ready(Ok(()))
+        let mut heads = self.monitor.pending_informational_heads();
+        poll_write_all(&mut self.transport, cx, &mut heads)
     }
 
     /// Waits while the memory budget is exceeded and other connections are being closed for it, for
@@ -408,6 +402,9 @@ impl AsyncRead for MonitoredSocket {
                 .record_field_block(is_within_field_block, &scan);
             let memory = &this.monitor.memory;
             memory.add_unread_frames(scan.data_frames, scan.data_bytes);
+            if scan.list_bytes > MAX_UNCOUNTED_LIST_BYTES {
+                memory.has_large_lists.set(true);
+            }
             if scan.trailer_bytes > 0 {
                 memory.add_trailers(scan.trailers, scan.trailer_bytes);
             }
@@ -467,6 +464,10 @@ impl AsyncWrite for MonitoredSocket {
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         this.monitor.set_flushed(true);
+        if let Some(scanner) = &mut this.frame_scanner {
+            let mut heads = this.monitor.pending_informational_heads();
+            return_window(&mut scanner.hidden_padding, &mut heads);
+        }
         ready!(this.poll_write_informational_heads(cx))?;
         Pin::new(&mut this.transport).poll_flush(cx)
     }

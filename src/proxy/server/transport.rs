@@ -4,7 +4,7 @@ use bytes::Bytes;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
@@ -83,6 +83,22 @@ impl SocketBelowTls {
 pub(crate) fn move_buffered_bytes(bytes: &mut Bytes, into: &mut ReadBuf<'_>) {
     let n = bytes.len().min(into.remaining());
     into.put_slice(&bytes.split_to(n));
+}
+
+/// Writes all of `bytes`, and removes what was written.
+pub(crate) fn poll_write_all(
+    transport: &mut (impl AsyncWrite + Unpin),
+    cx: &mut Context<'_>,
+    bytes: &mut Vec<u8>,
+) -> Poll<io::Result<()>> {
+    while !bytes.is_empty() {
+        let written = ready!(Pin::new(&mut *transport).poll_write(cx, bytes))?;
+        if written == 0 {
+            return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+        }
+        bytes.drain(..written);
+    }
+    Poll::Ready(Ok(()))
 }
 
 impl AsyncRead for SocketBelowTls {

@@ -22,8 +22,8 @@ use tokio_util::either::Either;
 use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use super::read_limit::{ReadAllowance, ReadLimit};
 use super::shared_state::UpstreamSharedState;
-use crate::proxy::server::frame_splitter::EmptyFrameFilter;
-use crate::proxy::server::transport::move_buffered_bytes;
+use crate::proxy::server::frame_splitter::{EmptyFrameFilter, return_window};
+use crate::proxy::server::transport::{move_buffered_bytes, poll_write_all};
 use crate::proxy::{UpstreamScheme, UpstreamUrl};
 use crate::tls::{ClientTls, describe_tls_error};
 
@@ -223,6 +223,8 @@ type SocketTransport = Either<Either<TcpStream, UnixStream>, Box<TlsStream<TcpSt
 struct Http2Input {
     allowance: ReadAllowance,
     filter: EmptyFrameFilter,
+    /// Frames that return window, to be written before the next one of h2.
+    window_updates: Vec<u8>,
     /// Filtered bytes that the next reads return.
     read_ahead: Bytes,
 }
@@ -241,13 +243,22 @@ impl UpstreamSocket {
         }
     }
 
-    /// Prepares the reads for h2: limits them to `allowance`, and drops empty DATA frames.
+    /// Prepares the reads for h2: limits them to `allowance`, and filters empty frames.
     pub(super) fn filter_http2(&mut self, allowance: ReadAllowance) {
         self.http2 = Some(Box::new(Http2Input {
             allowance,
             filter: EmptyFrameFilter::default(),
+            window_updates: Vec::new(),
             read_ahead: Bytes::new(),
         }));
+    }
+
+    fn poll_write_window_updates(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Some(http2) = &mut self.http2 else {
+            return Poll::Ready(Ok(()));
+        };
+        let written = poll_write_all(self.transport.get_mut(), cx, &mut http2.window_updates);
+        self.mask_write_failure(written, ())
     }
 
     /// Keeps `permit` until the socket is closed.
@@ -341,6 +352,7 @@ impl AsyncWrite for UpstreamSocket {
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
+        ready!(this.poll_write_window_updates(cx))?;
         let result = Pin::new(this.transport.get_mut()).poll_write(cx, bytes);
         this.mask_write_failure(result, bytes.len())
     }
@@ -351,6 +363,7 @@ impl AsyncWrite for UpstreamSocket {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
+        ready!(this.poll_write_window_updates(cx))?;
         let result = Pin::new(this.transport.get_mut()).poll_write_vectored(cx, bytes);
         this.mask_write_failure(result, bytes.iter().map(|slice| slice.len()).sum())
     }
@@ -361,6 +374,11 @@ impl AsyncWrite for UpstreamSocket {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
+        // h2 flushes if and only if it has written all its output.
+        if let Some(http2) = &mut this.http2 {
+            return_window(&mut http2.filter.hidden_padding, &mut http2.window_updates);
+        }
+        ready!(this.poll_write_window_updates(cx))?;
         let result = Pin::new(this.transport.get_mut()).poll_flush(cx);
         this.mask_write_failure(result, ())
     }

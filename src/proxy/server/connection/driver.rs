@@ -3,6 +3,7 @@
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 use tokio::time::Instant;
 
 use crate::proxy::server::close_reason::ConnectionCloseReason;
@@ -15,6 +16,8 @@ pub(super) struct ConnectionDriver {
     timer: LazyTimer,
     /// Time at which the work is asked to close.
     close_at: Option<Instant>,
+    /// Time for one more request after a response that did not announce the close.
+    request_delay: Duration,
     is_closing: bool,
     /// Whether the drain began before the client could send a request. An HTTP/2 client that is
     /// told at once would send none on any connection.
@@ -28,6 +31,7 @@ impl ConnectionDriver {
             monitor,
             timer: LazyTimer::default(),
             close_at: None,
+            request_delay: Duration::ZERO,
             is_closing: false,
         }
     }
@@ -99,6 +103,7 @@ impl ConnectionDriver {
             && !self.is_closing
         {
             let now = Instant::now();
+            self.request_delay = drain.request_delay;
             self.close_at = Some(match self.monitor.is_http2.get() && !self.is_new_in_drain {
                 true => now,
                 false => drain.closes_from.max(now + drain.request_delay),
@@ -106,9 +111,20 @@ impl ConnectionDriver {
         }
     }
 
-    fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
+    /// Time of the close. `None` also within an HTTP/1 response: if it began before the drain, the
+    /// client may send another request, whose response announces the close.
+    fn close_time(&mut self) -> Option<Instant> {
+        if self.monitor.is_within_http1_response() {
+            let delay = self.request_delay;
+            self.close_at = self.close_at.map(|at| at.max(Instant::now() + delay));
+            return None;
+        }
+        self.close_at
+    }
+
+    fn next_deadline(&mut self) -> Option<(Instant, TimeoutKind)> {
         let next = self.monitor.next_deadline();
-        let close = self.close_at.map(|at| (at, TimeoutKind::Idle));
+        let close = self.close_time().map(|at| (at, TimeoutKind::Idle));
         // A drain, which sets the time of the close, ends the wait for the age.
         let age = || Some((self.monitor.drain.age_ends_at.get()?, TimeoutKind::Age));
         match close.or_else(age) {
@@ -122,7 +138,7 @@ impl ConnectionDriver {
         cx: &mut Context<'_>,
         work: &mut impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Poll<T> {
-        if self.close_at.is_some() && self.monitor.has_active_requests() {
+        if self.close_time().is_some() && self.monitor.has_active_requests() {
             self.request_close(cx, work)
         } else {
             Poll::Pending

@@ -34,9 +34,6 @@ use crate::proxy::server::unsent_responses::{StreamOutput, UnsentChunkGuard};
 /// even if slowly.
 const H2_MAX_CHUNK_BYTES: usize = 16 * 1024;
 
-/// Number of field lines up to which a decoded HTTP/2 head counts as part of its stream.
-const MAX_UNCOUNTED_LINES: usize = 64;
-
 /// Passes one request to the handler. The request stays active until the bodies of request and
 /// response are dropped.
 ///
@@ -172,8 +169,8 @@ fn take_mark(
 
 /// Counts the memory of a head until [`RequestGuard`] is dropped. Returns its size.
 fn count_head(monitor: &ConnectionMonitor, head: &mut request::Parts, is_http2: bool) -> usize {
-    let decoded_bytes = match is_http2 && head.headers.len() > MAX_UNCOUNTED_LINES {
-        true => header_lines::compact_header_map(&mut head.headers),
+    let decoded_bytes = match is_http2 && monitor.memory.has_large_lists.get() {
+        true => header_lines::compact_header_map(&mut head.headers) + head.uri.path().len(),
         false => 0,
     };
     monitor.memory.begin_head(is_http2, decoded_bytes)
