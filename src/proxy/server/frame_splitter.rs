@@ -37,8 +37,8 @@ pub(super) struct FrameSplitter {
     remaining_padding: usize,
 }
 
-/// Hides empty DATA frames that do not end a stream, and drops empty CONTINUATION frames that do not
-/// end a field block. h2 closes a connection with 100 of the former, over its whole life, and a few
+/// Hides empty DATA frames that end no stream, and drops empty CONTINUATION frames that do not end
+/// a field block. h2 closes a connection with 100 of the former, over its whole life, and a few
 /// of the latter in one block.
 #[derive(Debug, Default)]
 pub(crate) struct EmptyFrameFilter {

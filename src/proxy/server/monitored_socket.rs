@@ -405,9 +405,7 @@ impl AsyncRead for MonitoredSocket {
             if scan.list_bytes > MAX_UNCOUNTED_LIST_BYTES {
                 memory.has_large_lists.set(true);
             }
-            if scan.trailer_bytes > 0 {
-                memory.add_trailers(scan.trailers, scan.trailer_bytes);
-            }
+            memory.add_trailers(scan.trailers, scan.trailer_bytes);
             if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
                 this.remaining_pauses = scan.heads;
             }
