@@ -150,8 +150,8 @@ fn find_store_problem(address: &str, status: &ProcessStatus) -> Option<Problem> 
     Some(Problem::error("store", title, remedy))
 }
 
-/// Requests without an answer of a store that is up, such as those about two slots of a cluster that
-/// is configured as one server.
+/// Requests without an answer of a store that is up, such as those about two slots of a cluster
+/// that is configured as one server.
 fn find_degraded_requests(recent: RecentTraffic) -> Option<Problem> {
     let RecentTraffic {
         requests, degraded, ..

@@ -20,8 +20,8 @@ use ipnet::IpNet;
 use std::time::Duration;
 
 impl ProxyService {
-    /// Validates the request head, or returns the error response. `has_body` is false if the body is
-    /// known to be empty.
+    /// Validates the request head, or returns the error response. `has_body` is false if the body
+    /// is known to be empty.
     pub(crate) fn validate_request_head(
         &self,
         parts: &mut request::Parts,

@@ -41,7 +41,7 @@ pub(super) fn write_legacy_headers(
     };
 }
 
-/// Time (µs) at which the limit's remaining units next grow, or will suffice if the limit refused.
+/// Time (µs) at which the limit's units next grow, or will suffice if the limit refused.
 /// `None` if they never will, as with `Retry-After`.
 pub(crate) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> Option<u64> {
     match reported.status.refusal {
