@@ -11,6 +11,9 @@ const FIELD_LINE_BYTES: usize = 104;
 /// Number of lines up to which the spare memory of a map is kept.
 const MAX_SCATTERED_LINES: usize = 64;
 
+/// Capacity up to which a joined value is not moved to save memory.
+const MAX_SPARE_CAPACITY: usize = 4096;
+
 /// The values of a header. Comparing the few names of a request is cheaper than a lookup.
 pub(crate) fn header_values<'h>(
     headers: &'h HeaderMap,
@@ -57,6 +60,8 @@ fn join_header_lines<'v>(
         }
         text.extend_from_slice(line);
     }
+    // The value keeps spare capacity, up to the length of the text.
+    text.shrink_to(MAX_SPARE_CAPACITY);
     HeaderValue::from_maybe_shared(Bytes::from(text))
         .expect("valid values joined by visible ASCII are valid")
 }

@@ -38,8 +38,8 @@ pub(super) struct FrameSplitter {
 }
 
 /// Hides empty DATA frames that end no stream, and drops empty CONTINUATION frames that do not end
-/// a field block. h2 closes a connection with 100 of the former, over its whole life, and a few
-/// of the latter in one block.
+/// a field block. h2 closes a connection after 100 such DATA frames in its lifetime, or after a few
+/// such CONTINUATION frames in one block.
 #[derive(Debug, Default)]
 pub(crate) struct EmptyFrameFilter {
     splitter: FrameSplitter,
@@ -70,8 +70,8 @@ pub(super) enum FramePart<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct FrameHeader<'a> {
     pub(super) fixed: &'a [u8; FRAME_HEADER_BYTES],
-    /// Padding length of a DATA or HEADERS frame, and priority of a HEADERS frame. Empty if the frame
-    /// is too short for them.
+    /// Padding length of a DATA or HEADERS frame, and priority of a HEADERS frame. Empty if the
+    /// frame is too short for them.
     pub(super) prefix: &'a [u8],
     /// Bytes of the payload without prefix and padding.
     pub(super) block_len: usize,
@@ -205,8 +205,8 @@ impl FrameSplitter {
         }
     }
 
-    /// Length of the prefix, once the frame header is complete, and 0 before. `None` for a frame that
-    /// is too short for it.
+    /// Length of the prefix, once the frame header is complete, and 0 before. `None` for a frame
+    /// that is too short for it.
     fn prefix_len(&self) -> Option<usize> {
         let [a, b, c, kind, flags, ..] = self.header;
         let padding = usize::from(flags & PADDED != 0);
