@@ -28,7 +28,7 @@ pub use verdict::{
     Verdict,
 };
 
-use charge_plan::{ChargePlan, may_other_slots_be_taken};
+use charge_plan::{ChargePlan, may_hold_ungranted_slots};
 
 use crate::limiter::Key;
 use crate::policy::Facts;
@@ -134,8 +134,8 @@ impl Enforcer {
                 drop(charges);
                 plan.report_amounts(&mut decision);
                 let slot_guard = slot_guard.and_then(|guard| {
-                    let may_others_be_taken = may_other_slots_be_taken(&decision, source);
-                    plan.retain_taken_slots(guard, &decision, may_others_be_taken)
+                    let may_hold_ungranted = may_hold_ungranted_slots(&decision, source);
+                    plan.retain_taken_slots(guard, &decision, may_hold_ungranted)
                 });
                 plan.record_decisions(&decision, record_decision);
                 let verdict = Verdict {

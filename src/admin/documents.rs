@@ -72,18 +72,18 @@ pub struct KeyDocument {
     pub counters: Option<Vec<String>>,
 }
 
-/// What was deleted of a key.
+/// Result of resetting a key.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct KeyResetDocument {
     pub policy: String,
     pub key: String,
     pub counters_forgotten: u64,
-    /// The limits of which usage was deleted.
+    /// Names of the limits that were reset.
     pub limits: Vec<String>,
     /// Whether a block was deleted.
     pub unblocked: bool,
-    /// Seconds of a block that stays, because only one limit was reset.
+    /// Remaining seconds of the key's block, if it stays because only one limit was reset.
     pub blocked_s: Option<f64>,
 }
 

@@ -16,7 +16,7 @@ const UPSTREAM_ERRORS_MIN_PERCENT: u64 = 50;
 /// Smallest number of requests, and smallest percentage of refusals among them, that are reported.
 const REFUSALS_MIN_REQUESTS: u64 = 20;
 const REFUSALS_MIN_PERCENT: u64 = 60;
-/// Smallest number of requests without an answer of a store that is up that is reported.
+/// Minimum number of requests decided without the store, while it is up, that is reported.
 const DEGRADED_MIN_REQUESTS: u64 = 5;
 /// Percentage of `maxmemory` from which the memory of Redis is reported.
 const REDIS_MEMORY_PERCENT: u64 = 90;
@@ -150,8 +150,8 @@ fn find_store_problem(address: &str, status: &ProcessStatus) -> Option<Problem> 
     Some(Problem::error("store", title, remedy))
 }
 
-/// Requests without an answer of a store that is up, such as those about two slots of a cluster
-/// that is configured as one server.
+/// Requests that were decided without the store although it is up, such as those whose counters are
+/// in two hash slots of a cluster that is configured as one server.
 fn find_degraded_requests(recent: RecentTraffic) -> Option<Problem> {
     let RecentTraffic {
         requests, degraded, ..

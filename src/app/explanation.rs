@@ -105,8 +105,7 @@ fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, St
     Ok(request.into_parts().0)
 }
 
-/// Predicts the result of a request. If `is_usage_known` is false, the statuses are those without
-/// any usage.
+/// Predicts the result of a request. If `is_usage_known` is false, the statuses assume no usage.
 fn predict_outcome(explanation: &PolicyExplanation<'_>, is_usage_known: bool) -> ExpectedOutcome {
     let (mut exhausted, mut has_limits, mut has_unknown_status) = (Vec::new(), false, false);
     let (mut closed, mut local) = (Vec::new(), Vec::new());

@@ -62,8 +62,8 @@ impl StoreBackend {
         }
     }
 
-    /// Why an opened store gave no answer, where, and what to do. Only a running store knows since
-    /// when.
+    /// Describes why a store did not reply: address, cause and remedy. The duration of the outage
+    /// is known only for the running store.
     pub(crate) fn describe_failure(&self, opened: &Store, error: &StoreUnavailable) -> String {
         let own_outage = opened.outage().zip(self.redis());
         let own_error = own_outage
@@ -123,7 +123,7 @@ async fn connect(redis: &SharedRedisState) -> Result<CounterInspector, AdminErro
     })
 }
 
-/// Where Redis failed, why, for how long if that is known, and what to do.
+/// Describes a Redis failure: cause, address, duration if known, and remedy.
 fn describe_redis_failure(
     redis: &RedisSettings,
     error: &RedisConnectionError,

@@ -260,14 +260,14 @@ impl<'t> ChargePlan<'t> {
         &self,
         slot_guard: ConcurrencySlotGuard,
         decision: &Decision,
-        may_others_be_taken: bool,
+        may_hold_ungranted: bool,
     ) -> Option<ConcurrencySlotGuard> {
         let (taken, terms) = self.taken_slots(decision);
         let is_taken = |(limit, key): &LimitAndKey| {
             let mut taken = taken.iter();
             taken.any(|(other, other_key)| other == limit && other_key.id() == key.id())
         };
-        let mut slot_guard = slot_guard.retain_taken_counters(is_taken, may_others_be_taken)?;
+        let mut slot_guard = slot_guard.retain_taken_counters(is_taken, may_hold_ungranted)?;
         let ends_at = terms
             .max_duration_us
             .map(|us| Instant::now() + Duration::from_micros(us));
@@ -322,7 +322,7 @@ impl<'t> ChargePlan<'t> {
             let limits = planned_policy.limits.iter();
             let limits = limits.zip(outcomes.get(positions.limits)?);
             let limits = limits.filter(|(named, _)| !is_concurrency_limit(&named.limit));
-            let is_last = limits.clone().any(|(_, outcome)| {
+            let exhausts_limit = limits.clone().any(|(_, outcome)| {
                 let status = outcome.status;
                 status.is_some_and(|status| status.remaining < cost.estimate)
             });
@@ -343,7 +343,7 @@ impl<'t> ChargePlan<'t> {
                 counters: counters.collect(),
                 counted: response_counters.collect(),
                 settlements: settlements.clone(),
-                is_last,
+                exhausts_limit,
             })
         });
         estimates.collect()
@@ -364,10 +364,10 @@ impl<'t> ChargePlan<'t> {
     }
 }
 
-/// Whether slots that a decision of the store has not granted may be taken. A split decision has no
-/// status for charges that are being returned, were not made, or gave no answer. After a call
-/// without an answer, all slots may be taken.
-pub(super) fn may_other_slots_be_taken(decision: &Decision, source: DecisionSource) -> bool {
+/// Whether Redis may hold slots that the decision did not grant. A split decision has no status for
+/// charges that are being returned, were not made, or got no reply. After a call without a reply,
+/// Redis may hold all slots.
+pub(super) fn may_hold_ungranted_slots(decision: &Decision, source: DecisionSource) -> bool {
     let has_unknown = || (decision.outcomes.iter()).any(|outcome| outcome.status.is_none());
     let is_split = source == DecisionSource::Redis && has_unknown();
     is_split || decision.may_have_charged

@@ -17,9 +17,9 @@ pub struct EstimatedCharge {
     /// The response counters, if only those start the block of the policy.
     pub(super) counted: Vec<LimitAndKey>,
     pub(super) settlements: SettlementQueue,
-    /// Whether a limit has less left than the estimate, so that it refuses the key's next request
-    /// until units are returned.
-    pub(super) is_last: bool,
+    /// Whether a limit has fewer units left than the estimate. It then rejects the key's next such
+    /// request until units are returned.
+    pub(super) exhausts_limit: bool,
 }
 
 impl EstimatedCharge {
@@ -35,7 +35,7 @@ impl EstimatedCharge {
 
     /// Whether the key's next request depends on the units that the head of the response returns.
     pub fn delays_response(&self) -> bool {
-        self.is_last && !self.is_settled_from_body()
+        self.exhausts_limit && !self.is_settled_from_body()
     }
 
     /// Settles the charge of a request that was not sent: by the status of the reply if the status

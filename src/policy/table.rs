@@ -31,7 +31,8 @@ pub struct PolicyTable {
     policies: Vec<Policy>,
     policy_index: PolicyIndex,
     referenced_headers: HashSet<HeaderName>,
-    /// The names that CGI-like upstreams read for referenced headers with `_` and the like.
+    /// Referenced header names with `_` and similar characters replaced by `-`, as CGI-like
+    /// upstreams read them.
     dashed_headers: HashSet<HeaderName>,
     /// The headers whose values are compared or are part of a key, without duplicates.
     value_headers: Vec<HeaderName>,
@@ -202,8 +203,8 @@ impl PolicyTable {
         self.referenced_headers.extend(names);
     }
 
-    /// Whether a name differs from that of a header that policies read only by `_`, `.` and other
-    /// characters for `-`: an app may read one for the other.
+    /// Whether a request header looks like a header that policies read: the names are equal once
+    /// `_`, `.` and similar characters are replaced by `-`. An app may confuse the two.
     pub fn has_look_alike(&self, headers: &HeaderMap) -> bool {
         let is_look_alike = |name: &HeaderName| {
             let dashed = dashed_name(name);

@@ -206,12 +206,13 @@ impl ConcurrencySlotGuard {
         self.slot_id
     }
 
-    /// Keeps only the counters for which `is_taken` holds. The slots at all others are released if
-    /// they may be taken all the same, and else forgotten. Returns `None` if no counter is kept.
+    /// Keeps only the counters for which `is_taken` holds. If Redis may hold slots at the other
+    /// counters, these slots are released; otherwise they are forgotten. Returns `None` if no
+    /// counter is kept.
     pub fn retain_taken_counters(
         self,
         is_taken: impl Fn(&LimitAndKey) -> bool,
-        may_others_be_taken: bool,
+        may_hold_ungranted: bool,
     ) -> Option<Self> {
         let mut state = self.slots.0.state.lock();
         let slot = state.held.get_mut(&self.slot_id)?;
@@ -220,7 +221,7 @@ impl ConcurrencySlotGuard {
             .partition(is_taken);
         slot.counters = taken;
         let is_held = !slot.counters.is_empty();
-        if may_others_be_taken {
+        if may_hold_ungranted {
             self.slots.enqueue_release(&mut state, self.slot_id, rest);
         }
         drop(state);

@@ -280,7 +280,8 @@ impl<'s> RedisDecisionPath<'s> {
         }
         // The request's own units come first: a lease takes what is left. On one connection, both
         // share a batch in this order. In a cluster, a call about several slots is queued later.
-        // A refused request of several units leaves some: these are for requests, not for a lease.
+        // If a request for several units is rejected, some units may be left. Smaller requests need
+        // them, so no lease may take them.
         let has_small_costs = charges.iter().all(|charge| charge.cost <= 1);
         let (starts_at_once, mut is_passed) = (has_small_costs && !self.redis.is_cluster(), false);
         let on_passed = || match starts_at_once {

@@ -37,7 +37,7 @@ struct SharedSettlementQueue {
 #[derive(Debug, Default)]
 struct QueuedSettlements {
     pending: Vec<PendingSettlement>,
-    /// The batch of the pending settlements; of the last ones if there are none.
+    /// Number of the batch with the pending settlements, or of the last batch if none are pending.
     last_batch: u64,
 }
 

@@ -24,7 +24,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 use strum::IntoStaticStr;
 
-/// The advice of findings that follow those about permissions.
+/// Advice for a check that failed because of a missing permission.
 const PERMISSION_ADVICE: &str = "grant what the findings about permissions name";
 
 /// What was examined and found.

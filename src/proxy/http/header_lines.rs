@@ -69,8 +69,8 @@ fn join_header_lines<'v>(
 /// Returns the memory of the map. If it has many lines, joins those of `Cookie` first, and releases
 /// the memory of the lines.
 ///
-/// HPACK needs one byte for a line that takes [`FIELD_LINE_BYTES`]. Its value is shared by such
-/// lines, but not any more once they are joined.
+/// One byte of HPACK can produce a line that takes [`FIELD_LINE_BYTES`]. Such lines share the
+/// memory of their value until they are joined.
 pub(crate) fn compact_header_map(headers: &mut HeaderMap) -> usize {
     if headers.len() > MAX_SCATTERED_LINES {
         join_cookie_lines(headers);

@@ -20,8 +20,8 @@ const DECODED_BYTES_PER_BYTE: usize = 144;
 /// counts 32 bytes or more towards that (RFC 9113, 6.5.2).
 const MAX_DECODED_BYTES: usize = 64 * 1024 / 32 * DECODED_BYTES_PER_BYTE;
 
-/// Size of a field list, with 32 bytes per field, up to which an HTTP/2 head counts as part of its
-/// stream.
+/// Maximum field list size (RFC 9113, 6.5.2: 32 bytes more per field) of an HTTP/2 head that is not
+/// counted separately from its stream.
 pub(super) const MAX_UNCOUNTED_LIST_BYTES: usize = 2 * 1024;
 
 /// Unit in which the heads of active requests are counted.

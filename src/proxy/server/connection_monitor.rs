@@ -194,8 +194,8 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Records that the connection is not closed for the budget, and does not wait for it: a
-    /// tunnel, or a connection of the operator's own proxy.
+    /// Exempts the connection from the memory budget: it is neither closed nor paused to free
+    /// memory. Used for tunnels and for connections to the `[rls]` and `[check]` listeners.
     pub(crate) fn set_unclosable(&self) {
         self.load.set_unclosable(&self.connection);
     }

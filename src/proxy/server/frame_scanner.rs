@@ -147,8 +147,8 @@ pub(crate) struct FrameScan {
     /// Number of HEADERS frames whose header ends in these bytes, and bytes of field blocks.
     pub(crate) heads: u32,
     pub(crate) head_bytes: usize,
-    /// Number of trailers that begin in these bytes, and bytes of their field blocks and of what
-    /// replaces them.
+    /// Number of trailer blocks that begin in these bytes, and the size of these blocks and of
+    /// their replacements.
     pub(crate) trailers: usize,
     pub(crate) trailer_bytes: usize,
     /// Number of DATA frames whose header ends in these bytes, and bytes of their data.

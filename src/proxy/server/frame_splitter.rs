@@ -13,7 +13,7 @@ pub(super) const DATA: u8 = 0;
 pub(super) const HEADERS: u8 = 1;
 pub(super) const WINDOW_UPDATE: u8 = 8;
 pub(super) const CONTINUATION: u8 = 9;
-/// A type without a meaning. h2 ignores such frames.
+/// An unassigned frame type. h2 ignores frames of unknown types (RFC 9113, 4.1).
 const UNASSIGNED: u8 = 0xff;
 
 /// Maximum of any window (RFC 9113, 6.9.1).
@@ -49,12 +49,13 @@ pub(crate) struct EmptyFrameFilter {
 /// Bytes of flow-control window that hidden DATA frames took, by stream. h2 does not know of them.
 pub(crate) type HiddenPadding = BTreeMap<u32, usize>;
 
-/// Bytes to be passed on: those of one read, up to the first difference.
+/// Output of the filter for one read: a prefix of the read bytes, and a replacement from the first
+/// changed byte on.
 pub(super) struct FilterOutput<'a> {
     pub(super) bytes: &'a [u8],
     /// Number of `bytes` passed on unchanged so far.
     pub(super) unchanged: usize,
-    /// Receives all bytes once there is a difference.
+    /// The whole output once a byte differs from the input.
     pub(super) replacement: &'a mut Vec<u8>,
     pub(super) is_rewritten: bool,
 }
@@ -162,7 +163,7 @@ impl FrameHeader<'_> {
         }
     }
 
-    /// Appends the header of a frame that h2 ignores, in place of that of a DATA frame.
+    /// Appends the frame header with a type that h2 ignores.
     pub(super) fn hide(&self, padding: &mut HiddenPadding, output: &mut Vec<u8>) {
         let mut fixed = *self.fixed;
         fixed[3] = UNASSIGNED;

@@ -60,8 +60,8 @@ const HUFFMAN_CODES: [(u32, &[u8]); 21] = [
     (30, b"\x0a\x0d\x16"),
 ];
 
-/// By the next byte of a string: the code that it begins with, if that has at most 8 bits, as those
-/// of letters and digits have.
+/// Huffman codes of at most 8 bits, such as those of letters and digits, indexed by the next 8 bits
+/// of the string.
 static SHORT_HUFFMAN_CODES: LazyLock<Vec<Option<(u32, u8)>>> = LazyLock::new(|| {
     let codes = (0_u8..=255).map(|byte| find_huffman_code(u64::from(byte) << 56));
     codes
@@ -306,7 +306,8 @@ fn read_string(
     }
 }
 
-/// The code with which `window` begins, at its highest bit: its length in bits, and its byte.
+/// Finds the Huffman code at the highest bits of `window`. Returns the length of the code in bits,
+/// and the byte that it encodes.
 fn find_huffman_code(window: u64) -> Option<(u32, u8)> {
     let (mut first_code, mut previous_length) = (0, 0);
     HUFFMAN_CODES.iter().find_map(|(length, symbols)| {

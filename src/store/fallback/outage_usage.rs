@@ -30,8 +30,8 @@ pub(crate) struct OutageUsage {
     pub(super) outage_ended_us: u64,
     pub(super) share: Share,
     pub(super) stale_partitions: Vec<u16>,
-    /// The counters that were decided without Redis, with the units to write back. Beside each of
-    /// them: further used units of the share, and the time of their charge.
+    /// The counters that were decided without Redis. Each has the units to write back, and other
+    /// units used from the instance's share with the time of their charge.
     pub(super) counters: Vec<(CounterWriteBack, UsageEntry)>,
     /// The last statuses that Redis reported, if no local decision followed.
     pub(super) statuses: Vec<(CounterId, CachedStatus)>,

@@ -141,7 +141,7 @@ impl RedisCircuitBreaker {
             let key = key();
             tracing::warn!(
                 key,
-                "redis key holds no override; the limits of the file apply"
+                "redis key of an override holds a foreign value; the configured limits apply"
             );
         }
     }

@@ -66,12 +66,12 @@ fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) 
     .write_sample(&[], redis.sentinel_disagreements);
     page.counter(
         "tidegate_override_changes",
-        "Overrides of keys in Redis that requests to this instance found changed: set, replaced, removed or ended.",
+        "Changes of key overrides that this instance noticed in Redis: set, replaced, removed, expired, or seen for the first time since the start or an eviction from its cache.",
     )
     .write_sample(&[], redis.override_changes);
     page.counter(
         "tidegate_foreign_overrides",
-        "Decisions of Redis that found a value at the key of an override that is no override, and ignored it.",
+        "Decisions that ignored a foreign value in the Redis key of an override.",
     )
     .write_sample(&[], redis.foreign_overrides);
     if let Some(bytes) = redis.memory_bytes {

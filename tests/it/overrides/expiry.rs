@@ -93,7 +93,7 @@ async fn a_value_of_another_type_is_no_override() {
         }
     }
     let log = proxy.log_text();
-    let lines = log.matches("redis key holds no override").count();
+    let lines = log.matches("holds a foreign value").count();
     assert_eq!(lines, 1, "once a minute: {log}");
 }
 

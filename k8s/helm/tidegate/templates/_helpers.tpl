@@ -79,7 +79,7 @@ labels: {{- toYaml $labels | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{- /* Appends the probes of a container that the proxy answers to a dictionary's `probes`: (list dictionary container). */ -}}
+{{- /* Finds the container's probes that go through the proxy, and appends them to `probes` of the dictionary. Arguments: (list dictionary container). */ -}}
 {{- define "tidegate.findProbes" -}}
 {{- $found := index . 0 -}}
 {{- $container := index . 1 -}}

@@ -111,8 +111,9 @@ impl ConnectionDriver {
         }
     }
 
-    /// Time of the close. `None` also within an HTTP/1 response: if it began before the drain, the
-    /// client may send another request, whose response announces the close.
+    /// When to close the connection. Returns `None` during an HTTP/1 response. If the response
+    /// began before the drain, the client may send another request, and the response to that
+    /// announces the close.
     fn close_time(&mut self) -> Option<Instant> {
         if self.monitor.is_within_http1_response() {
             let delay = self.request_delay;

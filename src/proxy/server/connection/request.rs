@@ -108,8 +108,8 @@ pub(super) fn handle_request<H: RequestHandler>(
     }
 }
 
-/// Keeps the request active until its response ends. Drops the body of an HTTP/2 response that has
-/// none; hyper omits it over HTTP/1 only.
+/// Keeps the request active until its response ends. Drops the body of an HTTP/2 response to HEAD
+/// and of a 204 or 304, which must not have one. hyper does this only for HTTP/1.
 fn track_response(
     mut response: Response<ResponseBody>,
     mut guard: RequestGuard,

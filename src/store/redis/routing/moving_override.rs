@@ -29,7 +29,7 @@ impl RedisRouter {
             return request(charge).await;
         };
         let limited = overridden.limited_charges();
-        // An unlimited key is not charged: a call without a cost tells the time.
+        // An unlimited key is not charged. A call of cost 0 returns the server's time.
         let without_cost = Charge { cost: 0, ..charge };
         let limited_charge = limited.charges.first();
         let mut decision = request(*limited_charge.unwrap_or(&without_cost)).await?;
