@@ -67,8 +67,8 @@ pub struct ExtraListenerSettings {
 pub struct ExtAuthzSettings {
     /// Status code of all denials. `None` keeps each denial's own.
     pub denied_status: Option<StatusCode>,
-    /// Whether a key header with a comma is rejected: the proxy in front may have joined two lines.
-    pub rejects_joined_headers: bool,
+    /// Whether a key header may have a comma, although the proxy in front may have joined two lines.
+    pub accepts_joined_headers: bool,
 }
 
 /// Protocol that a listener serves.

@@ -36,7 +36,7 @@ mod unasked_limits;
 use super::decision_source::DecisionSource;
 use super::deny_cache::DenyCache;
 use super::instance_counters::{InstanceReservation, list_returns, mark_returnable};
-use super::leases::{LeasePermitGuard, LeasePool};
+use super::leases::{LeasePermitGuard, LeasePool, has_small_costs};
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
 use crate::clock::monotonic_now;
@@ -282,7 +282,7 @@ impl<'s> RedisDecisionPath<'s> {
         // share a batch in this order. In a cluster, a call about several slots is queued later.
         // If a request for several units is rejected, some units may be left. Smaller requests need
         // them, so no lease may take them.
-        let has_small_costs = charges.iter().all(|charge| charge.cost <= 1);
+        let has_small_costs = has_small_costs(charges);
         let (starts_at_once, mut is_passed) = (has_small_costs && !self.redis.is_cluster(), false);
         let on_passed = || match starts_at_once {
             true => permits.start_refills(),

@@ -215,7 +215,10 @@ impl FallbackStore {
         let mut write_back = self.write_back.lock();
         for charge in charges {
             let partition = self.partition(charge.key);
-            self.stale_partitions.write().insert(partition);
+            // Reading contends less with the workers that read it for each charge.
+            if !self.is_stale(partition) {
+                self.stale_partitions.write().insert(partition);
+            }
             write_back.record_charge(charge, partition, now_us);
         }
         let begins = self.is_in_phase(OutagePhase::UpToDate) && !write_back.is_empty();

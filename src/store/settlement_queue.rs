@@ -69,10 +69,8 @@ impl SettlementQueue {
             }
             queued.last_batch += 1;
         }
-        let lost_count = settlements
-            .map(|settlement| enqueue_settlement(&mut queued.pending, settlement))
-            .filter(|is_queued| !is_queued)
-            .count();
+        let is_lost = |settlement| !enqueue_settlement(&mut queued.pending, settlement);
+        let lost_count = settlements.map(is_lost).filter(|is_lost| *is_lost).count();
         self.0.metrics.record_lost_settlements(lost_count);
     }
 

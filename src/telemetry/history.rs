@@ -125,11 +125,8 @@ impl TrafficHistory {
         let before_s = state.now_s;
         let now_s = now_s.max(before_s);
         state.now_s = now_s;
-        state.sample_policies(
-            before_s,
-            active_policies,
-            &self.metrics.labels().policy_history,
-        );
+        let series = &self.metrics.labels().policy_history;
+        state.sample_policies(before_s, active_policies, series);
         state.record_second(before_s, &self.metrics);
         if state
             .duration_samples
@@ -324,11 +321,8 @@ impl PolicyHistory {
 
 impl HistoryRings {
     fn is_empty(&self) -> bool {
-        self.hours
-            .0
-            .iter()
-            .chain(&self.minutes.0)
-            .all(|counts| *counts == DecisionCounts::default())
+        let mut periods = self.hours.0.iter().chain(&self.minutes.0);
+        periods.all(|counts| *counts == DecisionCounts::default())
     }
 }
 

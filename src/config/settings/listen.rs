@@ -65,7 +65,9 @@ pub(super) fn read_ext_authz_settings(check: &TableReader<'_>) -> ExtAuthzSettin
     ExtAuthzSettings {
         denied_status: status.and_then(|status| StatusCode::from_u16(status).ok()),
         // `None` after an error, which `check` has reported.
-        rejects_joined_headers: check.is_keyword("joined_headers", "reject").unwrap_or(true),
+        accepts_joined_headers: check
+            .is_keyword("joined_headers", "allow")
+            .unwrap_or_default(),
     }
 }
 

@@ -173,7 +173,10 @@ pub(crate) fn build_invalid_request_reply(
         to_sentence(&error.to_string()),
     );
     let mut response = problem.build_standard(style);
-    set_connection_close(&mut response, style);
+    // A head with too many lines was read to its end.
+    if error != InboundRequestError::Validation(RequestValidationError::TooManyHeaders) {
+        set_connection_close(&mut response, style);
+    }
     if error == InboundRequestError::Validation(RequestValidationError::Connect) {
         let allowed =
             HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE");

@@ -169,7 +169,10 @@ impl FrameHeader<'_> {
         fixed[3] = UNASSIGNED;
         output.extend_from_slice(&fixed);
         output.extend_from_slice(self.prefix);
-        *padding.entry(self.stream()).or_default() += self.prefix.len() + self.remaining_len;
+        let hidden = self.prefix.len() + self.remaining_len;
+        if hidden > 0 {
+            *padding.entry(self.stream()).or_default() += hidden;
+        }
     }
 
     pub(super) fn pass(&self, output: &mut FilterOutput<'_>) {
@@ -257,8 +260,12 @@ fn take_front<'b>(bytes: &mut &'b [u8], count: &mut usize) -> &'b [u8] {
 }
 
 /// Appends frames that return the window of hidden frames to the peer. They may be written between
-/// two frames of h2.
+/// two frames of h2. While earlier output waits for a peer that does not read, the window adds up
+/// instead.
 pub(crate) fn return_window(padding: &mut HiddenPadding, output: &mut Vec<u8>) {
+    if !output.is_empty() {
+        return;
+    }
     for (stream, bytes) in std::mem::take(padding) {
         let bytes = u32::try_from(bytes).unwrap_or(MAX_WINDOW_BYTES);
         if bytes > 0 {

@@ -462,11 +462,14 @@ impl AsyncWrite for MonitoredSocket {
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         this.monitor.set_flushed(true);
-        if let Some(scanner) = &mut this.frame_scanner {
-            let mut heads = this.monitor.pending_informational_heads();
-            return_window(&mut scanner.hidden_padding, &mut heads);
+        // Twice, because what was added up while earlier output waited follows it.
+        for _ in 0..2 {
+            if let Some(scanner) = &mut this.frame_scanner {
+                let mut heads = this.monitor.pending_informational_heads();
+                return_window(&mut scanner.hidden_padding, &mut heads);
+            }
+            ready!(this.poll_write_informational_heads(cx))?;
         }
-        ready!(this.poll_write_informational_heads(cx))?;
         Pin::new(&mut this.transport).poll_flush(cx)
     }
 

@@ -238,9 +238,12 @@ impl ProxyService {
             false => body.discard(),
         }
         finish_upstream_span(summary, &result);
-        summary.awaits_returned_units = estimates.iter().any(EstimatedCharge::delays_response);
         match result {
-            Ok(response) => self.prepare_client_response(response, estimates, summary),
+            Ok(response) => {
+                summary.awaits_returned_units =
+                    estimates.iter().any(EstimatedCharge::delays_response);
+                self.prepare_client_response(response, estimates, summary)
+            }
             Err(error) if was_sent => self.respond_to_forward_error(&error, Vec::new(), style),
             Err(error) => self.respond_to_forward_error(&error, estimates, style),
         }

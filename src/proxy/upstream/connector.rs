@@ -374,11 +374,14 @@ impl AsyncWrite for UpstreamSocket {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
-        // h2 flushes if and only if it has written all its output.
-        if let Some(http2) = &mut this.http2 {
-            return_window(&mut http2.filter.hidden_padding, &mut http2.window_updates);
+        // h2 flushes if and only if it has written all its output. Twice, because what was added up
+        // while earlier output waited follows it.
+        for _ in 0..2 {
+            if let Some(http2) = &mut this.http2 {
+                return_window(&mut http2.filter.hidden_padding, &mut http2.window_updates);
+            }
+            ready!(this.poll_write_window_updates(cx))?;
         }
-        ready!(this.poll_write_window_updates(cx))?;
         let result = Pin::new(this.transport.get_mut()).poll_flush(cx);
         this.mask_write_failure(result, ())
     }

@@ -103,7 +103,8 @@ impl LeasePool {
         // so it would grant too many units.
         let may_refill = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
         let mut on_exhausted = match may_refill {
-            true => OnLeaseExhausted::Wait,
+            true if has_small_costs(charges) => OnLeaseExhausted::Wait,
+            true => OnLeaseExhausted::RefillWithoutWaiting,
             false => OnLeaseExhausted::NeverRefill,
         };
         loop {
@@ -217,6 +218,14 @@ impl LeaseRefill {
             }
         });
     }
+}
+
+/// Whether all charges with a lease cost at most one unit. Other requests ask the store at once when
+/// a lease is exhausted, because only an admitted one refills it.
+pub(super) fn has_small_costs(charges: &[Charge<'_>]) -> bool {
+    charges
+        .iter()
+        .all(|charge| charge.lease.is_none() || charge.cost <= 1)
 }
 
 /// Credits the unused units of expired leases until nothing is leased.

@@ -111,7 +111,7 @@ impl RedisRouter {
                     false => self.request_decision(hash_slot, charges, deadline).await,
                 };
                 match decision {
-                    Err(RedisErrorKind::TryAgain) => {
+                    Err(RedisErrorKind::TryAgain) if self.shared.is_cluster() => {
                         let parts = HashSlotCharges::from_request(charges).into_iter();
                         parts.flat_map(HashSlotCharges::split_by_charge).collect()
                     }

@@ -47,12 +47,9 @@ impl Metrics {
         let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
             .map(|index| Arc::new(new_worker(index)))
             .collect();
-        let top_rejections = TopRejections::from_workers(
-            worker_metrics
-                .iter()
-                .map(|worker| Arc::clone(&worker.rejections))
-                .collect(),
-        );
+        let rejections = worker_metrics.iter();
+        let rejections = rejections.map(|worker| Arc::clone(&worker.rejections));
+        let top_rejections = TopRejections::from_workers(rejections.collect());
         Arc::new(Self {
             workers: worker_metrics,
             policy_counters: Mutex::default(),

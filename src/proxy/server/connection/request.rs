@@ -1,6 +1,7 @@
 //! A request of a client connection, from its arrival to the end of its response.
 
 use bytes::{Buf, Bytes};
+use http::uri::{Authority, PathAndQuery};
 use http::{HeaderValue, Method, Request, Response, StatusCode, Version, header, request};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -170,7 +171,12 @@ fn take_mark(
 /// Counts the memory of a head until [`RequestGuard`] is dropped. Returns its size.
 fn count_head(monitor: &ConnectionMonitor, head: &mut request::Parts, is_http2: bool) -> usize {
     let decoded_bytes = match is_http2 && monitor.memory.has_large_lists.get() {
-        true => header_lines::compact_header_map(&mut head.headers) + head.uri.path().len(),
+        true => {
+            let target = head.uri.path_and_query().map_or("", PathAndQuery::as_str);
+            let authority = head.uri.authority().map_or("", Authority::as_str);
+            let uri_bytes = target.len() + authority.len();
+            header_lines::compact_header_map(&mut head.headers) + uri_bytes
+        }
         false => 0,
     };
     monitor.memory.begin_head(is_http2, decoded_bytes)

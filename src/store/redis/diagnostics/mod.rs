@@ -199,11 +199,8 @@ async fn diagnose_server(
         // cause.
         if let Err(error) = &empty_reply {
             let error = RedisConnectionError::from(error);
-            let is_tls_or_reply = matches!(
-                error.kind,
-                RedisErrorKind::Tls | RedisErrorKind::InvalidReply
-            );
-            if is_tls_or_reply || error.message.starts_with("NOAUTH") {
+            let kinds = [RedisErrorKind::Tls, RedisErrorKind::InvalidReply];
+            if kinds.contains(&error.kind) || error.message.starts_with("NOAUTH") {
                 return Err(error);
             }
         }
