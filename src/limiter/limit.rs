@@ -87,6 +87,12 @@ impl Limit {
         (algorithm, self.per_us)
     }
 
+    /// Whether the counter is a level that falls at the rate of the limit.
+    pub fn is_bucket(&self) -> bool {
+        use Algorithm::{LeakyBucket, TokenBucket};
+        matches!(self.algorithm, TokenBucket { .. } | LeakyBucket { .. })
+    }
+
     /// Whether windows begin at certain times of the wall clock.
     pub fn follows_wall_clock(&self) -> bool {
         matches!(

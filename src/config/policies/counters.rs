@@ -207,15 +207,9 @@ fn find_limit_difference(
             "expected the same requests and burst, or no {setting}"
         ));
     }
-    let is_bucket = |named: &NamedLimit| {
-        let algorithm = named.limit.algorithm;
-        matches!(
-            algorithm,
-            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. }
-        )
-    };
     let has_same_sources = pairs().all(|(one, other)| amount_source(one) == amount_source(other));
-    if !has_same_sources && (limits.len() > 1 || limits.iter().any(is_bucket)) {
+    if !has_same_sources && (limits.len() > 1 || limits.iter().any(|named| named.limit.is_bucket()))
+    {
         return Some(
             "a request may state amounts by which neither policy is the stricter one; expected the same requests_from, default and max"
                 .to_owned(),

@@ -2,7 +2,7 @@
 
 use super::outage_usage::OutageUsage;
 use super::status_cache::CachedStatus;
-use super::write_back::{CounterWriteBack, UsageEntry, is_bucket};
+use super::write_back::{CounterWriteBack, UsageEntry};
 use super::{FallbackStore, OutagePhase};
 use crate::limiter::{Algorithm, Amendment};
 use std::sync::atomic::Ordering;
@@ -44,7 +44,7 @@ impl FallbackStore {
         exported.usage = counter.usage_in_use(now_us).copied().collect();
         let (units_in_use, next_growth_us) = self.usage_of_share(&limit, &counter.key);
         // The entries of a bucket have no age: all its usage counts as one charge now.
-        let known_units = match is_bucket(&limit) {
+        let known_units = match limit.is_bucket() {
             true => 0,
             false => exported.usage.iter().map(|entry| entry.units).sum(),
         };
@@ -91,7 +91,7 @@ impl FallbackStore {
 
     fn restore_counter(&self, counter: CounterWriteBack, other_usage: UsageEntry, now_us: u64) {
         let limit = self.share().scale_limit(&counter.limit);
-        let usage = counter.usage.iter().filter(|_| !is_bucket(&limit));
+        let usage = counter.usage.iter().filter(|_| !limit.is_bucket());
         for entry in usage.chain([&other_usage]).filter(|entry| entry.units > 0) {
             let amendment = Amendment::BackdatedCharge {
                 units: entry.units,

@@ -204,7 +204,10 @@ impl CounterWriteBack {
         now_us: u64,
         units_in_use: impl Fn(&Limit, &Key) -> u64,
     ) -> impl Iterator<Item = PendingSettlement> {
-        let max_bucket_units = is_bucket(&self.limit).then(|| units_in_use(&self.limit, &self.key));
+        let max_bucket_units = self
+            .limit
+            .is_bucket()
+            .then(|| units_in_use(&self.limit, &self.key));
         let usage = self.usage_in_use(now_us).map(move |entry| {
             let (units, age_us) = match max_bucket_units {
                 Some(max_units) => (entry.units.min(max_units), 0),
@@ -236,7 +239,7 @@ impl CounterWriteBack {
         };
         match self.usage.back_mut() {
             Some(last)
-                if is_bucket(&self.limit)
+                if self.limit.is_bucket()
                     || !may_grow
                     || subperiod(last.at_us) == subperiod(entry.at_us) =>
             {
@@ -257,13 +260,6 @@ impl CounterWriteBack {
     }
 }
 
-pub(super) fn is_bucket(limit: &Limit) -> bool {
-    matches!(
-        limit.algorithm,
-        Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. }
-    )
-}
-
 /// Whether units charged at `at_us` may still be in use at `now_us`.
 fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
     let per_us = limit.per_us.max(1);
@@ -274,6 +270,6 @@ fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
         Algorithm::SlidingWindow { .. } => {
             now_us.saturating_sub(at_us) < per_us + limit.sub_window_width_us()
         }
-        _ => is_bucket(limit) || now_us.saturating_sub(at_us) < per_us,
+        _ => limit.is_bucket() || now_us.saturating_sub(at_us) < per_us,
     }
 }
