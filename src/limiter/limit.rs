@@ -109,19 +109,14 @@ impl Limit {
             Algorithm::FixedWindow { offset_us } => offset_us,
             _ => 0,
         };
-        match now_us.checked_sub(offset_us) {
+        let (start_us, end_us) = match now_us.checked_sub(offset_us) {
             Some(since_offset_us) => {
                 let start_us = now_us - since_offset_us % self.per_us.max(1);
-                TimeWindow {
-                    start_us,
-                    end_us: start_us.saturating_add(self.per_us),
-                }
+                (start_us, start_us.saturating_add(self.per_us))
             }
-            None => TimeWindow {
-                start_us: 0,
-                end_us: offset_us,
-            },
-        }
+            None => (0, offset_us),
+        };
+        TimeWindow { start_us, end_us }
     }
 
     /// The length of the period at a time.

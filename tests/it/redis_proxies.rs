@@ -118,7 +118,7 @@ async fn an_ordinary_server_receives_no_script_text() {
 /// they count until a connection accepts the call.
 #[tokio::test]
 async fn a_server_that_closes_one_connection_is_no_proxy() {
-    const REFUSES: &str = "redis refuses script calls without keys; treated as a Redis proxy";
+    const REFUSES: &str = "this looks like a Redis proxy: it refuses script calls without keys";
     const ACCEPTS: &str =
         "redis accepts script calls without keys; no longer treated as a Redis proxy";
     for closed_connections in [1, 2] {
