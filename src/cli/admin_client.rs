@@ -107,7 +107,7 @@ impl AdminClientResponse {
     /// 9457), and where commands find their token.
     pub(super) fn describe_refusal(&self, address: &ListenAddress) -> String {
         let mut text = format!("error: {address}: answered {}", self.status);
-        let body = self.parse_json().unwrap_or_default();
+        let body = &self.parse_json().unwrap_or_default();
         if let Some(detail) = body["detail"].as_str() {
             text.push_str(&format!(": {}", escape_unprintable(detail)));
         }

@@ -90,7 +90,7 @@ impl StoreClient {
                 Ok(is_removed)
             }
             Self::AdminPort(client, _) => {
-                let response = client.request_json("DELETE", &key_target(key))?;
+                let response = &client.request_json("DELETE", &key_target(key))?;
                 Ok(response["removed"] == true)
             }
         }

@@ -111,11 +111,13 @@ impl AdminApiSnapshot {
     /// earlier snapshot of the same process.
     pub(super) fn from_json(response: &Value, previous: Option<&Self>) -> Self {
         let [overview, policies, top] = ["overview", "policies", "top"].map(|name| &response[name]);
-        let instance = to_text(&overview["instance"]["id"]).to_owned();
-        let uptime_s = to_number(&overview["instance"]["uptime_s"]);
+        let [process, requests, latency, store, connections] =
+            ["instance", "requests", "latency", "store", "connections"].map(|name| &overview[name]);
+        let instance = to_text(&process["id"]).to_owned();
+        let uptime_s = to_number(&process["uptime_s"]);
         let previous = previous
             .filter(|previous| previous.instance == instance && previous.uptime_s < uptime_s);
-        let seconds = &overview["requests"]["seconds"];
+        let seconds = &requests["seconds"];
         // The window excludes the last second, which is incomplete.
         let window = to_list(&seconds["at"]).len().saturating_sub(1);
         let sum_counters = |names: &[&str], last: usize| -> u64 {
@@ -136,10 +138,9 @@ impl AdminApiSnapshot {
             let ranking = RejectionRanking::deserialize(&top[name]).unwrap_or_default();
             list_refused(&ranking, &parsed_policies)
         };
-        let latency = overview["latency"]["decisions"].as_object();
         Self {
-            version: to_text(&overview["instance"]["version"]).to_owned(),
-            host: to_text(&overview["instance"]["host"]).to_owned(),
+            version: to_text(&process["version"]).to_owned(),
+            host: to_text(&process["host"]).to_owned(),
             status: to_text(&overview["status"]).to_owned(),
             generation: to_number(&overview["generation"]),
             alerts: collect_alerts(overview),
@@ -152,13 +153,18 @@ impl AdminApiSnapshot {
             ],
             requests_per_s: sum_counters(&REQUEST_COUNTERS, recent_s) as f64 / recent_s as f64,
             store: describe_store(overview),
-            store_up: overview["store"]["up"] == true && overview["store"]["breaker_open"] != true,
-            instances: overview["store"]["instances"].as_u64(),
+            store_up: store["up"] == true && store["breaker_open"] != true,
+            instances: store["instances"].as_u64(),
             connections: (
-                to_number(&overview["connections"]["open"]),
-                to_number(&overview["connections"]["max"]),
+                to_number(&connections["open"]),
+                to_number(&connections["max"]),
             ),
-            latency: latency.into_iter().flatten().map(parse_latency).collect(),
+            latency: latency["decisions"]
+                .as_object()
+                .into_iter()
+                .flatten()
+                .map(parse_latency)
+                .collect(),
             omitted_policies: to_number(&policies["total"]).saturating_sub(entries.len() as u64),
             keys: list_ranking("keys"),
             paths: list_ranking("paths"),
@@ -177,9 +183,10 @@ fn parse_policy(
     let name = to_text(&entry["name"]).to_owned();
     let total = |names: &[&str]| -> u64 { names.iter().map(|name| to_number(&entry[*name])).sum() };
     // Since-start totals of degraded decisions are counted by outcome in `degraded_by`.
-    let refused = total(&REFUSED_SERIES)
-        + to_number(&entry["degraded_by"]["closed"])
-        + to_number(&entry["degraded_by"]["local_rejected"]);
+    let degraded = &entry["degraded_by"];
+    let degraded_refused =
+        ["closed", "local_rejected"].map(|outcome| to_number(&degraded[outcome]));
+    let refused = total(&REFUSED_SERIES) + degraded_refused.iter().sum::<u64>();
     let passed = total(&ALL_COUNTERS).saturating_sub(refused);
     let rates_per_s = previous.and_then(|previous| {
         let mut policies = previous.policies.iter();
@@ -263,7 +270,8 @@ fn collect_alerts(overview: &Value) -> Vec<TopAlert> {
     };
     let hints = texts(&overview["hints"]).enumerate();
     let hints = hints.map(|(at, text)| (is_error(at), text));
-    let errors = texts(&overview["last_reload"]["errors"]).map(|text| (true, text));
+    let reload = &overview["last_reload"];
+    let errors = texts(&reload["errors"]).map(|text| (true, text));
     let peers = texts(&overview["untrusted_peers"])
         .collect::<Vec<_>>()
         .join(", ");
