@@ -275,7 +275,8 @@ fn padded_data_frame(flags: u8, stream: u32, data: &[u8], padding: u8) -> Vec<u8
 /// The padding of frames without data takes window, which the app gets back.
 #[tokio::test]
 async fn padding_and_empty_continuations_of_an_upstream_end_no_request() {
-    let answers: [fn(u32) -> Vec<Vec<u8>>; 3] = [
+    type FramesOfStream = fn(u32) -> Vec<Vec<u8>>;
+    let answers: [FramesOfStream; 3] = [
         |stream| {
             let head = encode_frame(HEADERS, END_HEADERS, stream, [0x88]);
             let empty = vec![padded_data_frame(0, stream, b"", 5); 2_000];
