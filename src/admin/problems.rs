@@ -150,8 +150,8 @@ fn find_store_problem(address: &str, status: &ProcessStatus) -> Option<Problem> 
     Some(Problem::error("store", title, remedy))
 }
 
-/// Requests that were decided without the store although it is up, such as those whose counters are
-/// in two hash slots of a cluster that is configured as one server.
+/// Requests that the proxy decided without the store although it is up. For example, their counters
+/// are in two hash slots of a cluster, which is configured as one server.
 fn find_degraded_requests(recent: RecentTraffic) -> Option<Problem> {
     let RecentTraffic {
         requests, degraded, ..

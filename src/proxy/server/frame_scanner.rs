@@ -151,7 +151,8 @@ pub(crate) struct FrameScan {
     /// their replacements.
     pub(crate) trailers: usize,
     pub(crate) trailer_bytes: usize,
-    /// Number of DATA frames whose header ends in these bytes, and bytes of their data.
+    /// Number of DATA frames that the peer sent: those whose frame header ends in these bytes, and
+    /// bytes of their data.
     pub(crate) data_frames: usize,
     pub(crate) data_bytes: usize,
     /// Size of the largest field list among these bytes, decoded.
