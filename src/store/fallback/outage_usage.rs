@@ -37,7 +37,8 @@ pub(crate) struct OutageUsage {
     pub(super) statuses: Vec<(CounterId, CachedStatus)>,
 }
 
-/// Rows of the usage file's JSON array.
+// Rows of the usage file's JSON array.
+
 /// The name of the algorithm, or of its calendar, and its numbers.
 type EncodedAlgorithm = (String, u64, u64);
 type UsageRow = (u64, u64);
