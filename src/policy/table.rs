@@ -235,14 +235,15 @@ impl PolicyTable {
 /// The name with `-` for each character that is no letter and no digit, as CGI-like upstreams read
 /// it, if that is another name.
 pub fn dashed_name(name: &HeaderName) -> Option<HeaderName> {
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+    // Names have no capitals.
+    let is_plain = |byte: &u8| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-');
     let bytes = name.as_str().as_bytes();
-    if bytes.iter().all(|byte| is_plain(*byte)) {
+    if bytes.iter().all(is_plain) {
         return None;
     }
     let dashed = bytes
         .iter()
-        .map(|byte| if is_plain(*byte) { *byte } else { b'-' });
+        .map(|byte| if is_plain(byte) { *byte } else { b'-' });
     HeaderName::from_bytes(&dashed.collect::<SmallVec<[u8; 64]>>()).ok()
 }
 

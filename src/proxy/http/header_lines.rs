@@ -1,7 +1,6 @@
 //! Lines of header fields: lists, cookies and the memory that they take.
 
 use bytes::Bytes;
-use http::header::Entry;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use smallvec::SmallVec;
 
@@ -34,14 +33,9 @@ pub(crate) fn remove_headers(headers: &mut HeaderMap, is_removed: impl Fn(&Heade
 
 /// Appends `item` to a comma-separated list header and joins all lines of the header into one.
 pub(crate) fn append_to_list_header(headers: &mut HeaderMap, name: &HeaderName, item: HeaderValue) {
-    match headers.entry(name) {
-        Entry::Vacant(vacant) => {
-            vacant.insert(item);
-        }
-        Entry::Occupied(mut occupied) => {
-            let joined = join_header_lines(occupied.iter().chain([&item]), b", ");
-            occupied.insert(joined);
-        }
+    if headers.append(name, item) {
+        let joined = join_header_lines(headers.get_all(name).iter(), b", ");
+        headers.insert(name, joined);
     }
 }
 

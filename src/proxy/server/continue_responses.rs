@@ -78,11 +78,12 @@ impl ContinueQueue {
         true
     }
 
+    pub(super) fn has_permits(&self) -> bool {
+        !self.permits.borrow().is_empty()
+    }
+
     /// Appends the frames of all queued responses that are still permitted.
     pub(super) fn drain_frames(&self, into: &mut Vec<u8>) {
-        if self.permits.borrow().is_empty() {
-            return;
-        }
         for permit in self.permits.take() {
             if let PermitState::Queued(stream) = permit.0.replace(PermitState::Revoked) {
                 let mut block = Vec::new();

@@ -6,10 +6,11 @@
 //! `docs/decisions/0095-decoded-field-blocks.md`.
 
 use http::Method;
-use http::uri::{Authority, PathAndQuery, Scheme};
+use http::uri::{PathAndQuery, Scheme};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 
+use super::field_check::FieldKind;
 use super::frame_splitter::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS};
 use super::head_marks::{encode_malformed_mark, encode_stream_mark};
 use super::hpack::{DecodedField, FieldList, HpackDecoder, InvalidFieldBlock, push_integer};
@@ -26,6 +27,9 @@ const MIN_BLOCK_BYTES: usize = 64 * 1024;
 /// Maximum size of a field that the replacement of a malformed head keeps, and of a target that is
 /// checked without the `http` crate.
 const MAX_KEPT_BYTES: usize = 1024;
+
+/// Maximum size of a head that is compared with the next one.
+const MAX_REPEATED_BYTES: usize = 512;
 
 /// Space for the `expect` field that is added to a head.
 const MARK_BYTES: usize = 64;
@@ -67,6 +71,10 @@ pub(super) struct FieldBlockFilter {
     pub(super) is_table_unknown: bool,
     /// Size of the last block's list, at most `max_list_bytes`.
     pub(super) last_list_bytes: usize,
+    /// The last block, if it is a head that h2 saw as it was and that left the table as it was. A
+    /// client that repeats a request repeats its block, with the same result. With whether it ended
+    /// its stream.
+    repeated_head: (Vec<u8>, bool),
 }
 
 impl FieldBlockFilter {
@@ -93,6 +101,12 @@ impl FieldBlockFilter {
         (stream, ends_stream): (u32, bool),
         block: &[u8],
     ) -> Result<Option<ReplacedBlock>, InvalidFieldBlock> {
+        let (last_head, ended_stream) = &mut self.repeated_head;
+        let is_repeated = !block.is_empty() && *last_head == block && *ended_stream == ends_stream;
+        if is_repeated && kind == FieldBlockKind::RequestHead && !self.is_table_unknown {
+            return Ok(None);
+        }
+        last_head.clear();
         let mut fields = FieldList::with_max_bytes(self.max_list_bytes.saturating_sub(1));
         self.decoder.decode(block, &mut fields)?;
         self.last_list_bytes = self.max_list_bytes.saturating_sub(fields.remaining_bytes);
@@ -102,7 +116,13 @@ impl FieldBlockFilter {
             FieldBlockKind::RequestHead => {
                 let mut head = RequestHead::default();
                 match head.check(&fields, ends_stream) {
-                    Ok(()) if !head.is_rewritten() && !self.is_table_unknown => return Ok(None),
+                    Ok(()) if !head.is_rewritten() && !self.is_table_unknown => {
+                        if !self.decoder.has_changed && block.len() <= MAX_REPEATED_BYTES {
+                            last_head.extend_from_slice(block);
+                            *ended_stream = ends_stream;
+                        }
+                        return Ok(None);
+                    }
                     Ok(()) => {
                         is_marked = head.has_expectation;
                         head.encode(&fields, stream, &mut output);
@@ -133,7 +153,7 @@ impl FieldBlockFilter {
 struct RequestHead<'f> {
     method: Option<&'f [u8]>,
     scheme: Option<&'f [u8]>,
-    authority: Option<&'f [u8]>,
+    authority: Option<&'f DecodedField>,
     path: Option<&'f [u8]>,
     /// The path and query, escaped as over HTTP/1.
     path_for_h2: Cow<'f, [u8]>,
@@ -154,12 +174,8 @@ impl<'f> RequestHead<'f> {
         ends_stream: bool,
     ) -> Result<(), RequestValidationError> {
         let mut result = Ok(());
-        for field in fields.iter() {
-            let checked = match field.name.first() {
-                Some(b':') => self.add_pseudo_field(field.name, field.value),
-                _ => self.add_regular_field(&field),
-            };
-            result = result.and(checked);
+        for field in &fields.fields {
+            result = result.and(self.add_field(field));
         }
         self.path_for_h2 = escape_query(self.path.unwrap_or_default());
         if fields.is_too_large {
@@ -180,35 +196,32 @@ impl<'f> RequestHead<'f> {
         }
     }
 
-    fn add_pseudo_field(
-        &mut self,
-        name: &[u8],
-        value: &'f [u8],
-    ) -> Result<(), RequestValidationError> {
-        let place = match name {
-            b":method" => &mut self.method,
-            b":scheme" => &mut self.scheme,
-            b":authority" => &mut self.authority,
-            b":path" => &mut self.path,
-            b":protocol" => &mut self.protocol,
-            _ => return Err(RequestValidationError::PseudoFields),
+    fn add_field(&mut self, field: &'f DecodedField) -> Result<(), RequestValidationError> {
+        let value = field.value();
+        let was_known = match field.kind {
+            FieldKind::Method => self.method.replace(value).is_some(),
+            FieldKind::Scheme => self.scheme.replace(value).is_some(),
+            FieldKind::Authority => self.authority.replace(field).is_some(),
+            FieldKind::Path => self.path.replace(value).is_some(),
+            FieldKind::Protocol => self.protocol.replace(value).is_some(),
+            FieldKind::UnknownPseudo => true,
+            FieldKind::ContentLength | FieldKind::Expect | FieldKind::Other => {
+                return self.add_regular_field(field);
+            }
         };
-        match place.replace(value).is_some() || self.has_regular_field {
+        match was_known || self.has_regular_field {
             true => Err(RequestValidationError::PseudoFields),
             false => Ok(()),
         }
     }
 
-    fn add_regular_field(
-        &mut self,
-        field: &DecodedField<'_>,
-    ) -> Result<(), RequestValidationError> {
+    fn add_regular_field(&mut self, field: &DecodedField) -> Result<(), RequestValidationError> {
         self.has_regular_field = true;
         field.check?;
-        match field.name {
-            b"expect" => self.has_expectation = true,
-            b"content-length" => {
-                let length = parse_whole_number(field.value);
+        match field.kind {
+            FieldKind::Expect => self.has_expectation = true,
+            FieldKind::ContentLength => {
+                let length = parse_whole_number(field.value());
                 let earlier = self.content_length.replace(length.unwrap_or_default());
                 if length.is_none() || earlier.is_some_and(|earlier| Some(earlier) != length) {
                     return Err(RequestValidationError::ContentLength);
@@ -239,25 +252,11 @@ impl<'f> RequestHead<'f> {
         {
             return Err(RequestValidationError::PseudoFields);
         }
-        if !self.has_valid_authority() {
-            return Err(RequestValidationError::HostInvalid);
-        }
+        self.authority.map_or(Ok(()), |field| field.check)?;
         match has_target && !self.has_valid_path() {
             true => Err(RequestValidationError::Path),
             false => Ok(()),
         }
-    }
-
-    fn has_valid_authority(&self) -> bool {
-        self.authority.is_none_or(|text| {
-            let (mut colons, mut is_plain) = (0, true);
-            for byte in text {
-                colons += usize::from(*byte == b':');
-                is_plain &= matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'.' | b'-' | b':');
-            }
-            let is_short = (colons + 1..=MAX_KEPT_BYTES).contains(&text.len());
-            is_plain && is_short && colons <= 1 || Authority::try_from(text).is_ok()
-        })
     }
 
     fn has_valid_path(&self) -> bool {
@@ -276,11 +275,12 @@ impl<'f> RequestHead<'f> {
     }
 
     fn encode(&self, fields: &FieldList, stream: u32, output: &mut Vec<u8>) {
-        for DecodedField { name, value, .. } in fields.iter() {
-            match name {
-                b":path" => encode_field(name, &self.path_for_h2, output),
-                _ => encode_field(name, value, output),
-            }
+        for field in &fields.fields {
+            let value = match field.kind {
+                FieldKind::Path => &self.path_for_h2,
+                _ => field.value(),
+            };
+            encode_field(field.name(), value, output);
         }
         if self.has_expectation {
             encode_field(b"expect", encode_stream_mark(stream).as_bytes(), output);
@@ -305,21 +305,22 @@ impl<'f> RequestHead<'f> {
             output,
         );
         encode_field(b":scheme", b"http", output);
-        if let Some(authority) = self.authority.filter(is_short)
-            && self.has_valid_authority()
+        if let Some(authority) = self.authority
+            && is_short(&authority.value())
+            && authority.check.is_ok()
         {
-            encode_field(b":authority", authority, output);
+            encode_field(b":authority", authority.value(), output);
         }
         let path = &*self.path_for_h2;
         let is_kept = is_short(&path) && self.has_valid_path();
         encode_field(b":path", if is_kept { path } else { b"/" }, output);
-        for DecodedField { name, value, check } in fields.iter() {
+        for field in &fields.fields {
             let is_kept = matches!(
-                name,
+                field.name(),
                 b"accept" | b"content-type" | b"origin" | b"traceparent"
             );
-            if is_kept && is_short(&value) && check.is_ok() {
-                encode_field(name, value, output);
+            if is_kept && is_short(&field.value()) && field.check.is_ok() {
+                encode_field(field.name(), field.value(), output);
             }
         }
         encode_field(b"expect", encode_malformed_mark(error).as_bytes(), output);
@@ -328,13 +329,13 @@ impl<'f> RequestHead<'f> {
 
 fn are_malformed_trailers(fields: &FieldList) -> bool {
     let is_malformed =
-        |field: DecodedField<'_>| field.check.is_err() || field.name.starts_with(b":");
-    fields.is_too_large || fields.iter().any(is_malformed)
+        |field: &DecodedField| field.check.is_err() || field.name().starts_with(b":");
+    fields.is_too_large || fields.fields.iter().any(|field| is_malformed(field))
 }
 
 fn encode_fields(fields: &FieldList, output: &mut Vec<u8>) {
-    for field in fields.iter() {
-        encode_field(field.name, field.value, output);
+    for field in &fields.fields {
+        encode_field(field.name(), field.value(), output);
     }
 }
 
@@ -411,8 +412,9 @@ mod tests {
         HpackDecoder::default().decode(block, &mut fields).unwrap();
         let text = |bytes| String::from_utf8(Vec::from(bytes)).unwrap();
         let pairs = fields
+            .fields
             .iter()
-            .map(|field| (text(field.name), text(field.value)));
+            .map(|field| (text(field.name()), text(field.value())));
         pairs.collect()
     }
 
@@ -504,6 +506,30 @@ mod tests {
             .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
             .collect();
         assert_eq!(decode(filter_head(&mut filter, &repeated)), expected);
+    }
+
+    #[test]
+    fn a_repeated_block_is_checked_again_if_the_end_of_the_stream_differs() {
+        let mut filter = FieldBlockFilter::new(16_384);
+        let with_length = [&encode(&GET)[..], &encode(&[("content-length", "5")])].concat();
+        let mut filter_block = |ends_stream| {
+            let kind = FieldBlockKind::RequestHead;
+            filter.filter(kind, (7, ends_stream), &with_length).unwrap()
+        };
+        assert!(filter_block(false).is_none() && filter_block(false).is_none());
+        assert!(filter_block(true).is_some());
+    }
+
+    #[test]
+    fn a_repeated_block_that_changes_the_table_is_checked_again() {
+        let mut filter = FieldBlockFilter::new(16_384);
+        // The first field is the newest of the table: `:authority`, later `x`, which pseudo-header
+        // fields may not follow.
+        let others = encode(&[GET[0], GET[1], GET[3]]);
+        let shifting = [&b"\xbe"[..], &others, b"\x40\x01x\x01y"].concat();
+        assert!(filter_head(&mut filter, &[&others[..], b"\x41\x01b"].concat()).is_none());
+        assert!(filter_head(&mut filter, &shifting).is_none());
+        assert!(filter_head(&mut filter, &shifting).is_some());
     }
 
     /// The end of an upload would be lost.

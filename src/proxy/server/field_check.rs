@@ -1,20 +1,58 @@
 //! Checks single fields of HTTP/2 requests, as h2 does (RFC 9113, 8.2).
 
 use crate::proxy::http::request_validation::RequestValidationError;
+use http::uri::Authority;
 
 /// Whether a field is valid.
 pub(super) type FieldCheck = Result<(), RequestValidationError>;
+
+/// What a field means for the head that it belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FieldKind {
+    Method,
+    Scheme,
+    Authority,
+    Path,
+    Protocol,
+    UnknownPseudo,
+    ContentLength,
+    Expect,
+    Other,
+}
 
 /// Whether a field name may contain the byte (RFC 9110, 5.6.2; RFC 9113, 8.2).
 fn is_name_byte(byte: &u8) -> bool {
     matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'!' | b'#'..=b'\'' | b'*' | b'+' | b'^' | b'`' | b'|' | b'~')
 }
 
-/// Checks a field. Pseudo-header fields are valid here: their checks depend on the head.
-pub(super) fn check_field(name: &[u8], value: &[u8]) -> FieldCheck {
-    if name.starts_with(b":") {
-        return Ok(());
-    }
+/// Checks a field. Of pseudo-header fields, only `:authority` can be invalid here: the checks of the
+/// others depend on the head.
+pub(super) fn check_field(name: &[u8], value: &[u8]) -> (FieldKind, FieldCheck) {
+    let kind = match name {
+        b":method" => FieldKind::Method,
+        b":scheme" => FieldKind::Scheme,
+        b":authority" => FieldKind::Authority,
+        b":path" => FieldKind::Path,
+        b":protocol" => FieldKind::Protocol,
+        [b':', ..] => FieldKind::UnknownPseudo,
+        b"content-length" => FieldKind::ContentLength,
+        b"expect" => FieldKind::Expect,
+        _ => FieldKind::Other,
+    };
+    let check = match kind {
+        FieldKind::Authority => match Authority::try_from(value) {
+            Ok(_) => Ok(()),
+            Err(_invalid) => Err(RequestValidationError::HostInvalid),
+        },
+        FieldKind::ContentLength | FieldKind::Expect | FieldKind::Other => {
+            check_regular_field(name, value)
+        }
+        _ => Ok(()),
+    };
+    (kind, check)
+}
+
+fn check_regular_field(name: &[u8], value: &[u8]) -> FieldCheck {
     if name.is_empty() || !name.iter().all(is_name_byte) {
         return Err(RequestValidationError::FieldName);
     }

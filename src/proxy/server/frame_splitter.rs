@@ -263,7 +263,7 @@ fn take_front<'b>(bytes: &mut &'b [u8], count: &mut usize) -> &'b [u8] {
 /// two frames of h2. While earlier output waits for a peer that does not read, the window adds up
 /// instead.
 pub(crate) fn return_window(padding: &mut HiddenPadding, output: &mut Vec<u8>) {
-    if !output.is_empty() {
+    if padding.is_empty() || !output.is_empty() {
         return;
     }
     for (stream, bytes) in std::mem::take(padding) {

@@ -2,19 +2,25 @@
 
 use smallvec::SmallVec;
 use std::collections::VecDeque;
+use std::rc::Rc;
 use std::sync::LazyLock;
 
-use super::field_check::{FieldCheck, check_field};
+use super::field_check::{FieldCheck, FieldKind, check_field};
 
 /// Overhead of a field in the sizes of tables and field lists (RFC 7541, 4.1).
 const FIELD_OVERHEAD: usize = 32;
 
+/// Memory of a literal field at first. Most are shorter.
+const LITERAL_BYTES: usize = 64;
+
 /// Maximum size of the dynamic table: the default, because the server's SETTINGS do not change it.
 const MAX_TABLE_BYTES: usize = 4096;
 
-/// Fields of the static table, in order (RFC 7541, Appendix A). A field has a value behind a space.
-static STATIC_TABLE: LazyLock<Vec<TableEntry>> = LazyLock::new(|| {
-    let fields = ":authority|:method GET|:method POST|:path /|:path /index.html|:scheme http|:scheme https|:status 200|\
+thread_local! {
+    /// Fields of the static table, in order (RFC 7541, Appendix A). A field has a value behind a
+    /// space.
+    static STATIC_TABLE: Rc<[Rc<DecodedField>]> = {
+        let fields = ":authority|:method GET|:method POST|:path /|:path /index.html|:scheme http|:scheme https|:status 200|\
         :status 204|:status 206|:status 304|:status 400|:status 404|:status 500|accept-charset|\
         accept-encoding gzip, deflate|accept-language|accept-ranges|accept|access-control-allow-origin|age|allow|\
         authorization|cache-control|content-disposition|content-encoding|content-language|content-length|\
@@ -22,16 +28,13 @@ static STATIC_TABLE: LazyLock<Vec<TableEntry>> = LazyLock::new(|| {
         if-modified-since|if-none-match|if-range|if-unmodified-since|last-modified|link|location|max-forwards|\
         proxy-authenticate|proxy-authorization|range|referer|refresh|retry-after|server|set-cookie|\
         strict-transport-security|transfer-encoding|user-agent|vary|via|www-authenticate";
-    let entry = |field: &str| {
-        let (name, value) = field.split_once(' ').unwrap_or((field, ""));
-        TableEntry {
-            text: [name, value].concat().into_bytes().into(),
-            name_len: name.len(),
-            check: check_field(name.as_bytes(), value.as_bytes()),
-        }
+        let field = |field: &str| {
+            let (name, value) = field.split_once(' ').unwrap_or((field, ""));
+            Rc::new(DecodedField::new([name, value].concat().into_bytes(), name.len()))
+        };
+        fields.split('|').map(field).collect()
     };
-    fields.split('|').map(entry).collect()
-});
+}
 
 /// Huffman code (RFC 7541, Appendix B): lengths in bits, and the bytes with codes of that length in
 /// the order of their codes. Each code is the previous one plus 1, filled with zeros. The code of
@@ -76,34 +79,55 @@ pub(super) struct InvalidFieldBlock;
 /// Decoder with the dynamic table of one connection.
 #[derive(Debug)]
 pub(super) struct HpackDecoder {
-    /// Newest entry first.
-    table: VecDeque<TableEntry>,
+    static_table: Rc<[Rc<DecodedField>]>,
+    /// Newest field first.
+    table: VecDeque<Rc<DecodedField>>,
     table_bytes: usize,
     max_table_bytes: usize,
+    /// Whether the last block changed the table.
+    pub(super) has_changed: bool,
 }
 
+/// A field of a block, which a table may share. It is checked once.
 #[derive(Debug)]
-struct TableEntry {
+pub(super) struct DecodedField {
     /// Name and value.
-    text: Box<[u8]>,
+    text: Vec<u8>,
     name_len: usize,
-    check: FieldCheck,
+    pub(super) kind: FieldKind,
+    pub(super) check: FieldCheck,
 }
 
-/// A field of a block.
-pub(super) struct DecodedField<'f> {
-    pub(super) name: &'f [u8],
-    pub(super) value: &'f [u8],
-    /// A field of the dynamic table was checked when it entered the table.
-    pub(super) check: FieldCheck,
+impl DecodedField {
+    fn new(text: Vec<u8>, name_len: usize) -> Self {
+        let (name, value) = text.split_at_checked(name_len).unwrap_or((&text, &[]));
+        let (kind, check) = check_field(name, value);
+        Self {
+            text,
+            name_len,
+            kind,
+            check,
+        }
+    }
+
+    pub(super) fn name(&self) -> &[u8] {
+        self.text.get(..self.name_len).unwrap_or_default()
+    }
+
+    pub(super) fn value(&self) -> &[u8] {
+        self.text.get(self.name_len..).unwrap_or_default()
+    }
+
+    /// Size in tables and lists.
+    fn size(&self) -> usize {
+        self.text.len() + FIELD_OVERHEAD
+    }
 }
 
 /// Fields of one block, in order.
 #[derive(Debug, Default)]
 pub(super) struct FieldList {
-    text: SmallVec<[u8; 1024]>,
-    /// Ends of names and values in `text`, with the checks of the fields.
-    fields: SmallVec<[(usize, usize, FieldCheck); 32]>,
+    pub(super) fields: SmallVec<[Rc<DecodedField>; 32]>,
     /// Size that remains, with the overhead of each field. Fields beyond it are left out.
     pub(super) remaining_bytes: usize,
     pub(super) is_too_large: bool,
@@ -118,34 +142,13 @@ impl FieldList {
         }
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = DecodedField<'_>> {
-        let mut start = 0;
-        self.fields.iter().map(move |(name_end, end, check)| {
-            let name = self.text.get(start..*name_end).unwrap_or_default();
-            start = *end;
-            DecodedField {
-                name,
-                value: self.text.get(*name_end..*end).unwrap_or_default(),
-                check: *check,
-            }
-        })
-    }
-
-    /// Adds the field whose name and value were appended to `text` at `start`.
-    fn finish_field(&mut self, start: usize, name_end: usize, check: FieldCheck) {
-        let end = self.text.len();
-        match self
-            .remaining_bytes
-            .checked_sub(end - start + FIELD_OVERHEAD)
-        {
+    fn push(&mut self, field: &Rc<DecodedField>) {
+        match self.remaining_bytes.checked_sub(field.size()) {
             Some(rest) if !self.is_too_large => {
                 self.remaining_bytes = rest;
-                self.fields.push((name_end, end, check));
+                self.fields.push(Rc::clone(field));
             }
-            _ => {
-                self.is_too_large = true;
-                self.text.truncate(start);
-            }
+            _ => self.is_too_large = true,
         }
     }
 }
@@ -153,9 +156,11 @@ impl FieldList {
 impl Default for HpackDecoder {
     fn default() -> Self {
         Self {
+            static_table: STATIC_TABLE.with(Rc::clone),
             table: VecDeque::new(),
             table_bytes: 0,
             max_table_bytes: MAX_TABLE_BYTES,
+            has_changed: false,
         }
     }
 }
@@ -171,41 +176,33 @@ impl HpackDecoder {
         fields: &mut FieldList,
     ) -> Result<(), InvalidFieldBlock> {
         let mut may_resize = true;
+        self.has_changed = false;
         while let [first, ..] = block {
-            let start = fields.text.len();
             match first {
-                0x80.. => {
-                    let entry = self.entry(read_integer(&mut block, 7)?)?;
-                    if !fields.is_too_large {
-                        fields.text.extend_from_slice(&entry.text);
-                        fields.finish_field(start, start + entry.name_len, entry.check);
-                    }
-                }
+                0x80.. => fields.push(self.entry(read_integer(&mut block, 7)?)?),
                 0x20..0x40 => {
                     let bytes = read_integer(&mut block, 5)?;
                     if bytes > MAX_TABLE_BYTES || !may_resize {
                         return Err(InvalidFieldBlock);
                     }
-                    self.max_table_bytes = bytes;
+                    (self.max_table_bytes, self.has_changed) = (bytes, true);
                     self.evict_entries(0);
                     continue;
                 }
                 _ => {
                     let is_indexed = *first >= 0x40;
+                    let mut text = Vec::with_capacity(LITERAL_BYTES);
                     match read_integer(&mut block, if is_indexed { 6 } else { 4 })? {
-                        0 => read_string(&mut block, &mut fields.text)?,
-                        index => fields.text.extend_from_slice(self.entry(index)?.name()),
+                        0 => read_string(&mut block, &mut text)?,
+                        index => text.extend_from_slice(self.entry(index)?.name()),
                     }
-                    let name_end = fields.text.len();
-                    read_string(&mut block, &mut fields.text)?;
-                    let text = fields.text.get(start..).unwrap_or_default();
-                    let name_len = name_end - start;
-                    let (name, value) = text.split_at(name_len);
-                    let check = check_field(name, value);
+                    let name_len = text.len();
+                    read_string(&mut block, &mut text)?;
+                    let field = Rc::new(DecodedField::new(text, name_len));
+                    fields.push(&field);
                     if is_indexed {
-                        self.insert_entry(text, name_len, check);
+                        self.insert_entry(field);
                     }
-                    fields.finish_field(start, name_end, check);
                 }
             }
             may_resize = false;
@@ -213,25 +210,22 @@ impl HpackDecoder {
         Ok(())
     }
 
-    fn entry(&self, index: usize) -> Result<&TableEntry, InvalidFieldBlock> {
+    fn entry(&self, index: usize) -> Result<&Rc<DecodedField>, InvalidFieldBlock> {
         let index = index.checked_sub(1).ok_or(InvalidFieldBlock)?;
-        let entry = match index.checked_sub(STATIC_TABLE.len()) {
-            None => STATIC_TABLE.get(index),
+        let entry = match index.checked_sub(self.static_table.len()) {
+            None => self.static_table.get(index),
             Some(index) => self.table.get(index),
         };
         entry.ok_or(InvalidFieldBlock)
     }
 
-    fn insert_entry(&mut self, text: &[u8], name_len: usize, check: FieldCheck) {
-        let bytes = text.len() + FIELD_OVERHEAD;
+    fn insert_entry(&mut self, field: Rc<DecodedField>) {
+        let bytes = field.size();
+        self.has_changed = true;
         self.evict_entries(bytes);
         if bytes <= self.max_table_bytes {
             self.table_bytes += bytes;
-            self.table.push_front(TableEntry {
-                text: text.into(),
-                name_len,
-                check,
-            });
+            self.table.push_front(field);
         }
     }
 
@@ -240,14 +234,8 @@ impl HpackDecoder {
         while self.table_bytes + bytes > self.max_table_bytes
             && let Some(oldest) = self.table.pop_back()
         {
-            self.table_bytes -= oldest.text.len() + FIELD_OVERHEAD;
+            self.table_bytes -= oldest.size();
         }
-    }
-}
-
-impl TableEntry {
-    fn name(&self) -> &[u8] {
-        self.text.get(..self.name_len).unwrap_or_default()
     }
 }
 
@@ -289,10 +277,7 @@ fn take_byte(bytes: &mut &[u8]) -> Result<u8, InvalidFieldBlock> {
 }
 
 /// Takes a string and appends it, decoded, to `into` (RFC 7541, 5.2).
-fn read_string(
-    bytes: &mut &[u8],
-    into: &mut SmallVec<[u8; 1024]>,
-) -> Result<(), InvalidFieldBlock> {
+fn read_string(bytes: &mut &[u8], into: &mut Vec<u8>) -> Result<(), InvalidFieldBlock> {
     let is_huffman = bytes.first().is_some_and(|first| *first >= 0x80);
     let length = read_integer(bytes, 7)?;
     let (text, rest) = bytes.split_at_checked(length).ok_or(InvalidFieldBlock)?;
@@ -319,7 +304,8 @@ fn find_huffman_code(window: u64) -> Option<(u32, u8)> {
     })
 }
 
-fn decode_huffman(text: &[u8], into: &mut SmallVec<[u8; 1024]>) -> Result<(), InvalidFieldBlock> {
+fn decode_huffman(text: &[u8], into: &mut Vec<u8>) -> Result<(), InvalidFieldBlock> {
+    let short_codes = &**SHORT_HUFFMAN_CODES;
     let mut rest = text.iter();
     // The next bits, from the highest on. The others are ones, as the padding of the last byte.
     let (mut window, mut bits) = (u64::MAX, 0);
@@ -331,16 +317,18 @@ fn decode_huffman(text: &[u8], into: &mut SmallVec<[u8; 1024]>) -> Result<(), In
             window &= !(0xff << shift) | u64::from(*byte) << shift;
             bits += 8;
         }
+        // Padding is less than a byte of ones (RFC 7541, 5.2).
+        if bits < 8 && window == u64::MAX {
+            return Ok(());
+        }
         let [first, ..] = window.to_be_bytes();
-        let short = SHORT_HUFFMAN_CODES.get(usize::from(first)).copied();
+        let short = short_codes.get(usize::from(first)).copied();
         match short.flatten().or_else(|| find_huffman_code(window)) {
             Some((length, symbol)) if length <= bits => {
                 into.push(symbol);
                 window = window << length | ((1 << length) - 1);
                 bits -= length;
             }
-            // Padding is less than a byte of ones (RFC 7541, 5.2).
-            _ if bits < 8 && window == u64::MAX => return Ok(()),
             _ => return Err(InvalidFieldBlock),
         }
     }
@@ -357,9 +345,7 @@ mod tests {
         let mut fields = FieldList::with_max_bytes(16_384);
         decoder.decode(block, &mut fields)?;
         let text = |bytes: &[u8]| bytes.iter().map(|byte| char::from(*byte)).collect();
-        let pairs = fields
-            .iter()
-            .map(|field| (text(field.name), text(field.value)));
+        let pairs = (fields.fields.iter()).map(|field| (text(field.name()), text(field.value())));
         Ok(pairs.collect())
     }
 
@@ -417,7 +403,7 @@ mod tests {
                 let filled = (code + 1) << (bits - length);
                 let text = (filled - 1).to_be_bytes();
                 let text = &text[8 - usize::try_from(bits / 8).unwrap()..];
-                let mut decoded = SmallVec::new();
+                let mut decoded = Vec::new();
                 decode_huffman(text, &mut decoded).unwrap();
                 assert_eq!(decoded.as_slice(), [*symbol]);
                 seen.push(*symbol);
@@ -491,7 +477,7 @@ mod tests {
         let block = b"\x00\x01a\x01b\x00\x01c\x01d\x40\x01e\x01f";
         decoder.decode(block, &mut fields).unwrap();
         assert!(fields.is_too_large);
-        assert_eq!(fields.iter().count(), 2);
+        assert_eq!(fields.fields.len(), 2);
         assert_eq!(decode(&mut decoder, &[0xbe]).unwrap(), pairs(&[("e", "f")]));
     }
 }

@@ -254,11 +254,14 @@ impl UpstreamSocket {
     }
 
     fn poll_write_window_updates(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let Some(http2) = &mut self.http2 else {
-            return Poll::Ready(Ok(()));
-        };
-        let written = poll_write_all(self.transport.get_mut(), cx, &mut http2.window_updates);
-        self.mask_write_failure(written, ())
+        match &mut self.http2 {
+            Some(http2) if !http2.window_updates.is_empty() => {
+                let updates = &mut http2.window_updates;
+                let written = poll_write_all(self.transport.get_mut(), cx, updates);
+                self.mask_write_failure(written, || ())
+            }
+            _ => Poll::Ready(Ok(())),
+        }
     }
 
     /// Keeps `permit` until the socket is closed.
@@ -283,7 +286,7 @@ impl UpstreamSocket {
     fn mask_write_failure<T>(
         &mut self,
         result: Poll<io::Result<T>>,
-        value_if_broken: T,
+        value_if_broken: impl FnOnce() -> T,
     ) -> Poll<io::Result<T>> {
         match result {
             Poll::Ready(Err(error))
@@ -294,7 +297,7 @@ impl UpstreamSocket {
                     ) =>
             {
                 self.write_failed = true;
-                Poll::Ready(Ok(value_if_broken))
+                Poll::Ready(Ok(value_if_broken()))
             }
             result => result,
         }
@@ -354,7 +357,7 @@ impl AsyncWrite for UpstreamSocket {
         let this = self.get_mut();
         ready!(this.poll_write_window_updates(cx))?;
         let result = Pin::new(this.transport.get_mut()).poll_write(cx, bytes);
-        this.mask_write_failure(result, bytes.len())
+        this.mask_write_failure(result, || bytes.len())
     }
 
     fn poll_write_vectored(
@@ -365,7 +368,7 @@ impl AsyncWrite for UpstreamSocket {
         let this = self.get_mut();
         ready!(this.poll_write_window_updates(cx))?;
         let result = Pin::new(this.transport.get_mut()).poll_write_vectored(cx, bytes);
-        this.mask_write_failure(result, bytes.iter().map(|slice| slice.len()).sum())
+        this.mask_write_failure(result, || bytes.iter().map(|slice| slice.len()).sum())
     }
 
     fn is_write_vectored(&self) -> bool {
@@ -377,13 +380,14 @@ impl AsyncWrite for UpstreamSocket {
         // h2 flushes if and only if it has written all its output. Twice, because what was added up
         // while earlier output waited follows it.
         for _ in 0..2 {
-            if let Some(http2) = &mut this.http2 {
-                return_window(&mut http2.filter.hidden_padding, &mut http2.window_updates);
-            }
+            let Some(http2) = &mut this.http2 else {
+                break;
+            };
+            return_window(&mut http2.filter.hidden_padding, &mut http2.window_updates);
             ready!(this.poll_write_window_updates(cx))?;
         }
         let result = Pin::new(this.transport.get_mut()).poll_flush(cx);
-        this.mask_write_failure(result, ())
+        this.mask_write_failure(result, || ())
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

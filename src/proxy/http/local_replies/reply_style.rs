@@ -78,6 +78,11 @@ fn prefers_plain_text(headers: &HeaderMap) -> bool {
         let Ok(line) = line.to_str() else {
             return false;
         };
+        if line == "*/*" {
+            text = text.max((1, 1000));
+            json = json.max((1, 1000));
+            continue;
+        }
         for element in line.split(',') {
             let mut pieces = element.split(';').map(str::trim);
             let range = pieces.next().unwrap_or("");

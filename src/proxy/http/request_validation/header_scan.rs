@@ -71,6 +71,14 @@ impl RequestHeaderScan {
                     scan.has_unknown_expectation |= !is_known;
                     scan.headers_to_remove.push(header::EXPECT);
                 }
+                // Frequent names that consist of letters and hyphens.
+                header::ACCEPT
+                | header::ACCEPT_ENCODING
+                | header::ACCEPT_LANGUAGE
+                | header::AUTHORIZATION
+                | header::CONTENT_TYPE
+                | header::COOKIE
+                | header::USER_AGENT => {}
                 _ => check_ambiguous_name(name, reads_header)?,
             }
             if is_hop_by_hop(name) {

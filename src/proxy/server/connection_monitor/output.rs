@@ -22,6 +22,13 @@ pub(crate) struct OutputState {
     pub(crate) may_be_within_response: Cell<bool>,
 }
 
+impl OutputState {
+    /// Whether informational heads may have to be written.
+    pub(crate) fn has_queued(&self) -> bool {
+        !self.informational_heads.borrow().is_empty() || self.continue_queue.has_permits()
+    }
+}
+
 impl ConnectionMonitor {
     /// Queues an informational head for an HTTP/1.1 client, ahead of all later output of hyper. The
     /// head is dropped if output of earlier responses is still unwritten.
