@@ -118,6 +118,11 @@ impl<'a> TableReader<'a> {
         })
     }
 
+    /// Reads a duration of which zero means none.
+    pub(super) fn get_nonzero_duration(&self, name: &str) -> Option<Duration> {
+        self.get_duration(name).filter(|time| !time.is_zero())
+    }
+
     /// Reads a size in bytes.
     pub(super) fn get_byte_size<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
         self.read_value(name, |kind, value| match kind {

@@ -17,14 +17,6 @@ impl TopData for FleetDocument {
         *self = Self::deserialize(response).unwrap_or_default();
     }
 
-    fn row_count(&self) -> usize {
-        0
-    }
-
-    fn extra_keys(&self, _view: &ViewState) -> String {
-        String::new()
-    }
-
     fn render_lines(
         &self,
         view: &ViewState,

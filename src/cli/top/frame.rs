@@ -22,10 +22,14 @@ pub(super) trait TopData {
     fn update(&mut self, response: Value);
 
     /// Number of rows that can be scrolled.
-    fn row_count(&self) -> usize;
+    fn row_count(&self) -> usize {
+        0
+    }
 
     /// The keys of the terminal view that only this data needs.
-    fn extra_keys(&self, view: &ViewState) -> String;
+    fn extra_keys(&self, _view: &ViewState) -> String {
+        String::new()
+    }
 
     /// Renders the data: what is important in `height` lines, or all of it.
     fn render_lines(

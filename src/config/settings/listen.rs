@@ -20,8 +20,7 @@ pub(super) fn build_listen_settings(
         assumes_https: read_forwarded_proto(reader)?,
         max_connections: reader.get_integer("max_connections")?,
         max_connections_per_client: reader.get_integer("max_connections_per_client")?,
-        max_connection_age: Some(reader.get_duration("max_connection_age")?)
-            .filter(|age| !age.is_zero()),
+        max_connection_age: reader.get_nonzero_duration("max_connection_age"),
         max_memory: match reader.get_byte_size("max_memory") {
             None => container_memory::default_connection_memory(),
             Some(bytes) => Some(bytes).filter(|bytes| *bytes > 0),

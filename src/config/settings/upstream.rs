@@ -20,21 +20,15 @@ pub(super) fn build_upstream_settings(
     let tls = url.as_ref().and_then(|url| build_upstream_tls(reader, url));
     Some(UpstreamSettings {
         connect_timeout: reader.get_duration("connect_timeout")?,
-        response_timeout: reader
-            .get_duration("response_timeout")
-            .filter(|time| !time.is_zero()),
-        body_idle_timeout: reader
-            .get_duration("body_idle_timeout")
-            .filter(|time| !time.is_zero()),
+        response_timeout: reader.get_nonzero_duration("response_timeout"),
+        body_idle_timeout: reader.get_nonzero_duration("body_idle_timeout"),
         pool_idle_timeout: reader.get_duration("pool_idle_timeout")?,
         pool_max_idle: reader.get_integer("pool_max_idle")?,
         preserve_host: reader.get_bool("preserve_host")?,
         max_connections: reader.get_integer("max_connections")?,
         max_connections_per_client: reader.get_integer("max_connections_per_client")?,
         max_tunnels_per_client: reader.get_integer("max_tunnels_per_client")?,
-        tunnel_idle_timeout: reader
-            .get_duration("tunnel_idle_timeout")
-            .filter(|time| !time.is_zero()),
+        tunnel_idle_timeout: reader.get_nonzero_duration("tunnel_idle_timeout"),
         queue_timeout: reader.get_duration("queue_timeout")?,
         max_requests_waiting: http.get_integer("max_requests_waiting")?,
         retry_connect: reader.get_integer("retry_connect")?,

@@ -40,12 +40,13 @@ fn is_plain_path_byte(byte: &u8) -> bool {
 }
 
 /// What a field block belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum FieldBlockKind {
     RequestHead,
     /// Trailers of an upload that is not complete.
     Trailers,
     /// A stream that has ended.
+    #[default]
     Other,
 }
 

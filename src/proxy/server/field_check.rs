@@ -40,10 +40,8 @@ pub(super) fn check_field(name: &[u8], value: &[u8]) -> (FieldKind, FieldCheck) 
         _ => FieldKind::Other,
     };
     let check = match kind {
-        FieldKind::Authority => match Authority::try_from(value) {
-            Ok(_) => Ok(()),
-            Err(_invalid) => Err(RequestValidationError::HostInvalid),
-        },
+        FieldKind::Authority => Authority::try_from(value)
+            .map_or(Err(RequestValidationError::HostInvalid), |_valid| Ok(())),
         FieldKind::ContentLength | FieldKind::Expect | FieldKind::Other => {
             check_regular_field(name, value)
         }

@@ -87,7 +87,7 @@ struct OpenUpload {
 }
 
 /// Frames of a field block.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct FieldBlock {
     kind: FieldBlockKind,
     stream: u32,
@@ -276,10 +276,7 @@ impl FrameScanner {
                     stream,
                     ends_stream: flags & END_STREAM != 0,
                     depends_on_itself: header.depends_on_itself(),
-                    has_last_frame: false,
-                    frames: Vec::new(),
-                    last_payload: 0..0,
-                    payload: Vec::new(),
+                    ..FieldBlock::default()
                 })
             });
         }

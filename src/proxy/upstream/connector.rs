@@ -254,14 +254,11 @@ impl UpstreamSocket {
     }
 
     fn poll_write_window_updates(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match &mut self.http2 {
-            Some(http2) if !http2.window_updates.is_empty() => {
-                let updates = &mut http2.window_updates;
-                let written = poll_write_all(self.transport.get_mut(), cx, updates);
-                self.mask_write_failure(written, || ())
-            }
-            _ => Poll::Ready(Ok(())),
-        }
+        let Some(http2) = &mut self.http2 else {
+            return Poll::Ready(Ok(()));
+        };
+        let written = poll_write_all(self.transport.get_mut(), cx, &mut http2.window_updates);
+        self.mask_write_failure(written, || ())
     }
 
     /// Keeps `permit` until the socket is closed.

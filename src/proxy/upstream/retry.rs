@@ -4,9 +4,6 @@ use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 use crate::proxy::http::body::request::RequestBody;
 
-/// Most heads are no longer.
-const TYPICAL_HEAD_BYTES: usize = 512;
-
 /// A copy of a request, for a retry. Copying the headers as text costs a third of cloning the header
 /// map; few copies are ever converted back.
 pub(super) struct RetryRequest {
@@ -20,7 +17,8 @@ pub(super) struct RetryRequest {
 
 impl RetryRequest {
     pub(super) fn from_request(request: &Request<RequestBody>) -> Self {
-        let mut header_lines = Vec::with_capacity(TYPICAL_HEAD_BYTES);
+        // Most heads are no longer.
+        let mut header_lines = Vec::with_capacity(512);
         for (name, value) in request.headers() {
             header_lines.extend_from_slice(name.as_str().as_bytes());
             header_lines.push(b':');
