@@ -104,8 +104,8 @@ async fn run_http1_client(address: SocketAddr, pause: Duration, seen: ClientResu
 /// As [`run_http1_client`], over HTTP/2. A request that GOAWAY prevented was not sent, so it is not
 /// lost.
 async fn run_http2_client(address: SocketAddr, seen: ClientResults) {
-    while TcpStream::connect(address).await.is_ok() {
-        let mut sender = open_http2_connection(address).await;
+    while let Ok(stream) = TcpStream::connect(address).await {
+        let mut sender = open_http2_over_stream(stream).await;
         while sender.ready().await.is_ok() {
             let sent = Instant::now();
             match sender.send_request(get_request("http://a/")).await {
