@@ -1,5 +1,6 @@
 //! SIGTERM under load: no request that was sent in time is lost.
 
+use crate::support::client::open_http2_over_stream;
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
 use hyper::StatusCode;
