@@ -727,6 +727,29 @@ fn conditions_in_a_spelling_that_no_request_has_are_reported() {
             "{conditions}: {found}"
         );
     }
+    for (conditions, is_reported) in [
+        ("headers = { x-plan = { regex = '^ free' } }", true),
+        ("headers = { x-plan = { regex = '(free|gold) $' } }", true),
+        (
+            "headers = { authorization = { regex = '^Bearer  abc' } }",
+            true,
+        ),
+        ("not = { headers = { x-plan = { regex = '^ ' } } }", true),
+        ("headers = { x-plan = { regex = 'very  free' } }", false),
+        (
+            "headers = { authorization = { regex = '^Bearer abc$' } }",
+            false,
+        ),
+        ("headers = { x-plan = ' free' }", false),
+    ] {
+        let found = warnings("", conditions);
+        let expected = "headers are compared without spaces at their start and end";
+        assert_eq!(
+            found.contains(expected),
+            is_reported,
+            "{conditions}: {found}"
+        );
+    }
     for conditions in [
         "path_regex = '^/café$'",
         "path_regex = '^/a%2fb$'",

@@ -19,6 +19,8 @@ pub(super) struct FieldCoverage {
     pub(super) with_status: u64,
     /// Requests that the server answered with status 429 at the time of the log.
     pub(super) answered_429: u64,
+    /// Requests that the server answered with an error of the client or its own, such as 429.
+    pub(super) answered_with_error: u64,
     /// Requests with a header, by the header's index in [`RequiredHeaders`].
     pub(super) with_header: Vec<u64>,
     /// Requests from logs that do not record the query string.
@@ -43,6 +45,7 @@ impl FieldCoverage {
         self.with_duration += u64::from(request.duration_us.is_some());
         self.with_status += u64::from(StatusCode::from_u16(request.status).is_ok());
         self.answered_429 += u64::from(request.status == 429);
+        self.answered_with_error += u64::from(request.status >= 400);
         self.without_query += u64::from(!request.log_has_query);
         self.hidden_clients += u64::from(is_client_hidden);
         for (header_index, _) in request.headers() {

@@ -599,6 +599,24 @@ fn login_log(statuses: &[u16]) -> String {
         .collect()
 }
 
+/// The access log contains by default only what was rejected.
+#[test]
+fn a_log_without_admitted_requests_is_a_caveat() {
+    let policy =
+        "[[policy]]\nname = 'login'\nkey = ['client_ip']\nlimit = { requests = 9, per = '1h' }\n";
+    for (statuses, is_caveat) in [
+        (&[429, 403, 503, 400][..], true),
+        (&[429, 403, 200], false),
+        (&[200], false),
+    ] {
+        let fixture = ReplayFixture::new(policy).with_log("a", login_log(statuses));
+        let report = fixture.run_replay().render_text(100, false);
+        let caveat = "no request in the log succeeded: a log of rejections";
+        let words: Vec<_> = report.split_whitespace().collect();
+        assert_eq!(words.join(" ").contains(caveat), is_caveat, "{report}");
+    }
+}
+
 #[test]
 fn the_logged_status_decides_what_counts_and_what_blocks() {
     let policy = |limit: &str| {

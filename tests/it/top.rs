@@ -222,10 +222,19 @@ async fn an_unreachable_admin_port_is_an_error_with_its_address() {
         "{}",
         ended.stderr
     );
-    assert_eq!(
-        run_top(&fixture, &["--every", "0"]).await.status.code(),
-        Some(2)
-    );
+    for interval in ["0", "61", "500ms", "x"] {
+        let ended = run_top(&fixture, &["--every", interval]).await;
+        assert_eq!(ended.status.code(), Some(2));
+        let expected = "expected a duration from 1s to 60s";
+        assert!(ended.stderr.contains(expected), "{}", ended.stderr);
+    }
+    for words in [
+        &["--once", "--json", "--every", "1s"][..],
+        &["--json", "--every", "60"],
+    ] {
+        let json: Value = run_top(&fixture, words).await.json();
+        assert_eq!(json["overview"]["status"], "ready");
+    }
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ mod sparkline;
 use super::admin_client::AdminClient;
 use super::output::CommandError;
 use crate::admin::{FleetDocument, escape_json_for_display};
-use crate::config::ConfigSources;
+use crate::config::{ConfigSources, parse_duration};
 use frame::{TopData, ViewState};
 use serde_json::{Value, json};
 use snapshot::{AdminApiSnapshot, escape_texts};
@@ -38,11 +38,19 @@ pub(super) struct TopFlags {
     fleet: bool,
     /// Print the responses of the admin API once, as JSON: {"overview", "policies", "top"}, or with
     /// --fleet that of GET /fleet.
-    #[arg(long, conflicts_with = "once")]
+    #[arg(long)]
     json: bool,
-    /// Seconds between refreshes.
-    #[arg(long, value_name = "SECONDS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=60))]
-    every: u64,
+    /// Time between refreshes, from 1s to 60s; a number alone is in seconds.
+    #[arg(long, value_name = "DURATION", default_value = "2s", value_parser = parse_interval)]
+    every: Duration,
+}
+
+fn parse_interval(text: &str) -> Result<Duration, &'static str> {
+    let seconds = text.parse().map(Duration::from_secs).ok();
+    let interval = seconds.or_else(|| parse_duration(text));
+    interval
+        .filter(|interval| (1..=60).contains(&interval.as_secs()))
+        .ok_or("expected a duration from 1s to 60s")
 }
 
 /// Runs the live view until the user quits, or returns the text to print.
@@ -74,13 +82,12 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
         return Ok(frame::render_plain_text(&*data, &view, MAX_PIPE_WIDTH));
     }
     view.address = client.address().to_string();
-    let interval = Duration::from_secs(flags.every);
     let fetch_escaped = move || {
         let mut response = fetch(&client)?;
         escape_texts(&mut response);
         Ok(response)
     };
-    screen::run_screen(fetch_escaped, data, view, interval)
+    screen::run_screen(fetch_escaped, data, view, flags.every)
         .map_err(|error| format!("error: the terminal can't be used: {error}\n"))?;
     Ok(String::new())
 }

@@ -8,9 +8,10 @@ use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
     CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, PolicyAction,
-    PolicyMode, Quota,
+    PolicyMode, Quota, ValueCondition,
 };
 use http::HeaderName;
+use http::header::AUTHORIZATION;
 use ipnet::IpNet;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -89,9 +90,16 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
         );
     }
     for one in &matcher.values {
-        let key = match one.part {
+        let key = match &one.part {
             KeyPart::Query(_) => "query",
             KeyPart::Cookie(_) => "cookies",
+            KeyPart::Header(name) => {
+                if matches!(&one.condition, ValueCondition::Regex(regex) if needs_removed_space(name, regex.as_str()))
+                {
+                    reader.report_warning("headers", REMOVED_SPACE_WARNING);
+                }
+                continue;
+            }
             _ => continue,
         };
         if one.condition.texts().any(path_regex::has_escape) {
@@ -127,6 +135,15 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
     for (table, one) in reader.get_tables("any").iter().zip(&matcher.any) {
         check_conditions(table, one, context);
     }
+}
+
+const REMOVED_SPACE_WARNING: &str = "an expression matches no value: headers are compared without spaces at their start and end, and authorization with one space after the scheme";
+
+/// Whether an expression matches only values with a space that no canonical value has.
+fn needs_removed_space(name: &HeaderName, regex: &str) -> bool {
+    regex.starts_with("^ ")
+        || regex.ends_with(" $")
+        || *name == AUTHORIZATION && regex.contains("  ")
 }
 
 const DECODED_VALUE_WARNING: &str = "values of query parameters and cookies are compared decoded; expected the text without percent-encoding";

@@ -145,14 +145,23 @@ impl ReplayReport {
         series.resample(self.from_s, width_s, count)
     }
 
-    /// Returns what must be known before the results are read: fields that the logs lack.
+    /// Returns what must be known before the results are read: requests and fields that the logs
+    /// lack.
     pub(super) fn caveats(&self) -> Vec<String> {
+        let coverage = self.sets.first().map(|set| &set.stats.field_coverage);
+        let lacks_admitted = coverage
+            .is_some_and(|seen| seen.requests > 0 && seen.answered_with_error == seen.requests);
+        let only_rejections = lacks_admitted.then(|| {
+            "no request in the log succeeded: a log of rejections (log.access = \"rejected\") lacks the admitted \
+             requests, so most limits seem to refuse nothing; replay a log of all requests (log.access = \"all\")"
+                .to_owned()
+        });
         let sentences = self.sets.iter().flat_map(|set| {
             let prefix = self.set_prefix(set);
             let missing = set.missing_fields.iter();
             missing.map(move |sentence| format!("{prefix}{sentence}"))
         });
-        sentences.collect()
+        only_rejections.into_iter().chain(sentences).collect()
     }
 
     /// Returns the name of a set before a sentence about it, if there are several sets.
