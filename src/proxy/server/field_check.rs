@@ -25,8 +25,8 @@ fn is_name_byte(byte: &u8) -> bool {
     matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'!' | b'#'..=b'\'' | b'*' | b'+' | b'^' | b'`' | b'|' | b'~')
 }
 
-/// Checks a field. Of pseudo-header fields, only `:authority` can be invalid here: the checks of the
-/// others depend on the head.
+/// Checks a field. Of pseudo-header fields, only `:authority` can be invalid here: the checks of
+/// the others depend on the head.
 pub(super) fn check_field(name: &[u8], value: &[u8]) -> (FieldKind, FieldCheck) {
     let kind = match name {
         b":method" => FieldKind::Method,
