@@ -1,5 +1,6 @@
 //! `tidegate explain`: shows which policies apply to a request and what the outcome would be.
 
+use super::admin_client::AdminClient;
 use super::flags::NO_POLICIES;
 use super::limit_status;
 use super::output::{CommandError, block_on, describe_cause, format_json};
@@ -55,6 +56,13 @@ pub(super) fn explain_request(
             explanation::explain_request(&backend, &config.policy_table, &request).await;
         if let Ok(explained) = &mut explained {
             clear_instance_statuses(&mut explained.explanation);
+            if let Some(why) = &mut explained.store_error
+                && let Some(outage_s) = outage_of_running_proxy(sources)
+            {
+                why.push_str(&format!(
+                    "; the proxy on this machine has been without it for {outage_s} s"
+                ));
+            }
             if let Err(error) = copied {
                 let why = format!("overrides of keys are known only to the running proxy: {error}");
                 explained.store_error = Some(why);
@@ -81,6 +89,14 @@ pub(super) fn explain_request(
         }
     })?;
     Ok(printed?)
+}
+
+/// For how many seconds the running proxy has been without the store. `None` if it is not, or does
+/// not answer.
+fn outage_of_running_proxy(sources: &ConfigSources) -> Option<u64> {
+    let client = AdminClient::from_sources(sources).ok()?;
+    let overview = client.request_json_at_once("GET", "/overview?seconds=1");
+    overview.ok()?.pointer("/store/outage/lasts_s")?.as_u64()
 }
 
 /// Copies the overrides of the request's keys from the memory of the running proxy to the memory
