@@ -1,5 +1,5 @@
-//! Adds a route whose requests return their units: many in flight at a time, in a queue, or beside a
-//! limit of the instance.
+//! Adds a route whose requests return their units: many in flight at a time, in a queue, or beside
+//! a limit of the instance.
 
 use super::policies::build_policy;
 use crate::sim::scenario::{HOUR, PolicySpec, RequestSpec, Rule, SECOND, Scenario, ScenarioClass};
