@@ -48,14 +48,11 @@ pub(super) fn check_counter(
             }
         } else {
             most += one.most_units;
-            let is_counted = history.policy.counts_rejected && record.is_from_redis;
-            least += u64::from(is_counted && one.is_healthy) * cost;
         }
     }
     if history.policy.counts_rejected {
         // Units of rejected requests replace older ones.
-        let requests = history.policy.requests;
-        (least, most) = (least.min(requests), most.min(requests));
+        most = most.min(history.policy.requests);
     }
     let faults = run.excuses.iter().filter(|excuse| excuse.is_outage).count() as u64;
     most += 2 * history.policy.lease_units() * run.scenario.workers as u64 * faults;
