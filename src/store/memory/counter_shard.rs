@@ -80,11 +80,8 @@ impl StoreTime {
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> T {
         let view = |state: &CounterState, at_us| {
-            read_view(
-                state
-                    .view_at(limit, at_us)
-                    .with_reported_clock(self.wall_us),
-            )
+            let view = state.view_at(limit, at_us);
+            read_view(view.with_reported_clock(self.wall_us))
         };
         match (counter, self.of_counter(limit, counter)) {
             (Some(counter), Some(at_us)) => view(&counter.state, at_us),
@@ -116,9 +113,8 @@ impl StoreTime {
         let window = counter.and_then(|counter| counter.state.wall_clock_window());
         match (counter, window) {
             (Some(counter), Some(window)) if is_long_before(self.wall_us, window) => {
-                let last_us =
-                    (self.wall_us + counter.expires_at_us).saturating_sub(self.now_us + 1);
-                let left_us = limit.window_at(last_us).end_us.saturating_sub(self.wall_us);
+                let end_us = (self.wall_us + counter.expires_at_us).saturating_sub(self.now_us + 1);
+                let left_us = limit.window_at(end_us).end_us.saturating_sub(self.wall_us);
                 (left_us > 0).then(|| window.end_us.saturating_sub(left_us))
             }
             _ => Some(self.wall_us),
