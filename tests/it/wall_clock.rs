@@ -148,6 +148,30 @@ fn a_long_step_back_refuses_no_longer_than_the_window() {
     }
 }
 
+/// Otherwise the rest of a day by the old clock and the days of the new one would be three days in
+/// less than the time of one.
+#[test]
+fn a_long_step_back_to_another_time_of_day_begins_the_next_day_at_midnight() {
+    for limit in daily_limits() {
+        for (back_h, refused_h) in [(24 * 3 + 13, 25), (24 * 365 + 5, 17), (24 * 365 - 5, 31)] {
+            let (store, hands) = start_store();
+            let key = key("daily");
+            exhaust(&store, &limit, &key);
+            hands.step_wall_us(-hours(back_h));
+            let refused = store.decide(&[Charge::new(&limit, &key, 1)]);
+            assert_eq!(wait_us(&refused), refused_h * HOUR_US, "{back_h} h");
+            for by_us in [12 * HOUR_US, (refused_h - 12) * HOUR_US - 1] {
+                hands.advance_us(by_us);
+                use_other_keys(&store);
+                assert!(!is_admitted(&store, &limit, &key), "{limit:?}, {back_h} h");
+            }
+            hands.advance_us(1);
+            let refused = exhaust(&store, &limit, &key);
+            assert_eq!(wait_us(&refused), 24 * HOUR_US, "the day of the wall clock");
+        }
+    }
+}
+
 /// Within steps of less than a window's length, no day begins twice.
 #[test]
 fn no_day_begins_twice_whatever_the_clock_does() {

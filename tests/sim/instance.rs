@@ -25,6 +25,9 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 /// Connection ids of one process start at a multiple of this.
 const IDS_PER_PROCESS: u64 = 1 << 32;
 
+/// A timer fires at most so much later than it should.
+const TIMER_TICK: Duration = Duration::from_millis(1);
+
 /// What happened to one request.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RequestRecord {
@@ -234,7 +237,7 @@ impl Instance {
         let decision = counters.decide(&[Charge::new(limit, key, 0)]);
         decision.outcomes[0]
             .status
-            .map(|status| limit.requests - status.remaining)
+            .map(|status| limit.capacity() - status.remaining)
     }
 
     /// The instances that share the limits, as this one has counted them.
@@ -357,7 +360,9 @@ async fn serve_request(
     index: usize,
     request: &RequestSpec,
 ) {
-    let arrived = Instant::now();
+    // Timers fire once per millisecond, but requests do not arrive together.
+    let expected_at = state.network.time.instant_at(request.at_us);
+    let arrived = expected_at.max(Instant::now() - TIMER_TICK);
     state.record(index, |record, now_us| record.arrived_us = Some(now_us));
     if request.pause_us > 0 {
         sleep(Duration::from_micros(request.pause_us)).await;

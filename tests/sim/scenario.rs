@@ -185,6 +185,8 @@ pub(crate) struct PolicySpec {
     pub(crate) estimate: Option<u64>,
     /// The estimate is the cost of a request whose response has a counted status, else it costs 0.
     pub(crate) counts_responses: bool,
+    /// Rejected requests use units, too.
+    pub(crate) counts_rejected: bool,
     /// The size and the TTL of leases; size 0: sized by the request rate.
     pub(crate) lease: Option<(u64, u64)>,
     pub(crate) block_for_us: Option<u64>,
@@ -648,6 +650,9 @@ impl PolicySpec {
         }
         if self.shards > 1 {
             writeln!(text, "shards = {}", self.shards).unwrap();
+        }
+        if self.counts_rejected {
+            text.push_str("count_rejected = true\n");
         }
         if self.is_dynamic {
             text.push_str("dynamic = true\n");

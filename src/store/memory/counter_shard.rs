@@ -80,11 +80,8 @@ impl StoreTime {
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> T {
         let view = |state: &CounterState, at_us| {
-            read_view(
-                state
-                    .view_at(limit, at_us)
-                    .with_reported_clock(self.wall_us),
-            )
+            let view = state.view_at(limit, at_us);
+            read_view(view.with_reported_clock(self.wall_us))
         };
         match (counter, self.of_counter(limit, counter)) {
             (Some(counter), Some(at_us)) => view(&counter.state, at_us),
@@ -107,16 +104,17 @@ impl StoreTime {
     /// The time of a limit's counter. `None` if the state of the counter has ended.
     ///
     /// A window lasts until its end by the wall clock. If that clock was set back to more than a
-    /// window's length before its start, the window lasts as long as it would have without that.
+    /// window's length before its start, the window lasts as long as it would have without that,
+    /// and then until the next window of the wall clock begins.
     fn of_counter(self, limit: &Limit, counter: Option<&StoredCounter>) -> Option<u64> {
         if !limit.follows_wall_clock() {
             return Some(self.now_us);
         }
-        let window =
-            counter.and_then(|counter| Some((counter, counter.state.wall_clock_window()?)));
-        match window {
-            Some((counter, window)) if is_long_before(self.wall_us, window) => {
-                let left_us = counter.expires_at_us.saturating_sub(self.now_us);
+        let window = counter.and_then(|counter| counter.state.wall_clock_window());
+        match (counter, window) {
+            (Some(counter), Some(window)) if is_long_before(self.wall_us, window) => {
+                let end_us = (self.wall_us + counter.expires_at_us).saturating_sub(self.now_us + 1);
+                let left_us = limit.window_at(end_us).end_us.saturating_sub(self.wall_us);
                 (left_us > 0).then(|| window.end_us.saturating_sub(left_us))
             }
             _ => Some(self.wall_us),
@@ -135,7 +133,8 @@ impl StoredCounter {
         self.expires_at_us <= now_us
             && self.state.wall_clock_window().is_none_or(|window| {
                 let wall_us = now_us.saturating_add_signed(clock.wall_shift_us());
-                wall_us >= window.end_us || is_long_before(wall_us, window)
+                let is_over = self.expires_at_us.saturating_add(window.length_us()) <= now_us;
+                wall_us >= window.end_us || is_over && is_long_before(wall_us, window)
             })
     }
 

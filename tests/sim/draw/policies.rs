@@ -253,6 +253,7 @@ pub(super) fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
         is_global: false,
         estimate: None,
         counts_responses: false,
+        counts_rejected: false,
         lease: None,
         block_for_us: None,
         shards: 1,

@@ -50,14 +50,23 @@ pub(super) fn check_counter(
             most += one.most_units;
         }
     }
+    if history.policy.counts_rejected {
+        // Units of rejected requests replace older ones.
+        most = most.min(history.policy.requests);
+    }
     let faults = run.excuses.iter().filter(|excuse| excuse.is_outage).count() as u64;
     most += 2 * history.policy.lease_units() * run.scenario.workers as u64 * faults;
     let loses = run.excuses.iter().any(|excuse| excuse.loses_charges);
     // An estimate that was not settled stands; a further charge may be lost with its process.
     let lost_settlements = if faults > 0 { least } else { 0 };
+    // In the run, a bucket pays back at most so many units.
+    let paid_back = match history.policy.rule {
+        Rule::TokenBucket { .. } => 1 + limit.requests * run.scenario.end_us / limit.per_us,
+        _ => 0,
+    };
     let problem = if used > most {
         format!("{used} units are used, explained are {most}")
-    } else if used + lost_settlements < least && !loses {
+    } else if used + lost_settlements + paid_back < least && !loses {
         format!("{used} units are used, but {least} were forwarded")
     } else {
         return None;
@@ -128,6 +137,10 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
         Rule::CalendarDay => Algorithm::CalendarWindow {
             calendar: Calendar::new(CalendarUnit::Day, CALENDAR_ZONE)?,
         },
+        Rule::TokenBucket { .. } if policy.is_of_instance => Algorithm::TokenBucket {
+            burst: 1 << 20,
+            warm_up_us: 0,
+        },
         _ => return None,
     };
     let is_countable = policy.per_us >= HOUR && policy.shards == 1;
@@ -138,12 +151,14 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
     })
 }
 
-/// With a large limit, usage above the policy's limit shows, too.
+/// With a large limit, usage above the policy's limit shows, too. A bucket has a large burst
+/// already, and its own rate.
 fn many(limit: Limit) -> Limit {
-    Limit {
-        requests: 1 << 40,
-        ..limit
-    }
+    let requests = match limit.is_bucket() {
+        true => limit.requests,
+        false => 1 << 40,
+    };
+    Limit { requests, ..limit }
 }
 
 /// Reads a counter on all servers by the real script.

@@ -186,6 +186,7 @@ impl<'r> FinishedRun<'r> {
             most_units: match record.outcome {
                 Outcome::Forwarded | Outcome::Unknown => cost.max(actual.unwrap_or(0)),
                 Outcome::Unavailable | Outcome::Refused { .. } if policy.is_of_instance => 0,
+                Outcome::Refused { .. } if policy.counts_rejected => cost,
                 // A verdict without Redis says nothing about a charge that was sent.
                 Outcome::Unavailable if is_healthy => 0,
                 Outcome::Refused { .. } if is_healthy && !record.is_degraded => 0,

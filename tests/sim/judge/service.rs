@@ -340,6 +340,7 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
         policy.estimate.is_none()
             && policy.lease.is_none()
             && policy.shards == 1
+            && !policy.counts_rejected
             && !policy.is_of_instance
             // A refusal of a larger amount replaces the cached one.
             && !has_amounts(policy.route)
@@ -382,7 +383,8 @@ fn check_questions(run: &FinishedRun<'_>, histories: &[CounterHistory<'_>]) -> O
             if is_repeated {
                 (repeated, last_us) = (repeated + 1, one.decided_us);
             }
-            let holds_us = one.decided_us + retry_us.min(CACHED_US);
+            // The age of a refusal begins when Redis is asked.
+            let holds_us = (one.decided_us + retry_us).min(one.arrived_us + CACHED_US);
             refusals.insert(asker, (one.decided_us, holds_us));
         }
         if repeated > refused / 20 + 3 {
