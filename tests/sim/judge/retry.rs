@@ -61,11 +61,12 @@ fn describe_refusal(
         _ => (wait_us / 9).clamp(MIN_READING_AGE_US, MAX_READING_AGE_US),
     };
     let known_us = refused.arrived_us.saturating_sub(age_us);
-    // Redis lacks units that an instance has not written back yet.
+    // Redis lacks units that an instance has not written back yet. Charges of the same moment may
+    // come later.
     let known = history
         .uses
         .iter()
-        .filter(|one| one.is_forwarded && one.is_healthy && one.decided_us <= known_us);
+        .filter(|one| one.is_forwarded && one.is_healthy && one.decided_us < known_us);
     let level = |rate: f64| {
         let fill = |(level, at_us): (f64, u64), one: &CounterUse| {
             let left = level - rate * one.arrived_us.saturating_sub(at_us) as f64;

@@ -294,7 +294,9 @@ fn is_bucket_full(
         if one.arrived_us > refused.decided_us {
             break;
         }
-        let until_us = one.decided_us.min(one.arrived_us + run.scenario.timeout_us);
+        // A charge may come just before the refusal, so that its units have not drained.
+        let charged_us = one.decided_us.min(one.arrived_us + run.scenario.timeout_us);
+        let until_us = charged_us.min(refused.arrived_us);
         if recovered_us.is_some_and(|recovered_us| until_us < recovered_us) {
             continue;
         }
