@@ -198,6 +198,9 @@ impl HpackDecoder {
                     }
                     let name_len = text.len();
                     read_string(&mut block, &mut text)?;
+                    if is_indexed {
+                        text.shrink_to_fit();
+                    }
                     let field = Rc::new(DecodedField::new(text, name_len));
                     fields.push(&field);
                     if is_indexed {
