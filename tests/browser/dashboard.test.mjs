@@ -356,6 +356,7 @@ test('a policy opens, and a key can be looked up and, with the token, reset', ()
   const page = await openHealthyPage(openPage, {});
   await row(page, 'api').getByRole('button').click();
   await shown(page, '/api/**, per header x-user: at most 20 requests in any 1h window');
+  await shown(page, /^All policies: \d+ refusals by a limit since/);
   await page.locator('#policy').getByRole('button', { name: 'ann', exact: true }).click();
   await shown(page, 'The next request is refused.');
   assert.match(await page.locator('#policy .answer').innerText(), /20 used\s+0 left/);

@@ -94,7 +94,8 @@ class PolicyDialog {
     if (this.name !== name || !this.chart || response.policies.length === 0) return;
     splitDegraded(response.policies[0].last_hour);
     this.draw(response);
-    drawRanking(this.keys, top.keys, 'key', 'No refusals in the last half hour.', new Map(), (_, key) => this.lookUpText(key));
+    // The sum is that of all policies, also if the entries are of one.
+    drawRanking(this.keys, { ...top.keys, ofAllPolicies: true }, 'key', 'No refusals in the last half hour.', new Map(), (_, key) => this.lookUpText(key));
   }
 
   createLookUpForm(policy) {

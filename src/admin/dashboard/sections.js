@@ -209,7 +209,7 @@ function drawRanking(host, ranking, field, empty, modes, open) {
     row.lastChild.title = entry.error ? `between ${integerFormat.format(entry.count - entry.error)} and ${integerFormat.format(entry.count)}` : `exactly ${integerFormat.format(entry.count)}`;
   });
   const rest = ranking.unseen_at_most ? ` Entries beyond those tracked were refused at most ${pluralize(ranking.unseen_at_most, 'time')} each.` : ' All entries are tracked: counts are exact.';
-  setText(host.lastChild, `${pluralize(ranking.refused, 'refusal')} ${field === 'key' ? 'by a limit' : 'by a policy'} since ${ranking.since_s ? hourFormat.format(ranking.since_s * 1000) : 'the start'}.${rest}`);
+  setText(host.lastChild, `${ranking.ofAllPolicies ? 'All policies: ' : ''}${pluralize(ranking.refused, 'refusal')} ${field === 'key' ? 'by a limit' : 'by a policy'} since ${ranking.since_s ? hourFormat.format(ranking.since_s * 1000) : 'the start'}.${rest}`);
 }
 
 /** Renders the heat map of the busiest policies of the last hour, by hour. Each cell also shows its number. */
