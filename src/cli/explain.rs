@@ -60,7 +60,7 @@ pub(super) fn explain_request(
                 && let Some(outage_s) = outage_of_running_proxy(sources)
             {
                 why.push_str(&format!(
-                    "; the proxy on this machine has been without it for {outage_s} s"
+                    "; the proxy on this machine has been without Redis for {outage_s} s"
                 ));
             }
             if let Err(error) = copied {

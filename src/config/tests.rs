@@ -729,7 +729,14 @@ fn conditions_in_a_spelling_that_no_request_has_are_reported() {
     }
     for (conditions, is_reported) in [
         ("headers = { x-plan = { regex = '^ free' } }", true),
-        ("headers = { x-plan = { regex = '(free|gold) $' } }", true),
+        ("headers = { x-plan = { regex = 'free $' } }", true),
+        ("headers = { x-plan = { regex = '^ free|gold' } }", false),
+        ("headers = { x-plan = { regex = '^ *free' } }", false),
+        ("headers = { x-plan = { regex = '(?x) free $' } }", false),
+        (
+            "headers = { authorization = { regex = '^Bearer  *abc' } }",
+            false,
+        ),
         (
             "headers = { authorization = { regex = '^Bearer  abc' } }",
             true,

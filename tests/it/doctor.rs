@@ -719,7 +719,7 @@ async fn explain_states_what_clients_get_during_an_outage() {
     proxy.wait_for_message("redis unavailable", 0).await;
     let words = ["explain", "GET", "http://a/", "-H", "x-user-id: ann"];
     let explained = proxy.run_command(&words).await.stdout;
-    let expected = "; the proxy on this machine has been without it for ";
+    let expected = "; the proxy on this machine has been without Redis for ";
     assert!(explained.contains(expected), "{explained}");
 }
 

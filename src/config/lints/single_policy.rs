@@ -139,11 +139,16 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
 
 const REMOVED_SPACE_WARNING: &str = "an expression matches no value: headers are compared without spaces at their start and end, and authorization with one space after the scheme";
 
-/// Whether an expression matches only values with a space that no canonical value has.
+/// Whether an expression certainly matches only values with a space that no canonical value has.
 fn needs_removed_space(name: &HeaderName, regex: &str) -> bool {
-    regex.starts_with("^ ")
-        || regex.ends_with(" $")
-        || *name == AUTHORIZATION && regex.contains("  ")
+    let second_space = match *name == AUTHORIZATION {
+        true => regex.split_once("  ").map(|(_, rest)| rest),
+        false => None,
+    };
+    let mut rests = regex.strip_prefix("^ ").into_iter().chain(second_space);
+    let is_required = |rest: &str| !rest.starts_with(['*', '?', '{']);
+    let has_choice = regex.contains('|') || regex.contains("(?x");
+    !has_choice && (rests.any(is_required) || regex.ends_with(" $"))
 }
 
 const DECODED_VALUE_WARNING: &str = "values of query parameters and cookies are compared decoded; expected the text without percent-encoding";
