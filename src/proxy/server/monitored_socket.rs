@@ -465,13 +465,17 @@ impl AsyncWrite for MonitoredSocket {
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         this.monitor.set_flushed(true);
-        // Twice, because what was added up while earlier output waited follows it.
-        for _ in 0..2 {
-            if let Some(scanner) = &mut this.frame_scanner {
-                let mut heads = this.monitor.pending_informational_heads();
-                return_window(&mut scanner.hidden_padding, &mut heads);
+        let mut scanner = this.frame_scanner.iter();
+        let has_hidden = scanner.any(|scanner| !scanner.hidden_padding.is_empty());
+        if has_hidden || this.monitor.output.has_queued() {
+            // Twice, because what was added up while earlier output waited follows it.
+            for _ in 0..2 {
+                if let Some(scanner) = &mut this.frame_scanner {
+                    let mut heads = this.monitor.pending_informational_heads();
+                    return_window(&mut scanner.hidden_padding, &mut heads);
+                }
+                ready!(this.poll_write_informational_heads(cx))?;
             }
-            ready!(this.poll_write_informational_heads(cx))?;
         }
         Pin::new(&mut this.transport).poll_flush(cx)
     }
