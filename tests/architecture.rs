@@ -179,6 +179,36 @@ fn files_form_no_circles() {
     );
 }
 
+/// One layout: `name.rs` beside `name/`; paths through `super` for the enclosing module, through `crate`
+/// for all others; visibility is private, `pub(super)`, `pub(crate)` or `pub`.
+#[test]
+fn files_and_paths_have_one_layout() {
+    let mut violations = Vec::new();
+    for (file, code) in read_sources() {
+        if file.ends_with("/mod.rs") {
+            violations.push(format!(
+                "src/{file}: name it after its folder, beside the folder."
+            ));
+        }
+        let parent = module_path(&file);
+        let parent = parent.split_last().map_or(&[][..], |(_, parent)| parent);
+        let through_crate = format!("use crate::{}::", parent.join("::"));
+        for (number, line) in numbered_lines(&code) {
+            let advice = if line.contains("super::super") {
+                "start the path with `crate`"
+            } else if line.contains("pub(in ") {
+                "use `pub(crate)`"
+            } else if !parent.is_empty() && line.starts_with(&through_crate) {
+                "start the path with `super`"
+            } else {
+                continue;
+            };
+            violations.push(format!("src/{file}:{number}: {advice}."));
+        }
+    }
+    assert!(violations.is_empty(), "{}", violations.join("\n"));
+}
+
 #[test]
 fn production_code_stays_within_its_budget() {
     let lines: usize = read_sources()
@@ -327,7 +357,6 @@ fn production_code(text: &str) -> String {
 /// The path of the module that a file defines, from the crate root.
 fn module_path(file: &str) -> Vec<String> {
     let path = file.strip_suffix(".rs").unwrap_or(file);
-    let path = path.strip_suffix("/mod").unwrap_or(path);
     if ["lib", "main"].contains(&path) {
         return Vec::new();
     }
@@ -621,14 +650,14 @@ mod checker_tests {
             "fn f() { crate::enforcer::go() }",
             "`store` uses `enforcer`",
         );
-        rejects("store/mod.rs", "use super::proxy;", "`store` uses `proxy`");
+        rejects("store.rs", "use super::proxy;", "`store` uses `proxy`");
         rejects(
-            "policy/mod.rs",
+            "policy.rs",
             "use crate::{\n    limiter::{Key, Limit},\n    app::a,\n};",
             "`policy` uses `app`",
         );
         rejects(
-            "telemetry/mod.rs",
+            "telemetry.rs",
             "use crate::limiter::Key;",
             "`telemetry` uses `limiter`",
         );
@@ -642,11 +671,7 @@ mod checker_tests {
             "use crate::store::Store;",
             "`proxy` must not use `store`",
         );
-        rejects(
-            "limiter/mod.rs",
-            "use crate::clock::Clock;",
-            "pass the time in",
-        );
+        rejects("limiter.rs", "use crate::clock::Clock;", "pass the time in");
     }
 
     #[test]
@@ -663,24 +688,20 @@ mod checker_tests {
         );
         rejects("telemetry/log.rs", "use hyper::Request;", "use hyper");
         rejects(
-            "limiter/mod.rs",
+            "limiter.rs",
             "use http::Method;",
             "a limit does not know HTTP",
         );
         rejects("policy/table.rs", "tokio::spawn(f());", "never waits");
         rejects("policy/table.rs", "use toml::Value;", "the file format");
-        rejects("limiter/mod.rs", "#[derive(serde::Serialize)]", "no serde");
+        rejects("limiter.rs", "#[derive(serde::Serialize)]", "no serde");
         rejects("app.rs", "use clap::Parser;", "the command line");
     }
 
     #[test]
     fn rejects_modules_without_a_layer() {
-        rejects("util/mod.rs", "", "`util` has no layer");
-        rejects(
-            "policy/mod.rs",
-            "use crate::util::x;",
-            "`policy` uses `util`",
-        );
+        rejects("util.rs", "", "`util` has no layer");
+        rejects("policy.rs", "use crate::util::x;", "`policy` uses `util`");
     }
 
     #[test]
@@ -696,7 +717,7 @@ mod checker_tests {
         accepts("telemetry/otlp/collector.rs", "use hyper::Request;");
         accepts("cli/demo.rs", "use hyper::Response;");
         accepts(
-            "policy/mod.rs",
+            "policy.rs",
             "use http::Method;\nuse self::facts::Facts;\nlet x = a.http::<u8>();",
         );
         accepts("main.rs", "fn main() { tidegate::cli::run() }");
@@ -706,34 +727,34 @@ mod checker_tests {
     #[test]
     fn comments_literals_and_test_items_do_not_count() {
         accepts(
-            "limiter/mod.rs",
+            "limiter.rs",
             r#"let x = "a \" crate::store \
             tokio::x"; let y = '"'; let z = 1;"#,
         );
         rejects(
-            "limiter/mod.rs",
+            "limiter.rs",
             "let y = \"\n\"; crate::store::go()",
-            "src/limiter/mod.rs:2",
+            "src/limiter.rs:2",
         );
         accepts(
-            "limiter/mod.rs",
+            "limiter.rs",
             "//! See [`crate::store`].\nlet x = 1; // tokio::time\n",
         );
         accepts(
-            "limiter/mod.rs",
+            "limiter.rs",
             "fn f() {}\n#[cfg(test)]\nmod tests {\n    use crate::clock::Clock;\n}\n",
         );
         rejects(
-            "limiter/mod.rs",
+            "limiter.rs",
             "#[cfg(test)]\nmod tests;\nuse crate::clock::Clock;\n",
-            "src/limiter/mod.rs:3",
+            "src/limiter.rs:3",
         );
     }
 
     #[test]
     fn finds_circles_through_use_declarations_inline_paths_and_reexports() {
         let circle = "src/a/b.rs -> src/a/c.rs -> src/a/b.rs";
-        let parent = ("a/mod.rs", "mod b;\nmod c;\npub use c::C;\nfn f() {}");
+        let parent = ("a.rs", "mod b;\nmod c;\npub use c::C;\nfn f() {}");
         let direct = [
             parent,
             ("a/b.rs", "use super::c::X;"),
@@ -762,7 +783,7 @@ mod checker_tests {
 
     #[test]
     fn enclosing_modules_and_tests_form_no_circles() {
-        let parent = ("a/mod.rs", "mod b;\nmod c;\nuse b::B;\npub struct Own;");
+        let parent = ("a.rs", "mod b;\nmod c;\nuse b::B;\npub struct Own;");
         let up = [
             parent,
             ("a/b.rs", "use super::Own;\nuse super::c::C;"),

@@ -6,6 +6,12 @@
 //! pass on client headers that another kind uses. The path of the authorization request therefore
 //! states the kind of proxy, and nothing is guessed.
 
+use super::UpstreamErrorKind;
+use super::http::body::{RequestBody, ResponseBody};
+use super::http::local_replies;
+use super::http::mark_header::add_mark_header;
+use super::http::rate_limit_headers;
+use super::http::request_validation::RequestValidationError;
 use super::server::peer::ConnectionPeer;
 use super::server::query_escaper::escape_query;
 use super::service::ProxyService;
@@ -13,12 +19,6 @@ use super::service::request_summary::{RequestContext, RequestSummary};
 use crate::enforcer::Verdict;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
-use crate::proxy::UpstreamErrorKind;
-use crate::proxy::http::body::{RequestBody, ResponseBody};
-use crate::proxy::http::local_replies;
-use crate::proxy::http::mark_header::add_mark_header;
-use crate::proxy::http::rate_limit_headers;
-use crate::proxy::http::request_validation::RequestValidationError;
 use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::uri::PathAndQuery;

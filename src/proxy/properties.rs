@@ -1,14 +1,14 @@
 //! Properties of the proxy's parsers for arbitrary bytes, checked by the tests and by the targets
 //! in `fuzz/`.
 
+use super::http::client_cert::is_client_cert_field;
+use super::http::headers::{self, AddressText, ForwardingContext};
+use super::http::hop_by_hop;
+use super::http::inbound_request::InboundRequest;
+use super::http::response_cost::JsonPointerScanner;
+use super::server::accept::proxy_header::properties as proxy_header;
+use super::server::frame_scanner::FrameScanner;
 use crate::policy::{JsonPointer, PolicyTable};
-use crate::proxy::http::client_cert::is_client_cert_field;
-use crate::proxy::http::headers::{self, AddressText, ForwardingContext};
-use crate::proxy::http::hop_by_hop;
-use crate::proxy::http::inbound_request::InboundRequest;
-use crate::proxy::http::response_cost::JsonPointerScanner;
-use crate::proxy::server::accept::proxy_header::properties as proxy_header;
-use crate::proxy::server::frame_scanner::FrameScanner;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
 use std::net::IpAddr;
 

@@ -14,6 +14,12 @@ pub(crate) mod grpc;
 )]
 mod messages;
 
+use super::http::access_log::{AccessLogEntry, classify_verdict};
+use super::http::body::{RequestBody, ResponseBody};
+use super::http::mark_header::build_mark_value;
+use super::http::rate_limit_headers;
+use super::rate_limit_service::call_result::RlsCallResult;
+use super::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, invalid_argument};
 use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
@@ -21,12 +27,6 @@ use crate::limiter::{Algorithm, CalendarUnit};
 use crate::policy::{
     Descriptor, PolicyTable, RateLimitHeaderSettings, canonicalize_descriptor_value,
 };
-use crate::proxy::http::access_log::{AccessLogEntry, classify_verdict};
-use crate::proxy::http::body::{RequestBody, ResponseBody};
-use crate::proxy::http::mark_header::build_mark_value;
-use crate::proxy::http::rate_limit_headers;
-use crate::proxy::rate_limit_service::call_result::RlsCallResult;
-use crate::proxy::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, invalid_argument};
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::{TraceId, TraceParent};
 use bytes::Bytes;

@@ -45,15 +45,15 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
+use super::server::acceptor::ListenerAcceptor;
+use super::server::connection_load::ServerLoad;
+use super::server::connection_monitor::ConnectionDrain;
+use super::server::handler::RequestHandler;
+use super::server::listener::{ListenerConfig, ServerListener};
+use super::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
+use super::server::worker::{WorkerPhase, WorkerThread, wait_until_workers_ready};
+use super::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::listen::ListenAddress;
-use crate::proxy::server::acceptor::ListenerAcceptor;
-use crate::proxy::server::connection_load::ServerLoad;
-use crate::proxy::server::connection_monitor::ConnectionDrain;
-use crate::proxy::server::handler::RequestHandler;
-use crate::proxy::server::listener::{ListenerConfig, ServerListener};
-use crate::proxy::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
-use crate::proxy::server::worker::{WorkerPhase, WorkerThread, wait_until_workers_ready};
-use crate::proxy::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::tls::ReloadableServerTls;
 
 /// Time from which a draining connection without a request closes: the next request may be a round

@@ -8,11 +8,11 @@ pub(super) mod request_summary;
 mod self_service;
 mod validation;
 
+use super::http::access_log::AccessLog;
 use super::server::shutdown::ShutdownSignal;
 use super::settings::{ExtAuthzSettings, ListenSettings};
 use super::upstream::UpstreamClient;
 use crate::enforcer::Enforcer;
-use crate::proxy::http::access_log::AccessLog;
 use crate::telemetry::LogSettings;
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::Tracer;

@@ -26,11 +26,11 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::UpstreamSettings;
-use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::http::body::request::RequestBody;
-use crate::proxy::http::body::response::ResponseBody;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::http::upgrade;
+use super::client_counts::ClientCountGuard;
+use super::http::body::request::RequestBody;
+use super::http::body::response::ResponseBody;
+use super::http::informational_responses::InformationalForwarder;
+use super::http::upgrade;
 use exchange::{ExchangeFailure, client_error_kind};
 use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use retry::RetryRequest;

@@ -74,7 +74,7 @@ const MAX_BROKEN_EXAMPLES: usize = 3;
 const MAX_EXAMPLE_BYTES: usize = 120;
 
 /// One log as a source of requests in time order.
-pub(super) struct LogSource {
+pub(crate) struct LogSource {
     pub(super) reader: AccessLogReader,
     pub(super) format: AccessLogFormat,
     pub(super) counts: LogLineCounts,

@@ -45,7 +45,7 @@ const MAX_HOLD_US: u64 = 86_400_000_000;
 
 /// Simulation of one policy set.
 #[derive(Debug)]
-pub(super) struct PolicySimulator<'t> {
+pub(crate) struct PolicySimulator<'t> {
     pub(super) table: &'t PolicyTable,
     required_headers: &'t RequiredHeaders,
     memory: Arc<MemoryStore>,

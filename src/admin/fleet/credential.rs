@@ -12,10 +12,7 @@ use sha2::{Digest, Sha256};
 const PURPOSE: &str = "tidegate fleet summary v1";
 
 /// Bearer credential for the summary of one instance.
-pub(in crate::admin) fn derive_instance_credential(
-    token: &AdminToken,
-    instance_id: &str,
-) -> SecretText {
+pub(crate) fn derive_instance_credential(token: &AdminToken, instance_id: &str) -> SecretText {
     let key = Sha256::digest(format!("{PURPOSE}\n{}", token.expose()));
     let mut digest = Sha256::new();
     digest.update(key);

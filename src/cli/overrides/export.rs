@@ -9,7 +9,7 @@ use crate::store::StoredOverride;
 use std::io::{self, Write};
 
 #[derive(clap::Args, Debug)]
-pub(in crate::cli) struct ExportArguments {
+pub(crate) struct ExportArguments {
     /// Only export overrides of this policy.
     pub(super) policy: Option<String>,
     /// Format of the lines.

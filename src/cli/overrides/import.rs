@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 const CHUNK_LEN: usize = 1024;
 
 #[derive(clap::Args, Debug)]
-pub(in crate::cli) struct ImportArguments {
+pub(crate) struct ImportArguments {
     /// A file with one override per line: JSON Lines if it ends in .jsonl, else CSV with a header.
     #[arg(value_name = "FILE")]
     file: PathBuf,

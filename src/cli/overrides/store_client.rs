@@ -19,13 +19,13 @@ use std::sync::Arc;
 /// Most overrides that the admin port lists.
 const MAX_LISTED_BY_ADMIN_PORT: usize = 10_000;
 
-pub(in crate::cli) enum StoreClient {
+pub(crate) enum StoreClient {
     Redis(OverrideStore),
     AdminPort(AdminClient, Arc<PolicyTable>),
 }
 
 impl StoreClient {
-    pub(in crate::cli) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
+    pub(crate) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
         match self {
             Self::Redis(store) => store.find(key).await.map_err(to_message),
             Self::AdminPort(client, _) => {

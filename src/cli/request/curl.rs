@@ -9,12 +9,12 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 /// An imported request, with notes about the ignored parts of its source.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(in crate::cli) struct ImportedRequest {
-    pub(in crate::cli) method: String,
-    pub(in crate::cli) url: String,
-    pub(in crate::cli) headers: Vec<(String, String)>,
+pub(crate) struct ImportedRequest {
+    pub(crate) method: String,
+    pub(crate) url: String,
+    pub(crate) headers: Vec<(String, String)>,
     /// Messages about ignored parts of the source.
-    pub(in crate::cli) notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 /// Supported options with a value.
@@ -67,7 +67,7 @@ const SHORT_OPTIONS: [(char, &str); 14] = [
 ///
 /// # Errors
 /// A message if the line is not a valid curl command.
-pub(in crate::cli) fn parse_curl_line(line: &str) -> Result<ImportedRequest, String> {
+pub(crate) fn parse_curl_line(line: &str) -> Result<ImportedRequest, String> {
     // `shlex` also joins lines that end with a backslash, as in a browser's "Copy as cURL".
     let words = shlex::split(line).ok_or_else(|| "unclosed quote in the curl line".to_owned())?;
     parse_curl_words(&words)
@@ -77,7 +77,7 @@ pub(in crate::cli) fn parse_curl_line(line: &str) -> Result<ImportedRequest, Str
 ///
 /// # Errors
 /// A message if the words are not a valid curl command.
-pub(in crate::cli) fn parse_curl_words(words: &[String]) -> Result<ImportedRequest, String> {
+pub(crate) fn parse_curl_words(words: &[String]) -> Result<ImportedRequest, String> {
     let mut words = words.iter().map(String::as_str).filter(|word| *word != "$");
     match words.next() {
         Some(first) if first == "curl" || first.ends_with("/curl") => {}

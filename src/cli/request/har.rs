@@ -13,7 +13,7 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 ///
 /// # Errors
 /// A message if the file is invalid or has no such entry.
-pub(in crate::cli) fn read_har_entry(
+pub(crate) fn read_har_entry(
     path: &Path,
     number: Option<usize>,
 ) -> Result<ImportedRequest, String> {

@@ -9,14 +9,14 @@ use crate::proxy::{ListenSettings, UpstreamScheme, UpstreamSettings, UpstreamUrl
 const STREAMS_PER_CONNECTION: u64 = 100;
 
 /// Valid settings that the lints compare with the policies.
-pub(in crate::config) struct LintContext<'a> {
-    pub(in crate::config) root: &'a TableReader<'a>,
-    pub(in crate::config) policy_context: &'a PolicyContext,
-    pub(in crate::config) listen: &'a ListenSettings,
-    pub(in crate::config) upstream: &'a UpstreamSettings,
-    pub(in crate::config) store: &'a StoreSettings,
+pub(crate) struct LintContext<'a> {
+    pub(crate) root: &'a TableReader<'a>,
+    pub(crate) policy_context: &'a PolicyContext,
+    pub(crate) listen: &'a ListenSettings,
+    pub(crate) upstream: &'a UpstreamSettings,
+    pub(crate) store: &'a StoreSettings,
     /// Whether `[rls]` is configured.
-    pub(in crate::config) has_rls: bool,
+    pub(crate) has_rls: bool,
 }
 
 impl LintContext<'_> {

@@ -8,7 +8,7 @@ use strum::VariantNames;
 
 /// One key of a table.
 #[derive(Debug)]
-pub(in crate::config) struct SchemaKey {
+pub(crate) struct SchemaKey {
     pub name: &'static str,
     pub kind: ValueKind,
     pub requirement: KeyRequirement,
@@ -27,7 +27,7 @@ pub(in crate::config) struct SchemaKey {
 
 /// When a change of a key takes effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::config) enum AppliedAt {
+pub(crate) enum AppliedAt {
     Restart,
     Reload,
     /// Logins, TLS to Redis and the admin token: read again even if the rest of the configuration
@@ -37,7 +37,7 @@ pub(in crate::config) enum AppliedAt {
 
 impl AppliedAt {
     /// When a change takes effect in a table that `outer` applies to.
-    pub(in crate::config) fn within(self, outer: Self) -> Self {
+    pub(crate) fn within(self, outer: Self) -> Self {
         match self {
             Self::Restart => outer,
             own => own,
@@ -47,7 +47,7 @@ impl AppliedAt {
 
 /// Whether a key must be present, and its default.
 #[derive(Debug)]
-pub(in crate::config) enum KeyRequirement {
+pub(crate) enum KeyRequirement {
     Required,
     Optional,
     Default(&'static str),
@@ -55,7 +55,7 @@ pub(in crate::config) enum KeyRequirement {
 
 /// Type and range of a value.
 #[derive(Debug)]
-pub(in crate::config) enum ValueKind {
+pub(crate) enum ValueKind {
     Bool,
     /// An integer from `min` to `max`, both included.
     Integer {
@@ -220,7 +220,7 @@ pub(super) const fn byte_size(min: u64, max: u64) -> ValueKind {
 /// Formats the expected value, to follow the word "expected".
 impl ValueKind {
     /// The kind of plain values, if a table or a keyword is valid too.
-    pub(in crate::config) fn first(&self) -> &Self {
+    pub(crate) fn first(&self) -> &Self {
         match self {
             Self::Either(first, ..) => first,
             kind => kind,
@@ -228,7 +228,7 @@ impl ValueKind {
     }
 
     /// The keys of the table, or of the tables in the list.
-    pub(in crate::config) fn nested_keys(&self) -> &'static [SchemaKey] {
+    pub(crate) fn nested_keys(&self) -> &'static [SchemaKey] {
         match self {
             Table(table) | TableList(table) => table,
             Self::Either(_, _, second) => second.nested_keys(),

@@ -90,7 +90,7 @@ schema_table! {
         status: ValueKind::StatusList, required;
     }
 
-    pub(in crate::config) static COST {
+    pub(crate) static COST {
         /// Request header that holds the cost in digits. Either this, or estimate and actual.
         header: Text("the name of a header"), required;
         /// Cost without the header.
@@ -152,14 +152,14 @@ const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", 
 
 schema_table! {
     /// Keys of a condition that is a table.
-    pub(in crate::config) static VALUE_CONDITION {
+    pub(crate) static VALUE_CONDITION {
         /// The value contains a match.
         regex: Text("a regular expression");
         /// Whether the value must be present.
         present: Bool;
     }
 
-    pub(in crate::config) static LIMIT {
+    pub(crate) static LIMIT {
         /// Units per period, or requests in flight. 0 rejects every request. Required, unless
         /// requests_from is set.
         requests: integer(0, MAX_UNITS);

@@ -16,7 +16,7 @@ pub(super) fn build_shutdown_settings(reader: &TableReader<'_>) -> Option<Shutdo
     })
 }
 
-pub(in crate::config) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSettings> {
+pub(crate) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSettings> {
     let token = read_text_file(reader, "token_file", "token").map(AdminToken::new);
     let address = reader.get_parsed("address", values::parse_admin_address)?;
     if !address.is_local() && reader.get_nonempty_string("token_file").is_none() {

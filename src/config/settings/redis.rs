@@ -11,7 +11,7 @@ use crate::store::redis::{
 use strum::EnumString;
 
 /// Builds the Redis settings. Reads files only if `is_used`.
-pub(in crate::config) fn build_redis_settings(
+pub(crate) fn build_redis_settings(
     reader: &TableReader<'_>,
     is_used: bool,
     instance_counter_bounds: MemorySettings,

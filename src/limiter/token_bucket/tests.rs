@@ -1,7 +1,7 @@
-use super::super::{Algorithm, Amendment, Charge, KeyBuilder, MAX_WARM_UP_US, Refusal};
 use super::history::HISTORY_PART_COUNT;
 use super::warm_up::{RAMP_STEP_COUNT, WarmUpRamp};
 use super::*;
+use crate::limiter::{Algorithm, Amendment, Charge, KeyBuilder, MAX_WARM_UP_US, Refusal};
 use proptest::prelude::*;
 
 const START_US: u64 = 1_800_000_000_000_123;

@@ -1,7 +1,7 @@
 //! The names of claims, and what of a claim is the value of a key.
 
-use super::super::json_pointer::JsonPointer;
 use super::ClaimValue;
+use crate::policy::json_pointer::JsonPointer;
 use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ impl ClaimName {
     }
 
     /// The same claim, with one of several issuers in its values.
-    pub(in crate::policy) fn with_issuers(&self, issuers: &Arc<[Box<str>]>) -> Self {
+    pub(crate) fn with_issuers(&self, issuers: &Arc<[Box<str>]>) -> Self {
         Self {
             name: self.name.clone(),
             issuers: Arc::clone(issuers),
@@ -62,11 +62,7 @@ impl ClaimName {
     ///
     /// # Errors
     /// Returns a message if the value has no issuer although it needs one.
-    pub(in crate::policy) fn check_listed_value(
-        &self,
-        text: &str,
-        is_pattern: bool,
-    ) -> Result<(), String> {
+    pub(crate) fn check_listed_value(&self, text: &str, is_pattern: bool) -> Result<(), String> {
         let has_issuer = |issuer: &str| match text.strip_prefix(issuer) {
             Some(rest) => rest.starts_with(' ') || (is_pattern && rest.is_empty()),
             None => is_pattern && issuer.starts_with(text),

@@ -3,7 +3,7 @@
 //! Some apps take the second word of `Authorization` for the token whatever its scheme, accept a
 //! bare token, or split the field at commas.
 
-use super::super::authorization::{fold_base64, is_lenient_space};
+use crate::policy::authorization::{fold_base64, is_lenient_space};
 
 /// What a header field has for a token.
 #[derive(Debug, PartialEq, Eq)]

@@ -76,7 +76,7 @@ impl PathInterpretations {
     }
 
     /// The part of the path that an upstream may read as the query, from its delimiter on.
-    pub(in crate::policy) fn possible_query(&self) -> Option<&str> {
+    pub(crate) fn possible_query(&self) -> Option<&str> {
         self.possible_query.as_deref()
     }
 

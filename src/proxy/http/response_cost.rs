@@ -5,10 +5,10 @@
 
 mod json_scanner;
 
+pub(crate) use super::response_cost::json_scanner::JsonPointerScanner;
 use crate::enforcer::EstimatedCharge;
 use crate::limiter::MAX_UNITS;
 use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
-pub(crate) use crate::proxy::http::response_cost::json_scanner::JsonPointerScanner;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, header, response};
 use http_body::Frame;

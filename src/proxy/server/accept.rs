@@ -14,6 +14,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
 use tokio_util::either::Either;
 
+use super::accept::proxy_header::ProxyHeader;
 use super::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
 use super::listener::ListenerConfig;
 use super::monitored_socket::MonitoredSocket;
@@ -22,7 +23,6 @@ use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::client_cert::ClientCertFields;
-use crate::proxy::server::accept::proxy_header::ProxyHeader;
 use crate::tls::{CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.

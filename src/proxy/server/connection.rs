@@ -15,19 +15,19 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::accept::CompletedHandshake;
+use super::connection::close::{close_gracefully, close_timed_out_connection};
+use super::connection::driver::ConnectionDriver;
+use super::connection::http1::serve_http1;
+use super::connection::http2::serve_http2;
+use super::connection::protocol_detection::{
+    DetectedProtocol, HTTP2_PREFACE, poll_detect_protocol,
+};
+use super::connection::protocols::WorkerListener;
+use super::connection::request::handle_request;
+use super::connection::upgrade_handover::UpgradeHandover;
 use super::connection_monitor::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::monitored_socket::MonitoredSocket;
-use crate::proxy::server::connection::close::{close_gracefully, close_timed_out_connection};
-use crate::proxy::server::connection::driver::ConnectionDriver;
-use crate::proxy::server::connection::http1::serve_http1;
-use crate::proxy::server::connection::http2::serve_http2;
-use crate::proxy::server::connection::protocol_detection::{
-    DetectedProtocol, HTTP2_PREFACE, poll_detect_protocol,
-};
-use crate::proxy::server::connection::protocols::WorkerListener;
-use crate::proxy::server::connection::request::handle_request;
-use crate::proxy::server::connection::upgrade_handover::UpgradeHandover;
 
 /// Serves one connection until it ends.
 pub(crate) async fn serve_connection<H: RequestHandler>(

@@ -286,10 +286,7 @@ pub(super) mod tests {
     use tokio::sync::Semaphore;
     use tokio::time::advance;
 
-    pub(in crate::proxy::server) fn add_connection(
-        load: &ServerLoad,
-        worker: usize,
-    ) -> ConnectionEntry {
+    pub(crate) fn add_connection(load: &ServerLoad, worker: usize) -> ConnectionEntry {
         let slots = Arc::new(Semaphore::new(1));
         load.add_connection(worker, 0, slots.try_acquire_owned().unwrap())
     }

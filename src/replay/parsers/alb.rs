@@ -19,7 +19,7 @@ use smallvec::SmallVec;
 const CONNECTION_TYPES: [&[u8]; 6] = [b"http", b"https", b"h2", b"grpcs", b"ws", b"wss"];
 
 #[derive(Debug)]
-pub(in super::super) struct AlbLineParser {
+pub(crate) struct AlbLineParser {
     user_agent_headers: SmallVec<[u16; 1]>,
     trace_id_headers: SmallVec<[u16; 1]>,
 }

@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 use std::borrow::Cow;
 
 #[derive(Debug)]
-pub(in super::super) struct ClfLineParser {
+pub(crate) struct ClfLineParser {
     time_parser: ClfTimeParser,
     user_headers: SmallVec<[u16; 1]>,
     referer_headers: SmallVec<[u16; 1]>,

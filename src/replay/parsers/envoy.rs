@@ -16,7 +16,7 @@ use super::timestamps::parse_rfc3339;
 use smallvec::SmallVec;
 
 #[derive(Debug)]
-pub(in super::super) struct EnvoyLineParser {
+pub(crate) struct EnvoyLineParser {
     forwarded_for_headers: SmallVec<[u16; 1]>,
     user_agent_headers: SmallVec<[u16; 1]>,
     request_id_headers: SmallVec<[u16; 1]>,

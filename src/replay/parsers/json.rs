@@ -128,7 +128,7 @@ fn capitalize_header_name(name: &str) -> String {
 }
 
 #[derive(Debug)]
-pub(in super::super) struct JsonLineParser {
+pub(crate) struct JsonLineParser {
     schema: &'static JsonLogSchema,
     clf_time_parser: ClfTimeParser,
     /// Header indices, each with the fields of that header.

@@ -6,7 +6,7 @@ use std::net::IpAddr;
 
 /// Result of parsing one line.
 #[derive(Debug)]
-pub(in super::super) enum ParsedLine<'l> {
+pub(crate) enum ParsedLine<'l> {
     Request(ParsedRequest<'l>),
     /// A record without a request: a connection that sent none, or another log event.
     Other,
@@ -15,24 +15,24 @@ pub(in super::super) enum ParsedLine<'l> {
 
 /// The fields of a logged request.
 #[derive(Debug)]
-pub(in super::super) struct ParsedRequest<'l> {
+pub(crate) struct ParsedRequest<'l> {
     /// Arrival time in µs since the Unix epoch, as precise as the log records it.
-    pub(in super::super) arrival_us: u64,
+    pub(crate) arrival_us: u64,
     /// Whether the logged time has no fraction of a second.
-    pub(in super::super) has_whole_second_time: bool,
+    pub(crate) has_whole_second_time: bool,
     /// Time from the arrival to the end of the response (µs).
-    pub(in super::super) duration_us: Option<u64>,
+    pub(crate) duration_us: Option<u64>,
     /// Address of the TCP peer.
-    pub(in super::super) peer: Option<IpAddr>,
+    pub(crate) peer: Option<IpAddr>,
     /// Response status; 0 if the log has none.
-    pub(in super::super) status: u16,
-    pub(in super::super) method: Cow<'l, [u8]>,
+    pub(crate) status: u16,
+    pub(crate) method: Cow<'l, [u8]>,
     /// Path and query of the request.
-    pub(in super::super) target: Cow<'l, [u8]>,
+    pub(crate) target: Cow<'l, [u8]>,
     /// Host as logged, possibly with a port; empty if the log has none.
-    pub(in super::super) host: Cow<'l, [u8]>,
+    pub(crate) host: Cow<'l, [u8]>,
     /// The required headers that the line contains, by index in `RequiredHeaders`.
-    pub(in super::super) headers: ParsedHeaders<'l>,
+    pub(crate) headers: ParsedHeaders<'l>,
 }
 
-pub(in super::super) type ParsedHeaders<'l> = SmallVec<[(u16, Cow<'l, [u8]>); 2]>;
+pub(crate) type ParsedHeaders<'l> = SmallVec<[(u16, Cow<'l, [u8]>); 2]>;

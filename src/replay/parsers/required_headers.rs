@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 
 /// The headers that the policies read, and the log fields mapped to them.
 #[derive(Clone, Debug, Default)]
-pub(in super::super) struct RequiredHeaders {
+pub(crate) struct RequiredHeaders {
     pub(super) names: Vec<HeaderName>,
     /// Mapped log fields, each with the index of its header in `names`.
     pub(super) field_mappings: Vec<(u16, Box<str>)>,
@@ -13,7 +13,7 @@ pub(in super::super) struct RequiredHeaders {
 
 impl RequiredHeaders {
     /// `field_mappings` are pairs of a header and the log field that holds its value.
-    pub(in super::super) fn new<'n>(
+    pub(crate) fn new<'n>(
         names: impl Iterator<Item = &'n HeaderName>,
         field_mappings: &'n [(HeaderName, String)],
     ) -> Self {
@@ -36,12 +36,12 @@ impl RequiredHeaders {
         required
     }
 
-    pub(in super::super) fn names(&self) -> &[HeaderName] {
+    pub(crate) fn names(&self) -> &[HeaderName] {
         &self.names
     }
 
     /// Whether a log field is mapped to the header with this index.
-    pub(in super::super) fn is_mapped(&self, header_index: usize) -> bool {
+    pub(crate) fn is_mapped(&self, header_index: usize) -> bool {
         let mut mapped = self.field_mappings.iter();
         mapped.any(|(index, _)| usize::from(*index) == header_index)
     }

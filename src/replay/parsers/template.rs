@@ -228,7 +228,7 @@ fn split_apache_directive(text: &str) -> Result<(String, &str), String> {
 
 /// Parses lines by a [`LineTemplate`].
 #[derive(Debug)]
-pub(in super::super) struct TemplateLineParser {
+pub(crate) struct TemplateLineParser {
     fields: Vec<BoundField>,
     end: Vec<u8>,
     has_arrival_time: bool,

@@ -4,8 +4,6 @@
 //! All text from logs and file names is escaped by [`EscapedText`] and never used in an attribute
 //! that loads or runs anything.
 
-use super::super::simulator::ReplayPolicyStats;
-use super::super::suggestions::LimitSuggestion;
 use super::html_page::{EscapedText, HtmlPage};
 use super::number_format::{format_key_counts, format_share, format_time_range};
 use super::results::{
@@ -14,6 +12,8 @@ use super::results::{
 };
 use crate::config::format_period;
 use crate::policy::PolicyMode;
+use crate::replay::simulator::ReplayPolicyStats;
+use crate::replay::suggestions::LimitSuggestion;
 use crate::text::format_count;
 
 const STYLE: &str = include_str!("style.css");

@@ -1,11 +1,11 @@
 //! The SVG plots of the HTML report.
 
-use super::super::statistics::RequestSeries;
-use super::super::suggestions::LimitProposal;
 use super::html_page::{EscapedText, HtmlPage};
 use super::number_format::format_time;
 use super::results::PolicySetReport;
 use crate::config::format_duration;
+use crate::replay::statistics::RequestSeries;
+use crate::replay::suggestions::LimitProposal;
 use crate::text::format_count;
 use std::time::Duration;
 

@@ -1,12 +1,12 @@
 //! The report as one JSON object for scripts. Times are seconds since the Unix epoch.
 
-use super::super::simulator::ReplayPolicyStats;
-use super::super::statistics::RequestSeries;
-use super::super::suggestions::LimitSuggestion;
 use super::results::{
     LogSummary, MostRefusedKey, PolicySetReport, ReplayPolicySummary, ReplayReport,
 };
 use crate::policy::PolicyMode;
+use crate::replay::simulator::ReplayPolicyStats;
+use crate::replay::statistics::RequestSeries;
+use crate::replay::suggestions::LimitSuggestion;
 use serde_json::{Value, json};
 
 /// Maximum number of bins in a time series.

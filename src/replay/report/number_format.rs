@@ -1,6 +1,6 @@
 //! Numbers, times and shares as the text and HTML reports print them.
 
-use super::super::simulator::ReplayPolicyStats;
+use crate::replay::simulator::ReplayPolicyStats;
 use crate::text::format_count;
 use time::OffsetDateTime;
 use time::macros::format_description;

@@ -1,14 +1,14 @@
 //! The results of a replay.
 
-use super::super::log_merge::{LogLineCounts, LogSource};
-use super::super::missing_fields::describe_missing_fields;
-use super::super::parsers::{AccessLogFormat, RequiredHeaders};
-use super::super::settings::Settings;
-use super::super::simulator::{PolicySimulator, SimulationStats};
-use super::super::statistics::{ReplayKeyStats, RequestSeries, SeriesBin};
-use super::super::suggestions::{LimitProposal, LimitSuggestion};
 use super::number_format::{format_share, format_time};
 use crate::policy::{PolicyAction, PolicyMode};
+use crate::replay::log_merge::{LogLineCounts, LogSource};
+use crate::replay::missing_fields::describe_missing_fields;
+use crate::replay::parsers::{AccessLogFormat, RequiredHeaders};
+use crate::replay::settings::Settings;
+use crate::replay::simulator::{PolicySimulator, SimulationStats};
+use crate::replay::statistics::{ReplayKeyStats, RequestSeries, SeriesBin};
+use crate::replay::suggestions::{LimitProposal, LimitSuggestion};
 use crate::text::{count_noun, format_count};
 use indexmap::IndexSet;
 
@@ -27,14 +27,14 @@ pub struct ReplayReport {
 
 /// Numbers of requests that two policy sets decide differently.
 #[derive(Clone, Copy, Debug, Default)]
-pub(in crate::replay) struct SetDifferences {
-    pub(in crate::replay) rejected_by_first_only: u64,
-    pub(in crate::replay) rejected_by_second_only: u64,
+pub(crate) struct SetDifferences {
+    pub(crate) rejected_by_first_only: u64,
+    pub(crate) rejected_by_second_only: u64,
 }
 
 /// Line counts of one log.
 #[derive(Debug)]
-pub(in crate::replay) struct LogSummary {
+pub(crate) struct LogSummary {
     pub(super) name: String,
     pub(super) format: AccessLogFormat,
     pub(super) counts: LogLineCounts,
@@ -44,7 +44,7 @@ pub(in crate::replay) struct LogSummary {
 
 /// Results of one policy set.
 #[derive(Debug)]
-pub(in crate::replay) struct PolicySetReport {
+pub(crate) struct PolicySetReport {
     pub(super) name: String,
     pub(super) stats: SimulationStats,
     pub(super) policies: Vec<ReplayPolicySummary>,
@@ -76,7 +76,7 @@ pub(super) struct MostRefusedKey {
 }
 
 impl ReplayReport {
-    pub(in crate::replay) fn new(
+    pub(crate) fn new(
         logs: Vec<LogSummary>,
         sets: Vec<PolicySetReport>,
         differences: SetDifferences,
@@ -270,7 +270,7 @@ pub(super) fn describe_peaks(proposal: &LimitProposal) -> String {
 }
 
 impl LogSummary {
-    pub(in crate::replay) fn from_source(source: LogSource) -> Self {
+    pub(crate) fn from_source(source: LogSource) -> Self {
         let LogSource {
             reader,
             format,
@@ -287,7 +287,7 @@ impl LogSummary {
 }
 
 impl PolicySetReport {
-    pub(in crate::replay) fn from_simulator(
+    pub(crate) fn from_simulator(
         name: String,
         simulator: PolicySimulator<'_>,
         required_headers: &RequiredHeaders,

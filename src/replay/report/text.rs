@@ -1,7 +1,5 @@
 //! The report as text for a terminal.
 
-use super::super::statistics::RequestSeries;
-use super::super::suggestions::LimitSuggestion;
 use super::number_format::{format_key_counts, format_share, format_time, format_time_range};
 use super::results::{
     PolicySetReport, ReplayReport, describe_peaks, describe_touched_keys, limit_title,
@@ -9,6 +7,8 @@ use super::results::{
 };
 use crate::config::{format_duration, format_period};
 use crate::policy::PolicyMode;
+use crate::replay::statistics::RequestSeries;
+use crate::replay::suggestions::LimitSuggestion;
 use crate::text::{format_count, truncate_text, wrap_text};
 use std::time::Duration;
 

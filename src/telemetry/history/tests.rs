@@ -1,5 +1,5 @@
-use super::super::metrics::{MetricLabels, WorkerMetrics};
 use super::*;
+use crate::telemetry::metrics::{MetricLabels, WorkerMetrics};
 
 /// The first second of an hour, two hours before the end of a day.
 const START_S: u64 = 1_700_000_000 / 3600 * 3600;

@@ -3,8 +3,8 @@
 /// Lengths of tables in [`MetricLabels`]. They are constants because the counters and the history
 /// are stored in arrays of these lengths.
 /// Number of request decisions, both as counters and as labels.
-pub(in crate::telemetry) const REQUEST_DECISION_COUNT: usize = 8;
-pub(in crate::telemetry) const POLICY_HISTORY_SERIES_COUNT: usize = 10;
+pub(crate) const REQUEST_DECISION_COUNT: usize = 8;
+pub(crate) const POLICY_HISTORY_SERIES_COUNT: usize = 10;
 
 /// A label value, and the indices of the counters that it sums.
 pub type LabelledCounterIndices = (&'static str, &'static [usize]);

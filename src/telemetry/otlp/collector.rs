@@ -53,7 +53,7 @@ pub struct CollectorUrl {
 }
 
 /// A collector and its connection.
-pub(in crate::telemetry) struct CollectorClient {
+pub(crate) struct CollectorClient {
     signal: OtlpSignal,
     settings: CollectorSettings,
     connection: Option<CollectorConnection>,
@@ -65,7 +65,7 @@ enum CollectorConnection {
 }
 
 /// Why an export failed, for the log.
-pub(in crate::telemetry) type ExportError = String;
+pub(crate) type ExportError = String;
 
 impl OtlpSignal {
     fn grpc_path(self) -> &'static str {
@@ -133,7 +133,7 @@ impl CollectorUrl {
 }
 
 impl CollectorClient {
-    pub(in crate::telemetry) fn new(signal: OtlpSignal, settings: CollectorSettings) -> Self {
+    pub(crate) fn new(signal: OtlpSignal, settings: CollectorSettings) -> Self {
         Self {
             signal,
             settings,
@@ -143,10 +143,7 @@ impl CollectorClient {
 
     /// Exports an encoded request of the client's signal, and returns the number of rejected spans
     /// or data points. A dropped or late export closes the connection.
-    pub(in crate::telemetry) async fn export(
-        &mut self,
-        message: Bytes,
-    ) -> Result<u64, ExportError> {
+    pub(crate) async fn export(&mut self, message: Bytes) -> Result<u64, ExportError> {
         timeout(EXPORT_TIMEOUT, self.export_without_timeout(message))
             .await
             .unwrap_or_else(|_elapsed| Err("export timed out".to_owned()))

@@ -54,7 +54,7 @@ impl ResourceAttributes {
         Self(attributes)
     }
 
-    pub(in crate::telemetry) fn to_resource(&self) -> Resource {
+    pub(crate) fn to_resource(&self) -> Resource {
         let attributes = self.0.iter();
         Resource {
             attributes: attributes
@@ -66,7 +66,7 @@ impl ResourceAttributes {
 }
 
 /// The library that all exports name as their origin.
-pub(in crate::telemetry) fn instrumentation_scope() -> InstrumentationScope {
+pub(crate) fn instrumentation_scope() -> InstrumentationScope {
     InstrumentationScope {
         name: "tidegate".to_owned(),
         version: env!("CARGO_PKG_VERSION").to_owned(),

@@ -3,11 +3,11 @@
 //! The instances run the real lease table and the store the real algorithms. Admissions are judged
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
-use super::super::clock_reading::ClockReading;
-use super::super::lease_entry::LeasePermit;
-use super::super::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
+use crate::store::leases::clock_reading::ClockReading;
+use crate::store::leases::lease_entry::LeasePermit;
+use crate::store::leases::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::store::{MemorySettings, MemoryStore, PendingSettlement, Settlement};
 use smallvec::SmallVec;
 use std::cmp::Reverse;

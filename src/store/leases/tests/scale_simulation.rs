@@ -13,12 +13,12 @@
     reason = "numbers of a simulation, far below any edge, and a table of them"
 )]
 
-use super::super::clock_reading::ClockReading;
-use super::super::lease_table::{LeaseTable, OnLeaseExhausted};
 use super::credited_units_and_time;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
 use crate::store::deny_cache::DenyCache;
+use crate::store::leases::clock_reading::ClockReading;
+use crate::store::leases::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::store::{
     FallbackStore, MemorySettings, MemoryStore, PendingSettlement, Settlement, Share,
 };

@@ -13,9 +13,9 @@ pub use context::{SpanId, TraceId, TraceParent};
 pub use exporter::SpanExporter;
 pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
+use super::metrics::SpanExportCounts;
+use super::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
 use crate::clock::Clock;
-use crate::telemetry::metrics::SpanExportCounts;
-use crate::telemetry::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
 use exporter::{QUEUE_CAPACITY, SpanExportCounters};
 use http::HeaderMap;
 use opentelemetry_proto::tonic::trace::v1::Span;
