@@ -33,7 +33,7 @@ use crate::limiter::{
     OverrideInEffect, Refusal,
 };
 use counter_cache::CounterCache;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock};
 use smallvec::SmallVec;
 use status_cache::StatusCache;
 use std::collections::{BTreeSet, HashSet};
@@ -80,7 +80,8 @@ pub struct FallbackStore {
     /// The charges that Redis may lack. Process-wide. Requests lock it in an outage; slot releases
     /// and heartbeats lock it at any time.
     write_back: Mutex<WriteBackTable>,
-    /// The [`OutagePhase`]. Changed while `write_back` is locked; requests read it without a lock.
+    /// The [`OutagePhase`]. [`FallbackStore::enter_phase`] needs the lock of `write_back`; requests
+    /// read it without a lock.
     phase: AtomicU8,
     /// End of the last outage, by the local clock (µs).
     outage_ended_us: AtomicU64,
@@ -172,10 +173,10 @@ impl FallbackStore {
             if self.is_stale(partition) && self.is_in_phase(OutagePhase::Failing) {
                 continue;
             }
-            let _write_back = self.write_back.lock();
+            let write_back = self.write_back.lock();
             self.stale_partitions.write().insert(partition);
             if !self.is_in_phase(OutagePhase::Failing) {
-                self.enter_phase(OutagePhase::Failing);
+                self.enter_phase(&write_back, OutagePhase::Failing);
                 self.changed.notify_one();
             }
         }
@@ -184,10 +185,10 @@ impl FallbackStore {
     /// Returns whether Redis was unreachable since the last call of this function. If so, the phase
     /// of recovery begins.
     pub fn take_new_failure_flag(&self) -> bool {
-        let _write_back = self.write_back.lock();
+        let write_back = self.write_back.lock();
         let has_failed = self.is_in_phase(OutagePhase::Failing);
         if has_failed {
-            self.enter_phase(OutagePhase::Recovering);
+            self.enter_phase(&write_back, OutagePhase::Recovering);
         }
         has_failed
     }
@@ -197,7 +198,7 @@ impl FallbackStore {
     pub fn end_outage(&self) {
         let write_back = self.write_back.lock();
         if self.is_in_phase(OutagePhase::Recovering) {
-            self.enter_phase(OutagePhase::Pending);
+            self.enter_phase(&write_back, OutagePhase::Pending);
             let now_us = self.clock.now_us();
             self.outage_ended_us.store(now_us, Ordering::Relaxed);
         }
@@ -223,7 +224,7 @@ impl FallbackStore {
         }
         let begins = self.is_in_phase(OutagePhase::UpToDate) && !write_back.is_empty();
         if begins {
-            self.enter_phase(OutagePhase::Pending);
+            self.enter_phase(&write_back, OutagePhase::Pending);
         }
         begins
     }
@@ -232,7 +233,8 @@ impl FallbackStore {
         self.phase.load(Ordering::Relaxed) == phase as u8
     }
 
-    fn enter_phase(&self, phase: OutagePhase) {
+    /// Takes the lock that every change of the phase needs.
+    fn enter_phase(&self, _write_back: &MutexGuard<'_, WriteBackTable>, phase: OutagePhase) {
         self.phase.store(phase as u8, Ordering::Relaxed);
     }
 
@@ -432,7 +434,7 @@ impl FallbackStore {
         let mut write_back = self.write_back.lock();
         write_back.finish_batch(|id| !unsent_ids.contains(&id));
         if write_back.is_empty() && self.is_in_phase(OutagePhase::Pending) {
-            self.enter_phase(OutagePhase::UpToDate);
+            self.enter_phase(&write_back, OutagePhase::UpToDate);
             self.stale_partitions.write().clear();
             write_back.retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
         }
