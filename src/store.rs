@@ -164,9 +164,10 @@ impl Store {
             // Those of `local` policies are kept for write-back.
             let is_lost = |settlement: &Settlement<'_>| !fallback.defer_settlement(settlement);
             error.unconfirmed.retain(is_lost);
-            match error.unconfirmed.is_empty() {
-                true => Ok(()),
-                false => Err(error),
+            if error.unconfirmed.is_empty() {
+                Ok(())
+            } else {
+                Err(error)
             }
         })
     }

@@ -197,9 +197,10 @@ impl<'t> PlannedPolicy<'t> {
         let limits = self.limits.iter().enumerate().map(move |(index, named)| {
             let limit = self.limit_at(index, named);
             // A request takes one slot, whatever its cost.
-            let cost = match is_concurrency_limit(limit) {
-                true => cost_of_blocks_and_slots,
-                false => self.cost,
+            let cost = if is_concurrency_limit(limit) {
+                cost_of_blocks_and_slots
+            } else {
+                self.cost
             };
             Charge {
                 is_estimate: self.estimate.is_some(),

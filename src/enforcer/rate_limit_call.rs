@@ -114,12 +114,11 @@ impl Enforcer {
             .planned_policies
             .iter()
             .any(|planned_policy| planned_policy.cost == 0);
-        let verdict = match has_zero_cost {
-            true => {
-                self.decide_zero_cost_plan(&mut plan, record_decision, arrived)
-                    .await
-            }
-            false => self.decide_plan(&mut plan, record_decision, arrived).await,
+        let verdict = if has_zero_cost {
+            self.decide_zero_cost_plan(&mut plan, record_decision, arrived)
+                .await
+        } else {
+            self.decide_plan(&mut plan, record_decision, arrived).await
         };
         for (status, keys) in statuses.iter_mut().zip(&key_ids_by_descriptor) {
             let mut own = verdict.limits.clone();
@@ -164,9 +163,10 @@ impl Enforcer {
         if !plan.refuse_exhausted(&mut decision) && (is_degraded || !is_all_zero_cost) {
             return self.decide_plan(plan, record_decision, arrived).await;
         }
-        match is_degraded {
-            true => plan.record_degraded_decisions(Some(&decision), record_decision),
-            false => plan.record_decisions(&decision, record_decision),
+        if is_degraded {
+            plan.record_degraded_decisions(Some(&decision), record_decision)
+        } else {
+            plan.record_decisions(&decision, record_decision)
         }
         let verdict = Verdict {
             is_degraded,

@@ -28,13 +28,13 @@ pub(super) struct ConcurrencyState {
 impl ConcurrencyState {
     /// Slots in use at `now_us`. Usually none has expired, and the map need not be scanned.
     pub(super) fn used_slots(&self, now_us: u64) -> u64 {
-        let used = match self.earliest_expiry_us > now_us {
-            true => self.expiries_us.len(),
-            false => self
-                .expiries_us
+        let used = if self.earliest_expiry_us > now_us {
+            self.expiries_us.len()
+        } else {
+            self.expiries_us
                 .values()
                 .filter(|ends_us| **ends_us > now_us)
-                .count(),
+                .count()
         };
         u64::try_from(used).unwrap_or(u64::MAX)
     }

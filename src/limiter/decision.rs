@@ -126,9 +126,10 @@ impl Decision {
             outcome.charged_at_us = outcome.charged_at_us.or(added.charged_at_us);
         }
         self.admitted &= other.admitted;
-        self.delay_us = match self.admitted {
-            true => self.delay_us.max(other.delay_us),
-            false => 0,
+        self.delay_us = if self.admitted {
+            self.delay_us.max(other.delay_us)
+        } else {
+            0
         };
         self
     }
@@ -167,9 +168,10 @@ impl LimitStatus {
             self.refusal = later.refusal.max(Some(Refusal::Until(ends_us)));
         }
         if self.next_growth_us.is_none_or(|at_us| at_us >= ends_us) {
-            self.next_growth_us = match later.remaining > self.remaining {
-                true => Some(ends_us),
-                false => later.next_growth_us.map(|at_us| at_us.max(ends_us)),
+            self.next_growth_us = if later.remaining > self.remaining {
+                Some(ends_us)
+            } else {
+                later.next_growth_us.map(|at_us| at_us.max(ends_us))
             };
         }
     }

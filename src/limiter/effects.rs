@@ -27,9 +27,10 @@ pub fn determine_effect(
     };
     if charge.is_block() {
         let is_inactive = refusals.get(index).is_some_and(Option::is_none);
-        return match is_inactive && has_reason_to_block(charge, charges, refusals) {
-            true => ChargeEffect::Charge,
-            false => ChargeEffect::NoChange,
+        return if is_inactive && has_reason_to_block(charge, charges, refusals) {
+            ChargeEffect::Charge
+        } else {
+            ChargeEffect::NoChange
         };
     }
     let refusing = || {
@@ -41,9 +42,10 @@ pub fn determine_effect(
     if is_admitted && !(charge.shadow && is_policy_refused()) {
         return ChargeEffect::Charge;
     }
-    match charge.counts_rejected && (is_admitted || !charge.shadow) && is_policy_refused() {
-        true => ChargeEffect::ChargeRejected,
-        false => ChargeEffect::NoChange,
+    if charge.counts_rejected && (is_admitted || !charge.shadow) && is_policy_refused() {
+        ChargeEffect::ChargeRejected
+    } else {
+        ChargeEffect::NoChange
     }
 }
 

@@ -168,9 +168,10 @@ impl Key {
 
     /// The id of the quota: the same for the key of a response counter.
     pub fn quota_id(&self) -> u128 {
-        match self.is_response_counter_key() {
-            true => self.id ^ COUNTED_ID_BIT,
-            false => self.id,
+        if self.is_response_counter_key() {
+            self.id ^ COUNTED_ID_BIT
+        } else {
+            self.id
         }
     }
 
@@ -206,9 +207,10 @@ impl Key {
 
     /// Where the counters are.
     pub fn scope(&self) -> CounterScope {
-        match self.is_instance_scoped() {
-            true => CounterScope::Instance,
-            false => CounterScope::Shared,
+        if self.is_instance_scoped() {
+            CounterScope::Instance
+        } else {
+            CounterScope::Shared
         }
     }
 
@@ -294,9 +296,10 @@ impl Key {
         let read_value = |text: &str| match read_full_text_value(text) {
             Some(KeyValueText::Plain(value)) => {
                 let value = String::from_utf8_lossy(&value);
-                match is_like_digest(&value) {
-                    true => format!("#{value}"),
-                    false => value.into_owned(),
+                if is_like_digest(&value) {
+                    format!("#{value}")
+                } else {
+                    value.into_owned()
                 }
             }
             Some(KeyValueText::Digest(_)) | None => text.to_owned(),

@@ -317,11 +317,13 @@ impl TokenBucketState {
     /// The debt, or the units missing from a cold bucket's capacity if those are more: they can't
     /// be taken.
     fn total_owed(&self, limit: &Limit, now_us: u64) -> u64 {
-        let missing_units =
-            WarmUpRamp::from_limit(limit).map_or(0, |ramp| match now_us < self.cold_at_us(&ramp) {
-                true => ramp.missing_units_after(now_us - self.warm_up_start_us),
-                false => ramp.missing_units,
-            });
+        let missing_units = WarmUpRamp::from_limit(limit).map_or(0, |ramp| {
+            if now_us < self.cold_at_us(&ramp) {
+                ramp.missing_units_after(now_us - self.warm_up_start_us)
+            } else {
+                ramp.missing_units
+            }
+        });
         self.usage_debt_at(limit, now_us)
             .max(missing_units.saturating_mul(limit.per_us))
     }

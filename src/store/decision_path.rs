@@ -222,12 +222,11 @@ impl<'s> RedisDecisionPath<'s> {
         }
         match result {
             Ok((decision, source)) => {
-                let own_decision = match decision.admitted {
-                    true => {
-                        reservation.keep_charges();
-                        own_decision
-                    }
-                    false => reservation.return_charges(own_charges, own_decision),
+                let own_decision = if decision.admitted {
+                    reservation.keep_charges();
+                    own_decision
+                } else {
+                    reservation.return_charges(own_charges, own_decision)
                 };
                 let decision = shared.expand(decision).merge(own.expand(own_decision));
                 Ok((decision, source))
@@ -284,9 +283,12 @@ impl<'s> RedisDecisionPath<'s> {
         // them, so no lease may take them.
         let has_small_costs = has_small_costs(charges);
         let (starts_at_once, mut is_passed) = (has_small_costs && !self.redis.is_cluster(), false);
-        let on_passed = || match starts_at_once {
-            true => permits.start_refills(),
-            false => is_passed = true,
+        let on_passed = || {
+            if starts_at_once {
+                permits.start_refills()
+            } else {
+                is_passed = true
+            }
         };
         let decided = self
             .check_and_decide(&unleased.charges, requested_at, on_passed)

@@ -309,9 +309,10 @@ impl LeasePermitGuard<'_> {
     pub(super) fn check_expiry(&self) -> Result<(), StoreUnavailable> {
         let now = ClockReading::now(&self.leases.clock);
         let has_expired = |permit: &LeasePermit| now.has_reached(&permit.expires_at);
-        match self.permits.iter().any(has_expired) {
-            true => Err(self.redis.unavailable_error("timeout")),
-            false => Ok(()),
+        if self.permits.iter().any(has_expired) {
+            Err(self.redis.unavailable_error("timeout"))
+        } else {
+            Ok(())
         }
     }
 

@@ -337,9 +337,10 @@ impl LockedShards<'_> {
         let clock = &self.memory.clock;
         // Other limits only report the wall clock: once per second is enough.
         let wall_shift_us =
-            match self.follows_wall_clock || now_us / SECOND_US > earlier_us / SECOND_US {
-                true => clock.wall_shift_us(),
-                false => clock.known_wall_shift_us(),
+            if self.follows_wall_clock || now_us / SECOND_US > earlier_us / SECOND_US {
+                clock.wall_shift_us()
+            } else {
+                clock.known_wall_shift_us()
             };
         let wall_us = now_us.saturating_add_signed(wall_shift_us);
         let newest_wall_us = self.shards.iter().map(|(_, shard)| shard.newest_wall_us);

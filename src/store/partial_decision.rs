@@ -46,9 +46,10 @@ impl PartialDecision {
     /// `local` refuses, the statuses of this decision are left out, because they include units that
     /// are being returned.
     pub(super) fn complete(self, local: Decision) -> Decision {
-        match local.admitted {
-            true => self.confirm_charges().merge(local),
-            false => local,
+        if local.admitted {
+            self.confirm_charges().merge(local)
+        } else {
+            local
         }
     }
 

@@ -104,9 +104,10 @@ pub(super) fn verify_trusted_certificate(
     }
     let mut common_names = certificate.subject().iter_common_name();
     let is_named = |own: &str| own.eq_ignore_ascii_case(&name.to_str());
-    match common_names.any(|own| own.as_str().is_ok_and(is_named)) {
-        true => Ok(()),
-        false => Err(CertificateError::NotValidForName.into()),
+    if common_names.any(|own| own.as_str().is_ok_and(is_named)) {
+        Ok(())
+    } else {
+        Err(CertificateError::NotValidForName.into())
     }
 }
 

@@ -45,11 +45,11 @@ impl FallbackStore {
     /// Whether this process has the counter of a limit; for the key of a response counter, the
     /// request counter of the limit.
     fn has_request_counter(&self, limit: &Limit, key: &Key) -> bool {
-        match key.is_response_counter_key() {
-            true => self
-                .memory
-                .contains_counter(limit, &key.to_request_counter_key()),
-            false => self.memory.contains_counter(limit, key),
+        if key.is_response_counter_key() {
+            self.memory
+                .contains_counter(limit, &key.to_request_counter_key())
+        } else {
+            self.memory.contains_counter(limit, key)
         }
     }
 }

@@ -44,9 +44,10 @@ impl FallbackStore {
         exported.usage = counter.usage_in_use(now_us).copied().collect();
         let (units_in_use, next_growth_us) = self.usage_of_share(&limit, &counter.key);
         // The entries of a bucket have no age: all its usage counts as one charge now.
-        let known_units = match limit.is_bucket() {
-            true => 0,
-            false => exported.usage.iter().map(|entry| entry.units).sum(),
+        let known_units = if limit.is_bucket() {
+            0
+        } else {
+            exported.usage.iter().map(|entry| entry.units).sum()
         };
         let at_us = match limit.algorithm {
             // A block lasts for `per_us` from its start.

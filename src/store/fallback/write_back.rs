@@ -230,9 +230,10 @@ impl CounterWriteBack {
 
     fn add_usage(&mut self, entry: UsageEntry, may_grow: bool) {
         let subperiod = |at_us: u64| {
-            let start_us = match self.limit.follows_wall_clock() {
-                true => self.limit.window_at(at_us).start_us,
-                false => 0,
+            let start_us = if self.limit.follows_wall_clock() {
+                self.limit.window_at(at_us).start_us
+            } else {
+                0
             };
             let width_us = (self.limit.per_us / SUBPERIODS_PER_PERIOD).max(1);
             (start_us, (at_us - start_us) / width_us)

@@ -210,9 +210,10 @@ impl ConnectionSupervision {
                 was_ready: self.state.get().was_ready,
                 live: Some(Err(Arc::clone(&error))),
             });
-            match previous.is_lost() {
-                false => shared.breaker.record_connection_down(&error),
-                true => shared.breaker.record_connection_still_down(&error),
+            if previous.is_lost() {
+                shared.breaker.record_connection_still_down(&error)
+            } else {
+                shared.breaker.record_connection_down(&error)
             }
             let min_jitter;
             (backoff, min_jitter) = if started.elapsed() >= STABLE_CONNECTION_AGE {

@@ -210,9 +210,10 @@ async fn diagnose_server(
         }
         (connection, _driver) = timeout(connect_time(settings), open()).await??;
     }
-    let info = match is_refused {
-        true => Ok(InfoFields::default()),
-        false => finish_check(deadline, server_facts::read_info(&mut connection)).await,
+    let info = if is_refused {
+        Ok(InfoFields::default())
+    } else {
+        finish_check(deadline, server_facts::read_info(&mut connection)).await
     };
     let info = match info {
         // Without a reply to the first command, there are no facts.

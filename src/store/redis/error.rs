@@ -177,9 +177,10 @@ impl RedisConnectionError {
     }
 
     fn text_after_kind(&self) -> String {
-        match self.message == self.kind.into_str() {
-            true => String::new(),
-            false => format!(": {}", self.message),
+        if self.message == self.kind.into_str() {
+            String::new()
+        } else {
+            format!(": {}", self.message)
         }
     }
 }

@@ -47,9 +47,10 @@ impl LiveConnection {
     /// the key's slot.
     pub(super) async fn send_command(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
         let scripts = &self.shared.scripts;
-        let with_text = match self.lacks_evalsha.load(Ordering::Relaxed) {
-            true => scripts.replace_digest_by_text(command),
-            false => None,
+        let with_text = if self.lacks_evalsha.load(Ordering::Relaxed) {
+            scripts.replace_digest_by_text(command)
+        } else {
+            None
         };
         let command = with_text.as_ref().unwrap_or(command);
         let script_load = self.script_load.load_full();
@@ -82,14 +83,13 @@ impl LiveConnection {
     async fn send_once(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
         self.shared.call_count.fetch_add(1, Ordering::Relaxed);
         let mut connection = self.connection.clone();
-        let answer = match is_asking {
-            false => connection.send_packed_command(command).await,
-            true => {
-                let mut pipeline = redis::pipe();
-                pipeline.cmd("ASKING").add_command(command.clone());
-                let replies = connection.send_packed_commands(&pipeline, 1, 1).await;
-                replies.map(|mut replies| replies.pop().unwrap_or(Value::Nil))
-            }
+        let answer = if is_asking {
+            let mut pipeline = redis::pipe();
+            pipeline.cmd("ASKING").add_command(command.clone());
+            let replies = connection.send_packed_commands(&pipeline, 1, 1).await;
+            replies.map(|mut replies| replies.pop().unwrap_or(Value::Nil))
+        } else {
+            connection.send_packed_command(command).await
         };
         answer.and_then(check_reply)
     }

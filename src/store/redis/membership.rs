@@ -134,9 +134,10 @@ async fn run_heartbeat_round(
     let since_us = recovery.and_then(|recovery| recovery.started_us);
     // A worker without a connection still decides by its share, and will have usage to write back.
     let is_written_back = !fallback.has_pending_write_back() && redis.breaker.is_up();
-    let operation = match is_written_back {
-        true => "heartbeat",
-        false => "pending",
+    let operation = if is_written_back {
+        "heartbeat"
+    } else {
+        "pending"
     };
     let call_timeout = redis.settings.connect_timeout;
     let reply = match run_membership_script(
@@ -374,9 +375,10 @@ impl MembershipTracker {
         }
         self.decrease_since = None;
         let newest = Share::with_rank(reply.live_instances, reply.rank);
-        match is_near_outage && !is_decrease {
-            true => newest.with_higher_rank(share),
-            false => newest,
+        if is_near_outage && !is_decrease {
+            newest.with_higher_rank(share)
+        } else {
+            newest
         }
     }
 }

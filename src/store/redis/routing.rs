@@ -83,9 +83,10 @@ impl RedisRouter {
         deadline: Instant,
     ) -> Result<Decision, DecisionFailure> {
         let is_sharded = |charge: &Charge<'_>| charge.shard_count > 1;
-        match self.shared.is_cluster() && charges.iter().any(is_sharded) {
-            true => self.decide_across_shards(charges, deadline).await,
-            false => self.decide_by_hash_slot(charges, deadline).await.0,
+        if self.shared.is_cluster() && charges.iter().any(is_sharded) {
+            self.decide_across_shards(charges, deadline).await
+        } else {
+            self.decide_by_hash_slot(charges, deadline).await.0
         }
     }
 
@@ -106,9 +107,10 @@ impl RedisRouter {
         let parts = match self.find_common_hash_slot(charges) {
             None => HashSlotCharges::from_request(charges),
             Some(hash_slot) => {
-                let decision = match charges.iter().any(|charge| charge.is_held_back) {
-                    true => Err(self.refuse_held_back(hash_slot)),
-                    false => self.request_decision(hash_slot, charges, deadline).await,
+                let decision = if charges.iter().any(|charge| charge.is_held_back) {
+                    Err(self.refuse_held_back(hash_slot))
+                } else {
+                    self.request_decision(hash_slot, charges, deadline).await
                 };
                 match decision {
                     Err(RedisErrorKind::TryAgain) if self.shared.is_cluster() => {

@@ -34,9 +34,10 @@ pub(super) async fn run_server_info_poller(redis: RedisStore) {
     loop {
         let mut server_infos = Vec::new();
         // A proxy has no memory and no clock of its own, and may close the connection.
-        let masters = match redis.is_behind_proxy() {
-            true => Vec::new(),
-            false => redis.master_connections(),
+        let masters = if redis.is_behind_proxy() {
+            Vec::new()
+        } else {
+            redis.master_connections()
         };
         for master in masters {
             server_infos.push(match master {

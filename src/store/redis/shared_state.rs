@@ -250,9 +250,10 @@ impl SharedRedisState {
 
     /// The slot of a Redis key.
     pub(super) fn hash_slot_for_name(&self, name: &str) -> u16 {
-        match self.is_cluster() {
-            true => hash_slot_for_name(name),
-            false => SINGLE_PARTITION,
+        if self.is_cluster() {
+            hash_slot_for_name(name)
+        } else {
+            SINGLE_PARTITION
         }
     }
 

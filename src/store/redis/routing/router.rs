@@ -377,9 +377,12 @@ impl RedisRouter {
 
 /// Splits settlements into calls, in order.
 fn split_into_calls<'l, 'a>(settlements: &'l [Settlement<'a>]) -> Vec<&'l [Settlement<'a>]> {
-    let runs = settlements.chunk_by(|one, next| match is_expensive(one) {
-        true => is_expensive(next) && one.limit == next.limit && one.key.id() == next.key.id(),
-        false => !is_expensive(next),
+    let runs = settlements.chunk_by(|one, next| {
+        if is_expensive(one) {
+            is_expensive(next) && one.limit == next.limit && one.key.id() == next.key.id()
+        } else {
+            !is_expensive(next)
+        }
     });
     runs.flat_map(|run| run.chunks(MAX_SETTLEMENTS_PER_CALL))
         .collect()

@@ -66,13 +66,16 @@ impl SplitChargeOutcome<'_> {
     /// charges are left out: they include units that are being returned.
     fn merged_outcome(&self, now_us: u64, admitted: bool) -> ChargeOutcome {
         let ends_us = self.now_us.saturating_add(self.charge.limit.per_us);
-        let status = self.outcome.status.map(|status| match self.starts_block() {
-            true => LimitStatus {
-                remaining: 0,
-                next_growth_us: Some(ends_us),
-                ..status
-            },
-            false => status,
+        let status = self.outcome.status.map(|status| {
+            if self.starts_block() {
+                LimitStatus {
+                    remaining: 0,
+                    next_growth_us: Some(ends_us),
+                    ..status
+                }
+            } else {
+                status
+            }
         });
         let expires_at_ms = self
             .outcome

@@ -43,9 +43,10 @@ impl ScriptLibrary {
         key.push_str(&self.counter_key_prefix);
         push_hex_id(key, charge.key.quota_id());
         let (algorithm, per_us) = charge.limit.counter_identity();
-        let kind = match charge.key.is_response_counter_key() {
-            true => "}:counted:",
-            false => "}:",
+        let kind = if charge.key.is_response_counter_key() {
+            "}:counted:"
+        } else {
+            "}:"
         };
         key.extend([kind, algorithm.into_str(), ":"]);
         let variant = match algorithm {

@@ -120,9 +120,10 @@ fn parse_charge_outcome(
     }
     let limit = charge.limit.with_override(in_effect);
     let numbers = [next_number()?, next_number()?, next_number()?];
-    let admitted = match position.total > 1 {
-        true => Some(next_number()?),
-        false => None,
+    let admitted = if position.total > 1 {
+        Some(next_number()?)
+    } else {
+        None
     };
     let mut status = LimitStatus::UNLIMITED;
     if in_effect != Some(OverrideInEffect::Unlimited) {
