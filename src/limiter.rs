@@ -10,7 +10,6 @@
 mod block;
 mod calendar;
 mod charge;
-mod charge_part;
 mod concurrency;
 mod counter_state;
 mod decision;
@@ -22,6 +21,7 @@ mod key_text;
 mod leaky_bucket;
 mod limit;
 mod overridden_charges;
+mod request_part;
 mod shards;
 mod sliding_log;
 mod sliding_window;
@@ -29,16 +29,18 @@ mod time_window;
 mod token_bucket;
 
 pub use calendar::{Calendar, CalendarUnit, time_zone_names};
-pub use charge::{Amendment, Charge, LeaseTerms};
-pub use charge_part::ChargePart;
+pub use charge::{
+    Amendment, Charge, CounterRef, LeaseTerms, LimitCharge, PolicyCharges, each_charge,
+};
 pub use counter_state::{CounterState, CounterView};
-pub use decision::{ChargeOutcome, Decision, LeaseGrant, LimitStatus, Refusal};
-pub use effects::{ChargeEffect, compute_lease_grants, determine_effect};
+pub use decision::{ChargeOutcome, Decision, LeaseGrant, LimitStatus, PolicyOutcome, Refusal};
+pub use effects::{ChargeEffect, compute_lease_grant, determine_effects};
 pub use key::{CounterScope, Key, KeyBuilder, SOURCES_BYTES};
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
 pub use key_text::{DIGEST_BYTES, ListedValue, format_digest};
 pub use limit::{Algorithm, Limit};
 pub use overridden_charges::OverriddenCharges;
+pub use request_part::RequestPart;
 pub use time_window::TimeWindow;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of

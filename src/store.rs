@@ -26,7 +26,7 @@ pub use stored_override::{
     MAX_OVERRIDE_EXPIRY_MS, MAX_REMARK_BYTES, StoredOverride, override_end_us, parse_override_rule,
 };
 
-use crate::limiter::{Amendment, Key, Limit};
+use crate::limiter::{Amendment, CounterRef, Key, Limit};
 use deny_cache::DenyCache;
 use redis::{RedisOutage, RedisStore};
 use std::sync::Arc;
@@ -110,6 +110,13 @@ async fn wait_until_drained(drained: &Notify, is_drained: impl Fn() -> bool) {
 }
 
 impl<'a> Settlement<'a> {
+    fn counter(&self) -> CounterRef<'a> {
+        CounterRef {
+            limit: self.limit,
+            key: self.key,
+        }
+    }
+
     fn from_pending(((limit, key), amendment): &'a PendingSettlement) -> Self {
         Self {
             limit,

@@ -280,9 +280,9 @@ impl AdminViewState {
         redis.map_or(Vec::new(), |shared| {
             let counters = resolved_key.all_counters();
             let keys = counters
-                .iter()
-                .flat_map(|charge| shared.counter_keys(charge));
-            keys.collect()
+                .charges()
+                .map(|charge| shared.counter_keys(&charge));
+            keys.flatten().collect()
         })
     }
 

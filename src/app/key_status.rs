@@ -3,11 +3,12 @@
 use super::limit_documents::{describe_limit_status, micros_to_seconds};
 use super::store_backend::StoreBackend;
 use crate::admin::{AdminError, KeyDocument, KeyResetDocument};
-use crate::limiter::{Algorithm, Charge, Key, Limit, LimitStatus, ListedValue};
+use crate::limiter::{Algorithm, Key, Limit, LimitCharge, LimitStatus, ListedValue, PolicyCharges};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
 use crate::store::Store;
+use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -125,33 +126,36 @@ pub(crate) fn find_limiting_policy<'t>(
 impl ResolvedKey<'_> {
     /// Returns charges of cost 0 on all counters of the key, the block first. They serve to read or
     /// delete the counters.
-    pub(crate) fn zero_cost_charges(&self) -> Vec<Charge<'_>> {
+    pub(crate) fn zero_cost_charges(&self) -> PolicyCharges<'_> {
         let name_of_block = self.limits.first().map(|named| &named.name);
         let block = self.quota.block.iter().map(|block| (block, name_of_block));
         let limits = self.limits.iter();
         let limits = limits.map(|named| (&named.limit, Some(&named.name)));
-        block
-            .chain(limits)
-            .map(|(limit, name)| Charge {
-                shard_count: self.quota.shards,
-                dynamic: name.filter(|_| self.quota.is_dynamic),
-                ..Charge::new(limit, &self.key, 0)
-            })
-            .collect()
+        let charges = block.chain(limits).map(|(limit, name)| LimitCharge {
+            name: name.filter(|_| self.quota.is_dynamic).map(Cow::Borrowed),
+            ..LimitCharge::new(limit, 0)
+        });
+        PolicyCharges {
+            shard_count: self.quota.shards,
+            ..PolicyCharges::with_limits(Cow::Borrowed(&self.key), charges.collect())
+        }
     }
 
     /// The charges of all counters of the key, also of its response counters.
-    pub(crate) fn all_counters(&self) -> Vec<Charge<'_>> {
-        let mut charges = self.zero_cost_charges();
-        let counted = self.counted_key.iter().flat_map(|key| {
+    pub(crate) fn all_counters(&self) -> PolicyCharges<'_> {
+        let mut all = self.zero_cost_charges();
+        if let Some(key) = &self.counted_key {
+            all.response_key = Some(Arc::new(key.clone()));
             let limits = self.limits.iter().map(|named| &named.limit);
             // The response counts against no slot.
             let limits =
                 limits.filter(|limit| !matches!(limit.algorithm, Algorithm::Concurrency { .. }));
-            limits.map(move |limit| Charge::new(limit, key, 0))
-        });
-        charges.extend(counted);
-        charges
+            all.limits.extend(limits.map(|limit| LimitCharge {
+                counts_responses: true,
+                ..LimitCharge::new(limit, 0)
+            }));
+        }
+        all
     }
 
     /// Reads the status of all limits at one moment, without changing a counter.
@@ -163,7 +167,7 @@ impl ResolvedKey<'_> {
             true => Store::Memory(Arc::clone(stores.memory())),
             false => stores.open_for_inspection().await,
         };
-        let decision = store.decide(&self.zero_cost_charges()).await;
+        let decision = store.decide(&[self.zero_cost_charges()]).await;
         let decision = decision
             .map_err(|error| AdminError::Unavailable(stores.describe_failure(&store, &error)))?;
         let mut statuses = decision.statuses();
@@ -246,11 +250,13 @@ impl ResolvedKey<'_> {
         };
         let counters = self.all_counters();
         let delete = async |limit: &Limit| -> Result<u64, AdminError> {
-            let counters = counters.iter().filter(|charge| *charge.limit == *limit);
-            let counters: Vec<Charge<'_>> = counters.copied().collect();
+            let counters = counters.charges().filter(|charge| *charge.limit == *limit);
             match &inspector {
-                Some(inspector) => Ok(inspector.reset_counters(&counters).await?),
-                None => Ok(stores.memory().remove_counters(&counters)),
+                Some(inspector) => Ok(inspector.reset_counters(counters).await?),
+                None => {
+                    let counters = counters.map(|charge| charge.counter());
+                    Ok(stores.memory().remove_counters(counters))
+                }
             }
         };
         let mut reset = KeyResetDocument {

@@ -1,12 +1,10 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
 use super::decisions::PolicyDecision;
-use super::planned_policy::{
-    ChargePositions, PlannedPolicy, PolicyStatuses, SlotTerms, is_concurrency_limit,
-};
+use super::planned_policy::{PlannedPolicy, PolicyStatuses, SlotTerms, is_concurrency_limit};
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
-use crate::limiter::{Charge, Decision, Key, MAX_UNITS};
+use crate::limiter::{Decision, Key, MAX_UNITS, PolicyCharges};
 use crate::policy::{
     Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
     Policy, PolicyAction, PolicyTable,
@@ -195,21 +193,20 @@ impl<'t> ChargePlan<'t> {
         &self,
         cost_of_blocks_and_slots: u64,
         slot: u128,
-    ) -> SmallVec<[Charge<'_>; 4]> {
-        let numbered = (0..).zip(&self.planned_policies);
-        let charges = numbered.flat_map(|(policy_number, planned_policy)| {
-            planned_policy.charges(policy_number, cost_of_blocks_and_slots, slot)
-        });
-        charges.collect()
+    ) -> SmallVec<[PolicyCharges<'_>; 2]> {
+        let policies = self.planned_policies.iter();
+        policies
+            .map(|planned_policy| planned_policy.charges(cost_of_blocks_and_slots, slot))
+            .collect()
     }
 
     /// Enters the amounts that the request states into the statuses of its charges, so that
     /// responses and settlements use them. An override in the store wins.
     pub(super) fn report_amounts(&self, decision: &mut Decision) {
-        for (planned_policy, positions) in self.policies_with_positions() {
+        for (planned_policy, outcome) in self.planned_policies.iter().zip(&mut decision.policies) {
             if let Some(amounts) = &planned_policy.amounts {
-                let own = decision.outcomes.get_mut(positions.limits);
-                for (index, outcome) in own.into_iter().flatten().enumerate() {
+                let own = planned_policy.limits_mut(outcome);
+                for (index, outcome) in own.iter_mut().enumerate() {
                     if let Some(status) = &mut outcome.status
                         && status.in_effect.is_none()
                     {
@@ -220,31 +217,13 @@ impl<'t> ChargePlan<'t> {
         }
     }
 
-    /// Pairs each planned policy with the positions of its charges. A policy charges its block,
-    /// then its limits, then its response counters.
-    pub(super) fn policies_with_positions(
-        &self,
-    ) -> impl Iterator<Item = (&PlannedPolicy<'t>, ChargePositions)> {
-        let mut first = 0;
-        self.planned_policies.iter().map(move |planned_policy| {
-            let positions = planned_policy.charge_positions(first);
-            first = positions.response_counters.end;
-            (planned_policy, positions)
-        })
-    }
-
-    /// Pairs each planned policy with the statuses of its block and limits in `decision`.
+    /// Pairs each planned policy with the statuses of its charges in `decision`.
     pub(super) fn policies_with_statuses<'d>(
         &self,
         decision: &'d Decision,
     ) -> impl Iterator<Item = (&PlannedPolicy<'t>, PolicyStatuses<'d>)> {
-        let outcomes = decision.outcomes.as_slice();
-        self.policies_with_positions()
-            .map(move |(planned_policy, positions)| {
-                let block = positions.block.and_then(|at| outcomes.get(at)?.status);
-                let limits = outcomes.get(positions.limits).unwrap_or_default();
-                (planned_policy, PolicyStatuses { block, limits })
-            })
+        let decided = self.planned_policies.iter().zip(&decision.policies);
+        decided.map(|(planned_policy, outcome)| (planned_policy, planned_policy.statuses(outcome)))
     }
 
     /// Reserves a slot for each concurrency limit.
@@ -282,10 +261,9 @@ impl<'t> ChargePlan<'t> {
         decision: &Decision,
     ) -> (SmallVec<[LimitAndKey; 1]>, SlotTerms) {
         let (mut taken, mut terms) = (SmallVec::new(), SlotTerms::default());
-        let outcomes = &decision.outcomes;
-        for (planned_policy, positions) in self.policies_with_positions() {
+        for (planned_policy, statuses) in self.policies_with_statuses(decision) {
             let taken_before = taken.len();
-            if decision.admitted && positions.are_charged(outcomes) {
+            if decision.admitted && statuses.is_charged {
                 taken.extend(planned_policy.slot_counters());
             }
             if taken.len() > taken_before {
@@ -312,15 +290,10 @@ impl<'t> ChargePlan<'t> {
         if !decision.admitted || planned.all(|planned_policy| planned_policy.estimate.is_none()) {
             return Vec::new();
         }
-        let outcomes = &decision.outcomes;
-        let policies = self.policies_with_positions();
-        let estimates = policies.filter_map(|(planned_policy, positions)| {
-            let cost = planned_policy.estimate?;
-            if !positions.are_charged(outcomes) {
-                return None;
-            }
-            let limits = planned_policy.limits.iter();
-            let limits = limits.zip(outcomes.get(positions.limits)?);
+        let policies = self.policies_with_statuses(decision);
+        let estimates = policies.filter_map(|(planned_policy, statuses)| {
+            let cost = planned_policy.estimate.filter(|_| statuses.is_charged)?;
+            let limits = planned_policy.limits.iter().zip(statuses.limits);
             let limits = limits.filter(|(named, _)| !is_concurrency_limit(&named.limit));
             let exhausts_limit = limits.clone().any(|(_, outcome)| {
                 let status = outcome.status;
@@ -332,8 +305,8 @@ impl<'t> ChargePlan<'t> {
                 let charged_at_us = outcome.charged_at_us.unwrap_or_default();
                 ((limit, planned_policy.key.clone()), charged_at_us)
             });
-            let responses = outcomes.get(positions.response_counters)?;
-            let responses = planned_policy.counted_limits().zip(responses);
+            let responses = planned_policy.counted_limits();
+            let responses = responses.zip(statuses.response_counters);
             let counted_key = planned_policy.counted_key.as_deref();
             let response_counters = responses.filter_map(|((_, named), outcome)| {
                 Some((outcome.limit_in_effect(&named.limit), counted_key?.clone()))
@@ -368,7 +341,7 @@ impl<'t> ChargePlan<'t> {
 /// charges that are being returned, were not made, or got no reply. After a call without a reply,
 /// Redis may hold all slots.
 pub(super) fn may_hold_ungranted_slots(decision: &Decision, source: DecisionSource) -> bool {
-    let has_unknown = || (decision.outcomes.iter()).any(|outcome| outcome.status.is_none());
+    let has_unknown = || (decision.outcomes()).any(|outcome| outcome.status.is_none());
     let is_split = source == DecisionSource::Redis && has_unknown();
     is_split || decision.may_have_charged
 }

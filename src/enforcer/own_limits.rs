@@ -5,7 +5,7 @@ use super::planned_policy::PlannedPolicy;
 use super::{
     Enforcer, LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, Verdict,
 };
-use crate::limiter::{Charge, Refusal};
+use crate::limiter::{PolicyCharges, Refusal};
 use crate::policy::{ClientQuotas, Policy, SelfServiceSettings};
 use crate::store::StoreUnavailable;
 use smallvec::{SmallVec, smallvec};
@@ -41,7 +41,7 @@ impl Enforcer {
         client: &ClientQuotas<'t>,
         arrived: Instant,
     ) -> OwnLimits<'t> {
-        let ask = Charge::new(&settings.limit.limit, &client.client_key, 1);
+        let ask = PolicyCharges::new(&settings.limit.limit, &client.client_key, 1);
         let rejected = |verdict| OwnLimits {
             verdict,
             policies: Vec::new(),

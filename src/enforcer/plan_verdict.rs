@@ -119,12 +119,14 @@ impl<'t> ChargePlan<'t> {
         fallback_decision: Option<&Decision>,
         record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
     ) {
-        let empty_decision = Decision::default();
-        let decision = fallback_decision.unwrap_or(&empty_decision);
-        for (planned_policy, statuses) in self.policies_with_statuses(decision) {
-            let statuses = fallback_decision.map(|_| statuses);
+        let mut outcomes = fallback_decision
+            .into_iter()
+            .flat_map(|decided| &decided.policies);
+        let is_delayed = fallback_decision.is_some_and(|decided| decided.delay_us > 0);
+        for planned_policy in &self.planned_policies {
+            let statuses = outcomes.next();
+            let statuses = statuses.map(|outcome| planned_policy.statuses(outcome));
             let decision_label = if planned_policy.key.is_instance_scoped() {
-                let is_delayed = decision.delay_us > 0;
                 statuses.and_then(|statuses| planned_policy.read_decision(statuses, is_delayed))
             } else {
                 Some(planned_policy.read_degraded_decision(statuses))

@@ -1,38 +1,26 @@
 //! One policy of a charge plan.
 
-use crate::limiter::{Algorithm, Charge, ChargeOutcome, Key, LeaseTerms, Limit, LimitStatus};
+use crate::limiter::{
+    Algorithm, ChargeOutcome, Key, LeaseTerms, Limit, LimitCharge, LimitStatus, PolicyCharges,
+    PolicyOutcome,
+};
 use crate::policy::{
     ClientQuota, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyMode, Quota,
     RequestAmounts, SelectedLimits, SlotRelease, read_request_amounts,
 };
 use crate::store::LimitAndKey;
-use std::ops::Range;
+use std::borrow::Cow;
 use std::sync::Arc;
 
-/// The positions of a policy's charges in its plan. A decision has their statuses at the same
-/// positions.
-pub(super) struct ChargePositions {
-    pub block: Option<usize>,
-    pub limits: Range<usize>,
-    pub response_counters: Range<usize>,
-}
-
-impl ChargePositions {
-    /// Whether the policy charged its block and its limits. `outcomes` has those of all charges.
-    pub(super) fn are_charged(&self, outcomes: &[ChargeOutcome]) -> bool {
-        let first = self.block.unwrap_or(self.limits.start);
-        let own = outcomes.get(first..self.limits.end);
-        own.is_some_and(|own| own.iter().all(ChargeOutcome::is_charged))
-    }
-}
-
-/// The statuses of a policy's block and limits in a decision.
-#[derive(Clone, Copy)]
+/// The outcomes of a policy's charges in a decision.
+#[derive(Clone, Copy, Default)]
 pub(super) struct PolicyStatuses<'d> {
     /// `None` if the policy has no block, or if its status is unknown.
     pub block: Option<LimitStatus>,
-    /// One entry for each limit. Empty if the decision has no outcomes.
     pub limits: &'d [ChargeOutcome],
+    pub response_counters: &'d [ChargeOutcome],
+    /// Whether the policy charged its block and its limits.
+    pub is_charged: bool,
 }
 
 /// How long a request may hold its concurrency slots, and what frees them. Only enforced policies
@@ -79,7 +67,7 @@ pub(super) struct PlannedPolicy<'t> {
     /// The cost is an estimate until the response reports the actual one.
     pub estimate: Option<&'t Arc<EstimateCost>>,
     /// The key of the response counters, if only those start the block.
-    pub counted_key: Option<Box<Key>>,
+    pub counted_key: Option<Arc<Key>>,
     pub counts_rejected: bool,
     pub shards: u16,
     pub lease: Option<LeaseTerms>,
@@ -102,7 +90,7 @@ impl<'t> PlannedPolicy<'t> {
             policy_index,
             policy,
             mode,
-            counted_key: counts_responses.then(|| Box::new(key.to_response_counter_key())),
+            counted_key: counts_responses.then(|| Arc::new(key.to_response_counter_key())),
             key,
             limits: selected.limits,
             amounts: read_request_amounts(selected.limits, facts),
@@ -173,28 +161,16 @@ impl<'t> PlannedPolicy<'t> {
     /// The charges of the policy: of its block, its limits, and its response counters.
     pub(super) fn charges(
         &self,
-        policy_number: u32,
         cost_of_blocks_and_slots: u64,
         slot_id: u128,
-    ) -> impl Iterator<Item = Charge<'_>> {
-        let on_store_failure = self.policy.on_store_failure;
-        let new_charge = move |limit, key, cost, named: &'t NamedLimit| Charge {
-            policy_number,
-            shadow: !self.mode.is_enforced(),
-            counts_rejected: self.counts_rejected,
-            slot_id,
-            has_fallback: on_store_failure == OnStoreFailure::Local,
-            fails_closed: on_store_failure == OnStoreFailure::Closed,
-            shard_count: self.shards,
-            lease: self.lease,
-            dynamic: self.is_dynamic.then_some(&named.name),
-            ..Charge::new(limit, key, cost)
+    ) -> PolicyCharges<'_> {
+        let new_charge = |limit, cost, named: &'t NamedLimit| LimitCharge {
+            name: self.is_dynamic.then_some(Cow::Borrowed(&named.name)),
+            ..LimitCharge::new(limit, cost)
         };
         let block = self.block.into_iter().zip(self.limits);
-        let block = block.map(move |(block, named)| {
-            new_charge(block, &self.key, cost_of_blocks_and_slots, named)
-        });
-        let limits = self.limits.iter().enumerate().map(move |(index, named)| {
+        let block = block.map(|(block, named)| new_charge(block, cost_of_blocks_and_slots, named));
+        let limits = self.limits.iter().enumerate().map(|(index, named)| {
             let limit = self.limit_at(index, named);
             // A request takes one slot, whatever its cost.
             let cost = if is_concurrency_limit(limit) {
@@ -202,19 +178,52 @@ impl<'t> PlannedPolicy<'t> {
             } else {
                 self.cost
             };
-            Charge {
+            LimitCharge {
                 is_estimate: self.estimate.is_some(),
-                ..new_charge(limit, &self.key, cost, named)
+                ..new_charge(limit, cost, named)
             }
         });
-        let response_counters = self.counted_key.iter().flat_map(move |key| {
-            let limits = self.counted_limits();
-            limits.map(move |(index, named)| Charge {
-                is_counted: true,
-                ..new_charge(self.limit_at(index, named), key, self.cost, named)
-            })
+        let response_counters = self.counted_limits().map(|(index, named)| LimitCharge {
+            is_read: true,
+            counts_responses: true,
+            ..new_charge(self.limit_at(index, named), self.cost, named)
         });
-        block.chain(limits).chain(response_counters)
+        let charges = block.chain(limits).chain(response_counters).collect();
+        let on_store_failure = self.policy.on_store_failure;
+        PolicyCharges {
+            response_key: self.counted_key.clone(),
+            shadow: !self.mode.is_enforced(),
+            counts_rejected: self.counts_rejected,
+            slot_id,
+            has_fallback: on_store_failure == OnStoreFailure::Local,
+            fails_closed: on_store_failure == OnStoreFailure::Closed,
+            shard_count: self.shards,
+            lease: self.lease,
+            ..PolicyCharges::with_limits(Cow::Borrowed(&self.key), charges)
+        }
+    }
+
+    /// The outcomes of the policy's charges, as [`PlannedPolicy::charges`] orders them.
+    pub(super) fn statuses<'d>(&self, outcome: &'d PolicyOutcome) -> PolicyStatuses<'d> {
+        let own = outcome.limits.as_slice();
+        let block_count = usize::from(self.block.is_some());
+        let (charged, response_counters) = own
+            .split_at_checked(block_count + self.limits.len())
+            .unwrap_or_default();
+        let (block, limits) = charged.split_at_checked(block_count).unwrap_or_default();
+        PolicyStatuses {
+            block: block.first().and_then(|outcome| outcome.status),
+            limits,
+            response_counters,
+            is_charged: !charged.is_empty() && charged.iter().all(ChargeOutcome::is_charged),
+        }
+    }
+
+    /// The outcomes of the policy's limits, to be changed.
+    pub(super) fn limits_mut<'d>(&self, outcome: &'d mut PolicyOutcome) -> &'d mut [ChargeOutcome] {
+        let first = usize::from(self.block.is_some());
+        let limits = first..first + self.limits.len();
+        outcome.limits.get_mut(limits).unwrap_or_default()
     }
 
     /// The limits with response counters and their indices. Their charges follow those of the
@@ -231,17 +240,6 @@ impl<'t> PlannedPolicy<'t> {
         let limits = limits.map(|(index, named)| self.limit_at(index, named));
         let slots = limits.filter(|limit| is_concurrency_limit(limit));
         slots.map(|limit| (*limit, self.key.clone()))
-    }
-
-    /// The positions of this policy's charges, starting at `first`.
-    pub(super) fn charge_positions(&self, first: usize) -> ChargePositions {
-        let first_limit = first + usize::from(self.block.is_some());
-        let first_counter = first_limit + self.limits.len();
-        ChargePositions {
-            block: self.block.map(|_| first),
-            limits: first_limit..first_counter,
-            response_counters: first_counter..first_counter + self.counted_limits().count(),
-        }
     }
 
     /// The terms on which a request holds a slot of this policy.

@@ -140,8 +140,9 @@ impl Enforcer {
         arrived: Instant,
     ) -> Verdict<'t> {
         let mut charges = plan.build_charges(0, 0);
-        for charge in &mut charges {
-            (charge.cost, charge.lease) = (0, None);
+        for policy in &mut charges {
+            policy.lease = None;
+            policy.limits.iter_mut().for_each(|charge| charge.cost = 0);
         }
         let answer = match self.store.decide_with_source(&charges, arrived).await {
             Ok(answer) => Some(answer),
@@ -180,21 +181,19 @@ impl ChargePlan<'_> {
     /// Turns a read of all counters into a refusal if a quota of cost 0 is exhausted.
     fn refuse_exhausted(&self, decision: &mut Decision) -> bool {
         let mut is_refused = false;
-        let outcomes = &mut decision.outcomes;
-        for (planned_policy, positions) in self.policies_with_positions() {
+        for (planned_policy, outcome) in self.planned_policies.iter().zip(&mut decision.policies) {
             // A charge of cost 0 is never refused by a block. A block that has an end time is in
             // effect.
             let mut is_exhausted = false;
-            if let Some(block_at) = positions.block
-                && let Some(outcome) = outcomes.get_mut(block_at)
-                && let Some(block) = &mut outcome.status
+            if planned_policy.block.is_some()
+                && let Some(block) = outcome.limits.first_mut()
+                && let Some(block) = &mut block.status
                 && let Some(until_us) = block.next_growth_us
             {
                 block.refusal = Some(Refusal::Until(until_us));
                 is_exhausted = true;
             }
-            let limits = outcomes.get_mut(positions.limits);
-            let limits = limits.into_iter().flatten();
+            let limits = planned_policy.limits_mut(outcome).iter_mut();
             for status in limits.filter_map(|outcome| outcome.status.as_mut()) {
                 if status.refusal.is_none() && status.remaining < planned_policy.cost.max(1) {
                     status.refusal =

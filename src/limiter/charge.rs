@@ -1,46 +1,79 @@
-//! The cost of one request against one limit, and later corrections of it.
+//! The charges of one request: policies, each with its limits, and later corrections of them.
 
 use super::{Algorithm, Key, Limit, LimitName};
+use smallvec::{SmallVec, smallvec};
+use std::borrow::Cow;
+use std::sync::Arc;
 
-/// A request's cost against one limit and one key.
-#[derive(Clone, Copy, Debug)]
-pub struct Charge<'a> {
-    pub limit: &'a Limit,
-    pub key: &'a Key,
-    /// Requested units, 0..=[`super::MAX_UNITS`].
-    pub cost: u64,
-    /// Number of the policy within the request. Charges of one policy are adjacent within a
-    /// request.
-    pub policy_number: u32,
+/// What one policy charges for a request: units of its limits, for one key.
+///
+/// A request is a list of policies with different keys. All its enforced charges are made, or none.
+#[derive(Clone, Debug)]
+pub struct PolicyCharges<'a> {
+    pub key: Cow<'a, Key>,
+    /// The key of the response counters ([`LimitCharge::counts_responses`]), if there are any.
+    pub response_key: Option<Arc<Key>>,
     /// A shadow policy is charged only if every enforced charge and all its own charges are
     /// admitted. It never affects other policies.
     pub shadow: bool,
     /// The policy counts rejected requests: [`super::ChargeEffect::ChargeRejected`].
     pub counts_rejected: bool,
-    /// The final cost is settled later: [`Amendment::Credit`].
-    pub is_estimate: bool,
-    /// The charge reads the response counter (`count_when` with `block_for`). Only settlements
-    /// charge it. If it is full, a refusal by the policy starts the block.
-    pub is_counted: bool,
     /// The slot that a charge of [`Algorithm::Concurrency`] takes: unique among all instances.
     pub slot_id: u128,
     /// While the store is unreachable, the policy is decided by this process.
     pub has_fallback: bool,
     /// While the store is unreachable, the policy rejects the request.
     pub fails_closed: bool,
-    /// The server of the counter was unreachable when the local share was checked. Redis must not
-    /// decide the charge, even if it can be reached now: it may lack charges of the key.
+    /// The server of the counters was unreachable when the local share was checked. Redis must not
+    /// decide the policy, even if it can be reached now: it may lack charges of the key.
     pub is_held_back: bool,
-    /// How many counters of a cluster share the limit ([`Limit::shard_limit`]). Other topologies
+    /// How many counters of a cluster share each limit ([`Limit::shard_limit`]). Other topologies
     /// use one counter and ignore it.
     pub shard_count: u16,
-    /// How the policy leases units, if it does; the same for all charges of a policy.
+    /// How the policy leases units, if it does.
     pub lease: Option<LeaseTerms>,
-    /// Units to lease if the request is admitted; 0: none. The same for all charges of a policy.
+    /// Units to lease if the request is admitted; 0: none.
     pub requested_lease_units: u64,
+    /// The block of the policy, its limits, and its response counters, in this order.
+    pub limits: SmallVec<[LimitCharge<'a>; 2]>,
+}
+
+/// The cost of a request against one limit of a policy.
+#[derive(Clone, Debug)]
+pub struct LimitCharge<'a> {
+    pub limit: Limit,
+    /// Requested units, 0..=[`super::MAX_UNITS`].
+    pub cost: u64,
     /// The name of the limit if overrides in the store apply to the key (`dynamic`). A block has
     /// any name of its policy.
-    pub dynamic: Option<&'a LimitName>,
+    pub name: Option<Cow<'a, LimitName>>,
+    /// The final cost is settled later: [`Amendment::Credit`].
+    pub is_estimate: bool,
+    /// The decision only reads the counter, and the charge refuses nothing.
+    pub is_read: bool,
+    /// The charge reads the response counter (`count_when` with `block_for`). Only settlements
+    /// charge it. If it is full, a refusal by the policy starts the block.
+    pub counts_responses: bool,
+}
+
+/// One charge of a request: a [`LimitCharge`] with what it shares with the policy's other charges.
+#[derive(Clone, Copy, Debug)]
+pub struct Charge<'r, 'a> {
+    pub policy: &'r PolicyCharges<'a>,
+    /// The key of the counter.
+    pub key: &'r Key,
+    pub limit: &'r Limit,
+    pub cost: u64,
+    pub name: Option<&'r LimitName>,
+    pub is_estimate: bool,
+    pub is_read: bool,
+}
+
+/// A counter: the limit and the key that identify it.
+#[derive(Clone, Copy, Debug)]
+pub struct CounterRef<'a> {
+    pub limit: &'a Limit,
+    pub key: &'a Key,
 }
 
 /// How an instance takes units in advance, to admit requests without a call to the store.
@@ -76,7 +109,7 @@ pub enum Amendment {
     /// Charges units that were used `age_us` ago without the store. The charge is recorded at that
     /// age, but not before the newest charge, because a state can't insert earlier ones.
     BackdatedCharge { units: u64, age_us: u64 },
-    /// The request cost less than the charge at `at_us` ([`super::Decision::charged_at_us`]):
+    /// The request cost less than the charge at `at_us` ([`super::ChargeOutcome::charged_at_us`]):
     /// returns those of the units that still count.
     Credit { units: u64, at_us: u64 },
     /// The request is in flight: renews its slot, or takes an expired slot again.
@@ -85,18 +118,19 @@ pub enum Amendment {
     Release { slot: u128 },
 }
 
-impl<'a> Charge<'a> {
-    /// Returns an enforced charge of the first policy.
-    pub fn new(limit: &'a Limit, key: &'a Key, cost: u64) -> Self {
+impl<'a> PolicyCharges<'a> {
+    /// The charge of an enforced policy with one limit.
+    pub fn new(limit: &Limit, key: &'a Key, cost: u64) -> Self {
+        Self::with_limits(Cow::Borrowed(key), smallvec![LimitCharge::new(limit, cost)])
+    }
+
+    /// The charges of an enforced policy.
+    pub fn with_limits(key: Cow<'a, Key>, limits: SmallVec<[LimitCharge<'a>; 2]>) -> Self {
         Self {
-            limit,
             key,
-            cost,
-            policy_number: 0,
+            response_key: None,
             shadow: false,
             counts_rejected: false,
-            is_estimate: false,
-            is_counted: false,
             slot_id: 0,
             has_fallback: false,
             fails_closed: false,
@@ -104,29 +138,124 @@ impl<'a> Charge<'a> {
             shard_count: 1,
             lease: None,
             requested_lease_units: 0,
-            dynamic: None,
+            limits,
+        }
+    }
+
+    /// The charges, in the order of [`PolicyCharges::limits`].
+    pub fn charges(&self) -> impl Iterator<Item = Charge<'_, 'a>> + Clone {
+        self.limits.iter().map(|limit| Charge {
+            policy: self,
+            key: match &self.response_key {
+                Some(key) if limit.counts_responses => key,
+                _ => &self.key,
+            },
+            limit: &limit.limit,
+            cost: limit.cost,
+            name: limit.name.as_deref(),
+            is_estimate: limit.is_estimate,
+            is_read: limit.is_read,
+        })
+    }
+
+    /// A copy whose charges are changed.
+    #[must_use]
+    pub fn map_limits(&self, change: impl FnMut(&mut LimitCharge<'a>)) -> Self {
+        let mut mapped = self.clone();
+        mapped.limits.iter_mut().for_each(change);
+        mapped
+    }
+
+    /// A copy that only reads the counters, with the refusals of its costs.
+    #[must_use]
+    pub fn to_read(&self) -> Self {
+        let read = self.map_limits(|limit| (limit.is_read, limit.is_estimate) = (true, false));
+        Self {
+            fails_closed: false,
+            ..read
+        }
+    }
+
+    /// A copy that outlives its caller.
+    pub fn to_owned_charges(&self) -> PolicyCharges<'static> {
+        let limits = self.limits.iter().map(|charge| LimitCharge {
+            name: charge.name.as_deref().cloned().map(Cow::Owned),
+            limit: charge.limit,
+            cost: charge.cost,
+            is_estimate: charge.is_estimate,
+            is_read: charge.is_read,
+            counts_responses: charge.counts_responses,
+        });
+        PolicyCharges {
+            key: Cow::Owned(self.key.as_ref().clone()),
+            response_key: self.response_key.clone(),
+            shadow: self.shadow,
+            counts_rejected: self.counts_rejected,
+            slot_id: self.slot_id,
+            has_fallback: self.has_fallback,
+            fails_closed: self.fails_closed,
+            is_held_back: self.is_held_back,
+            shard_count: self.shard_count,
+            lease: self.lease,
+            requested_lease_units: self.requested_lease_units,
+            limits: limits.collect(),
+        }
+    }
+
+    /// The lease terms, if the policy requests units in advance.
+    pub fn requested_lease(&self) -> Option<LeaseTerms> {
+        self.lease.filter(|_| self.requested_lease_units > 0)
+    }
+
+    /// Whether the counters are in the memory of this process, whatever the store is.
+    pub fn is_instance_scoped(&self) -> bool {
+        self.key.is_instance_scoped()
+    }
+}
+
+impl LimitCharge<'_> {
+    pub fn new(limit: &Limit, cost: u64) -> Self {
+        Self {
+            limit: *limit,
+            cost,
+            name: None,
+            is_estimate: false,
+            is_read: false,
+            counts_responses: false,
+        }
+    }
+
+    pub fn is_block(&self) -> bool {
+        self.limit.algorithm == Algorithm::Block
+    }
+}
+
+/// All charges of a request, in order.
+pub fn each_charge<'r, 'a>(
+    request: &'r [PolicyCharges<'a>],
+) -> impl Iterator<Item = Charge<'r, 'a>> + Clone {
+    request.iter().flat_map(PolicyCharges::charges)
+}
+
+impl<'r> Charge<'r, '_> {
+    pub fn counter(&self) -> CounterRef<'r> {
+        CounterRef {
+            limit: self.limit,
+            key: self.key,
         }
     }
 
     /// The amendment that returns this charge, which was made under the time `at_us`.
     pub fn return_amendment(&self, at_us: u64) -> Amendment {
         match self.limit.algorithm {
-            Algorithm::Concurrency { .. } => Amendment::Release { slot: self.slot_id },
+            Algorithm::Concurrency { .. } => Amendment::Release {
+                slot: self.policy.slot_id,
+            },
             _ => Amendment::Credit {
                 units: self.cost,
                 at_us,
             },
         }
-    }
-
-    /// The lease terms, if this charge requests units in advance.
-    pub fn requested_lease(&self) -> Option<LeaseTerms> {
-        self.lease.filter(|_| self.requested_lease_units > 0)
-    }
-
-    /// Whether the counter is in the memory of this process, whatever the store is.
-    pub fn is_instance_scoped(&self) -> bool {
-        self.key.is_instance_scoped()
     }
 
     pub fn is_block(&self) -> bool {
@@ -135,35 +264,11 @@ impl<'a> Charge<'a> {
 
     /// Whether this charge, if refused, refuses the request.
     pub fn is_enforced(&self) -> bool {
-        !self.shadow && !self.is_counted
+        !self.policy.shadow && !self.is_read
     }
 
     /// Whether this charge can refuse the request, and for a known time.
     pub fn has_retry_time(&self) -> bool {
         self.is_enforced() && !matches!(self.limit.algorithm, Algorithm::Concurrency { .. })
-    }
-
-    /// The charge such that its counter is only read, with the refusal of its cost.
-    #[must_use]
-    pub fn to_read(self) -> Self {
-        Self {
-            is_counted: true,
-            is_estimate: false,
-            fails_closed: false,
-            ..self
-        }
-    }
-
-    #[must_use]
-    pub fn without_override(self) -> Self {
-        Self {
-            dynamic: None,
-            ..self
-        }
-    }
-
-    /// Whether both charges belong to the same policy.
-    pub fn is_same_policy(&self, other: &Self) -> bool {
-        (self.policy_number, self.shadow) == (other.policy_number, other.shadow)
     }
 }

@@ -80,10 +80,10 @@ impl CounterState {
     }
 
     /// Takes the units of a charge, at least 1, at the time of [`Self::view_at`].
-    pub fn charge(&mut self, charge: &Charge<'_>, now_us: u64) {
+    pub fn charge(&mut self, charge: &Charge<'_, '_>, now_us: u64) {
         if let AlgorithmState::Concurrency(slots) = &mut self.0 {
             return slots.hold_slot(
-                charge.slot_id,
+                charge.policy.slot_id,
                 now_us.saturating_add(charge.limit.per_us),
                 now_us,
             );
@@ -104,7 +104,7 @@ impl CounterState {
     }
 
     /// Takes the units of a rejected charge as [`super::ChargeEffect::ChargeRejected`] defines.
-    pub fn charge_rejected(&mut self, charge: &Charge<'_>, now_us: u64) {
+    pub fn charge_rejected(&mut self, charge: &Charge<'_, '_>, now_us: u64) {
         let now_us = now_us.max(self.now_lower_bound_us());
         let Charge {
             limit,

@@ -1,6 +1,6 @@
 //! The result of a decision: admitted or refused, and the status of each limit.
 
-use super::{Limit, MAX_UNITS, OverrideInEffect};
+use super::{Limit, MAX_UNITS, OverrideInEffect, PolicyCharges};
 use smallvec::{SmallVec, smallvec};
 
 /// The decision about one request. Either all enforced charges were made, or none.
@@ -10,15 +10,22 @@ pub struct Decision {
     pub now_us: u64,
     /// Whether all enforced charges were admitted, and so made.
     pub admitted: bool,
-    /// One per charge, in order.
-    pub outcomes: SmallVec<[ChargeOutcome; 3]>,
+    /// One per policy of the request, in order.
+    pub policies: SmallVec<[PolicyOutcome; 2]>,
     /// How long an admitted request must be delayed: the longest delay of its enforced limits,
     /// usually 0.
     pub delay_us: u64,
-    /// Leased units granted with this decision.
-    pub grants: SmallVec<[LeaseGrant; 1]>,
     /// Of a refusal: whether a call of the store, which gave no answer, may have made charges.
     pub may_have_charged: bool,
+}
+
+/// What a decision did with the charges of one policy.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PolicyOutcome {
+    /// One per charge, in order.
+    pub limits: SmallVec<[ChargeOutcome; 2]>,
+    /// Leased units granted with this decision.
+    pub grant: Option<LeaseGrant>,
 }
 
 /// The status of one limit after the decision. By default: no units are left, and nothing else is
@@ -50,7 +57,6 @@ pub enum Refusal {
 /// Units leased on all limits of a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LeaseGrant {
-    pub policy_number: u32,
     /// At least 1.
     pub units: u64,
     /// The last microsecond (store's clock) in which the units may be used. All of them count as
@@ -101,17 +107,31 @@ impl ChargeOutcome {
 }
 
 impl Decision {
-    /// A refusal of a request with this many charges, without their outcomes.
-    pub fn without_outcomes(charge_count: usize) -> Self {
+    /// A refusal of a request, without the outcomes of its charges.
+    pub fn without_outcomes(request: &[PolicyCharges<'_>]) -> Self {
+        let policies = request.iter().map(|policy| PolicyOutcome {
+            limits: smallvec![ChargeOutcome::default(); policy.limits.len()],
+            grant: None,
+        });
         Self {
-            outcomes: smallvec![ChargeOutcome::default(); charge_count],
+            policies: policies.collect(),
             ..Self::default()
         }
     }
 
+    /// The outcomes of all charges, in order.
+    pub fn outcomes(&self) -> impl Iterator<Item = &ChargeOutcome> + Clone {
+        self.policies.iter().flat_map(|policy| &policy.limits)
+    }
+
+    pub fn outcomes_mut(&mut self) -> impl Iterator<Item = &mut ChargeOutcome> {
+        let policies = self.policies.iter_mut();
+        policies.flat_map(|policy| &mut policy.limits)
+    }
+
     /// The known statuses, in order.
     pub fn statuses(&self) -> impl Iterator<Item = LimitStatus> {
-        self.outcomes.iter().filter_map(|outcome| outcome.status)
+        self.outcomes().filter_map(|outcome| outcome.status)
     }
 
     /// Merges the decision of another part of the store about this request's remaining charges.
@@ -119,9 +139,10 @@ impl Decision {
     /// theirs.
     #[must_use]
     pub fn merge(mut self, other: Self) -> Self {
-        for (outcome, added) in self.outcomes.iter_mut().zip(other.outcomes) {
+        let now_us = self.now_us;
+        for (outcome, added) in self.outcomes_mut().zip(other.outcomes()) {
             let status = added.status;
-            let status = status.map(|status| status.convert_clock(other.now_us, self.now_us));
+            let status = status.map(|status| status.convert_clock(other.now_us, now_us));
             outcome.status = outcome.status.or(status);
             outcome.charged_at_us = outcome.charged_at_us.or(added.charged_at_us);
         }
@@ -138,9 +159,10 @@ impl Decision {
     /// expanded to the request. Of two refusals of a limit, the longer one counts.
     #[must_use]
     pub fn merge_refusals(mut self, other: Self) -> Self {
-        for (outcome, added) in self.outcomes.iter_mut().zip(&other.outcomes) {
+        let now_us = self.now_us;
+        for (outcome, added) in self.outcomes_mut().zip(other.outcomes()) {
             let added = added.status.filter(|added| added.refusal.is_some());
-            let added = added.map(|added| added.convert_clock(other.now_us, self.now_us));
+            let added = added.map(|added| added.convert_clock(other.now_us, now_us));
             if added.and_then(|added| added.refusal) > outcome.refusal() {
                 outcome.status = added;
             }

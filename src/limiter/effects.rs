@@ -1,6 +1,6 @@
 //! The effects of a decision on the counters of its charges.
 
-use super::{Charge, LeaseGrant, Refusal};
+use super::{Charge, LeaseGrant, PolicyCharges, Refusal};
 use smallvec::SmallVec;
 
 /// The effect of a decision on the counter of a charge.
@@ -14,80 +14,103 @@ pub enum ChargeEffect {
     ChargeRejected,
 }
 
-/// Determines the effect on the counter of the charge at `index`. `refusals` has the refusals of
-/// all charges, read before any counter changed.
-pub fn determine_effect(
-    charges: &[Charge<'_>],
-    refusals: &[Option<Refusal>],
-    index: usize,
-) -> ChargeEffect {
-    let changes = |charge: &&Charge<'_>| charge.cost > 0 && !charge.is_counted;
-    let Some(charge) = charges.get(index).filter(changes) else {
-        return ChargeEffect::NoChange;
-    };
-    if charge.is_block() {
-        let is_inactive = refusals.get(index).is_some_and(Option::is_none);
-        return if is_inactive && has_reason_to_block(charge, charges, refusals) {
-            ChargeEffect::Charge
+/// What the refusals of a policy's charges mean for its counters.
+#[derive(Clone, Copy, Default)]
+struct PolicyRefusals {
+    /// Whether the policy refuses the request, or would if it were enforced.
+    is_refusing: bool,
+    /// Whether one of its limits is full.
+    is_full: bool,
+    /// Whether one of its response counters is full; `None` without any.
+    is_response_counter_full: Option<bool>,
+}
+
+impl PolicyRefusals {
+    fn add_charge(&mut self, charge: &Charge<'_, '_>, refusal: Option<Refusal>) {
+        let is_full = matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown));
+        if charge.is_read {
+            *self.is_response_counter_full.get_or_insert(false) |= is_full;
+        } else {
+            self.is_refusing |= refusal.is_some();
+            self.is_full |= is_full && !charge.is_block();
+        }
+    }
+
+    /// The effect on a charge of the policy, whose own refusal is `refusal`. `is_admitted`: no
+    /// enforced charge is refused.
+    fn determine_effect(
+        self,
+        charge: &Charge<'_, '_>,
+        refusal: Option<Refusal>,
+        is_admitted: bool,
+    ) -> ChargeEffect {
+        let is_shadow = charge.policy.shadow;
+        if charge.cost == 0 || charge.is_read {
+            return ChargeEffect::NoChange;
+        }
+        if charge.is_block() {
+            // An inactive block starts when a limit is full, and with response counters when one of
+            // those is full, too.
+            let starts =
+                refusal.is_none() && self.is_full && self.is_response_counter_full != Some(false);
+            return if starts {
+                ChargeEffect::Charge
+            } else {
+                ChargeEffect::NoChange
+            };
+        }
+        if is_admitted && !(is_shadow && self.is_refusing) {
+            return ChargeEffect::Charge;
+        }
+        let counts_rejected = charge.policy.counts_rejected && (is_admitted || !is_shadow);
+        if counts_rejected && self.is_refusing {
+            ChargeEffect::ChargeRejected
         } else {
             ChargeEffect::NoChange
-        };
-    }
-    let refusing = || {
-        let limits = charges.iter().zip(refusals);
-        limits.filter(|(other, refusal)| refusal.is_some() && !other.is_counted)
-    };
-    let is_policy_refused = || refusing().any(|(other, _)| charge.is_same_policy(other));
-    let is_admitted = refusing().all(|(other, _)| other.shadow);
-    if is_admitted && !(charge.shadow && is_policy_refused()) {
-        return ChargeEffect::Charge;
-    }
-    if charge.counts_rejected && (is_admitted || !charge.shadow) && is_policy_refused() {
-        ChargeEffect::ChargeRejected
-    } else {
-        ChargeEffect::NoChange
-    }
-}
-
-/// Whether a limit of the policy is full, so that an inactive block starts. With response counters,
-/// one of those must be full, too.
-fn has_reason_to_block(
-    block: &Charge<'_>,
-    charges: &[Charge<'_>],
-    refusals: &[Option<Refusal>],
-) -> bool {
-    let own = charges.iter().zip(refusals);
-    let own = own.filter(|(other, _)| block.is_same_policy(other) && !other.is_block());
-    let (counted, limits): (SmallVec<[_; 4]>, SmallVec<[_; 4]>) =
-        own.partition(|(other, _)| other.is_counted);
-    let is_full = |(_, refusal): &(&Charge<'_>, &Option<Refusal>)| {
-        matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown))
-    };
-    limits.iter().any(is_full) && (counted.is_empty() || counted.iter().any(is_full))
-}
-
-/// Computes the grants for an admitted request, after its own units were charged. `grantable_units`
-/// is [`super::CounterView::grantable_units`] for a charge's counter.
-pub fn compute_lease_grants(
-    charges: &[Charge<'_>],
-    now_us: u64,
-    grantable_units: impl Fn(&Charge<'_>, u64) -> Option<(u64, u64)>,
-) -> SmallVec<[LeaseGrant; 1]> {
-    let grant = |policy: &[Charge<'_>]| {
-        let first = policy.first()?;
-        let lease = first.requested_lease()?;
-        let mut units = first.requested_lease_units;
-        let mut until_us = now_us.saturating_add(lease.ttl_us.saturating_sub(1));
-        for charge in policy {
-            let (free, ends_us) = grantable_units(charge, until_us)?;
-            (units, until_us) = (units.min(free / lease.divisor()), ends_us);
         }
-        (units > 0).then_some(LeaseGrant {
-            policy_number: first.policy_number,
-            units,
-            until_us,
-        })
-    };
-    let policies = charges.chunk_by(Charge::is_same_policy);
-    policies.filter_map(grant).collect()
+    }
+}
+
+/// Determines the effects on the counters of all charges, in order. `refusals` has those of all
+/// charges, read before any counter changed.
+pub fn determine_effects(
+    request: &[PolicyCharges<'_>],
+    refusals: &[Option<Refusal>],
+) -> SmallVec<[ChargeEffect; 4]> {
+    let mut read = refusals.iter();
+    let by_policy = request.iter().map(|policy| {
+        let mut own = PolicyRefusals::default();
+        for (charge, refusal) in policy.charges().zip(read.by_ref()) {
+            own.add_charge(&charge, *refusal);
+        }
+        own
+    });
+    let by_policy: SmallVec<[PolicyRefusals; 2]> = by_policy.collect();
+    let mut policies = request.iter().zip(&by_policy);
+    let is_admitted = policies.all(|(policy, own)| policy.shadow || !own.is_refusing);
+    let mut read = refusals.iter();
+    let mut effects = SmallVec::new();
+    for (policy, own) in request.iter().zip(by_policy) {
+        for (charge, refusal) in policy.charges().zip(read.by_ref()) {
+            effects.push(own.determine_effect(&charge, *refusal, is_admitted));
+        }
+    }
+    effects
+}
+
+/// Computes the grant for a policy of an admitted request, after its own units were charged.
+/// `grantable_units` is [`super::CounterView::grantable_units`] for a charge's counter.
+pub fn compute_lease_grant(
+    policy: &PolicyCharges<'_>,
+    now_us: u64,
+    grantable_units: impl Fn(&Charge<'_, '_>, u64) -> Option<(u64, u64)>,
+) -> Option<LeaseGrant> {
+    let lease = policy.requested_lease()?;
+    let mut units = policy.requested_lease_units;
+    let mut until_us = now_us.saturating_add(lease.ttl_us.saturating_sub(1));
+    for charge in policy.charges() {
+        let (free, ends_us) = grantable_units(&charge, until_us)?;
+        (units, until_us) = (units.min(free / lease.divisor()), ends_us);
+    }
+    (units > 0).then_some(LeaseGrant { units, until_us })
 }

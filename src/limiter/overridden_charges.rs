@@ -1,26 +1,28 @@
 //! Charges under the overrides of their keys.
 
-use super::{Charge, ChargePart, Decision, KeyOverride, Limit, LimitStatus, OverrideInEffect};
+use super::{
+    Charge, Decision, KeyOverride, LimitStatus, OverrideInEffect, PolicyCharges, RequestPart,
+    each_charge,
+};
 use smallvec::SmallVec;
 
-/// The charges of a request of which some have an override, with the limits in effect.
+/// The charges of a request of which some have an override.
 #[derive(Debug)]
-pub struct OverriddenCharges<'c> {
-    charges: &'c [Charge<'c>],
+pub struct OverriddenCharges<'r, 'c> {
+    request: &'r [PolicyCharges<'c>],
     /// One per charge.
-    limits: SmallVec<[OverriddenLimit; 4]>,
+    overrides: SmallVec<[ChargeOverride; 4]>,
 }
 
-/// The limit of a charge with its override.
-#[derive(Debug)]
-struct OverriddenLimit {
-    limit: Limit,
+/// The override of a charge.
+#[derive(Clone, Copy, Debug, Default)]
+struct ChargeOverride {
     in_effect: Option<OverrideInEffect>,
     /// When the override ends by itself (µs).
     ends_us: Option<u64>,
 }
 
-impl OverriddenLimit {
+impl ChargeOverride {
     fn is_unlimited(&self) -> bool {
         self.in_effect == Some(OverrideInEffect::Unlimited)
     }
@@ -29,8 +31,8 @@ impl OverriddenLimit {
 impl KeyOverride {
     /// The override for a charge. A block (`block_for`) has no amounts, but an unlimited key has no
     /// block.
-    pub fn for_charge(&self, charge: &Charge<'_>) -> Option<OverrideInEffect> {
-        let name = charge.dynamic?;
+    pub fn for_charge(&self, charge: &Charge<'_, '_>) -> Option<OverrideInEffect> {
+        let name = charge.name?;
         let in_effect = match self {
             Self::Unlimited => return Some(OverrideInEffect::Unlimited),
             _ if charge.is_block() => return None,
@@ -47,62 +49,66 @@ impl KeyOverride {
     }
 }
 
-impl<'c> OverriddenCharges<'c> {
+impl<'r, 'c> OverriddenCharges<'r, 'c> {
     /// Finds the overrides of charges, and when they end by themselves (µs). `None` if no charge
     /// has one.
     pub fn resolve(
-        charges: &'c [Charge<'c>],
-        mut find: impl FnMut(&Charge<'_>) -> Option<(OverrideInEffect, Option<u64>)>,
+        request: &'r [PolicyCharges<'c>],
+        mut find: impl FnMut(&Charge<'_, '_>) -> Option<(OverrideInEffect, Option<u64>)>,
     ) -> Option<Self> {
-        let limits = charges.iter().map(|charge| {
-            let (in_effect, ends_us) = charge.dynamic.and_then(|_| find(charge)).unzip();
-            OverriddenLimit {
-                limit: charge.limit.with_override(in_effect),
+        let overrides = each_charge(request).map(|charge| {
+            let (in_effect, ends_us) = charge.name.and_then(|_| find(&charge)).unzip();
+            ChargeOverride {
                 in_effect,
                 ends_us: ends_us.flatten(),
             }
         });
-        let limits: SmallVec<[_; 4]> = limits.collect();
-        let is_overridden = limits.iter().any(|limit| limit.in_effect.is_some());
-        is_overridden.then_some(Self { charges, limits })
+        let overrides: SmallVec<[_; 4]> = overrides.collect();
+        let is_overridden = overrides.iter().any(|own| own.in_effect.is_some());
+        is_overridden.then_some(Self { request, overrides })
     }
 
     /// Decides the request. `decide` decides charges by their limits in effect. `read` reads the
     /// charges that the limits of the file decide after the end of an override.
     pub fn decide(
         &self,
-        decide: impl FnOnce(&[Charge<'_>]) -> Decision,
-        read: impl FnOnce(&[Charge<'_>]) -> Decision,
+        decide: impl FnOnce(&[PolicyCharges<'_>]) -> Decision,
+        read: impl FnOnce(&[PolicyCharges<'_>]) -> Decision,
     ) -> Decision {
         let limited = self.limited_charges();
-        let decision = decide(&limited.charges);
-        let mut decision = self.complete_decision(&limited, decision);
+        let mut decision = self.complete_decision(&limited, decide(&limited.policies));
         let late = self.charges_after_ends(&decision);
-        if !late.charges.is_empty() {
-            self.apply_ends(&mut decision, &late, read(&late.charges));
+        if !late.is_empty() {
+            self.apply_ends(&mut decision, &late, read(&late.policies));
         }
         decision
     }
 
     /// The charges with their limits in effect, without those of unlimited keys.
-    pub fn limited_charges(&self) -> ChargePart<'_> {
-        let charges = self.charges.iter().zip(&self.limits);
-        let charges =
-            charges.map(|(charge, OverriddenLimit { limit, .. })| Charge { limit, ..*charge });
-        let charges: SmallVec<[Charge<'_>; 4]> = charges.collect();
-        let is_limited = self.limits.iter().map(|limit| !limit.is_unlimited());
-        ChargePart::new(&charges, is_limited)
+    pub fn limited_charges(&self) -> RequestPart<'c> {
+        let mut own = self.overrides.iter();
+        let policies = self.request.iter().map(|policy| {
+            policy.map_limits(|charge| {
+                let in_effect = own.next().and_then(|own| own.in_effect);
+                charge.limit = charge.limit.with_override(in_effect);
+            })
+        });
+        let policies: SmallVec<[_; 2]> = policies.collect();
+        let mut own = self.overrides.iter();
+        RequestPart::new(&policies, |_| {
+            own.next().is_some_and(|own| !own.is_unlimited())
+        })
     }
 
     /// The decision about the whole request, from the one about `limited`, its
     /// [`OverriddenCharges::limited_charges`].
-    pub fn complete_decision(&self, limited: &ChargePart<'_>, decision: Decision) -> Decision {
+    pub fn complete_decision(&self, limited: &RequestPart<'_>, decision: Decision) -> Decision {
         let mut decision = limited.expand(decision);
-        for (outcome, overridden) in decision.outcomes.iter_mut().zip(&self.limits) {
-            if overridden.is_unlimited() {
+        for (outcome, own) in decision.outcomes_mut().zip(&self.overrides) {
+            if own.is_unlimited() {
                 outcome.status = Some(LimitStatus::UNLIMITED);
             } else if let Some(status) = &mut outcome.status {
-                status.in_effect = overridden.in_effect;
+                status.in_effect = own.in_effect;
             }
         }
         decision
@@ -110,32 +116,33 @@ impl<'c> OverriddenCharges<'c> {
 
     /// The charges whose statuses have times after the end of their override, to be read without
     /// it.
-    pub fn charges_after_ends(&self, decision: &Decision) -> ChargePart<'c> {
-        let reads = self.charges.iter();
-        let reads: SmallVec<[Charge<'c>; 4]> = reads
-            .map(|charge| charge.to_read().without_override())
-            .collect();
-        let outcomes = decision.outcomes.iter().zip(&self.limits);
-        let is_late = outcomes.zip(&reads).map(|((outcome, limit), read)| {
-            let (Some(status), Some(ends_us)) = (outcome.status, limit.ends_us) else {
-                return false;
-            };
-            !read.is_block() && !status.is_unlimited() && status.has_times_after(ends_us)
+    pub fn charges_after_ends(&self, decision: &Decision) -> RequestPart<'c> {
+        let reads = self.request.iter().map(|policy| {
+            let read = policy.to_read();
+            read.map_limits(|charge| charge.name = None)
         });
-        ChargePart::new(&reads, is_late)
+        let reads: SmallVec<[_; 2]> = reads.collect();
+        let mut outcomes = decision.outcomes().zip(&self.overrides);
+        RequestPart::new(&reads, |read| {
+            outcomes.next().is_some_and(|(outcome, own)| {
+                let times = outcome.status.zip(own.ends_us);
+                times.is_some_and(|(status, ends_us)| {
+                    !read.is_block() && !status.is_unlimited() && status.has_times_after(ends_us)
+                })
+            })
+        })
     }
 
     /// Corrects the times after the ends of overrides: from then on the limits apply as `later` has
     /// read them, the decision about `late`, the [`OverriddenCharges::charges_after_ends`].
-    pub fn apply_ends(&self, decision: &mut Decision, late: &ChargePart<'_>, later: Decision) {
-        let later = late.expand(later);
-        let outcomes = decision.outcomes.iter_mut().zip(&later.outcomes);
-        for ((outcome, read), limit) in outcomes.zip(&self.limits) {
+    pub fn apply_ends(&self, decision: &mut Decision, late: &RequestPart<'_>, later: Decision) {
+        let (now_us, later) = (decision.now_us, late.expand(later));
+        let outcomes = decision.outcomes_mut().zip(later.outcomes());
+        for ((outcome, read), own) in outcomes.zip(&self.overrides) {
             if let (Some(ends_us), Some(status), Some(read)) =
-                (limit.ends_us, &mut outcome.status, read.status)
+                (own.ends_us, &mut outcome.status, read.status)
             {
-                let read = read.convert_clock(later.now_us, decision.now_us);
-                status.apply_override_end(ends_us, &read);
+                status.apply_override_end(ends_us, &read.convert_clock(later.now_us, now_us));
             }
         }
     }

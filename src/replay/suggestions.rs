@@ -8,7 +8,7 @@
 use super::statistics::KeyPeakSample;
 use crate::clock::Clock;
 use crate::enforcer::QuotaUsage;
-use crate::limiter::{Algorithm, Charge, Limit};
+use crate::limiter::{Algorithm, CounterRef, Limit};
 use crate::policy::{NamedLimit, Policy, PolicyTable};
 use crate::store::{MemorySettings, MemoryStore};
 use std::time::Instant;
@@ -102,9 +102,13 @@ impl PeakDemandTracker {
             let Some(limit) = &peak.counting_limit else {
                 continue;
             };
+            let counter = CounterRef {
+                limit,
+                key: claim.key,
+            };
             let used = self
                 .memory
-                .charge_unconditionally_at(&Charge::new(limit, claim.key, claim.cost), instant);
+                .charge_unconditionally_at(counter, claim.cost, instant);
             peak.sample.record_max(claim.key.id(), used);
         }
     }

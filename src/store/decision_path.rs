@@ -40,7 +40,7 @@ use super::leases::{LeasePermitGuard, LeasePool, has_small_costs};
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
 use crate::clock::monotonic_now;
-use crate::limiter::{Charge, ChargePart, Decision};
+use crate::limiter::{Decision, PolicyCharges, RequestPart, each_charge};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -60,20 +60,23 @@ struct RedisDecisionPath<'s> {
 enum LocalCheck<'c> {
     /// With one flag per charge: whether its limit may refuse for longer.
     Refused(Decision, DecisionSource, SmallVec<[bool; 8]>),
-    /// In an outage, with the charges of which some may be [held back](Charge::is_held_back). The
-    /// fallback decides those.
-    Passed(Option<SmallVec<[Charge<'c>; 4]>>),
+    /// In an outage, with the policies of which some may be [held
+    /// back](PolicyCharges::is_held_back). The fallback decides those.
+    Passed(Option<SmallVec<[PolicyCharges<'c>; 2]>>),
 }
 
 impl Store {
-    /// Decides all charges of one request together: all enforced charges are made, or none. No two
+    /// Decides all policies of one request together: all enforced charges are made, or none. No two
     /// charges may share key, algorithm and period.
     ///
     /// # Errors
     /// [`StoreUnavailable`] if the store is unavailable. Charges that were sent may have been made;
     /// unsent ones were not.
-    pub async fn decide(&self, charges: &[Charge<'_>]) -> Result<Decision, StoreUnavailable> {
-        self.decide_with_source(charges, Instant::now())
+    pub async fn decide(
+        &self,
+        request: &[PolicyCharges<'_>],
+    ) -> Result<Decision, StoreUnavailable> {
+        self.decide_with_source(request, Instant::now())
             .await
             .map(|(decision, _)| decision)
             .map_err(|failure| failure.unavailable)
@@ -87,12 +90,12 @@ impl Store {
     /// may use [`Store::decide_by_fallback`].
     pub async fn decide_with_source(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         let path = match self {
             Self::Memory(memory) => {
-                let decision = memory.decide_at(charges, requested_at.into_std());
+                let decision = memory.decide_at(request, requested_at.into_std());
                 return Ok((decision, DecisionSource::Memory));
             }
             Self::Redis {
@@ -107,18 +110,18 @@ impl Store {
             },
         };
         // Boxed so that other requests need no space for these futures.
-        if charges.iter().any(Charge::is_instance_scoped) {
-            return Box::pin(path.decide_by_scope(charges, requested_at)).await;
+        if request.iter().any(PolicyCharges::is_instance_scoped) {
+            return Box::pin(path.decide_by_scope(request, requested_at)).await;
         }
-        if charges.iter().any(|charge| charge.lease.is_some()) {
-            let decide = Box::pin(path.decide_with_permits(charges, requested_at));
+        if request.iter().any(|policy| policy.lease.is_some()) {
+            let decide = Box::pin(path.decide_with_permits(request, requested_at));
             let (result, permits) = decide.await;
             if result.as_ref().is_ok_and(|(decision, _)| decision.admitted) {
                 permits.into_iter().for_each(LeasePermitGuard::use_units);
             }
             return result;
         }
-        Box::pin(path.check_and_decide(charges, requested_at, || ())).await
+        Box::pin(path.check_and_decide(request, requested_at, || ())).await
     }
 
     /// Decides charges of `local` policies that Redis left undecided, by this instance's share.
@@ -127,17 +130,17 @@ impl Store {
     /// for a memory store, and without `partial` if no policy is `local`.
     pub fn decide_by_fallback(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         partial: Option<Box<PartialDecision>>,
     ) -> Option<Decision> {
         let Self::Redis { redis, .. } = self else {
             return None;
         };
         let Some(partial) = partial else {
-            return decide_locally(redis, charges);
+            return decide_locally(redis, request);
         };
-        let undecided = partial.undecided_charges(charges);
-        Some(match decide_locally(redis, &undecided.charges) {
+        let undecided = partial.undecided_charges(request);
+        Some(match decide_locally(redis, &undecided.policies) {
             Some(local) => partial.complete(undecided.expand(local)),
             None => partial.confirm_charges(),
         })
@@ -145,21 +148,20 @@ impl Store {
 }
 
 /// Decides charges by this instance's share. `None` if no policy among them is `local`.
-fn decide_locally(redis: &RedisStore, charges: &[Charge<'_>]) -> Option<Decision> {
+fn decide_locally(redis: &RedisStore, request: &[PolicyCharges<'_>]) -> Option<Decision> {
     let fallback = redis.fallback();
-    if !charges
+    if !request
         .iter()
-        .any(|charge| charge.has_fallback && !charge.shadow)
+        .any(|policy| policy.has_fallback && !policy.shadow)
     {
         return None;
     }
-    let unreachable_charges = charges
+    let unreachable = request
         .iter()
-        .filter(|charge| !redis.is_reachable_for(charge));
-    fallback.mark_partitions_unreachable(
-        unreachable_charges.map(|charge| fallback.partition(charge.key)),
-    );
-    Some(fallback.decide(charges, monotonic_now()))
+        .filter(|policy| !redis.is_reachable_for(policy));
+    let partitions = unreachable.map(|policy| fallback.partition(&policy.key));
+    fallback.mark_partitions_unreachable(partitions);
+    Some(fallback.decide(request, monotonic_now()))
 }
 
 impl<'s> RedisDecisionPath<'s> {
@@ -167,13 +169,12 @@ impl<'s> RedisDecisionPath<'s> {
     /// this order if Redis probably admits the request. Charges of both are made, or none.
     async fn decide_by_scope(
         self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let own = ChargePart::new(charges, charges.iter().map(Charge::is_instance_scoped));
-        let is_shared = |charge: &Charge<'_>| !charge.is_instance_scoped();
-        let shared = ChargePart::new(charges, charges.iter().map(is_shared));
-        let (own_charges, shared_charges) = (&own.charges, &shared.charges);
+        let own = RequestPart::new(request, |charge| charge.policy.is_instance_scoped());
+        let shared = RequestPart::new(request, |charge| !charge.policy.is_instance_scoped());
+        let (own_charges, shared_charges) = (&own.policies, &shared.policies);
         let memory = self.redis.instance_counters();
         if shared_charges.is_empty() {
             let decision = memory.decide_at(own_charges, requested_at.into_std());
@@ -182,9 +183,9 @@ impl<'s> RedisDecisionPath<'s> {
         let reserve = |at: Instant| InstanceReservation::decide(memory, own_charges, at.into_std());
         let hints = &self.redis.router.hints;
         // Reads of counters, which charge nothing, need the statuses of all.
-        let is_read = charges.iter().all(|charge| charge.cost == 0);
+        let is_read = each_charge(request).all(|charge| charge.cost == 0);
         // A decision about shards does not name the counters that it charged.
-        let preview = (shared_charges.iter().all(|charge| charge.shard_count == 1)
+        let preview = (shared_charges.iter().all(|policy| policy.shard_count == 1)
             && !hints.expects_admission(shared_charges))
         .then(|| InstanceReservation::preview(memory, own_charges))
         .flatten();
@@ -192,8 +193,8 @@ impl<'s> RedisDecisionPath<'s> {
         let (mut own_decision, mut reservation) = preview.unwrap_or_else(|| reserve(requested_at));
         if !own_decision.admitted && !is_read {
             let refusal = own.expand(own_decision);
-            let unknown = find_unasked_limits(charges, &refusal);
-            let refusal = self.complete_refusal(charges, refusal, &unknown, requested_at);
+            let unknown = find_unasked_limits(request, &refusal);
+            let refusal = self.complete_refusal(request, refusal, &unknown, requested_at);
             return Ok((refusal.await, DecisionSource::Memory));
         }
         hints.deduct_charges(shared_charges);
@@ -240,19 +241,19 @@ impl<'s> RedisDecisionPath<'s> {
     /// Steps 2 to 7. Calls `on_passed` if the local checks pass, before Redis decides.
     async fn check_and_decide(
         self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
         on_passed: impl FnOnce(),
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        match self.check_locally(charges, requested_at) {
+        match self.check_locally(request, requested_at) {
             LocalCheck::Refused(decision, source, unknown) => {
-                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
+                let refusal = self.complete_refusal(request, decision, &unknown, requested_at);
                 Ok((refusal.await, source))
             }
             LocalCheck::Passed(marked) => {
                 on_passed();
-                let charges = marked.as_deref().unwrap_or(charges);
-                self.decide_in_redis(charges, requested_at).await
+                let request = marked.as_deref().unwrap_or(request);
+                self.decide_in_redis(request, requested_at).await
             }
         }
     }
@@ -261,27 +262,27 @@ impl<'s> RedisDecisionPath<'s> {
     /// Returns the leased units, too: the caller uses or returns them.
     async fn decide_with_permits(
         self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> (
         Result<(Decision, DecisionSource), DecisionFailure>,
         Option<LeasePermitGuard<'s>>,
     ) {
-        if charges.iter().all(|charge| charge.lease.is_none()) {
-            let decided = self.check_and_decide(charges, requested_at, || ()).await;
+        if request.iter().all(|policy| policy.lease.is_none()) {
+            let decided = self.check_and_decide(request, requested_at, || ()).await;
             return (decided, None);
         }
-        let taking = self.leases.take_permits(self.redis, charges, requested_at);
+        let taking = self.leases.take_permits(self.redis, request, requested_at);
         let (mut permits, unleased) = taking.await;
-        if unleased.charges.is_empty() {
-            let decision = permits.decide_request(charges);
+        if unleased.is_empty() {
+            let decision = permits.decide_request(request);
             return (Ok((decision, DecisionSource::Lease)), Some(permits));
         }
         // The request's own units come first: a lease takes what is left. On one connection, both
         // share a batch in this order. In a cluster, a call about several slots is queued later.
         // If a request for several units is rejected, some units may be left. Smaller requests need
         // them, so no lease may take them.
-        let has_small_costs = has_small_costs(charges);
+        let has_small_costs = has_small_costs(request);
         let (starts_at_once, mut is_passed) = (has_small_costs && !self.redis.is_cluster(), false);
         let on_passed = || {
             if starts_at_once {
@@ -291,7 +292,7 @@ impl<'s> RedisDecisionPath<'s> {
             }
         };
         let decided = self
-            .check_and_decide(&unleased.charges, requested_at, on_passed)
+            .check_and_decide(&unleased.policies, requested_at, on_passed)
             .await;
         let is_admitted = |(decision, _): &(Decision, _)| decision.admitted;
         if is_passed && (has_small_costs || decided.as_ref().is_ok_and(is_admitted)) {
@@ -304,18 +305,22 @@ impl<'s> RedisDecisionPath<'s> {
         if let Err(expired) = permits.check_expiry() {
             return (Err(expired.into()), None);
         }
-        let decision = permits.add_statuses(charges, unleased.expand(decision));
+        let decision = permits.add_statuses(request, unleased.expand(decision));
         (Ok((decision, source)), Some(permits))
     }
 
     /// Steps 2 and 3: the deny cache, and the local share while an outage ends.
-    fn check_locally<'c>(self, charges: &[Charge<'c>], requested_at: Instant) -> LocalCheck<'c> {
+    fn check_locally<'c>(
+        self,
+        request: &[PolicyCharges<'c>],
+        requested_at: Instant,
+    ) -> LocalCheck<'c> {
         // If the limit of a block is unknown, Redis decides, because a refusal may start the block.
         let can_be_read = |unknown: &[bool]| {
-            let mut limits = charges.iter().zip(unknown);
+            let mut limits = each_charge(request).zip(unknown);
             !limits.any(|(charge, is_unknown)| *is_unknown && charge.is_block())
         };
-        let cached = self.deny_cache.find_statuses(charges, requested_at);
+        let cached = self.deny_cache.find_statuses(request, requested_at);
         if let Some(cached) =
             cached.filter(|cached| cached.is_certain && can_be_read(&cached.unknown))
         {
@@ -326,18 +331,18 @@ impl<'s> RedisDecisionPath<'s> {
         if !fallback.is_in_outage() {
             return LocalCheck::Passed(None);
         }
-        let is_reachable = |charge: &Charge<'_>| self.redis.is_reachable_for(charge);
-        let marked = charges.iter().map(|charge| Charge {
-            is_held_back: fallback.uses_share_for(charge) && !is_reachable(charge),
-            ..*charge
+        let is_reachable = |policy: &PolicyCharges<'_>| self.redis.is_reachable_for(policy);
+        let marked = request.iter().map(|policy| PolicyCharges {
+            is_held_back: fallback.uses_share_for(policy) && !is_reachable(policy),
+            ..policy.clone()
         });
-        let marked: SmallVec<[Charge<'c>; 4]> = marked.collect();
+        let marked: SmallVec<[PolicyCharges<'c>; 2]> = marked.collect();
         let checked = fallback.check_share_during_recovery(&marked, requested_at.into_std());
         match checked.filter(|decision| !decision.admitted) {
             Some(decision) => {
-                let is_unknown =
-                    |charge: &Charge<'_>| charge.has_retry_time() && is_reachable(charge);
-                let unknown = charges.iter().map(is_unknown).collect();
+                let unknown = each_charge(request)
+                    .map(|charge| charge.has_retry_time() && is_reachable(charge.policy));
+                let unknown = unknown.collect();
                 LocalCheck::Refused(decision, DecisionSource::Degraded, unknown)
             }
             None => LocalCheck::Passed(Some(marked)),
@@ -347,28 +352,28 @@ impl<'s> RedisDecisionPath<'s> {
     /// Steps 4 to 7: Redis decides, unless its circuit breaker is open.
     async fn decide_in_redis(
         self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let marked = self.is_returnable.then(|| mark_returnable(charges));
-        let requested = marked.as_deref().unwrap_or(charges);
+        let marked = self.is_returnable.then(|| mark_returnable(request));
+        let requested = marked.as_deref().unwrap_or(request);
         let result = self.redis.decide(requested, requested_at).await;
         let cache_statuses = |decision: &Decision| {
             let fallback = self.redis.fallback();
-            fallback.cache_statuses(charges, decision, requested_at.into_std());
+            fallback.cache_statuses(request, decision, requested_at.into_std());
         };
         match result {
             Ok(decision) if decision.admitted => {
                 cache_statuses(&decision);
-                self.deny_cache.forget_refusals(charges, &decision);
+                self.deny_cache.forget_refusals(request, &decision);
                 Ok((decision, DecisionSource::Redis))
             }
             Ok(decision) => {
                 cache_statuses(&decision);
                 self.deny_cache
-                    .record_refusal(charges, &decision, requested_at, Instant::now());
-                let unknown = find_unasked_limits(charges, &decision);
-                let refusal = self.complete_refusal(charges, decision, &unknown, requested_at);
+                    .record_refusal(request, &decision, requested_at, Instant::now());
+                let unknown = find_unasked_limits(request, &decision);
+                let refusal = self.complete_refusal(request, decision, &unknown, requested_at);
                 Ok((refusal.await, DecisionSource::Redis))
             }
             // After a failed call, a cached refusal without an exact retry time is better than no
@@ -378,13 +383,12 @@ impl<'s> RedisDecisionPath<'s> {
                     cache_statuses(&partial.decision);
                 }
                 let now = Instant::now();
-                let mut charges_in_redis = charges.iter();
-                if !charges_in_redis.all(|charge| self.redis.is_reachable_for(charge)) {
-                    self.deny_cache.forget_outdated(charges, now);
+                if !(request.iter()).all(|policy| self.redis.is_reachable_for(policy)) {
+                    self.deny_cache.forget_outdated(request, now);
                 }
                 let mut refusal = self
                     .deny_cache
-                    .find_any_refusal(charges, now)
+                    .find_any_refusal(request, now)
                     .ok_or(failure)?;
                 refusal.may_have_charged = true;
                 Ok((refusal, DecisionSource::DenyCache))

@@ -11,7 +11,9 @@
 
 use super::Settlement;
 use crate::clock::saturating_micros;
-use crate::limiter::{Charge, Decision, Limit, LimitStatus, Refusal};
+use crate::limiter::{
+    Charge, CounterRef, Decision, Limit, LimitStatus, PolicyCharges, Refusal, each_charge,
+};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::HashMap;
@@ -89,8 +91,12 @@ impl DenyCache {
     /// Returns what is known about a new request at `now`. `None` if there is no fresh entry. The
     /// first request after the expiry of an entry does not get it, so that it asks Redis; for all
     /// other requests the entry is prolonged.
-    pub fn find_statuses(&self, charges: &[Charge<'_>], now: Instant) -> Option<CachedStatuses> {
-        self.read_statuses(charges, now, |charge, entry| {
+    pub fn find_statuses(
+        &self,
+        request: &[PolicyCharges<'_>],
+        now: Instant,
+    ) -> Option<CachedStatuses> {
+        self.read_statuses(request, now, |charge, entry| {
             let is_current = now < entry.expires_at;
             // A charge without cost is admitted, so it does not renew the entry.
             if !is_current && charge.cost > 0 {
@@ -104,39 +110,38 @@ impl DenyCache {
     /// Like [`DenyCache::find_statuses`], for a request that asks Redis about all other limits.
     pub fn find_fresh_statuses(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         now: Instant,
     ) -> Option<CachedStatuses> {
-        self.read_statuses(charges, now, |_, entry| now < entry.fresh_until)
+        self.read_statuses(request, now, |_, entry| now < entry.fresh_until)
     }
 
     fn read_statuses(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         now: Instant,
-        is_fresh: impl Fn(&Charge<'_>, &mut DenyCacheEntry) -> bool,
+        is_fresh: impl Fn(&Charge<'_, '_>, &mut DenyCacheEntry) -> bool,
     ) -> Option<CachedStatuses> {
         let mut generations = self.0.lock();
         if generations.is_empty() {
             return None;
         }
-        let entries = charges.iter().map(|charge| {
-            let entry = generations.get_entry(charge)?;
-            is_fresh(charge, entry).then_some(*entry)
+        let entries = each_charge(request).map(|charge| {
+            let entry = generations.get_entry(&charge)?;
+            is_fresh(&charge, entry).then_some(*entry)
         });
         let entries: SmallVec<[Option<DenyCacheEntry>; 4]> = entries.collect();
         if !entries.iter().any(Option::is_some) {
             return None;
         }
         let mut found = CachedStatuses {
-            decision: Decision::without_outcomes(charges.len()),
+            decision: Decision::without_outcomes(request),
             is_certain: false,
             unknown: SmallVec::new(),
         };
-        let Decision {
-            outcomes, now_us, ..
-        } = &mut found.decision;
-        for ((charge, entry), outcome) in charges.iter().zip(entries).zip(outcomes) {
+        let mut now_us = 0;
+        let outcomes = found.decision.outcomes_mut();
+        for ((charge, entry), outcome) in each_charge(request).zip(entries).zip(outcomes) {
             let entry = entry.filter(|entry| entry.cost == charge.cost);
             let is_unknown = entry.is_none() && charge.has_retry_time();
             found.unknown.push(is_unknown);
@@ -144,35 +149,41 @@ impl DenyCache {
                 && entry.status.refusal.is_some()
                 && entry.holds_at(now)
             {
-                found.is_certain |= is_certain(charge);
-                outcome.status = Some(entry.status_at(now, now_us));
+                found.is_certain |= is_certain(&charge);
+                outcome.status = Some(entry.status_at(now, &mut now_us));
             }
         }
+        found.decision.now_us = now_us;
         // Redis must see each rejected request of a policy with `count_rejected`.
-        let must_count = |charge: &Charge<'_>| charge.counts_rejected && !charge.shadow;
-        found.is_certain &= !charges.iter().any(must_count);
+        let must_count = |policy: &PolicyCharges<'_>| policy.counts_rejected && !policy.shadow;
+        found.is_certain &= !request.iter().any(must_count);
         Some(found)
     }
 
     /// After a failed call, returns a refusal of the same or a smaller cost, even an expired one
     /// that has not ended. The request is certainly refused, perhaps for longer than stated.
-    pub fn find_any_refusal(&self, charges: &[Charge<'_>], now: Instant) -> Option<Decision> {
+    pub fn find_any_refusal(
+        &self,
+        request: &[PolicyCharges<'_>],
+        now: Instant,
+    ) -> Option<Decision> {
         let mut generations = self.0.lock();
-        let mut refusal = Decision::without_outcomes(charges.len());
-        for (charge, outcome) in charges.iter().zip(&mut refusal.outcomes) {
-            let entry = generations.get_entry(charge).filter(|entry| {
-                let is_kept = match charge.dynamic {
+        let (mut refusal, mut now_us) = (Decision::without_outcomes(request), 0);
+        for (charge, outcome) in each_charge(request).zip(refusal.outcomes_mut()) {
+            let entry = generations.get_entry(&charge).filter(|entry| {
+                let is_kept = match charge.name {
                     // An override can lift any refusal.
                     Some(_) => now.saturating_duration_since(entry.sent_at) < MAX_AGE,
                     // A definite refusal stays true until its end.
                     None => now < entry.expires_at || entry.status.refusal > Some(Refusal::Unknown),
                 };
-                is_kept && is_certain(charge) && charge.cost >= entry.cost && entry.holds_at(now)
+                is_kept && is_certain(&charge) && charge.cost >= entry.cost && entry.holds_at(now)
             });
             if let Some(entry) = entry.filter(|entry| entry.status.refusal.is_some()) {
-                outcome.status = Some(entry.status_at(now, &mut refusal.now_us));
+                outcome.status = Some(entry.status_at(now, &mut now_us));
             }
         }
+        refusal.now_us = now_us;
         let is_refused = refusal.statuses().next().is_some();
         is_refused.then_some(refusal)
     }
@@ -180,8 +191,8 @@ impl DenyCache {
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
     /// reset`. A refusal of a larger cost holds, but its `remaining` is obsolete if it is not 0. A
     /// limit that admits is unknown again when its units are used up.
-    pub fn forget_refusals(&self, charges: &[Charge<'_>], admission: &Decision) {
-        let outcomes = charges.iter().zip(&admission.outcomes);
+    pub fn forget_refusals(&self, request: &[PolicyCharges<'_>], admission: &Decision) {
+        let outcomes = each_charge(request).zip(admission.outcomes());
         self.remove_entries(outcomes, |entry, charge, outcome| {
             match entry.status.refusal {
                 Some(_) => entry.cost <= charge.cost || entry.status.remaining > 0,
@@ -192,8 +203,8 @@ impl DenyCache {
 
     /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis
     /// is unreachable: nothing can renew them.
-    pub fn forget_outdated(&self, charges: &[Charge<'_>], now: Instant) {
-        let charges = charges.iter().map(|charge| (charge, ()));
+    pub fn forget_outdated(&self, request: &[PolicyCharges<'_>], now: Instant) {
+        let charges = each_charge(request).map(|charge| (charge, ()));
         self.remove_entries(charges, |entry, charge, ()| {
             now >= entry.sent_at + max_age(charge, &entry.status)
         });
@@ -203,23 +214,23 @@ impl DenyCache {
     pub fn forget_settled(&self, settlement: &Settlement<'_>) {
         let mut generations = self.0.lock();
         if !generations.is_empty() {
-            generations.remove_entry(&Charge::new(settlement.limit, settlement.key, 0));
+            generations.remove_entry(settlement.counter());
         }
     }
 
-    fn remove_entries<'c, T>(
+    fn remove_entries<'c, 'a: 'c, T>(
         &self,
-        charges: impl Iterator<Item = (&'c Charge<'c>, T)>,
-        is_obsolete: impl Fn(&DenyCacheEntry, &Charge<'_>, T) -> bool,
+        charges: impl Iterator<Item = (Charge<'c, 'a>, T)>,
+        is_obsolete: impl Fn(&DenyCacheEntry, &Charge<'_, '_>, T) -> bool,
     ) {
         let mut generations = self.0.lock();
         if generations.is_empty() {
             return;
         }
         for (charge, context) in charges {
-            let entry = generations.get_entry(charge);
-            if entry.is_some_and(|entry| is_obsolete(entry, charge, context)) {
-                generations.remove_entry(charge);
+            let entry = generations.get_entry(&charge);
+            if entry.is_some_and(|entry| is_obsolete(entry, &charge, context)) {
+                generations.remove_entry(charge.counter());
             }
         }
     }
@@ -227,12 +238,12 @@ impl DenyCache {
     /// Caches the statuses of a refused request. Admitted requests are ignored.
     pub fn record_refusal(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         decision: &Decision,
         sent_at: Instant,
         received_at: Instant,
     ) {
-        self.record_statuses(charges, decision, (sent_at, received_at), MAX_AGE);
+        self.record_statuses(request, decision, (sent_at, received_at), MAX_AGE);
     }
 
     /// Caches the statuses that were read for a request that is refused for `wait_us` anyway. The
@@ -240,25 +251,25 @@ impl DenyCache {
     /// limit without a status gave no answer: its last status counts for another second.
     pub fn record_reading(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         decision: &Decision,
         times: (Instant, Instant),
         wait_us: u64,
     ) {
         let admitting_max_age =
             Duration::from_micros(wait_us / 10).clamp(MAX_AGE, MAX_ADMITTING_AGE);
-        self.record_statuses(charges, decision, times, admitting_max_age);
+        self.record_statuses(request, decision, times, admitting_max_age);
         let mut generations = self.0.lock();
-        for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
+        for (charge, outcome) in each_charge(request).zip(decision.outcomes()) {
             if outcome.is_unknown() {
-                generations.prolong_unanswered(charge, times.1);
+                generations.prolong_unanswered(&charge, times.1);
             }
         }
     }
 
     fn record_statuses(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         decision: &Decision,
         (sent_at, received_at): (Instant, Instant),
         admitting_max_age: Duration,
@@ -268,7 +279,7 @@ impl DenyCache {
         }
         let mut generations = self.0.lock();
         generations.rotate_if_due(received_at);
-        for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
+        for (charge, outcome) in each_charge(request).zip(decision.outcomes()) {
             // A charge with a time was admitted, and is being returned.
             let admitted = outcome.charged_at_us.map(|_| LimitStatus::default());
             let Some(mut status) = outcome.status.or(admitted) else {
@@ -281,7 +292,7 @@ impl DenyCache {
                 // A block that has just begun refuses from now on.
                 status.refusal = status.next_growth_us.map(Refusal::Until);
             }
-            let is_outranked = generations.get_entry(charge).is_some_and(|entry| {
+            let is_outranked = generations.get_entry(&charge).is_some_and(|entry| {
                 entry.status.refusal.is_some()
                     && rank_cost(entry.cost) < rank_cost(charge.cost)
                     && received_at < entry.expires_at
@@ -290,11 +301,11 @@ impl DenyCache {
             if !is_outranked {
                 let fresh_until = sent_at
                     + match status.refusal {
-                        Some(_) => max_age(charge, &status),
+                        Some(_) => max_age(&charge, &status),
                         None => admitting_max_age,
                     };
                 let read_at = (decision.now_us, sent_at, received_at);
-                generations.insert_entry(charge, status, read_at, fresh_until);
+                generations.insert_entry(&charge, status, read_at, fresh_until);
             }
         }
     }
@@ -309,13 +320,13 @@ fn rank_cost(cost: u64) -> u64 {
 
 /// Whether a cached refusal of this charge refuses requests. Estimates may be returned early, and
 /// `count_rejected` changes the counter with every request.
-fn is_certain(charge: &Charge<'_>) -> bool {
-    !charge.is_estimate && !charge.counts_rejected
+fn is_certain(charge: &Charge<'_, '_>) -> bool {
+    !charge.is_estimate && !charge.policy.counts_rejected
 }
 
 /// Maximum age of an entry with this status.
-fn max_age(charge: &Charge<'_>, status: &LimitStatus) -> Duration {
-    match charge.lease {
+fn max_age(charge: &Charge<'_, '_>, status: &LimitStatus) -> Duration {
+    match charge.policy.lease {
         Some(lease) if status.refusal.is_some() => {
             LEASED_MAX_AGE.min(Duration::from_micros(lease.ttl_us))
         }
@@ -328,11 +339,11 @@ impl DenyGenerations {
         self.current.is_empty() && self.previous.is_empty()
     }
 
-    fn get_entry(&mut self, charge: &Charge<'_>) -> Option<&mut DenyCacheEntry> {
+    fn get_entry(&mut self, charge: &Charge<'_, '_>) -> Option<&mut DenyCacheEntry> {
         if !charge.has_retry_time() {
             return None;
         }
-        let counter = cache_key(charge);
+        let counter = cache_key(charge.counter());
         self.current
             .get_mut(&counter)
             .or_else(|| self.previous.get_mut(&counter))
@@ -341,12 +352,12 @@ impl DenyGenerations {
     /// Inserts a status with the store's clock at the decision, and the times of the call.
     fn insert_entry(
         &mut self,
-        charge: &Charge<'_>,
+        charge: &Charge<'_, '_>,
         status: LimitStatus,
         (store_now_us, sent_at, received_at): (u64, Instant, Instant),
         fresh_until: Instant,
     ) {
-        let counter = cache_key(charge);
+        let counter = cache_key(charge.counter());
         // Otherwise a rotation could bring an older entry back.
         self.previous.remove(&counter);
         if self.current.len() < MAX_GENERATION_ENTRIES || self.current.contains_key(&counter) {
@@ -364,7 +375,7 @@ impl DenyGenerations {
     }
 
     /// Lets the entry of a limit that gave no answer count for a further second.
-    fn prolong_unanswered(&mut self, charge: &Charge<'_>, at: Instant) {
+    fn prolong_unanswered(&mut self, charge: &Charge<'_, '_>, at: Instant) {
         let fresh_until = at + MAX_AGE;
         if let Some(entry) = self.get_entry(charge) {
             entry.fresh_until = fresh_until;
@@ -373,8 +384,8 @@ impl DenyGenerations {
         self.insert_entry(charge, LimitStatus::default(), (0, at, at), fresh_until);
     }
 
-    fn remove_entry(&mut self, charge: &Charge<'_>) {
-        let counter = cache_key(charge);
+    fn remove_entry(&mut self, counter: CounterRef<'_>) {
+        let counter = cache_key(counter);
         self.current.remove(&counter);
         self.previous.remove(&counter);
     }
@@ -390,8 +401,8 @@ impl DenyGenerations {
     }
 }
 
-fn cache_key(charge: &Charge<'_>) -> DenyCacheKey {
-    (charge.key.id(), *charge.limit)
+fn cache_key(counter: CounterRef<'_>) -> DenyCacheKey {
+    (counter.key.id(), *counter.limit)
 }
 
 impl DenyCacheEntry {
@@ -473,7 +484,11 @@ mod tests {
     }
 
     /// A refusal that needs no call.
-    fn find_refusal(cache: &DenyCache, charges: &[Charge<'_>], now: Instant) -> Option<Decision> {
+    fn find_refusal(
+        cache: &DenyCache,
+        charges: &[Charge<'_, '_>],
+        now: Instant,
+    ) -> Option<Decision> {
         let found = cache.find_statuses(charges, now)?;
         (found.is_certain && !found.unknown.contains(&true)).then_some(found.decision)
     }
@@ -604,7 +619,7 @@ mod tests {
         let charges = [charge_of_two_units(&LIMIT, &key)];
         let refused = refused_decision(&[refused_status(9_000_000)]);
         cache.record_refusal(&charges, &refused, sent, sent);
-        let find = |charges: &[Charge<'_>]| find_refusal(&cache, charges, sent + ms(1001));
+        let find = |charges: &[Charge<'_, '_>]| find_refusal(&cache, charges, sent + ms(1001));
         let reading = [Charge {
             cost: 0,
             ..charges[0]
@@ -655,7 +670,7 @@ mod tests {
     /// `None`: no certain refusal. Otherwise the positions that are not known.
     fn unknown_positions(
         cache: &DenyCache,
-        charges: &[Charge<'_>],
+        charges: &[Charge<'_, '_>],
         at: Instant,
     ) -> Option<Vec<usize>> {
         let found = cache.find_statuses(charges, at)?;

@@ -29,8 +29,8 @@ use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
 use super::{PendingSettlement, Settlement};
 use crate::clock::Clock;
 use crate::limiter::{
-    Amendment, Charge, ChargePart, Decision, Key, Limit, LimitStatus, OverriddenCharges,
-    OverrideInEffect, Refusal,
+    Amendment, Charge, CounterRef, Decision, Key, LimitStatus, OverriddenCharges, OverrideInEffect,
+    PolicyCharges, Refusal, RequestPart, each_charge,
 };
 use counter_cache::CounterCache;
 use parking_lot::{Mutex, MutexGuard, RwLock};
@@ -157,8 +157,8 @@ impl FallbackStore {
     }
 
     /// Whether a partition with any of these counters is in an outage that has not ended.
-    pub fn is_in_outage_for(&self, charges: &[Charge<'_>]) -> bool {
-        self.is_in_outage() && charges.iter().any(|charge| self.may_be_stale(charge))
+    pub fn is_in_outage_for(&self, request: &[PolicyCharges<'_>]) -> bool {
+        self.is_in_outage() && request.iter().any(|policy| self.may_be_stale(policy))
     }
 
     /// Whether Redis may lack charges of a partition.
@@ -208,9 +208,9 @@ impl FallbackStore {
 
     /// Records charges for write-back. Begins the pending phase if Redis was up to date, and
     /// returns whether the phase began.
-    fn record_charges<'c>(
+    fn record_charges<'c, 'a: 'c>(
         &self,
-        charges: impl IntoIterator<Item = &'c Charge<'c>>,
+        charges: impl Iterator<Item = Charge<'c, 'a>>,
         now_us: u64,
     ) -> bool {
         let mut write_back = self.write_back.lock();
@@ -220,7 +220,7 @@ impl FallbackStore {
             if !self.is_stale(partition) {
                 self.stale_partitions.write().insert(partition);
             }
-            write_back.record_charge(charge, partition, now_us);
+            write_back.record_charge(&charge, partition, now_us);
         }
         let begins = self.is_in_phase(OutagePhase::UpToDate) && !write_back.is_empty();
         if begins {
@@ -245,29 +245,28 @@ impl FallbackStore {
 
     /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
     /// status. Admitted charges will be written back.
-    pub fn decide(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
-        match self.find_overrides(charges, requested_at) {
+    pub fn decide(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
+        match self.find_overrides(request, requested_at) {
             Some(overridden) => overridden.decide(
                 |limited| self.decide_by_limits(limited, requested_at),
                 |late| self.decide_by_share(late, |_| true, requested_at),
             ),
-            None => self.decide_by_limits(charges, requested_at),
+            None => self.decide_by_limits(request, requested_at),
         }
     }
 
     /// The last known overrides of the keys of charges that this process decides in an outage.
-    fn find_overrides<'c>(
+    fn find_overrides<'r, 'c>(
         &self,
-        charges: &'c [Charge<'c>],
+        request: &'r [PolicyCharges<'c>],
         requested_at: Instant,
-    ) -> Option<OverriddenCharges<'c>> {
+    ) -> Option<OverriddenCharges<'r, 'c>> {
         let now_us = self.clock.instant_to_unix_us(requested_at);
-        OverriddenCharges::resolve(charges, |charge| {
-            if !uses_fallback(charge) {
+        OverriddenCharges::resolve(request, |charge| {
+            if !uses_fallback(charge.policy) {
                 return None;
             }
-            let id = counter_id(charge.limit, charge.key);
-            let cached = self.override_cache.find(id)?;
+            let cached = self.override_cache.find(counter_id(charge.counter()))?;
             let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
             is_current.then(|| {
                 // Decisions report the wall clock.
@@ -285,109 +284,103 @@ impl FallbackStore {
     /// [`FallbackStore::decide`], which would count them in the share again.
     pub fn check_share_during_recovery(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> Option<Decision> {
-        let Some(overridden) = self.find_overrides(charges, requested_at) else {
-            return self.check_share(charges, requested_at);
+        let Some(overridden) = self.find_overrides(request, requested_at) else {
+            return self.check_share(request, requested_at);
         };
         let limited = overridden.limited_charges();
-        let checked = self.check_share(&limited.charges, requested_at)?;
+        let checked = self.check_share(&limited.policies, requested_at)?;
         Some(overridden.complete_decision(&limited, checked))
     }
 
     /// Decides charges by this instance's share of their limits.
-    fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
-        for charge in charges.iter().filter(|charge| uses_fallback(charge)) {
+    fn decide_by_limits(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
+        let local = each_charge(request).filter(|charge| uses_fallback(charge.policy));
+        for charge in local.clone() {
             // A concurrent charge must not be overwritten by the counter that this creates.
-            let id = counter_id(charge.limit, charge.key);
+            let id = counter_id(charge.counter());
             self.status_cache.remove_and_apply(id, |status| {
-                self.apply_status(charge, status, requested_at);
+                self.apply_status(&charge, status, requested_at);
             });
         }
-        let decision = self.decide_by_share(charges, uses_fallback, requested_at);
+        let decision = self.decide_by_share(request, uses_fallback, requested_at);
         if decision.admitted {
-            let charged = |charge: &&Charge<'_>| {
-                uses_fallback(charge) && charge.cost > 0 && !charge.is_counted
-            };
             let now_us = self.clock.instant_to_unix_us(requested_at);
-            if self.record_charges(charges.iter().filter(charged), now_us) {
+            let charged = local.filter(|charge| charge.cost > 0 && !charge.is_read);
+            if self.record_charges(charged, now_us) {
                 self.changed.notify_one();
             }
         } else {
             // The refusal may have started a block.
-            let is_block = |charge: &&Charge<'_>| charge.is_block() && uses_fallback(charge);
-            for block in charges.iter().filter(is_block) {
-                self.record_counter(block);
+            for block in local.filter(Charge::is_block) {
+                self.record_counter(&block);
             }
         }
         decision
     }
 
     /// [`Self::check_share_during_recovery`] for charges with their limits in effect.
-    fn check_share(&self, charges: &[Charge<'_>], requested_at: Instant) -> Option<Decision> {
-        let is_checked = |charge: &Charge<'_>| self.uses_share_for(charge) && !charge.is_held_back;
-        let mut checked = charges
-            .iter()
-            .filter(|charge| is_checked(charge))
-            .peekable();
-        checked.peek()?;
-        checked.for_each(|charge| self.record_counter(charge));
-        Some(self.decide_by_share(charges, is_checked, requested_at))
+    fn check_share(
+        &self,
+        request: &[PolicyCharges<'_>],
+        requested_at: Instant,
+    ) -> Option<Decision> {
+        let is_checked =
+            |policy: &PolicyCharges<'_>| self.uses_share_for(policy) && !policy.is_held_back;
+        let mut checked = each_charge(request).filter(|charge| is_checked(charge.policy));
+        self.record_counter(&checked.next()?);
+        checked.for_each(|charge| self.record_counter(&charge));
+        Some(self.decide_by_share(request, is_checked, requested_at))
     }
 
-    /// Whether this process decides the charge in an outage, and the outage of its counter has not
+    /// Whether this process decides the policy in an outage, and the outage of its counters has not
     /// ended.
-    pub fn uses_share_for(&self, charge: &Charge<'_>) -> bool {
-        uses_fallback(charge) && self.may_be_stale(charge)
+    pub fn uses_share_for(&self, policy: &PolicyCharges<'_>) -> bool {
+        uses_fallback(policy) && self.may_be_stale(policy)
     }
 
     /// Amends this process's counter of a limit.
-    fn amend_share(&self, limit: &Limit, key: &Key, amendment: Amendment) {
+    fn amend_share(&self, counter: CounterRef<'_>, amendment: Amendment) {
         let settlement = Settlement {
-            limit,
-            key,
+            limit: counter.limit,
+            key: counter.key,
             amendment,
         };
         self.memory.amend_counter(&settlement, true);
     }
 
-    /// Whether the answer of Redis for a charge may lack charges that are not written back yet.
-    fn may_be_stale(&self, charge: &Charge<'_>) -> bool {
-        !self.is_in_phase(OutagePhase::UpToDate) && self.is_stale(self.partition(charge.key))
+    /// Whether the answer of Redis for a policy may lack charges that are not written back yet.
+    fn may_be_stale(&self, policy: &PolicyCharges<'_>) -> bool {
+        !self.is_in_phase(OutagePhase::UpToDate) && self.is_stale(self.partition(&policy.key))
     }
 
-    fn record_counter(&self, charge: &Charge<'_>) {
+    fn record_counter(&self, charge: &Charge<'_, '_>) {
         let partition = self.partition(charge.key);
         self.write_back.lock().record_counter(charge, partition);
     }
 
-    /// Decides the charges that meet a condition. All other charges have no status.
+    /// Decides the policies that meet a condition. All other charges have no status.
     fn decide_by_share(
         &self,
-        charges: &[Charge<'_>],
-        is_decided: impl Fn(&Charge<'_>) -> bool,
+        request: &[PolicyCharges<'_>],
+        is_decided: impl Fn(&PolicyCharges<'_>) -> bool,
         requested_at: Instant,
     ) -> Decision {
-        let (share, part) = (
-            self.share(),
-            ChargePart::new(charges, charges.iter().map(is_decided)),
-        );
-        let decided = part.charges.iter();
-        let limits = decided
-            .clone()
-            .map(|charge| share.scale_limit(charge.limit));
-        let limits: SmallVec<[Limit; 4]> = limits.collect();
-        let scaled = decided.clone().zip(&limits);
-        let scaled = scaled.map(|(charge, limit)| Charge { limit, ..*charge });
-        let scaled: SmallVec<[Charge<'_>; 4]> = scaled.collect();
+        let share = self.share();
+        let part = RequestPart::new(request, |charge| is_decided(charge.policy));
+        let scaled = part.policies.iter().map(|policy| {
+            policy.map_limits(|charge| charge.limit = share.scale_limit(&charge.limit))
+        });
+        let scaled: SmallVec<[_; 2]> = scaled.collect();
         let mut decision = self.memory.decide_at(&scaled, requested_at);
-        for (charge, outcome) in decided.zip(&mut decision.outcomes) {
+        for (charge, outcome) in each_charge(&part.policies).zip(decision.outcomes_mut()) {
             // Charge times of the local counter do not apply to Redis. Without them, settlements
             // can charge further units, but can't credit any.
             outcome.charged_at_us = None;
             if let Some(status) = &mut outcome.status {
-                correct_share_refusal(charge, status);
+                correct_share_refusal(&charge, status);
             }
         }
         part.expand(decision)
@@ -413,7 +406,7 @@ impl FallbackStore {
         let amendments = batch
             .iter()
             .flat_map(|pending| {
-                pending.amendments(now_us, |limit, key| self.usage_of_share(limit, key).0)
+                pending.amendments(now_us, |counter| self.usage_of_share(counter).0)
             })
             .collect();
         (!batch.is_empty()).then_some(amendments)
@@ -429,21 +422,22 @@ impl FallbackStore {
     pub fn requeue_unconfirmed<'l>(&self, unsent: impl IntoIterator<Item = &'l Settlement<'l>>) {
         let unsent_ids: HashSet<CounterId> = unsent
             .into_iter()
-            .map(|settlement| counter_id(settlement.limit, settlement.key))
+            .map(|settlement| counter_id(settlement.counter()))
             .collect();
         let mut write_back = self.write_back.lock();
         write_back.finish_batch(|id| !unsent_ids.contains(&id));
         if write_back.is_empty() && self.is_in_phase(OutagePhase::Pending) {
             self.enter_phase(&write_back, OutagePhase::UpToDate);
             self.stale_partitions.write().clear();
-            write_back.retain_counters_in_use(|limit, key| self.usage_of_share(limit, key).0 > 0);
+            write_back.retain_counters_in_use(|counter| self.usage_of_share(counter).0 > 0);
         }
     }
 
     /// Used units of this instance's share, and when the first of them are free again.
-    fn usage_of_share(&self, limit: &Limit, key: &Key) -> (u64, Option<u64>) {
-        let limit = self.share().scale_limit(limit);
-        let decision = self.memory.decide(&[Charge::new(&limit, key, 0)]);
+    fn usage_of_share(&self, counter: CounterRef<'_>) -> (u64, Option<u64>) {
+        let limit = self.share().scale_limit(counter.limit);
+        let read = PolicyCharges::new(&limit, counter.key, 0);
+        let decision = self.memory.decide(&[read]);
         decision.statuses().next().map_or((0, None), |status| {
             let units = limit.capacity().saturating_sub(status.remaining);
             let status = status.convert_clock(decision.now_us, self.clock.now_us());
@@ -453,13 +447,13 @@ impl FallbackStore {
 }
 
 /// Whether this process decides the charge in an outage.
-fn uses_fallback(charge: &Charge<'_>) -> bool {
-    charge.has_fallback && !charge.shadow
+fn uses_fallback(policy: &PolicyCharges<'_>) -> bool {
+    policy.has_fallback && !policy.shadow
 }
 
 /// Changes a permanent refusal by the share to one with an unknown end if the request fits the
 /// whole limit: the refusal lasts as long as the outage.
-fn correct_share_refusal(charge: &Charge<'_>, status: &mut LimitStatus) {
+fn correct_share_refusal(charge: &Charge<'_, '_>, status: &mut LimitStatus) {
     let capacity = charge.limit.capacity();
     let fits = capacity > 0 && charge.cost <= capacity;
     if status.refusal == Some(Refusal::Never) && fits {

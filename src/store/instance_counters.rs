@@ -8,7 +8,7 @@
 use super::memory::MemoryStore;
 use super::{PendingSettlement, Settlement};
 use crate::clock::monotonic_now;
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Decision, PolicyCharges, each_charge};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Instant;
@@ -26,13 +26,13 @@ impl InstanceReservation {
     /// Decides charges in this process. They are made if all enforced ones are admitted.
     pub(super) fn decide(
         memory: &Arc<MemoryStore>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> (Decision, Self) {
-        let decision = memory.decide_at(&mark_returnable(charges), requested_at);
+        let decision = memory.decide_at(&mark_returnable(request), requested_at);
         let reservation = Self {
             memory: Arc::clone(memory),
-            returns: list_returns(charges, &decision),
+            returns: list_returns(request, &decision),
         };
         (decision, reservation)
     }
@@ -41,12 +41,12 @@ impl InstanceReservation {
     /// now, without any charge made.
     pub(super) fn preview(
         memory: &Arc<MemoryStore>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
     ) -> Option<(Decision, Self)> {
-        let decision = read_counters(memory, charges);
-        let mut outcomes = charges.iter().zip(&decision.outcomes);
-        let has_room =
-            outcomes.all(|(charge, outcome)| !charge.is_enforced() || outcome.refusal().is_none());
+        let decision = read_counters(memory, request);
+        let has_room = each_charge(request)
+            .zip(decision.outcomes())
+            .all(|(charge, outcome)| !charge.is_enforced() || outcome.refusal().is_none());
         let reservation = Self {
             memory: Arc::clone(memory),
             returns: Vec::new(),
@@ -61,11 +61,15 @@ impl InstanceReservation {
 
     /// Returns the charges, because Redis refused the request. `decision` gets the statuses without
     /// them.
-    pub(super) fn return_charges(self, charges: &[Charge<'_>], decision: Decision) -> Decision {
+    pub(super) fn return_charges(
+        self,
+        request: &[PolicyCharges<'_>],
+        decision: Decision,
+    ) -> Decision {
         let memory = Arc::clone(&self.memory);
         drop(self);
-        let mut read = read_counters(&memory, charges);
-        for (outcome, decided) in read.outcomes.iter_mut().zip(&decision.outcomes) {
+        let mut read = read_counters(&memory, request);
+        for (outcome, decided) in read.outcomes_mut().zip(decision.outcomes()) {
             if let Some(status) = &mut outcome.status {
                 status.refusal = decided.refusal();
             }
@@ -85,21 +89,23 @@ impl Drop for InstanceReservation {
 
 /// The charges, such that they can be returned: a decision reports the time only of charges that
 /// are marked as estimates.
-pub(super) fn mark_returnable<'c>(charges: &[Charge<'c>]) -> SmallVec<[Charge<'c>; 4]> {
-    charges
-        .iter()
-        .map(|charge| Charge {
-            is_estimate: !charge.is_block() && !charge.is_counted,
-            ..*charge
-        })
-        .collect()
+pub(super) fn mark_returnable<'c>(
+    request: &[PolicyCharges<'c>],
+) -> SmallVec<[PolicyCharges<'c>; 2]> {
+    let policies = request.iter().map(|policy| {
+        policy.map_limits(|charge| charge.is_estimate = !charge.is_block() && !charge.is_read)
+    });
+    policies.collect()
 }
 
 /// The amendments that return the charges of an admitted request, which were marked by
 /// [`mark_returnable`].
-pub(super) fn list_returns(charges: &[Charge<'_>], decision: &Decision) -> Vec<PendingSettlement> {
-    let outcomes = decision.outcomes.iter().filter(|_| decision.admitted);
-    let made = charges.iter().zip(outcomes);
+pub(super) fn list_returns(
+    request: &[PolicyCharges<'_>],
+    decision: &Decision,
+) -> Vec<PendingSettlement> {
+    let outcomes = decision.outcomes().filter(|_| decision.admitted);
+    let made = each_charge(request).zip(outcomes);
     made.filter_map(|(charge, outcome)| {
         let limit = outcome.limit_in_effect(charge.limit);
         let amendment = charge.return_amendment(outcome.charged_at_us?);
@@ -110,7 +116,7 @@ pub(super) fn list_returns(charges: &[Charge<'_>], decision: &Decision) -> Vec<P
 
 /// Reads the counters, and which of them refuse, without a change: of the counters of responses, a
 /// decision changes none.
-fn read_counters(memory: &MemoryStore, charges: &[Charge<'_>]) -> Decision {
-    let reads = charges.iter().copied().map(Charge::to_read);
-    memory.decide_at(&reads.collect::<SmallVec<[_; 4]>>(), monotonic_now())
+fn read_counters(memory: &MemoryStore, request: &[PolicyCharges<'_>]) -> Decision {
+    let reads = request.iter().map(PolicyCharges::to_read);
+    memory.decide_at(&reads.collect::<SmallVec<[_; 2]>>(), monotonic_now())
 }

@@ -26,9 +26,8 @@ mod lease_table;
 use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, PendingSettlement, Settlement, StoreUnavailable};
 use crate::clock::Clock;
-use crate::limiter::{Amendment, Charge, ChargePart, Decision, LeaseTerms};
+use crate::limiter::{Amendment, Charge, Decision, LimitCharge, PolicyCharges, RequestPart};
 use clock_reading::ClockReading;
-use lease_credit::LeasedCounters;
 use lease_entry::LeasePermit;
 use lease_table::{LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
@@ -65,10 +64,8 @@ pub(super) struct LeasePermitGuard<'l> {
 #[derive(Debug)]
 struct LeaseRefill {
     leases: Arc<LeasePool>,
-    counters: Arc<LeasedCounters>,
-    lease: Option<LeaseTerms>,
-    requested_units: u64,
-    has_fallback: bool,
+    /// Charges of cost 0, which request the units.
+    policy: PolicyCharges<'static>,
 }
 
 impl Default for LeasePool {
@@ -93,17 +90,17 @@ impl LeasePool {
     pub(super) async fn take_permits<'l, 'c>(
         self: &'l Arc<Self>,
         redis: &'l RedisStore,
-        charges: &[Charge<'c>],
+        request: &[PolicyCharges<'c>],
         requested_at: Instant,
-    ) -> (LeasePermitGuard<'l>, ChargePart<'c>) {
+    ) -> (LeasePermitGuard<'l>, RequestPart<'c>) {
         let deadline = requested_at + redis.decision_timeout();
         // Waiting for a refill ends early enough to ask Redis afterwards.
         let wait_deadline = requested_at + redis.decision_timeout() / 2;
         // While an outage ends, Redis lacks the charges that other instances have not written back,
         // so it would grant too many units.
-        let may_refill = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(charges);
+        let may_refill = !redis.is_breaker_open() && !redis.fallback().is_in_outage_for(request);
         let mut on_exhausted = match may_refill {
-            true if has_small_costs(charges) => OnLeaseExhausted::Wait,
+            true if has_small_costs(request) => OnLeaseExhausted::Wait,
             true => OnLeaseExhausted::RefillWithoutWaiting,
             false => OnLeaseExhausted::NeverRefill,
         };
@@ -114,7 +111,7 @@ impl LeasePool {
                 permits: SmallVec::new(),
                 refills: SmallVec::new(),
             };
-            match guard.take_permits(charges, deadline, on_exhausted) {
+            match guard.take_permits(request, deadline, on_exhausted) {
                 Ok(unleased) => return (guard, unleased),
                 Err(refill_done) => {
                     drop(guard);
@@ -128,8 +125,8 @@ impl LeasePool {
     }
 
     /// Whether leased units of this process would admit a charge now.
-    pub(super) fn has_units_for(&self, charge: &Charge<'_>) -> bool {
-        charge.lease.is_some()
+    pub(super) fn has_units_for(&self, charge: &Charge<'_, '_>) -> bool {
+        charge.policy.lease.is_some()
             && self
                 .table
                 .has_units_for(charge, ClockReading::now(&self.clock))
@@ -184,13 +181,20 @@ impl LeasePool {
 
 impl LeaseRefill {
     /// Prepares to request a lease of `units` for one policy.
-    fn new(leases: &Arc<LeasePool>, policy: &[Charge<'_>], first: &Charge<'_>, units: u64) -> Self {
+    fn new(leases: &Arc<LeasePool>, policy: &PolicyCharges<'_>, units: u64) -> Self {
+        let own = policy.to_owned_charges();
+        let limits = own.limits.into_iter().map(|charge| LimitCharge {
+            name: charge.name,
+            ..LimitCharge::new(&charge.limit, 0)
+        });
         Self {
             leases: Arc::clone(leases),
-            counters: LeasedCounters::from_charges(policy, first.key),
-            lease: first.lease,
-            requested_units: units,
-            has_fallback: first.has_fallback,
+            policy: PolicyCharges {
+                lease: policy.lease,
+                requested_lease_units: units,
+                has_fallback: policy.has_fallback,
+                ..PolicyCharges::with_limits(own.key, limits.collect())
+            },
         }
     }
 
@@ -198,22 +202,17 @@ impl LeaseRefill {
     fn spawn(self, redis: &RedisStore) {
         let redis = redis.clone();
         tokio::spawn(async move {
-            let (leases, counters) = (&self.leases, &self.counters);
-            let charges = counters.limits.iter().map(|(limit, dynamic)| Charge {
-                dynamic: dynamic.as_ref(),
-                lease: self.lease,
-                requested_lease_units: self.requested_units,
-                has_fallback: self.has_fallback,
-                ..Charge::new(limit, &counters.key, 0)
-            });
-            let charges: SmallVec<[_; 2]> = charges.collect();
+            let leases = &self.leases;
+            let request = std::slice::from_ref(&self.policy);
             let sent_at = ClockReading::now(&leases.clock);
-            if let Ok(decision) = redis.decide(&charges, sent_at.instant).await {
+            if let Ok(decision) = redis.decide(request, sent_at.instant).await {
                 redis
                     .fallback()
-                    .cache_statuses(&charges, &decision, sent_at.instant.into_std());
+                    .cache_statuses(request, &decision, sent_at.instant.into_std());
                 let times = (sent_at, Instant::now());
-                leases.table.record_lease_answer(&charges, &decision, times);
+                leases
+                    .table
+                    .record_lease_answer(&self.policy, &decision, times);
                 leases.ensure_credit_task(&redis);
             }
         });
@@ -222,10 +221,10 @@ impl LeaseRefill {
 
 /// Whether all charges with a lease cost at most one unit. Other requests ask the store at once when
 /// a lease is exhausted, because only an admitted one refills it.
-pub(super) fn has_small_costs(charges: &[Charge<'_>]) -> bool {
-    charges
-        .iter()
-        .all(|charge| charge.lease.is_none() || charge.cost <= 1)
+pub(super) fn has_small_costs(request: &[PolicyCharges<'_>]) -> bool {
+    let is_small = |policy: &PolicyCharges<'_>| policy.limits.iter().all(|charge| charge.cost <= 1);
+    let mut policies = request.iter();
+    policies.all(|policy| policy.lease.is_none() || is_small(policy))
 }
 
 /// Credits the unused units of expired leases until nothing is leased.
@@ -251,18 +250,15 @@ impl LeasePermitGuard<'_> {
     /// A notification that fires when the refill in progress has ended.
     fn take_permits<'c>(
         &mut self,
-        charges: &[Charge<'c>],
+        request: &[PolicyCharges<'c>],
         deadline: Instant,
         on_exhausted: OnLeaseExhausted,
-    ) -> Result<ChargePart<'c>, OwnedNotified> {
+    ) -> Result<RequestPart<'c>, OwnedNotified> {
         let now = ClockReading::now(&self.leases.clock);
-        for policy in charges.chunk_by(Charge::is_same_policy) {
-            let Some(charge) = policy.first().filter(|charge| charge.lease.is_some()) else {
-                continue;
-            };
-            let table = &self.leases.table;
+        let table = &self.leases.table;
+        for policy in request.iter().filter(|policy| policy.lease.is_some()) {
             let (permit, units) = table.take_permit(policy, now, on_exhausted)?;
-            let refill = (units > 0).then(|| LeaseRefill::new(self.leases, policy, charge, units));
+            let refill = (units > 0).then(|| LeaseRefill::new(self.leases, policy, units));
             match permit {
                 Some(permit) => {
                     self.permits.push(permit);
@@ -273,10 +269,9 @@ impl LeasePermitGuard<'_> {
                 None => self.refills.extend(refill),
             }
         }
-        if !charges.iter().all(|charge| self.covers(charge)) {
+        if !request.iter().all(|policy| self.covers(policy)) {
             // The store may take until the deadline, so permits that expire before it are returned,
             // and their charges are sent to the store.
-            let table = &self.leases.table;
             self.permits.retain(|permit| {
                 let is_valid = permit.expires_at.instant > deadline;
                 if !is_valid {
@@ -285,14 +280,15 @@ impl LeasePermitGuard<'_> {
                 is_valid
             });
         }
-        let unleased = charges.iter().map(|charge| !self.covers(charge));
-        Ok(ChargePart::new(charges, unleased))
+        Ok(RequestPart::new(request, |charge| {
+            !self.covers(charge.policy)
+        }))
     }
 
-    /// Whether units were issued for the policy of a charge.
-    fn covers(&self, charge: &Charge<'_>) -> bool {
+    /// Whether units were issued for a policy.
+    fn covers(&self, policy: &PolicyCharges<'_>) -> bool {
         let mut permits = self.permits.iter();
-        charge.lease.is_some() && permits.any(|permit| permit.policy_number == charge.policy_number)
+        policy.lease.is_some() && permits.any(|permit| permit.is_for(policy))
     }
 
     /// Requests leases in calls of their own, because a lease serves all callers, even if this
@@ -322,22 +318,28 @@ impl LeasePermitGuard<'_> {
     }
 
     /// The decision about a request of which all charges have leased units.
-    pub(super) fn decide_request(&self, charges: &[Charge<'_>]) -> Decision {
+    pub(super) fn decide_request(&self, request: &[PolicyCharges<'_>]) -> Decision {
         let decision = Decision {
             now_us: (self.permits.first()).map_or(0, |permit| permit.store_now_us),
             admitted: true,
-            ..Decision::without_outcomes(charges.len())
+            ..Decision::without_outcomes(request)
         };
-        self.add_statuses(charges, decision)
+        self.add_statuses(request, decision)
     }
 
     /// Adds the statuses of leased policies to the decision of the store about the request.
-    pub(super) fn add_statuses(&self, charges: &[Charge<'_>], mut decision: Decision) -> Decision {
+    pub(super) fn add_statuses(
+        &self,
+        request: &[PolicyCharges<'_>],
+        mut decision: Decision,
+    ) -> Decision {
         for permit in &self.permits {
-            let targets = charges.iter().zip(&mut decision.outcomes);
-            let targets =
-                targets.filter(|(charge, _)| charge.policy_number == permit.policy_number);
-            for ((_, outcome), status) in targets.zip(&permit.statuses) {
+            let mut policies = request.iter().zip(&mut decision.policies);
+            let leased = policies.find(|(policy, _)| permit.is_for(policy));
+            let outcomes = leased
+                .into_iter()
+                .flat_map(|(_, leased)| &mut leased.limits);
+            for (outcome, status) in outcomes.zip(&permit.statuses) {
                 outcome.status = Some(*status);
             }
         }
@@ -355,7 +357,7 @@ impl Drop for LeasePermitGuard<'_> {
 
 impl Drop for LeaseRefill {
     fn drop(&mut self) {
-        self.leases.table.finish_refill(self.counters.key.id());
+        self.leases.table.finish_refill(self.policy.key.id());
     }
 }
 

@@ -18,8 +18,9 @@ pub use override_table::MAX_MEMORY_OVERRIDES;
 use super::{Settlement, override_end_us};
 use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
-    Charge, ChargeEffect, ChargeOutcome, CounterState, CounterView, Decision, Key, LeaseGrant,
-    Limit, OverriddenCharges, Refusal, compute_lease_grants, determine_effect,
+    Amendment, Charge, ChargeEffect, ChargeOutcome, CounterRef, CounterState, CounterView,
+    Decision, Key, LeaseGrant, OverriddenCharges, PolicyCharges, PolicyOutcome, Refusal,
+    compute_lease_grant, determine_effects, each_charge,
 };
 use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoreTime, StoredCounter};
 use override_table::OverrideTable;
@@ -74,30 +75,30 @@ impl MemoryStore {
     }
 
     /// Decides all charges together, as [`super::Store::decide`] describes.
-    pub fn decide(&self, charges: &[Charge<'_>]) -> Decision {
-        self.decide_at(charges, monotonic_now())
+    pub fn decide(&self, request: &[PolicyCharges<'_>]) -> Decision {
+        self.decide_at(request, monotonic_now())
     }
 
     /// Like [`MemoryStore::decide`], for a caller that has just read the clock.
-    pub fn decide_at(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
-        let decide = |charges: &[Charge<'_>]| self.decide_by_limits(charges, requested_at);
-        let is_dynamic = charges.iter().any(|charge| charge.dynamic.is_some());
-        if is_dynamic && let Some(overridden) = self.find_overrides(charges, requested_at) {
+    pub fn decide_at(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
+        let decide = |limited: &[PolicyCharges<'_>]| self.decide_by_limits(limited, requested_at);
+        let is_dynamic = each_charge(request).any(|charge| charge.name.is_some());
+        if is_dynamic && let Some(overridden) = self.find_overrides(request, requested_at) {
             return overridden.decide(decide, decide);
         }
-        decide(charges)
+        decide(request)
     }
 
     /// The overrides of the keys of charges. All charges of a key get the same one.
-    fn find_overrides<'c>(
+    fn find_overrides<'r, 'c>(
         &self,
-        charges: &'c [Charge<'c>],
+        request: &'r [PolicyCharges<'c>],
         requested_at: Instant,
-    ) -> Option<OverriddenCharges<'c>> {
+    ) -> Option<OverriddenCharges<'r, 'c>> {
         let now_us = self.clock.instant_to_unix_us(requested_at);
         let now_us = now_us.saturating_add_signed(self.clock.known_wall_shift_us());
         let overrides = self.overrides.read();
-        OverriddenCharges::resolve(charges, |charge| {
+        OverriddenCharges::resolve(request, |charge| {
             let stored = overrides.get(&charge.key.quota_id())?;
             let rule = (!stored.is_expired(now_us)).then_some(&stored.rule)?;
             Some((
@@ -107,88 +108,68 @@ impl MemoryStore {
         })
     }
 
-    fn decide_by_limits(&self, charges: &[Charge<'_>], requested_at: Instant) -> Decision {
-        let mut locked = self.lock_shards(charges);
+    fn decide_by_limits(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
+        let mut locked = self.lock_shards(each_charge(request).map(|charge| charge.counter()));
         let now_us = locked.advance_clock(requested_at);
 
-        let refusals: SmallVec<[Option<Refusal>; 4]> = charges
-            .iter()
-            .map(|charge| locked.view_counter(charge, |view| view.refusal(charge.cost)))
+        let refusals: SmallVec<[Option<Refusal>; 4]> = each_charge(request)
+            .map(|charge| locked.view_counter(charge.counter(), |view| view.refusal(charge.cost)))
             .collect();
-        let admitted = charges
-            .iter()
+        let admitted = each_charge(request)
             .zip(&refusals)
             .all(|(charge, refusal)| !charge.is_enforced() || refusal.is_none());
 
         let mut delay_us = 0;
-        let outcomes = charges
+        let mut effects = determine_effects(request, &refusals)
+            .into_iter()
+            .zip(refusals);
+        let mut policies: SmallVec<[PolicyOutcome; 2]> = request
             .iter()
-            .zip(&refusals)
-            .enumerate()
-            .map(|(index, (charge, refusal))| {
-                let effect = determine_effect(charges, &refusals, index);
-                let is_charged = effect == ChargeEffect::Charge;
-                let read_view = |view: CounterView<'_>| {
-                    if is_charged && !charge.shadow {
-                        delay_us = view.delay_us().max(delay_us);
-                    }
-                    // This rejected charge itself counts against the next request.
-                    let refusal = if effect == ChargeEffect::ChargeRejected {
-                        view.refusal(charge.cost)
-                    } else {
-                        *refusal
-                    };
-                    let reports_charge_time = charge.is_estimate && is_charged;
-                    ChargeOutcome {
-                        status: Some(view.limit_status(refusal)),
-                        charged_at_us: reports_charge_time.then(|| view.charged_at_us()),
-                        ..ChargeOutcome::default()
-                    }
-                };
-                let outcome = match effect {
-                    ChargeEffect::NoChange => Some(locked.view_counter(charge, read_view)),
-                    ChargeEffect::Charge => locked.change_counter(
-                        charge,
-                        |state, at_us| state.charge(charge, at_us),
-                        read_view,
-                    ),
-                    ChargeEffect::ChargeRejected => locked.change_counter(
-                        charge,
-                        |state, at_us| state.charge_rejected(charge, at_us),
-                        read_view,
-                    ),
-                };
-                outcome.unwrap_or_default()
+            .map(|policy| {
+                let decided = policy.charges().zip(effects.by_ref());
+                let limits = decided.map(|(charge, (effect, refusal))| {
+                    let outcome = locked.apply_effect(&charge, effect, refusal, &mut delay_us);
+                    outcome.unwrap_or_default()
+                });
+                PolicyOutcome {
+                    limits: limits.collect(),
+                    grant: None,
+                }
             })
             .collect();
-        let grants = if admitted {
-            locked.grant_leases(charges, now_us)
-        } else {
-            SmallVec::new()
-        };
+        for (policy, outcome) in request.iter().zip(&mut policies) {
+            outcome.grant = admitted
+                .then(|| locked.grant_lease(policy, now_us))
+                .flatten();
+        }
         let reported_us = locked.time.wall_us;
         self.unlock_and_evict(locked, now_us);
         Decision {
             now_us: reported_us,
             admitted,
-            outcomes,
+            policies,
             delay_us,
-            grants,
             may_have_charged: false,
         }
     }
 
     /// Charges a counter even above its limit, and returns the units in use afterwards. A charge of
     /// 0 units creates no counter.
-    pub fn charge_unconditionally_at(&self, charge: &Charge<'_>, requested_at: Instant) -> u64 {
-        let mut locked = self.lock_shards(&[*charge]);
+    pub fn charge_unconditionally_at(
+        &self,
+        counter: CounterRef<'_>,
+        units: u64,
+        requested_at: Instant,
+    ) -> u64 {
+        let mut locked = self.lock_shards([counter]);
         let now_us = locked.advance_clock(requested_at);
         let used = |view: CounterView<'_>| view.used_units();
-        let used = match charge.cost {
-            0 => locked.view_counter(charge, used),
-            _ => locked
-                .change_counter(charge, |state, at_us| state.charge(charge, at_us), used)
-                .unwrap_or(0),
+        let charge = |state: &mut CounterState, at_us| {
+            state.amend(counter.limit, Amendment::Charge(units), at_us)
+        };
+        let used = match units {
+            0 => locked.view_counter(counter, used),
+            _ => locked.change_counter(counter, charge, used).unwrap_or(0),
         };
         self.unlock_and_evict(locked, now_us);
         used
@@ -202,31 +183,34 @@ impl MemoryStore {
     }
 
     /// Whether a counter exists.
-    pub(super) fn contains_counter(&self, limit: &Limit, key: &Key) -> bool {
-        let charge = Charge::new(limit, key, 0);
-        self.lock_shards(&[charge]).get_counter(&charge).is_some()
+    pub(super) fn contains_counter(&self, counter: CounterRef<'_>) -> bool {
+        self.lock_shards([counter]).get_counter(counter).is_some()
     }
 
-    /// Removes the counters of charges. Returns the number of counters that existed.
-    pub fn remove_counters(&self, charges: &[Charge<'_>]) -> u64 {
-        let mut locked = self.lock_shards(charges);
-        let removed = charges.iter().filter(|charge| {
-            let shard = locked.shard_mut(charge);
-            shard.is_some_and(|shard| shard.remove_counter(&self.usage, charge))
+    /// Removes counters. Returns the number of counters that existed.
+    pub fn remove_counters<'c>(
+        &self,
+        counters: impl IntoIterator<Item = CounterRef<'c>, IntoIter: Clone>,
+    ) -> u64 {
+        let counters = counters.into_iter();
+        let mut locked = self.lock_shards(counters.clone());
+        let removed = counters.filter(|counter| {
+            let shard = locked.shard_mut(counter.key);
+            shard.is_some_and(|shard| shard.remove_counter(&self.usage, *counter))
         });
         removed.count() as u64
     }
 
     /// Applies a settlement. Unless it `may_create` the counter, only if that exists.
     pub(super) fn amend_counter(&self, settlement: &Settlement<'_>, may_create: bool) {
-        let charge = Charge::new(settlement.limit, settlement.key, 0);
-        let mut locked = self.lock_shards(&[charge]);
+        let counter = settlement.counter();
+        let mut locked = self.lock_shards([counter]);
         let now_us = locked.advance_clock(monotonic_now());
-        if may_create || locked.get_counter(&charge).is_some() {
+        if may_create || locked.get_counter(counter).is_some() {
             let amend = |state: &mut CounterState, at_us| {
                 state.amend(settlement.limit, settlement.amendment, at_us)
             };
-            locked.change_counter(&charge, amend, |_| ());
+            locked.change_counter(counter, amend, |_| ());
         }
         self.unlock_and_evict(locked, now_us);
     }
@@ -258,11 +242,16 @@ impl MemoryStore {
     }
 
     /// Locks shards in ascending order, so that two calls never deadlock.
-    fn lock_shards(&self, charges: &[Charge<'_>]) -> LockedShards<'_> {
-        let mut shard_indices: SmallVec<[usize; 4]> = charges
-            .iter()
-            .map(|charge| self.shard_index(charge))
-            .collect();
+    fn lock_shards<'c>(
+        &self,
+        counters: impl IntoIterator<Item = CounterRef<'c>>,
+    ) -> LockedShards<'_> {
+        let mut follows_wall_clock = false;
+        let shard_indices = counters.into_iter().map(|counter| {
+            follows_wall_clock |= counter.limit.follows_wall_clock();
+            self.shard_index(counter.key)
+        });
+        let mut shard_indices: SmallVec<[usize; 4]> = shard_indices.collect();
         shard_indices.sort_unstable();
         shard_indices.dedup();
         let shards = shard_indices
@@ -272,17 +261,15 @@ impl MemoryStore {
         LockedShards {
             memory: self,
             shards,
-            follows_wall_clock: charges
-                .iter()
-                .any(|charge| charge.limit.follows_wall_clock()),
+            follows_wall_clock,
             time: StoreTime::default(),
         }
     }
 
     /// Selects a shard by the low bits of a cryptographic hash; the number of shards is a power of
     /// two.
-    fn shard_index(&self, charge: &Charge<'_>) -> usize {
-        usize::try_from(charge.key.id() & 0xffff).unwrap_or(0) & (self.shards.len() - 1)
+    fn shard_index(&self, key: &Key) -> usize {
+        usize::try_from(key.id() & 0xffff).unwrap_or(0) & (self.shards.len() - 1)
     }
 
     /// Evicts until both bounds hold, starting with the shard that grew.
@@ -356,56 +343,95 @@ impl LockedShards<'_> {
         now_us
     }
 
-    /// Reads a charge's counter; a missing counter reads as a fresh one.
+    /// Reads a counter; a missing counter reads as a fresh one.
     fn view_counter<T>(
         &self,
-        charge: &Charge<'_>,
+        counter: CounterRef<'_>,
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> T {
         self.time
-            .view_counter(self.get_counter(charge), charge.limit, read_view)
+            .view_counter(self.get_counter(counter), counter.limit, read_view)
     }
 
-    /// Grants the requested leases as far as units are available.
-    fn grant_leases(&mut self, charges: &[Charge<'_>], now_us: u64) -> SmallVec<[LeaseGrant; 1]> {
-        let available_units = |charge: &Charge<'_>, until_us| {
-            self.view_counter(charge, |view| view.grantable_units(now_us, until_us))
+    /// Applies the effect of a decision to the counter of a charge. `refusal` was read before any
+    /// counter changed. The largest delay stays in `delay_us`.
+    fn apply_effect(
+        &mut self,
+        charge: &Charge<'_, '_>,
+        effect: ChargeEffect,
+        refusal: Option<Refusal>,
+        delay_us: &mut u64,
+    ) -> Option<ChargeOutcome> {
+        let counter = charge.counter();
+        let is_charged = effect == ChargeEffect::Charge;
+        let read_view = |view: CounterView<'_>| {
+            if is_charged && !charge.policy.shadow {
+                *delay_us = view.delay_us().max(*delay_us);
+            }
+            // A rejected charge that is counted itself counts against the next request.
+            let refusal = if effect == ChargeEffect::ChargeRejected {
+                view.refusal(charge.cost)
+            } else {
+                refusal
+            };
+            let reports_charge_time = charge.is_estimate && is_charged;
+            ChargeOutcome {
+                status: Some(view.limit_status(refusal)),
+                charged_at_us: reports_charge_time.then(|| view.charged_at_us()),
+                ..ChargeOutcome::default()
+            }
         };
-        let grants = compute_lease_grants(charges, now_us, available_units);
-        for grant in &grants {
-            let own = charges.iter();
-            for charge in own.filter(|charge| charge.policy_number == grant.policy_number) {
-                let grant_units = |state: &mut CounterState, at_us| {
-                    state.grant_lease(charge.limit, grant.units, at_us, grant.until_us)
-                };
-                self.change_counter(charge, grant_units, |_| ());
+        match effect {
+            ChargeEffect::NoChange => Some(self.view_counter(counter, read_view)),
+            ChargeEffect::Charge => {
+                let change = |state: &mut CounterState, at_us| state.charge(charge, at_us);
+                self.change_counter(counter, change, read_view)
+            }
+            ChargeEffect::ChargeRejected => {
+                let change = |state: &mut CounterState, at_us| state.charge_rejected(charge, at_us);
+                self.change_counter(counter, change, read_view)
             }
         }
-        grants
     }
 
-    /// Changes a charge's counter, and reads it afterwards.
+    /// Grants the lease that a policy requests, as far as units are available.
+    fn grant_lease(&mut self, policy: &PolicyCharges<'_>, now_us: u64) -> Option<LeaseGrant> {
+        let available_units = |charge: &Charge<'_, '_>, until_us| {
+            let available = |view: CounterView<'_>| view.grantable_units(now_us, until_us);
+            self.view_counter(charge.counter(), available)
+        };
+        let grant = compute_lease_grant(policy, now_us, available_units)?;
+        for charge in policy.charges() {
+            let grant_units = |state: &mut CounterState, at_us| {
+                state.grant_lease(charge.limit, grant.units, at_us, grant.until_us)
+            };
+            self.change_counter(charge.counter(), grant_units, |_| ());
+        }
+        Some(grant)
+    }
+
+    /// Changes a counter, and reads it afterwards.
     fn change_counter<T>(
         &mut self,
-        charge: &Charge<'_>,
+        counter: CounterRef<'_>,
         change: impl FnOnce(&mut CounterState, u64),
         read_view: impl FnOnce(CounterView<'_>) -> T,
     ) -> Option<T> {
         let (usage, time) = (&self.memory.usage, self.time);
-        let shard = self.shard_mut(charge)?;
+        let shard = self.shard_mut(counter.key)?;
         shard
-            .change_counter(usage, charge, time, change)
+            .change_counter(usage, counter, time, change)
             .map(read_view)
     }
 
-    fn get_counter(&self, charge: &Charge<'_>) -> Option<&StoredCounter> {
-        let shard_index = self.memory.shard_index(charge);
+    fn get_counter(&self, counter: CounterRef<'_>) -> Option<&StoredCounter> {
+        let shard_index = self.memory.shard_index(counter.key);
         let (_, shard) = self.shards.iter().find(|(at, _)| *at == shard_index)?;
-        shard.get_counter(charge)
+        shard.get_counter(counter)
     }
 
-    fn shard_mut(&mut self, charge: &Charge<'_>) -> Option<&mut CounterShard> {
-        let shard_index = self.memory.shard_index(charge);
+    fn shard_mut(&mut self, key: &Key) -> Option<&mut CounterShard> {
+        let shard_index = self.memory.shard_index(key);
         self.shards
             .iter_mut()
             .find(|(at, _)| *at == shard_index)
@@ -417,7 +443,7 @@ impl LockedShards<'_> {
 mod tests {
     use super::counter_shard::COUNTER_BYTES;
     use super::*;
-    use crate::limiter::{Algorithm, KeyBuilder};
+    use crate::limiter::{Algorithm, KeyBuilder, Limit};
 
     const LIMIT: Limit = Limit {
         requests: 5,
@@ -436,7 +462,11 @@ mod tests {
     }
 
     fn decide_one_unit(memory: &MemoryStore, limit: &Limit, key: &Key) -> bool {
-        memory.decide(&[Charge::new(limit, key, 1)]).admitted
+        memory.decide(&[PolicyCharges::new(limit, key, 1)]).admitted
+    }
+
+    fn charge_unconditionally(memory: &MemoryStore, limit: &Limit, key: &Key, units: u64) -> u64 {
+        memory.charge_unconditionally_at(CounterRef { limit, key }, units, Instant::now())
     }
 
     #[test]
@@ -490,7 +520,8 @@ mod tests {
             assert!(!decide_one_unit(&memory, &narrow_limit, &key));
         }
         for key in &quiet_keys {
-            assert!(memory.contains_counter(&LIMIT, key));
+            let counter = CounterRef { limit: &LIMIT, key };
+            assert!(memory.contains_counter(counter));
         }
         assert_eq!((memory.key_count(), memory.eviction_count()), (120, 4_960));
     }
@@ -519,19 +550,16 @@ mod tests {
             for _ in 0..2_000 {
                 manual_clock.advance_us(random.u64(..2_000_000));
                 let (key, cost) = (key_named(random.usize(..5)), random.u64(..4));
-                let charge = Charge::new(&limit, &key, cost);
-                let used = charging_store.charge_unconditionally_at(&charge, Instant::now());
-                let status = deciding_store.decide(&[charge]).outcomes[0].status.unwrap();
+                let charge = PolicyCharges::new(&limit, &key, cost);
+                let used = charge_unconditionally(&charging_store, &limit, &key, cost);
+                let status = deciding_store.decide(&[charge]).statuses().next().unwrap();
                 assert_eq!(used, limit.requests - status.remaining);
             }
         }
         assert_eq!(charging_store.key_count(), deciding_store.key_count());
         // Units above the limit are counted too.
         let key = key_named(9);
-        let used = [3, 4].map(|units| {
-            charging_store
-                .charge_unconditionally_at(&Charge::new(&LIMIT, &key, units), Instant::now())
-        });
+        let used = [3, 4].map(|units| charge_unconditionally(&charging_store, &LIMIT, &key, units));
         assert_eq!(used, [3, 7]);
     }
 

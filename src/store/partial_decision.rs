@@ -2,7 +2,7 @@
 
 use super::StoreUnavailable;
 use super::instance_counters::InstanceReservation;
-use crate::limiter::{Charge, ChargePart, Decision};
+use crate::limiter::{Decision, PolicyCharges, RequestPart};
 use tokio::sync::oneshot;
 
 /// Why a request was not decided, and what the reachable part of the store decided.
@@ -37,9 +37,13 @@ impl PartialDecision {
     }
 
     /// The charges of the request whose counter gave no answer.
-    pub(super) fn undecided_charges<'c>(&self, charges: &[Charge<'c>]) -> ChargePart<'c> {
-        let outcomes = self.decision.outcomes.iter();
-        ChargePart::new(charges, outcomes.map(|outcome| outcome.status.is_none()))
+    pub(super) fn undecided_charges<'c>(&self, request: &[PolicyCharges<'c>]) -> RequestPart<'c> {
+        let mut outcomes = self.decision.outcomes();
+        RequestPart::new(request, |_| {
+            outcomes
+                .next()
+                .is_some_and(|outcome| outcome.status.is_none())
+        })
     }
 
     /// Completes the decision with the local decision on all other charges of the request. If
@@ -68,7 +72,7 @@ impl PartialDecision {
 
 impl DecisionFailure {
     /// Expands the partial decision to the whole request.
-    pub(super) fn expand(mut self, part: &ChargePart<'_>) -> Self {
+    pub(super) fn expand(mut self, part: &RequestPart<'_>) -> Self {
         if let Some(partial) = &mut self.partial {
             partial.decision = part.expand(std::mem::take(&mut partial.decision));
         }
@@ -109,7 +113,9 @@ impl From<StoreUnavailable> for DecisionFailure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::{Algorithm, ChargeOutcome, KeyBuilder, Limit, LimitStatus, Refusal};
+    use crate::limiter::{
+        Algorithm, ChargeOutcome, KeyBuilder, Limit, LimitStatus, PolicyOutcome, Refusal,
+    };
     use smallvec::{SmallVec, smallvec};
 
     fn decision(now_us: u64, delay_us: u64, refusal: Option<Refusal>) -> Decision {
@@ -123,9 +129,12 @@ mod tests {
             now_us,
             delay_us,
             admitted: refusal.is_none(),
-            outcomes: smallvec![ChargeOutcome {
-                status: Some(status),
-                ..ChargeOutcome::default()
+            policies: smallvec![PolicyOutcome {
+                limits: smallvec![ChargeOutcome {
+                    status: Some(status),
+                    ..ChargeOutcome::default()
+                }],
+                grant: None,
             }],
             ..Decision::default()
         }
@@ -139,13 +148,15 @@ mod tests {
             algorithm: Algorithm::SlidingLog,
         };
         let keys = ["a", "b"].map(|name| KeyBuilder::new(name).finish());
-        let charges = keys.each_ref().map(|key| Charge::new(&limit, key, 1));
+        let charges = keys
+            .each_ref()
+            .map(|key| PolicyCharges::new(&limit, key, 1));
         let complete = |redis_delay_us, local: Decision| {
-            let answered = ChargePart::new(&charges, [true, false]);
+            let answered = RequestPart::new(&charges, |charge| charge.key.id() == keys[0].id());
             let redis = answered.expand(decision(1_000, redis_delay_us, None));
             let (partial, _confirmed) = PartialDecision::new(redis);
             let undecided = partial.undecided_charges(&charges);
-            assert_eq!(undecided.charges.len(), 1);
+            assert_eq!(undecided.policies.len(), 1);
             partial.complete(undecided.expand(local))
         };
         for (redis_delay_us, local_delay_us) in [(0, 70), (70, 0), (70, 30)] {
@@ -155,10 +166,10 @@ mod tests {
             assert_eq!(completed.statuses().count(), 2);
         }
         let refused = complete(70, decision(9, 0, Some(Refusal::Until(29))));
-        let outcomes = refused.outcomes.iter();
+        let outcomes = refused.outcomes();
         let refusals: SmallVec<[_; 2]> = outcomes.map(|outcome| outcome.refusal()).collect();
         assert_eq!(refusals.as_slice(), [None, Some(Refusal::Until(29))]);
-        assert_eq!(refused.outcomes[0].status, None);
+        assert_eq!(refused.outcomes().next().unwrap().status, None);
         assert_eq!((refused.now_us, refused.delay_us), (9, 0));
     }
 }

@@ -58,7 +58,7 @@ pub use settings::{
 pub use shared_state::{SharedRedisState, instance_id};
 
 use super::{DecisionFailure, Settlement, SettlementError};
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Decision, PolicyCharges};
 use connector::AbortOnDropTask;
 use futures_util::future::join_all;
 use live_connection::LiveConnection;
@@ -151,11 +151,11 @@ impl RedisStore {
 
     /// Whether a request with this charge would be sent to the server that holds the counter; for a
     /// sharded key, to all servers.
-    pub fn is_reachable_for(&self, charge: &Charge<'_>) -> bool {
+    pub fn is_reachable_for(&self, policy: &PolicyCharges<'_>) -> bool {
         let map = self.router.slot_map.get();
-        let hash_slot = self.hash_slot_for_key(charge.key);
+        let hash_slot = self.hash_slot_for_key(&policy.key);
         !self.is_breaker_open()
-            && match charge.shard_count {
+            && match policy.shard_count {
                 0 | 1 => map
                     .node_for_hash_slot(hash_slot)
                     .is_some_and(|node| node.is_available()),
@@ -244,7 +244,7 @@ impl RedisStore {
     /// was rejected or charged again; it never misses one that it admitted.
     pub async fn decide(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> Result<Decision, DecisionFailure> {
         let deadline = requested_at + self.settings.timeout;
@@ -252,7 +252,7 @@ impl RedisStore {
             return Err(self.unavailable_error("breaker_open").into());
         }
         // Boxed, because every request's future would include its size otherwise.
-        Box::pin(self.router.decide(charges, deadline)).await
+        Box::pin(self.router.decide(request, deadline)).await
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have

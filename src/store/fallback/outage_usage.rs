@@ -6,7 +6,7 @@
 use super::status_cache::CachedStatus;
 use super::write_back::{CounterWriteBack, UsageEntry};
 use super::{SINGLE_PARTITION, Share};
-use crate::limiter::{Algorithm, Calendar, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
+use crate::limiter::{Algorithm, Calendar, CounterRef, Key, Limit, MAX_UNITS, MAX_WARM_UP_US};
 use crate::store::memory::CounterId;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD_NO_PAD;
@@ -137,7 +137,11 @@ fn counter_from_row(row: CounterRow) -> Option<(CounterWriteBack, UsageEntry)> {
     let from_row =
         |(at_us, units): UsageRow| (units <= MAX_UNITS).then_some(UsageEntry { at_us, units });
     let key = Key::from_encoded_values(&STANDARD_NO_PAD.decode(key).ok()?);
-    let mut counter = CounterWriteBack::new(&limit, &key, SINGLE_PARTITION);
+    let counter = CounterRef {
+        limit: &limit,
+        key: &key,
+    };
+    let mut counter = CounterWriteBack::new(counter, SINGLE_PARTITION);
     counter.usage = usage.into_iter().map(from_row).collect::<Option<_>>()?;
     is_valid_limit(&limit).then_some((counter, from_row(other_usage)?))
 }
@@ -245,7 +249,11 @@ mod tests {
         let per_month = Limit::per_calendar_period(100, month);
         let counter = |limit: Limit| {
             let key = KeyBuilder::new("p/\u{e4}").finish();
-            let mut counter = CounterWriteBack::new(&limit, &key, SINGLE_PARTITION);
+            let counter = CounterRef {
+                limit: &limit,
+                key: &key,
+            };
+            let mut counter = CounterWriteBack::new(counter, SINGLE_PARTITION);
             let usage = [(9, 1), (2, 5)].map(|(at_us, units)| UsageEntry { at_us, units });
             counter.usage = usage.into();
             (counter, UsageEntry { at_us: 4, units: 3 })

@@ -3,7 +3,7 @@
 
 use super::counter_cache::CounterCache;
 use super::{CachedOverride, FallbackStore, Share, uses_fallback};
-use crate::limiter::{Algorithm, Amendment, Charge, Decision, Limit};
+use crate::limiter::{Algorithm, Amendment, Charge, CounterRef, Decision, Limit, PolicyCharges};
 use crate::store::memory::counter_id;
 use crate::store::override_end_us;
 use std::sync::atomic::Ordering;
@@ -30,20 +30,25 @@ impl FallbackStore {
     /// Caches the statuses reported by Redis, from which a later outage starts.
     pub fn cache_statuses(
         &self,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         decision: &Decision,
         received_at: Instant,
     ) {
         let received_us = self.clock.instant_to_unix_us(received_at);
         let to_local_us =
             |at_us: u64| received_us.saturating_add(at_us.saturating_sub(decision.now_us));
+        let policies = request.iter().zip(&decision.policies);
+        let charges = policies.flat_map(|(policy, decided)| {
+            let charges = policy.charges().zip(&decided.limits);
+            charges.map(move |(charge, outcome)| (charge, outcome, decided.grant))
+        });
         let mut changed_key = None;
-        for (charge, outcome) in charges.iter().zip(&decision.outcomes) {
+        for (charge, outcome, grant) in charges {
             let Some(mut status) = outcome.status else {
                 continue;
             };
-            let id = counter_id(charge.limit, charge.key);
-            if charge.dynamic.is_some() {
+            let id = counter_id(charge.counter());
+            if charge.name.is_some() {
                 let ends_us = outcome.override_expires_at_ms.map(override_end_us);
                 let ends_us = ends_us.map(to_local_us);
                 let in_effect = status.in_effect;
@@ -56,11 +61,10 @@ impl FallbackStore {
                     self.override_change_count.fetch_add(1, Ordering::Relaxed);
                 }
             }
-            if !uses_fallback(charge) {
+            if !uses_fallback(charge.policy) {
                 continue;
             }
-            let mut grants = decision.grants.iter();
-            if let Some(grant) = grants.find(|grant| grant.policy_number == charge.policy_number) {
+            if let Some(grant) = grant {
                 // Each instance uses only its share of the remaining units, so the units that this
                 // instance has just leased are deducted once per instance.
                 let instances = self.share().instance_count().into();
@@ -73,14 +77,14 @@ impl FallbackStore {
                 // needed.
                 Algorithm::Concurrency { .. } => {
                     let amendment = Amendment::Renew {
-                        slot: charge.slot_id,
+                        slot: charge.policy.slot_id,
                     };
                     // A charge without cost reads the slots, and takes none.
                     if decision.admitted && charge.cost > 0 {
-                        self.amend_share(charge.limit, charge.key, amendment);
+                        self.amend_share(charge.counter(), amendment);
                     }
                 }
-                _ if self.may_be_stale(charge) => {}
+                _ if self.may_be_stale(charge.policy) => {}
                 // A block that is not in effect.
                 Algorithm::Block if status.next_growth_us.is_none() => {}
                 _ => {
@@ -103,7 +107,7 @@ impl FallbackStore {
     /// exceed the limit.
     pub(super) fn apply_status(
         &self,
-        charge: &Charge<'_>,
+        charge: &Charge<'_, '_>,
         status: CachedStatus,
         requested_at: Instant,
     ) {
@@ -111,18 +115,15 @@ impl FallbackStore {
         let limit = share.scale_limit(charge.limit);
         let ended_us = self.outage_ended_us.load(Ordering::Relaxed);
         let is_soon = status.received_at_us.saturating_sub(ended_us) < STATUS_EXCHANGE_US;
-        let used_units = || self.usage_of_share(charge.limit, charge.key).0;
+        let used_units = || self.usage_of_share(charge.counter()).0;
         if !is_soon || status.used_units(share, &limit) >= used_units() {
             let now_us = self.clock.instant_to_unix_us(requested_at);
-            self.memory.remove_counters(&[Charge {
+            let counter = CounterRef {
                 limit: &limit,
-                ..*charge
-            }]);
-            self.amend_share(
-                &limit,
-                charge.key,
-                status.to_amendment(share, &limit, now_us),
-            );
+                key: charge.key,
+            };
+            self.memory.remove_counters([counter]);
+            self.amend_share(counter, status.to_amendment(share, &limit, now_us));
         }
         self.record_counter(charge);
     }

@@ -52,7 +52,7 @@ impl SimulatedFleet {
         self.manual_clock.set_us(self.now_us);
     }
 
-    fn one_unit_charge(&self) -> Charge<'_> {
+    fn one_unit_charge(&self) -> Charge<'_, '_> {
         Charge {
             has_fallback: true,
             ..Charge::new(&self.limit, &self.key, 1)

@@ -4,7 +4,7 @@ use super::outage_usage::OutageUsage;
 use super::status_cache::CachedStatus;
 use super::write_back::{CounterWriteBack, UsageEntry};
 use super::{FallbackStore, OutagePhase};
-use crate::limiter::{Algorithm, Amendment};
+use crate::limiter::{Algorithm, Amendment, CounterRef};
 use std::sync::atomic::Ordering;
 
 impl FallbackStore {
@@ -40,9 +40,9 @@ impl FallbackStore {
         if let Algorithm::Concurrency { .. } = limit.algorithm {
             return None;
         }
-        let mut exported = CounterWriteBack::new(&limit, &counter.key, counter.partition);
+        let mut exported = CounterWriteBack::new(counter.counter(), counter.partition);
         exported.usage = counter.usage_in_use(now_us).copied().collect();
-        let (units_in_use, next_growth_us) = self.usage_of_share(&limit, &counter.key);
+        let (units_in_use, next_growth_us) = self.usage_of_share(counter.counter());
         // The entries of a bucket have no age: all its usage counts as one charge now.
         let known_units = if limit.is_bucket() {
             0
@@ -98,7 +98,11 @@ impl FallbackStore {
                 units: entry.units,
                 age_us: now_us.saturating_sub(entry.at_us),
             };
-            self.amend_share(&limit, &counter.key, amendment);
+            let counter = CounterRef {
+                limit: &limit,
+                key: &counter.key,
+            };
+            self.amend_share(counter, amendment);
         }
         self.write_back.lock().merge_older_usage(counter);
     }

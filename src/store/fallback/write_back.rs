@@ -1,6 +1,6 @@
 //! Charges admitted without Redis, until they are written back.
 
-use crate::limiter::{Algorithm, Amendment, Charge, Key, Limit};
+use crate::limiter::{Algorithm, Amendment, Charge, CounterRef, Key, Limit};
 use crate::store::PendingSettlement;
 use crate::store::memory::{CounterId, counter_id};
 use indexmap::IndexMap;
@@ -60,22 +60,22 @@ impl WriteBackTable {
     }
 
     /// Records a charge that was admitted at `now_us`.
-    pub(super) fn record_charge(&mut self, charge: &Charge<'_>, partition: u16, now_us: u64) {
+    pub(super) fn record_charge(&mut self, charge: &Charge<'_, '_>, partition: u16, now_us: u64) {
         // Blocks are not shared: each instance blocks the clients that it rejected itself.
         if charge.is_block() {
             return;
         }
-        let id = counter_id(charge.limit, charge.key);
+        let id = counter_id(charge.counter());
         if self.by_counter.len() >= MAX_COUNTERS && !self.by_counter.contains_key(&id) {
             return;
         }
         let pending = self.by_counter.entry(id).or_insert_with(|| {
             let known = self.without_usage.remove(&id);
-            known.unwrap_or_else(|| CounterWriteBack::new(charge.limit, charge.key, partition))
+            known.unwrap_or_else(|| CounterWriteBack::new(charge.counter(), partition))
         });
         pending.limit = *charge.limit;
         if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
-            let slot = charge.slot_id;
+            let slot = charge.policy.slot_id;
             return pending.slot_calls.push(Amendment::Renew { slot });
         }
         self.usage_entry_count -= pending.usage.len();
@@ -88,14 +88,14 @@ impl WriteBackTable {
     }
 
     /// Records that a counter was decided in this process, even if no units were charged.
-    pub(super) fn record_counter(&mut self, charge: &Charge<'_>, partition: u16) {
-        self.merge_older_usage(CounterWriteBack::new(charge.limit, charge.key, partition));
+    pub(super) fn record_counter(&mut self, charge: &Charge<'_, '_>, partition: u16) {
+        self.merge_older_usage(CounterWriteBack::new(charge.counter(), partition));
     }
 
     /// Removes the counters whose usage is written back and whose units are free again.
-    pub(super) fn retain_counters_in_use(&mut self, is_in_use: impl Fn(&Limit, &Key) -> bool) {
+    pub(super) fn retain_counters_in_use(&mut self, is_in_use: impl Fn(CounterRef<'_>) -> bool) {
         self.without_usage
-            .retain(|_, counter| is_in_use(&counter.limit, &counter.key));
+            .retain(|_, counter| is_in_use(counter.counter()));
         self.without_usage.shrink_to_fit();
     }
 
@@ -106,17 +106,17 @@ impl WriteBackTable {
 
     /// Removes a released slot, so that it is not written back. If its batch is being sent, Redis
     /// may take the slot after the release, so the next batch releases it again.
-    pub(super) fn remove_released_slot(&mut self, limit: &Limit, key: &Key, slot: u128) {
-        let id = counter_id(limit, key);
+    pub(super) fn remove_released_slot(&mut self, counter: CounterRef<'_>, slot: u128) {
+        let id = counter_id(counter);
         if let Some(pending) = self.by_counter.get_mut(&id) {
             pending.remove_slot(slot);
         }
         let mut sending = self.sending.iter_mut();
-        let sent = sending.find(|sent| counter_id(&sent.limit, &sent.key) == id);
+        let sent = sending.find(|sent| sent.id() == id);
         let release = sent.and_then(|sent| {
             sent.remove_slot(slot).then(|| CounterWriteBack {
                 slot_calls: vec![Amendment::Release { slot }],
-                ..CounterWriteBack::new(limit, key, sent.partition)
+                ..CounterWriteBack::new(counter, sent.partition)
             })
         });
         if let Some(release) = release {
@@ -149,7 +149,7 @@ impl WriteBackTable {
     /// Ends the batch. Puts back the counters that were not written.
     pub(super) fn finish_batch(&mut self, is_written: impl Fn(CounterId) -> bool) {
         for mut pending in std::mem::take(&mut self.sending) {
-            if is_written(counter_id(&pending.limit, &pending.key)) {
+            if is_written(pending.id()) {
                 (pending.usage, pending.slot_calls) = Default::default();
             }
             self.merge_older_usage(pending);
@@ -158,7 +158,7 @@ impl WriteBackTable {
 
     /// Adds a counter with usage that is older than its usage in the table.
     pub(super) fn merge_older_usage(&mut self, mut pending: CounterWriteBack) {
-        let id = counter_id(&pending.limit, &pending.key);
+        let id = pending.id();
         if pending.usage.is_empty() && pending.slot_calls.is_empty() {
             if self.without_usage.len() < MAX_COUNTERS && !self.by_counter.contains_key(&id) {
                 self.without_usage.insert(id, pending);
@@ -180,14 +180,25 @@ impl WriteBackTable {
 }
 
 impl CounterWriteBack {
-    pub(super) fn new(limit: &Limit, key: &Key, partition: u16) -> Self {
+    pub(super) fn new(counter: CounterRef<'_>, partition: u16) -> Self {
         Self {
-            limit: *limit,
-            key: key.clone(),
+            limit: *counter.limit,
+            key: counter.key.clone(),
             partition,
             usage: VecDeque::new(),
             slot_calls: Vec::new(),
         }
+    }
+
+    pub(super) fn counter(&self) -> CounterRef<'_> {
+        CounterRef {
+            limit: &self.limit,
+            key: &self.key,
+        }
+    }
+
+    fn id(&self) -> CounterId {
+        counter_id(self.counter())
     }
 
     /// The usage to write back that may still be in use at `now_us`.
@@ -202,12 +213,9 @@ impl CounterWriteBack {
     pub(super) fn amendments(
         &self,
         now_us: u64,
-        units_in_use: impl Fn(&Limit, &Key) -> u64,
+        units_in_use: impl Fn(CounterRef<'_>) -> u64,
     ) -> impl Iterator<Item = PendingSettlement> {
-        let max_bucket_units = self
-            .limit
-            .is_bucket()
-            .then(|| units_in_use(&self.limit, &self.key));
+        let max_bucket_units = self.limit.is_bucket().then(|| units_in_use(self.counter()));
         let usage = self.usage_in_use(now_us).map(move |entry| {
             let (units, age_us) = match max_bucket_units {
                 Some(max_units) => (entry.units.min(max_units), 0),

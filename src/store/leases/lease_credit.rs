@@ -1,6 +1,6 @@
 //! Credits: unused leased units on their way back to the store.
 
-use crate::limiter::{Amendment, Charge, Key, Limit, LimitName};
+use crate::limiter::{Amendment, Key, Limit, PolicyCharges};
 use crate::store::PendingSettlement;
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -24,8 +24,8 @@ pub(super) struct LeaseCreditQueue {
 #[derive(Debug)]
 pub(super) struct LeasedCounters {
     pub key: Key,
-    /// With the name of each limit if overrides may apply.
-    pub limits: SmallVec<[(Limit, Option<LimitName>); 2]>,
+    /// With whether overrides may apply.
+    pub limits: SmallVec<[(Limit, bool); 2]>,
 }
 
 impl LeaseCreditQueue {
@@ -37,10 +37,10 @@ impl LeaseCreditQueue {
         }
         let credit = Amendment::Credit { units, at_us };
         let limits = owner.limits.iter().filter(|_| units > 0);
-        credits.extend(limits.map(|(limit, dynamic)| {
+        credits.extend(limits.map(|(limit, is_dynamic)| {
             // An override may have other amounts, also later ones. With a rate of 0, the debt of a
             // bucket is paid back at the rate of its last charge.
-            let requests = dynamic.as_ref().map_or(limit.requests, |_| 0);
+            let requests = if *is_dynamic { 0 } else { limit.requests };
             let limit = Limit { requests, ..*limit };
             ((limit, owner.key.clone()), credit)
         }));
@@ -62,11 +62,11 @@ impl LeaseCreditQueue {
 }
 
 impl LeasedCounters {
-    pub(super) fn from_charges(charges: &[Charge<'_>], key: &Key) -> Arc<Self> {
-        let limits = charges.iter();
-        let limits = limits.map(|charge| (*charge.limit, charge.dynamic.cloned()));
+    pub(super) fn from_policy(policy: &PolicyCharges<'_>) -> Arc<Self> {
+        let limits = policy.limits.iter();
+        let limits = limits.map(|charge| (charge.limit, charge.name.is_some()));
         Arc::new(Self {
-            key: key.clone(),
+            key: policy.key.as_ref().clone(),
             limits: limits.collect(),
         })
     }

@@ -3,7 +3,7 @@
 use super::clock_reading::ClockReading;
 use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
 use crate::clock::saturating_micros;
-use crate::limiter::{Charge, Key, LeaseTerms, LimitStatus};
+use crate::limiter::{LeaseTerms, LimitStatus, PolicyCharges};
 use smallvec::SmallVec;
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,8 +61,6 @@ pub(super) struct LeaseDemand {
 /// Units issued to one request.
 #[derive(Debug)]
 pub(super) struct LeasePermit {
-    /// As in [`Charge::policy_number`].
-    pub policy_number: u32,
     pub counters: Arc<LeasedCounters>,
     pub units: u64,
     pub store_end_us: u64,
@@ -75,9 +73,9 @@ pub(super) struct LeasePermit {
 }
 
 impl LeaseEntry {
-    pub(super) fn new(charges: &[Charge<'_>], key: &Key, now: Instant) -> Self {
+    pub(super) fn new(policy: &PolicyCharges<'_>, now: Instant) -> Self {
         Self {
-            counters: LeasedCounters::from_charges(charges, key),
+            counters: LeasedCounters::from_policy(policy),
             leases: SmallVec::new(),
             refill: None,
             is_last_grant_empty: false,
@@ -90,9 +88,9 @@ impl LeaseEntry {
         }
     }
 
-    pub(super) fn matches_limits(&self, charges: &[Charge<'_>]) -> bool {
+    pub(super) fn matches_limits(&self, policy: &PolicyCharges<'_>) -> bool {
         let limits = self.counters.limits.iter().map(|(limit, _)| limit);
-        limits.eq(charges.iter().map(|charge| charge.limit))
+        limits.eq(policy.limits.iter().map(|charge| &charge.limit))
     }
 
     pub(super) fn is_in_use(&self) -> bool {
@@ -116,12 +114,7 @@ impl LeaseEntry {
         }
     }
 
-    pub(super) fn issue_permit(
-        &mut self,
-        charge: &Charge<'_>,
-        now: Instant,
-    ) -> Option<LeasePermit> {
-        let units = charge.cost;
+    pub(super) fn issue_permit(&mut self, units: u64, now: Instant) -> Option<LeasePermit> {
         let lease = self
             .leases
             .iter_mut()
@@ -139,7 +132,6 @@ impl LeaseEntry {
             in_effect: status.in_effect,
         };
         Some(LeasePermit {
-            policy_number: charge.policy_number,
             counters: Arc::clone(&self.counters),
             units,
             store_end_us: lease.store_end_us,
@@ -165,6 +157,13 @@ impl LeaseEntry {
         for lease in self.leases.drain(..) {
             credits.push(&self.counters, lease.remaining_units, lease.store_end_us);
         }
+    }
+}
+
+impl LeasePermit {
+    /// Whether the units are for this policy. The policies of a request have different keys.
+    pub(super) fn is_for(&self, policy: &PolicyCharges<'_>) -> bool {
+        self.counters.key.id() == policy.key.id()
     }
 }
 

@@ -7,7 +7,7 @@
 use super::clock_reading::ClockReading;
 use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
 use super::lease_entry::{LastGrantAnswer, Lease, LeaseEntry, LeasePermit};
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Charge, Decision, PolicyCharges};
 use crate::store::PendingSettlement;
 use parking_lot::{Mutex, MutexGuard};
 use std::collections::HashMap;
@@ -71,21 +71,19 @@ impl LeaseTable {
     /// again.
     pub(super) fn take_permit(
         &self,
-        charges: &[Charge<'_>],
+        policy: &PolicyCharges<'_>,
         now: ClockReading,
         on_exhausted: OnLeaseExhausted,
     ) -> Result<(Option<LeasePermit>, u64), OwnedNotified> {
-        let Some((charge, terms)) = charges
-            .first()
-            .and_then(|charge| Some((charge, charge.lease.filter(|_| charge.cost > 0)?)))
-        else {
+        let cost = policy.limits.first().map_or(0, |charge| charge.cost);
+        let Some(terms) = policy.lease.filter(|_| cost > 0) else {
             return Ok((None, 0));
         };
-        let mut shard = self.lock_shard(charge.key.id());
-        let Some(entry) = self.get_or_insert_entry(&mut shard, charges, charge, now.instant) else {
+        let mut shard = self.lock_shard(policy.key.id());
+        let Some(entry) = self.get_or_insert_entry(&mut shard, policy, now.instant) else {
             return Ok((None, 0));
         };
-        entry.demand.record_units(charge.cost, now.instant, &terms);
+        entry.demand.record_units(cost, now.instant, &terms);
         entry.remove_expired_leases(now, &self.credits);
         let available_units = entry.leases.iter().map(|lease| lease.remaining_units).sum();
         let is_refill_pending = entry.refill.is_some();
@@ -96,7 +94,7 @@ impl LeaseTable {
         if units_to_request > 0 {
             entry.refill = Some(Arc::default());
         }
-        let permit = entry.issue_permit(charge, now.instant);
+        let permit = entry.issue_permit(cost, now.instant);
         let may_wait = permit.is_none()
             && is_refill_pending
             && on_exhausted == OnLeaseExhausted::Wait
@@ -108,7 +106,7 @@ impl LeaseTable {
     }
 
     /// Whether a lease has units for this charge.
-    pub(super) fn has_units_for(&self, charge: &Charge<'_>, now: ClockReading) -> bool {
+    pub(super) fn has_units_for(&self, charge: &Charge<'_, '_>, now: ClockReading) -> bool {
         let shard = self.lock_shard(charge.key.id());
         let entry = shard.keys.get(&charge.key.id());
         entry.is_some_and(|entry| {
@@ -122,14 +120,12 @@ impl LeaseTable {
     /// Records the store's answer to a lease request for one policy, sent at `sent_at`.
     pub(super) fn record_lease_answer(
         &self,
-        charges: &[Charge<'_>],
+        policy: &PolicyCharges<'_>,
         decision: &Decision,
         (sent_at, received_at): (ClockReading, Instant),
     ) {
-        let Some(charge) = charges.first() else {
-            return;
-        };
-        let grant = decision.grants.first().filter(|_| decision.admitted);
+        let grant = decision.policies.first().and_then(|outcome| outcome.grant);
+        let grant = grant.filter(|_| decision.admitted);
         let lifetime_us = grant.map_or(0, |grant| {
             (grant.until_us + 1).saturating_sub(decision.now_us)
         });
@@ -139,15 +135,15 @@ impl LeaseTable {
             store_end_us: grant.until_us,
             expires_at: sent_at + lifetime.saturating_sub(lifetime / CLOCK_DRIFT_DIVISOR),
         });
-        let mut shard = self.lock_shard(charge.key.id());
+        let mut shard = self.lock_shard(policy.key.id());
         let is_closed = shard.is_closed;
         let entry = shard
             .keys
-            .get_mut(&charge.key.id())
-            .filter(|entry| entry.matches_limits(charges) && !is_closed);
+            .get_mut(&policy.key.id())
+            .filter(|entry| entry.matches_limits(policy) && !is_closed);
         let Some(entry) = entry else {
             if let Some(lease) = lease {
-                let counters = LeasedCounters::from_charges(charges, charge.key);
+                let counters = LeasedCounters::from_policy(policy);
                 (self.credits).push(&counters, lease.remaining_units, lease.store_end_us);
             }
             return self.changed.notify_one();
@@ -254,11 +250,10 @@ impl LeaseTable {
     fn get_or_insert_entry<'s>(
         &self,
         shard: &'s mut LeaseShard,
-        charges: &[Charge<'_>],
-        charge: &Charge<'_>,
+        policy: &PolicyCharges<'_>,
         now: Instant,
     ) -> Option<&'s mut LeaseEntry> {
-        let id = charge.key.id();
+        let id = policy.key.id();
         if shard.is_closed {
             return None;
         }
@@ -275,15 +270,15 @@ impl LeaseTable {
         let entry = shard
             .keys
             .entry(id)
-            .or_insert_with(|| LeaseEntry::new(charges, charge.key, now));
-        if !entry.matches_limits(charges) {
+            .or_insert_with(|| LeaseEntry::new(policy, now));
+        if !entry.matches_limits(policy) {
             entry.revoke_all_leases(&self.credits);
             self.changed.notify_one();
             // The refill for the previous limits still wakes the waiting callers.
             let refill = entry.refill.take();
             *entry = LeaseEntry {
                 refill,
-                ..LeaseEntry::new(charges, charge.key, now)
+                ..LeaseEntry::new(policy, now)
             };
         }
         Some(entry)
@@ -352,7 +347,7 @@ mod tests {
 
     fn finish_refill_with_units(
         table: &LeaseTable,
-        charge: Charge<'_>,
+        charge: Charge<'_, '_>,
         units: u64,
         now: ClockReading,
     ) {
@@ -465,7 +460,7 @@ mod tests {
             OnLeaseExhausted::RefillWithoutWaiting,
         ));
         finish_refill_with_units(&table, leased_charge, 8, now);
-        let has_permit = |charge: Charge<'_>, at| {
+        let has_permit = |charge: Charge<'_, '_>, at| {
             let on_exhausted = OnLeaseExhausted::RefillWithoutWaiting;
             let answer = table.take_permit(&[charge], at, on_exhausted);
             answer.unwrap().0.is_some()
@@ -523,7 +518,7 @@ mod tests {
             ClockReading::now(&Clock::manual(0).0),
         );
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
-        let take_permit = |charges: &[Charge<'_>]| {
+        let take_permit = |charges: &[Charge<'_, '_>]| {
             let answer = table.take_permit(charges, now, OnLeaseExhausted::RefillWithoutWaiting);
             answer.unwrap().0
         };

@@ -1,7 +1,7 @@
 //! One shard of the memory store: its counters by policy, their expiry and eviction.
 
 use crate::clock::Clock;
-use crate::limiter::{Algorithm, Charge, CounterState, CounterView, Key, Limit, TimeWindow};
+use crate::limiter::{Algorithm, CounterRef, CounterState, CounterView, Limit, TimeWindow};
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -143,9 +143,9 @@ impl StoredCounter {
     }
 }
 
-pub(crate) fn counter_id(limit: &Limit, key: &Key) -> CounterId {
-    let (algorithm, per_us) = limit.counter_identity();
-    (key.id(), algorithm, per_us)
+pub(crate) fn counter_id(counter: CounterRef<'_>) -> CounterId {
+    let (algorithm, per_us) = counter.limit.counter_identity();
+    (counter.key.id(), algorithm, per_us)
 }
 
 /// Estimated bytes of one counter: its slot in the map and its part of the hash index.
@@ -189,20 +189,21 @@ fn fullness(used: u64, limit: &Limit) -> u32 {
 }
 
 impl CounterShard {
-    pub(super) fn get_counter(&self, charge: &Charge<'_>) -> Option<&StoredCounter> {
-        let policy = self.policies.get(charge.key.encoded_policy_name())?;
-        policy.counters.get(&counter_id(charge.limit, charge.key))
+    pub(super) fn get_counter(&self, counter: CounterRef<'_>) -> Option<&StoredCounter> {
+        let policy = self.policies.get(counter.key.encoded_policy_name())?;
+        policy.counters.get(&counter_id(counter))
     }
 
     /// Changes a counter and returns its state afterwards.
     pub(super) fn change_counter<'a>(
         &'a mut self,
         usage: &MemoryUsage,
-        charge: &Charge<'a>,
+        counter_ref: CounterRef<'a>,
         time: StoreTime,
         change: impl FnOnce(&mut CounterState, u64),
     ) -> Option<CounterView<'a>> {
-        let (limit, name) = (charge.limit, charge.key.encoded_policy_name());
+        let CounterRef { limit, key } = counter_ref;
+        let name = key.encoded_policy_name();
         let policy_index = match self.policies.get_index_of(name) {
             Some(index) => index,
             None => {
@@ -222,7 +223,7 @@ impl CounterShard {
         let mut bytes_before = None;
         let counter = policy
             .counters
-            .entry(counter_id(limit, charge.key))
+            .entry(counter_id(counter_ref))
             .and_modify(|counter| bytes_before = Some(counter.estimated_bytes()))
             .or_insert_with(|| StoredCounter {
                 state: time.initial_state(limit),
@@ -254,10 +255,10 @@ impl CounterShard {
         Some(view)
     }
 
-    /// Removes a charge's counter. Returns whether it existed.
-    pub(super) fn remove_counter(&mut self, usage: &MemoryUsage, charge: &Charge<'_>) -> bool {
-        let id = counter_id(charge.limit, charge.key);
-        let policy = self.policies.get_full(charge.key.encoded_policy_name());
+    /// Removes a counter. Returns whether it existed.
+    pub(super) fn remove_counter(&mut self, usage: &MemoryUsage, counter: CounterRef<'_>) -> bool {
+        let id = counter_id(counter);
+        let policy = self.policies.get_full(counter.key.encoded_policy_name());
         let index =
             policy.and_then(|(index, _, policy)| Some((index, policy.counters.get_index_of(&id)?)));
         if let Some((policy_index, counter_index)) = index {
@@ -442,10 +443,14 @@ mod tests {
                     let mut key = KeyBuilder::new(&format!("policy-{}", number % policies));
                     key.push_key_value(Some(number.to_string().as_bytes()));
                     let key = key.finish();
-                    let charge = Charge::new(&limit, &key, 1);
-                    let charge_state =
-                        |state: &mut CounterState, at_us| state.charge(&charge, at_us);
-                    shard.change_counter(&usage, &charge, time_at(5), charge_state);
+                    let counter = CounterRef {
+                        limit: &limit,
+                        key: &key,
+                    };
+                    let charge = |state: &mut CounterState, at_us| {
+                        state.amend(&limit, Amendment::Charge(1), at_us)
+                    };
+                    shard.change_counter(&usage, counter, time_at(5), charge);
                 }
                 check(&shard, "filled");
                 while shard.totals().0 > policies * keys / 3 {
@@ -476,16 +481,20 @@ mod tests {
                 },
                 key.finish(),
             );
-            let charge = Charge::new(&limit, &key, 1);
+            let counter = CounterRef {
+                limit: &limit,
+                key: &key,
+            };
             match random.u8(..10) {
                 0 => shard.sweep_expired(&usage, (now_us, &clock), 20),
-                1 => drop(shard.remove_counter(&usage, &charge)),
+                1 => drop(shard.remove_counter(&usage, counter)),
                 2 => drop(shard.evict_counter(&usage, now_us, StoreBound::Keys)),
                 3 => drop(shard.evict_counter(&usage, now_us, StoreBound::Bytes)),
                 _ => {
-                    let charge_state =
-                        |state: &mut CounterState, at_us| state.charge(&charge, at_us);
-                    shard.change_counter(&usage, &charge, time_at(now_us), charge_state);
+                    let charge = |state: &mut CounterState, at_us| {
+                        state.amend(&limit, Amendment::Charge(1), at_us)
+                    };
+                    shard.change_counter(&usage, counter, time_at(now_us), charge);
                 }
             }
             if now_us % 50 == 0 {

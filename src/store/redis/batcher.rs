@@ -11,7 +11,7 @@ use super::live_connection::LiveConnection;
 use super::node::RedisNode;
 use super::script_batch::{CallerReply, DecisionBatch};
 use super::shared_state::SharedRedisState;
-use crate::limiter::{Charge, Decision};
+use crate::limiter::{Decision, PolicyCharges};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
@@ -74,14 +74,14 @@ impl DecisionBatcher {
     /// When there is no decision at `deadline`. The connection is replaced if that may help.
     pub(super) async fn request_decision(
         self: &Arc<Self>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let reply = timeout_at(deadline, self.enqueue_request(charges, deadline)?).await?;
+        let reply = timeout_at(deadline, self.enqueue_request(request, deadline)?).await?;
         // The sender of the reply is dropped only when the runtime shuts down.
         let decision = reply
             .unwrap_or(Err(RedisErrorKind::Connection))?
-            .parse_decision(charges);
+            .parse_decision(request);
         if let Err(failure) = &decision
             && let Ok(live) = self.node.connection.live()
         {
@@ -92,7 +92,7 @@ impl DecisionBatcher {
 
     fn enqueue_request(
         self: &Arc<Self>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<oneshot::Receiver<Result<CallerReply, RedisErrorKind>>, RedisErrorKind> {
         let (reply_sender, reply_receiver) = oneshot::channel();
@@ -108,7 +108,7 @@ impl DecisionBatcher {
         if let Some(pending) = state.pending.back_mut() {
             let request_index = pending
                 .batch
-                .add_or_merge_request(&self.shared.scripts, charges);
+                .add_or_merge_request(&self.shared.scripts, request);
             pending
                 .callers
                 .resize_with(pending.batch.len(), SmallVec::new);

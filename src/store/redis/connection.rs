@@ -14,7 +14,7 @@ use super::sentinel::{SentinelDisagreements, SentinelGroup};
 use super::settings::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
 use super::shared_state::SharedRedisState;
 use super::watched_value::WatchedValue;
-use crate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Key, KeyBuilder, Limit, MAX_UNITS, PolicyCharges};
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
 use std::sync::Arc;
@@ -422,8 +422,8 @@ async fn probe_writes(
         per_us: 1000,
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
     };
-    let charges = [Charge::new(&limit, &target.probe_key, 1)];
-    let command = scripts.decide_command(&charges, None);
+    let request = [PolicyCharges::new(&limit, &target.probe_key, 1)];
+    let command = scripts.decide_command(&request, None);
     let reply = match timeout(settings.timeout, live.send_command(&command, false)).await? {
         // The slot has moved: this node works, and the slot map is being refreshed.
         Err(error) if shared.is_cluster() && error.redirect_node().is_some() => {
@@ -431,7 +431,7 @@ async fn probe_writes(
         }
         reply => reply?,
     };
-    match ScriptLibrary::parse_decision_reply(&reply, &charges) {
+    match ScriptLibrary::parse_decision_reply(&reply, &request) {
         Some(decision) if decision.admitted => Ok(()),
         _ => Err(RedisConnectionError::new(
             RedisErrorKind::InvalidReply,

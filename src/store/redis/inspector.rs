@@ -7,7 +7,7 @@ use super::member_list::{MAX_LISTED_MEMBERS, MEMBER_LIST_SCRIPT, MemberList};
 use super::membership::MEMBER_TTL;
 use super::scripts::ScriptLibrary;
 use super::{RedisSettings, RedisStore, SharedRedisState};
-use crate::limiter::{Charge, KeyBuilder, Limit};
+use crate::limiter::{Charge, KeyBuilder, Limit, PolicyCharges};
 use redis::{Cmd, Value, cmd, from_redis_value};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
@@ -145,13 +145,12 @@ impl CounterInspector {
     ///
     /// # Errors
     /// When Redis does not answer.
-    pub async fn reset_counters(
+    pub async fn reset_counters<'r, 'a: 'r>(
         &self,
-        charges: &[Charge<'_>],
+        charges: impl Iterator<Item = Charge<'r, 'a>>,
     ) -> Result<u64, RedisConnectionError> {
         let mut keys: Vec<String> = charges
-            .iter()
-            .flat_map(|charge| self.0.counter_keys(charge))
+            .flat_map(|charge| self.0.counter_keys(&charge))
             .collect();
         let mut deleted = 0;
         for keys in self.split_into_batches(&mut keys) {
@@ -181,8 +180,8 @@ impl CounterInspector {
         while !parsed_keys.is_empty() {
             let names = parsed_keys.iter().map(|(key, ..)| key.as_str());
             let limits = parsed_keys.iter().map(|(_, limit, _)| limit);
-            let charges = limits.map(|limit| Charge::new(limit, &placeholder_key, 0));
-            let charges: Vec<Charge<'_>> = charges.collect();
+            let charges = limits.map(|limit| PolicyCharges::new(limit, &placeholder_key, 0));
+            let charges: Vec<PolicyCharges<'_>> = charges.collect();
             let command = self.0.scripts.read_command(names, &charges);
             let reply = match self.run_command(keys, &command).await {
                 Ok(reply) => reply,

@@ -27,10 +27,10 @@ use super::error::RedisErrorKind;
 use super::node::RedisNode;
 use super::shared_state::SharedRedisState;
 use super::watched_value::WatchedValue;
-use crate::limiter::{Charge, Decision, Key};
+use crate::limiter::{Decision, PolicyCharges};
 use crate::store::{DecisionFailure, PendingSettlement, Settlement, wait_until_drained};
 use admission_hints::AdmissionHints;
-use slot_charges::HashSlotCharges;
+use slot_charges::{HashSlotPart, to_creditable_charges};
 use slot_map_refresh::run_slot_map_refresh;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -79,14 +79,14 @@ impl RedisRouter {
     /// the answers of the slots that replied.
     pub(super) async fn decide(
         self: &Arc<Self>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<Decision, DecisionFailure> {
-        let is_sharded = |charge: &Charge<'_>| charge.shard_count > 1;
-        if self.shared.is_cluster() && charges.iter().any(is_sharded) {
-            self.decide_across_shards(charges, deadline).await
+        let is_sharded = |policy: &PolicyCharges<'_>| policy.shard_count > 1;
+        if self.shared.is_cluster() && request.iter().any(is_sharded) {
+            self.decide_across_shards(request, deadline).await
         } else {
-            self.decide_by_hash_slot(charges, deadline).await.0
+            self.decide_by_hash_slot(request, deadline).await.0
         }
     }
 
@@ -101,29 +101,31 @@ impl RedisRouter {
     /// call. If the charges are refused, the returned task ends when all reservations are returned.
     async fn decide_by_hash_slot(
         self: &Arc<Self>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> (Result<Decision, DecisionFailure>, Option<JoinHandle<()>>) {
-        let parts = match self.find_common_hash_slot(charges) {
-            None => HashSlotCharges::from_request(charges),
-            Some(hash_slot) => {
-                let decision = if charges.iter().any(|charge| charge.is_held_back) {
-                    Err(self.refuse_held_back(hash_slot))
-                } else {
-                    self.request_decision(hash_slot, charges, deadline).await
-                };
-                match decision {
-                    Err(RedisErrorKind::TryAgain) if self.shared.is_cluster() => {
-                        let parts = HashSlotCharges::from_request(charges).into_iter();
-                        parts.flat_map(HashSlotCharges::split_by_charge).collect()
-                    }
-                    result => return (result.map_err(|kind| self.decision_failure(kind)), None),
-                }
+        let common_hash_slot = self.find_common_hash_slot(request);
+        if let Some(hash_slot) = common_hash_slot {
+            let decision = if request.iter().any(|policy| policy.is_held_back) {
+                Err(self.refuse_held_back(hash_slot))
+            } else {
+                self.request_decision(hash_slot, request, deadline).await
+            };
+            match decision {
+                // The slot moves.
+                Err(RedisErrorKind::TryAgain) if self.shared.is_cluster() => {}
+                result => return (result.map_err(|kind| self.decision_failure(kind)), None),
             }
-        };
+        }
+        let request = to_creditable_charges(request);
+        let mut parts = HashSlotPart::from_request(&request);
+        if common_hash_slot.is_some() {
+            let moving = parts.iter().flat_map(|part| part.split_by_charge(&request));
+            parts = moving.collect();
+        }
         let (result_sender, result_receiver) = oneshot::channel();
         // A separate task, so that a client that disconnects does not leave reservations.
-        let decided = Arc::clone(self).decide_parts(parts, deadline, result_sender);
+        let decided = Arc::clone(self).decide_parts(request, parts, deadline, result_sender);
         let task = self.spawn_split_task(decided);
         // The sender is dropped only when the runtime shuts down.
         let connection_lost = Err(self.decision_failure(RedisErrorKind::Connection));
@@ -131,15 +133,12 @@ impl RedisRouter {
     }
 
     /// The slot of all charges; `None` if they are in several.
-    fn find_common_hash_slot(&self, charges: &[Charge<'_>]) -> Option<u16> {
-        let mut keys = charges.iter().map(|charge| charge.key);
-        let Some(first) = keys.next() else {
-            return Some(0);
-        };
-        let hash_slot = self.shared.hash_slot_for_key(first);
-        let is_same =
-            |key: &Key| key.id() == first.id() || self.shared.hash_slot_for_key(key) == hash_slot;
-        keys.all(is_same).then_some(hash_slot)
+    fn find_common_hash_slot(&self, request: &[PolicyCharges<'_>]) -> Option<u16> {
+        let mut slots = request
+            .iter()
+            .map(|policy| self.shared.hash_slot_for_key(&policy.key));
+        let first = slots.next().unwrap_or(0);
+        slots.all(|hash_slot| hash_slot == first).then_some(first)
     }
 
     fn decision_failure(&self, kind: RedisErrorKind) -> DecisionFailure {

@@ -6,8 +6,8 @@
 //! between them.
 
 use super::error::RedisErrorKind;
-use super::scripts::{self, CallerPosition, ScriptLibrary};
-use crate::limiter::{Algorithm, Charge, Decision, Limit};
+use super::scripts::{self, CallerPosition, ScriptLibrary, number_charges};
+use crate::limiter::{Algorithm, Charge, Decision, Limit, PolicyCharges};
 use redis::{Cmd, RedisWrite, Value};
 use smallvec::SmallVec;
 use std::ops::Range;
@@ -55,10 +55,10 @@ pub struct CallerReply {
 impl ScriptLibrary {
     /// Builds the command that decides charges: a batch of one request. `time_us` replaces the
     /// server's clock in tests.
-    pub fn decide_command(&self, charges: &[Charge<'_>], time_us: Option<u64>) -> Cmd {
+    pub fn decide_command(&self, request: &[PolicyCharges<'_>], time_us: Option<u64>) -> Cmd {
         let mut batch = DecisionBatch::default();
         let read_clock = || time_us.unwrap_or_else(|| self.read_wall_clock());
-        batch.add_request(self, charges, read_clock);
+        batch.add_request(self, request, read_clock);
         batch.build_command(self, &[1], time_us)
     }
 }
@@ -83,13 +83,14 @@ impl DecisionBatch {
     pub fn add_or_merge_request(
         &mut self,
         script: &ScriptLibrary,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
     ) -> usize {
-        let mergeable = find_mergeable_charge(charges);
-        if let Some(existing) = mergeable.and_then(|charge| self.find_identical_request(charge)) {
+        let mergeable = find_mergeable_charge(request);
+        let identical = mergeable.and_then(|charge| self.find_identical_request(&charge));
+        if let Some(existing) = identical {
             return existing;
         }
-        let request_index = self.add_request(script, charges, || script.read_wall_clock());
+        let request_index = self.add_request(script, request, || script.read_wall_clock());
         if let (Some(request), Some(charge)) = (self.requests.last_mut(), mergeable) {
             request.mergeable_charge = Some((*charge.limit, charge.cost));
         }
@@ -100,30 +101,30 @@ impl DecisionBatch {
     fn add_request(
         &mut self,
         script: &ScriptLibrary,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         read_clock: impl Fn() -> u64,
     ) -> usize {
         if self.requests.is_empty() {
-            self.encoded_text.reserve(192 * charges.len());
+            self.encoded_text.reserve(192 * request.len());
         }
-        let mut encoded_charges = SmallVec::new();
-        for (nth, charge) in charges.iter().enumerate() {
+        let mut encoded_charges: SmallVec<[EncodedCharge; 2]> = SmallVec::new();
+        for (policy_number, charge) in number_charges(request) {
             let start = self.encoded_text.len();
-            script.push_counter_key(&mut self.encoded_text, charge);
+            script.push_counter_key(&mut self.encoded_text, charge.counter());
             let key_end = self.encoded_text.len();
             scripts::push_charge_argument(
                 &mut self.encoded_text,
-                charge,
+                &charge,
+                (policy_number, !encoded_charges.is_empty()),
                 charge.limit.requests,
-                nth > 0,
                 &read_clock,
             );
-            self.script_flags |= scripts::program_flags_for_charge(charge);
+            self.script_flags |= scripts::program_flags_for_charge(&charge);
             encoded_charges.push(EncodedCharge {
                 key_id: charge.key.quota_id(),
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
-                is_dynamic: charge.dynamic.is_some(),
+                is_dynamic: charge.name.is_some(),
             });
         }
         self.requests.push(BatchedRequest {
@@ -134,7 +135,7 @@ impl DecisionBatch {
     }
 
     /// The index of the last request for the charge's counter, if it is identical.
-    fn find_identical_request(&self, charge: &Charge<'_>) -> Option<usize> {
+    fn find_identical_request(&self, charge: &Charge<'_, '_>) -> Option<usize> {
         let key_id = charge.key.quota_id();
         let mut last_first = self.requests.iter().enumerate().rev();
         let (request_index, last_request) = last_first
@@ -233,19 +234,26 @@ impl CallerReply {
     ///
     /// # Errors
     /// The error of one of their counters, or of the reply.
-    pub fn parse_decision(&self, charges: &[Charge<'_>]) -> Result<Decision, RedisErrorKind> {
+    pub fn parse_decision(
+        &self,
+        request: &[PolicyCharges<'_>],
+    ) -> Result<Decision, RedisErrorKind> {
         if let Some(error) = self.text.strip_prefix('!') {
             return Err(RedisErrorKind::from_error_text(error));
         }
-        ScriptLibrary::parse_request_decision(self.now_us, &self.text, charges, self.position)
+        ScriptLibrary::parse_request_decision(self.now_us, &self.text, request, self.position)
             .ok_or(RedisErrorKind::InvalidReply)
     }
 }
 
 /// Returns the only charge of a request if identical requests can be merged: it has no options, and
 /// its effect does not depend on the caller.
-fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge<'a>> {
-    let [charge] = charges else { return None };
+fn find_mergeable_charge<'r, 'a>(request: &'r [PolicyCharges<'a>]) -> Option<Charge<'r, 'a>> {
+    let [policy] = request else { return None };
+    let charge = policy
+        .charges()
+        .next()
+        .filter(|_| policy.limits.len() == 1)?;
     let is_additive = match charge.limit.algorithm {
         Algorithm::SlidingLog
         | Algorithm::SlidingWindow { .. }
@@ -257,11 +265,11 @@ fn find_mergeable_charge<'a, 'b>(charges: &'b [Charge<'a>]) -> Option<&'b Charge
         | Algorithm::Concurrency { .. }
         | Algorithm::Block => false,
     };
-    let has_options = charge.shadow
-        || charge.counts_rejected
+    let has_options = policy.shadow
+        || policy.counts_rejected
         || charge.is_estimate
-        || charge.is_counted
-        || charge.requested_lease().is_some();
+        || charge.is_read
+        || policy.requested_lease().is_some();
     (is_additive && !has_options && charge.cost > 0).then_some(charge)
 }
 
@@ -304,7 +312,7 @@ mod tests {
         let one = Charge::new(&LIMIT, &a, 1);
         let other = Charge::new(&LIMIT, &b, 1);
         let mut batch = DecisionBatch::default();
-        let mut add = |charges: &[Charge<'_>]| batch.add_or_merge_request(&script, charges);
+        let mut add = |request: &[PolicyCharges<'_>]| batch.add_or_merge_request(&script, charges);
         assert_eq!(
             [add(&[one]), add(&[other]), add(&[one])],
             [0, 1, 0],

@@ -6,11 +6,11 @@ mod program;
 mod reply;
 
 use crate::clock::Clock;
-use crate::limiter::Charge;
+use crate::limiter::{Charge, PolicyCharges};
 use crate::store::Settlement;
 use arguments::push_settlement_arguments;
 use program::{
-    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_charges,
+    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_request,
 };
 use redis::{Arg, Cmd, RedisWrite};
 use std::sync::OnceLock;
@@ -58,8 +58,8 @@ impl ScriptLibrary {
     }
 
     /// The text of the program that decides these charges.
-    pub fn script_text(&self, charges: &[Charge<'_>]) -> &str {
-        self.program_for_flags(program_flags_for_charges(charges))
+    pub fn script_text(&self, request: &[PolicyCharges<'_>]) -> &str {
+        self.program_for_flags(program_flags_for_request(request))
             .map_or("", |program| &program.text)
     }
 
@@ -100,7 +100,7 @@ impl ScriptLibrary {
         let mut key = String::with_capacity(192);
         for settlement in settlements {
             key.clear();
-            self.push_counter_key(&mut key, &Charge::new(settlement.limit, settlement.key, 0));
+            self.push_counter_key(&mut key, settlement.counter());
             command.write_arg(key.as_bytes());
         }
         push_time_argument(&mut command, time_us);
@@ -116,16 +116,17 @@ impl ScriptLibrary {
     pub(super) fn read_command<'n>(
         &self,
         names: impl Iterator<Item = &'n str>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
     ) -> Cmd {
-        let flags = program_flags_for_charges(charges);
-        let mut command = self.start_evalsha_command(flags, charges.len());
+        let flags = program_flags_for_request(request);
+        let mut command = self.start_evalsha_command(flags, number_charges(request).count());
         names.for_each(|name| command.write_arg(name.as_bytes()));
         push_time_argument(&mut command, None);
-        for (nth, charge) in charges.iter().enumerate() {
+        for (nth, (policy_number, charge)) in number_charges(request).enumerate() {
             let mut argument = String::with_capacity(64);
+            let place = (policy_number, nth > 0);
             // With rate 0, a debt is paid back at the rate of its last charge.
-            push_charge_argument(&mut argument, charge, 0, nth > 0, || self.read_wall_clock());
+            push_charge_argument(&mut argument, &charge, place, 0, || self.read_wall_clock());
             command.write_arg(argument.as_bytes());
         }
         command
@@ -153,6 +154,14 @@ impl ScriptLibrary {
         command.write_arg(itoa::Buffer::new().format(key_count).as_bytes());
         command
     }
+}
+
+/// The charges of a request, each with the number of its policy within the call.
+pub(super) fn number_charges<'r, 'a>(
+    request: &'r [PolicyCharges<'a>],
+) -> impl Iterator<Item = (u64, Charge<'r, 'a>)> {
+    let policies = (0..).zip(request);
+    policies.flat_map(|(number, policy)| policy.charges().map(move |charge| (number, charge)))
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use super::sentinel::SentinelDisagreements;
 use super::settings::{RedisSettings, RedisTopology};
 use super::watched_value::WatchedValue;
 use crate::clock::{Clock, saturating_micros};
-use crate::limiter::{Charge, Key};
+use crate::limiter::{Charge, CounterRef, Key};
 use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::store::{FallbackStore, MemoryStore, StoreUnavailable};
@@ -168,10 +168,14 @@ impl SharedRedisState {
     }
 
     /// The keys of the counters of a charge: several keys if the charge is spread over shards.
-    pub fn counter_keys(&self, charge: &Charge<'_>) -> Vec<String> {
-        let counter_name = |key: &Key| self.scripts.counter_key(&Charge { key, ..*charge });
+    pub fn counter_keys(&self, charge: &Charge<'_, '_>) -> Vec<String> {
+        let counter_name = |key: &Key| {
+            let counter = charge.counter();
+            self.scripts.counter_key(CounterRef { key, ..counter })
+        };
+        let shard_count = charge.policy.shard_count;
         match self.settings.topology {
-            RedisTopology::Cluster if charge.shard_count > 1 => (0..charge.shard_count)
+            RedisTopology::Cluster if shard_count > 1 => (0..shard_count)
                 .map(|number| counter_name(&charge.key.shard_key(number)))
                 .collect(),
             _ => vec![counter_name(charge.key)],

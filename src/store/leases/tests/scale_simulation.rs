@@ -454,7 +454,7 @@ impl ScaleSimulation {
         self.now_us >= START_US + WARM_UP_US
     }
 
-    fn charge(&self, cost: u64, units_to_request: u64) -> Charge<'_> {
+    fn charge(&self, cost: u64, units_to_request: u64) -> Charge<'_, '_> {
         Charge {
             lease: Some(self.lease),
             requested_lease_units: units_to_request,

@@ -2,7 +2,7 @@
 //!
 //! `ACL DRYRUN` would need a permission that the documented user does not have, and Redis 7.
 
-use crate::limiter::{Algorithm, Charge, Key, Limit};
+use crate::limiter::{Algorithm, CounterRef, Key, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::live_connection::is_unknown_command;
 use crate::store::redis::scripts::ScriptLibrary;
@@ -79,12 +79,15 @@ pub(super) async fn try_commands(
     is_cluster: bool,
 ) -> RedisResult<Vec<DeniedCommand>> {
     let counter = |algorithm| {
-        let limit = Limit {
+        let limit = &Limit {
             requests: 1,
             per_us: 1000,
             algorithm,
         };
-        scripts.counter_key(&Charge::new(&limit, probe_key, 0))
+        scripts.counter_key(CounterRef {
+            limit,
+            key: probe_key,
+        })
     };
     let set_key = counter(Algorithm::SlidingLog);
     let text_key = counter(Algorithm::TokenBucket {

@@ -4,12 +4,13 @@ use super::key_sample::KeySample;
 use super::permission_trial::DeniedCommand;
 use super::{deadline_error, finish_check};
 use crate::clock::{Clock, saturating_micros};
-use crate::limiter::{Algorithm, Charge, Key, Limit};
+use crate::limiter::{Algorithm, Key, Limit, LimitCharge, PolicyCharges, each_charge};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::live_connection::{is_missing_script, is_unknown_command};
 use crate::store::redis::scripts::ScriptLibrary;
 use redis::aio::MultiplexedConnection;
 use redis::{RedisResult, Value, cmd, from_redis_value};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::time::Duration;
 use tokio::time::{Instant, timeout_at};
@@ -201,16 +202,16 @@ pub(super) async fn measure_latency(
     if limits.is_empty() {
         limits.extend(probe_limit(Algorithm::SlidingLog));
     }
-    let charges: Vec<Charge<'_>> = limits
-        .iter()
-        .map(|limit| Charge::new(limit, probe_key, 1))
-        .collect();
-    let result = run_decisions(connection, scripts, &charges, deadline).await;
+    let charges = limits.iter().map(|limit| LimitCharge::new(limit, 1));
+    let request = [PolicyCharges::with_limits(
+        Cow::Borrowed(probe_key),
+        charges.collect(),
+    )];
+    let result = run_decisions(connection, scripts, &request, deadline).await;
     let mut delete = cmd("DEL");
     delete.arg(
-        charges
-            .iter()
-            .map(|charge| scripts.counter_key(charge))
+        each_charge(&request)
+            .map(|charge| scripts.counter_key(charge.counter()))
             .collect::<Vec<_>>(),
     );
     // Without the permission or the time, the counters expire.
@@ -221,10 +222,10 @@ pub(super) async fn measure_latency(
 async fn run_decisions(
     connection: &mut MultiplexedConnection,
     scripts: &ScriptLibrary,
-    charges: &[Charge<'_>],
+    request: &[PolicyCharges<'_>],
     deadline: Instant,
 ) -> Result<ScriptLatency, RedisConnectionError> {
-    let mut decide = scripts.decide_command(charges, None);
+    let mut decide = scripts.decide_command(request, None);
     let first_reply = timeout_at(deadline, decide.exec_async(connection)).await;
     if let Err(error) = first_reply.map_err(|_elapsed| deadline_error())? {
         let lacks_evalsha = is_unknown_command(&error);

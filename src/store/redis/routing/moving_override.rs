@@ -4,7 +4,7 @@
 //! override. So the override is read first, and the charge is decided with the amounts in effect.
 
 use super::router::RedisRouter;
-use crate::limiter::{Charge, Decision, OverriddenCharges, OverrideInEffect};
+use crate::limiter::{Decision, OverriddenCharges, OverrideInEffect, PolicyCharges};
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::stored_override::split_rule_and_expiry;
 use crate::store::{override_end_us, parse_override_rule};
@@ -16,30 +16,30 @@ impl RedisRouter {
     pub(super) async fn decide_in_moving_slot(
         &self,
         hash_slot: u16,
-        charge: Charge<'_>,
+        charge: &PolicyCharges<'_>,
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        let in_effect = self.read_override(hash_slot, &charge, deadline).await?;
-        let request = async |charge: Charge<'_>| {
-            let charge = [charge.without_override()];
+        let in_effect = self.read_override(hash_slot, charge, deadline).await?;
+        let request = async |charge: &PolicyCharges<'_>| {
+            let charge = [charge.map_limits(|limit| limit.name = None)];
             self.request_decision(hash_slot, &charge, deadline).await
         };
-        let charges = [charge];
-        let Some(overridden) = OverriddenCharges::resolve(&charges, |_| in_effect) else {
+        let charges = std::slice::from_ref(charge);
+        let Some(overridden) = OverriddenCharges::resolve(charges, |_| in_effect) else {
             return request(charge).await;
         };
         let limited = overridden.limited_charges();
         // An unlimited key is not charged. A call of cost 0 returns the server's time.
-        let without_cost = Charge { cost: 0, ..charge };
-        let limited_charge = limited.charges.first();
-        let mut decision = request(*limited_charge.unwrap_or(&without_cost)).await?;
-        decision.admitted |= limited.charges.is_empty();
+        let without_cost = charge.map_limits(|limit| limit.cost = 0);
+        let limited_charge = limited.policies.first();
+        let mut decision = request(limited_charge.unwrap_or(&without_cost)).await?;
+        decision.admitted |= limited.is_empty();
         let mut decision = overridden.complete_decision(&limited, decision);
         let late = overridden.charges_after_ends(&decision);
         // As in the script, the times of the override stay if the counter can't be read: the charge
         // is made.
-        if let Some(read) = late.charges.first()
-            && let Ok(later) = request(*read).await
+        if let Some(read) = late.policies.first()
+            && let Ok(later) = request(read).await
         {
             overridden.apply_ends(&mut decision, &late, later);
         }
@@ -50,11 +50,11 @@ impl RedisRouter {
     async fn read_override(
         &self,
         hash_slot: u16,
-        charge: &Charge<'_>,
+        policy: &PolicyCharges<'_>,
         deadline: Instant,
     ) -> Result<Option<(OverrideInEffect, Option<u64>)>, RedisErrorKind> {
         let mut command = cmd("MGET");
-        command.arg(self.shared.scripts.override_key(charge.key));
+        command.arg(self.shared.scripts.override_key(&policy.key));
         let reply = self.request_reply(hash_slot, &command, deadline).await?;
         let values: Vec<Value> =
             from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
@@ -65,7 +65,11 @@ impl RedisRouter {
         let Some((rule, expiry)) = split_rule_and_expiry(&text) else {
             return Ok(None);
         };
-        let in_effect = parse_override_rule(rule).and_then(|rule| rule.for_charge(charge));
+        let rule = parse_override_rule(rule);
+        let charge = policy.charges().next();
+        let in_effect = rule
+            .zip(charge)
+            .and_then(|(rule, charge)| rule.for_charge(&charge));
         Ok(in_effect.map(|in_effect| (in_effect, expiry.map(override_end_us))))
     }
 }

@@ -3,7 +3,7 @@
 use super::admission_hints::AdmissionHints;
 use super::slot_charges::group_by_hash_slot;
 use super::slot_map::{self, ClusterSlotMap};
-use crate::limiter::{Algorithm, Amendment, Charge, Decision};
+use crate::limiter::{Algorithm, Amendment, Decision, PolicyCharges, each_charge};
 use crate::store::Settlement;
 use crate::store::redis::batcher::DecisionBatcher;
 use crate::store::redis::error::RedisErrorKind;
@@ -242,7 +242,7 @@ impl RedisRouter {
     pub(crate) async fn request_decision(
         &self,
         hash_slot: u16,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
         let SharedRedisState {
@@ -250,7 +250,7 @@ impl RedisRouter {
         } = &*self.shared;
         let result = match &self.batcher {
             Some(batcher) => {
-                let result = batcher.request_decision(charges, deadline).await;
+                let result = batcher.request_decision(request, deadline).await;
                 match result {
                     Ok(_) => breaker.record_success(),
                     Err(RedisErrorKind::WrongType(_) | RedisErrorKind::WrongPeriod) => {}
@@ -259,11 +259,11 @@ impl RedisRouter {
                 result
             }
             None => {
-                let command = scripts.decide_command(charges, None);
+                let command = scripts.decide_command(request, None);
                 // Boxed, because the future of every request would include its size otherwise.
                 let reply = Box::pin(self.request_reply(hash_slot, &command, deadline)).await;
                 reply.and_then(|reply| {
-                    ScriptLibrary::parse_decision_reply(&reply, charges)
+                    ScriptLibrary::parse_decision_reply(&reply, request)
                         .ok_or_else(|| self.count_failure(RedisErrorKind::InvalidReply))
                 })
             }
@@ -271,15 +271,15 @@ impl RedisRouter {
         match result {
             // The position counts from 1.
             Err(RedisErrorKind::WrongType(position)) => {
-                let charge = charges.get(position.wrapping_sub(1));
-                let name = charge.map(|charge| scripts.counter_name(charge));
+                let charge = each_charge(request).nth(position.wrapping_sub(1));
+                let name = charge.map(|charge| scripts.counter_name(charge.counter()));
                 breaker.record_foreign_value(name.unwrap_or_default());
             }
             Err(RedisErrorKind::WrongPeriod) => breaker.record_wrong_period(),
             _ => {}
         }
         if let Ok(decision) = &result {
-            let mut outcomes = charges.iter().zip(&decision.outcomes);
+            let mut outcomes = each_charge(request).zip(decision.outcomes());
             if let Some((charge, _)) = outcomes.find(|(_, outcome)| outcome.has_foreign_override) {
                 breaker.record_foreign_override(|| scripts.override_key(charge.key));
             }

@@ -1,9 +1,12 @@
 //! Decides policies that are spread over shards: tries one shard after the other until one admits.
 
 use super::router::RedisRouter;
-use crate::limiter::{Charge, ChargeOutcome, Decision, Key, Limit, LimitStatus, Refusal};
+use crate::limiter::{
+    ChargeOutcome, Decision, LimitStatus, PolicyCharges, PolicyOutcome, Refusal, each_charge,
+};
 use crate::store::DecisionFailure;
 use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::sync::Arc;
 use tokio::time::{Instant, timeout_at};
 
@@ -14,62 +17,47 @@ struct EarlierShardRefusals(Decision);
 impl EarlierShardRefusals {
     /// Merges the earlier statuses into a decision, on its clock.
     fn merge_into(&mut self, decision: &mut Decision) {
-        for (outcome, earlier) in decision.outcomes.iter_mut().zip(&self.0.outcomes) {
+        let now_us = decision.now_us;
+        for (outcome, earlier) in decision.outcomes_mut().zip(self.0.outcomes()) {
             let earlier = earlier.status;
-            let earlier =
-                earlier.map(|earlier| earlier.convert_clock(self.0.now_us, decision.now_us));
+            let earlier = earlier.map(|earlier| earlier.convert_clock(self.0.now_us, now_us));
             outcome.status = match (earlier, outcome.status) {
                 (Some(earlier), Some(status)) => Some(merge_shard_statuses(earlier, status)),
                 (earlier, status) => status.or(earlier),
             };
         }
         self.0 = decision.clone();
-        let outcomes = self.0.outcomes.iter_mut();
+        let outcomes = self.0.outcomes_mut();
         (outcomes.filter(|outcome| outcome.refusal().is_none()))
             .for_each(|outcome| outcome.status = None);
     }
 }
 
 /// One policy of a request, and the shard of it that is tried now.
-struct ShardSearch<'c> {
-    policy: &'c [Charge<'c>],
-    /// 1 or less: the policy is not sharded.
-    shard_count: u16,
+struct ShardSearch<'r, 'c> {
+    policy: &'r PolicyCharges<'c>,
     current_shard: u16,
     /// Shards that were tried before.
     shards_tried: u16,
 }
 
-impl<'c> ShardSearch<'c> {
+impl<'r, 'c> ShardSearch<'r, 'c> {
     /// Starts from a random shard.
-    fn new(policy: &'c [Charge<'c>]) -> Self {
-        let shard_count = policy.iter().map(|charge| charge.shard_count).max();
-        let shard_count = shard_count.unwrap_or(1).max(1);
+    fn new(policy: &'r PolicyCharges<'c>) -> Self {
         Self {
             policy,
-            shard_count,
-            current_shard: fastrand::u16(..shard_count),
+            current_shard: fastrand::u16(..policy.shard_count.max(1)),
             shards_tried: 0,
         }
     }
 
-    fn is_shadow(&self) -> bool {
-        self.policy.first().is_some_and(|charge| charge.shadow)
-    }
-
     fn has_tried_all(&self) -> bool {
-        self.shards_tried >= self.shard_count
+        self.shards_tried >= self.policy.shard_count.max(1)
     }
 
     fn try_next_shard(&mut self) {
         self.shards_tried += 1;
-        self.current_shard = (self.current_shard + 1) % self.shard_count;
-    }
-
-    /// The keys and the limits of the current shard.
-    fn shard_counters(&self) -> impl Iterator<Item = (Key, Limit)> {
-        let charges = self.policy.iter();
-        charges.map(|charge| shard_key_and_limit(charge, self.current_shard, self.shard_count))
+        self.current_shard = (self.current_shard + 1) % self.policy.shard_count.max(1);
     }
 }
 
@@ -78,36 +66,26 @@ impl RedisRouter {
     /// earliest end of their refusals. At least the remaining units of the result are left.
     pub(super) async fn decide_across_shards(
         self: &Arc<Self>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<Decision, DecisionFailure> {
-        let is_read = |charge: &Charge<'_>| charge.cost == 0 || charge.is_counted;
-        if charges.iter().all(is_read) {
-            return self.read_all_shards(charges, deadline).await;
+        if each_charge(request).all(|charge| charge.cost == 0 || charge.is_read) {
+            return self.read_all_shards(request, deadline).await;
         }
-        let policies = charges.chunk_by(Charge::is_same_policy);
-        let mut searches: SmallVec<[_; 2]> = policies.map(ShardSearch::new).collect();
+        let mut searches: SmallVec<[_; 2]> = request.iter().map(ShardSearch::new).collect();
         let mut earlier = EarlierShardRefusals::default();
         loop {
-            let counters = searches.iter().flat_map(ShardSearch::shard_counters);
-            let counters: SmallVec<[(Key, Limit); 4]> = counters.collect();
-            let shard_charges: SmallVec<[Charge<'_>; 4]> = (charges.iter().zip(&counters))
-                .map(|(charge, (key, limit))| Charge {
-                    key,
-                    limit,
-                    ..*charge
-                })
-                .collect();
-            let decided = self.decide_by_hash_slot(&shard_charges, deadline);
-            let (result, return_task) = decided.await;
+            let shards = searches
+                .iter()
+                .map(|search| shard_of_policy(search.policy, search.current_shard));
+            let shards: SmallVec<[_; 2]> = shards.collect();
+            let (result, return_task) = self.decide_by_hash_slot(&shards, deadline).await;
             let mut decision = result?;
             // Another shard may admit the request, but only if no other policy refuses.
             let (mut is_continued, mut is_final) = (false, decision.admitted);
-            let mut outcomes = decision.outcomes.iter();
-            for search in &mut searches {
-                let own = outcomes.by_ref().take(search.policy.len());
-                let refusal_count = own.filter(|outcome| outcome.refusal().is_some()).count();
-                if search.is_shadow() || refusal_count == 0 {
+            for (search, outcome) in searches.iter_mut().zip(&decision.policies) {
+                let mut limits = outcome.limits.iter();
+                if search.policy.shadow || limits.all(|outcome| outcome.refusal().is_none()) {
                     continue;
                 }
                 search.try_next_shard();
@@ -127,71 +105,78 @@ impl RedisRouter {
         }
     }
 
-    /// Reads all shards of sharded charges, and merges their statuses to one per charge.
+    /// Reads all shards of sharded policies, and merges their statuses to one per charge.
     async fn read_all_shards(
         self: &Arc<Self>,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<Decision, DecisionFailure> {
-        let by_shard = charges.iter().flat_map(|charge| {
-            let shard_count = charge.shard_count.max(1);
-            (0..shard_count)
-                .map(move |shard| (charge, shard_key_and_limit(charge, shard, shard_count)))
+        let shards = request.iter().flat_map(|policy| {
+            let shards = 0..policy.shard_count.max(1);
+            shards.map(|shard| PolicyCharges {
+                is_held_back: false,
+                ..shard_of_policy(policy, shard)
+            })
         });
-        let by_shard: Vec<(&Charge<'_>, (Key, Limit))> = by_shard.collect();
-        let shard_charges = by_shard.iter().map(|(charge, (key, limit))| Charge {
-            key,
-            limit,
-            is_held_back: false,
-            ..**charge
-        });
-        let shard_charges: Vec<Charge<'_>> = shard_charges.collect();
-        let (result, _) = self.decide_by_hash_slot(&shard_charges, deadline).await;
+        let shards: Vec<PolicyCharges<'_>> = shards.collect();
+        let (result, _) = self.decide_by_hash_slot(&shards, deadline).await;
         // A partial decision is dropped: it has the statuses of shards, and charged nothing.
         let mut decision = result.map_err(|failure| failure.unavailable)?;
-        let mut shards = std::mem::take(&mut decision.outcomes).into_iter();
-        let outcomes = charges.iter().map(|charge| {
-            let own = shards.by_ref().take(charge.shard_count.max(1).into());
-            let own: SmallVec<[ChargeOutcome; 4]> = own.collect();
-            let statuses = own.iter().filter_map(|shard| shard.status);
-            ChargeOutcome {
-                status: statuses.reduce(|sum, status| LimitStatus {
-                    remaining: sum.remaining + status.remaining,
-                    ..merge_shard_statuses(sum, status)
-                }),
-                charged_at_us: None,
-                ..own.first().copied().unwrap_or_default()
-            }
+        let mut answers = std::mem::take(&mut decision.policies).into_iter();
+        let policies = request.iter().map(|policy| {
+            let own = answers.by_ref().take(policy.shard_count.max(1).into());
+            own.reduce(merge_shard_readings).unwrap_or_default()
         });
-        decision.outcomes = outcomes.collect();
+        decision.policies = policies.collect();
         Ok(decision)
     }
 }
 
 /// Removes the statuses of policies that did not ask all their shards from a refusal, because a
 /// shard that was not asked may admit the request.
-fn hide_statuses_of_unfinished_searches(searches: &[ShardSearch<'_>], decision: &mut Decision) {
+fn hide_statuses_of_unfinished_searches(searches: &[ShardSearch<'_, '_>], decision: &mut Decision) {
     if decision.admitted {
         return;
     }
-    let mut outcomes = decision.outcomes.iter_mut();
-    for search in searches {
-        let own = outcomes.by_ref().take(search.policy.len());
-        let is_hidden = search.shard_count > 1 && !search.has_tried_all();
-        own.filter(|_| is_hidden)
-            .for_each(|outcome| outcome.status = None);
+    for (search, outcome) in searches.iter().zip(&mut decision.policies) {
+        if search.policy.shard_count > 1 && !search.has_tried_all() {
+            let limits = outcome.limits.iter_mut();
+            limits.for_each(|outcome| outcome.status = None);
+        }
     }
 }
 
-/// The key and the limit of one shard.
-fn shard_key_and_limit(charge: &Charge<'_>, shard: u16, shard_count: u16) -> (Key, Limit) {
-    match shard_count {
-        0 | 1 => (charge.key.clone(), *charge.limit),
-        _ => (
-            charge.key.shard_key(shard),
-            charge.limit.shard_limit(shard, shard_count),
-        ),
+/// The charges of a policy on one of its shards.
+fn shard_of_policy<'c>(policy: &PolicyCharges<'c>, shard: u16) -> PolicyCharges<'c> {
+    if policy.shard_count <= 1 {
+        return policy.clone();
     }
+    let shards = policy.shard_count;
+    let limited =
+        policy.map_limits(|charge| charge.limit = charge.limit.shard_limit(shard, shards));
+    let response_key = policy.response_key.as_ref();
+    PolicyCharges {
+        key: Cow::Owned(policy.key.shard_key(shard)),
+        response_key: response_key.map(|key| Arc::new(key.shard_key(shard))),
+        ..limited
+    }
+}
+
+/// Adds the reading of another shard of a policy: the remaining units of all shards count.
+fn merge_shard_readings(mut sum: PolicyOutcome, shard: PolicyOutcome) -> PolicyOutcome {
+    for (outcome, added) in sum.limits.iter_mut().zip(shard.limits) {
+        let statuses = [outcome.status, added.status].into_iter().flatten();
+        let status = statuses.reduce(|sum, status| LimitStatus {
+            remaining: sum.remaining + status.remaining,
+            ..merge_shard_statuses(sum, status)
+        });
+        *outcome = ChargeOutcome {
+            status,
+            charged_at_us: None,
+            ..*outcome
+        };
+    }
+    sum
 }
 
 /// Merges the statuses of two shards of a limit: the larger remainder, and the earlier times.

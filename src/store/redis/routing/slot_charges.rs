@@ -1,127 +1,95 @@
 //! Divides a request with charges in several slots.
 
-use crate::limiter::{Charge, Key, Limit, LimitName};
+use crate::limiter::{PolicyCharges, RequestPart, each_charge};
 use crate::store::redis::hash_slot::hash_slot_for_key;
-use smallvec::SmallVec;
 
 /// The charges of one request that are in one slot.
-pub(super) struct HashSlotCharges {
+pub(super) struct HashSlotPart {
     pub(super) hash_slot: u16,
-    pub(super) charges: Vec<OwnedCharge>,
+    pub(super) part: RequestPart<'static>,
 }
 
-/// An owned charge, which outlives its caller.
-pub(super) struct OwnedCharge {
-    /// The index of the charge in the request.
-    pub(super) position: usize,
-    limit: Limit,
-    key: Key,
-    cost: u64,
-    policy_number: u32,
-    shadow: bool,
-    counts_rejected: bool,
-    is_counted: bool,
-    fails_closed: bool,
-    is_held_back: bool,
-    slot_id: u128,
-    dynamic: Option<LimitName>,
+/// The charges marked as estimates, so that they can be credited later, and without a lease,
+/// because units granted by one slot can't be revoked when another slot refuses. They outlive their
+/// caller.
+pub(super) fn to_creditable_charges(request: &[PolicyCharges<'_>]) -> Vec<PolicyCharges<'static>> {
+    let policies = request.iter().map(|policy| PolicyCharges {
+        requested_lease_units: 0,
+        ..policy.to_owned_charges()
+    });
+    let creditable = policies.map(|policy| policy.map_limits(|charge| charge.is_estimate = true));
+    creditable.collect()
 }
 
-impl HashSlotCharges {
+impl HashSlotPart {
     /// Groups the charges of a request by slot.
-    pub(super) fn from_request(charges: &[Charge<'_>]) -> Vec<Self> {
-        let owned = charges.iter().enumerate();
-        let owned = owned.map(|(position, charge)| OwnedCharge::from_charge(position, charge));
-        group_by_hash_slot(owned, |charge| hash_slot_for_key(&charge.key))
-            .into_iter()
-            .map(|(hash_slot, charges)| Self { hash_slot, charges })
-            .collect()
-    }
-
-    pub(super) fn to_creditable_charges(&self) -> SmallVec<[Charge<'_>; 4]> {
-        self.charges
+    pub(super) fn from_request(request: &[PolicyCharges<'static>]) -> Vec<Self> {
+        let slots = request
             .iter()
-            .map(OwnedCharge::to_creditable_charge)
-            .collect()
+            .map(|policy| (hash_slot_for_key(&policy.key), ()));
+        let slots = group_by_hash_slot(slots, |(hash_slot, ())| *hash_slot).into_iter();
+        let parts = slots.map(|(hash_slot, _)| Self {
+            hash_slot,
+            part: RequestPart::new(request, |charge| {
+                hash_slot_for_key(&charge.policy.key) == hash_slot
+            }),
+        });
+        parts.collect()
     }
 
     /// Divides the charges into calls with one key each: the only ones that Redis accepts while the
     /// slot moves.
-    pub(super) fn split_by_charge(self) -> impl Iterator<Item = Self> {
-        let hash_slot = self.hash_slot;
-        self.charges.into_iter().map(move |charge| Self {
-            hash_slot,
-            charges: vec![charge],
-        })
+    pub(super) fn split_by_charge(&self, request: &[PolicyCharges<'static>]) -> Vec<Self> {
+        let included = self.part.included().enumerate();
+        let own = included.filter(|(_, is_included)| *is_included);
+        let parts = own.map(|(selected, _)| {
+            let mut positions = 0..;
+            Self {
+                hash_slot: self.hash_slot,
+                part: RequestPart::new(request, |_| positions.next() == Some(selected)),
+            }
+        });
+        parts.collect()
+    }
+
+    /// Whether the part is one charge.
+    pub(super) fn is_one_charge(&self) -> bool {
+        each_charge(&self.part.policies).count() == 1
     }
 
     /// Whether the slot counts as unreachable for this request.
     pub(super) fn is_held_back(&self) -> bool {
-        self.charges.iter().any(|charge| charge.is_held_back)
+        self.part.policies.iter().any(|policy| policy.is_held_back)
     }
 
-    fn enforced_charges(&self) -> impl Iterator<Item = &OwnedCharge> {
-        self.charges.iter().filter(|charge| !charge.shadow)
+    fn enforced_policies(&self) -> impl Iterator<Item = &PolicyCharges<'static>> {
+        self.part.policies.iter().filter(|policy| !policy.shadow)
     }
 
     /// Whether these charges can refuse the request.
     pub(super) fn has_enforced_charges(&self) -> bool {
-        self.enforced_charges().next().is_some()
+        self.enforced_policies().next().is_some()
     }
 
     /// Whether the request is rejected if these charges can't be decided.
     pub(super) fn fails_closed(&self) -> bool {
-        self.enforced_charges().any(|charge| charge.fails_closed)
+        self.enforced_policies().any(|policy| policy.fails_closed)
     }
 
     /// Whether Redis must see the request although other charges may refuse it: to count a rejected
     /// request, or to start a block.
     pub(super) fn counts_refused_requests(&self) -> bool {
-        self.enforced_charges().any(|charge| {
-            charge.counts_rejected || charge.is_counted || charge.to_creditable_charge().is_block()
+        self.enforced_policies().any(|policy| {
+            let mut charges = policy.charges();
+            policy.counts_rejected || charges.any(|charge| charge.is_read || charge.is_block())
         })
     }
 
     /// The smallest capacity of the enforced limits.
     pub(super) fn min_capacity(&self) -> u64 {
-        let capacities = self
-            .enforced_charges()
-            .map(|charge| charge.limit.capacity());
+        let limits = self.enforced_policies().flat_map(PolicyCharges::charges);
+        let capacities = limits.map(|charge| charge.limit.capacity());
         capacities.min().unwrap_or(u64::MAX)
-    }
-}
-
-impl OwnedCharge {
-    fn from_charge(position: usize, charge: &Charge<'_>) -> Self {
-        Self {
-            position,
-            limit: *charge.limit,
-            key: charge.key.clone(),
-            cost: charge.cost,
-            policy_number: charge.policy_number,
-            shadow: charge.shadow,
-            counts_rejected: charge.counts_rejected,
-            is_counted: charge.is_counted,
-            fails_closed: charge.fails_closed,
-            is_held_back: charge.is_held_back,
-            slot_id: charge.slot_id,
-            dynamic: charge.dynamic.cloned(),
-        }
-    }
-
-    /// Returns the charge marked as an estimate, so that it can be credited later, and without a
-    /// lease, because units granted by one slot can't be revoked when another slot refuses.
-    pub(super) fn to_creditable_charge(&self) -> Charge<'_> {
-        Charge {
-            policy_number: self.policy_number,
-            shadow: self.shadow,
-            counts_rejected: self.counts_rejected,
-            is_estimate: true,
-            is_counted: self.is_counted,
-            slot_id: self.slot_id,
-            dynamic: self.dynamic.as_ref(),
-            ..Charge::new(&self.limit, &self.key, self.cost)
-        }
     }
 }
 

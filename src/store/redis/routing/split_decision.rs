@@ -6,9 +6,10 @@
 //! returned.
 
 use super::router::RedisRouter;
-use super::slot_charges::HashSlotCharges;
+use super::slot_charges::HashSlotPart;
 use crate::limiter::{
-    Amendment, Charge, ChargeEffect, ChargeOutcome, Decision, Limit, LimitStatus, determine_effect,
+    Amendment, Charge, ChargeEffect, ChargeOutcome, Decision, Limit, LimitStatus, PolicyCharges,
+    Refusal, determine_effects, each_charge,
 };
 use crate::store::redis::error::RedisErrorKind;
 use crate::store::{DecisionFailure, PartialDecision, Settlement};
@@ -18,17 +19,15 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-/// A part of a request, and its decision.
+/// A part of a request, and its decision, expanded to the request.
 struct DecidedPart {
-    part: HashSlotCharges,
+    slot_part: HashSlotPart,
     answer: Result<Decision, RedisErrorKind>,
 }
 
 /// What a part's decision did to one counter.
 struct SplitChargeOutcome<'a> {
-    /// The index of the charge in the request.
-    position: usize,
-    charge: Charge<'a>,
+    charge: Charge<'a, 'static>,
     /// The limit that the part has decided.
     limit: Limit,
     /// The clock of the part's server.
@@ -46,7 +45,7 @@ impl DecidedPart {
     /// Why the part was not decided, unless it only affects shadow policies.
     fn failure(&self) -> Option<RedisErrorKind> {
         let failure = self.answer.as_ref().err().copied();
-        failure.filter(|_| self.part.has_enforced_charges())
+        failure.filter(|_| self.slot_part.has_enforced_charges())
     }
 }
 
@@ -112,23 +111,26 @@ impl RedisRouter {
     /// decision if it forwards the request.
     pub(super) async fn decide_parts(
         self: Arc<Self>,
-        mut waiting: Vec<HashSlotCharges>,
+        request: Vec<PolicyCharges<'static>>,
+        mut waiting: Vec<HashSlotPart>,
         deadline: Instant,
         result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
     ) {
-        let charge_count = waiting.iter().map(|part| part.charges.len()).sum();
-        let fails_closed = waiting.iter().any(HashSlotCharges::fails_closed);
+        let fails_closed = waiting.iter().any(HashSlotPart::fails_closed);
         let mut decided: Vec<DecidedPart> = Vec::with_capacity(waiting.len());
         while !waiting.is_empty() {
             let round = self.take_parts_of_next_round(&mut waiting);
             let answers =
                 join_all(round.iter().map(|part| self.reserve_part(part, deadline))).await;
-            for (part, answer) in round.into_iter().zip(answers) {
+            for (slot_part, answer) in round.into_iter().zip(answers) {
                 match answer {
-                    Err(RedisErrorKind::TryAgain) if part.charges.len() > 1 => {
-                        waiting.extend(part.split_by_charge());
+                    Err(RedisErrorKind::TryAgain) if !slot_part.is_one_charge() => {
+                        waiting.extend(slot_part.split_by_charge(&request));
                     }
-                    answer => decided.push(DecidedPart { part, answer }),
+                    answer => decided.push(DecidedPart {
+                        answer: answer.map(|decision| slot_part.part.expand(decision)),
+                        slot_part,
+                    }),
                 }
             }
             let is_failed = decided.iter().any(|part| part.failure().is_some());
@@ -138,8 +140,8 @@ impl RedisRouter {
                 break;
             }
         }
-        let outcomes = collect_outcomes(&decided);
-        let decision = merge_decisions(charge_count, &decided, &outcomes);
+        let outcomes = collect_outcomes(&request, &decided);
+        let decision = merge_decisions(&request, &decided, &outcomes);
         let is_refused = decided.iter().any(DecidedPart::is_refused);
         let without_answer = decision.is_none().then_some(RedisErrorKind::ClusterDown);
         let failure = decided.iter().find_map(DecidedPart::failure);
@@ -147,8 +149,7 @@ impl RedisRouter {
         let failure = failure.map(|kind| self.decision_failure(kind));
         let is_forwarded = send_result(decision, failure, result_sender).await;
         let is_dropped = !is_forwarded && !is_refused;
-        let corrections: Vec<Settlement<'_>> = outcomes
-            .iter()
+        let corrections: Vec<Settlement<'_>> = (outcomes.iter().flatten())
             .filter_map(|outcome| outcome.correction(is_dropped))
             .collect();
         if !corrections.is_empty() {
@@ -159,21 +160,20 @@ impl RedisRouter {
     /// Takes the parts that are asked next, at once. Parts of unreachable nodes come first: they
     /// fail without a call. Then the parts that may refuse come one after the other, narrowest
     /// first. All other parts come last, together.
-    fn take_parts_of_next_round(&self, waiting: &mut Vec<HashSlotCharges>) -> Vec<HashSlotCharges> {
+    fn take_parts_of_next_round(&self, waiting: &mut Vec<HashSlotPart>) -> Vec<HashSlotPart> {
         let slot_map = self.slot_map.get();
-        let is_unreachable = |part: &HashSlotCharges| {
+        let is_unreachable = |part: &HashSlotPart| {
             let node = slot_map.node_for_hash_slot(part.hash_slot);
             part.is_held_back() || node.is_none_or(|node| !node.is_available())
         };
-        let mut round: Vec<HashSlotCharges> = waiting
+        let mut round: Vec<HashSlotPart> = waiting
             .extract_if(.., |part| is_unreachable(part))
             .collect();
         if !round.is_empty() {
             return round;
         }
-        let may_refuse = |part: &HashSlotCharges| {
-            part.has_enforced_charges()
-                && !self.hints.expects_admission(&part.to_creditable_charges())
+        let may_refuse = |part: &HashSlotPart| {
+            part.has_enforced_charges() && !self.hints.expects_admission(&part.part.policies)
         };
         let doubtful = waiting
             .iter()
@@ -188,7 +188,7 @@ impl RedisRouter {
             None => round.append(waiting),
         }
         for part in &round {
-            self.hints.deduct_charges(&part.to_creditable_charges());
+            self.hints.deduct_charges(&part.part.policies);
         }
         round
     }
@@ -196,24 +196,26 @@ impl RedisRouter {
     /// Decides one part, and remembers its remaining units.
     async fn reserve_part(
         &self,
-        part: &HashSlotCharges,
+        slot_part: &HashSlotPart,
         deadline: Instant,
     ) -> Result<Decision, RedisErrorKind> {
-        if part.is_held_back() {
-            return Err(self.refuse_held_back(part.hash_slot));
+        let hash_slot = slot_part.hash_slot;
+        if slot_part.is_held_back() {
+            return Err(self.refuse_held_back(hash_slot));
         }
-        let charges = part.to_creditable_charges();
-        let answer = self
-            .request_decision(part.hash_slot, &charges, deadline)
-            .await;
-        let decision = match (answer, charges.as_slice()) {
-            (Err(RedisErrorKind::TryAgain), [charge]) if charge.dynamic.is_some() => {
-                self.decide_in_moving_slot(part.hash_slot, *charge, deadline)
-                    .await?
-            }
-            (answer, _) => answer?,
-        };
-        self.hints.record_remaining(&charges, &decision);
+        let policies = &slot_part.part.policies;
+        let mut answer = self.request_decision(hash_slot, policies, deadline).await;
+        if answer == Err(RedisErrorKind::TryAgain)
+            && slot_part.is_one_charge()
+            && let [policy] = policies.as_slice()
+            && each_charge(policies).any(|charge| charge.name.is_some())
+        {
+            answer = self
+                .decide_in_moving_slot(hash_slot, policy, deadline)
+                .await;
+        }
+        let decision = answer?;
+        self.hints.record_remaining(policies, &decision);
         Ok(decision)
     }
 }
@@ -248,40 +250,45 @@ async fn send_result(
     }
 }
 
-/// The outcomes of all charges whose parts answered.
-fn collect_outcomes(decided: &[DecidedPart]) -> Vec<SplitChargeOutcome<'_>> {
-    let mut outcomes = Vec::new();
-    for DecidedPart { part, answer } in decided {
+/// The outcomes of all charges of a request, in order; `None` if their parts did not answer.
+fn collect_outcomes<'r>(
+    request: &'r [PolicyCharges<'static>],
+    decided: &[DecidedPart],
+) -> Vec<Option<SplitChargeOutcome<'r>>> {
+    let mut outcomes: Vec<Option<SplitChargeOutcome<'r>>> = Vec::new();
+    outcomes.resize_with(each_charge(request).count(), || None);
+    for DecidedPart { slot_part, answer } in decided {
         let Ok(answer) = answer else { continue };
-        for (charge, outcome) in part.charges.iter().zip(&answer.outcomes) {
-            let position = charge.position;
-            let charge = charge.to_creditable_charge();
-            outcomes.push(SplitChargeOutcome {
-                position,
-                limit: outcome.limit_in_effect(charge.limit),
-                charge,
-                now_us: answer.now_us,
-                outcome: *outcome,
-                effect: ChargeEffect::NoChange,
-            });
+        let answered = each_charge(request).zip(answer.outcomes());
+        let answered = answered.zip(slot_part.part.included());
+        for (collected, ((charge, outcome), is_included)) in outcomes.iter_mut().zip(answered) {
+            if is_included {
+                *collected = Some(SplitChargeOutcome {
+                    limit: outcome.limit_in_effect(charge.limit),
+                    charge,
+                    now_us: answer.now_us,
+                    outcome: *outcome,
+                    effect: ChargeEffect::NoChange,
+                });
+            }
         }
     }
-    let charges: SmallVec<[Charge<'_>; 4]> =
-        outcomes.iter().map(|outcome| outcome.charge).collect();
-    let refusals: SmallVec<[_; 4]> = (outcomes.iter())
-        .map(|split| split.outcome.refusal())
-        .collect();
-    for (at, outcome) in outcomes.iter_mut().enumerate() {
-        outcome.effect = determine_effect(&charges, &refusals, at);
+    let refusals = (outcomes.iter()).map(|split| split.as_ref()?.outcome.refusal());
+    let refusals: SmallVec<[Option<Refusal>; 4]> = refusals.collect();
+    let effects = determine_effects(request, &refusals);
+    for (split, effect) in outcomes.iter_mut().zip(effects) {
+        if let Some(split) = split {
+            split.effect = effect;
+        }
     }
     outcomes
 }
 
 /// Merges the decisions of the parts, on the clock of the first part that answered.
 fn merge_decisions(
-    charge_count: usize,
+    request: &[PolicyCharges<'_>],
     decided: &[DecidedPart],
-    outcomes: &[SplitChargeOutcome<'_>],
+    outcomes: &[Option<SplitChargeOutcome<'_>>],
 ) -> Option<Decision> {
     let answers = || decided.iter().filter_map(|part| part.answer.as_ref().ok());
     let admitted = answers().all(|answer| answer.admitted);
@@ -291,10 +298,10 @@ fn merge_decisions(
         now_us,
         admitted,
         delay_us: delay_us.filter(|_| admitted).unwrap_or(0),
-        ..Decision::without_outcomes(charge_count)
+        ..Decision::without_outcomes(request)
     };
-    for split in outcomes {
-        if let Some(outcome) = merged.outcomes.get_mut(split.position) {
+    for (outcome, split) in merged.outcomes_mut().zip(outcomes) {
+        if let Some(split) = split {
             *outcome = split.merged_outcome(now_us, admitted);
         }
     }
@@ -352,7 +359,7 @@ mod tests {
 
     /// Two charges of different keys, which are in different slots, or of one slot that moves.
     fn decided_parts(
-        charges: [Charge<'_>; 2],
+        charges: [Charge<'_, '_>; 2],
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Vec<DecidedPart> {
         let parts = HashSlotCharges::from_request(&charges).into_iter();

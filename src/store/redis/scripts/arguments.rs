@@ -14,31 +14,32 @@ pub(crate) fn push_time_argument(command: &mut Cmd, time_us: Option<u64>) {
     );
 }
 
-/// Appends the argument of a charge. `follows`: the charge belongs to the same request as the
-/// charge before it. `read_clock` is called for a period of a calendar only.
+/// Appends the argument of a charge. `policy_number` is that of its policy within the request.
+/// `follows`: the charge belongs to the same request as the charge before it. `read_clock` is
+/// called for a period of a calendar only.
 pub(crate) fn push_charge_argument(
     text: &mut String,
-    charge: &Charge<'_>,
+    charge: &Charge<'_, '_>,
+    (policy_number, follows): (u64, bool),
     rate: u64,
-    follows: bool,
     read_clock: impl Fn() -> u64,
 ) {
-    let options = u64::from(charge.shadow)
-        + 2 * u64::from(charge.counts_rejected)
+    let policy = charge.policy;
+    let options = u64::from(policy.shadow)
+        + 2 * u64::from(policy.counts_rejected)
         + 4 * u64::from(charge.is_estimate)
         + 8 * u64::from(follows)
-        + 16 * u64::from(charge.is_counted);
+        + 16 * u64::from(charge.is_read);
     text.push_str(algorithm_letter(charge.limit));
-    let policy = u64::from(charge.policy_number) * 32 + options;
-    push_numbers(text, ' ', &[policy, charge.cost]);
-    if let Some(lease) = charge.requested_lease() {
-        let units = charge.requested_lease_units;
+    push_numbers(text, ' ', &[policy_number * 32 + options, charge.cost]);
+    if let Some(lease) = policy.requested_lease() {
+        let units = policy.requested_lease_units;
         push_numbers(text, '+', &[units, lease.ttl_us, lease.divisor()]);
     }
     push_numbers(text, ' ', &[charge.limit.capacity(), charge.limit.per_us]);
     text.push(' ');
-    push_algorithm_parameters(text, charge.limit, rate, charge.slot_id, read_clock);
-    if let Some(limit_name) = charge.dynamic {
+    push_algorithm_parameters(text, charge.limit, rate, policy.slot_id, read_clock);
+    if let Some(limit_name) = charge.name {
         let limit = charge.limit;
         push_numbers(text, '|', &[limit.max_amount(), limit.max_delay_us()]);
         text.push('|');

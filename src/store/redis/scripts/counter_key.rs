@@ -1,7 +1,7 @@
 //! The keys of counters and of the membership sets in Redis.
 
 use super::ScriptLibrary;
-use crate::limiter::{Algorithm, Calendar, Charge, Key, Limit, MAX_UNITS};
+use crate::limiter::{Algorithm, Calendar, CounterRef, Key, Limit, MAX_UNITS};
 
 /// A readable part of a key longer than this many bytes is left out.
 const MAX_READABLE_KEY_BYTES: usize = 64;
@@ -10,28 +10,28 @@ const MAX_READABLE_KEY_BYTES: usize = 64;
 const OVERRIDE_KEY_END: &str = "}:override";
 
 impl ScriptLibrary {
-    /// The Redis key of a charge's counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
+    /// The Redis key of a counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
     /// or buckets>][:<readable key>]`. For a period of a calendar, `<per>+<offset>` is
     /// `<unit>+<time zone>`. A response counter has `counted:` before the algorithm,
     /// and is not parsed as a counter.
-    pub fn counter_key(&self, charge: &Charge<'_>) -> String {
+    pub fn counter_key(&self, counter: CounterRef<'_>) -> String {
         let mut key = String::new();
-        self.push_counter_key(&mut key, charge);
+        self.push_counter_key(&mut key, counter);
         key
     }
 
-    /// The name of a charge's counter: its key without the readable part.
-    pub(crate) fn counter_name(&self, charge: &Charge<'_>) -> String {
+    /// The name of a counter: its key without the readable part.
+    pub(crate) fn counter_name(&self, counter: CounterRef<'_>) -> String {
         let mut name = String::new();
-        self.push_counter_name(&mut name, charge);
+        self.push_counter_name(&mut name, counter);
         name
     }
 
-    pub(crate) fn push_counter_key(&self, key: &mut String, charge: &Charge<'_>) {
-        self.push_counter_name(key, charge);
+    pub(crate) fn push_counter_key(&self, key: &mut String, counter: CounterRef<'_>) {
+        self.push_counter_name(key, counter);
         let end = key.len();
         key.push(':');
-        charge.key.append_readable_to(key);
+        counter.key.append_readable_to(key);
         if key.len() - end > 1 + MAX_READABLE_KEY_BYTES {
             key.truncate(end);
         }
@@ -39,11 +39,11 @@ impl ScriptLibrary {
 
     /// Appends the key without its readable part: it names the counter and contains no value of a
     /// client.
-    fn push_counter_name(&self, key: &mut String, charge: &Charge<'_>) {
+    fn push_counter_name(&self, key: &mut String, counter: CounterRef<'_>) {
         key.push_str(&self.counter_key_prefix);
-        push_hex_id(key, charge.key.quota_id());
-        let (algorithm, per_us) = charge.limit.counter_identity();
-        let kind = if charge.key.is_response_counter_key() {
+        push_hex_id(key, counter.key.quota_id());
+        let (algorithm, per_us) = counter.limit.counter_identity();
+        let kind = if counter.key.is_response_counter_key() {
             "}:counted:"
         } else {
             "}:"

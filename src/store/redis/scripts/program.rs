@@ -1,6 +1,6 @@
 //! The texts of the Lua programs: which files and sections a program contains.
 
-use crate::limiter::{Algorithm, Charge};
+use crate::limiter::{Algorithm, Charge, PolicyCharges, each_charge};
 
 /// A script and its SHA-1 digest for EVALSHA.
 #[derive(Debug)]
@@ -95,22 +95,20 @@ pub(super) fn program_flags_for_algorithm(algorithm: Algorithm) -> usize {
     }
 }
 
-pub(super) fn program_flags_for_charges(charges: &[Charge<'_>]) -> usize {
-    charges
-        .iter()
-        .fold(0, |bits, charge| bits | program_flags_for_charge(charge))
+pub(super) fn program_flags_for_request(request: &[PolicyCharges<'_>]) -> usize {
+    each_charge(request).fold(0, |bits, charge| bits | program_flags_for_charge(&charge))
 }
 
 /// The flags of the program that decides a charge.
-pub(crate) fn program_flags_for_charge(charge: &Charge<'_>) -> usize {
+pub(crate) fn program_flags_for_charge(charge: &Charge<'_, '_>) -> usize {
     let mut flags = program_flags_for_algorithm(charge.limit.algorithm);
-    if charge.counts_rejected {
+    if charge.policy.counts_rejected {
         flags |= COUNT_REJECTED_FLAG;
     }
-    if charge.requested_lease().is_some() {
+    if charge.policy.requested_lease().is_some() {
         flags |= LEASE_FLAG;
     }
-    if charge.dynamic.is_some() {
+    if charge.name.is_some() {
         flags |= OVERRIDE_FLAG;
     }
     flags

@@ -3,7 +3,7 @@
 use super::ScriptLibrary;
 use crate::limiter::{
     Algorithm, Charge, ChargeOutcome, Decision, LeaseGrant, LeaseTerms, Limit, LimitStatus,
-    OverrideInEffect, Refusal,
+    OverrideInEffect, PolicyCharges, PolicyOutcome, Refusal,
 };
 use redis::Value;
 use smallvec::SmallVec;
@@ -26,7 +26,7 @@ pub(crate) struct CallerPosition {
 
 impl ScriptLibrary {
     /// Parses the reply to [`ScriptLibrary::decide_command`]. Returns `None` if it is invalid.
-    pub fn parse_decision_reply(reply: &Value, charges: &[Charge<'_>]) -> Option<Decision> {
+    pub fn parse_decision_reply(reply: &Value, request: &[PolicyCharges<'_>]) -> Option<Decision> {
         let Value::BulkString(text) = reply else {
             return None;
         };
@@ -35,7 +35,7 @@ impl ScriptLibrary {
         Self::parse_request_decision(
             parse_now_us(now)?,
             text,
-            charges,
+            request,
             CallerPosition { index: 0, total: 1 },
         )
     }
@@ -44,33 +44,40 @@ impl ScriptLibrary {
     pub(crate) fn parse_request_decision(
         now_us: u64,
         text: &str,
-        charges: &[Charge<'_>],
+        request: &[PolicyCharges<'_>],
         position: CallerPosition,
     ) -> Option<Decision> {
         let mut numbers = parse_numbers(text);
         let mut next_number = || numbers.next().flatten();
-        let (mut admitted, mut outcomes, mut max_allowed_delay_us) = (true, SmallVec::new(), 0);
-        for charge in charges {
-            let mut outcome = parse_charge_outcome(charge, now_us, position, &mut next_number)?;
-            if charge.is_estimate {
-                // 0 if the charge was not made.
-                let at_us = to_time_us(next_number()?)?;
-                let is_possible = at_us == 0 || at_us >= now_us;
-                outcome.charged_at_us = is_possible.then_some(Some(at_us).filter(|at| *at > 0))?;
+        let (mut admitted, mut max_allowed_delay_us) = (true, 0);
+        let mut policies: SmallVec<[PolicyOutcome; 2]> = SmallVec::new();
+        for policy in request {
+            let mut limits = SmallVec::new();
+            for charge in policy.charges() {
+                let mut outcome =
+                    parse_charge_outcome(&charge, now_us, position, &mut next_number)?;
+                if charge.is_estimate {
+                    // 0 if the charge was not made.
+                    let at_us = to_time_us(next_number()?)?;
+                    let is_possible = at_us == 0 || at_us >= now_us;
+                    outcome.charged_at_us =
+                        is_possible.then_some(Some(at_us).filter(|at| *at > 0))?;
+                }
+                admitted &= !charge.is_enforced() || outcome.refusal().is_none();
+                limits.push(outcome);
+                if !policy.shadow {
+                    max_allowed_delay_us = charge.limit.max_delay_us().max(max_allowed_delay_us);
+                }
             }
-            admitted &= !charge.is_enforced() || outcome.refusal().is_none();
-            outcomes.push(outcome);
-            if !charge.shadow {
-                max_allowed_delay_us = charge.limit.max_delay_us().max(max_allowed_delay_us);
-            }
+            policies.push(PolicyOutcome {
+                limits,
+                grant: None,
+            });
         }
-        let mut grants = SmallVec::new();
-        for policy in charges.chunk_by(Charge::is_same_policy) {
-            if let Some(charge) = policy.first()
-                && let Some(lease) = charge.requested_lease()
-            {
+        for (policy, outcome) in request.iter().zip(&mut policies) {
+            if let Some(lease) = policy.requested_lease() {
                 let numbers = [next_number()?, next_number()?];
-                grants.extend(parse_grant(charge, lease, now_us, numbers)?);
+                outcome.grant = parse_grant(policy, lease, now_us, numbers)?;
             }
         }
         // A reply without a delay leaves it out.
@@ -82,9 +89,8 @@ impl ScriptLibrary {
         (is_valid_delay && numbers.next().is_none()).then_some(Decision {
             now_us,
             admitted,
-            outcomes,
+            policies,
             delay_us,
-            grants,
             may_have_charged: false,
         })
     }
@@ -103,13 +109,13 @@ pub(crate) fn parse_now_us(text: &str) -> Option<u64> {
 
 /// Parses the status of one charge for one of its callers, and the expiry of its override.
 fn parse_charge_outcome(
-    charge: &Charge<'_>,
+    charge: &Charge<'_, '_>,
     now_us: u64,
     position: CallerPosition,
     mut next_number: impl FnMut() -> Option<i64>,
 ) -> Option<ChargeOutcome> {
     let (mut in_effect, mut expires_at_ms, mut has_foreign_override) = (None, None, false);
-    if charge.dynamic.is_some() {
+    if charge.name.is_some() {
         let mut requests = next_number()?;
         if requests == OVERRIDE_EXPIRES {
             expires_at_ms = Some(u64::try_from(next_number()?).ok()?);
@@ -224,7 +230,7 @@ fn derive_caller_status(
 
 /// Parses a grant; `Some(None)` without one. Returns `None` for an impossible value.
 fn parse_grant(
-    charge: &Charge<'_>,
+    policy: &PolicyCharges<'_>,
     lease: LeaseTerms,
     now_us: u64,
     [units, until]: [i64; 2],
@@ -235,12 +241,8 @@ fn parse_grant(
     }
     let remaining_us = (until_us + 1).checked_sub(now_us)?;
     let is_valid =
-        units <= charge.requested_lease_units && (1..=lease.ttl_us).contains(&remaining_us);
-    is_valid.then_some(Some(LeaseGrant {
-        policy_number: charge.policy_number,
-        units,
-        until_us,
-    }))
+        units <= policy.requested_lease_units && (1..=lease.ttl_us).contains(&remaining_us);
+    is_valid.then_some(Some(LeaseGrant { units, until_us }))
 }
 
 fn to_time_us(number: i64) -> Option<u64> {

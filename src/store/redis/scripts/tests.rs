@@ -171,7 +171,7 @@ fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
         one_unit_charge(&limit, &key),
         one_unit_charge(&LOG_LIMIT, &key),
     );
-    let read = |reply: &str, charges: &[Charge<'_>]| {
+    let read = |reply: &str, charges: &[Charge<'_, '_>]| {
         ScriptLibrary::parse_decision_reply(&Value::BulkString(reply.into()), charges)
             .map(|decision| decision.delay_us)
     };
