@@ -4,7 +4,7 @@
 use crate::masters::{MASTER_COUNT, RedisMasters};
 use std::fmt::Write;
 use std::time::Duration;
-use tidegate::limiter::{Algorithm, Charge, Limit};
+use tidegate::limiter::{Algorithm, CounterRef, Limit};
 use tidegate::policy::{KeyPart, KeyTemplate, path};
 use tidegate::store::redis::ScriptLibrary;
 
@@ -344,7 +344,10 @@ fn counter_key(policy: &str, user: &str, limit: &Limit) -> String {
     let part = KeyPart::parse(header, &path::Settings::DEFAULT).unwrap();
     let mut key = KeyTemplate::new(vec![part]).start_key(policy);
     key.push_key_value(Some(user.as_bytes()));
-    ScriptLibrary::new(PREFIX).counter_key(&Charge::new(limit, &key.finish(), 1))
+    ScriptLibrary::new(PREFIX).counter_key(CounterRef {
+        limit,
+        key: &key.finish(),
+    })
 }
 
 /// Returns a user of the policy whose counter is on the master, and the counter's key.

@@ -272,3 +272,43 @@ impl<'r> Charge<'r, '_> {
         self.is_enforced() && !matches!(self.limit.algorithm, Algorithm::Concurrency { .. })
     }
 }
+
+#[cfg(test)]
+mod test_builders {
+    use super::{LimitCharge, PolicyCharges};
+    use crate::limiter::{ChargeOutcome, Decision, Limit, PolicyOutcome};
+    use smallvec::smallvec;
+
+    impl PolicyCharges<'_> {
+        pub fn with_cost(&self, cost: u64) -> Self {
+            self.map_limits(|charge| charge.cost = cost)
+        }
+
+        pub fn with_limit(&self, limit: &Limit) -> Self {
+            self.map_limits(|charge| charge.limit = *limit)
+        }
+
+        pub fn with_estimate(&self) -> Self {
+            self.map_limits(|charge| charge.is_estimate = true)
+        }
+
+        pub fn and_limit(mut self, limit: &Limit, cost: u64) -> Self {
+            self.limits.push(LimitCharge::new(limit, cost));
+            self
+        }
+    }
+
+    impl Decision {
+        /// A decision about policies with one limit each.
+        pub fn with_outcomes(self, outcomes: impl IntoIterator<Item = ChargeOutcome>) -> Self {
+            let policies = outcomes.into_iter().map(|outcome| PolicyOutcome {
+                limits: smallvec![outcome],
+                grant: None,
+            });
+            Self {
+                policies: policies.collect(),
+                ..self
+            }
+        }
+    }
+}

@@ -438,6 +438,8 @@ impl DenyCacheEntry {
 mod tests {
     use super::*;
     use crate::limiter::{Algorithm, ChargeOutcome, Key, KeyBuilder, LeaseTerms};
+    use std::borrow::Cow;
+    use std::slice::from_ref;
     use std::sync::Arc;
 
     const LIMIT: Limit = Limit {
@@ -451,8 +453,8 @@ mod tests {
         KeyBuilder::new(policy).finish()
     }
 
-    fn charge_of_two_units<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
-        Charge::new(limit, key, 2)
+    fn charge_of_two_units<'a>(limit: &'a Limit, key: &'a Key) -> PolicyCharges<'a> {
+        PolicyCharges::new(limit, key, 2)
     }
 
     fn refused_status(after_us: u64) -> LimitStatus {
@@ -472,21 +474,21 @@ mod tests {
         });
         Decision {
             now_us: NOW_US,
-            outcomes: outcomes.collect(),
             ..Decision::default()
         }
+        .with_outcomes(outcomes)
     }
 
     /// The status of each limit.
     fn statuses_of(decision: &Decision) -> Vec<Option<LimitStatus>> {
-        let outcomes = decision.outcomes.iter();
+        let outcomes = decision.outcomes();
         outcomes.map(|outcome| outcome.status).collect()
     }
 
     /// A refusal that needs no call.
     fn find_refusal(
         cache: &DenyCache,
-        charges: &[Charge<'_, '_>],
+        charges: &[PolicyCharges<'_>],
         now: Instant,
     ) -> Option<Decision> {
         let found = cache.find_statuses(charges, now)?;
@@ -542,7 +544,7 @@ mod tests {
         };
         let charges = [
             charge_of_two_units(&LIMIT, &refusing),
-            Charge {
+            PolicyCharges {
                 lease: Some(terms),
                 ..charge_of_two_units(&LIMIT, &leased)
             },
@@ -564,10 +566,8 @@ mod tests {
     fn an_old_refusal_of_a_dynamic_policy_does_not_replace_a_failed_call() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let name: Arc<str> = Arc::from("api");
-        let charges = [Charge {
-            dynamic: Some(&name),
-            ..charge_of_two_units(&LIMIT, &key)
-        }];
+        let charge = charge_of_two_units(&LIMIT, &key);
+        let charges = [charge.map_limits(|charge| charge.name = Some(Cow::Borrowed(&name)))];
         let blocked = LimitStatus {
             refusal: Some(Refusal::Never),
             ..refused_status(2_000_000)
@@ -609,7 +609,7 @@ mod tests {
             asked,
         );
         assert!(is_refused(2009) && !is_refused(2010) && is_refused(2011));
-        cache.forget_refusals(&charges, &Decision::without_outcomes(charges.len()));
+        cache.forget_refusals(&charges, &Decision::without_outcomes(&charges));
         assert!(!is_refused(2012), "the request that asked was admitted");
     }
 
@@ -619,11 +619,8 @@ mod tests {
         let charges = [charge_of_two_units(&LIMIT, &key)];
         let refused = refused_decision(&[refused_status(9_000_000)]);
         cache.record_refusal(&charges, &refused, sent, sent);
-        let find = |charges: &[Charge<'_, '_>]| find_refusal(&cache, charges, sent + ms(1001));
-        let reading = [Charge {
-            cost: 0,
-            ..charges[0]
-        }];
+        let find = |charges: &[PolicyCharges<'_>]| find_refusal(&cache, charges, sent + ms(1001));
+        let reading = [charges[0].with_cost(0)];
         assert!(find(&reading).is_none());
         assert!(find(&charges).is_none(), "this request asks Redis");
         assert!(find(&charges).is_some(), "others wait for its answer");
@@ -638,7 +635,7 @@ mod tests {
         let charges = [
             charge_of_two_units(&LIMIT, &unanswered),
             charge_of_two_units(&LIMIT, &outdated),
-            Charge {
+            PolicyCharges {
                 counts_rejected: true,
                 ..charge_of_two_units(&LIMIT, &counting)
             },
@@ -647,7 +644,9 @@ mod tests {
         cache.record_refusal(&charges[1..2], &refused, sent, sent);
         let read_at = sent + ms(1500);
         let mut reading = refused_decision(&[refused_status(9_000_000); 3]);
-        reading.outcomes[..2].fill(ChargeOutcome::default());
+        for outcome in reading.outcomes_mut().take(2) {
+            *outcome = ChargeOutcome::default();
+        }
         cache.record_reading(&charges, &reading, (read_at, read_at), 0);
         let found = cache.find_fresh_statuses(&charges, read_at + ms(999));
         let found = found.unwrap();
@@ -670,7 +669,7 @@ mod tests {
     /// `None`: no certain refusal. Otherwise the positions that are not known.
     fn unknown_positions(
         cache: &DenyCache,
-        charges: &[Charge<'_, '_>],
+        charges: &[PolicyCharges<'_>],
         at: Instant,
     ) -> Option<Vec<usize>> {
         let found = cache.find_statuses(charges, at)?;
@@ -709,13 +708,14 @@ mod tests {
         cache.record_refusal(&charges[..2], &statuses, sent, sent);
         assert_eq!(unknown_positions(&cache, &charges, sent), Some(vec![2]));
         assert_eq!(unknown_positions(&cache, &charges[2..], sent), None);
-        let cheaper = charges.map(|charge| Charge { cost: 1, ..charge });
+        let cheaper = charges.each_ref().map(|charge| charge.with_cost(1));
         assert_eq!(unknown_positions(&cache, &cheaper, sent), None);
-        let counting = Charge {
+        let counting = PolicyCharges {
             counts_rejected: true,
-            ..charges[2]
+            ..charges[2].clone()
         };
-        let counted = [charges[0], charges[1], counting];
+        let [first, second, ..] = charges;
+        let counted = [first, second, counting];
         assert_eq!(unknown_positions(&cache, &counted, sent), None);
     }
 
@@ -728,11 +728,8 @@ mod tests {
             algorithm: Algorithm::Block,
         };
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let estimate = Charge {
-            is_estimate: true,
-            ..charge_of_two_units(&LIMIT, &key)
-        };
-        let charges = [Charge::new(&BLOCK, &key, 1), estimate];
+        let estimate = charge_of_two_units(&LIMIT, &key).with_estimate();
+        let charges = [PolicyCharges::new(&BLOCK, &key, 1), estimate];
         let statuses = [refused_status(5_000_000), refused_status(60_000_000)];
         cache.record_refusal(&charges, &refused_decision(&statuses), sent, sent);
         let refusal = find_refusal(&cache, &charges, sent + ms(999)).unwrap();
@@ -762,7 +759,14 @@ mod tests {
         };
         cache.record_refusal(&charges[1..], &other, sent, sent);
         let refusal = find_refusal(&cache, &charges, sent + ms(100)).unwrap();
-        let wait_us = |position: usize| match refusal.outcomes[position].status.unwrap().refusal {
+        let wait_us = |position: usize| match refusal
+            .outcomes()
+            .nth(position)
+            .unwrap()
+            .status
+            .unwrap()
+            .refusal
+        {
             Some(Refusal::Until(at_us)) => at_us - refusal.now_us,
             other => panic!("{other:?}"),
         };
@@ -792,7 +796,7 @@ mod tests {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
         let cached_ms = |ttl_us, after_us| {
             let lease = Some(LeaseTerms { size: None, ttl_us });
-            let charges = [Charge {
+            let charges = [PolicyCharges {
                 lease,
                 ..charge_of_two_units(&LIMIT, &key)
             }];
@@ -816,9 +820,9 @@ mod tests {
     #[test]
     fn a_refusal_does_not_match_smaller_costs_other_limits_other_keys_or_shadows() {
         let (cache, a, b, sent) = (DenyCache::default(), key("a"), key("b"), Instant::now());
-        let refused_charge = charge_of_two_units(&LIMIT, &a);
+        let refused_charge = &charge_of_two_units(&LIMIT, &a);
         cache.record_refusal(
-            &[refused_charge],
+            from_ref(refused_charge),
             &refused_decision(&[refused_status(500_000)]),
             sent,
             sent,
@@ -827,36 +831,29 @@ mod tests {
             requests: 6,
             ..LIMIT
         };
-        let is_refused = |charge| find_refusal(&cache, &[charge], sent).is_some();
-        let is_refused_after_failure = |charge| cache.find_any_refusal(&[charge], sent).is_some();
+        let is_refused =
+            |charge: &PolicyCharges<'_>| find_refusal(&cache, from_ref(charge), sent).is_some();
+        let is_refused_after_failure =
+            |charge: &PolicyCharges<'_>| cache.find_any_refusal(from_ref(charge), sent).is_some();
         assert!(is_refused(refused_charge));
         for other in [
-            Charge {
-                cost: 1,
-                ..refused_charge
+            refused_charge.with_cost(1),
+            refused_charge.with_limit(&raised),
+            PolicyCharges {
+                key: Cow::Borrowed(&b),
+                ..refused_charge.clone()
             },
-            Charge {
-                limit: &raised,
-                ..refused_charge
-            },
-            Charge {
-                key: &b,
-                ..refused_charge
-            },
-            Charge {
+            PolicyCharges {
                 shadow: true,
-                ..refused_charge
+                ..refused_charge.clone()
             },
         ] {
             assert!(
-                !is_refused(other) && !is_refused_after_failure(other),
+                !is_refused(&other) && !is_refused_after_failure(&other),
                 "{other:?}"
             );
         }
-        let larger = Charge {
-            cost: 3,
-            ..refused_charge
-        };
+        let larger = &refused_charge.with_cost(3);
         assert!(!is_refused(larger), "the time for a larger cost is unknown");
         assert!(is_refused_after_failure(larger));
     }
@@ -866,14 +863,8 @@ mod tests {
         let (cache, sent) = (DenyCache::default(), Instant::now());
         let (requests, responses) = (key("a"), key("a").to_response_counter_key());
         let charges = [
-            Charge {
-                is_estimate: true,
-                ..charge_of_two_units(&LIMIT, &requests)
-            },
-            Charge {
-                is_counted: true,
-                ..charge_of_two_units(&LIMIT, &responses)
-            },
+            charge_of_two_units(&LIMIT, &requests).with_estimate(),
+            charge_of_two_units(&LIMIT, &responses).to_read(),
         ];
         let refused = [refused_status(500_000), refused_status(500_000)];
         cache.record_refusal(&charges, &refused_decision(&refused), sent, sent);
@@ -917,7 +908,7 @@ mod tests {
             "a limit with capacity refuses no request"
         );
 
-        let with_unknown = [charges[0], charge_of_two_units(&LIMIT, &c)];
+        let with_unknown = [charges[0].clone(), charge_of_two_units(&LIMIT, &c)];
         assert_eq!(
             find_refusal(&cache, &with_unknown, sent),
             None,
@@ -926,10 +917,10 @@ mod tests {
         let answer = cache.find_any_refusal(&with_unknown, sent).unwrap();
         assert_eq!(statuses_of(&answer), [Some(refused_status(500_000)), None]);
         let shadow = [
-            charges[0],
-            Charge {
+            charges[0].clone(),
+            PolicyCharges {
                 shadow: true,
-                ..with_unknown[1]
+                ..with_unknown[1].clone()
             },
         ];
         assert!(
@@ -969,21 +960,21 @@ mod tests {
     #[test]
     fn a_larger_refused_cost_does_not_replace_a_smaller_one() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let small = charge_of_two_units(&LIMIT, &key);
-        let large = Charge { cost: 4, ..small };
+        let small = [charge_of_two_units(&LIMIT, &key)];
+        let large = [small[0].with_cost(4)];
         cache.record_refusal(
-            &[small],
+            &small,
             &refused_decision(&[refused_status(500_000)]),
             sent,
             sent,
         );
         cache.record_refusal(
-            &[large],
+            &large,
             &refused_decision(&[refused_status(700_000)]),
             sent,
             sent,
         );
-        assert!(find_refusal(&cache, &[small], sent).is_some());
+        assert!(find_refusal(&cache, &small, sent).is_some());
     }
 
     /// Charges of an outage can fill a counter beyond its capacity. Then even a query without cost
@@ -991,31 +982,31 @@ mod tests {
     #[test]
     fn a_refused_query_does_not_displace_the_refusal_of_a_request() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let request = charge_of_two_units(&LIMIT, &key);
-        let query = Charge { cost: 0, ..request };
+        let request = &[charge_of_two_units(&LIMIT, &key)];
+        let query = &[request[0].with_cost(0)];
         let refused = refused_decision(&[refused_status(9_000_000)]);
-        let is_refused = |charge| find_refusal(&cache, &[charge], sent).is_some();
-        cache.record_refusal(&[query], &refused, sent, sent);
+        let is_refused = |charges| find_refusal(&cache, charges, sent).is_some();
+        cache.record_refusal(query, &refused, sent, sent);
         assert!(is_refused(query) && !is_refused(request));
-        for charge in [request, query] {
-            cache.record_refusal(&[charge], &refused, sent, sent);
-            assert!(is_refused(request), "after cost {}", charge.cost);
+        for charges in [request, query] {
+            cache.record_refusal(charges, &refused, sent, sent);
+            assert!(is_refused(request), "after {charges:?}");
         }
     }
 
     #[test]
     fn an_admitted_smaller_cost_makes_the_remaining_units_of_a_refusal_obsolete() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let large = charge_of_two_units(&LIMIT, &key);
-        let small = Charge { cost: 1, ..large };
+        let large = [charge_of_two_units(&LIMIT, &key)];
+        let small = [large[0].with_cost(1)];
         let is_refused_after_small_charge = |remaining| {
             let status = LimitStatus {
                 remaining,
                 ..refused_status(500_000)
             };
-            cache.record_refusal(&[large], &refused_decision(&[status]), sent, sent);
-            cache.forget_refusals(&[small], &Decision::without_outcomes(1));
-            find_refusal(&cache, &[large], sent).is_some()
+            cache.record_refusal(&large, &refused_decision(&[status]), sent, sent);
+            cache.forget_refusals(&small, &Decision::without_outcomes(&small));
+            find_refusal(&cache, &large, sent).is_some()
         };
         assert!(is_refused_after_small_charge(0) && !is_refused_after_small_charge(1));
     }
@@ -1023,24 +1014,16 @@ mod tests {
     #[test]
     fn a_permanent_refusal_is_cached_without_an_end_time() {
         let (cache, key, sent) = (DenyCache::default(), key("a"), Instant::now());
-        let charge_above_limit = Charge {
-            cost: 6,
-            ..charge_of_two_units(&LIMIT, &key)
-        };
+        let charge_above_limit = [charge_of_two_units(&LIMIT, &key).with_cost(6)];
         let never = LimitStatus {
             remaining: 5,
             next_growth_us: None,
             refusal: Some(Refusal::Never),
             in_effect: None,
         };
-        cache.record_refusal(
-            &[charge_above_limit],
-            &refused_decision(&[never]),
-            sent,
-            sent,
-        );
+        cache.record_refusal(&charge_above_limit, &refused_decision(&[never]), sent, sent);
         assert_eq!(
-            statuses_of(&find_refusal(&cache, &[charge_above_limit], sent).unwrap()),
+            statuses_of(&find_refusal(&cache, &charge_above_limit, sent).unwrap()),
             [Some(never)]
         );
     }

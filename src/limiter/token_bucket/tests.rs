@@ -1,7 +1,7 @@
 use super::history::HISTORY_PART_COUNT;
 use super::warm_up::{RAMP_STEP_COUNT, WarmUpRamp};
 use super::*;
-use crate::limiter::{Algorithm, Amendment, Charge, KeyBuilder, MAX_WARM_UP_US, Refusal};
+use crate::limiter::{Algorithm, Amendment, KeyBuilder, MAX_WARM_UP_US, PolicyCharges, Refusal};
 use proptest::prelude::*;
 
 const START_US: u64 = 1_800_000_000_000_123;
@@ -255,7 +255,9 @@ proptest! {
         let (mut state, mut now_us) = (limit.initial_state(), START_US);
         for (after_us, cost, operation) in steps {
             now_us += after_us;
-            let charge = Charge { is_estimate: operation == 0, ..Charge::new(&limit, &key, cost) };
+            let policy = PolicyCharges::new(&limit, &key, cost)
+                .map_limits(|charge| charge.is_estimate = operation == 0);
+            let charge = policy.charges().next().unwrap();
             let before = state.view_at(&limit, now_us).used_units();
             match operation {
                 0 if before + cost <= capacity => state.charge(&charge, now_us),

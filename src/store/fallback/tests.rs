@@ -1,7 +1,7 @@
 use super::outage_usage::OutageUsage;
 use super::*;
 use crate::clock::ManualClock;
-use crate::limiter::{Algorithm, ChargeOutcome, KeyBuilder};
+use crate::limiter::{Algorithm, ChargeOutcome, KeyBuilder, Limit};
 use std::sync::Barrier;
 use std::thread;
 
@@ -52,11 +52,12 @@ impl SimulatedFleet {
         self.manual_clock.set_us(self.now_us);
     }
 
-    fn one_unit_charge(&self) -> Charge<'_, '_> {
-        Charge {
+    fn one_unit_charge(&self) -> PolicyCharges<'static> {
+        let charge = PolicyCharges {
             has_fallback: true,
-            ..Charge::new(&self.limit, &self.key, 1)
-        }
+            ..PolicyCharges::new(&self.limit, &self.key, 1)
+        };
+        charge.to_owned_charges()
     }
 
     fn decide_in_redis(&mut self, instance: usize) -> bool {
@@ -68,10 +69,7 @@ impl SimulatedFleet {
 
     /// The instance receives the current status.
     fn decide_zero_cost_in_redis(&mut self, instance: usize) {
-        let charges = [Charge {
-            cost: 0,
-            ..self.one_unit_charge()
-        }];
+        let charges = [self.one_unit_charge().with_cost(0)];
         let decision = self.redis.decide(&charges);
         self.instances[instance].cache_statuses(&charges, &decision, Instant::now());
     }
@@ -295,10 +293,10 @@ fn a_restart_keeps_blocks_and_exhausted_keys_and_lets_them_end() {
         per_us,
         algorithm,
     });
-    let charges = [&block, &limit].map(|limit| Charge {
+    let charges = [PolicyCharges {
         has_fallback: true,
-        ..Charge::new(limit, &key, 1)
-    });
+        ..PolicyCharges::new(&block, &key, 1).and_limit(&limit, 1)
+    }];
     let mut fallback = FallbackStore::new(1, clock.clone());
     fallback.mark_partitions_unreachable([SINGLE_PARTITION]);
     assert!(fallback.decide(&charges, Instant::now()).admitted);
@@ -344,11 +342,12 @@ fn an_unknown_key_starts_with_the_whole_share_of_its_instance() {
 fn a_refusal_above_the_share_is_not_permanent() {
     let fleet = SimulatedFleet::new(30, Algorithm::SlidingLog);
     let refusal = |fallback: &FallbackStore, cost| {
-        let charges = [Charge {
-            cost,
-            ..fleet.one_unit_charge()
-        }];
-        fallback.decide(&charges, Instant::now()).outcomes[0]
+        let charges = [fleet.one_unit_charge().with_cost(cost)];
+        fallback
+            .decide(&charges, Instant::now())
+            .outcomes()
+            .nth(0)
+            .unwrap()
             .status
             .unwrap()
             .refusal
@@ -374,24 +373,21 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
         algorithm: Algorithm::SlidingLog,
     });
     let charges = [
-        Charge {
+        PolicyCharges {
             has_fallback: true,
-            ..Charge::new(&wide, &keys[0], 1)
+            ..PolicyCharges::new(&wide, &keys[0], 1)
         },
-        Charge {
-            policy_number: 1,
-            ..Charge::new(&narrow, &keys[1], 5)
+        PolicyCharges {
+            ..PolicyCharges::new(&narrow, &keys[1], 5)
         },
-        Charge {
-            policy_number: 2,
+        PolicyCharges {
             has_fallback: true,
             shadow: true,
-            ..Charge::new(&narrow, &keys[2], 5)
+            ..PolicyCharges::new(&narrow, &keys[2], 5)
         },
-        Charge {
-            policy_number: 3,
+        PolicyCharges {
             has_fallback: true,
-            ..Charge::new(&narrow, &keys[3], 1)
+            ..PolicyCharges::new(&narrow, &keys[3], 1)
         },
     ];
     let admitted = (0..5)
@@ -400,15 +396,26 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
     assert_eq!(admitted, 2);
     let last = fallback.decide(&charges, Instant::now());
     assert_eq!(
-        last.outcomes[0].status.unwrap().remaining,
+        last.outcomes().nth(0).unwrap().status.unwrap().remaining,
         7,
         "refused requests are not charged"
     );
     assert_eq!(
-        (last.outcomes[1].status, last.outcomes[2].status),
+        (
+            last.outcomes().nth(1).unwrap().status,
+            last.outcomes().nth(2).unwrap().status
+        ),
         (None, None)
     );
-    assert!(last.outcomes[3].status.unwrap().refusal.is_some());
+    assert!(
+        last.outcomes()
+            .nth(3)
+            .unwrap()
+            .status
+            .unwrap()
+            .refusal
+            .is_some()
+    );
 }
 
 #[test]
@@ -429,10 +436,10 @@ fn a_block_known_from_redis_continues_and_a_new_block_begins() {
         per_us: 1_000_000,
         algorithm: Algorithm::SlidingLog,
     };
-    let charges = [&block, &limit].map(|limit| Charge {
+    let charges = [PolicyCharges {
         has_fallback: true,
-        ..Charge::new(limit, &key, 1)
-    });
+        ..PolicyCharges::new(&block, &key, 1).and_limit(&limit, 1)
+    }];
     for at_us in [0, 1, 20_000_000] {
         manual_clock.set_us(START_US + at_us);
         fallback.cache_statuses(&charges, &redis.decide(&charges), Instant::now());
@@ -467,10 +474,10 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
         algorithm: Algorithm::Concurrency { max_duration_us: 0 },
     };
     let charge = |slot| {
-        [Charge {
+        [PolicyCharges {
             has_fallback: true,
             slot_id: slot,
-            ..Charge::new(&limit, &key, 1)
+            ..PolicyCharges::new(&limit, &key, 1)
         }]
     };
     let status = LimitStatus {
@@ -482,15 +489,15 @@ fn slots_in_flight_are_counted_and_written_back_only_while_held() {
     let admitted = Decision {
         now_us: START_US,
         admitted: true,
-        outcomes: SmallVec::from_iter([ChargeOutcome {
-            status: Some(status),
-            ..ChargeOutcome::default()
-        }]),
         ..Decision::default()
-    };
+    }
+    .with_outcomes([ChargeOutcome {
+        status: Some(status),
+        ..ChargeOutcome::default()
+    }]);
     fallback.cache_statuses(&charge(1), &admitted, Instant::now());
     // A client that reads its own limits takes no slot.
-    let reading = charge(0).map(|charge| Charge { cost: 0, ..charge });
+    let reading = charge(0).map(|charge| charge.with_cost(0));
     fallback.cache_statuses(&reading, &admitted, Instant::now());
     let decide_slot = |slot| fallback.decide(&charge(slot), Instant::now()).admitted;
     assert_eq!(
@@ -662,9 +669,9 @@ fn write_back_entries_are_bounded_and_lose_no_units_of_known_keys() {
         algorithm: Algorithm::SlidingLog,
     };
     let key = KeyBuilder::new("p").finish();
-    let charges = [Charge {
+    let charges = [PolicyCharges {
         has_fallback: true,
-        ..Charge::new(&limit, &key, 1)
+        ..PolicyCharges::new(&limit, &key, 1)
     }];
     for n in 0..20_000 {
         manual_clock.set_us(START_US + n * 499);
@@ -730,10 +737,7 @@ fn a_status_after_an_outage_gives_no_units_that_other_shares_still_have() {
         }
         fleet.write_back_and_end_outage();
         fleet.advance_clock_us(500_000);
-        let charges = [Charge {
-            cost: 3,
-            ..fleet.one_unit_charge()
-        }];
+        let charges = [fleet.one_unit_charge().with_cost(3)];
         let refused = fleet.redis.decide(&charges);
         assert!(!refused.admitted);
         fleet.instances[0].cache_statuses(&charges, &refused, Instant::now());
@@ -813,10 +817,10 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
         algorithm,
     };
     let key = KeyBuilder::new("p").finish();
-    let charge = Charge {
+    let charge = [PolicyCharges {
         has_fallback: true,
-        ..Charge::new(&limit, &key, 1)
-    };
+        ..PolicyCharges::new(&limit, &key, 1)
+    }];
     let status = LimitStatus {
         remaining: 2,
         next_growth_us: Some(START_US + PER_US),
@@ -826,20 +830,20 @@ fn workers_that_enter_an_outage_at_once_never_exceed_the_share() {
     let answer = Decision {
         now_us: START_US,
         admitted: true,
-        outcomes: SmallVec::from_iter([ChargeOutcome {
-            status: Some(status),
-            ..ChargeOutcome::default()
-        }]),
         ..Decision::default()
-    };
+    }
+    .with_outcomes([ChargeOutcome {
+        status: Some(status),
+        ..ChargeOutcome::default()
+    }]);
     for round in 0..10_000 {
         let fallback = FallbackStore::new(1, Clock::manual(START_US).0);
-        fallback.cache_statuses(&[charge], &answer, Instant::now());
+        fallback.cache_statuses(&charge, &answer, Instant::now());
         let barrier = Barrier::new(2);
         let count_admitted = || {
             barrier.wait();
             (0..4)
-                .filter(|_| fallback.decide(&[charge], Instant::now()).admitted)
+                .filter(|_| fallback.decide(&charge, Instant::now()).admitted)
                 .count()
         };
         let admitted = thread::scope(|scope| {

@@ -294,9 +294,9 @@ mod tests {
     use crate::clock::Clock;
     use crate::limiter::{
         Algorithm, Amendment, ChargeOutcome, Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit,
-        LimitStatus,
+        LimitStatus, PolicyOutcome,
     };
-    use smallvec::SmallVec;
+    use smallvec::smallvec;
 
     const LIMIT: Limit = Limit {
         requests: 1000,
@@ -310,13 +310,17 @@ mod tests {
         builder.finish()
     }
 
-    fn charge_with_lease<'c>(limit: &'c Limit, key: &'c Key, size: Option<u64>) -> Charge<'c> {
-        Charge {
+    fn charge_with_lease<'c>(
+        limit: &'c Limit,
+        key: &'c Key,
+        size: Option<u64>,
+    ) -> PolicyCharges<'c> {
+        PolicyCharges {
             lease: Some(LeaseTerms {
                 size,
                 ttl_us: 100_000,
             }),
-            ..Charge::new(limit, key, 1)
+            ..PolicyCharges::new(limit, key, 1)
         }
     }
 
@@ -329,30 +333,31 @@ mod tests {
             in_effect: None,
         };
         let grant = LeaseGrant {
-            policy_number: 0,
             units,
             until_us: 5_100_000,
         };
         Decision {
             now_us: 5_000_000,
             admitted: true,
-            outcomes: SmallVec::from_iter([ChargeOutcome {
-                status: Some(status),
-                ..ChargeOutcome::default()
-            }]),
-            grants: SmallVec::from_elem(grant, usize::from(units > 0)),
+            policies: smallvec![PolicyOutcome {
+                limits: smallvec![ChargeOutcome {
+                    status: Some(status),
+                    ..ChargeOutcome::default()
+                }],
+                grant: (units > 0).then_some(grant),
+            }],
             ..Decision::default()
         }
     }
 
     fn finish_refill_with_units(
         table: &LeaseTable,
-        charge: Charge<'_, '_>,
+        charge: &PolicyCharges<'_>,
         units: u64,
         now: ClockReading,
     ) {
         let answer = make_store_decision(units);
-        table.record_lease_answer(&[charge], &answer, (now, now.instant));
+        table.record_lease_answer(charge, &answer, (now, now.instant));
         table.finish_refill(charge.key.id());
     }
 
@@ -372,12 +377,12 @@ mod tests {
         };
         for name in 0..2 * max_keys {
             let key = key(name);
-            let charge = [charge_with_lease(&LIMIT, &key, None)];
+            let charge = charge_with_lease(&LIMIT, &key, None);
             drop(table.take_permit(&charge, start, OnLeaseExhausted::Wait));
         }
         assert_eq!(key_count(), max_keys);
         let new_key = key(2 * max_keys);
-        let charge = [charge_with_lease(&LIMIT, &new_key, None)];
+        let charge = charge_with_lease(&LIMIT, &new_key, None);
         drop(table.take_permit(&charge, start + IDLE_TIMEOUT, OnLeaseExhausted::Wait));
         assert!(key_count() <= max_keys - MAX_KEYS_PER_SHARD + 1);
     }
@@ -391,7 +396,7 @@ mod tests {
         );
         for nth in 1..=10 {
             let action = table.take_permit(
-                &[charge_with_lease(&LIMIT, &key, None)],
+                &charge_with_lease(&LIMIT, &key, None),
                 start,
                 OnLeaseExhausted::RefillWithoutWaiting,
             );
@@ -416,17 +421,17 @@ mod tests {
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
         // Whether the caller has a permit, and the units that it has to request.
         let take = || {
-            let answer = table.take_permit(&[leased_charge], now, OnLeaseExhausted::Wait);
+            let answer = table.take_permit(&leased_charge, now, OnLeaseExhausted::Wait);
             answer.map(|(permit, units)| (permit.is_some(), units)).ok()
         };
         assert_eq!(take(), Some((false, 8)));
         assert_eq!(take(), None, "the caller waits");
-        finish_refill_with_units(&table, leased_charge, 3, now);
+        finish_refill_with_units(&table, &leased_charge, 3, now);
         assert_eq!(take(), Some((true, 0)));
         assert_eq!(take(), Some((true, 6)), "a quarter of the lease remains");
         assert_eq!(take(), Some((true, 0)), "a refill is in progress");
         assert_eq!(take(), None, "the caller waits");
-        finish_refill_with_units(&table, leased_charge, 0, now);
+        finish_refill_with_units(&table, &leased_charge, 0, now);
         assert_eq!(take(), Some((false, 8)));
         assert_eq!(
             take(),
@@ -447,38 +452,34 @@ mod tests {
             let credits = credits.iter().map(credited_units_and_time);
             credits.collect::<Vec<_>>()
         };
-        finish_refill_with_units(&table, leased_charge, 8, now);
+        finish_refill_with_units(&table, &leased_charge, 8, now);
         assert_eq!(
             units_and_ends(table.take_due_credits(now).0),
             [(8, 5_100_000)],
             "the table has no entry for this key"
         );
 
-        drop(table.take_permit(
-            &[leased_charge],
-            now,
-            OnLeaseExhausted::RefillWithoutWaiting,
-        ));
-        finish_refill_with_units(&table, leased_charge, 8, now);
-        let has_permit = |charge: Charge<'_, '_>, at| {
+        drop(table.take_permit(&leased_charge, now, OnLeaseExhausted::RefillWithoutWaiting));
+        finish_refill_with_units(&table, &leased_charge, 8, now);
+        let has_permit = |charge: &PolicyCharges<'_>, at| {
             let on_exhausted = OnLeaseExhausted::RefillWithoutWaiting;
-            let answer = table.take_permit(&[charge], at, on_exhausted);
+            let answer = table.take_permit(charge, at, on_exhausted);
             answer.unwrap().0.is_some()
         };
-        assert!(has_permit(leased_charge, now));
+        assert!(has_permit(&leased_charge, now));
         let almost_end = now + Duration::from_micros(100_001 - 390);
-        assert!(!has_permit(leased_charge, almost_end));
+        assert!(!has_permit(&leased_charge, almost_end));
         assert_eq!(
             units_and_ends(table.take_due_credits(now).0),
             [(7, 5_100_000)]
         );
 
-        finish_refill_with_units(&table, leased_charge, 8, now);
+        finish_refill_with_units(&table, &leased_charge, 8, now);
         let raised = Limit {
             requests: 2000,
             ..LIMIT
         };
-        assert!(!has_permit(charge_with_lease(&raised, &key, Some(8)), now));
+        assert!(!has_permit(&charge_with_lease(&raised, &key, Some(8)), now));
         assert_eq!(
             units_and_ends(table.take_due_credits(now).0),
             [(8, 5_100_000)]
@@ -494,13 +495,13 @@ mod tests {
         let take_permit = || {
             let now = ClockReading::now(&clock);
             let on_exhausted = OnLeaseExhausted::RefillWithoutWaiting;
-            let answer = table.take_permit(&[leased_charge], now, on_exhausted);
+            let answer = table.take_permit(&leased_charge, now, on_exhausted);
             answer.unwrap().0
         };
         take_permit();
         // The machine is suspended on the way to the store, so the lease is shorter by that time.
         boot_clock.advance_us(60_000);
-        finish_refill_with_units(&table, leased_charge, 8, sent_at);
+        finish_refill_with_units(&table, &leased_charge, 8, sent_at);
         assert!(take_permit().is_some());
         boot_clock.advance_us(40_000);
         assert!(take_permit().is_none());
@@ -518,20 +519,20 @@ mod tests {
             ClockReading::now(&Clock::manual(0).0),
         );
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
-        let take_permit = |charges: &[Charge<'_, '_>]| {
-            let answer = table.take_permit(charges, now, OnLeaseExhausted::RefillWithoutWaiting);
+        let take_permit = |policy: &PolicyCharges<'_>| {
+            let answer = table.take_permit(policy, now, OnLeaseExhausted::RefillWithoutWaiting);
             answer.unwrap().0
         };
-        take_permit(&[leased_charge]);
-        finish_refill_with_units(&table, leased_charge, 8, now);
-        let permit = take_permit(&[leased_charge]).expect("the lease has units");
+        take_permit(&leased_charge);
+        finish_refill_with_units(&table, &leased_charge, 8, now);
+        let permit = take_permit(&leased_charge).expect("the lease has units");
         // A reload adds a second limit while the request is decided. That limit was charged
         // nothing.
         let window = Limit {
             algorithm: Algorithm::FixedWindow { offset_us: 0 },
             ..LIMIT
         };
-        let both = [leased_charge, charge_with_lease(&window, &key, Some(8))];
+        let both = leased_charge.and_limit(&window, 1);
         take_permit(&both);
         let answer = make_store_decision(8);
         table.record_lease_answer(&both, &answer, (now, now.instant));
@@ -560,7 +561,7 @@ mod tests {
         );
         let leased_charge = charge_with_lease(&LIMIT, &key, Some(8));
         for _ in 0..MAX_QUEUED_CREDITS + 3 {
-            finish_refill_with_units(&table, leased_charge, 8, now);
+            finish_refill_with_units(&table, &leased_charge, 8, now);
         }
         assert_eq!(table.take_due_credits(now).0.len(), MAX_QUEUED_CREDITS);
         assert_eq!(table.credits.lost_units(), 3 * 8);

@@ -355,7 +355,7 @@ impl CounterShard {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limiter::KeyBuilder;
+    use crate::limiter::{Amendment, KeyBuilder};
 
     impl CounterShard {
         /// The number of all counters, and of all bytes.

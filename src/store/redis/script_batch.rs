@@ -309,10 +309,13 @@ mod tests {
             requests: 6,
             ..LIMIT
         };
-        let one = Charge::new(&LIMIT, &a, 1);
-        let other = Charge::new(&LIMIT, &b, 1);
+        let one = &PolicyCharges::new(&LIMIT, &a, 1);
+        let other = &PolicyCharges::new(&LIMIT, &b, 1);
         let mut batch = DecisionBatch::default();
-        let mut add = |request: &[PolicyCharges<'_>]| batch.add_or_merge_request(&script, charges);
+        let mut add = |request: &[&PolicyCharges<'_>]| {
+            let request: Vec<_> = request.iter().map(|policy| (*policy).clone()).collect();
+            batch.add_or_merge_request(&script, &request)
+        };
         assert_eq!(
             [add(&[one]), add(&[other]), add(&[one])],
             [0, 1, 0],
@@ -325,49 +328,34 @@ mod tests {
             "the pair is between them"
         );
         for (at, charge) in [
-            Charge { cost: 2, ..one },
-            Charge {
-                limit: &raised,
-                ..one
-            },
-            Charge {
-                is_estimate: true,
-                ..one
-            },
-            Charge {
+            one.with_cost(2),
+            one.with_limit(&raised),
+            one.with_estimate(),
+            PolicyCharges {
                 lease: Some(LeaseTerms {
                     size: None,
                     ttl_us: 9,
                 }),
                 requested_lease_units: 7,
-                ..one
+                ..one.clone()
             },
-            Charge {
+            PolicyCharges {
                 counts_rejected: true,
-                ..one
+                ..one.clone()
             },
-            Charge {
+            PolicyCharges {
                 shadow: true,
-                ..one
+                ..one.clone()
             },
-            Charge {
-                limit: &leaky_bucket,
-                ..one
-            },
+            one.with_limit(&leaky_bucket),
         ]
         .into_iter()
         .enumerate()
         {
-            assert_eq!(add(&[charge]), 4 + at, "{charge:?}");
+            assert_eq!(add(&[&charge]), 4 + at, "{charge:?}");
         }
         assert_eq!(
-            [
-                add(&[Charge {
-                    limit: &leaky_bucket,
-                    ..one
-                }]),
-                add(&[one])
-            ],
+            [add(&[&one.with_limit(&leaky_bucket)]), add(&[one])],
             [11, 12]
         );
         let repeat_counts = [2, 1, 1, 0, 0, 0, 0, 1, 0, 0, 1, 0, 0];
@@ -377,7 +365,7 @@ mod tests {
                 "l 0 1 5 1000000 0 2",
                 "l 0 1 5 1000000 0",
                 "l 0 1 5 1000000 0",
-                "l 8 1 5 1000000 0",
+                "l 40 1 5 1000000 0",
                 "l 0 1+7+9+4 5 1000000 0",
                 "d 0 1 1 1000000 5+0"
             ],
@@ -388,7 +376,9 @@ mod tests {
     #[test]
     fn admits_merged_callers_in_order_and_reports_an_error_to_its_request_only() {
         let keys = [key("a"), key("b"), key("c")];
-        let charges = keys.each_ref().map(|key| Charge::new(&LIMIT, key, 2));
+        let charges = keys
+            .each_ref()
+            .map(|key| PolicyCharges::new(&LIMIT, key, 2));
         let reply = "1000 2000 1 2000 2\n!FOREIGN 1\n!@user_script: 9: -OOM command not allowed";
         let answers =
             DecisionBatch::parse_reply(Value::BulkString(reply.into()), &[3, 2, 1]).unwrap();
@@ -400,7 +390,7 @@ mod tests {
         let decisions: Vec<_> = (0..3).map(|nth| caller_decision(0, nth).unwrap()).collect();
         let remaining = decisions
             .iter()
-            .map(|decision| decision.outcomes[0].status.unwrap().remaining);
+            .map(|decision| decision.statuses().next().unwrap().remaining);
         assert_eq!(remaining.collect::<Vec<_>>(), [3, 1, 1]);
         assert_eq!(
             [
@@ -411,7 +401,13 @@ mod tests {
             [true, true, false]
         );
         assert_eq!(
-            decisions[2].outcomes[0].status.unwrap().refusal,
+            decisions[2]
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap()
+                .refusal,
             Some(Refusal::Until(2000))
         );
         assert_eq!(
@@ -428,7 +424,7 @@ mod tests {
     #[test]
     fn a_batch_reply_of_impossible_form_is_rejected() {
         let key = key("a");
-        let charge = Charge::new(&LIMIT, &key, 2);
+        let charge = [PolicyCharges::new(&LIMIT, &key, 2)];
         for invalid in [
             "",
             "1000",
@@ -452,7 +448,7 @@ mod tests {
         ] {
             let reply = Value::BulkString(format!("1000 {invalid}").into());
             let answer =
-                DecisionBatch::parse_reply(reply, &[3]).unwrap()[0].parse_decision(&[charge]);
+                DecisionBatch::parse_reply(reply, &[3]).unwrap()[0].parse_decision(&charge);
             assert_eq!(answer, Err(RedisErrorKind::InvalidReply), "{invalid}");
         }
     }

@@ -4,12 +4,14 @@
 //! on the store's clock, at the moment of the decision or of issuing a leased unit.
 
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
+use crate::limiter::{
+    Algorithm, Decision, Key, KeyBuilder, LeaseTerms, Limit, LimitCharge, PolicyCharges,
+};
 use crate::store::leases::clock_reading::ClockReading;
 use crate::store::leases::lease_entry::LeasePermit;
 use crate::store::leases::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::store::{MemorySettings, MemoryStore, PendingSettlement, Settlement};
-use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -517,7 +519,7 @@ impl FaultSimulation {
             self.instances[instance].lease,
             units_to_request,
         );
-        self.memory.decide(&charges)
+        self.memory.decide(&[charges])
     }
 
     fn handle_answer(
@@ -557,7 +559,11 @@ impl FaultSimulation {
                 .record_lease_answer(&charges, &decision, (sent_at, received.instant));
         }
         instance.table.finish_refill(self.key.id());
-        if !decision.grants.is_empty() {
+        if decision
+            .policies
+            .iter()
+            .any(|outcome| outcome.grant.is_some())
+        {
             let at_us = self.now_us + self.random.u64(..1_000);
             self.schedule(
                 at_us,
@@ -674,8 +680,8 @@ impl FaultSimulation {
         }
         self.manual_clock.set_us(self.now_us);
         let charges = charges_for_limits(&self.limits, &self.key, 0, None, 0);
-        let decision = self.memory.decide(&charges);
-        for (limit, outcome) in self.limits.iter().zip(decision.outcomes) {
+        let decision = self.memory.decide(&[charges]);
+        for (limit, outcome) in self.limits.iter().zip(decision.outcomes()) {
             let status = outcome.status;
             // Units are charged at the lease's end at the latest, and for up to one sub-window
             // longer.
@@ -718,15 +724,13 @@ fn charges_for_limits<'c>(
     cost: u64,
     lease: Option<LeaseTerms>,
     units_to_request: u64,
-) -> SmallVec<[Charge<'c>; 2]> {
-    limits
-        .iter()
-        .map(|limit| Charge {
-            lease,
-            requested_lease_units: units_to_request,
-            ..Charge::new(limit, key, cost)
-        })
-        .collect()
+) -> PolicyCharges<'c> {
+    let limits = limits.iter().map(|limit| LimitCharge::new(limit, cost));
+    PolicyCharges {
+        lease,
+        requested_lease_units: units_to_request,
+        ..PolicyCharges::with_limits(Cow::Borrowed(key), limits.collect())
+    }
 }
 
 impl SimulatedInstance {

@@ -15,7 +15,7 @@
 
 use super::credited_units_and_time;
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit};
+use crate::limiter::{Algorithm, Decision, Key, KeyBuilder, LeaseTerms, Limit, PolicyCharges};
 use crate::store::deny_cache::DenyCache;
 use crate::store::leases::clock_reading::ClockReading;
 use crate::store::leases::lease_table::{LeaseTable, OnLeaseExhausted};
@@ -249,9 +249,9 @@ fn simulate_shares(sidecars: u64, requests: u64, seed: u64) -> (Vec<u64>, Vec<u6
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
     };
     let key = KeyBuilder::new("p").finish();
-    let charge = [Charge {
+    let charge = [PolicyCharges {
         has_fallback: true,
-        ..Charge::new(&limit, &key, 1)
+        ..PolicyCharges::new(&limit, &key, 1)
     }];
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut admitted, mut requested) = (vec![0; windows as usize], vec![0; windows as usize]);
@@ -454,12 +454,13 @@ impl ScaleSimulation {
         self.now_us >= START_US + WARM_UP_US
     }
 
-    fn charge(&self, cost: u64, units_to_request: u64) -> Charge<'_, '_> {
-        Charge {
+    fn charge(&self, cost: u64, units_to_request: u64) -> PolicyCharges<'static> {
+        let charge = PolicyCharges {
             lease: Some(self.lease),
             requested_lease_units: units_to_request,
-            ..Charge::new(&self.limit, &self.key, cost)
-        }
+            ..PolicyCharges::new(&self.limit, &self.key, cost)
+        };
+        charge.to_owned_charges()
     }
 
     fn handle_event(&mut self, event: ScaleSimulationEvent) {
@@ -519,7 +520,7 @@ impl ScaleSimulation {
             table, deny_cache, ..
         } = &self.sidecars[sidecar_index];
         match table.take_permit(
-            &charges,
+            &charges[0],
             reading_without_suspension(now),
             OnLeaseExhausted::Wait,
         ) {
@@ -590,12 +591,17 @@ impl ScaleSimulation {
         }
         let table = &self.sidecars[sidecar_index].table;
         table.record_lease_answer(
-            &charges,
+            &charges[0],
             decision,
             (reading_without_suspension(sent_at), received_at),
         );
         table.finish_refill(self.key.id());
-        self.leased_units += decision.grants.iter().map(|grant| grant.units).sum::<u64>();
+        self.leased_units += decision
+            .policies
+            .iter()
+            .filter_map(|outcome| outcome.grant)
+            .map(|grant| grant.units)
+            .sum::<u64>();
         self.totals.max_leased_units = self.totals.max_leased_units.max(self.leased_units);
         if !std::mem::replace(
             &mut self.sidecars[sidecar_index].is_return_task_running,

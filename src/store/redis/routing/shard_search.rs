@@ -211,12 +211,15 @@ mod tests {
             refusal: Some(Refusal::Until(at_us)),
             in_effect: None,
         };
-        let mut decision = Decision {
-            now_us,
-            ..Decision::without_outcomes(2)
+        let refused = ChargeOutcome {
+            status: Some(status),
+            ..ChargeOutcome::default()
         };
-        decision.outcomes[0].status = Some(status);
-        decision
+        let decision = Decision {
+            now_us,
+            ..Decision::default()
+        };
+        decision.with_outcomes([refused, ChargeOutcome::default()])
     }
 
     #[test]
@@ -234,13 +237,13 @@ mod tests {
                     earlier.merge_into(&mut last);
                 }
                 let until_us = last.now_us + 40;
-                let merged = last.outcomes[0].status.unwrap();
+                let merged = last.outcomes().nth(0).unwrap().status.unwrap();
                 assert_eq!(
                     (merged.refusal, merged.next_growth_us),
                     (Some(Refusal::Until(until_us)), Some(until_us)),
                     "{clocks_us:?} {waits_us:?}"
                 );
-                assert_eq!(last.outcomes[1].status, None);
+                assert_eq!(last.outcomes().nth(1).unwrap().status, None);
             }
         }
     }

@@ -310,8 +310,9 @@ fn merge_decisions(
 
 #[cfg(test)]
 mod tests {
+    use super::super::slot_charges::to_creditable_charges;
     use super::*;
-    use crate::limiter::{Algorithm, Key, KeyBuilder, Refusal};
+    use crate::limiter::{Algorithm, Key, KeyBuilder};
     use crate::store::StoreUnavailable;
 
     const SLIDING_LOG_LIMIT: Limit = Limit {
@@ -344,54 +345,62 @@ mod tests {
         Decision {
             now_us,
             admitted: true,
-            outcomes: SmallVec::from_iter([outcome]),
             ..Decision::default()
         }
+        .with_outcomes([outcome])
     }
 
     fn refused_decision(now_us: u64, until_us: u64) -> Decision {
         let mut decision = admitted_decision(now_us);
         decision.admitted = false;
-        decision.outcomes[0].status.as_mut().unwrap().refusal = Some(Refusal::Until(until_us));
-        decision.outcomes[0].charged_at_us = None;
+        let outcome = decision.outcomes_mut().next().unwrap();
+        outcome.status.as_mut().unwrap().refusal = Some(Refusal::Until(until_us));
+        outcome.charged_at_us = None;
         decision
     }
 
     /// Two charges of different keys, which are in different slots, or of one slot that moves.
     fn decided_parts(
-        charges: [Charge<'_, '_>; 2],
+        request: &[PolicyCharges<'static>],
         answers: [Result<Decision, RedisErrorKind>; 2],
     ) -> Vec<DecidedPart> {
-        let parts = HashSlotCharges::from_request(&charges).into_iter();
-        let parts = parts.flat_map(HashSlotCharges::split_by_charge);
+        let parts = HashSlotPart::from_request(request).into_iter();
+        let parts = parts.flat_map(|part| part.split_by_charge(request));
         let decided = parts.zip(answers);
         decided
-            .map(|(part, answer)| DecidedPart { part, answer })
+            .map(|(slot_part, answer)| DecidedPart {
+                answer: answer.map(|decision| slot_part.part.expand(decision)),
+                slot_part,
+            })
             .collect()
     }
 
-    fn merge_two_parts(decided: &[DecidedPart]) -> Decision {
-        merge_decisions(2, decided, &collect_outcomes(decided)).unwrap()
+    fn merge_two_parts(request: &[PolicyCharges<'static>], decided: &[DecidedPart]) -> Decision {
+        merge_decisions(request, decided, &collect_outcomes(request, decided)).unwrap()
     }
 
     #[test]
     fn converts_times_of_several_slots_to_one_clock() {
         let (one, other) = (key("one"), key("other"));
-        let charges = [&one, &other].map(|key| Charge::new(&SLIDING_LOG_LIMIT, key, 1));
+        let charges = [&one, &other].map(|key| PolicyCharges::new(&SLIDING_LOG_LIMIT, key, 1));
+        let request = to_creditable_charges(&charges);
         let decided = decided_parts(
-            charges,
+            &request,
             [
                 Ok(admitted_decision(1_000_000)),
                 Ok(refused_decision(5_000, 7_000)),
             ],
         );
-        let merged = merge_two_parts(&decided);
+        let merged = merge_two_parts(&request, &decided);
         assert_eq!((merged.now_us, merged.admitted), (1_000_000, false));
-        let other = merged.outcomes[1].status.unwrap();
+        let other = merged.outcomes().nth(1).unwrap().status.unwrap();
         assert_eq!(other.refusal, Some(Refusal::Until(1_002_000)));
         assert_eq!(other.next_growth_us, Some(1_000_500));
         assert_eq!(
-            (merged.outcomes[0].status, merged.outcomes[0].charged_at_us),
+            (
+                merged.outcomes().nth(0).unwrap().status,
+                merged.outcomes().nth(0).unwrap().charged_at_us
+            ),
             (None, Some(1_000_000)),
             "its units are being returned"
         );
@@ -400,20 +409,22 @@ mod tests {
     #[test]
     fn returns_units_of_refused_and_dropped_requests_only() {
         let (one, other) = (key("one"), key("other"));
-        let charges = [&one, &other].map(|key| Charge::new(&SLIDING_LOG_LIMIT, key, 2));
+        let charges = [&one, &other].map(|key| PolicyCharges::new(&SLIDING_LOG_LIMIT, key, 2));
         let shadow = [
-            charges[0],
-            Charge {
-                policy_number: 1,
+            charges[0].clone(),
+            PolicyCharges {
                 shadow: true,
-                ..charges[1]
+                ..charges[1].clone()
             },
         ];
-        let shadow_pair = shadow.map(|charge| Charge {
-            policy_number: 1,
+        let slower_limit = Limit {
+            per_us: 2_000_000,
+            ..SLIDING_LOG_LIMIT
+        };
+        let shadow_pair = PolicyCharges {
             shadow: true,
-            ..charge
-        });
+            ..charges[0].clone().and_limit(&slower_limit, 2)
+        };
         let failed = || Err(RedisErrorKind::Timeout);
         let credit = Some(Amendment::Credit {
             units: 2,
@@ -421,62 +432,62 @@ mod tests {
         });
         for (charges, answers, is_dropped, returned) in [
             (
-                charges,
+                &charges[..],
                 [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
                 false,
                 [None, None],
             ),
             (
-                charges,
+                &charges[..],
                 [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
                 true,
                 [credit, credit],
             ),
             (
-                charges,
+                &charges[..],
                 [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
                 false,
                 [credit, None],
             ),
             (
-                charges,
+                &charges[..],
                 [failed(), Ok(admitted_decision(10))],
                 true,
                 [credit, None],
             ),
             (
-                charges,
+                &charges[..],
                 [failed(), Ok(admitted_decision(10))],
                 false,
                 [None, None],
             ),
             (
-                shadow,
+                &shadow,
                 [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
                 false,
                 [None, None],
             ),
             (
-                shadow,
+                &shadow,
                 [Ok(refused_decision(10, 20)), Ok(admitted_decision(10))],
                 false,
                 [None, credit],
             ),
             // A shadow policy is charged on all its counters or on none.
             (
-                shadow_pair,
+                std::slice::from_ref(&shadow_pair),
                 [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
                 false,
                 [credit, None],
             ),
         ] {
-            let decided = decided_parts(charges, answers);
-            let outcomes = collect_outcomes(&decided);
-            let mut corrections: Vec<_> = outcomes
+            let request = to_creditable_charges(charges);
+            let decided = decided_parts(&request, answers);
+            let outcomes = collect_outcomes(&request, &decided);
+            let corrections: Vec<_> = outcomes
                 .iter()
-                .map(|outcome| outcome.correction(is_dropped).map(|made| made.amendment))
+                .map(|outcome| Some(outcome.as_ref()?.correction(is_dropped)?.amendment))
                 .collect();
-            corrections.resize(2, None);
             assert_eq!(corrections, returned, "{charges:?}");
         }
     }
@@ -484,24 +495,29 @@ mod tests {
     #[test]
     fn a_block_starts_when_its_limit_was_decided_apart_from_it() {
         let owner = key("owner");
-        let charges = [
-            Charge::new(&BLOCK_LIMIT, &owner, 1),
-            Charge::new(&SLIDING_LOG_LIMIT, &owner, 1),
-        ];
+        let charges =
+            [PolicyCharges::new(&BLOCK_LIMIT, &owner, 1).and_limit(&SLIDING_LOG_LIMIT, 1)];
+        let request = to_creditable_charges(&charges);
         let mut inactive = admitted_decision(10);
-        (
-            inactive.outcomes[0].charged_at_us,
-            inactive.outcomes[0].status.as_mut().unwrap().next_growth_us,
-        ) = (None, None);
+        let outcome = inactive.outcomes_mut().next().unwrap();
+        outcome.charged_at_us = None;
+        outcome.status.as_mut().unwrap().next_growth_us = None;
         for (limit_answer, starts) in [
             (refused_decision(10, 20), true),
             (admitted_decision(10), false),
         ] {
-            let decided = decided_parts(charges, [Ok(inactive.clone()), Ok(limit_answer)]);
-            let outcomes = collect_outcomes(&decided);
-            let amendment = outcomes[0].correction(false).map(|made| made.amendment);
+            let decided = decided_parts(&request, [Ok(inactive.clone()), Ok(limit_answer)]);
+            let outcomes = collect_outcomes(&request, &decided);
+            let amendment = outcomes[0]
+                .as_ref()
+                .unwrap()
+                .correction(false)
+                .map(|made| made.amendment);
             assert_eq!(amendment, starts.then_some(Amendment::Charge(1)));
-            let ends_us = merge_two_parts(&decided).outcomes[0]
+            let ends_us = merge_two_parts(&request, &decided)
+                .outcomes()
+                .nth(0)
+                .unwrap()
                 .status
                 .unwrap()
                 .next_growth_us;
@@ -515,14 +531,14 @@ mod tests {
         let timed_out = || Err(RedisErrorKind::Timeout);
         let send = async |is_shadow, answers| {
             let charges = [
-                Charge::new(&SLIDING_LOG_LIMIT, &one, 1),
-                Charge {
-                    policy_number: 1,
+                PolicyCharges::new(&SLIDING_LOG_LIMIT, &one, 1),
+                PolicyCharges {
                     shadow: is_shadow,
-                    ..Charge::new(&SLIDING_LOG_LIMIT, &other, 1)
+                    ..PolicyCharges::new(&SLIDING_LOG_LIMIT, &other, 1)
                 },
             ];
-            let decided = decided_parts(charges, answers);
+            let request = to_creditable_charges(&charges);
+            let decided = decided_parts(&request, answers);
             let (sender, receiver) = oneshot::channel();
             let failure = decided.iter().find_map(DecidedPart::failure);
             let failure = failure.map(|kind| {
@@ -531,7 +547,7 @@ mod tests {
                     retry_after_us: 0,
                 })
             });
-            let sending = send_result(Some(merge_two_parts(&decided)), failure, sender);
+            let sending = send_result(Some(merge_two_parts(&request, &decided)), failure, sender);
             // The caller drops a partial decision at once.
             let (is_forwarded, result) = tokio::join!(sending, async {
                 receiver
@@ -553,6 +569,14 @@ mod tests {
         let (is_forwarded, result) = send(false, [timed_out(), Ok(refused_decision(10, 20))]).await;
         assert!(!is_forwarded && result.is_ok_and(|decision| !decision.admitted));
         let (is_forwarded, result) = send(true, [Ok(admitted_decision(10)), timed_out()]).await;
-        assert!(is_forwarded && result.is_ok_and(|decision| decision.outcomes[1].status.is_none()));
+        assert!(
+            is_forwarded
+                && result.is_ok_and(|decision| decision
+                    .outcomes()
+                    .nth(1)
+                    .unwrap()
+                    .status
+                    .is_none())
+        );
     }
 }

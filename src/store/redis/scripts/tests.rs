@@ -1,8 +1,10 @@
 use super::program::{
-    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_charges,
+    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_request,
 };
 use super::*;
-use crate::limiter::{Algorithm, Calendar, CalendarUnit, Key, KeyBuilder, Limit, LimitStatus};
+use crate::limiter::{
+    Algorithm, Calendar, CalendarUnit, CounterRef, Key, KeyBuilder, Limit, LimitStatus,
+};
 use redis::Value;
 
 const LOG_LIMIT: Limit = Limit {
@@ -17,8 +19,12 @@ fn key(policy: &str, value: &str) -> Key {
     builder.finish()
 }
 
-fn one_unit_charge<'a>(limit: &'a Limit, key: &'a Key) -> Charge<'a> {
-    Charge::new(limit, key, 1)
+fn counter_key(script: &ScriptLibrary, limit: &Limit, key: &Key) -> String {
+    script.counter_key(CounterRef { limit, key })
+}
+
+fn one_unit_charge<'a>(limit: &'a Limit, key: &'a Key) -> PolicyCharges<'a> {
+    PolicyCharges::new(limit, key, 1)
 }
 
 #[test]
@@ -50,7 +56,7 @@ fn trap_5_decisions_use_the_clock_of_redis() {
 
 #[test]
 fn the_first_script_fits_the_limits_of_an_unauthenticated_connection() {
-    let first = LuaProgram::new(program_flags_for_charges(&[])).text;
+    let first = LuaProgram::new(program_flags_for_request(&[])).text;
     assert!(first.len() < 16 * 1024, "{}", first.len());
     for bits in [SETTLE_FLAG - 1, PROGRAM_COUNT - 1] {
         assert!(
@@ -70,22 +76,22 @@ fn keys_contain_prefix_hash_algorithm_and_period() {
     let script = ScriptLibrary::new("shop{a}");
     let hash = format!("{:032x}", short.id());
     assert_eq!(
-        script.counter_key(&one_unit_charge(&LOG_LIMIT, &short)),
+        counter_key(&script, &LOG_LIMIT, &short),
         format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000:api/ann")
     );
     assert_eq!(
-        script.counter_key(&one_unit_charge(&daily, &short)),
+        counter_key(&script, &daily, &short),
         format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000+7:api/ann")
     );
     let counted = short.to_response_counter_key();
     assert_eq!(
-        script.counter_key(&one_unit_charge(&LOG_LIMIT, &counted)),
+        counter_key(&script, &LOG_LIMIT, &counted),
         format!("shop%7Ba%7D:v1:{{{hash}}}:counted:sliding_log:1000000:api/ann")
     );
     assert_eq!(script.override_key(&counted), script.override_key(&short));
     let hash = format!("{:032x}", long.id());
     assert_eq!(
-        script.counter_key(&one_unit_charge(&LOG_LIMIT, &long)),
+        counter_key(&script, &LOG_LIMIT, &long),
         format!("shop%7Ba%7D:v1:{{{hash}}}:sliding_log:1000000")
     );
 }
@@ -98,8 +104,8 @@ fn keys_and_arguments_of_a_calendar_name_its_periods() {
     // 2026-03-01T02:59:59Z is still in February there.
     let (clock, _) = Clock::manual(1_772_333_999_000_000);
     let (script, key) = (ScriptLibrary::with_clock("p", clock), key("api", "a:b"));
-    let charge = one_unit_charge(&limit, &key);
-    let name = script.counter_key(&charge);
+    let request = [one_unit_charge(&limit, &key)];
+    let name = counter_key(&script, &limit, &key);
     assert!(
         name.ends_with(&format!("}}:fixed_window:month+{zone}:{key}")),
         "{name}"
@@ -112,7 +118,8 @@ fn keys_and_arguments_of_a_calendar_name_its_periods() {
         assert_eq!(script.parse_counter_key(&name), None, "{foreign}");
     }
     let mut argument = String::new();
-    push_charge_argument(&mut argument, &charge, 9, false, || {
+    let charge = request[0].charges().next().unwrap();
+    push_charge_argument(&mut argument, &charge, (0, false), 9, || {
         script.read_wall_clock()
     });
     let (january, february, march, april) = (
@@ -126,18 +133,16 @@ fn keys_and_arguments_of_a_calendar_name_its_periods() {
     // Other programs do not contain the part for calendars.
     let other = program_flags_for_algorithm(Algorithm::FixedWindow { offset_us: 0 });
     assert!(!LuaProgram::new(other).text.contains("calendar"));
-    let own = LuaProgram::new(program_flags_for_charges(&[charge])).text;
+    let own = LuaProgram::new(program_flags_for_request(&request)).text;
     assert!(own.contains("calendar_read") && own.len() < 16 * 1024);
 }
 
 #[test]
 fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
     let key = key("api", "ann");
-    let shadow = Charge {
-        policy_number: 3,
+    let shadow = PolicyCharges {
         shadow: true,
-        cost: 2,
-        ..one_unit_charge(&LOG_LIMIT, &key)
+        ..one_unit_charge(&LOG_LIMIT, &key).with_cost(2)
     };
     let script = ScriptLibrary::new("t");
     let command = script.decide_command(&[one_unit_charge(&LOG_LIMIT, &key), shadow], None);
@@ -148,13 +153,13 @@ fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
             _ => panic!("no cursors here"),
         })
         .collect();
-    let name = script.counter_key(&shadow);
+    let name = counter_key(&script, &LOG_LIMIT, &key);
     let sha = &script
         .program_for_flags(program_flags_for_algorithm(Algorithm::SlidingLog))
         .unwrap()
         .sha;
     let head = ["EVALSHA", sha, "2", &name, &name, ""];
-    let rest = ["l 0 1 5 1000000 0", "l 105 2 5 1000000 0"];
+    let rest = ["l 0 1 5 1000000 0", "l 41 2 5 1000000 0"];
     assert_eq!(args, [head.as_slice(), &rest].concat());
 }
 
@@ -168,11 +173,12 @@ fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
     };
     let key = key("api", "ann");
     let (leaky_bucket, log) = (
-        one_unit_charge(&limit, &key),
-        one_unit_charge(&LOG_LIMIT, &key),
+        &one_unit_charge(&limit, &key),
+        &one_unit_charge(&LOG_LIMIT, &key),
     );
-    let read = |reply: &str, charges: &[Charge<'_, '_>]| {
-        ScriptLibrary::parse_decision_reply(&Value::BulkString(reply.into()), charges)
+    let read = |reply: &str, charges: &[&PolicyCharges<'_>]| {
+        let charges: Vec<_> = charges.iter().map(|charge| (*charge).clone()).collect();
+        ScriptLibrary::parse_decision_reply(&Value::BulkString(reply.into()), &charges)
             .map(|decision| decision.delay_us)
     };
     assert_eq!(read("1000 0 2 2000", &[leaky_bucket]), Some(0));
@@ -190,9 +196,9 @@ fn accepts_a_delay_up_to_the_maximum_of_the_limit() {
     ] {
         assert_eq!(read(invalid, &[leaky_bucket]), None, "{invalid}");
     }
-    let shadow = Charge {
+    let shadow = &PolicyCharges {
         shadow: true,
-        ..leaky_bucket
+        ..leaky_bucket.clone()
     };
     assert_eq!(
         read("1000 0 2 2000 5", &[shadow]),
@@ -211,7 +217,7 @@ fn a_script_reply_of_impossible_form_is_rejected() {
     let decision = read("1000 0 4 2000").unwrap();
     assert!(decision.admitted);
     assert_eq!(
-        decision.outcomes[0].status,
+        decision.outcomes().nth(0).unwrap().status,
         Some(LimitStatus {
             remaining: 4,
             next_growth_us: Some(2000),
