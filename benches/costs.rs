@@ -17,7 +17,7 @@ use redis::{Connection, Value};
 use std::time::Instant;
 use support::{KEY_PREFIX, RedisServer};
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, CounterRef, Key, KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::redis::ScriptLibrary;
 use tidegate::store::{MemorySettings, MemoryStore};
 
@@ -126,10 +126,10 @@ fn request_time_us(n: u64, limit: &Limit) -> u64 {
 }
 
 /// The n-th request, with its own slot.
-fn make_charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> Charge<'a> {
-    Charge {
+fn make_charge<'a>(limit: &'a Limit, key: &'a Key, n: u64) -> PolicyCharges<'a> {
+    PolicyCharges {
         slot_id: u128::from(n) + 1,
-        ..Charge::new(limit, key, 1)
+        ..PolicyCharges::new(limit, key, 1)
     }
 }
 
@@ -170,7 +170,7 @@ fn measure_in_redis(server: &RedisServer, limit: &Limit) -> DecisionCost {
     let admitted_us = ask(limit.requests / 2);
     let refused_us = ask(limit.requests);
     let bytes = owners.first().map(|owner| {
-        let name = script.counter_key(&make_charge(limit, owner, 0));
+        let name = script.counter_key(CounterRef { limit, key: owner });
         redis::cmd("MEMORY")
             .arg("USAGE")
             .arg(name)

@@ -18,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use support::{KEY_PREFIX, RedisServer};
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, LeaseTerms, Limit};
+use tidegate::limiter::{Algorithm, Key, KeyBuilder, LeaseTerms, Limit, PolicyCharges};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 
@@ -153,9 +153,9 @@ async fn decide_leased_until(store: Store, limit: Limit, lease: LeaseTerms, end:
         if sent_at.into_std() >= end {
             return checks;
         }
-        let charge = Charge {
+        let charge = PolicyCharges {
             lease: Some(lease),
-            ..Charge::new(&limit, &owner, 1)
+            ..PolicyCharges::new(&limit, &owner, 1)
         };
         store.decide_with_source(&[charge], sent_at).await.unwrap();
         checks += 1;
@@ -258,7 +258,7 @@ async fn decide_until(
         if sent_at.into_std() >= end {
             return checks;
         }
-        let charges = [Charge::new(&limit, &owners[next % owners.len()], 1)];
+        let charges = [PolicyCharges::new(&limit, &owners[next % owners.len()], 1)];
         match &store {
             None => drop(redis.decide(&charges, sent_at).await.unwrap()),
             Some(store) => drop(store.decide_with_source(&charges, sent_at).await.unwrap()),
@@ -281,19 +281,19 @@ fn make_key(n: u32) -> Key {
 fn measure_redis_benchmark(server: &RedisServer, limit: &Limit, keys: u32) -> f64 {
     server.delete_all_keys();
     let (script, owner) = (ScriptLibrary::new(KEY_PREFIX), make_key(0));
-    let charge = Charge::new(limit, &owner, 1);
+    let charge = [PolicyCharges::new(limit, &owner, 1)];
     let load = Command::new("redis-cli")
         .args([
             "-p",
             &server.port().to_string(),
             "SCRIPT",
             "LOAD",
-            script.script_text(&[charge]),
+            script.script_text(&charge),
         ])
         .stdout(Stdio::null())
         .status();
     assert!(load.unwrap().success());
-    let command = script.decide_command(&[charge], None);
+    let command = script.decide_command(&charge, None);
     let mut args: Vec<String> = command
         .args_iter()
         .filter_map(|arg| match arg {

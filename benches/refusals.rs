@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use support::RedisServer;
-use tidegate::limiter::{Algorithm, Charge, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Key, KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisSettings, RedisStore, RedisTopology, SharedRedisState};
 
@@ -70,13 +70,15 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
     runtime.block_on(async {
         let store = connect(settings.clone()).await;
         for key in keys.iter() {
-            let decision = store.decide(&[Charge::new(&KEY_LIMIT, key, 1)]).await;
+            let decision = store
+                .decide(&[PolicyCharges::new(&KEY_LIMIT, key, 1)])
+                .await;
             assert!(decision.unwrap().admitted);
         }
         let global = KeyBuilder::new("global").finish();
         for _ in 0..1000 {
             let decision = store
-                .decide(&[Charge::new(&GLOBAL_LIMIT, &global, 1)])
+                .decide(&[PolicyCharges::new(&GLOBAL_LIMIT, &global, 1)])
                 .await;
             assert!(decision.unwrap().admitted);
         }
@@ -88,11 +90,8 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
         let refuse = |store: Store, keys: Arc<Vec<Key>>, next: Arc<AtomicUsize>| async move {
             let global = KeyBuilder::new("global").finish();
             while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let own = Charge {
-                    policy_number: 1,
-                    ..Charge::new(&KEY_LIMIT, key, 1)
-                };
-                let charges = [Charge::new(&GLOBAL_LIMIT, &global, 1), own];
+                let own = PolicyCharges::new(&KEY_LIMIT, key, 1);
+                let charges = [PolicyCharges::new(&GLOBAL_LIMIT, &global, 1), own];
                 assert!(!store.decide(&charges).await.unwrap().admitted);
             }
         };
@@ -105,9 +104,16 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
         tokio::time::sleep(Duration::from_millis(200)).await;
         let global = KeyBuilder::new("global").finish();
         let decision = store
-            .decide(&[Charge::new(&GLOBAL_LIMIT, &global, 0)])
+            .decide(&[PolicyCharges::new(&GLOBAL_LIMIT, &global, 0)])
             .await;
-        5000 - decision.unwrap().outcomes[0].status.unwrap().remaining
+        5000 - decision
+            .unwrap()
+            .outcomes()
+            .nth(0)
+            .unwrap()
+            .status
+            .unwrap()
+            .remaining
     });
     let per_refusal = (cpu_time_us(&server) - used_us) / KEY_COUNT as f64;
     println!(

@@ -7,7 +7,7 @@ use crate::support::store_harness::{START_US, StoreUnderTest};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
-use tidegate::limiter::{Algorithm, Amendment, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Amendment, KeyBuilder, Limit, PolicyCharges};
 
 /// The demand: number of requests, start and end in ms. The first two bursts lie on both sides of a
 /// whole second. The third is 1.5 times the limit. A pause, a burst, and a rate below the limit
@@ -188,7 +188,7 @@ impl SimulationRun {
             Self::default(),
             KeyBuilder::new("p").finish(),
         );
-        let charge = |cost| Charge::new(&limit, &key, cost);
+        let charge = |cost| PolicyCharges::new(&limit, &key, cost);
         let arrivals = DEMAND.iter().flat_map(|(count, from_ms, to_ms)| {
             (0..*count).map(move |n| from_ms * 1_000 + n * (to_ms - from_ms) * 1_000 / count)
         });
@@ -213,7 +213,7 @@ impl SimulationRun {
                 run.arrivals_us.push(at_us);
                 let slot = run.admitted.len() as u128;
                 let decision = memory_store.decide(
-                    &[Charge {
+                    &[PolicyCharges {
                         slot_id: slot,
                         ..charge(1)
                     }],
@@ -230,7 +230,9 @@ impl SimulationRun {
             }
             let left = memory_store
                 .decide(&[charge(0)], START_US + now_us)
-                .outcomes[0]
+                .outcomes()
+                .nth(0)
+                .unwrap()
                 .status
                 .unwrap()
                 .remaining;

@@ -7,7 +7,7 @@ use crate::support::store_harness::{
 };
 use fastrand::Rng;
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US,
+    Algorithm, Amendment, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US, PolicyCharges,
 };
 
 /// Schedules per algorithm: memory store, Redis. Redis runs fewer, since other tests compare it
@@ -77,9 +77,9 @@ impl ClientSchedule<'_> {
     }
 
     fn decide(&mut self, key: &Key, cost: u64) {
-        let charge = Charge::new(&self.limit, key, cost);
-        let decision = self.tested_store.decide(&[charge], self.clock_us);
-        self.retry_at_us = admissible_at_us(&[charge], &decision).or(self.retry_at_us);
+        let charge = PolicyCharges::new(&self.limit, key, cost);
+        let decision = self.tested_store.decide(&[charge.clone()], self.clock_us);
+        self.retry_at_us = admissible_at_us(&[charge.clone()], &decision).or(self.retry_at_us);
         if decision.admitted {
             let newest_us = self.admitted.last().map_or(0, |last| last.at_us);
             self.admitted.push(Admission {
@@ -333,12 +333,12 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
                     _ => {}
                 }
                 slot += 1;
-                let charge = Charge {
+                let charge = PolicyCharges {
                     slot_id: slot,
-                    ..Charge::new(&limit, &key, 1)
+                    ..PolicyCharges::new(&limit, &key, 1)
                 };
                 let free = ((alive.len() + lost.len()) as u64) < limit.requests;
-                let admitted = tested_store.decide(&[charge], now_us).admitted;
+                let admitted = tested_store.decide(&[charge.clone()], now_us).admitted;
                 assert_eq!(
                     admitted,
                     free,
@@ -377,13 +377,13 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
             requests: limit.requests.min(300),
             ..limit
         };
-        let charge = Charge::new(&limit, &key, 1);
+        let charge = PolicyCharges::new(&limit, &key, 1);
         let begin_us = START_US + rng.u64(..limit.per_us);
         let (mut now_us, mut times) = (begin_us, Vec::new());
         // The client uses the first period unevenly, and the others as early as possible.
         while now_us < begin_us + 12 * limit.per_us {
-            let decision = tested_store.decide(&[charge], now_us);
-            match admissible_at_us(&[charge], &decision) {
+            let decision = tested_store.decide(&[charge.clone()], now_us);
+            match admissible_at_us(&[charge.clone()], &decision) {
                 Some(until_us) => now_us = until_us,
                 None => times.push(now_us),
             }

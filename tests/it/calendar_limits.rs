@@ -5,11 +5,12 @@ use crate::redis_store::{
     run_script,
 };
 use crate::support::prelude::*;
+use crate::support::store_harness::first_counter;
 use crate::support::unix_s;
 use std::fs;
 use std::time::Duration;
 use tempfile::TempDir;
-use tidegate::limiter::{Amendment, Calendar, CalendarUnit, Charge, Decision};
+use tidegate::limiter::{Amendment, Calendar, CalendarUnit, Decision, PolicyCharges};
 use tidegate::store::Settlement;
 use tidegate::store::redis::DecisionBatch;
 
@@ -157,14 +158,17 @@ async fn the_clock_of_redis_decides_the_day() {
 /// Decides by a batch whose boundaries come from a proxy with another clock.
 async fn decide_apart(
     connection: &mut redis::aio::MultiplexedConnection,
-    charge: &Charge<'_>,
+    charge: &PolicyCharges<'_>,
     (proxy_us, redis_us): (u64, u64),
 ) -> Result<Decision, String> {
     CLOCK.1.set_us(proxy_us);
     let mut batch = DecisionBatch::default();
     // Two identical requests become one that is repeated.
     for _ in 0..2 {
-        assert_eq!(batch.add_or_merge_request(&SCRIPT, &[*charge]), 0);
+        assert_eq!(
+            batch.add_or_merge_request(&SCRIPT, std::slice::from_ref(charge)),
+            0
+        );
     }
     let command = batch.build_command(&SCRIPT, &[1], Some(redis_us));
     let reply = match connection.send_packed_command(&command).await {
@@ -176,7 +180,7 @@ async fn decide_apart(
     };
     let answers = DecisionBatch::parse_reply(reply, &[1]).unwrap();
     answers[0]
-        .parse_decision(&[*charge])
+        .parse_decision(std::slice::from_ref(charge))
         .map_err(|error| error.into_str().to_owned())
 }
 
@@ -208,7 +212,7 @@ async fn near_midnight_both_clocks_may_be_on_different_days() {
             let decision = decide_apart(&mut connection, &charge, clocks)
                 .await
                 .unwrap();
-            let status = decision.outcomes[0].status.unwrap();
+            let status = decision.outcomes().nth(0).unwrap().status.unwrap();
             let expected = (remaining, Some(day_start_us + DAY_US));
             assert_eq!(
                 (status.remaining, status.next_growth_us),
@@ -241,7 +245,7 @@ async fn a_day_that_another_instance_began_lasts_until_its_end() {
     let mut connection = server.connection().await;
     let (limit, key) = (calendar_day(5), make_key("k"));
     let charge = make_charge(&limit, &key, 1);
-    let name = SCRIPT.counter_key(&charge);
+    let name = SCRIPT.counter_key(first_counter(&charge));
     let day = limit.window_at(START_US);
     let (other_start_us, other_end_us) = (day.start_us + HOUR_US, day.end_us + HOUR_US);
     let value = format!("{other_start_us}:4:{other_end_us}");
@@ -252,8 +256,8 @@ async fn a_day_that_another_instance_began_lasts_until_its_end() {
         .await
         .unwrap();
     let mut status_at = async |at_us: u64| {
-        let decision = decide_in_redis(&mut connection, &[charge], at_us).await;
-        let status = decision.outcomes[0].status.unwrap();
+        let decision = decide_in_redis(&mut connection, std::slice::from_ref(&charge), at_us).await;
+        let status = decision.outcomes().nth(0).unwrap().status.unwrap();
         (decision.admitted, status.remaining, status.next_growth_us)
     };
     // Time is at least the start of the stored day.
@@ -282,7 +286,7 @@ async fn a_day_that_another_instance_began_lasts_until_its_end() {
             .unwrap();
         let mut other = server.connection().await;
         let error = other
-            .send_packed_command(&SCRIPT.decide_command(&[charge], Some(day.start_us)))
+            .send_packed_command(&SCRIPT.decide_command(&[charge.clone()], Some(day.start_us)))
             .await;
         let is_foreign =
             matches!(&error, Ok(redis::Value::ServerError(error)) if error.code() == "FOREIGN");
@@ -310,9 +314,9 @@ async fn settlements_find_the_day_of_their_charge() {
         (midnight_us + 2 * DAY_US, backdated(30 * HOUR_US)),
         (midnight_us + 2 * DAY_US, backdated(80 * HOUR_US)),
     ] {
-        let expected = model.decide(&[charge], at_us);
+        let expected = model.decide(&[charge.clone()], at_us);
         assert_eq!(
-            decide_in_redis(&mut connection, &[charge], at_us).await,
+            decide_in_redis(&mut connection, &[charge.clone()], at_us).await,
             expected
         );
         let settlements = [Settlement {

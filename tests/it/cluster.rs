@@ -6,7 +6,7 @@ use crate::support::prelude::*;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
+    Algorithm, Amendment, Decision, Key, KeyBuilder, LeaseTerms, Limit, PolicyCharges,
 };
 use tidegate::store::redis::{CounterInspector, SharedRedisState};
 use tidegate::store::{Settlement, Store, StoreUnavailable};
@@ -59,12 +59,21 @@ pub(crate) async fn decide_one(
     limit: &Limit,
     key: &Key,
 ) -> Result<Decision, StoreUnavailable> {
-    store.decide(&[Charge::new(limit, key, 1)]).await
+    store.decide(&[PolicyCharges::new(limit, key, 1)]).await
 }
 
 pub(crate) async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> u64 {
-    let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
-    decision.outcomes[0].status.unwrap().remaining
+    let decision = store
+        .decide(&[PolicyCharges::new(limit, key, 0)])
+        .await
+        .unwrap();
+    decision
+        .outcomes()
+        .nth(0)
+        .unwrap()
+        .status
+        .unwrap()
+        .remaining
 }
 
 pub(crate) fn error_count(shared: &SharedRedisState) -> u64 {
@@ -153,15 +162,13 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     let mut admitted = 0;
     for slot in 1..=20 {
         let charges = [
-            Charge::new(&DAILY_LIMIT, &wide, 2),
-            Charge {
-                policy_number: 1,
-                ..Charge::new(&narrow, &tight, 1)
+            PolicyCharges::new(&DAILY_LIMIT, &wide, 2),
+            PolicyCharges {
+                ..PolicyCharges::new(&narrow, &tight, 1)
             },
-            Charge {
-                policy_number: 2,
+            PolicyCharges {
                 slot_id: slot,
-                ..Charge::new(&CONCURRENCY_LIMIT, &room, 1)
+                ..PolicyCharges::new(&CONCURRENCY_LIMIT, &room, 1)
             },
         ];
         let decision = store.decide(&charges).await.unwrap();
@@ -184,11 +191,10 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     let (full, free) = (key_on(0, "full"), key_on(1, "free"));
     let nothing = daily_limit(0);
     let charges = [
-        Charge::new(&nothing, &full, 1),
-        Charge {
-            policy_number: 1,
+        PolicyCharges::new(&nothing, &full, 1),
+        PolicyCharges {
             slot_id: 7,
-            ..Charge::new(&CONCURRENCY_LIMIT, &free, 1)
+            ..PolicyCharges::new(&CONCURRENCY_LIMIT, &free, 1)
         },
     ];
     assert!(!store.decide(&charges).await.unwrap().admitted);
@@ -221,17 +227,16 @@ async fn every_algorithm_refunds_denied_charges() {
             if spent > 0 {
                 assert!(
                     store
-                        .decide(&[Charge::new(&limit, &owner, spent)])
+                        .decide(&[PolicyCharges::new(&limit, &owner, spent)])
                         .await
                         .unwrap()
                         .admitted
                 );
             }
             let charges = [
-                Charge::new(&nothing, &full, 1),
-                Charge {
-                    policy_number: 1,
-                    ..Charge::new(&limit, &owner, 7)
+                PolicyCharges::new(&nothing, &full, 1),
+                PolicyCharges {
+                    ..PolicyCharges::new(&limit, &owner, 7)
                 },
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
@@ -272,27 +277,26 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
                 size: Some(25),
                 ttl_us,
             });
-            let charge = Charge {
+            let charge = PolicyCharges {
                 lease,
                 requested_lease_units: 25,
-                ..Charge::new(&limit, &owner, 0)
+                ..PolicyCharges::new(&limit, &owner, 0)
             };
             let lent = redis
                 .decide(&[charge], tokio::time::Instant::now())
                 .await
                 .unwrap();
             assert_eq!(
-                lent.grants.first().map(|grant| grant.units),
+                lent.policies[0].grant.map(|grant| grant.units),
                 Some(25),
                 "{algorithm:?}"
             );
         }
         for _ in 0..5 {
             let charges = [
-                Charge::new(&nothing, &full, 1),
-                Charge {
-                    policy_number: 1,
-                    ..Charge::new(&limit, &owner, 7)
+                PolicyCharges::new(&nothing, &full, 1),
+                PolicyCharges {
+                    ..PolicyCharges::new(&limit, &owner, 7)
                 },
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
@@ -314,17 +318,16 @@ async fn estimated_costs_in_several_slots_are_settled_in_each() {
         ..DAILY_LIMIT
     };
     let keys = [0, 1, 2].map(|node| key_on(node, "tokens"));
-    let charges: Vec<_> = (0..)
-        .zip(&keys)
-        .map(|(policy_number, key)| Charge {
-            policy_number,
-            is_estimate: true,
-            ..Charge::new(&limit, key, 100)
+    let charges: Vec<_> = keys
+        .iter()
+        .map(|key| {
+            let charge = PolicyCharges::new(&limit, key, 100);
+            charge.map_limits(|charge| charge.is_estimate = true)
         })
         .collect();
     let decision = store.decide(&charges).await.unwrap();
     assert!(decision.admitted);
-    let late = keys.iter().zip(&decision.outcomes).map(|(key, outcome)| {
+    let late = keys.iter().zip(decision.outcomes()).map(|(key, outcome)| {
         let amendment = Amendment::Credit {
             units: 90,
             at_us: outcome.charged_at_us.unwrap(),
@@ -390,22 +393,28 @@ async fn shards_are_inspected_and_reset_as_one_counter() {
     let cluster = RedisCluster::start().await;
     let (_shared, store) = connect_store(&cluster).await;
     let owner = policy_key("hot");
-    let charge = |cost| Charge {
+    let charge = |cost| PolicyCharges {
         shard_count: 5,
-        ..Charge::new(&DAILY_LIMIT, &owner, cost)
+        ..PolicyCharges::new(&DAILY_LIMIT, &owner, cost)
     };
     for _ in 0..10 {
         assert!(store.decide(&[charge(1)]).await.unwrap().admitted);
     }
     let whole = async || {
-        store.decide(&[charge(0)]).await.unwrap().outcomes[0]
+        store
+            .decide(&[charge(0)])
+            .await
+            .unwrap()
+            .outcomes()
+            .nth(0)
+            .unwrap()
             .status
             .unwrap()
             .remaining
     };
     assert_eq!(whole().await, 990);
     let inspector = CounterInspector::connect(cluster.settings()).await.unwrap();
-    assert!(inspector.reset_counters(&[charge(0)]).await.unwrap() >= 1);
+    assert!(inspector.reset_counters(charge(0).charges()).await.unwrap() >= 1);
     assert_eq!(whole().await, 1000);
 }
 
@@ -417,11 +426,10 @@ async fn a_shadow_policy_in_another_slot_is_charged_only_for_admitted_requests()
     let (enforced, shadow) = (key_on(0, "enforced"), key_on(2, "shadow"));
     for _ in 0..6 {
         let charges = [
-            Charge::new(&narrow, &enforced, 1),
-            Charge {
-                policy_number: 1,
+            PolicyCharges::new(&narrow, &enforced, 1),
+            PolicyCharges {
                 shadow: true,
-                ..Charge::new(&DAILY_LIMIT, &shadow, 1)
+                ..PolicyCharges::new(&DAILY_LIMIT, &shadow, 1)
             },
         ];
         store.decide(&charges).await.unwrap();
@@ -516,10 +524,9 @@ async fn a_decision_cancelled_between_slots_refunds_its_charges() {
     let (full, free) = (key_on(0, "full"), key_on(1, "free"));
     for _ in 0..10 {
         let charges = [
-            Charge::new(&nothing, &full, 1),
-            Charge {
-                policy_number: 1,
-                ..Charge::new(&DAILY_LIMIT, &free, 1)
+            PolicyCharges::new(&nothing, &full, 1),
+            PolicyCharges {
+                ..PolicyCharges::new(&DAILY_LIMIT, &free, 1)
             },
         ];
         tokio::select! {
@@ -545,16 +552,15 @@ async fn retries_on_other_shards_do_not_deny_the_request_themselves() {
             policy_key(&format!("hot-{round}")),
             policy_key(&format!("own-{round}")),
         );
-        let spread = Charge {
-            policy_number: 1,
+        let spread = PolicyCharges {
             shard_count: 16,
-            ..Charge::new(&sixteen, &hot, 1)
+            ..PolicyCharges::new(&sixteen, &hot, 1)
         };
         for _ in 0..15 {
-            assert!(store.decide(&[spread]).await.unwrap().admitted);
+            assert!(store.decide(&[spread.clone()]).await.unwrap().admitted);
         }
         let decision = store
-            .decide(&[Charge::new(&one, &own, 1), spread])
+            .decide(&[PolicyCharges::new(&one, &own, 1), spread])
             .await
             .unwrap();
         assert!(decision.admitted, "{decision:?}");

@@ -9,9 +9,10 @@ use crate::support::cluster::{hash_slot, initial_node};
 use crate::support::fake_redis::start_node_with_moving_slots;
 use crate::support::prelude::*;
 use crate::support::redis::redis_settings;
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisSettings, RedisTopology};
 use tokio::time::sleep;
@@ -376,13 +377,11 @@ async fn a_charge_in_a_moving_slot_stands_if_the_limit_of_the_file_can_not_be_re
     })
     .await;
     let (name, key) = (Arc::<str>::from("api"), KeyBuilder::new("api").finish());
-    let charge = Charge {
-        dynamic: Some(&name),
-        ..Charge::new(&DAILY_LIMIT, &key, 1)
-    };
+    let charge = PolicyCharges::new(&DAILY_LIMIT, &key, 1);
+    let charge = charge.map_limits(|charge| charge.name = Some(Cow::Borrowed(&name)));
     let decision = Store::from_redis(redis).decide(&[charge]).await;
     let decision = decision.expect("the charge is made");
     assert!(decision.admitted);
-    let status = decision.outcomes[0].status.unwrap();
+    let status = decision.outcomes().nth(0).unwrap().status.unwrap();
     assert_eq!(status.remaining, 4, "{status:?}");
 }

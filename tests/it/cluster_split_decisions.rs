@@ -5,10 +5,11 @@ mod reservations;
 
 use crate::support::cluster::{hash_slot, initial_node, user_key};
 use crate::support::prelude::*;
+use crate::support::store_harness::join_policies;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::redis::RedisSettings;
 use tidegate::store::{Settlement, Store};
 use tokio::task::JoinSet;
@@ -55,8 +56,18 @@ impl SplitFixture {
             ..self.cluster.settings()
         };
         let store = Store::from_redis(connect_redis(settings).await.1);
-        let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
-        limit.requests - decision.outcomes[0].status.unwrap().remaining
+        let decision = store
+            .decide(&[PolicyCharges::new(limit, key, 0)])
+            .await
+            .unwrap();
+        limit.requests
+            - decision
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap()
+                .remaining
     }
 
     fn forwarded(&self) -> u64 {
@@ -413,16 +424,17 @@ async fn settlements_in_an_open_slot_are_exact() {
             ..hourly(100, Algorithm::SlidingLog)
         },
     ];
-    let charges = limits.each_ref().map(|limit| Charge {
-        is_estimate: true,
-        ..Charge::new(limit, &key, 10)
+    let charges = limits.each_ref().map(|limit| {
+        let charge = PolicyCharges::new(limit, &key, 10);
+        (0, charge.map_limits(|charge| charge.is_estimate = true))
     });
+    let charges = join_policies(charges);
     let decision = store.decide(&charges).await.unwrap();
     cluster.open_slot(hash_slot(&key), 0, 1, 1).await;
     for (units, used) in [(4, 6), (6, 0)] {
         let settlements: Vec<Settlement<'_>> = limits
             .iter()
-            .zip(&decision.outcomes)
+            .zip(decision.outcomes())
             .map(|(limit, outcome)| Settlement {
                 limit,
                 key: &key,
@@ -434,8 +446,14 @@ async fn settlements_in_an_open_slot_are_exact() {
             .collect();
         store.apply_settlements(&settlements).await.unwrap();
         for limit in &limits {
-            let status = store.decide(&[Charge::new(limit, &key, 0)]).await.unwrap();
-            assert_eq!(status.outcomes[0].status.unwrap().remaining, 100 - used);
+            let status = store
+                .decide(&[PolicyCharges::new(limit, &key, 0)])
+                .await
+                .unwrap();
+            assert_eq!(
+                status.outcomes().nth(0).unwrap().status.unwrap().remaining,
+                100 - used
+            );
         }
     }
     let errors: u64 = shared.error_counts().map(|(_, count)| count).sum();

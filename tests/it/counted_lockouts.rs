@@ -7,8 +7,9 @@ use crate::support::prelude::*;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
 use fastrand::Rng;
 use futures_util::future::join_all;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, LimitCharge, PolicyCharges};
 
 /// A refusal with a longer wait than the period is a block.
 const LOCKOUT_POLICY: &str = "[[policy]]
@@ -237,18 +238,19 @@ impl CountingPolicy {
         }
     }
 
-    fn charges(&self, cost: u64) -> [Charge<'_>; 3] {
-        [
-            Charge::new(&self.block, &self.key, 1),
-            Charge {
-                is_estimate: true,
-                ..Charge::new(&self.limit, &self.key, cost)
-            },
-            Charge {
-                is_counted: true,
-                ..Charge::new(&self.limit, &self.counted_key, cost)
-            },
-        ]
+    fn charges(&self, cost: u64) -> [PolicyCharges<'_>; 1] {
+        let mut policy = PolicyCharges::new(&self.block, &self.key, 1);
+        policy.response_key = Some(Arc::new(self.counted_key.clone()));
+        policy.limits.push(LimitCharge {
+            is_estimate: true,
+            ..LimitCharge::new(&self.limit, cost)
+        });
+        policy.limits.push(LimitCharge {
+            is_read: true,
+            counts_responses: true,
+            ..LimitCharge::new(&self.limit, cost)
+        });
+        [policy]
     }
 }
 
@@ -284,7 +286,7 @@ fn both_stores_block_as_the_model_does() {
                     store.apply_amendment(&policy.limit, key, amendment, at_us);
                 }
                 if algorithms == MODELLED_ALGORITHMS {
-                    let charge = Charge::new(&policy.limit, key, 0);
+                    let charge = PolicyCharges::new(&policy.limit, key, 0);
                     model.apply_amendment(at_us, &charge, amendment);
                 }
             }
@@ -295,8 +297,8 @@ fn both_stores_block_as_the_model_does() {
             if algorithms == MODELLED_ALGORITHMS {
                 assert_eq!(memory, model.decide(at_us, &charges), "{context}");
             }
-            if let Some(charged_at_us) = memory.outcomes[1].charged_at_us {
-                pending.push((charges[1].cost, charged_at_us));
+            if let Some(charged_at_us) = memory.outcomes().nth(1).unwrap().charged_at_us {
+                pending.push((charges[0].limits[1].cost, charged_at_us));
             }
         }
     }

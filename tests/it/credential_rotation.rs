@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Charge, KeyBuilder};
+use tidegate::limiter::{KeyBuilder, PolicyCharges};
 use tidegate::store::Store;
 use tidegate::store::redis::{
     RedisCredentials, RedisPassword, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
@@ -354,7 +354,7 @@ fn with_login(deployment: &SentinelDeployment, password: &str) -> RedisSettings 
 async fn is_admitted(store: &Store, number: u32) -> bool {
     let limit = sliding_log(10, 60_000_000);
     let key = KeyBuilder::new(&format!("p{number}")).finish();
-    let decision = store.decide(&[Charge::new(&limit, &key, 1)]).await;
+    let decision = store.decide(&[PolicyCharges::new(&limit, &key, 1)]).await;
     decision.is_ok_and(|decision| decision.admitted)
 }
 

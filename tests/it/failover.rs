@@ -6,7 +6,7 @@ use crate::redis_outage::{
 use crate::support::prelude::*;
 use crate::support::sentinel::{FakeSentinel, MASTER_NAME, SentinelDeployment, SentinelProcess};
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Charge, KeyBuilder, Limit};
+use tidegate::limiter::{KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
 use tokio::time::{sleep, timeout};
@@ -25,9 +25,17 @@ const LIMIT: Limit = sliding_log(1000, 60_000_000);
 
 async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
     let key = KeyBuilder::new("k").finish();
-    let decision = store.decide(&[Charge::new(&LIMIT, &key, 1)]).await;
+    let decision = store.decide(&[PolicyCharges::new(&LIMIT, &key, 1)]).await;
     decision
-        .map(|decision| decision.outcomes[0].status.unwrap().remaining)
+        .map(|decision| {
+            decision
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap()
+                .remaining
+        })
         .map_err(|error| error.kind)
 }
 

@@ -2,7 +2,7 @@
 
 use crate::support::prelude::*;
 use crate::support::store_harness::{DAY_US, START_US, StoreUnderTest};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit, MAX_UNITS};
+use tidegate::limiter::{Algorithm, KeyBuilder, Limit, MAX_UNITS, PolicyCharges};
 
 const MINUTE_US: u64 = 60_000_000;
 /// The largest key of constant size, name included, and the largest key with settled costs, which
@@ -59,16 +59,14 @@ fn fill_and_measure(
     let mut key = KeyBuilder::new("api");
     key.push_key_value(Some(b"user-0123456789"));
     let key = key.finish();
-    let charge = Charge {
-        is_estimate: settles,
-        ..Charge::new(limit, &key, cost)
-    };
+    let charge = PolicyCharges::new(limit, &key, cost);
+    let charge = charge.map_limits(|charge| charge.is_estimate = settles);
     // The counter is full at the end of a fixed window and of a sub-window.
     let start_us = START_US / limit.per_us * limit.per_us;
     for n in 0..times {
-        let charge = Charge {
+        let charge = PolicyCharges {
             slot_id: u128::from(n) + 1,
-            ..charge
+            ..charge.clone()
         };
         let decision = tested_store.decide(&[charge], start_us + n * (limit.per_us - 1) / times);
         assert!(decision.admitted, "{limit:?}, {n}: {decision:?}");

@@ -8,7 +8,7 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, LeaseTerms, Limit};
+use tidegate::limiter::{Algorithm, KeyBuilder, LeaseTerms, Limit, PolicyCharges};
 use tidegate::store::{DecisionSource, LeasePool, Store};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
@@ -119,10 +119,10 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
             size: Some(5),
             ttl_us: 1_000_000,
         });
-        let charge = Charge {
+        let charge = PolicyCharges {
             lease,
             requested_lease_units: 5,
-            ..Charge::new(limit, &key, 0)
+            ..PolicyCharges::new(limit, &key, 0)
         };
         redis.decide(&[charge], Instant::now()).await
     };
@@ -137,11 +137,8 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
     let _: () = server.command("CONFIG SET maxmemory 0").await;
     for limit in &limits {
         assert_eq!(
-            lend(limit)
-                .await
-                .unwrap()
-                .grants
-                .first()
+            lend(limit).await.unwrap().policies[0]
+                .grant
                 .map(|grant| grant.units),
             Some(5),
             "{limit:?}"
@@ -627,11 +624,11 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
             ttl_us: 600_000_000,
         },
     );
-    let charge = Charge::new(&limit, &key, 1);
+    let charge = PolicyCharges::new(&limit, &key, 1);
     for _ in 0..10 {
-        let charges = [Charge {
+        let charges = [PolicyCharges {
             lease: Some(lease),
-            ..charge
+            ..charge.clone()
         }];
         let mut asking = pin!(store.decide(&charges));
         for _ in 0..4 {
@@ -643,8 +640,11 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
         }
     }
     // Sent after the cancelled calls.
-    let look = store.decide(&[Charge { cost: 0, ..charge }]).await.unwrap();
-    let left = look.outcomes[0].status.unwrap().remaining;
+    let look = store
+        .decide(&[charge.map_limits(|charge| charge.cost = 0)])
+        .await
+        .unwrap();
+    let left = look.outcomes().nth(0).unwrap().status.unwrap().remaining;
     assert!(left >= 1000 - 50 - 10, "{left}");
 }
 
@@ -666,15 +666,21 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
         KeyBuilder::new("hot").finish(),
     );
     for limit in [&limit, &raised] {
-        let charge = Charge {
+        let charge = PolicyCharges {
             lease,
-            ..Charge::new(limit, &key, 1)
+            ..PolicyCharges::new(limit, &key, 1)
         };
         assert!(store.decide(&[charge]).await.unwrap().admitted);
-        let look = Charge::new(limit, &key, 0);
+        let look = [PolicyCharges::new(limit, &key, 0)];
         // At most two requests and one lease.
         wait_until("the return of the old limit's lease", async || {
-            let status = store.decide(&[look]).await.unwrap().outcomes[0]
+            let status = store
+                .decide(&look)
+                .await
+                .unwrap()
+                .outcomes()
+                .nth(0)
+                .unwrap()
                 .status
                 .unwrap();
             status.remaining >= limit.requests - 52
@@ -691,22 +697,31 @@ async fn a_short_lease_expires_before_an_older_long_one() {
     let limit = sliding_log(1000, 3_600_000_000);
     for (name, ttl_us) in [("long", 600_000_000), ("short", 100_000)] {
         let key = KeyBuilder::new(name).finish();
-        let charge = Charge::new(&limit, &key, 1);
+        let charge = PolicyCharges::new(&limit, &key, 1);
         let lease = Some(LeaseTerms {
             size: Some(50),
             ttl_us,
         });
         assert!(
             store
-                .decide(&[Charge { lease, ..charge }])
+                .decide(&[PolicyCharges {
+                    lease,
+                    ..charge.clone()
+                }])
                 .await
                 .unwrap()
                 .admitted
         );
         let deadline = Instant::now() + TEST_TIMEOUT;
-        let look = [Charge { cost: 0, ..charge }];
+        let look = [charge.map_limits(|charge| charge.cost = 0)];
         let left = async || {
-            store.decide(&look).await.unwrap().outcomes[0]
+            store
+                .decide(&look)
+                .await
+                .unwrap()
+                .outcomes()
+                .nth(0)
+                .unwrap()
                 .status
                 .unwrap()
                 .remaining
@@ -737,15 +752,16 @@ async fn a_lease_ends_during_a_suspension_and_for_a_request_that_waited() {
     let ttl_us = u64::try_from(TTL.as_micros()).unwrap();
     for cause in ["a suspension", "a wait after the arrival"] {
         let key = KeyBuilder::new(cause).finish();
-        let charge = Charge {
+        let charge = PolicyCharges {
             lease: Some(LeaseTerms {
                 size: Some(50),
                 ttl_us,
             }),
-            ..Charge::new(&limit, &key, 1)
+            ..PolicyCharges::new(&limit, &key, 1)
         };
+        let charge = [charge];
         let decide = async |arrived| {
-            let (decision, source) = store.decide_with_source(&[charge], arrived).await.unwrap();
+            let (decision, source) = store.decide_with_source(&charge, arrived).await.unwrap();
             assert!(decision.admitted);
             source
         };

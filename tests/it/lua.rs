@@ -2,6 +2,7 @@
 
 use crate::redis_store::*;
 use crate::support::prelude::*;
+use crate::support::store_harness::join_policies;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use redis::aio::MultiplexedConnection;
@@ -75,19 +76,12 @@ impl ClockMove {
 }
 
 impl ChargeSpec {
-    fn to_charge<'a>(self, limit: &'a Limit, keys: &'a [Key]) -> Charge<'a> {
-        let Self {
-            group,
-            shadow,
-            settles,
-            ..
-        } = self;
-        Charge {
-            policy_number: group,
-            shadow,
-            is_estimate: settles,
-            ..Charge::new(limit, &keys[self.counter], self.cost)
-        }
+    fn to_charge<'a>(self, limit: &'a Limit, key: &'a Key) -> PolicyCharges<'a> {
+        let charge = PolicyCharges {
+            shadow: self.shadow,
+            ..PolicyCharges::new(limit, key, self.cost)
+        };
+        charge.map_limits(|charge| charge.is_estimate = self.settles)
     }
 }
 
@@ -240,9 +234,7 @@ async fn compare_decisions(
         .query_async(connection)
         .await
         .unwrap();
-    let keys: Vec<Key> = (0..COUNTER_COUNT)
-        .map(|n| make_key(&format!("k{n}")))
-        .collect();
+    let key = KeyBuilder::new("p").finish();
     let (mut model, mut time_us, mut times_us, mut lent_us) =
         (StateModel::default(), START_US, Vec::new(), vec![0]);
     for (n, step) in steps.iter().enumerate() {
@@ -252,11 +244,8 @@ async fn compare_decisions(
             .iter()
             .map(|ask| make_limit(ask.counter, ask.requests))
             .collect();
-        let charges: Vec<Charge<'_>> = step
-            .charges
-            .iter()
-            .zip(&limits)
-            .map(|(ask, limit)| Charge {
+        let charges = step.charges.iter().zip(&limits).map(|(ask, limit)| {
+            let charge = PolicyCharges {
                 counts_rejected: step.counts_rejected_bits
                     >> (2 * ask.group + u32::from(ask.shadow))
                     & 1
@@ -270,14 +259,18 @@ async fn compare_decisions(
                     .lease
                     .filter(|_| ask.group == 0)
                     .map_or(0, |(_, wanted)| wanted),
-                ..ask.to_charge(limit, &keys)
-            })
-            .collect();
+                ..ask.to_charge(limit, &key)
+            };
+            (2 * ask.group + u32::from(ask.shadow), charge)
+        });
+
+        let charges = join_policies(charges);
         let expected = model.decide(&charges, time_us);
-        let expected_names_us: Vec<u64> = (expected.outcomes.iter())
+        let expected_names_us: Vec<u64> = (expected.outcomes())
             .filter_map(|outcome| outcome.charged_at_us)
             .collect();
-        lent_us.extend(expected.grants.iter().map(|grant| grant.until_us));
+        let grants = expected.policies.iter().filter_map(|outcome| outcome.grant);
+        lent_us.extend(grants.map(|grant| grant.until_us));
         let answer = decide_in_redis(connection, &charges, time_us).await;
         prop_assert_eq!(answer, expected, "step {} at {}", n, time_us);
 
@@ -293,7 +286,7 @@ async fn compare_decisions(
             .settlements
             .iter()
             .zip(&limits)
-            .map(|((counter, change), limit)| {
+            .map(|((_, change), limit)| {
                 let amendment = match *change {
                     SettlementSpec::ChargeMore(units) => Amendment::Charge(units),
                     SettlementSpec::ChargeInThePast { units, age_us } => {
@@ -317,7 +310,7 @@ async fn compare_decisions(
                 };
                 Settlement {
                     limit,
-                    key: &keys[*counter],
+                    key: &key,
                     amendment,
                 }
             });
@@ -450,9 +443,7 @@ async fn compare_batched_decisions(
         .query_async(connection)
         .await
         .unwrap();
-    let keys: Vec<Key> = (0..COUNTER_COUNT)
-        .map(|n| make_key(&format!("k{n}")))
-        .collect();
+    let key = KeyBuilder::new("p").finish();
     let (mut model, mut time_us, mut slot) = (StateModel::default(), START_US, 0);
     for (n, round) in rounds.iter().enumerate() {
         time_us = round.clock.apply(time_us);
@@ -471,15 +462,18 @@ async fn compare_batched_decisions(
                 .map(|(at, (asks, limits))| {
                     slot += 1;
                     let (lease, wanted) = round.lease_for(at).unzip();
-                    let charges = asks.iter().zip(limits).map(|(ask, limit)| Charge {
-                        counts_rejected: asks.len() > 1
-                            && round.counts_rejected_bits >> ask.group & 1 == 1,
-                        slot_id: slot,
-                        lease: lease.filter(|_| ask.group == 0),
-                        requested_lease_units: wanted.filter(|_| ask.group == 0).unwrap_or(0),
-                        ..ask.to_charge(limit, &keys)
+                    let charges = asks.iter().zip(limits).map(|(ask, limit)| {
+                        let charge = PolicyCharges {
+                            counts_rejected: asks.len() > 1
+                                && round.counts_rejected_bits >> ask.group & 1 == 1,
+                            slot_id: slot,
+                            lease: lease.filter(|_| ask.group == 0),
+                            requested_lease_units: wanted.filter(|_| ask.group == 0).unwrap_or(0),
+                            ..ask.to_charge(limit, &key)
+                        };
+                        (2 * ask.group + u32::from(ask.shadow), charge)
                     });
-                    charges.collect::<Vec<_>>()
+                    join_policies(charges)
                 });
         let questions: Vec<_> = questions.collect();
         let expected: Vec<_> = questions

@@ -4,12 +4,14 @@
 use crate::reference_model::NaiveModel;
 use crate::support::prelude::*;
 use proptest::prelude::*;
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::thread;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
-    Algorithm, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, Refusal,
+    Algorithm, Charge, Decision, Key, KeyBuilder, Limit, LimitCharge, LimitStatus, PolicyCharges,
+    Refusal, each_charge,
 };
 use tidegate::store::{MemorySettings, MemoryStore};
 
@@ -197,22 +199,19 @@ impl StoreFixture {
         }
     }
 
-    fn make_charges(&self, requests: &[(usize, usize, u64)]) -> Vec<Charge<'_>> {
+    fn make_charges(&self, requests: &[(usize, usize, u64)]) -> Vec<PolicyCharges<'_>> {
         requests
             .iter()
-            .flat_map(|(policy, user, cost)| {
-                self.limits[*policy].iter().map(|limit| {
-                    let cost = if limit.algorithm == Algorithm::Block {
-                        1
-                    } else {
-                        *cost
-                    };
-                    Charge {
-                        policy_number: *policy as u32,
-                        shadow: POLICIES[*policy].1,
-                        ..Charge::new(limit, &self.keys[*policy][*user], cost)
-                    }
-                })
+            .map(|(policy, user, cost)| {
+                let limits = self.limits[*policy].iter().map(|limit| {
+                    let is_block = limit.algorithm == Algorithm::Block;
+                    LimitCharge::new(limit, if is_block { 1 } else { *cost })
+                });
+                let key = Cow::Borrowed(&self.keys[*policy][*user]);
+                PolicyCharges {
+                    shadow: POLICIES[*policy].1,
+                    ..PolicyCharges::with_limits(key, limits.collect())
+                }
             })
             .collect()
     }
@@ -331,7 +330,7 @@ proptest! {
         let mut last_us = None;
         for (after_us, cost) in requests_sent {
             manual_clock.advance_us(after_us);
-            let charge = Charge::new(&limit, &key, cost);
+            let charge = PolicyCharges::new(&limit, &key, cost);
             let decision = store.decide(&[charge]);
             if !decision.admitted {
                 prop_assert_eq!(decision.delay_us, 0);
@@ -369,7 +368,7 @@ proptest! {
                     } else {
                         // A charge of cost 0 consumes nothing, but lets this store read the clock
                         // too.
-                        let zero_cost_charges = without.make_charges(requests).into_iter().map(|charge| Charge { cost: 0, ..charge });
+                        let zero_cost_charges = without.make_charges(requests).into_iter().map(|policy| policy.map_limits(|charge| charge.cost = 0));
                         without.store.decide(&zero_cost_charges.collect::<Vec<_>>());
                     }
                 }
@@ -411,16 +410,16 @@ proptest! {
                 StoreStep::Decide(requests) => {
                     let charges = fixture.make_charges(requests);
                     let decision = fixture.store.decide(&charges);
-                    let grows = |(_, status): &(&Charge<'_>, LimitStatus)| status.next_growth_us;
-                    let first = charges.iter().zip(decision.statuses()).filter(|it| grows(it).is_some()).min_by_key(grows);
+                    let grows = |(_, status): &(Charge<'_, '_>, LimitStatus)| status.next_growth_us;
+                    let first = each_charge(&charges).zip(decision.statuses()).filter(|it| grows(it).is_some()).min_by_key(grows);
                     let Some((charge, status)) = first else { continue };
                     let grows_at_us = status.next_growth_us.unwrap();
                     edges.push(grows_at_us);
-                    let look = Charge { cost: 0, ..*charge };
+                    let look = [PolicyCharges::new(charge.limit, charge.key, 0)];
                     fixture.manual_clock.set_us(grows_at_us - 1);
-                    prop_assert_eq!(fixture.store.decide(&[look]).outcomes[0].status.unwrap().remaining, status.remaining);
+                    prop_assert_eq!(fixture.store.decide(&look).outcomes().nth(0).unwrap().status.unwrap().remaining, status.remaining);
                     fixture.manual_clock.set_us(grows_at_us);
-                    prop_assert!(fixture.store.decide(&[look]).outcomes[0].status.unwrap().remaining > status.remaining);
+                    prop_assert!(fixture.store.decide(&look).outcomes().nth(0).unwrap().status.unwrap().remaining > status.remaining);
                 }
             }
         }
@@ -428,11 +427,10 @@ proptest! {
 }
 
 /// The time at which the whole request would be admitted. `None` if it was admitted or never fits.
-fn retry_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
-    let refusals = charges
-        .iter()
+fn retry_at_us(charges: &[PolicyCharges<'_>], decision: &Decision) -> Option<u64> {
+    let refusals = each_charge(charges)
         .zip(decision.statuses())
-        .filter(|(charge, _)| !charge.shadow);
+        .filter(|(charge, _)| !charge.policy.shadow);
     let mut latest_us = None;
     for (charge, status) in refusals {
         if charge.limit.algorithm == Algorithm::Block {
@@ -508,12 +506,21 @@ impl ManyKeysFixture {
 
     fn decide(&self, user: &str, cost: u64) -> Decision {
         let key = make_key("many_keys", user);
-        self.store.decide(&[Charge::new(&self.limit, &key, cost)])
+        self.store
+            .decide(&[PolicyCharges::new(&self.limit, &key, cost)])
     }
 
     /// Units of this user that the store still counts. The charge of cost 0 consumes nothing.
     fn used_units(&self, user: &str) -> u64 {
-        self.limit.requests - self.decide(user, 0).outcomes[0].status.unwrap().remaining
+        self.limit.requests
+            - self
+                .decide(user, 0)
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap()
+                .remaining
     }
 }
 
@@ -526,16 +533,13 @@ fn the_longest_delay_applies_and_shadow_policies_delay_no_request() {
     };
     let (fast, slow, slowest) = (line(100, 50_000), line(10, 500_000), line(1, 9_000_000));
     let keys = ["fast", "slow", "slowest"].map(|name| make_key(name, "a"));
-    let charge = |limit, key, group| Charge {
-        policy_number: group,
-        ..Charge::new(limit, key, 1)
-    };
+    let charge = |limit, key| PolicyCharges::new(limit, key, 1);
     let charges = [
-        charge(&fast, &keys[0], 0),
-        charge(&slow, &keys[1], 1),
-        Charge {
+        charge(&fast, &keys[0]),
+        charge(&slow, &keys[1]),
+        PolicyCharges {
             shadow: true,
-            ..charge(&slowest, &keys[2], 2)
+            ..charge(&slowest, &keys[2])
         },
     ];
     let delays: Vec<u64> = (0..6).map(|_| store.decide(&charges).delay_us).collect();
@@ -686,11 +690,8 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
             let (store, wide, narrow) = (Arc::clone(&store), wide, narrow);
             thread::spawn(move || {
                 let (a, b) = (make_key("wide", "a"), make_key("narrow", "b"));
-                let charge = |limit, key, group| Charge {
-                    policy_number: group,
-                    ..Charge::new(limit, key, 1)
-                };
-                let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];
+                let charge = |limit, key| PolicyCharges::new(limit, key, 1);
+                let mut charges = [charge(&wide, &a), charge(&narrow, &b)];
                 // Half of the threads submit the charges in reverse order. Locking in submission
                 // order would deadlock.
                 if thread % 2 == 1 {
@@ -709,9 +710,16 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
         "the number of admitted requests must equal the narrow limit"
     );
     let key = make_key("wide", "a");
-    let look = Charge::new(&wide, &key, 0);
+    let look = PolicyCharges::new(&wide, &key, 0);
     assert_eq!(
-        store.decide(&[look]).outcomes[0].status.unwrap().remaining,
+        store
+            .decide(&[look])
+            .outcomes()
+            .nth(0)
+            .unwrap()
+            .status
+            .unwrap()
+            .remaining,
         40,
         "rejected requests must not consume the wide limit"
     );
@@ -744,7 +752,7 @@ fn trap_2_retries_do_not_prolong_a_block_and_a_reload_does_not_end_it() {
         make_limit(1, 5_000, Algorithm::Block),
     );
     let ask = |block: &Limit| {
-        let charge = |limit, cost| Charge::new(limit, &key, cost);
+        let charge = |limit, cost| PolicyCharges::new(limit, &key, cost);
         store.decide(&[charge(block, 1), charge(&log, 1)]).admitted
     };
     assert_eq!([ask(&block), ask(&block), ask(&block)], [true, true, false]);
@@ -773,7 +781,7 @@ fn trap_21_values_cannot_be_shifted_between_key_parts() {
     let (clock, _manual_clock) = Clock::manual(START_US);
     let store = MemoryStore::new(LARGE_SETTINGS, clock);
     let limit = make_limit(1, HOUR_US, SLIDING_LOG);
-    let admitted = |key: &Key| store.decide(&[Charge::new(&limit, key, 1)]).admitted;
+    let admitted = |key: &Key| store.decide(&[PolicyCharges::new(&limit, key, 1)]).admitted;
     assert!(admitted(&build(["a:b", "c"])));
     assert!(
         admitted(&build(["a", "b:c"])),

@@ -5,11 +5,14 @@ use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, test_seed,
 };
 use fastrand::Rng;
+use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 use tidegate::limiter::{
-    Algorithm, Charge, ChargeOutcome, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts,
-    LimitName, LimitStatus, MAX_UNITS, OverrideInEffect,
+    Algorithm, ChargeOutcome, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts,
+    LimitCharge, LimitName, LimitStatus, MAX_UNITS, OverrideInEffect, PolicyCharges, RequestPart,
+    each_charge,
 };
 use tidegate::store::StoredOverride;
 
@@ -144,36 +147,35 @@ fn limit_in_effect(
     }
 }
 
-fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<Charge<'_>> {
+fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<PolicyCharges<'_>> {
     let mut charges = Vec::new();
-    for (number, policy) in (0..).zip(policies) {
-        let first_charge = charges.len();
+    for policy in policies {
         let block = policy
             .block
             .iter()
             .map(|block| (&policy.limits[0].0, block));
         let limits = policy.limits.iter().map(|(name, limit)| (name, limit));
-        for (name, limit) in block.chain(limits) {
-            charges.push(Charge {
-                policy_number: number,
-                shadow: policy.shadow,
-                counts_rejected: policy.counts_rejected && policy.block.is_none(),
-                is_estimate: policy.is_estimate,
-                dynamic: policy.is_dynamic.then_some(name),
-                ..Charge::new(limit, &policy.key, cost)
-            });
-        }
+        let own = block.chain(limits).map(|(name, limit)| LimitCharge {
+            is_estimate: policy.is_estimate,
+            name: policy.is_dynamic.then_some(Cow::Borrowed(name)),
+            ..LimitCharge::new(limit, cost)
+        });
+        let mut own: SmallVec<[LimitCharge<'_>; 2]> = own.collect();
         if policy.counts_responses {
-            let own = charges.iter().skip(first_charge);
-            let limits: Vec<Charge<'_>> =
-                own.filter(|charge| !charge.is_block()).copied().collect();
-            charges.extend(limits.into_iter().map(|charge| Charge {
-                key: &policy.counted_key,
+            let limits = own.clone().into_iter().filter(|charge| !charge.is_block());
+            own.extend(limits.map(|charge| LimitCharge {
                 is_estimate: false,
-                is_counted: true,
+                is_read: true,
+                counts_responses: true,
                 ..charge
             }));
         }
+        charges.push(PolicyCharges {
+            shadow: policy.shadow,
+            counts_rejected: policy.counts_rejected && policy.block.is_none(),
+            response_key: Some(Arc::new(policy.counted_key.clone())),
+            ..PolicyCharges::with_limits(Cow::Borrowed(&policy.key), own)
+        });
     }
     charges
 }
@@ -181,35 +183,37 @@ fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<Charge<'_>> {
 fn decide_by_model(
     model: &mut NaiveModel,
     at_us: u64,
-    charges: &[Charge<'_>],
+    charges: &[PolicyCharges<'_>],
     rules: &Rules,
 ) -> Decision {
-    let effective: Vec<_> = charges
-        .iter()
+    let effective: Vec<_> = each_charge(charges)
         .map(|charge| {
-            let name = charge.dynamic.map_or("", |name| name);
-            let rule = charge
-                .dynamic
-                .and_then(|_| rules.get(&charge.key.quota_id()));
+            let name = charge.name.map_or("", |name| name);
+            let rule = charge.name.and_then(|_| rules.get(&charge.key.quota_id()));
             limit_in_effect(charge.limit, name, rule)
         })
         .collect();
-    let limited: Vec<Charge<'_>> = charges
+    let mut own = effective.iter();
+    let limited: Vec<PolicyCharges<'_>> = charges
         .iter()
-        .zip(&effective)
-        .filter_map(|(charge, effective)| {
-            let (limit, _) = effective.as_ref()?;
-            Some(Charge { limit, ..*charge })
+        .map(|policy| {
+            policy.map_limits(|charge| {
+                if let Some((limit, _)) = own.next().unwrap() {
+                    charge.limit = *limit;
+                }
+            })
         })
         .collect();
-    let decided = model.decide(at_us, &limited);
-    let mut outcomes = decided.outcomes.iter();
+    let mut own = effective.iter();
+    let limited = RequestPart::new(&limited, |_| own.next().unwrap().is_some());
+    let decided = model.decide(at_us, &limited.policies);
+    let mut outcomes = decided.outcomes();
     let mut decision = Decision {
-        outcomes: <_>::default(),
+        policies: Decision::without_outcomes(charges).policies,
         ..decided.clone()
     };
-    for effective in &effective {
-        decision.outcomes.push(match effective {
+    for (outcome, effective) in decision.outcomes_mut().zip(&effective) {
+        *outcome = match effective {
             None => ChargeOutcome {
                 status: Some(LimitStatus::UNLIMITED),
                 ..ChargeOutcome::default()
@@ -225,27 +229,9 @@ fn decide_by_model(
                     ..outcome
                 }
             }
-        });
+        };
     }
     decision
-}
-
-fn describe_charge(charge: &Charge<'_>) -> String {
-    let Charge {
-        limit,
-        key,
-        cost,
-        policy_number,
-        shadow,
-        counts_rejected,
-        is_estimate,
-        is_counted,
-        dynamic,
-        ..
-    } = charge;
-    format!(
-        "{policy_number} {key} {dynamic:?} {limit:?} cost {cost}, shadow {shadow}, counts rejected {counts_rejected}, estimate {is_estimate}, counted {is_counted}"
-    )
 }
 
 /// Decides random requests in both stores while overrides change at random, and passes what they
@@ -253,7 +239,7 @@ fn describe_charge(charge: &Charge<'_>) -> String {
 fn run_rounds(
     algorithm_count: usize,
     max_amount: u64,
-    mut check: impl FnMut(&mut NaiveModel, u64, &[Charge<'_>], &Rules, [Decision; 2], &str),
+    mut check: impl FnMut(&mut NaiveModel, u64, &[PolicyCharges<'_>], &Rules, [Decision; 2], &str),
 ) {
     let seed = test_seed();
     let mut rng = Rng::with_seed(seed);
@@ -292,7 +278,8 @@ fn run_rounds(
             }
             let charges = charges_of(&policies, rng.u64(0..4));
             let decisions = stores.each_mut().map(|store| store.decide(&charges, at_us));
-            let described: Vec<String> = charges.iter().map(describe_charge).collect();
+            let described: Vec<String> =
+                charges.iter().map(|policy| format!("{policy:?}")).collect();
             let context = format!(
                 "seed {seed}, round {round}, {rules:?}\n{}",
                 described.join("\n")
@@ -340,10 +327,8 @@ fn retry_times_are_exact_when_overrides_end() {
         let mut key = KeyBuilder::new("api");
         key.push_key_value(Some(b"ann"));
         let key = key.finish();
-        let charge = Charge {
-            dynamic: Some(&name),
-            ..Charge::new(&limit, &key, rng.u64(1..=3).min(limit.cold_capacity()))
-        };
+        let charge = PolicyCharges::new(&limit, &key, rng.u64(1..=3).min(limit.cold_capacity()));
+        let charge = charge.map_limits(|charge| charge.name = Some(Cow::Borrowed(&name)));
         let ends_ms = (START_US + rng.u64(..2 * limit.per_us)) / 1000;
         let ends_us = (ends_ms + 1) * 1000;
         let amounts = LimitAmounts {
@@ -367,10 +352,10 @@ fn retry_times_are_exact_when_overrides_end() {
                 if at_us == START_US || at_us >= ends_us {
                     store.change_override(&key, stored);
                 }
-                store.decide(&[charge], at_us)
+                store.decide(&[charge.clone()], at_us)
             });
             let [memory, mut redis] = decisions;
-            redis.outcomes[0].override_expires_at_ms = None;
+            redis.outcomes_mut().next().unwrap().override_expires_at_ms = None;
             assert_eq!(
                 memory, redis,
                 "seed {seed}, round {round}, {limit:?}, {stored:?}"
@@ -386,7 +371,7 @@ fn retry_times_are_exact_when_overrides_end() {
             }
             at_us += rng.u64(..=limit.per_us / 8);
         };
-        let Some(until_us) = admissible_at_us(&[charge], &refused) else {
+        let Some(until_us) = admissible_at_us(&[charge.clone()], &refused) else {
             continue;
         };
         if at_us < ends_us {

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::time::Duration;
 use tempfile::TempDir;
-use tidegate::limiter::{Charge, KeyBuilder};
+use tidegate::limiter::{KeyBuilder, PolicyCharges};
 use tidegate::store::redis::{RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
 use tidegate::store::{Store, StoreUnavailable};
 
@@ -315,7 +315,10 @@ async fn decide_once(settings: RedisSettings) -> Result<bool, StoreUnavailable> 
     let keys: Vec<_> = (0..16)
         .map(|number| KeyBuilder::new(&format!("p{number}")).finish())
         .collect();
-    let charges: Vec<_> = keys.iter().map(|key| Charge::new(&limit, key, 1)).collect();
+    let charges: Vec<_> = keys
+        .iter()
+        .map(|key| PolicyCharges::new(&limit, key, 1))
+        .collect();
     Store::from_redis(redis)
         .decide(&charges)
         .await

@@ -4,11 +4,12 @@
 use crate::support::fake_redis::{TcpRelay, start_faulty_redis};
 use crate::support::prelude::*;
 use crate::support::redis::{free_port, redis_settings};
+use crate::support::store_harness::first_counter;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Amendment, Decision, Key, KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::redis::{
     RedisCredentials, RedisPassword, RedisSettings, RedisStore, ScriptLibrary, SharedRedisState,
 };
@@ -32,7 +33,7 @@ fn make_key(name: &str) -> Key {
 
 async fn decide(store: &Store, name: &str) -> Result<Decision, StoreUnavailable> {
     let key = make_key(name);
-    store.decide(&[Charge::new(&LIMIT, &key, 1)]).await
+    store.decide(&[PolicyCharges::new(&LIMIT, &key, 1)]).await
 }
 
 async fn start_store(server: &RedisServer) -> (Arc<SharedRedisState>, Store) {
@@ -114,7 +115,12 @@ async fn redis_is_killed_and_restarts_empty() {
     server.restart();
     wait_for_recovery(&shared, &store).await;
     assert_eq!(
-        decide(&store, "first").await.unwrap().outcomes[0]
+        decide(&store, "first")
+            .await
+            .unwrap()
+            .outcomes()
+            .nth(0)
+            .unwrap()
             .status
             .unwrap()
             .remaining,
@@ -245,7 +251,7 @@ async fn out_of_memory_never_charges_half_a_request() {
         ..LIMIT
     };
     let owner = make_key("k");
-    let charge = |limit| Charge::new(limit, &owner, 1);
+    let charge = |limit| PolicyCharges::new(limit, &owner, 1);
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
     let answer = redis
         .decide(
@@ -324,11 +330,11 @@ async fn a_foreign_value_fails_only_its_key() {
         ..LIMIT
     };
     let (bad, good) = (make_key("bad"), make_key("good"));
-    let charge = |limit, key| Charge::new(limit, key, 1);
+    let charge = |limit, key| PolicyCharges::new(limit, key, 1);
     let script = ScriptLibrary::new("t");
     let (log, window) = (
-        script.counter_key(&charge(&LIMIT, &bad)),
-        script.counter_key(&charge(&daily, &bad)),
+        script.counter_key(first_counter(&charge(&LIMIT, &bad))),
+        script.counter_key(first_counter(&charge(&daily, &bad))),
     );
     let mut planted = 0;
     for (limit, plant) in [
@@ -360,7 +366,7 @@ async fn a_foreign_value_fails_only_its_key() {
     assert!(shared.is_up() && !shared.is_breaker_open());
     let answer = store.decide(&[charge(&LIMIT, &good)]).await.unwrap();
     assert_eq!(
-        answer.outcomes[0].status.unwrap().remaining,
+        answer.outcomes().nth(0).unwrap().status.unwrap().remaining,
         999,
         "a failed request must charge none of its limits"
     );
@@ -375,7 +381,10 @@ async fn decide_together(
         let (redis, key) = (redis.clone(), make_key(name));
         tokio::spawn(async move {
             redis
-                .decide(&[Charge::new(&LIMIT, &key, 1)], tokio::time::Instant::now())
+                .decide(
+                    &[PolicyCharges::new(&LIMIT, &key, 1)],
+                    tokio::time::Instant::now(),
+                )
                 .await
                 .map_err(|failure| failure.unavailable)
         })
@@ -397,7 +406,11 @@ async fn a_foreign_value_does_not_fail_other_decisions_of_the_batch() {
             .iter()
             .all(Result::is_ok)
     );
-    let bad = ScriptLibrary::new("t").counter_key(&Charge::new(&LIMIT, &make_key("bad"), 1));
+    let bad = ScriptLibrary::new("t").counter_key(first_counter(&PolicyCharges::new(
+        &LIMIT,
+        &make_key("bad"),
+        1,
+    )));
     let names: Vec<String> = (0..60)
         .map(|n| {
             if n % 3 == 0 {
@@ -437,7 +450,7 @@ async fn out_of_memory_fails_only_the_writing_decisions_of_a_batch() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let spent = make_key("spent");
-    let all = Charge::new(&LIMIT, &spent, LIMIT.requests);
+    let all = PolicyCharges::new(&LIMIT, &spent, LIMIT.requests);
     assert!(
         redis
             .decide(&[all], tokio::time::Instant::now())
@@ -473,7 +486,7 @@ async fn equal_decisions_share_a_call_and_the_remaining_units() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let few = make_key("k");
-    let nearly_all = Charge::new(&LIMIT, &few, LIMIT.requests - 10);
+    let nearly_all = PolicyCharges::new(&LIMIT, &few, LIMIT.requests - 10);
     assert!(
         redis
             .decide(&[nearly_all], tokio::time::Instant::now())
@@ -495,7 +508,13 @@ async fn equal_decisions_share_a_call_and_the_remaining_units() {
         let decision = answer.as_ref().unwrap();
         (
             decision.admitted,
-            decision.outcomes[0].status.unwrap().remaining,
+            decision
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap()
+                .remaining,
         )
     });
     let expected = (0..200).map(|n| (n < 10, 9_u64.saturating_sub(n)));
@@ -516,7 +535,7 @@ async fn a_decision_cancelled_before_sending_is_not_charged() {
     }
     let answer = decide(&store, "left").await.unwrap();
     assert_eq!(
-        answer.outcomes[0].status.unwrap().remaining,
+        answer.outcomes().nth(0).unwrap().status.unwrap().remaining,
         LIMIT.requests - 1
     );
 }
@@ -605,7 +624,7 @@ async fn all_settlements_reach_a_slow_redis() {
     };
     let owner = make_key("settlements");
     store
-        .decide(&[Charge::new(&limit, &owner, 1)])
+        .decide(&[PolicyCharges::new(&limit, &owner, 1)])
         .await
         .unwrap();
     let settlements = vec![
@@ -623,7 +642,8 @@ async fn all_settlements_reach_a_slow_redis() {
     let value: String = server
         .command(&format!(
             "GET {}",
-            ScriptLibrary::new("t").counter_key(&Charge::new(&limit, &owner, 1))
+            ScriptLibrary::new("t")
+                .counter_key(first_counter(&PolicyCharges::new(&limit, &owner, 1)))
         ))
         .await;
     assert!(value.ends_with(":301"), "{value}");
@@ -647,7 +667,7 @@ async fn a_slow_network_is_waited_for_only_until_the_deadline() {
     wait_for_recovery(&shared, &store).await;
     let answer = decide(&store, "k").await.unwrap();
     assert_eq!(
-        answer.outcomes[0].status.unwrap().remaining,
+        answer.outcomes().nth(0).unwrap().status.unwrap().remaining,
         997,
         "a charge with a late reply must stand"
     );
@@ -777,19 +797,19 @@ async fn requests_checked_without_redis_are_not_sent_after_a_reconnection() {
                     ..LIMIT
                 };
                 let key = make_key(&format!("round {round}"));
-                let charge = Charge {
+                let charge = PolicyCharges {
                     has_fallback: true,
-                    ..Charge::new(&limit, &key, 1)
+                    ..PolicyCharges::new(&limit, &key, 1)
                 };
                 let started = Instant::now();
                 let mut admitted = 0;
                 while !(was_unreachable.load(Ordering::Relaxed) && shared.is_up()) {
                     assert!(started.elapsed() < MAX_RECOVERY, "no reconnection");
-                    let decision = match store.decide(&[charge]).await {
+                    let decision = match store.decide(&[charge.clone()]).await {
                         Ok(decision) => decision,
                         Err(_) => {
                             was_unreachable.store(true, Ordering::Relaxed);
-                            store.decide_by_fallback(&[charge], None).unwrap()
+                            store.decide_by_fallback(&[charge.clone()], None).unwrap()
                         }
                     };
                     admitted += u32::from(decision.admitted);

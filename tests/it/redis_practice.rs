@@ -3,10 +3,11 @@
 use crate::support::fake_redis::TcpRelay;
 use crate::support::prelude::*;
 use crate::support::redis::redis_settings;
+use crate::support::store_harness::first_counter;
 use crate::support::store_harness::{EVERY_ALGORITHM, test_seed};
 use fastrand::Rng;
 use std::time::{Duration, Instant};
-use tidegate::limiter::{Charge, KeyBuilder, Limit};
+use tidegate::limiter::{KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::redis::{RedisStore, ScriptLibrary};
 use tokio::task::JoinSet;
 
@@ -19,7 +20,7 @@ async fn decide_concurrently(redis: &RedisStore, decisions: usize) {
         let redis = redis.clone();
         calls.spawn(async move {
             let key = KeyBuilder::new(&n.to_string()).finish();
-            let charge = Charge::new(&LIMIT, &key, 1);
+            let charge = PolicyCharges::new(&LIMIT, &key, 1);
             redis
                 .decide(&[charge], tokio::time::Instant::now())
                 .await
@@ -109,7 +110,7 @@ async fn all_redis_keys_of_one_policy_key_share_a_hash_slot() {
         let mut own = Vec::new();
         for (_, draw) in EVERY_ALGORITHM {
             let limit = draw(&mut rng);
-            let name = script.counter_key(&Charge::new(&limit, &key, 1));
+            let name = script.counter_key(first_counter(&PolicyCharges::new(&limit, &key, 1)));
             own.push(
                 server
                     .command::<u64>(&format!("CLUSTER KEYSLOT {name}"))

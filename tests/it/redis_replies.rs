@@ -9,7 +9,7 @@ use crate::support::prelude::*;
 use crate::support::redis::redis_settings;
 use std::collections::BTreeSet;
 use std::time::Duration;
-use tidegate::limiter::{Charge, KeyBuilder, Limit};
+use tidegate::limiter::{KeyBuilder, Limit, PolicyCharges};
 use tidegate::store::Store;
 use tidegate::store::redis::{RedisSettings, RedisStore, RedisTopology, SharedRedisState};
 
@@ -187,7 +187,7 @@ fn long_reply() -> String {
 
 async fn decide(store: &Store) -> Option<&'static str> {
     let key = KeyBuilder::new("k").finish();
-    let decision = store.decide(&[Charge::new(&LIMIT, &key, 1)]).await;
+    let decision = store.decide(&[PolicyCharges::new(&LIMIT, &key, 1)]).await;
     decision.err().map(|unavailable| unavailable.kind)
 }
 

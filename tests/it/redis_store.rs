@@ -4,10 +4,10 @@
 use crate::lua::PERIOD_US;
 use crate::support::prelude::*;
 pub(crate) use crate::support::sliding_log;
+use crate::support::store_harness::first_counter;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::aio::MultiplexedConnection;
-use smallvec::SmallVec;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
     Algorithm, Amendment, Calendar, CalendarUnit, Charge, ChargeEffect, ChargeOutcome,
     CounterState, Decision, Key, KeyBuilder, LeaseGrant, LeaseTerms, Limit, LimitStatus, MAX_UNITS,
-    Refusal, compute_lease_grants, determine_effect,
+    PolicyCharges, Refusal, compute_lease_grant, determine_effects, each_charge,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
@@ -83,8 +83,8 @@ pub(crate) fn leaky_bucket(requests: u64, per_us: u64, max_delay_us: u64) -> Lim
     }
 }
 
-pub(crate) fn make_charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
-    Charge::new(limit, key, cost)
+pub(crate) fn make_charge<'a>(limit: &'a Limit, key: &'a Key, cost: u64) -> PolicyCharges<'a> {
+    PolicyCharges::new(limit, key, cost)
 }
 
 /// Charges all limits or none by the Rust rules, as simply as possible: only a charge changes
@@ -113,7 +113,8 @@ fn bound_times(status: &mut LimitStatus, limit: &Limit, state: &CounterState, ti
 }
 
 impl StateModel {
-    pub(crate) fn decide(&mut self, charges: &[Charge<'_>], time_us: u64) -> Decision {
+    pub(crate) fn decide(&mut self, request: &[PolicyCharges<'_>], time_us: u64) -> Decision {
+        let charges: Vec<Charge<'_, '_>> = each_charge(request).collect();
         let mut checked: Vec<(CounterState, Option<Refusal>)> = charges
             .iter()
             .map(|charge| {
@@ -136,14 +137,23 @@ impl StateModel {
             .iter()
             .zip(&checked)
             .any(|(charge, (state, _))| state.now_lower_bound_us() > time_us + charge.limit.per_us);
-        let (mut outcomes, mut delay_us) = (SmallVec::new(), 0);
-        for (at, (charge, (state, refusal))) in charges.iter().zip(&mut checked).enumerate() {
-            let effect = determine_effect(charges, &refusals, at);
+        let mut decision = Decision {
+            now_us: time_us,
+            admitted,
+            ..Decision::without_outcomes(request)
+        };
+        let mut delay_us = 0;
+        let decided = charges
+            .iter()
+            .zip(&mut checked)
+            .zip(decision.outcomes_mut());
+        let decided = decided.zip(determine_effects(request, &refusals));
+        for (((charge, (state, refusal)), outcome), effect) in decided {
             match effect {
                 ChargeEffect::NoChange => {}
                 ChargeEffect::Charge => {
                     state.charge(charge, time_us);
-                    if !charge.shadow {
+                    if !charge.policy.shadow {
                         delay_us = state
                             .view_at(charge.limit, time_us)
                             .delay_us()
@@ -165,54 +175,43 @@ impl StateModel {
             if has_clock_stepped_back {
                 bound_times(&mut status, charge.limit, state, time_us);
             }
-            outcomes.push(ChargeOutcome {
+            *outcome = ChargeOutcome {
                 status: Some(status),
                 charged_at_us,
                 ..ChargeOutcome::default()
-            });
+            };
         }
-        let grants = if admitted {
-            self.grant_leases(charges, time_us)
-        } else {
-            <_>::default()
-        };
-        Decision {
-            now_us: time_us,
-            admitted,
-            outcomes,
-            delay_us,
-            grants,
-            may_have_charged: false,
+        decision.delay_us = delay_us;
+        for (policy, outcome) in request.iter().zip(&mut decision.policies) {
+            outcome.grant = admitted
+                .then(|| self.grant_lease(policy, time_us))
+                .flatten();
         }
+        decision
     }
 
-    pub(crate) fn grant_leases(
+    pub(crate) fn grant_lease(
         &mut self,
-        charges: &[Charge<'_>],
+        policy: &PolicyCharges<'_>,
         time_us: u64,
-    ) -> SmallVec<[LeaseGrant; 1]> {
-        let id = |charge: &Charge<'_>| {
+    ) -> Option<LeaseGrant> {
+        let id = |charge: &Charge<'_, '_>| {
             (
                 charge.key.id(),
                 charge.limit.counter_identity().0,
                 charge.limit.counter_identity().1,
             )
         };
-        let grants = compute_lease_grants(charges, time_us, |charge, until_us| {
+        let grant = compute_lease_grant(policy, time_us, |charge, until_us| {
             self.states[&id(charge)]
                 .view_at(charge.limit, time_us)
                 .grantable_units(time_us, until_us)
-        });
-        for grant in &grants {
-            for charge in charges
-                .iter()
-                .filter(|charge| charge.policy_number == grant.policy_number && !charge.shadow)
-            {
-                let state = self.states.get_mut(&id(charge)).unwrap();
-                state.grant_lease(charge.limit, grant.units, time_us, grant.until_us);
-            }
+        })?;
+        for charge in policy.charges().filter(|_| !policy.shadow) {
+            let state = self.states.get_mut(&id(&charge)).unwrap();
+            state.grant_lease(charge.limit, grant.units, time_us, grant.until_us);
         }
-        grants
+        Some(grant)
     }
 
     pub(crate) fn apply_settlements(&mut self, late: &[Settlement<'_>], time_us: u64) {
@@ -230,7 +229,7 @@ impl StateModel {
 
 pub(crate) async fn decide_in_redis(
     connection: &mut MultiplexedConnection,
-    charges: &[Charge<'_>],
+    charges: &[PolicyCharges<'_>],
     time_us: u64,
 ) -> Decision {
     let reply = run_script(connection, &SCRIPT.decide_command(charges, Some(time_us))).await;
@@ -291,8 +290,11 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
     let server = RedisServer::start();
     let mut connection = server.connection().await;
     let (key, mut model, mut time_us) = (make_key("long"), StateModel::default(), START_US);
-    let name =
-        ScriptLibrary::new("t").counter_key(&make_charge(&sliding_log(1, 1_000_000), &key, 1));
+    let name = ScriptLibrary::new("t").counter_key(first_counter(&make_charge(
+        &sliding_log(1, 1_000_000),
+        &key,
+        1,
+    )));
     for round in 0..3u64 {
         for n in 0..700u64 {
             time_us += 3;
@@ -361,7 +363,7 @@ async fn compare_amended_decisions(
             size: Some(1),
             ttl_us: 1 + units * 7,
         });
-        let charges = [Charge {
+        let charges = [PolicyCharges {
             counts_rejected: true,
             lease,
             requested_lease_units: *units,
@@ -395,7 +397,8 @@ async fn compare_amended_decisions(
             &charges
         };
         let expected = model.decide(charges, time_us);
-        times.extend(expected.grants.iter().map(|grant| grant.until_us));
+        let grants = expected.policies.iter().filter_map(|outcome| outcome.grant);
+        times.extend(grants.map(|grant| grant.until_us));
         prop_assert_eq!(
             decide_in_redis(connection, charges, time_us).await,
             expected,
@@ -453,7 +456,7 @@ async fn a_small_log_has_one_entry_per_charge_and_a_large_one_is_compressed() {
     let mut connection = server.connection().await;
     let (limit, owner) = (sliding_log(10_000, 60_000_000), make_key("k"));
     let charges = [make_charge(&limit, &owner, 1)];
-    let name = ScriptLibrary::new("t").counter_key(&charges[0]);
+    let name = ScriptLibrary::new("t").counter_key(first_counter(&charges[0]));
     for n in 1..=10_000 {
         assert!(
             decide_in_redis(&mut connection, &charges, START_US + n * 1_000)
@@ -502,7 +505,8 @@ async fn a_clock_that_ran_ahead_for_one_key_does_not_affect_others() {
         make_charge(&limit, &here, 1),
     ];
     let answer = decide_in_redis(&mut connection, &both, START_US + 1).await;
-    let until = |answer: &Decision, n: usize| answer.outcomes[n].status.unwrap().refusal;
+    let until =
+        |answer: &Decision, n: usize| answer.outcomes().nth(n).unwrap().status.unwrap().refusal;
     // The state is ten periods ahead: its key now expires after one.
     assert_eq!(until(&answer, 0), Some(Refusal::Until(START_US + 1_001)));
     assert_eq!(until(&answer, 1), Some(Refusal::Until(START_US + 1_000)));
@@ -537,7 +541,10 @@ async fn keys_expire_exactly_when_their_state_is_fresh_again() {
         ),
     ] {
         let expires_ms: u64 = server
-            .command(&format!("PEXPIRETIME {}", script.counter_key(charge)))
+            .command(&format!(
+                "PEXPIRETIME {}",
+                script.counter_key(first_counter(charge))
+            ))
             .await;
         assert_eq!(expires_ms, ends_us.div_ceil(1000));
     }
@@ -694,7 +701,7 @@ async fn a_request_is_admitted_after_the_reported_wait() {
             // that of the last one.
             let wait = loop {
                 let answer = store.decide(&charges).await.unwrap();
-                match answer.outcomes[0].status.unwrap().refusal {
+                match answer.outcomes().nth(0).unwrap().status.unwrap().refusal {
                     Some(Refusal::Until(until_us)) if refusals == 2 => {
                         break until_us - answer.now_us;
                     }
@@ -733,7 +740,7 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
             .await,
         calls
     );
-    let wait = |decision: &Decision| match decision.outcomes[0].status {
+    let wait = |decision: &Decision| match decision.outcomes().nth(0).unwrap().status {
         Some(LimitStatus {
             refusal: Some(Refusal::Until(until_us)),
             ..
@@ -811,14 +818,21 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     assert_eq!(kept().await.len(), 1, "there must be no block yet");
     let begins = decide(&short).await;
     let ends_us = begins.now_us + 90_000_000;
-    let name = ScriptLibrary::new("t").counter_key(&make_charge(&short, &owner, 1));
+    let name = ScriptLibrary::new("t").counter_key(first_counter(&make_charge(&short, &owner, 1)));
     let tag = |name: &str| name[name.find('{').unwrap()..=name.find('}').unwrap()].to_owned();
     let kept = kept().await;
     assert!(kept.len() == 2 && kept.contains(&name), "{kept:?}");
     assert_eq!(tag(&kept[0]), tag(&kept[1]));
     // A longer `block_for` after a reload keeps the same block, and retries do not change it.
     assert_eq!(
-        decide(&long).await.outcomes[0].status.unwrap().refusal,
+        decide(&long)
+            .await
+            .outcomes()
+            .nth(0)
+            .unwrap()
+            .status
+            .unwrap()
+            .refusal,
         Some(Refusal::Until(ends_us))
     );
     let expires_ms: u64 = server.command(&format!("PEXPIRETIME {name}")).await;
@@ -839,7 +853,7 @@ async fn a_cached_block_reports_how_long_it_lasts() {
     let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
-    let status = again.outcomes[0].status.unwrap();
+    let status = again.outcomes().nth(0).unwrap().status.unwrap();
     assert!(!again.admitted && status.refusal.is_some(), "{status:?}");
     assert_eq!(status.refusal, status.next_growth_us.map(Refusal::Until));
 }
@@ -857,7 +871,7 @@ async fn a_foreign_value_in_place_of_a_block_is_an_error() {
     let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
     decide_in_redis(&mut connection, &charges, START_US).await;
     let _: () = server.command("FLUSHDB").await;
-    let name = SCRIPT.counter_key(&charges[0]);
+    let name = SCRIPT.counter_key(first_counter(&charges[0]));
     for foreign in ["", "x", "-1", "1e3", "99999999999999999999", "1:2"] {
         let _: () = redis::cmd("SET")
             .arg(&name)

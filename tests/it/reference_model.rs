@@ -3,9 +3,11 @@
 //! It discards nothing. Each counter keeps every unit ever charged with its time, and each query
 //! looks at all of them. The stores are compared with it.
 
+use crate::support::store_harness::first_charge;
 use std::collections::HashMap;
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, ChargeOutcome, Decision, Limit, LimitStatus, Refusal,
+    Algorithm, Amendment, Charge, ChargeOutcome, Decision, Limit, LimitStatus, PolicyCharges,
+    Refusal, each_charge,
 };
 
 #[derive(Debug, Default)]
@@ -27,34 +29,40 @@ struct SpentUnits {
     warm_up_us: u64,
 }
 
+fn is_same_policy(one: &Charge<'_, '_>, other: &Charge<'_, '_>) -> bool {
+    let address = |charge: &Charge<'_, '_>| std::ptr::from_ref(charge.policy).cast::<()>();
+    address(one) == address(other)
+}
+
 impl NaiveModel {
     /// Decides one request at the store's time. Charges all limits or none.
-    pub fn decide(&mut self, clock_us: u64, charges: &[Charge<'_>]) -> Decision {
+    pub fn decide(&mut self, clock_us: u64, request: &[PolicyCharges<'_>]) -> Decision {
+        let charges: Vec<Charge<'_, '_>> = each_charge(request).collect();
         let refusals: Vec<_> = charges
             .iter()
             .map(|charge| self.find_refusal(clock_us, charge))
             .collect();
-        let admits = |wanted: &dyn Fn(&Charge<'_>) -> bool| {
+        let admits = |wanted: &dyn Fn(&Charge<'_, '_>) -> bool| {
             charges
                 .iter()
                 .zip(&refusals)
                 .all(|(charge, refusal)| !wanted(charge) || refusal.is_none())
         };
-        let admitted = admits(&|charge| !charge.shadow && !charge.is_counted);
+        let admitted = admits(&|charge| !charge.policy.shadow && !charge.is_read);
         let mut delay_us = 0;
         // A block starts when another limit of its policy rejects the request. A cost that never
         // fits starts no block. If the policy counts responses, those must fill a limit, too.
-        let is_full = |block: &Charge<'_>, is_counted: bool| {
+        let is_full = |block: &Charge<'_, '_>, is_counted: bool| {
             charges.iter().zip(&refusals).any(|(charge, refusal)| {
-                charge.policy_number == block.policy_number
+                is_same_policy(charge, block)
                     && charge.limit.algorithm != Algorithm::Block
-                    && charge.is_counted == is_counted
+                    && charge.is_read == is_counted
                     && matches!(refusal, Some(Refusal::Until(_)))
             })
         };
-        let is_over = |block: &Charge<'_>| {
+        let is_over = |block: &Charge<'_, '_>| {
             let mut own = charges.iter();
-            let counts = own.any(|one| one.is_counted && one.policy_number == block.policy_number);
+            let counts = own.any(|one| one.is_read && is_same_policy(one, block));
             is_full(block, false) && (!counts || is_full(block, true))
         };
         let mut final_refusals = refusals.clone();
@@ -62,26 +70,21 @@ impl NaiveModel {
         for (n, (charge, refusal)) in charges.iter().zip(&refusals).enumerate() {
             let charged = match charge.limit.algorithm {
                 Algorithm::Block => refusal.is_none() && is_over(charge),
-                _ if charge.is_counted => false,
-                _ => {
-                    admitted
-                        && admits(&|other| {
-                            other.policy_number == charge.policy_number && !other.is_counted
-                        })
-                }
+                _ if charge.is_read => false,
+                _ => admitted && admits(&|other| is_same_policy(other, charge) && !other.is_read),
             };
             if charged {
                 self.charge(clock_us, charge);
                 if charge.is_estimate && charge.cost > 0 {
                     charged_at_us[n] = Some(self.charge_name_us(clock_us, charge));
                 }
-                if !charge.shadow && charge.cost > 0 {
+                if !charge.policy.shadow && charge.cost > 0 {
                     delay_us = delay_us.max(self.delay_us(clock_us, charge));
                 }
-            } else if charge.counts_rejected
-                && (admitted || !charge.shadow)
-                && !charge.is_counted
-                && !admits(&|other| other.is_same_policy(charge) && !other.is_counted)
+            } else if charge.policy.counts_rejected
+                && (admitted || !charge.policy.shadow)
+                && !charge.is_read
+                && !admits(&|other| is_same_policy(other, charge) && !other.is_read)
             {
                 // The rejected request delays the next one.
                 self.charge_rejected(clock_us, charge);
@@ -103,18 +106,27 @@ impl NaiveModel {
             charged_at_us,
             ..ChargeOutcome::default()
         });
-        Decision {
+        let mut decision = Decision {
             now_us: clock_us,
             admitted,
-            outcomes: outcomes.collect(),
             delay_us,
-            ..Decision::default()
+            ..Decision::without_outcomes(request)
+        };
+        for (outcome, decided) in decision.outcomes_mut().zip(outcomes) {
+            *outcome = decided;
         }
+        decision
     }
 
     /// Corrects an earlier charge. A credit reduces units charged at the same time, or in the same
     /// sub-window or window, as far as they still count. Buckets do not support credits here.
-    pub fn apply_amendment(&mut self, clock_us: u64, charge: &Charge<'_>, amendment: Amendment) {
+    pub fn apply_amendment(
+        &mut self,
+        clock_us: u64,
+        policy: &PolicyCharges<'_>,
+        amendment: Amendment,
+    ) {
+        let charge = &first_charge(policy);
         let (units, charged_us) = match amendment {
             Amendment::Charge(units) => {
                 return self.charge(
@@ -163,7 +175,8 @@ impl NaiveModel {
     }
 
     /// Units that a further request could still use.
-    pub fn remaining(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+    pub fn remaining(&self, clock_us: u64, policy: &PolicyCharges<'_>) -> u64 {
+        let charge = &first_charge(policy);
         self.remaining_at(charge, self.now_us(clock_us, charge))
     }
 
@@ -185,7 +198,7 @@ impl NaiveModel {
         edges
     }
 
-    fn find_refusal(&self, clock_us: u64, charge: &Charge<'_>) -> Option<Refusal> {
+    fn find_refusal(&self, clock_us: u64, charge: &Charge<'_, '_>) -> Option<Refusal> {
         let limit = charge.limit;
         if limit.requests == 0 || charge.cost > limit.capacity() {
             return Some(Refusal::Never);
@@ -205,7 +218,7 @@ impl NaiveModel {
         Some(Refusal::Until(until.expect("all charged units return")))
     }
 
-    fn next_growth_us(&self, clock_us: u64, charge: &Charge<'_>) -> Option<u64> {
+    fn next_growth_us(&self, clock_us: u64, charge: &Charge<'_, '_>) -> Option<u64> {
         if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
             return None;
         }
@@ -217,7 +230,7 @@ impl NaiveModel {
     }
 
     /// Delay of the last charged request: until the queue ahead of its last unit is empty.
-    fn delay_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+    fn delay_us(&self, clock_us: u64, charge: &Charge<'_, '_>) -> u64 {
         let Limit {
             requests,
             per_us,
@@ -237,7 +250,7 @@ impl NaiveModel {
     }
 
     /// The time that a credit of the last charge names: in a queue, the end of its position.
-    fn charge_name_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+    fn charge_name_us(&self, clock_us: u64, charge: &Charge<'_, '_>) -> u64 {
         let Limit {
             requests,
             per_us,
@@ -251,7 +264,7 @@ impl NaiveModel {
         now_us + debt.div_ceil(u128::from(requests)) as u64
     }
 
-    fn remaining_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
+    fn remaining_at(&self, charge: &Charge<'_, '_>, at_us: u64) -> u64 {
         charge
             .limit
             .capacity()
@@ -259,7 +272,7 @@ impl NaiveModel {
     }
 
     /// The units that count at `at_us`, which must not be before the newest of them.
-    fn used_at(&self, charge: &Charge<'_>, at_us: u64) -> u64 {
+    fn used_at(&self, charge: &Charge<'_, '_>, at_us: u64) -> u64 {
         let Limit {
             requests,
             per_us,
@@ -295,7 +308,7 @@ impl NaiveModel {
         spent.map(|spent| spent.units).sum()
     }
 
-    fn times_after(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
+    fn times_after(&self, now_us: u64, charge: &Charge<'_, '_>) -> Vec<u64> {
         let Limit {
             requests,
             per_us,
@@ -337,7 +350,7 @@ impl NaiveModel {
     }
 
     /// Units return until the bucket turns cold, and again from then on.
-    fn return_times_while_warming_up(&self, now_us: u64, charge: &Charge<'_>) -> Vec<u64> {
+    fn return_times_while_warming_up(&self, now_us: u64, charge: &Charge<'_, '_>) -> Vec<u64> {
         let drained_us = now_us + charge.limit.capacity() * charge.limit.per_us + 1_000;
         let cold_us = self
             .spent_units(charge)
@@ -368,7 +381,7 @@ impl NaiveModel {
 
     /// Time never steps back for a key: it is at least the newest time in the key's state, and for
     /// a fixed window that window's start.
-    fn now_us(&self, clock_us: u64, charge: &Charge<'_>) -> u64 {
+    fn now_us(&self, clock_us: u64, charge: &Charge<'_, '_>) -> u64 {
         let Limit {
             per_us, algorithm, ..
         } = *charge.limit;
@@ -396,7 +409,7 @@ impl NaiveModel {
             .map_or(clock_us, |newest_us| newest_us.max(clock_us))
     }
 
-    fn charge(&mut self, clock_us: u64, charge: &Charge<'_>) {
+    fn charge(&mut self, clock_us: u64, charge: &Charge<'_, '_>) {
         let at_us = self.now_us(clock_us, charge);
         if charge.cost > 0 {
             self.counters
@@ -417,7 +430,7 @@ impl NaiveModel {
 
     /// Charges a rejected request up to the capacity. A fixed window takes the units that are left.
     /// The logs take the whole cost and drop their oldest units.
-    fn charge_rejected(&mut self, clock_us: u64, charge: &Charge<'_>) {
+    fn charge_rejected(&mut self, clock_us: u64, charge: &Charge<'_, '_>) {
         let now_us = self.now_us(clock_us, charge);
         let (before, capacity) = (self.used_at(charge, now_us), charge.limit.capacity());
         let cost = charge.cost.min(capacity);
@@ -445,7 +458,7 @@ impl NaiveModel {
     /// Removes units from the oldest charges that match.
     fn remove_units(
         &mut self,
-        charge: &Charge<'_>,
+        charge: &Charge<'_, '_>,
         units: u64,
         matches: impl Fn(&SpentUnits) -> bool,
     ) {
@@ -460,14 +473,14 @@ impl NaiveModel {
         }
     }
 
-    fn spent_units(&self, charge: &Charge<'_>) -> &[SpentUnits] {
+    fn spent_units(&self, charge: &Charge<'_, '_>) -> &[SpentUnits] {
         self.counters
             .get(&counter_id(charge))
             .map_or(&[], Vec::as_slice)
     }
 }
 
-fn counter_id(charge: &Charge<'_>) -> CounterId {
+fn counter_id(charge: &Charge<'_, '_>) -> CounterId {
     let (algorithm, per_us) = charge.limit.counter_identity();
     (charge.key.id(), algorithm, per_us)
 }
@@ -627,8 +640,12 @@ mod hand_computed {
         }
 
         fn decide(&mut self, at_us: u64, cost: u64) -> LimitStatus {
-            let charge = Charge::new(&self.limit, &self.key, cost);
-            self.model.decide(at_us, &[charge]).outcomes[0]
+            let charge = PolicyCharges::new(&self.limit, &self.key, cost);
+            self.model
+                .decide(at_us, &[charge])
+                .outcomes()
+                .nth(0)
+                .unwrap()
                 .status
                 .unwrap()
         }
@@ -686,9 +703,9 @@ mod hand_computed {
         // A unit leaves every 10 µs, and no request waits longer than 25 µs.
         let mut fixture = ModelFixture::new(10, 100, Algorithm::LeakyBucket { max_delay_us: 25 });
         let mut ask = |at_us: u64, cost| {
-            let charge = Charge::new(&fixture.limit, &fixture.key, cost);
+            let charge = PolicyCharges::new(&fixture.limit, &fixture.key, cost);
             let decision = fixture.model.decide(at_us, &[charge]);
-            let status = decision.outcomes[0].status.unwrap();
+            let status = decision.outcomes().nth(0).unwrap().status.unwrap();
             (status.refusal.ok_or(decision.delay_us), status.remaining)
         };
         assert_eq!(ask(BASE_US, 1), (Err(0), 2));
@@ -747,12 +764,18 @@ mod hand_computed {
         });
         let mut model = NaiveModel::default();
         let mut ask = |at_us, cost| {
-            let charge = |limit, cost| Charge::new(limit, &key, cost);
+            let charge = |limit, cost| PolicyCharges::new(limit, &key, cost);
             model.decide(at_us, &[charge(&limits[0], 1), charge(&limits[1], cost)])
         };
         assert!(ask(BASE_US, 2).admitted);
         assert_eq!(
-            ask(BASE_US, 3).outcomes[0].status.unwrap().next_growth_us,
+            ask(BASE_US, 3)
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap()
+                .next_growth_us,
             None,
             "a cost that never fits must not start a block"
         );
@@ -763,12 +786,15 @@ mod hand_computed {
             refusal,
             in_effect: None,
         };
-        assert_eq!(first_rejection.outcomes[0].status, Some(blocked(None)));
+        assert_eq!(
+            first_rejection.outcomes().nth(0).unwrap().status,
+            Some(blocked(None))
+        );
         let until = Some(Refusal::Until(BASE_US + 510));
         for at_us in [BASE_US + 11, BASE_US + 200, BASE_US + 509] {
             let retry = ask(at_us, 1);
             assert_eq!(
-                (retry.admitted, retry.outcomes[0].status),
+                (retry.admitted, retry.outcomes().nth(0).unwrap().status),
                 (false, Some(blocked(until)))
             );
         }
@@ -785,11 +811,17 @@ mod hand_computed {
             algorithm,
         };
         let mut decide_counting_rejections = |limit: &Limit, at_us, cost| {
-            let charge = Charge {
+            let charge = PolicyCharges {
                 counts_rejected: true,
-                ..Charge::new(limit, &key, cost)
+                ..PolicyCharges::new(limit, &key, cost)
             };
-            let status = model.decide(at_us, &[charge]).outcomes[0].status.unwrap();
+            let status = model
+                .decide(at_us, &[charge])
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap();
             (status.remaining, status.refusal)
         };
         let log = limit(Algorithm::SlidingLog);
@@ -823,7 +855,7 @@ mod hand_computed {
         fixture.decide(BASE_US + 1, 3);
         fixture.decide(BASE_US + 2, 2);
         fixture.decide(BASE_US + 11, 4);
-        let charge = Charge::new(&fixture.limit, &fixture.key, 0);
+        let charge = PolicyCharges::new(&fixture.limit, &fixture.key, 0);
         let mut credit = |units, at_us, now_us| {
             fixture
                 .model

@@ -8,7 +8,7 @@ use crate::support::unix_s;
 use serde_json::{Value, json};
 use std::fs;
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, KeyBuilder, Limit, OverrideInEffect, Refusal,
+    Algorithm, Amendment, KeyBuilder, Limit, OverrideInEffect, PolicyCharges, Refusal,
 };
 
 /// The key of the tokens.
@@ -286,22 +286,21 @@ fn both_stores_keep_the_usage_while_amounts_change() {
                 burst: amount,
             };
             let limit = file_limit.with_override(Some(stated));
-            let charge = Charge {
-                is_estimate: true,
-                ..Charge::new(&limit, &key, rng.u64(1..4))
-            };
-            let [memory, redis] = stores
-                .each_mut()
-                .map(|store| store.decide(&[charge], at_us));
+            let charge = PolicyCharges::new(&limit, &key, rng.u64(1..4));
+            let charge = [charge.map_limits(|charge| charge.is_estimate = true)];
+            let [memory, redis] = stores.each_mut().map(|store| store.decide(&charge, at_us));
             let context = format!("seed {seed}, round {round}, step {step}: {charge:?}");
             assert_eq!(memory, redis, "{context}");
             if is_modelled {
-                assert_eq!(memory, model.decide(at_us, &[charge]), "{context}");
+                assert_eq!(memory, model.decide(at_us, &charge), "{context}");
             }
             charged.extend(
-                memory.outcomes[0]
+                memory
+                    .outcomes()
+                    .nth(0)
+                    .unwrap()
                     .charged_at_us
-                    .map(|at_us| (charge.cost, at_us)),
+                    .map(|at_us| (charge[0].limits[0].cost, at_us)),
             );
             // A response returns units under the amount of a later request.
             if rng.u8(..4) == 0 && !charged.is_empty() {
@@ -314,7 +313,7 @@ fn both_stores_keep_the_usage_while_amounts_change() {
                     store.apply_amendment(&limit, &key, credit, at_us);
                 }
                 if is_modelled {
-                    model.apply_amendment(at_us, &Charge::new(&limit, &key, 0), credit);
+                    model.apply_amendment(at_us, &PolicyCharges::new(&limit, &key, 0), credit);
                 }
             }
         }
@@ -335,10 +334,8 @@ fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() 
     let (large, small) = (bucket(10), bucket(1));
     for mut store in StoreUnderTest::both_stores() {
         for limit in [&large, &small] {
-            let charge = Charge {
-                is_estimate: true,
-                ..Charge::new(limit, &key, 1)
-            };
+            let charge = PolicyCharges::new(limit, &key, 1);
+            let charge = charge.map_limits(|charge| charge.is_estimate = true);
             assert!(store.decide(&[charge], START_US).admitted);
         }
         // One unit is left, paid back in 60 seconds at one per minute, or in 6 at ten.
@@ -347,13 +344,13 @@ fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() 
             at_us: START_US,
         };
         store.apply_amendment(&large, &key, credit, START_US);
-        let both_units = Charge::new(&small, &key, 2);
+        let both_units = PolicyCharges::new(&small, &key, 2);
         if let StoreUnderTest::Redis(_) = store {
             let expires_at_ms = store.expires_at_ms(&both_units);
             assert_eq!(expires_at_ms, (START_US + 60 * SECOND_US) / 1_000);
         }
         let decision = store.decide(&[both_units], START_US + 8 * SECOND_US);
-        let refusal = decision.outcomes[0].status.unwrap().refusal;
+        let refusal = decision.outcomes().nth(0).unwrap().status.unwrap().refusal;
         let until_us = START_US + 60 * SECOND_US;
         assert_eq!(refusal, Some(Refusal::Until(until_us)), "{store:?}");
     }

@@ -9,7 +9,7 @@ use hyper::body::Incoming;
 use hyper::{HeaderMap, Request, Response};
 use std::net::SocketAddr;
 use std::time::Duration;
-use tidegate::limiter::{Amendment, Charge, Key, KeyBuilder};
+use tidegate::limiter::{Amendment, Key, KeyBuilder, PolicyCharges};
 use tidegate::store::Settlement;
 use tidegate::store::redis::RedisSettings;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
@@ -471,7 +471,7 @@ async fn settlements_are_pipelined_and_keep_their_order() {
     let mut amendments = Vec::new();
     for key in &keys {
         let decision = redis
-            .decide(&[Charge::new(&limit, key, 100)], Instant::now())
+            .decide(&[PolicyCharges::new(&limit, key, 100)], Instant::now())
             .await
             .unwrap();
         amendments.push((
@@ -502,10 +502,13 @@ async fn settlements_are_pipelined_and_keep_their_order() {
     relay.forward_at_once();
     for key in &keys {
         let probe = redis
-            .decide(&[Charge::new(&limit, key, 0)], Instant::now())
+            .decide(&[PolicyCharges::new(&limit, key, 0)], Instant::now())
             .await
             .unwrap();
-        assert_eq!(probe.outcomes[0].status.unwrap().remaining, 1000 - 17);
+        assert_eq!(
+            probe.outcomes().nth(0).unwrap().status.unwrap().remaining,
+            1000 - 17
+        );
     }
     assert!(
         took < trip * 80,

@@ -2,12 +2,13 @@
 //! each algorithm, and policies with several limits and `block_for`, with and without
 //! `count_rejected`. Each runs 1,000 random cases in both stores.
 
+use crate::support::store_harness::join_policies;
 use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us, draw_limit_for,
     test_seed,
 };
 use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Charge, Decision, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Decision, Key, KeyBuilder, Limit, PolicyCharges};
 
 const CASES_PER_STORE: usize = 1_000;
 
@@ -75,16 +76,16 @@ impl RefusalCase {
     /// Returns the decision, and the time at which a rejected request would be admitted.
     fn decide(&self, store: &mut StoreUnderTest, at_us: u64, cost: u64) -> (Option<u64>, Decision) {
         let key = make_key();
-        let charge = |limit| Charge {
+        let charge = |limit| PolicyCharges {
             counts_rejected: self.counts_rejected,
-            ..Charge::new(limit, &key, cost)
+            ..PolicyCharges::new(limit, &key, cost)
         };
-        let charges: Vec<_> = self
+        let charges = self
             .limits
             .iter()
             .map(charge)
-            .map(with_block_cost)
-            .collect();
+            .map(|charge| (0, with_block_cost(charge)));
+        let charges = join_policies(charges);
         let decision = store.decide(&charges, at_us);
         (admissible_at_us(&charges, &decision), decision)
     }
@@ -126,12 +127,12 @@ impl RefusalCase {
 }
 
 /// A block always costs one unit, whatever the request costs.
-fn with_block_cost(charge: Charge<'_>) -> Charge<'_> {
-    if charge.is_block() {
-        Charge { cost: 1, ..charge }
-    } else {
-        charge
-    }
+fn with_block_cost(charge: PolicyCharges<'_>) -> PolicyCharges<'_> {
+    charge.map_limits(|charge| {
+        if charge.is_block() {
+            charge.cost = 1;
+        }
+    })
 }
 
 fn make_key() -> Key {

@@ -15,9 +15,11 @@ use crate::support::upgrade::{
 use fastrand::Rng;
 use redis::Value;
 use redis::aio::MultiplexedConnection;
+use std::borrow::Cow;
 use std::time::{Duration, Instant};
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
+    Algorithm, Amendment, CounterRef, Decision, Key, KeyBuilder, LeaseTerms, Limit, LimitCharge,
+    PolicyCharges, each_charge,
 };
 use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
 use tidegate::store::{Settlement, Store};
@@ -79,9 +81,9 @@ impl Instance {
     }
 
     /// Whether a request with this charge is admitted.
-    async fn admits(&mut self, charge: Charge<'_>) -> bool {
+    async fn admits(&mut self, charge: PolicyCharges<'_>) -> bool {
         match self {
-            Self::Current(store) => store.decide(&[charge]).await.unwrap().admitted,
+            Self::Current(store) => store.decide(&[charge.clone()]).await.unwrap().admitted,
             Self::Previous(_, Some(lease @ PreviousLease { units: 1.., .. })) => {
                 lease.units -= 1;
                 true
@@ -91,11 +93,11 @@ impl Instance {
                     .lease
                     .and_then(|lease| lease.size)
                     .unwrap_or_default();
-                let charge = Charge {
+                let charge = PolicyCharges {
                     requested_lease_units,
                     ..charge
                 };
-                let decision = client.decide(&[charge], None).await.unwrap();
+                let decision = client.decide(&[charge.clone()], None).await.unwrap();
                 *held = decision
                     .grant
                     .map(|(units, until_us)| PreviousLease { units, until_us });
@@ -105,7 +107,7 @@ impl Instance {
     }
 
     /// Stops as at SIGTERM: unused leased units are returned.
-    async fn stop(self, charge: &Charge<'_>) {
+    async fn stop(self, charge: &PolicyCharges<'_>) {
         match self {
             Self::Current(store) => store.return_units_and_leave_membership().await,
             Self::Previous(
@@ -139,7 +141,12 @@ impl InstanceGroup {
     }
 
     /// Replaces one instance, so that this many run today's version.
-    async fn roll_to(&mut self, server: &RedisServer, current_count: usize, charge: &Charge<'_>) {
+    async fn roll_to(
+        &mut self,
+        server: &RedisServer,
+        current_count: usize,
+        charge: &PolicyCharges<'_>,
+    ) {
         let is_current = |instance: &Instance| matches!(instance, Instance::Current(_));
         let running = self
             .0
@@ -160,11 +167,11 @@ impl InstanceGroup {
     }
 
     /// All instances send requests at the same time. Returns how many were admitted.
-    async fn send_requests(&mut self, charge: Charge<'_>, requests_each: u64) -> u64 {
+    async fn send_requests(&mut self, charge: &PolicyCharges<'_>, requests_each: u64) -> u64 {
         let calls = self.0.iter_mut().map(async |instance| {
             let mut admitted = 0;
             for _ in 0..requests_each {
-                admitted += u64::from(instance.admits(charge).await);
+                admitted += u64::from(instance.admits(charge.clone()).await);
             }
             admitted
         });
@@ -179,19 +186,19 @@ async fn a_limit_holds_and_is_used_up_in_an_upgrade_and_a_rollback() {
     for limit in &month_limits() {
         let (slow_key, hot_key) = (make_key("slow"), make_key("hot"));
         let (slow, hot) = (
-            Charge::new(limit, &slow_key, 1),
-            Charge::new(limit, &hot_key, 1),
+            PolicyCharges::new(limit, &slow_key, 1),
+            PolicyCharges::new(limit, &hot_key, 1),
         );
         let mut group = InstanceGroup::start(&server).await;
         let (mut slow_admitted, mut hot_admitted) = (0, 0);
         for current_count in PHASES {
             group.roll_to(&server, current_count, &slow).await;
-            slow_admitted += group.send_requests(slow, REQUESTS_PER_PHASE).await;
-            hot_admitted += group.send_requests(hot, 3 * REQUESTS_PER_PHASE).await;
+            slow_admitted += group.send_requests(&slow, REQUESTS_PER_PHASE).await;
+            hot_admitted += group.send_requests(&hot, 3 * REQUESTS_PER_PHASE).await;
         }
         assert_eq!(slow_admitted, TOTAL_UNITS, "{limit:?}");
         assert_eq!(hot_admitted, TOTAL_UNITS, "{limit:?}");
-        assert_eq!(group.send_requests(slow, 3).await, 0, "{limit:?}");
+        assert_eq!(group.send_requests(&slow, 3).await, 0, "{limit:?}");
     }
 }
 
@@ -206,25 +213,25 @@ async fn leases_of_both_versions_share_a_limit() {
     for limit in &month_limits()[..4] {
         let (slow_key, hot_key) = (make_key("slow-lease"), make_key("hot-lease"));
         for (key, requests_each) in [(&slow_key, 2), (&hot_key, 20)] {
-            let charge = Charge {
+            let charge = PolicyCharges {
                 lease,
-                ..Charge::new(limit, key, 1)
+                ..PolicyCharges::new(limit, key, 1)
             };
             let mut group = InstanceGroup::start(&server).await;
             let mut admitted = 0;
             for current_count in PHASES {
                 group.roll_to(&server, current_count, &charge).await;
-                admitted += group.send_requests(charge, requests_each).await;
+                admitted += group.send_requests(&charge, requests_each).await;
                 assert!(admitted <= TOTAL_UNITS, "{admitted} of {limit:?}");
             }
             // Each instance uses up its lease.
             while admitted < TOTAL_UNITS {
-                let further = group.send_requests(charge, 1).await;
+                let further = group.send_requests(&charge, 1).await;
                 assert!(further > 0, "only {admitted} of {limit:?}");
                 admitted += further;
             }
             assert_eq!(admitted, TOTAL_UNITS, "{limit:?}");
-            assert_eq!(group.send_requests(charge, 3).await, 0, "{limit:?}");
+            assert_eq!(group.send_requests(&charge, 3).await, 0, "{limit:?}");
         }
     }
 }
@@ -240,9 +247,9 @@ async fn concurrency_slots_of_both_versions_share_a_limit() {
         algorithm: Algorithm::Concurrency { max_duration_us: 0 },
     };
     let key = make_key("slots");
-    let charge = |slot_id| Charge {
+    let charge = |slot_id| PolicyCharges {
         slot_id,
-        ..Charge::new(&limit, &key, 1)
+        ..PolicyCharges::new(&limit, &key, 1)
     };
     let mut previous = PreviousVersion::new(server.connection().await, PREFIX);
     let (_shared, redis) = server.connect().await;
@@ -318,7 +325,7 @@ impl SharedState {
         }
     }
 
-    async fn decide_by_current(&mut self, charges: &[Charge<'_>], at_us: u64) -> Decision {
+    async fn decide_by_current(&mut self, charges: &[PolicyCharges<'_>], at_us: u64) -> Decision {
         let reply = self
             .run_current(|scripts| scripts.decide_command(charges, Some(at_us)))
             .await;
@@ -327,7 +334,7 @@ impl SharedState {
     }
 
     /// Copies the counter of a charge to the same charge with another key.
-    async fn copy_counter(&mut self, from: &Charge<'_>, to: &Charge<'_>) {
+    async fn copy_counter(&mut self, from: CounterRef<'_>, to: CounterRef<'_>) {
         let (from, to) = (self.scripts.counter_key(from), self.scripts.counter_key(to));
         let _: () = redis::pipe()
             .cmd("DEL")
@@ -341,31 +348,31 @@ impl SharedState {
     }
 
     /// Decides equal charges on equal states with both versions, and compares the results.
-    async fn assert_equal_decisions(&mut self, charges: &[Charge<'_>], at_us: u64) {
+    async fn assert_equal_decisions(&mut self, charges: &[PolicyCharges<'_>], at_us: u64) {
         let (previous_key, current_key) = (make_key("previous"), make_key("current"));
         let previous: Vec<_> = charges
             .iter()
-            .map(|charge| Charge {
-                key: &previous_key,
-                ..*charge
+            .map(|charge| PolicyCharges {
+                key: Cow::Owned(previous_key.clone()),
+                ..charge.to_owned_charges()
             })
             .collect();
         let current: Vec<_> = charges
             .iter()
-            .map(|charge| Charge {
-                key: &current_key,
-                ..*charge
+            .map(|charge| PolicyCharges {
+                key: Cow::Owned(current_key.clone()),
+                ..charge.to_owned_charges()
             })
             .collect();
         for copies in [&previous, &current] {
-            for (from, to) in charges.iter().zip(copies) {
-                self.copy_counter(from, to).await;
+            for (from, to) in each_charge(charges).zip(each_charge(copies)) {
+                self.copy_counter(from.counter(), to.counter()).await;
             }
         }
         let expected = self.previous.decide(&previous, Some(at_us)).await.unwrap();
         let decision = self.decide_by_current(&current, at_us).await;
-        let grant = decision.grants.first();
-        let charged_at_us = current.iter().zip(&decision.outcomes);
+        let grant = decision.policies[0].grant;
+        let charged_at_us = each_charge(&current).zip(decision.outcomes());
         let charged_at_us = charged_at_us.filter(|(charge, _)| charge.is_estimate);
         assert_eq!(
             previous_version::PreviousDecision {
@@ -413,7 +420,7 @@ fn draw_charges<'a>(
     limit: &'a Limit,
     block: Option<&'a Limit>,
     key: &'a Key,
-) -> Vec<Charge<'a>> {
+) -> Vec<PolicyCharges<'a>> {
     let is_slot = matches!(limit.algorithm, Algorithm::Concurrency { .. });
     let is_queue = matches!(limit.algorithm, Algorithm::LeakyBucket { .. });
     let can_lease = match limit.algorithm {
@@ -425,27 +432,27 @@ fn draw_charges<'a>(
         size: rng.bool().then(|| rng.u64(1..=20)),
         ttl_us: (limit.per_us / 2).max(1),
     });
-    let charge = Charge {
-        counts_rejected: !is_slot && rng.u8(..4) == 0,
-        is_estimate: !is_slot && !is_queue && rng.bool(),
-        slot_id: u128::from(rng.u8(1..=4)),
-        lease,
-        requested_lease_units: lease.map_or(0, |_| rng.u64(1..=20)),
-        ..Charge::new(
-            limit,
-            key,
-            if is_slot {
-                1
-            } else {
-                rng.u64(1..=limit.capacity().div_ceil(3))
-            },
-        )
+    let counts_rejected = !is_slot && rng.u8(..4) == 0;
+    let is_estimate = !is_slot && !is_queue && rng.bool();
+    let slot_id = u128::from(rng.u8(1..=4));
+    let requested_lease_units = lease.map_or(0, |_| rng.u64(1..=20));
+    let cost = if is_slot {
+        1
+    } else {
+        rng.u64(1..=limit.capacity().div_ceil(3))
     };
-    let block = block.map(|block| Charge {
-        counts_rejected: charge.counts_rejected,
-        ..Charge::new(block, key, 1)
-    });
-    [Some(charge), block].into_iter().flatten().collect()
+    let mut charges = PolicyCharges {
+        counts_rejected,
+        slot_id,
+        lease,
+        requested_lease_units,
+        ..PolicyCharges::new(limit, key, cost)
+    };
+    charges.limits[0].is_estimate = is_estimate;
+    charges
+        .limits
+        .extend(block.map(|block| LimitCharge::new(block, 1)));
+    vec![charges]
 }
 
 /// Whichever version wrote a state, both decide the next request alike.
@@ -515,9 +522,10 @@ async fn both_versions_read_each_others_states_alike() {
                     }
                 } else if is_current {
                     let decision = state.decide_by_current(&charges, at_us).await;
-                    let outcomes = decision.outcomes.iter();
+                    let outcomes = decision.outcomes();
                     charged_at_us.extend(outcomes.filter_map(|outcome| outcome.charged_at_us));
-                    charged_at_us.extend(decision.grants.iter().map(|grant| grant.until_us));
+                    let grants = decision.policies.iter().filter_map(|outcome| outcome.grant);
+                    charged_at_us.extend(grants.map(|grant| grant.until_us));
                 } else {
                     let decision = state.previous.decide(&charges, Some(at_us)).await.unwrap();
                     charged_at_us.extend(decision.charged_at_us.iter().filter(|at_us| **at_us > 0));

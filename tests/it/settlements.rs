@@ -4,9 +4,11 @@
 use crate::redis_store::calendar_day;
 use crate::reference_model::NaiveModel;
 use crate::support::prelude::*;
+use crate::support::store_harness::first_charge;
+use crate::support::store_harness::join_policies;
 use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
 use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit, MAX_UNITS};
+use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, MAX_UNITS, PolicyCharges};
 
 /// Number of sequences for the memory store and for Redis.
 const SEQUENCE_COUNTS: [usize; 2] = [400, 100];
@@ -94,21 +96,25 @@ fn counted_rejections_and_settlements_match_the_reference_model() {
                     },
                 };
                 store.apply_amendment(limit, &key, amendment, now_us);
-                model.apply_amendment(now_us, &Charge::new(limit, &key, 0), amendment);
+                model.apply_amendment(now_us, &PolicyCharges::new(limit, &key, 0), amendment);
             }
             let cost = if rng.u8(..6) == 0 {
                 rng.u64(..15)
             } else {
                 rng.u64(1..4)
             };
-            let charges = policies.iter().map(|(group, limit)| Charge {
-                policy_number: *group,
-                shadow: *group == 2,
-                counts_rejected: counting >> group & 1 == 1,
-                is_estimate: true,
-                ..Charge::new(limit, &key, cost)
+            let charges = policies.iter().map(|(group, limit)| {
+                let charge = PolicyCharges {
+                    shadow: *group == 2,
+                    counts_rejected: counting >> group & 1 == 1,
+                    ..PolicyCharges::new(limit, &key, cost)
+                };
+                (
+                    *group,
+                    charge.map_limits(|charge| charge.is_estimate = true),
+                )
             });
-            let charges: Vec<_> = charges.collect();
+            let charges = join_policies(charges);
             let (ours, expected) = (
                 store.decide(&charges, now_us),
                 model.decide(now_us, &charges),
@@ -129,17 +135,20 @@ fn returns_after_hundreds_of_charges_match_the_reference_model() {
         let mut in_flight = Vec::new();
         for _ in 0..CHARGE_COUNT {
             now_us += rng.u64(..1_500);
-            let charge = Charge {
+            let charge = PolicyCharges {
                 counts_rejected: true,
-                is_estimate: true,
-                ..Charge::new(&limit, &key, rng.u64(1..4))
+                ..PolicyCharges::new(&limit, &key, rng.u64(1..4))
             };
-            let decision = store.decide(&[charge], now_us);
-            assert_eq!(decision, model.decide(now_us, &[charge]));
+            let charge = [charge.map_limits(|charge| charge.is_estimate = true)];
+            let decision = store.decide(&charge, now_us);
+            assert_eq!(decision, model.decide(now_us, &charge));
             in_flight.extend(
-                decision.outcomes[0]
+                decision
+                    .outcomes()
+                    .nth(0)
+                    .unwrap()
                     .charged_at_us
-                    .map(|at_us| (charge.cost, at_us)),
+                    .map(|at_us| (charge[0].limits[0].cost, at_us)),
             );
         }
         rng.shuffle(&mut in_flight);
@@ -152,12 +161,12 @@ fn returns_after_hundreds_of_charges_match_the_reference_model() {
             let credits: Vec<_> = credits.collect();
             store.apply_amendments(&limit, &key, &credits, now_us);
             for credit in credits {
-                model.apply_amendment(now_us, &Charge::new(&limit, &key, 0), credit);
+                model.apply_amendment(now_us, &PolicyCharges::new(&limit, &key, 0), credit);
             }
             let cost = rng.u64(..3);
-            let charge = Charge::new(&limit, &key, cost);
-            let decided = store.decide(&[charge], now_us);
-            assert_eq!(decided, model.decide(now_us, &[charge]), "{charge:?}");
+            let charge = [PolicyCharges::new(&limit, &key, cost)];
+            let decided = store.decide(&charge, now_us);
+            assert_eq!(decided, model.decide(now_us, &charge), "{charge:?}");
         }
     });
 }
@@ -175,7 +184,7 @@ impl AdmittedCharges {
     fn remaining_if_known(&self, now_us: u64) -> u64 {
         let (mut model, charge) = (
             NaiveModel::default(),
-            Charge::new(&self.limit, &self.key, 0),
+            PolicyCharges::new(&self.limit, &self.key, 0),
         );
         for (at_us, units) in self.charged_units.iter().filter(|(_, units)| *units > 0) {
             model.apply_amendment(*at_us, &charge, Amendment::Charge(*units));
@@ -230,10 +239,8 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                     _ => 0,
                 };
                 let estimate = rng.u64(1..=most.div_ceil(4));
-                let charge = Charge {
-                    is_estimate: true,
-                    ..Charge::new(&ledger.limit, &ledger.key, estimate)
-                };
+                let charge = PolicyCharges::new(&ledger.limit, &ledger.key, estimate);
+                let charge = charge.map_limits(|charge| charge.is_estimate = true);
                 if store.decide(&[charge], now_us).admitted {
                     in_flight.push((ledger.charged_units.len(), estimate));
                     ledger.charged_units.push((now_us, estimate));
@@ -263,8 +270,12 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                         ledger.charged_units[nth].1 = actual;
                     }
                 }
-                let look = Charge::new(&ledger.limit, &ledger.key, 0);
-                let left = store.decide(&[look], now_us).outcomes[0]
+                let look = PolicyCharges::new(&ledger.limit, &ledger.key, 0);
+                let left = store
+                    .decide(&[look], now_us)
+                    .outcomes()
+                    .nth(0)
+                    .unwrap()
                     .status
                     .unwrap()
                     .remaining;
@@ -299,21 +310,19 @@ fn a_queue_keeps_its_distance_whatever_is_returned() {
         for step in 0..STEPS_PER_SEQUENCE {
             now_us += rng.u64(..limit.per_us);
             let cost = rng.u64(1..3);
-            let charge = Charge {
-                is_estimate: true,
-                ..Charge::new(&limit, &key, cost)
-            };
-            let look = Charge::new(&limit, &key, 0);
-            let before = store.decide(&[look], now_us).outcomes;
-            let decision = store.decide(&[charge], now_us);
+            let charge = PolicyCharges::new(&limit, &key, cost);
+            let charge = [charge.map_limits(|charge| charge.is_estimate = true)];
+            let look = [PolicyCharges::new(&limit, &key, 0)];
+            let before = store.decide(&look, now_us).policies;
+            let decision = store.decide(&charge, now_us);
             if !decision.admitted {
                 continue;
             }
-            let name_us = decision.outcomes[0].charged_at_us.unwrap();
-            let amendment = charge.return_amendment(name_us);
+            let name_us = decision.outcomes().nth(0).unwrap().charged_at_us.unwrap();
+            let amendment = first_charge(&charge[0]).return_amendment(name_us);
             if rng.u8(..4) == 0 {
                 store.apply_amendment(&limit, &key, amendment, now_us);
-                let after = store.decide(&[look], now_us).outcomes;
+                let after = store.decide(&look, now_us).policies;
                 assert_eq!(after, before, "step {step} of {limit:?}");
                 continue;
             }

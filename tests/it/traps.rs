@@ -2,12 +2,13 @@
 //! stores. Tests of traps that concern one algorithm are in the files of that algorithm.
 
 use crate::support::prelude::*;
+use crate::support::store_harness::first_charge;
 use crate::support::store_harness::{
     EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us, test_seed,
 };
 use fastrand::Rng;
 use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, MAX_UNITS,
+    Algorithm, Amendment, Decision, Key, KeyBuilder, Limit, LimitStatus, MAX_UNITS, PolicyCharges,
 };
 
 /// One key and one limit in one store, with a clock that the test sets.
@@ -20,8 +21,8 @@ struct LimitFixture<'a> {
 
 impl LimitFixture<'_> {
     fn decide(&mut self, cost: u64) -> Decision {
-        let charge = Charge::new(&self.limit, &self.key, cost);
-        self.store.decide(&[charge], self.now_us)
+        let charge = PolicyCharges::new(&self.limit, &self.key, cost);
+        self.store.decide(&[charge.clone()], self.now_us)
     }
 
     fn admits(&mut self, cost: u64) -> bool {
@@ -29,7 +30,7 @@ impl LimitFixture<'_> {
     }
 
     fn limit_status(&mut self) -> LimitStatus {
-        self.decide(0).outcomes[0].status.unwrap()
+        self.decide(0).outcomes().nth(0).unwrap().status.unwrap()
     }
 
     /// Units that are certainly admitted at once if nothing was used.
@@ -44,8 +45,8 @@ impl LimitFixture<'_> {
     /// The time at which a rejected cost would be admitted.
     fn retry_at_us(&mut self, cost: u64) -> Option<u64> {
         let decision = self.decide(cost);
-        let charge = Charge::new(&self.limit, &self.key, cost);
-        admissible_at_us(&[charge], &decision)
+        let charge = PolicyCharges::new(&self.limit, &self.key, cost);
+        admissible_at_us(&[charge.clone()], &decision)
     }
 }
 
@@ -127,12 +128,12 @@ fn trap_2_refused_requests_are_counted_with_count_rejected() {
             algorithm,
         } = fixture.limit;
         let retry = |fixture: &mut LimitFixture<'_>| {
-            let charge = Charge {
+            let charge = PolicyCharges {
                 counts_rejected: true,
-                ..Charge::new(&fixture.limit, &fixture.key, 1)
+                ..PolicyCharges::new(&fixture.limit, &fixture.key, 1)
             };
-            let decision = fixture.store.decide(&[charge], fixture.now_us);
-            admissible_at_us(&[charge], &decision)
+            let decision = fixture.store.decide(&[charge.clone()], fixture.now_us);
+            admissible_at_us(&[charge.clone()], &decision)
         };
         let interval_us = (per_us - 1) / requests;
         fixture.decide(fixture.cold_capacity());
@@ -201,10 +202,10 @@ fn trap_6_and_7_a_key_expires_exactly_when_its_state_is_fresh() {
             // Every charge must set the expiry, not only the first.
             for _ in 0..4 {
                 at_us += rng.u64(..limit.per_us);
-                let charge = |cost| Charge::new(&limit, &key, cost);
+                let charge = |cost| PolicyCharges::new(&limit, &key, cost);
                 let cost = random_partial_cost(limit.cold_capacity(), &mut rng);
                 if store.decide(&[charge(cost)], at_us).admitted {
-                    state.charge(&charge(cost), at_us);
+                    state.charge(&first_charge(&charge(cost)), at_us);
                 }
                 let ends_ms = state.expires_at_us(&limit).div_ceil(1_000);
                 assert_eq!(
@@ -238,11 +239,11 @@ async fn trap_6_a_period_of_one_millisecond_is_enforced() {
             },
             KeyBuilder::new("p").finish(),
         );
-        let charge = Charge::new(&limit, &key, 1);
+        let charge = PolicyCharges::new(&limit, &key, 1);
         let mut admitted = Vec::new();
         while admitted.len() < 50 {
             let decision = redis
-                .decide(&[charge], tokio::time::Instant::now())
+                .decide(&[charge.clone()], tokio::time::Instant::now())
                 .await
                 .unwrap();
             if decision.admitted {
@@ -270,10 +271,10 @@ fn trap_11_a_limit_is_not_charged_when_another_refuses() {
         );
         fixture
             .store
-            .decide(&[Charge::new(&one, &other, 1)], fixture.now_us);
+            .decide(&[PolicyCharges::new(&one, &other, 1)], fixture.now_us);
         fixture.decide(cost);
         let (before, key, limit) = (fixture.limit_status(), fixture.key.clone(), fixture.limit);
-        let charge = |limit, key| Charge::new(limit, key, 1);
+        let charge = |limit, key| PolicyCharges::new(limit, key, 1);
         for both in [
             [charge(&limit, &key), charge(&one, &other)],
             [charge(&one, &other), charge(&limit, &key)],
@@ -405,9 +406,9 @@ fn trap_16_a_crashed_holders_slot_expires_and_a_renewed_one_stays() {
         let take = |store: &mut StoreUnderTest, slot, at_us| {
             store
                 .decide(
-                    &[Charge {
+                    &[PolicyCharges {
                         slot_id: slot,
-                        ..Charge::new(&limit, &key, 1)
+                        ..PolicyCharges::new(&limit, &key, 1)
                     }],
                     START_US + at_us,
                 )

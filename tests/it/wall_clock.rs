@@ -7,7 +7,7 @@ use crate::support::store_harness::{DAY_US, EVERY_ALGORITHM, test_seed};
 use fastrand::Rng;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
-    Algorithm, Calendar, CalendarUnit, Charge, Decision, Key, KeyBuilder, Limit, Refusal,
+    Algorithm, Calendar, CalendarUnit, Decision, Key, KeyBuilder, Limit, PolicyCharges, Refusal,
 };
 use tidegate::store::{MemorySettings, MemoryStore};
 
@@ -42,27 +42,31 @@ fn start_store() -> (MemoryStore, ManualClock) {
 
 fn exhaust(store: &MemoryStore, limit: &Limit, key: &Key) -> Decision {
     for _ in 0..limit.requests {
-        assert!(store.decide(&[Charge::new(limit, key, 1)]).admitted);
+        assert!(store.decide(&[PolicyCharges::new(limit, key, 1)]).admitted);
     }
-    let refused = store.decide(&[Charge::new(limit, key, 1)]);
+    let refused = store.decide(&[PolicyCharges::new(limit, key, 1)]);
     assert!(!refused.admitted);
     refused
 }
 
 fn is_admitted(store: &MemoryStore, limit: &Limit, key: &Key) -> bool {
-    store.decide(&[Charge::new(limit, key, 1)]).admitted
+    store.decide(&[PolicyCharges::new(limit, key, 1)]).admitted
 }
 
 /// Other keys, so that expired counters are removed.
 fn use_other_keys(store: &MemoryStore) {
     let limit = sliding_log(5, 1_000);
     for number in 0..100 {
-        store.decide(&[Charge::new(&limit, &key(&format!("other{number}")), 1)]);
+        store.decide(&[PolicyCharges::new(
+            &limit,
+            &key(&format!("other{number}")),
+            1,
+        )]);
     }
 }
 
 fn wait_us(decision: &Decision) -> u64 {
-    match decision.outcomes[0].status.unwrap().refusal {
+    match decision.outcomes().nth(0).unwrap().status.unwrap().refusal {
         Some(Refusal::Until(at_us)) => at_us - decision.now_us,
         other => panic!("{other:?}"),
     }
@@ -137,7 +141,7 @@ fn a_long_step_back_refuses_no_longer_than_the_window() {
         let key = key("daily");
         exhaust(&store, &limit, &key);
         hands.step_wall_us(-hours(24 * 365));
-        let refused = store.decide(&[Charge::new(&limit, &key, 1)]);
+        let refused = store.decide(&[PolicyCharges::new(&limit, &key, 1)]);
         assert_eq!(wait_us(&refused), 12 * HOUR_US, "{limit:?}");
         hands.advance_us(12 * HOUR_US - 1);
         use_other_keys(&store);
@@ -158,7 +162,7 @@ fn a_long_step_back_to_another_time_of_day_begins_the_next_day_at_midnight() {
             let key = key("daily");
             exhaust(&store, &limit, &key);
             hands.step_wall_us(-hours(back_h));
-            let refused = store.decide(&[Charge::new(&limit, &key, 1)]);
+            let refused = store.decide(&[PolicyCharges::new(&limit, &key, 1)]);
             assert_eq!(wait_us(&refused), refused_h * HOUR_US, "{back_h} h");
             for by_us in [12 * HOUR_US, (refused_h - 12) * HOUR_US - 1] {
                 hands.advance_us(by_us);
@@ -238,8 +242,8 @@ fn other_algorithms_do_not_notice_a_step() {
                     hands.step_wall_us(hours(step_h));
                 }
                 let [expected, decided] = [&steady, &stepping].map(|store| {
-                    let decision = store.decide(&[Charge::new(&limit, &key, 1)]);
-                    let status = decision.outcomes[0].status.unwrap();
+                    let decision = store.decide(&[PolicyCharges::new(&limit, &key, 1)]);
+                    let status = decision.outcomes().nth(0).unwrap().status.unwrap();
                     (decision.admitted, status.convert_clock(decision.now_us, 0))
                 });
                 assert_eq!(decided, expected, "seed {seed}, {name}, {limit:?}");

@@ -12,7 +12,7 @@ use tidegate::clock::Clock;
 use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
-use tidegate::limiter::{Algorithm, Charge, CounterScope, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, CounterScope, Key, KeyBuilder, Limit, PolicyCharges};
 use tidegate::policy::{ActualCostSource, Descriptor};
 use tidegate::store::redis::{
     RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStore, SharedRedisState,
@@ -234,8 +234,11 @@ impl Instance {
     pub(crate) fn used_units(&self, key: &Key, limit: &Limit) -> Option<u64> {
         let counters = self.shared.redis.as_ref()?.instance_counters();
         let _guard = self.runtime.as_ref()?.enter();
-        let decision = counters.decide(&[Charge::new(limit, key, 0)]);
-        decision.outcomes[0]
+        let decision = counters.decide(&[PolicyCharges::new(limit, key, 0)]);
+        decision
+            .outcomes()
+            .nth(0)
+            .unwrap()
             .status
             .map(|status| limit.capacity() - status.remaining)
     }

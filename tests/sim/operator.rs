@@ -12,7 +12,7 @@ use std::time::Instant as StdInstant;
 use tidegate::clock::Clock;
 use tidegate::config::{self, Config, ConfigSources, FileSource};
 use tidegate::enforcer::{Enforcer, PolicySnapshot, dry_run_request, explain_request};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, KeyBuilder, Limit, PolicyCharges};
 use tidegate::policy::path::PathInterpretations;
 use tidegate::policy::{Descriptor, Facts, PolicyTable, jwt::RequestToken};
 use tidegate::store::redis::{CounterInspector, RedisSettings, diagnose_redis};
@@ -179,7 +179,7 @@ async fn inspect_counters(state: &InstanceState) {
     let key = KeyBuilder::new("unused").finish();
     drop(
         inspector
-            .reset_counters(&[Charge::new(&limit, &key, 1)])
+            .reset_counters(PolicyCharges::new(&limit, &key, 1).charges())
             .await,
     );
 }

@@ -54,7 +54,7 @@ async fn a_refused_request_releases_its_slot_although_a_call_fails() {
     let key = user_key("user", &user);
     assert!(
         store
-            .decide(&[Charge::new(&limit, &key, 5)])
+            .decide(&[PolicyCharges::new(&limit, &key, 5)])
             .await
             .unwrap()
             .admitted
@@ -117,11 +117,16 @@ async fn a_stopping_worker_returns_its_reservations() {
     for _ in 0..5 {
         let store = connect().await;
         // The first call loads the scripts.
-        assert!(store.decide(&[Charge::new(&limit, &live, 0)]).await.is_ok());
+        assert!(
+            store
+                .decide(&[PolicyCharges::new(&limit, &live, 0)])
+                .await
+                .is_ok()
+        );
         cluster.nodes[1]
             .command::<String>("CLIENT PAUSE 400 ALL")
             .await;
-        let charges = [&live, &dead].map(|key| Charge::new(&limit, key, 1));
+        let charges = [&live, &dead].map(|key| PolicyCharges::new(&limit, key, 1));
         let failure = store
             .decide_with_source(&charges, tokio::time::Instant::now())
             .await;
@@ -131,8 +136,18 @@ async fn a_stopping_worker_returns_its_reservations() {
         drop(failure);
         store.return_units_and_leave_membership().await;
         drop(store);
-        let status = reader.decide(&[Charge::new(&limit, &live, 0)]).await;
-        assert_eq!(status.unwrap().outcomes[0].status.unwrap().remaining, 5);
+        let status = reader.decide(&[PolicyCharges::new(&limit, &live, 0)]).await;
+        assert_eq!(
+            status
+                .unwrap()
+                .outcomes()
+                .nth(0)
+                .unwrap()
+                .status
+                .unwrap()
+                .remaining,
+            5
+        );
         sleep(Duration::from_millis(400)).await;
     }
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
+use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, PolicyCharges};
 use tidegate::policy::SlotRelease;
 use tidegate::store::redis::RedisSettings;
 use tidegate::store::{
@@ -176,9 +176,9 @@ impl SlotFixture {
     async fn take_slot(&self) -> Option<ConcurrencySlotGuard> {
         let counter = (self.limit, self.key.clone());
         let guard = self.slots.create_slot_guard(smallvec![counter]);
-        let charge = Charge {
+        let charge = PolicyCharges {
             slot_id: guard.slot_id(),
-            ..Charge::new(&self.limit, &self.key, 1)
+            ..PolicyCharges::new(&self.limit, &self.key, 1)
         };
         let decision = self.store.decide(&[charge]).await.unwrap();
         decision.admitted.then_some(guard)
@@ -232,7 +232,10 @@ impl SlotFixture {
         let key = KeyBuilder::new("spend").finish();
         let mut at_us = 0;
         for _ in 0..300 {
-            let decision = self.store.decide(&[Charge::new(&limit, &key, 100)]).await;
+            let decision = self
+                .store
+                .decide(&[PolicyCharges::new(&limit, &key, 100)])
+                .await;
             at_us = decision.unwrap().now_us;
         }
         let credit = Settlement {
@@ -361,16 +364,19 @@ async fn at_most_ten_thousand_slots_outlive_their_exchange() {
     };
     let key = KeyBuilder::new("jobs").finish();
     let count_taken = async || {
-        let read = store.decide(&[Charge::new(&limit, &key, 0)]).await.unwrap();
-        limit.requests - read.outcomes[0].status.unwrap().remaining
+        let read = store
+            .decide(&[PolicyCharges::new(&limit, &key, 0)])
+            .await
+            .unwrap();
+        limit.requests - read.outcomes().nth(0).unwrap().status.unwrap().remaining
     };
     // A slot without an exchange has ended before the second round.
     for round in 0..2 {
         for _ in 0..10_005 {
             let mut guard = slots.create_slot_guard(smallvec![(limit, key.clone())]);
-            let charge = Charge {
+            let charge = PolicyCharges {
                 slot_id: guard.slot_id(),
-                ..Charge::new(&limit, &key, 1)
+                ..PolicyCharges::new(&limit, &key, 1)
             };
             assert!(store.decide(&[charge]).await.unwrap().admitted);
             let ends_at = Instant::now() + Duration::from_secs(60);

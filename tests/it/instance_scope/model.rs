@@ -4,11 +4,13 @@ use crate::calendar_limits::zone_far_from_midnight;
 use crate::support::prelude::*;
 use crate::support::store_harness::test_seed;
 use fastrand::Rng;
+use smallvec::SmallVec;
+use std::borrow::Cow;
 use std::sync::Arc;
 use tidegate::clock::Clock;
 use tidegate::limiter::{
-    Algorithm, Amendment, Calendar, CalendarUnit, Charge, CounterScope, Decision, Key, KeyBuilder,
-    Limit,
+    Algorithm, Amendment, Calendar, CalendarUnit, CounterScope, Decision, Key, KeyBuilder, Limit,
+    LimitCharge, PolicyCharges, each_charge,
 };
 use tidegate::store::{MemorySettings, MemoryStore, Settlement, Store};
 
@@ -95,30 +97,33 @@ fn build_charges<'c>(
     included: &[(usize, u64)],
     keys: &'c [[Key; 2]],
     slot_id: u128,
-) -> Vec<Charge<'c>> {
+) -> Vec<PolicyCharges<'c>> {
     let mut charges = Vec::new();
     for (number, cost) in included {
         let (policy, [key, counted_key]) = (&policies[*number], &keys[*number]);
-        for limit in policy.block.iter().chain(&policy.limits) {
+        let limits = policy.block.iter().chain(&policy.limits).map(|limit| {
             let is_block = limit.algorithm == Algorithm::Block;
             let is_slot = matches!(limit.algorithm, Algorithm::Concurrency { .. });
-            charges.push(Charge {
-                policy_number: u32::try_from(*number).unwrap(),
-                shadow: policy.shadow,
-                counts_rejected: policy.counts_rejected,
+            LimitCharge {
                 is_estimate: policy.counts_responses && !is_block,
-                slot_id,
-                ..Charge::new(limit, key, if is_block || is_slot { 1 } else { *cost })
-            });
-        }
+                ..LimitCharge::new(limit, if is_block || is_slot { 1 } else { *cost })
+            }
+        });
+        let mut limits: SmallVec<[LimitCharge<'_>; 2]> = limits.collect();
         if policy.counts_responses && policy.block.is_some() {
-            charges.extend(policy.limits.iter().map(|limit| Charge {
-                policy_number: u32::try_from(*number).unwrap(),
-                is_counted: true,
-                slot_id,
-                ..Charge::new(limit, counted_key, *cost)
+            limits.extend(policy.limits.iter().map(|limit| LimitCharge {
+                is_read: true,
+                counts_responses: true,
+                ..LimitCharge::new(limit, *cost)
             }));
         }
+        charges.push(PolicyCharges {
+            response_key: Some(Arc::new(counted_key.clone())),
+            shadow: policy.shadow,
+            counts_rejected: policy.counts_rejected,
+            slot_id,
+            ..PolicyCharges::with_limits(Cow::Borrowed(key), limits)
+        });
     }
     charges
 }
@@ -126,16 +131,18 @@ fn build_charges<'c>(
 /// The responses that an admitted request still has to get: one per policy that counts them and has
 /// charged.
 fn find_pending_responses(
-    charges: &[Charge<'_>],
+    charges: &[PolicyCharges<'_>],
+    included: &[(usize, u64)],
     decisions: [&Decision; 2],
 ) -> Vec<PendingResponse> {
     let mut pending: Vec<PendingResponse> = Vec::new();
-    for (index, charge) in charges.iter().enumerate() {
+    let numbers = charges.iter().zip(included);
+    let numbers = numbers.flat_map(|(policy, (number, _))| policy.limits.iter().map(|_| *number));
+    for ((index, charge), policy) in each_charge(charges).enumerate().zip(numbers) {
         if !charge.is_estimate {
             continue;
         }
-        let policy = charge.policy_number as usize;
-        let charged = |decision: &Decision| decision.outcomes[index].charged_at_us;
+        let charged = |decision: &Decision| decision.outcomes().nth(index).unwrap().charged_at_us;
         let (in_model, in_split) = match decisions.map(charged) {
             [Some(in_model), Some(in_split)] => (in_model, in_split),
             [None, None] => continue,
@@ -236,7 +243,7 @@ async fn split_decisions_are_those_of_one_store() {
             let decided = split.decide(&charges).await.unwrap();
             let context = || format!("seed {seed}, round {round}, step {step}: {charges:#?}");
             assert_eq!(decided.admitted, expected.admitted, "{}", context());
-            for (one, other) in decided.outcomes.iter().zip(&expected.outcomes) {
+            for (one, other) in decided.outcomes().zip(expected.outcomes()) {
                 let (Some(one), Some(other)) = (one.status, other.status) else {
                     assert!(!expected.admitted, "{}", context());
                     continue;
@@ -251,8 +258,8 @@ async fn split_decisions_are_those_of_one_store() {
             }
             if decided.admitted {
                 let decisions = [&expected, &decided];
-                pending.extend(find_pending_responses(&charges, decisions));
-                let slots = charges.iter().filter(|charge| {
+                pending.extend(find_pending_responses(&charges, &included, decisions));
+                let slots = each_charge(&charges).filter(|charge| {
                     matches!(charge.limit.algorithm, Algorithm::Concurrency { .. })
                 });
                 held.push((

@@ -7,8 +7,10 @@ use crate::support::gated_upstream::GatedUpstream;
 use crate::support::prelude::*;
 use crate::support::rls_client::{RLS_LISTENER, ServiceClient, make_descriptor};
 use futures_util::future::join_all;
+use std::borrow::Cow;
 use tidegate::limiter::{
-    Algorithm, Charge, Decision, Key, KeyOverride, Limit, LimitAmounts, LimitName, OverrideInEffect,
+    Algorithm, Decision, Key, KeyOverride, Limit, LimitAmounts, LimitCharge, LimitName,
+    OverrideInEffect, PolicyCharges,
 };
 use tidegate::policy::{KeyPart, KeyTemplate};
 use tidegate::store::StoredOverride;
@@ -156,12 +158,12 @@ async fn a_slot_that_moves_applies_overrides_without_an_error() {
         let (_, key) = user_on(0);
         let names: [LimitName; 2] = ["api".into(), "day".into()];
         let decide = async |limits: &[Limit]| -> Decision {
-            let charges = limits.iter().zip(&names).map(|(limit, name)| Charge {
-                dynamic: Some(name),
-                ..Charge::new(limit, &key, 1)
+            let charges = limits.iter().zip(&names).map(|(limit, name)| LimitCharge {
+                name: Some(Cow::Borrowed(name)),
+                ..LimitCharge::new(limit, 1)
             });
-            let charges: Vec<Charge<'_>> = charges.collect();
-            store.decide(&charges).await.unwrap()
+            let policy = PolicyCharges::with_limits(Cow::Borrowed(&key), charges.collect());
+            store.decide(&[policy]).await.unwrap()
         };
         // A refusal is cached for a second.
         let decide_until = async |admitted: bool, limits: &[Limit]| -> Decision {
@@ -192,7 +194,7 @@ async fn a_slot_that_moves_applies_overrides_without_an_error() {
         let used = if moved == 0 { 4 } else { 1 };
         for n in used..8 {
             let decision = decide_until(n < 6, &[LIMIT, DAILY]).await;
-            let status = decision.outcomes[0].status.unwrap();
+            let status = decision.outcomes().nth(0).unwrap().status.unwrap();
             let in_effect = OverrideInEffect::Amounts {
                 requests: 6,
                 burst: 6,

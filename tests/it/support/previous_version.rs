@@ -2,10 +2,13 @@
 //!
 //! Nothing here uses the product's script library, so a change of today's formats can't hide.
 
+use super::store_harness::first_counter;
 use redis::aio::MultiplexedConnection;
 use redis::{RedisResult, Script};
 use std::sync::LazyLock;
-use tidegate::limiter::{Algorithm, Amendment, Charge, Limit, Refusal};
+use tidegate::limiter::{
+    Algorithm, Amendment, Charge, CounterRef, Limit, PolicyCharges, Refusal, each_charge,
+};
 
 macro_rules! fixture {
     ($name:literal) => {
@@ -63,16 +66,20 @@ impl PreviousVersion {
     /// Those of Redis. `FOREIGN n`: 767e699 can't read the value of the n-th key.
     pub async fn decide(
         &mut self,
-        charges: &[Charge<'_>],
+        charges: &[PolicyCharges<'_>],
         time_us: Option<u64>,
     ) -> RedisResult<PreviousDecision> {
         let mut call = DECIDE.prepare_invoke();
-        for charge in charges {
-            call.key(self.counter_key(charge));
+        for charge in each_charge(charges) {
+            call.key(self.counter_key(charge.counter()));
         }
         call.arg(format_time(time_us));
-        for (nth, charge) in charges.iter().enumerate() {
-            call.arg(charge_argument(charge, nth > 0));
+        let mut follows = false;
+        for (number, policy) in (0..).zip(charges) {
+            for charge in policy.charges() {
+                call.arg(charge_argument(&charge, number, follows));
+                follows = true;
+            }
         }
         let reply: String = call.invoke_async(&mut self.connection).await?;
         Ok(parse_decision(&reply, charges))
@@ -81,7 +88,7 @@ impl PreviousVersion {
     /// Applies one amendment.
     pub async fn amend(
         &mut self,
-        charge: &Charge<'_>,
+        charge: &PolicyCharges<'_>,
         amendment: Amendment,
         time_us: Option<u64>,
     ) -> RedisResult<u64> {
@@ -92,16 +99,13 @@ impl PreviousVersion {
             Amendment::Renew { slot } => ("renew", slot_text(slot), 0),
             Amendment::Release { slot } => ("release", slot_text(slot), 0),
         };
-        let no_slot = Charge {
-            slot_id: 0,
-            ..*charge
-        };
+        let limit = charge.limits[0].limit;
         AMEND
-            .key(self.counter_key(charge))
+            .key(self.counter_key(first_counter(charge)))
             .arg(format_time(time_us))
-            .arg(letter(charge.limit))
-            .arg(charge.limit.per_us)
-            .arg(parameters(&no_slot))
+            .arg(letter(&limit))
+            .arg(limit.per_us)
+            .arg(parameters(&limit, 0))
             .arg(operation)
             .arg(units)
             .arg(at_us)
@@ -150,8 +154,8 @@ impl PreviousVersion {
         [instances, ids]
     }
 
-    pub fn counter_key(&self, charge: &Charge<'_>) -> String {
-        let limit = charge.limit;
+    pub fn counter_key(&self, counter: CounterRef<'_>) -> String {
+        let CounterRef { limit, key } = counter;
         let (name, per_us, variant) = match limit.algorithm {
             Algorithm::SlidingLog => ("sliding_log", limit.per_us, 0),
             Algorithm::SlidingWindow { buckets } => ("sliding_window", limit.per_us, buckets),
@@ -166,8 +170,8 @@ impl PreviousVersion {
             0 => String::new(),
             variant => format!("+{variant}"),
         };
-        let readable = charge.key.to_readable_string();
-        let id = charge.key.id();
+        let readable = key.to_readable_string();
+        let id = key.id();
         format!(
             "{}:v1:{{{id:032x}}}:{name}:{per_us}{variant}:{readable}",
             self.prefix
@@ -219,10 +223,10 @@ fn letter(limit: &Limit) -> &'static str {
     }
 }
 
-fn charge_argument(charge: &Charge<'_>, follows: bool) -> String {
-    let limit = charge.limit;
-    let flags = u32::from(charge.shadow)
-        + 2 * u32::from(charge.counts_rejected)
+fn charge_argument(charge: &Charge<'_, '_>, policy_number: u32, follows: bool) -> String {
+    let (policy, limit) = (charge.policy, charge.limit);
+    let flags = u32::from(policy.shadow)
+        + 2 * u32::from(policy.counts_rejected)
         + 4 * u32::from(charge.is_estimate)
         + 8 * u32::from(follows);
     let capacity = match limit.algorithm {
@@ -230,23 +234,22 @@ fn charge_argument(charge: &Charge<'_>, follows: bool) -> String {
         Algorithm::LeakyBucket { max_delay_us } => max_delay_us * limit.requests / limit.per_us + 1,
         _ => limit.requests,
     };
-    let lease = charge.requested_lease().map_or_else(String::new, |lease| {
+    let lease = policy.requested_lease().map_or_else(String::new, |lease| {
         let divisor = if lease.size.is_some() { 1 } else { 4 };
-        let units = charge.requested_lease_units;
+        let units = policy.requested_lease_units;
         format!("+{units}+{}+{divisor}", lease.ttl_us)
     });
     format!(
         "{} {} {}{lease} {capacity} {} {}",
         letter(limit),
-        charge.policy_number * 16 + flags,
+        policy_number * 16 + flags,
         charge.cost,
         limit.per_us,
-        parameters(charge),
+        parameters(limit, policy.slot_id),
     )
 }
 
-fn parameters(charge: &Charge<'_>) -> String {
-    let limit = charge.limit;
+fn parameters(limit: &Limit, slot_id: u128) -> String {
     match limit.algorithm {
         Algorithm::SlidingLog | Algorithm::Block => "0".to_owned(),
         Algorithm::SlidingWindow { buckets } => limit.per_us.div_ceil(buckets).to_string(),
@@ -263,17 +266,17 @@ fn parameters(charge: &Charge<'_>) -> String {
             let remainder = max_delay_us * limit.requests % limit.per_us;
             format!("{}+{remainder}", limit.requests)
         }
-        Algorithm::Concurrency { .. } => slot_text(charge.slot_id),
+        Algorithm::Concurrency { .. } => slot_text(slot_id),
         Algorithm::CalendarWindow { .. } => unreachable!("the previous version had none"),
     }
 }
 
-fn parse_decision(reply: &str, charges: &[Charge<'_>]) -> PreviousDecision {
+fn parse_decision(reply: &str, charges: &[PolicyCharges<'_>]) -> PreviousDecision {
     let mut numbers = reply.split(' ').map(|word| word.parse::<i64>().unwrap());
     let mut next = || numbers.next().unwrap();
     let _now_us = next();
     let (mut statuses, mut charged_at_us) = (Vec::new(), Vec::new());
-    for charge in charges {
+    for charge in each_charge(charges) {
         statuses.push([next(), next(), next()]);
         if charge.is_estimate {
             charged_at_us.push(next() as u64);

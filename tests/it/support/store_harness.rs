@@ -7,8 +7,8 @@ use redis::{Cmd, Value};
 use std::fmt;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
-    Algorithm, Amendment, Calendar, CalendarUnit, Charge, Decision, Key, Limit, MAX_UNITS,
-    MAX_WARM_UP_US, Refusal,
+    Algorithm, Amendment, Calendar, CalendarUnit, Charge, CounterRef, Decision, Key, Limit,
+    MAX_UNITS, MAX_WARM_UP_US, PolicyCharges, Refusal, each_charge,
 };
 use tidegate::store::redis::ScriptLibrary;
 use tidegate::store::{MemorySettings, MemoryStore, Settlement, StoredOverride};
@@ -78,7 +78,7 @@ impl StoreUnderTest {
     }
 
     /// Decides all charges at the given time.
-    pub fn decide(&mut self, charges: &[Charge<'_>], at_us: u64) -> Decision {
+    pub fn decide(&mut self, charges: &[PolicyCharges<'_>], at_us: u64) -> Decision {
         match self {
             Self::Memory { store, hands } => {
                 hands.set_us(at_us);
@@ -142,7 +142,7 @@ impl StoreUnderTest {
 
     /// Bytes taken by a counter, including its share of the table. Removes it from the memory
     /// store.
-    pub fn counter_bytes(&mut self, charge: &Charge<'_>) -> u64 {
+    pub fn counter_bytes(&mut self, charge: &PolicyCharges<'_>) -> u64 {
         match self {
             Self::Memory { store, hands } => {
                 // A second counter of the policy, so that the policy itself does not count.
@@ -151,14 +151,18 @@ impl StoreUnderTest {
                     per_us: DAY_US + 1,
                     algorithm: Algorithm::SlidingLog,
                 };
-                let second = Charge::new(&limit, charge.key, 1);
+                let second = PolicyCharges::new(&limit, &charge.key, 1);
                 store.decide(&[second]);
                 let bytes = store.byte_count();
-                assert_eq!(store.remove_counters(&[*charge]), 1, "{hands:?}");
+                assert_eq!(
+                    store.remove_counters([first_counter(charge)]),
+                    1,
+                    "{hands:?}"
+                );
                 (bytes - store.byte_count()) as u64
             }
             Self::Redis(there) => {
-                let key = there.script.counter_key(charge);
+                let key = there.script.counter_key(first_counter(charge));
                 self.command(
                     redis::cmd("MEMORY")
                         .arg("USAGE")
@@ -172,11 +176,11 @@ impl StoreUnderTest {
     }
 
     /// When Redis expires a charge's counter, in ms since the epoch.
-    pub fn expires_at_ms(&mut self, charge: &Charge<'_>) -> u64 {
+    pub fn expires_at_ms(&mut self, charge: &PolicyCharges<'_>) -> u64 {
         let Self::Redis(there) = self else {
             panic!("the memory store has no expiry time")
         };
-        let key = there.script.counter_key(charge);
+        let key = there.script.counter_key(first_counter(charge));
         self.command(redis::cmd("PEXPIRETIME").arg(key).clone())
     }
 
@@ -219,15 +223,39 @@ impl fmt::Debug for StoreUnderTest {
     }
 }
 
+/// Joins neighbouring charges with one number to one policy.
+pub fn join_policies<'a>(
+    charges: impl IntoIterator<Item = (u32, PolicyCharges<'a>)>,
+) -> Vec<PolicyCharges<'a>> {
+    let mut joined: Vec<(u32, PolicyCharges<'a>)> = Vec::new();
+    for (number, charge) in charges {
+        match joined.last_mut() {
+            Some((last, policy)) if *last == number => policy.limits.extend(charge.limits),
+            _ => joined.push((number, charge)),
+        }
+    }
+    joined.into_iter().map(|(_, policy)| policy).collect()
+}
+
+/// The charge of a policy with one limit.
+pub fn first_charge<'r, 'a>(policy: &'r PolicyCharges<'a>) -> Charge<'r, 'a> {
+    policy.charges().next().unwrap()
+}
+
+/// The counter of a policy with one limit.
+pub fn first_counter<'r>(policy: &'r PolicyCharges<'_>) -> CounterRef<'r> {
+    first_charge(policy).counter()
+}
+
 /// When the whole request would be admitted, if it was refused but not forever. Clients receive
 /// this time as `retry_after`.
-pub fn admissible_at_us(charges: &[Charge<'_>], decision: &Decision) -> Option<u64> {
+pub fn admissible_at_us(charges: &[PolicyCharges<'_>], decision: &Decision) -> Option<u64> {
     if decision.admitted {
         return None;
     }
     let mut latest_us = None;
-    for (charge, status) in charges.iter().zip(decision.statuses()) {
-        if charge.shadow {
+    for (charge, status) in each_charge(charges).zip(decision.statuses()) {
+        if charge.policy.shadow {
             continue;
         }
         match status.refusal {

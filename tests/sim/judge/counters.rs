@@ -7,7 +7,7 @@ use crate::sim::resp::{Command, Reply};
 use crate::sim::scenario::{CALENDAR_ZONE, HOUR, PolicySpec, Rule};
 use crate::sim::world::World;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Calendar, CalendarUnit, Charge, Key, Limit};
+use tidegate::limiter::{Algorithm, Calendar, CalendarUnit, Key, Limit, PolicyCharges};
 use tidegate::store::redis::ScriptLibrary;
 
 /// Checks a counter whose period is longer than the run, so that its units add up.
@@ -164,7 +164,7 @@ fn many(limit: Limit) -> Limit {
 /// Reads a counter on all servers by the real script.
 fn used_units(run: &FinishedRun<'_>, world: &mut World, key: &Key, limit: &Limit) -> Option<u64> {
     let limit = many(*limit);
-    let charges = [Charge::new(&limit, key, 0)];
+    let charges = [PolicyCharges::new(&limit, key, 0)];
     let (clock, _) = Clock::manual(EPOCH_US + run.scenario.end_us);
     let library = ScriptLibrary::with_clock("sim", clock);
     let mut packed = library.decide_command(&charges, None).get_packed_command();
