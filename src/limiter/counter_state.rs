@@ -91,7 +91,7 @@ impl CounterState {
         self.take_units(charge.limit, charge.cost, now_us, charge.is_estimate);
     }
 
-    /// Takes units, at least 1, for a lease until `until_us`, as [`super::compute_lease_grants`]
+    /// Takes units, at least 1, for a lease until `until_us`, as [`super::compute_lease_grant`]
     /// determined.
     pub fn grant_lease(&mut self, limit: &Limit, units: u64, now_us: u64, until_us: u64) {
         match &mut self.0 {
