@@ -1,5 +1,5 @@
-//! Common mistakes of rate limiters. Those that apply to every algorithm are tested here for each of
-//! them in both stores; tests of the others are in the files of their subject, named `trap_N_…`.
+//! Common mistakes of rate limiters. Those that apply to every algorithm are tested here for each
+//! of them in both stores; tests of the others, named `trap_N_…`, are in the files of their subject.
 //!
 //! 1. Entries named by time alone count two requests per tick as one.
 //! 2. Rejected requests are counted, or not counted although `count_rejected` is set.
