@@ -3,7 +3,7 @@
 //! independent of the machine.
 //!
 //! Run by `make bench`, or `cargo bench --bench redis`. Requires redis-server and redis-benchmark.
-//! See docs/PERFORMANCE.md for how to read the results.
+//! See benches/SCALE.md for how to read the results.
 
 #![allow(
     clippy::print_stdout,

@@ -3,7 +3,7 @@
 //! If Redis will probably admit the request, the instance charges first, in its own memory.
 //! Otherwise Redis decides first, so that its refusals take nothing from other requests. If one
 //! side refuses, or the request ends before the decision, the charges of the other are returned
-//! ([decision 94](../../docs/decisions/0094-order-of-instance-and-redis.md)).
+//! ([decision 34](../../docs/decisions/0034-split-decisions.md)).
 
 use super::memory::MemoryStore;
 use super::{PendingSettlement, Settlement};

@@ -1,4 +1,4 @@
-//! Memory of one full counter in each store. The test prints the figures of `docs/ALGORITHMS.md`.
+//! Memory of one full counter in each store. The test prints the figures of `benches/SCALE.md`.
 
 use crate::support::prelude::*;
 use crate::support::store_harness::{DAY_US, START_US, StoreUnderTest};

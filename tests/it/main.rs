@@ -2,7 +2,7 @@
 //!
 //! `support/` holds the builders: the proxy as a separate process, upstreams and clients.
 //! `reference_model` is a naive model of limits. Every other file covers one subject. A test named
-//! `trap_N_…` fails if the product falls into trap N of the list in `docs/CONTRIBUTING.md`.
+//! `trap_N_…` fails if the product falls into trap N of the list in `traps.rs`.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,5 +1,32 @@
-//! Traps of `docs/CONTRIBUTING.md` that apply to every algorithm, tested for each of them in both
-//! stores. Tests of traps that concern one algorithm are in the files of that algorithm.
+//! Common mistakes of rate limiters. Those that apply to every algorithm are tested here for each
+//! of them in both stores; tests of the others, named `trap_N_…`, are in the files of their subject.
+//!
+//! 1. Entries named by time alone count two requests per tick as one.
+//! 2. Rejected requests are counted, or not counted although `count_rejected` is set.
+//! 3. Expired entries are counted.
+//! 4. Check and charge are two steps.
+//! 5. Sidecar clocks enter shared decisions (clippy forbids `SystemTime::now` outside `clock`).
+//! 6. A key expires before or after its state ends.
+//! 7. The expiry is set by a separate command, or only once.
+//! 8. Values are inside the script text.
+//! 9. Weighted (interpolated) counters are treated as exact.
+//! 10. `Retry-After` is always the whole window.
+//! 11. One limit is charged although another one rejects.
+//! 12. The check precedes the addition of the cost.
+//! 13. Lua's doubles exceed 2^53, or fractions are truncated.
+//! 14. An entry exactly `per` old still counts.
+//! 15. A reload refills a quota, freezes it, or blocks requests.
+//! 16. Slots of a crashed sidecar never return.
+//! 17. `NOSCRIPT` is treated as a failure.
+//! 18. Only connecting has a timeout.
+//! 19. A breaker never opens, or probes with requests.
+//! 20. A store failure causes a 429.
+//! 21. Keys collide, change the hash tag, or are unbounded.
+//! 22. Every IPv6 address is its own client.
+//! 23. `X-Forwarded-For` is read from the left, or from untrusted peers.
+//! 24. Paths are read differently than the app reads them.
+//! 25. A request without the key header has no limit.
+//! 26. Maps are unbounded.
 
 use crate::support::prelude::*;
 use crate::support::store_harness::first_charge;

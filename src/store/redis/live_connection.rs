@@ -1,5 +1,5 @@
 //! A probed connection to a server: sends commands, loads missing scripts, and asks for its own
-//! replacement. [Decision 92](../../../docs/decisions/0092-redis-topologies.md): how the texts of
+//! replacement. [Decision 22](../../../docs/decisions/0022-redis-connections.md): how the texts of
 //! scripts reach a server.
 
 use super::connector;

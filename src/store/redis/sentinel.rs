@@ -2,7 +2,7 @@
 //!
 //! Sentinels can name different masters: after a failover some learn of it late, and one that is
 //! partitioned never does. All instances have to count in one master, so all sentinels are asked,
-//! and [`choose_master`] decides. See `docs/decisions/0092-redis-topologies.md`.
+//! and [`choose_master`] decides. See `docs/decisions/0022-redis-connections.md`.
 
 use super::access::{LoginRotation, RedisAccess};
 use super::connector::{self, AbortOnDropTask};
