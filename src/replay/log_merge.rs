@@ -10,11 +10,12 @@
 //! the second.
 
 use super::log_reader::{AccessLogReader, RawLogLine};
-use super::parsers::{AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequiredHeaders};
+use super::parsers::{
+    AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredHeaders,
+};
 use super::settings::Settings;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::net::IpAddr;
 
 /// Maximum delay of a line, in log time, for which its request is still sorted into place.
 const REORDER_WINDOW_US: u64 = 10_000_000;
@@ -30,10 +31,7 @@ const LINES_PER_READ: usize = 4096;
 /// A request read from a log, with borrowed texts.
 #[derive(Debug)]
 pub(super) struct ReplayRequest<'a> {
-    pub(super) arrival_us: u64,
-    pub(super) duration_us: Option<u64>,
-    pub(super) peer: Option<IpAddr>,
-    pub(super) status: u16,
+    pub(super) facts: RequestFacts,
     pub(super) method: &'a [u8],
     pub(super) target: &'a [u8],
     pub(super) host: &'a [u8],
@@ -45,11 +43,7 @@ pub(super) struct ReplayRequest<'a> {
 /// A buffered request; its texts are in [`LogSource::buffered_text`].
 #[derive(Clone, Copy, Debug)]
 struct BufferedRequest {
-    arrival_us: u64,
-    duration_us: Option<u64>,
-    peer: Option<IpAddr>,
-    status: u16,
-    has_whole_second_time: bool,
+    facts: RequestFacts,
     method_length: u16,
     target_length: u16,
     host_length: u16,
@@ -104,7 +98,7 @@ impl LogSource {
             reader,
             counts: LogLineCounts::default(),
             has_query: format.records_query(),
-            parser: LineParser::new(format.clone(), required_headers),
+            parser: LineParser::new(&format, required_headers),
             format,
             spread_within_second: settings.spread_within_second,
             log_count: settings.logs.len().max(1),
@@ -139,7 +133,7 @@ impl LogSource {
         }
         self.buffered_requests
             .get(self.emitted_count)
-            .map(|entry| entry.arrival_us)
+            .map(|entry| entry.facts.arrival_us)
     }
 
     fn next_request(&mut self) -> Option<ReplayRequest<'_>> {
@@ -156,10 +150,7 @@ impl LogSource {
         let (target, texts) = texts.split_at_checked(entry.target_length.into())?;
         let (host, headers) = texts.split_at_checked(entry.host_length.into())?;
         Some(ReplayRequest {
-            arrival_us: entry.arrival_us,
-            duration_us: entry.duration_us,
-            peer: entry.peer,
-            status: entry.status,
+            facts: entry.facts,
             method,
             target,
             host,
@@ -176,7 +167,7 @@ impl LogSource {
             let oldest_us = self
                 .buffered_requests
                 .first()
-                .map_or(u64::MAX, |entry| entry.arrival_us);
+                .map_or(u64::MAX, |entry| entry.facts.arrival_us);
             // Reads until the buffer covers twice the window, so that a request that stays in the
             // buffer is moved once or twice, not on every read.
             if self.is_buffer_full()
@@ -186,7 +177,8 @@ impl LogSource {
             }
         }
         // The sort is stable, and cheap for a log that is nearly in order.
-        self.buffered_requests.sort_by_key(|entry| entry.arrival_us);
+        self.buffered_requests
+            .sort_by_key(|entry| entry.facts.arrival_us);
         let until_us = if self.ended {
             u64::MAX
         } else {
@@ -194,7 +186,7 @@ impl LogSource {
         };
         self.ready_count = self
             .buffered_requests
-            .partition_point(|entry| entry.arrival_us <= until_us);
+            .partition_point(|entry| entry.facts.arrival_us <= until_us);
         if self.is_buffer_full() {
             self.ready_count = self.ready_count.max(self.buffered_requests.len() / 2);
         }
@@ -243,7 +235,7 @@ impl LogSource {
             match parsed {
                 ParsedLine::Request(line) => {
                     self.counts.requests += 1;
-                    self.newest_us = self.newest_us.max(line.arrival_us);
+                    self.newest_us = self.newest_us.max(line.facts.arrival_us);
                     self.buffered_requests
                         .extend(buffer_request(&line, &mut self.buffered_text));
                 }
@@ -283,11 +275,7 @@ fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<Buffe
         texts.extend_from_slice(value.get(..usize::from(length(value).unwrap_or_default()))?);
     }
     Some(BufferedRequest {
-        arrival_us: line.arrival_us,
-        duration_us: line.duration_us,
-        peer: line.peer,
-        status: line.status,
-        has_whole_second_time: line.has_whole_second_time,
+        facts: line.facts,
         method_length: method,
         target_length: target,
         host_length: host,
@@ -299,11 +287,12 @@ fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<Buffe
 /// Spreads the requests with the same whole-second time evenly over that second.
 fn spread_within_seconds(entries: &mut [BufferedRequest]) {
     for second in entries.chunk_by_mut(|a, b| {
+        let (a, b) = (a.facts, b.facts);
         a.arrival_us == b.arrival_us && a.has_whole_second_time && b.has_whole_second_time
     }) {
         let count = second.len() as u64;
         for (at, entry) in (0u64..).zip(second) {
-            entry.arrival_us += at * 1_000_000 / count;
+            entry.facts.arrival_us += at * 1_000_000 / count;
         }
     }
 }

@@ -40,12 +40,12 @@ impl FieldCoverage {
     /// Counts a request and the fields that it has.
     pub(super) fn record_request(&mut self, request: &ReplayRequest<'_>, is_client_hidden: bool) {
         self.requests += 1;
-        self.with_peer += u64::from(request.peer.is_some());
+        self.with_peer += u64::from(request.facts.peer.is_some());
         self.with_host += u64::from(!request.host.is_empty());
-        self.with_duration += u64::from(request.duration_us.is_some());
-        self.with_status += u64::from(StatusCode::from_u16(request.status).is_ok());
-        self.answered_429 += u64::from(request.status == 429);
-        self.answered_with_error += u64::from(request.status >= 400);
+        self.with_duration += u64::from(request.facts.duration_us.is_some());
+        self.with_status += u64::from(StatusCode::from_u16(request.facts.status).is_ok());
+        self.answered_429 += u64::from(request.facts.status == 429);
+        self.answered_with_error += u64::from(request.facts.status >= 400);
         self.without_query += u64::from(!request.log_has_query);
         self.hidden_clients += u64::from(is_client_hidden);
         for (header_index, _) in request.headers() {

@@ -141,8 +141,8 @@ impl<'t> PolicySimulator<'t> {
     /// one is simulated at the time of the previous one.
     pub(super) fn evaluate_request(&mut self, request: &ReplayRequest<'_>) -> bool {
         let stats = &mut self.stats;
-        let now_us = request.arrival_us.max(stats.last_request_us);
-        stats.late_requests += u64::from(now_us > request.arrival_us);
+        let now_us = request.facts.arrival_us.max(stats.last_request_us);
+        stats.late_requests += u64::from(now_us > request.facts.arrival_us);
         if stats.field_coverage.requests == 0 {
             stats.first_request_us = now_us;
         }
@@ -152,7 +152,10 @@ impl<'t> PolicySimulator<'t> {
         self.clock_control.set_us(now_us);
 
         let headers = self.build_header_map(request);
-        let peer = request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        let peer = request
+            .facts
+            .peer
+            .unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
         let client = ClientAddress::identify(peer, &headers, &self.table.client);
         let is_client_hidden =
             client.is_peer_trusted && !headers.contains_key(&self.table.client.ip_header);
@@ -232,6 +235,7 @@ impl<'t> PolicySimulator<'t> {
         if !result.slot_counters.is_empty() || !result.estimated_charges.is_empty() {
             // The delay is added, because a delayed request holds its slot while it waits.
             let duration_us = request
+                .facts
                 .duration_us
                 .unwrap_or_default()
                 .saturating_add(result.delay_us);
@@ -241,7 +245,7 @@ impl<'t> PolicySimulator<'t> {
             let in_flight = InFlightRequest {
                 counters: result.slot_counters,
                 estimated_charges: result.estimated_charges,
-                status: StatusCode::from_u16(request.status).ok(),
+                status: StatusCode::from_u16(request.facts.status).ok(),
                 ends_us: now_us.saturating_add(duration_us),
             };
             self.in_flight.add_request(slot, in_flight, now_us);
