@@ -13,9 +13,11 @@ use super::log_reader::{AccessLogReader, RawLogLine};
 use super::parsers::{
     AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredHeaders,
 };
+use super::report::LogReport;
 use super::settings::Settings;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::ops::Range;
 
 /// Maximum delay of a line, in log time, for which its request is still sorted into place.
 const REORDER_WINDOW_US: u64 = 10_000_000;
@@ -41,26 +43,14 @@ pub(super) struct ReplayRequest<'a> {
 }
 
 /// A buffered request; its texts are in [`LogSource::buffered_text`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct BufferedRequest {
     facts: RequestFacts,
     method_length: u16,
     target_length: u16,
     host_length: u16,
-    /// Offset and length of its texts, including headers, in the text buffer.
-    text_start: u32,
-    text_length: u32,
-}
-
-/// Counts of the lines of one log by parse result.
-#[derive(Debug, Default)]
-pub(super) struct LogLineCounts {
-    pub(super) lines: u64,
-    pub(super) requests: u64,
-    pub(super) other_records: u64,
-    pub(super) broken_lines: u64,
-    /// Line numbers and beginnings of the first broken lines.
-    pub(super) broken_examples: Vec<(u64, Vec<u8>)>,
+    /// Place of its texts, including headers, in the text buffer.
+    texts: Range<usize>,
 }
 
 /// Maximum number of broken lines shown for each log, and of bytes shown of each line.
@@ -70,8 +60,7 @@ const MAX_EXAMPLE_BYTES: usize = 120;
 /// One log as a source of requests in time order.
 pub(crate) struct LogSource {
     pub(super) reader: AccessLogReader,
-    pub(super) format: AccessLogFormat,
-    pub(super) counts: LogLineCounts,
+    pub(super) report: LogReport,
     has_query: bool,
     parser: LineParser,
     spread_within_second: bool,
@@ -90,16 +79,19 @@ pub(crate) struct LogSource {
 impl LogSource {
     pub(super) fn new(
         reader: AccessLogReader,
-        format: AccessLogFormat,
+        format: &AccessLogFormat,
         required_headers: &RequiredHeaders,
         settings: &Settings,
     ) -> Self {
         Self {
+            report: LogReport {
+                name: reader.name.clone(),
+                format: format.into_str(),
+                ..LogReport::default()
+            },
             reader,
-            counts: LogLineCounts::default(),
             has_query: format.records_query(),
-            parser: LineParser::new(&format, required_headers),
-            format,
+            parser: LineParser::new(format, required_headers),
             spread_within_second: settings.spread_within_second,
             log_count: settings.logs.len().max(1),
             buffered_requests: Vec::new(),
@@ -142,10 +134,7 @@ impl LogSource {
             .get(self.emitted_count)
             .filter(|_| self.emitted_count < self.ready_count)?;
         self.emitted_count += 1;
-        let start = usize::try_from(entry.text_start).ok()?;
-        let texts = self
-            .buffered_text
-            .get(start..start + usize::try_from(entry.text_length).ok()?)?;
+        let texts = self.buffered_text.get(entry.texts.clone())?;
         let (method, texts) = texts.split_at_checked(entry.method_length.into())?;
         let (target, texts) = texts.split_at_checked(entry.target_length.into())?;
         let (host, headers) = texts.split_at_checked(entry.host_length.into())?;
@@ -209,14 +198,10 @@ impl LogSource {
         (self.emitted_count, self.ready_count) = (0, 0);
         let mut texts = Vec::with_capacity(self.buffered_text.capacity());
         for entry in &mut self.buffered_requests {
-            let start = usize::try_from(entry.text_start).unwrap_or(usize::MAX);
-            let length = usize::try_from(entry.text_length).unwrap_or(usize::MAX);
-            entry.text_start = u32::try_from(texts.len()).unwrap_or(u32::MAX);
-            texts.extend_from_slice(
-                self.buffered_text
-                    .get(start..start.saturating_add(length))
-                    .unwrap_or_default(),
-            );
+            let old = self.buffered_text.get(entry.texts.clone());
+            let start = texts.len();
+            texts.extend_from_slice(old.unwrap_or_default());
+            entry.texts = start..texts.len();
         }
         self.buffered_text = texts;
     }
@@ -231,27 +216,33 @@ impl LogSource {
                 RawLogLine::TooLong(line) => (line, ParsedLine::Broken),
                 RawLogLine::Line(line) => (line, self.parser.parse_line(line)),
             };
-            self.counts.lines += 1;
+            let report = &mut self.report;
+            report.lines += 1;
             match parsed {
                 ParsedLine::Request(line) => {
-                    self.counts.requests += 1;
+                    report.requests += 1;
                     self.newest_us = self.newest_us.max(line.facts.arrival_us);
                     self.buffered_requests
                         .extend(buffer_request(&line, &mut self.buffered_text));
                 }
-                ParsedLine::Other => self.counts.other_records += 1,
-                ParsedLine::Broken => self.counts.record_broken_line(line),
+                ParsedLine::Other => report.other += 1,
+                ParsedLine::Broken => {
+                    report.broken += 1;
+                    if report.broken_examples.len() < MAX_BROKEN_EXAMPLES {
+                        let start = line.get(..MAX_EXAMPLE_BYTES).unwrap_or(line);
+                        let text = String::from_utf8_lossy(start).escape_debug().to_string();
+                        report.broken_examples.push((report.lines, text));
+                    }
+                }
             }
         }
     }
-}
 
-impl LogLineCounts {
-    fn record_broken_line(&mut self, line: &[u8]) {
-        self.broken_lines += 1;
-        if self.broken_examples.len() < MAX_BROKEN_EXAMPLES {
-            let beginning = line.iter().copied().take(MAX_EXAMPLE_BYTES).collect();
-            self.broken_examples.push((self.lines, beginning));
+    /// Returns what was read.
+    pub(super) fn into_report(self) -> LogReport {
+        LogReport {
+            fault: self.reader.read_error.map(|error| error.to_string()),
+            ..self.report
         }
     }
 }
@@ -279,8 +270,7 @@ fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<Buffe
         method_length: method,
         target_length: target,
         host_length: host,
-        text_start: u32::try_from(start).ok()?,
-        text_length: u32::try_from(texts.len() - start).ok()?,
+        texts: start..texts.len(),
     })
 }
 

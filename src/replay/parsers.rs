@@ -57,9 +57,9 @@ impl LineParser {
             |template: &LineTemplate| Self::Text(TextLineParser::new(template, required_headers));
         let json = |schema| Self::Json(JsonLineParser::new(schema, required_headers));
         match format {
-            AccessLogFormat::Combined => text(&(&template::COMBINED).into()),
-            AccessLogFormat::Envoy => text(&(&template::ENVOY).into()),
-            AccessLogFormat::Alb => text(&(&template::ALB).into()),
+            AccessLogFormat::Combined => text(&template::combined()),
+            AccessLogFormat::Envoy => text(&template::envoy()),
+            AccessLogFormat::Alb => text(&template::alb()),
             AccessLogFormat::Custom(template) => text(template),
             AccessLogFormat::EnvoyJson => json(&json::ENVOY_SCHEMA),
             AccessLogFormat::TraefikJson => json(&json::TRAEFIK_SCHEMA),

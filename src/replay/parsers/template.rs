@@ -33,67 +33,60 @@ pub(super) struct TemplateField {
     pub(super) name: String,
 }
 
-/// A format that is built in, with the parts of a [`LineTemplate`].
-pub(super) struct BuiltInTemplate {
-    /// Literal texts, each with the field after it.
-    fields: &'static [(&'static str, &'static str)],
-    end: &'static str,
-    longest_field: Option<&'static str>,
-    words: &'static str,
-    required_words: usize,
-    has_final_duration: bool,
-}
-
 /// The nginx and Apache text formats and their derivatives. Fields after the user agent are
 /// `extra1`, `extra2`, …; lines of Traefik end with a duration.
-pub(super) static COMBINED: BuiltInTemplate = BuiltInTemplate {
-    fields: &[
-        ("", "remote_user"),
-        ("[", "time_local"),
-        ("] \"", "request"),
-    ],
-    end: "\"",
-    longest_field: None,
-    words: "status body_bytes_sent referer user_agent",
-    required_words: 1,
-    has_final_duration: true,
-};
+pub(super) fn combined() -> LineTemplate {
+    LineTemplate {
+        required_words: 1,
+        has_final_duration: true,
+        ..built_in(
+            "$remote_user[$time_local] \"$request\"",
+            "status body_bytes_sent referer user_agent",
+        )
+    }
+}
 
 /// Envoy's default text format. It has no peer field, but Envoy appends the peer address to
 /// `X-Forwarded-For` before it writes the line. Envoy escapes nothing, and clients control most
 /// fields, so quotes in the user agent must not shift other fields.
-pub(super) static ENVOY: BuiltInTemplate = BuiltInTemplate {
-    fields: &[
-        ("[", "start_time"),
-        ("] \"", "request"),
-        ("\" ", "status"),
-        (" ", "envoy_counts"),
-        ("\"", "x_forwarded_for"),
-        ("\" \"", "user_agent"),
-        ("\" \"", "request_id"),
-        ("\" \"", "host"),
-        ("\" \"", "upstream_host"),
-    ],
-    end: "\"",
-    longest_field: Some("user_agent"),
-    words: "",
-    required_words: 0,
-    has_final_duration: false,
-};
+pub(super) fn envoy() -> LineTemplate {
+    LineTemplate {
+        longest_field: Some("user_agent"),
+        ..built_in(
+            "[$start_time] \"$request\" $status $envoy_counts\"$x_forwarded_for\" \"$user_agent\" \
+             \"$request_id\" \"$host\" \"$upstream_host\"",
+            "",
+        )
+    }
+}
 
 /// AWS Application Load Balancer. `time` is the end of the response, and newer lines have the time
 /// of the arrival too.
-pub(super) static ALB: BuiltInTemplate = BuiltInTemplate {
-    fields: &[],
-    end: "",
-    longest_field: None,
-    words: "type time elb client target request_processing_time target_processing_time \
-            response_processing_time elb_status_code target_status_code received_bytes sent_bytes \
-            url_request user_agent ssl_cipher ssl_protocol target_group_arn trace_id domain_name \
-            chosen_cert_arn matched_rule_priority request_creation_time",
-    required_words: 18,
-    has_final_duration: false,
-};
+pub(super) fn alb() -> LineTemplate {
+    LineTemplate {
+        required_words: 18,
+        ..built_in(
+            "",
+            "type time elb client target request_processing_time target_processing_time \
+             response_processing_time elb_status_code target_status_code received_bytes sent_bytes \
+             url_request user_agent ssl_cipher ssl_protocol target_group_arn trace_id domain_name \
+             chosen_cert_arn matched_rule_priority request_creation_time",
+        )
+    }
+}
+
+/// Creates a built-in format from a template that is valid, and the names of the words after it.
+fn built_in(template: &str, words: &str) -> LineTemplate {
+    let mut words: Vec<_> = words.split_whitespace().map(str::to_owned).collect();
+    if !words.is_empty() {
+        words.extend((1..=MAX_EXTRA_FIELDS).map(|number| format!("extra{number}")));
+    }
+    LineTemplate {
+        words,
+        is_built_in: true,
+        ..LineTemplate::split(template).unwrap_or_default()
+    }
+}
 
 /// Maximum number of fields after the known ones that are read.
 const MAX_EXTRA_FIELDS: usize = 32;
@@ -154,32 +147,6 @@ fn find_by_name<V: Copy>(table: &[(&str, V)], name: &str) -> Option<V> {
     found.map(|(_, value)| *value)
 }
 
-impl From<&BuiltInTemplate> for LineTemplate {
-    fn from(built_in: &BuiltInTemplate) -> Self {
-        let fields = built_in.fields.iter().map(|(before, name)| TemplateField {
-            before: (*before).to_owned(),
-            name: (*name).to_owned(),
-        });
-        let mut words: Vec<_> = built_in
-            .words
-            .split_whitespace()
-            .map(str::to_owned)
-            .collect();
-        if !words.is_empty() {
-            words.extend((1..=MAX_EXTRA_FIELDS).map(|number| format!("extra{number}")));
-        }
-        Self {
-            fields: fields.collect(),
-            end: built_in.end.to_owned(),
-            longest_field: built_in.longest_field,
-            words,
-            required_words: built_in.required_words,
-            has_final_duration: built_in.has_final_duration,
-            is_built_in: true,
-        }
-    }
-}
-
 impl LineTemplate {
     /// Parses a format with nginx variables (`$remote_addr`) or Apache directives (`%h`).
     ///
@@ -187,10 +154,16 @@ impl LineTemplate {
     /// Returns what is wrong with the format.
     pub fn parse(format: &str) -> Result<Self, String> {
         // Apache's configuration file escapes quotes.
-        let format = format.replace("\\\"", "\"").replace("\\t", "\t");
+        let template = Self::split(&format.replace("\\\"", "\"").replace("\\t", "\t"))?;
+        template.check_completeness()?;
+        Ok(template)
+    }
+
+    /// Splits a format into its fields and the text between.
+    fn split(format: &str) -> Result<Self, String> {
         let is_nginx = format.contains('$');
         let mut template = Self::default();
-        let mut rest = format.as_str();
+        let mut rest = format;
         while let Some(letter) = rest.chars().next() {
             let (name, after) = match (is_nginx, letter) {
                 (true, '$') => split_nginx_variable(rest)?,
@@ -213,7 +186,6 @@ impl LineTemplate {
                 _ => template.push_field(name)?,
             }
         }
-        template.check_completeness()?;
         Ok(template)
     }
 
