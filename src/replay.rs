@@ -151,7 +151,7 @@ fn check_requests_and_mapped_fields(
     }
     let coverage = simulators.first().map(|one| &one.report.field_coverage);
     let errors = settings.header_fields.iter().filter_map(|(name, field)| {
-        let place = required_headers.names().iter().position(|known| known == name)?;
+        let place = required_headers.names.iter().position(|known| known == name)?;
         let count = coverage?.with_header.get(place)?;
         (*count == 0).then(|| {
             format!(
@@ -163,10 +163,9 @@ fn check_requests_and_mapped_fields(
         })
     });
     let errors: String = errors.collect();
-    if errors.is_empty() {
-        Ok(())
-    } else {
-        Err(errors)
+    match errors.as_str() {
+        "" => Ok(()),
+        _ => Err(errors),
     }
 }
 

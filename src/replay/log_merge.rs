@@ -46,10 +46,7 @@ pub(super) struct ReplayRequest<'a> {
 #[derive(Debug)]
 struct BufferedRequest {
     facts: RequestFacts,
-    method_length: u16,
-    target_length: u16,
-    host_length: u16,
-    /// Place of its texts, including headers, in the text buffer.
+    /// Place of its packed texts in the text buffer: method, target, host and headers.
     texts: Range<usize>,
 }
 
@@ -135,9 +132,9 @@ impl LogSource {
             .filter(|_| self.emitted_count < self.ready_count)?;
         self.emitted_count += 1;
         let texts = self.buffered_text.get(entry.texts.clone())?;
-        let (method, texts) = texts.split_at_checked(entry.method_length.into())?;
-        let (target, texts) = texts.split_at_checked(entry.target_length.into())?;
-        let (host, headers) = texts.split_at_checked(entry.host_length.into())?;
+        let (_, method, texts) = split_packed_text(texts)?;
+        let (_, target, texts) = split_packed_text(texts)?;
+        let (_, host, headers) = split_packed_text(texts)?;
         Some(ReplayRequest {
             facts: entry.facts,
             method,
@@ -179,12 +176,9 @@ impl LogSource {
         if self.is_buffer_full() {
             self.ready_count = self.ready_count.max(self.buffered_requests.len() / 2);
         }
-        if self.spread_within_second {
-            spread_within_seconds(
-                self.buffered_requests
-                    .get_mut(..self.ready_count)
-                    .unwrap_or_default(),
-            );
+        let ready = self.buffered_requests.get_mut(..self.ready_count);
+        if let Some(ready) = ready.filter(|_| self.spread_within_second) {
+            spread_within_seconds(ready);
         }
     }
 
@@ -247,31 +241,31 @@ impl LogSource {
     }
 }
 
-/// Packs the texts of a request into the text buffer. The texts come from one line shorter than 64
-/// KiB, so their lengths fit into 16 bits; a request whose lengths do not fit is dropped.
+/// Packs the texts of a request into the text buffer, each after its header index and length. The
+/// texts come from one line shorter than 64 KiB, so their lengths fit into 16 bits; a request whose
+/// lengths do not fit is dropped.
 fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<BufferedRequest> {
     let start = texts.len();
-    let length = |text: &[u8]| u16::try_from(text.len()).ok();
-    let (method, target, host) = (
-        length(&line.method)?,
-        length(&line.target)?,
-        length(&line.host)?,
-    );
-    for text in [&line.method, &line.target, &line.host] {
-        texts.extend_from_slice(text);
-    }
-    for (header_index, value) in &line.headers {
+    let headers = line.headers.iter().map(|(index, value)| (*index, value));
+    let others = [&line.method, &line.target, &line.host].map(|text| (0, text));
+    for (header_index, text) in others.into_iter().chain(headers) {
+        let length = u16::try_from(text.len()).ok()?;
         texts.extend_from_slice(&header_index.to_le_bytes());
-        texts.extend_from_slice(&length(value).unwrap_or_default().to_le_bytes());
-        texts.extend_from_slice(value.get(..usize::from(length(value).unwrap_or_default()))?);
+        texts.extend_from_slice(&length.to_le_bytes());
+        texts.extend_from_slice(text);
     }
     Some(BufferedRequest {
         facts: line.facts,
-        method_length: method,
-        target_length: target,
-        host_length: host,
         texts: start..texts.len(),
     })
+}
+
+/// Returns the next packed text with its header index, and the texts after it.
+fn split_packed_text(texts: &[u8]) -> Option<(usize, &[u8], &[u8])> {
+    let (header_index, rest) = texts.split_first_chunk()?;
+    let (length, rest) = rest.split_first_chunk()?;
+    let (text, rest) = rest.split_at_checked(u16::from_le_bytes(*length).into())?;
+    Some((u16::from_le_bytes(*header_index).into(), text, rest))
 }
 
 /// Spreads the requests with the same whole-second time evenly over that second.
@@ -292,11 +286,9 @@ impl ReplayRequest<'_> {
     pub(super) fn headers(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let mut rest = self.headers;
         std::iter::from_fn(move || {
-            let (header_index, after) = rest.split_first_chunk()?;
-            let (length, after) = after.split_first_chunk()?;
-            let (value, after) = after.split_at_checked(u16::from_le_bytes(*length).into())?;
+            let (header_index, value, after) = split_packed_text(rest)?;
             rest = after;
-            Some((u16::from_le_bytes(*header_index).into(), value))
+            Some((header_index, value))
         })
     }
 }
@@ -308,14 +300,11 @@ pub(super) fn merge_by_time(
     mut handle_request: impl FnMut(&ReplayRequest<'_>),
     mut report_progress: impl FnMut(u64),
 ) {
-    let mut heads: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
-    for (log_index, source) in sources.iter_mut().enumerate() {
-        heads.extend(
-            source
-                .peek_arrival_us()
-                .map(|at_us| Reverse((at_us, log_index))),
-        );
-    }
+    let heads = sources
+        .iter_mut()
+        .enumerate()
+        .filter_map(|(log_index, source)| Some(Reverse((source.peek_arrival_us()?, log_index))));
+    let mut heads: BinaryHeap<Reverse<(u64, usize)>> = heads.collect();
     let mut count = 0u64;
     while let Some(Reverse((_, log_index))) = heads.pop() {
         let next_other = heads.peek().map_or((u64::MAX, 0), |Reverse(head)| *head);

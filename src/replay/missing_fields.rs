@@ -32,7 +32,7 @@ pub(super) struct FieldCoverage {
 impl FieldCoverage {
     pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
         Self {
-            with_header: vec![0; required_headers.names().len()],
+            with_header: vec![0; required_headers.names.len()],
             ..Self::default()
         }
     }
@@ -143,7 +143,7 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn has_header(&self, name: &HeaderName) -> bool {
-        let mut names = self.required_headers.names().iter();
+        let mut names = self.required_headers.names.iter();
         names
             .position(|required| required == name)
             .is_some_and(|place| {

@@ -271,7 +271,7 @@ impl<'t> PolicySimulator<'t> {
         for (header_index, value) in request.headers() {
             let name = self
                 .required_headers
-                .names()
+                .names
                 .get(header_index)
                 .filter(|name| self.table.reads_header(name));
             if let (Some(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {

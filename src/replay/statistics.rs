@@ -4,6 +4,7 @@ use super::report::serialize_seconds;
 use crate::limiter::Key;
 use foldhash::HashMap;
 use serde::Serialize;
+use std::cmp::Reverse;
 
 /// Request counts in at most [`RequestSeries::MAX_BINS`] bins of equal width. The width doubles
 /// whenever a request lies beyond the last bin.
@@ -59,12 +60,9 @@ impl RequestSeries {
 
     fn double_bin_width(&mut self) {
         self.bin_width_s *= 2;
-        let pairs = self.bins.chunks(2).map(|pair| {
-            pair.iter()
-                .fold(SeriesBin::default(), |sum, bin| SeriesBin {
-                    requests: sum.requests + bin.requests,
-                    refused: sum.refused + bin.refused,
-                })
+        let pairs = self.bins.chunks(2).map(|pair| SeriesBin {
+            requests: pair.iter().map(|bin| bin.requests).sum(),
+            refused: pair.iter().map(|bin| bin.refused).sum(),
         });
         self.bins = pairs.collect();
     }
@@ -172,16 +170,9 @@ impl ReplayKeyTable {
 
     /// Returns up to `max_keys` refused keys, the most refused first.
     pub(super) fn most_refused_keys(&self, max_keys: usize) -> Vec<&ReplayKeyStats> {
-        let mut refused: Vec<&ReplayKeyStats> = self
-            .stats_by_key
-            .values()
-            .filter(|stats| stats.refused > 0)
-            .collect();
-        refused.sort_by(|a, b| {
-            b.refused
-                .cmp(&a.refused)
-                .then_with(|| a.readable_key.cmp(&b.readable_key))
-        });
+        let stats = self.stats_by_key.values();
+        let mut refused: Vec<_> = stats.filter(|stats| stats.refused > 0).collect();
+        refused.sort_by_key(|stats| (Reverse(stats.refused), &stats.readable_key));
         refused.truncate(max_keys);
         refused
     }

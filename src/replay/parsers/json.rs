@@ -21,6 +21,13 @@ pub(super) struct JsonLogSchema {
     record_marker: Option<(&'static str, &'static str)>,
 }
 
+const NO_FIELDS: JsonLogSchema = JsonLogSchema {
+    fields: &[],
+    header_fields: &[],
+    peer_from_forwarded_for: false,
+    record_marker: None,
+};
+
 pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
     fields: &[
         (FieldKind::EndTime(1), &["timestamp"]),
@@ -32,8 +39,8 @@ pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
         (FieldKind::Duration(1000), &["head_ms"]),
     ],
     header_fields: &["{name}"],
-    peer_from_forwarded_for: false,
     record_marker: Some(("target", "access")),
+    ..NO_FIELDS
 };
 
 pub(super) static TRAEFIK_SCHEMA: JsonLogSchema = JsonLogSchema {
@@ -48,8 +55,7 @@ pub(super) static TRAEFIK_SCHEMA: JsonLogSchema = JsonLogSchema {
         (FieldKind::Duration(1_000_000_000), &["Duration"]),
     ],
     header_fields: &["request_{Name}"],
-    peer_from_forwarded_for: false,
-    record_marker: None,
+    ..NO_FIELDS
 };
 
 pub(super) static CADDY_SCHEMA: JsonLogSchema = JsonLogSchema {
@@ -66,8 +72,7 @@ pub(super) static CADDY_SCHEMA: JsonLogSchema = JsonLogSchema {
         (FieldKind::Duration(1), &["duration"]),
     ],
     header_fields: &["request.headers.{Name}"],
-    peer_from_forwarded_for: false,
-    record_marker: None,
+    ..NO_FIELDS
 };
 
 pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
@@ -91,7 +96,7 @@ pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
     ],
     header_fields: &["{na_me}", "{name}"],
     peer_from_forwarded_for: true,
-    record_marker: None,
+    ..NO_FIELDS
 };
 
 pub(super) static GENERIC_SCHEMA: JsonLogSchema = JsonLogSchema {
@@ -118,23 +123,16 @@ pub(super) static GENERIC_SCHEMA: JsonLogSchema = JsonLogSchema {
         (FieldKind::Duration(1), &["request_time"]),
     ],
     header_fields: &["http_{na_me}", "{name}"],
-    peer_from_forwarded_for: false,
-    record_marker: None,
+    ..NO_FIELDS
 };
 
 /// Returns `X-User-Id` for `x-user-id`.
 fn capitalize_header_name(name: &str) -> String {
-    let mut starts_word = true;
-    let letters = name.chars().map(|letter| {
-        let letter = if starts_word {
-            letter.to_ascii_uppercase()
-        } else {
-            letter
-        };
-        starts_word = letter == '-';
-        letter
+    let words = name.split('-').map(|word| {
+        let (first, rest) = word.split_at_checked(1).unwrap_or_default();
+        first.to_ascii_uppercase() + rest
     });
-    letters.collect()
+    words.collect::<Vec<_>>().join("-")
 }
 
 #[derive(Debug)]

@@ -30,7 +30,7 @@ fn summarize_line(
                 .map(|(place, value)| {
                     format!(
                         "{}={}",
-                        required_headers.names()[usize::from(*place)],
+                        required_headers.names[usize::from(*place)],
                         text(value)
                     )
                 })
