@@ -25,7 +25,7 @@ use crate::policy::PolicyTable;
 use log_merge::LogSource;
 use missing_fields::{FieldCoverage, MissingFieldCheck};
 use parsers::RequiredHeaders;
-use report::{LogSummary, PolicySetReport, SetDifferences};
+use report::LogReport;
 use simulator::PolicySimulator;
 use std::cell::Cell;
 use std::path::PathBuf;
@@ -63,11 +63,11 @@ pub fn replay_logs(
     let with_suggestions = settings.suggest_percent.is_some();
     let mut simulators: Vec<PolicySimulator<'_>> = sets
         .iter()
-        .map(|(_, table)| {
-            PolicySimulator::new(table, &required_headers, &coverage, with_suggestions)
+        .map(|(name, table)| {
+            PolicySimulator::new(name, table, &required_headers, &coverage, with_suggestions)
         })
         .collect();
-    let mut differences = SetDifferences::default();
+    let (mut refused_by_first_only, mut refused_by_second_only) = (0, 0);
     log_merge::merge_by_time(
         &mut sources,
         |request| {
@@ -75,8 +75,8 @@ pub fn replay_logs(
                 .iter_mut()
                 .map(|simulator| simulator.evaluate_request(request));
             match (verdicts.next(), verdicts.next()) {
-                (Some(true), Some(false)) => differences.rejected_by_second_only += 1,
-                (Some(false), Some(true)) => differences.rejected_by_first_only += 1,
+                (Some(true), Some(false)) => refused_by_second_only += 1,
+                (Some(false), Some(true)) => refused_by_first_only += 1,
                 _ => {}
             }
         },
@@ -88,15 +88,14 @@ pub fn replay_logs(
         },
     );
     check_requests_and_mapped_fields(settings, &sources, &simulators, &required_headers)?;
-    let logs = sources.into_iter().map(LogSummary::from_source).collect();
-    let sets = sets.iter().zip(simulators).map(|((name, _), simulator)| {
-        PolicySetReport::from_simulator(name.clone(), simulator, &required_headers, settings)
-    });
+    let simulators = simulators.into_iter();
     Ok(ReplayReport::new(
-        logs,
-        sets.collect(),
-        differences,
-        settings,
+        sources.into_iter().map(LogSource::into_report).collect(),
+        simulators
+            .map(|simulator| simulator.into_report(settings))
+            .collect(),
+        [refused_by_first_only, refused_by_second_only],
+        settings.suggest_percent,
     ))
 }
 
@@ -137,26 +136,22 @@ fn check_requests_and_mapped_fields(
     simulators: &[PolicySimulator<'_>],
     required_headers: &RequiredHeaders,
 ) -> Result<(), String> {
-    if sources.iter().all(|source| source.counts.requests == 0) {
+    if sources.iter().all(|source| source.report.requests == 0) {
         let errors = sources.iter().map(|source| {
-            let (name, counts) = (source.reader.name.escape_debug(), &source.counts);
-            let broken = match counts.broken_examples.first() {
-                Some((line, text)) => format!(
-                    ", e.g. line {line}: {}",
-                    String::from_utf8_lossy(text).escape_debug()
-                ),
-                None => String::new(),
-            };
+            let LogReport { name, lines, broken, other, broken_examples, .. } = &source.report;
+            let example = broken_examples.first().map_or_else(String::new, |(line, text)| {
+                format!(", e.g. line {line}: {text}")
+            });
             format!(
-                "error: {name}: no request in {} lines: {} are not in the format{broken}; {} are other records\n",
-                counts.lines, counts.broken_lines, counts.other_records
+                "error: {}: no request in {lines} lines: {broken} are not in the format{example}; {other} are other records\n",
+                name.escape_debug()
             )
         });
         return Err(errors.collect());
     }
-    let coverage = simulators.first().map(|one| &one.stats.field_coverage);
+    let coverage = simulators.first().map(|one| &one.report.field_coverage);
     let errors = settings.header_fields.iter().filter_map(|(name, field)| {
-        let place = required_headers.names().iter().position(|known| known == name)?;
+        let place = required_headers.names.iter().position(|known| known == name)?;
         let count = coverage?.with_header.get(place)?;
         (*count == 0).then(|| {
             format!(
@@ -168,10 +163,9 @@ fn check_requests_and_mapped_fields(
         })
     });
     let errors: String = errors.collect();
-    if errors.is_empty() {
-        Ok(())
-    } else {
-        Err(errors)
+    match errors.as_str() {
+        "" => Ok(()),
+        _ => Err(errors),
     }
 }
 
@@ -186,14 +180,13 @@ fn open_log(
     let mut input = AccessLogReader::open(path, bytes_read)
         .map_err(|error| format!("error: {escaped_path}: {error}\n"))?;
     let format = settings.format.clone().or_else(|| input.detect_format()).ok_or_else(|| {
-        let names: Vec<&str> = AccessLogFormat::ALL.iter().map(|format| format.into_str()).collect();
+        let names = AccessLogFormat::ALL.map(|format| format.into_str()).join(", ");
         let detail = input.read_error.as_ref().map_or_else(String::new, |detail| format!(" ({detail})"));
         format!(
-            "error: {escaped_path}: none of the first lines is a request in a known format{detail}; choose one with --format: {}\n",
-            names.join(", ")
+            "error: {escaped_path}: none of the first lines is a request in a known format{detail}; choose one with --format: {names}\n"
         )
     })?;
-    Ok(LogSource::new(input, format, required_headers, settings))
+    Ok(LogSource::new(input, &format, required_headers, settings))
 }
 
 #[cfg(test)]

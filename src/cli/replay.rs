@@ -159,13 +159,11 @@ fn parse_format(text: &str) -> Result<AccessLogFormat, String> {
         .into_iter()
         .find(|format| format.into_str() == text)
         .ok_or_else(|| {
-            let names: Vec<&str> = AccessLogFormat::ALL
-                .iter()
-                .map(AccessLogFormat::into_str)
-                .collect();
+            let names = AccessLogFormat::ALL
+                .map(|format| format.into_str())
+                .join(", ");
             format!(
-                "expected one of {}, or a format with nginx variables or Apache directives",
-                names.join(", ")
+                "expected one of {names}, or a format with nginx variables or Apache directives"
             )
         })
 }

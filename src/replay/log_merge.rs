@@ -10,11 +10,14 @@
 //! the second.
 
 use super::log_reader::{AccessLogReader, RawLogLine};
-use super::parsers::{AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequiredHeaders};
+use super::parsers::{
+    AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredHeaders,
+};
+use super::report::LogReport;
 use super::settings::Settings;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::net::IpAddr;
+use std::ops::Range;
 
 /// Maximum delay of a line, in log time, for which its request is still sorted into place.
 const REORDER_WINDOW_US: u64 = 10_000_000;
@@ -30,10 +33,7 @@ const LINES_PER_READ: usize = 4096;
 /// A request read from a log, with borrowed texts.
 #[derive(Debug)]
 pub(super) struct ReplayRequest<'a> {
-    pub(super) arrival_us: u64,
-    pub(super) duration_us: Option<u64>,
-    pub(super) peer: Option<IpAddr>,
-    pub(super) status: u16,
+    pub(super) facts: RequestFacts,
     pub(super) method: &'a [u8],
     pub(super) target: &'a [u8],
     pub(super) host: &'a [u8],
@@ -43,30 +43,11 @@ pub(super) struct ReplayRequest<'a> {
 }
 
 /// A buffered request; its texts are in [`LogSource::buffered_text`].
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct BufferedRequest {
-    arrival_us: u64,
-    duration_us: Option<u64>,
-    peer: Option<IpAddr>,
-    status: u16,
-    has_whole_second_time: bool,
-    method_length: u16,
-    target_length: u16,
-    host_length: u16,
-    /// Offset and length of its texts, including headers, in the text buffer.
-    text_start: u32,
-    text_length: u32,
-}
-
-/// Counts of the lines of one log by parse result.
-#[derive(Debug, Default)]
-pub(super) struct LogLineCounts {
-    pub(super) lines: u64,
-    pub(super) requests: u64,
-    pub(super) other_records: u64,
-    pub(super) broken_lines: u64,
-    /// Line numbers and beginnings of the first broken lines.
-    pub(super) broken_examples: Vec<(u64, Vec<u8>)>,
+    facts: RequestFacts,
+    /// Place of its packed texts in the text buffer: method, target, host and headers.
+    texts: Range<usize>,
 }
 
 /// Maximum number of broken lines shown for each log, and of bytes shown of each line.
@@ -76,8 +57,7 @@ const MAX_EXAMPLE_BYTES: usize = 120;
 /// One log as a source of requests in time order.
 pub(crate) struct LogSource {
     pub(super) reader: AccessLogReader,
-    pub(super) format: AccessLogFormat,
-    pub(super) counts: LogLineCounts,
+    pub(super) report: LogReport,
     has_query: bool,
     parser: LineParser,
     spread_within_second: bool,
@@ -96,16 +76,19 @@ pub(crate) struct LogSource {
 impl LogSource {
     pub(super) fn new(
         reader: AccessLogReader,
-        format: AccessLogFormat,
+        format: &AccessLogFormat,
         required_headers: &RequiredHeaders,
         settings: &Settings,
     ) -> Self {
         Self {
+            report: LogReport {
+                name: reader.name.clone(),
+                format: format.into_str(),
+                ..LogReport::default()
+            },
             reader,
-            counts: LogLineCounts::default(),
             has_query: format.records_query(),
-            parser: LineParser::new(format.clone(), required_headers),
-            format,
+            parser: LineParser::new(format, required_headers),
             spread_within_second: settings.spread_within_second,
             log_count: settings.logs.len().max(1),
             buffered_requests: Vec::new(),
@@ -139,7 +122,7 @@ impl LogSource {
         }
         self.buffered_requests
             .get(self.emitted_count)
-            .map(|entry| entry.arrival_us)
+            .map(|entry| entry.facts.arrival_us)
     }
 
     fn next_request(&mut self) -> Option<ReplayRequest<'_>> {
@@ -148,18 +131,12 @@ impl LogSource {
             .get(self.emitted_count)
             .filter(|_| self.emitted_count < self.ready_count)?;
         self.emitted_count += 1;
-        let start = usize::try_from(entry.text_start).ok()?;
-        let texts = self
-            .buffered_text
-            .get(start..start + usize::try_from(entry.text_length).ok()?)?;
-        let (method, texts) = texts.split_at_checked(entry.method_length.into())?;
-        let (target, texts) = texts.split_at_checked(entry.target_length.into())?;
-        let (host, headers) = texts.split_at_checked(entry.host_length.into())?;
+        let texts = self.buffered_text.get(entry.texts.clone())?;
+        let (_, method, texts) = split_packed_text(texts)?;
+        let (_, target, texts) = split_packed_text(texts)?;
+        let (_, host, headers) = split_packed_text(texts)?;
         Some(ReplayRequest {
-            arrival_us: entry.arrival_us,
-            duration_us: entry.duration_us,
-            peer: entry.peer,
-            status: entry.status,
+            facts: entry.facts,
             method,
             target,
             host,
@@ -176,7 +153,7 @@ impl LogSource {
             let oldest_us = self
                 .buffered_requests
                 .first()
-                .map_or(u64::MAX, |entry| entry.arrival_us);
+                .map_or(u64::MAX, |entry| entry.facts.arrival_us);
             // Reads until the buffer covers twice the window, so that a request that stays in the
             // buffer is moved once or twice, not on every read.
             if self.is_buffer_full()
@@ -186,7 +163,8 @@ impl LogSource {
             }
         }
         // The sort is stable, and cheap for a log that is nearly in order.
-        self.buffered_requests.sort_by_key(|entry| entry.arrival_us);
+        self.buffered_requests
+            .sort_by_key(|entry| entry.facts.arrival_us);
         let until_us = if self.ended {
             u64::MAX
         } else {
@@ -194,16 +172,13 @@ impl LogSource {
         };
         self.ready_count = self
             .buffered_requests
-            .partition_point(|entry| entry.arrival_us <= until_us);
+            .partition_point(|entry| entry.facts.arrival_us <= until_us);
         if self.is_buffer_full() {
             self.ready_count = self.ready_count.max(self.buffered_requests.len() / 2);
         }
-        if self.spread_within_second {
-            spread_within_seconds(
-                self.buffered_requests
-                    .get_mut(..self.ready_count)
-                    .unwrap_or_default(),
-            );
+        let ready = self.buffered_requests.get_mut(..self.ready_count);
+        if let Some(ready) = ready.filter(|_| self.spread_within_second) {
+            spread_within_seconds(ready);
         }
     }
 
@@ -217,14 +192,10 @@ impl LogSource {
         (self.emitted_count, self.ready_count) = (0, 0);
         let mut texts = Vec::with_capacity(self.buffered_text.capacity());
         for entry in &mut self.buffered_requests {
-            let start = usize::try_from(entry.text_start).unwrap_or(usize::MAX);
-            let length = usize::try_from(entry.text_length).unwrap_or(usize::MAX);
-            entry.text_start = u32::try_from(texts.len()).unwrap_or(u32::MAX);
-            texts.extend_from_slice(
-                self.buffered_text
-                    .get(start..start.saturating_add(length))
-                    .unwrap_or_default(),
-            );
+            let old = self.buffered_text.get(entry.texts.clone());
+            let start = texts.len();
+            texts.extend_from_slice(old.unwrap_or_default());
+            entry.texts = start..texts.len();
         }
         self.buffered_text = texts;
     }
@@ -239,71 +210,73 @@ impl LogSource {
                 RawLogLine::TooLong(line) => (line, ParsedLine::Broken),
                 RawLogLine::Line(line) => (line, self.parser.parse_line(line)),
             };
-            self.counts.lines += 1;
+            let report = &mut self.report;
+            report.lines += 1;
             match parsed {
                 ParsedLine::Request(line) => {
-                    self.counts.requests += 1;
-                    self.newest_us = self.newest_us.max(line.arrival_us);
+                    report.requests += 1;
+                    self.newest_us = self.newest_us.max(line.facts.arrival_us);
                     self.buffered_requests
                         .extend(buffer_request(&line, &mut self.buffered_text));
                 }
-                ParsedLine::Other => self.counts.other_records += 1,
-                ParsedLine::Broken => self.counts.record_broken_line(line),
+                ParsedLine::Other => report.other += 1,
+                ParsedLine::Broken => {
+                    report.broken += 1;
+                    if report.broken_examples.len() < MAX_BROKEN_EXAMPLES {
+                        let start = line.get(..MAX_EXAMPLE_BYTES).unwrap_or(line);
+                        let text = String::from_utf8_lossy(start).escape_debug().to_string();
+                        report.broken_examples.push((report.lines, text));
+                    }
+                }
             }
         }
     }
-}
 
-impl LogLineCounts {
-    fn record_broken_line(&mut self, line: &[u8]) {
-        self.broken_lines += 1;
-        if self.broken_examples.len() < MAX_BROKEN_EXAMPLES {
-            let beginning = line.iter().copied().take(MAX_EXAMPLE_BYTES).collect();
-            self.broken_examples.push((self.lines, beginning));
+    /// Returns what was read.
+    pub(super) fn into_report(self) -> LogReport {
+        LogReport {
+            fault: self.reader.read_error.map(|error| error.to_string()),
+            ..self.report
         }
     }
 }
 
-/// Packs the texts of a request into the text buffer. The texts come from one line shorter than 64
-/// KiB, so their lengths fit into 16 bits; a request whose lengths do not fit is dropped.
+/// Packs the texts of a request into the text buffer, each after its header index and length. The
+/// texts come from one line shorter than 64 KiB, so their lengths fit into 16 bits; a request whose
+/// lengths do not fit is dropped.
 fn buffer_request(line: &ParsedRequest<'_>, texts: &mut Vec<u8>) -> Option<BufferedRequest> {
     let start = texts.len();
-    let length = |text: &[u8]| u16::try_from(text.len()).ok();
-    let (method, target, host) = (
-        length(&line.method)?,
-        length(&line.target)?,
-        length(&line.host)?,
-    );
-    for text in [&line.method, &line.target, &line.host] {
+    let headers = line.headers.iter().map(|(index, value)| (*index, value));
+    let others = [&line.method, &line.target, &line.host].map(|text| (0, text));
+    for (header_index, text) in others.into_iter().chain(headers) {
+        let length = u16::try_from(text.len()).ok()?;
+        texts.extend_from_slice(&header_index.to_le_bytes());
+        texts.extend_from_slice(&length.to_le_bytes());
         texts.extend_from_slice(text);
     }
-    for (header_index, value) in &line.headers {
-        texts.extend_from_slice(&header_index.to_le_bytes());
-        texts.extend_from_slice(&length(value).unwrap_or_default().to_le_bytes());
-        texts.extend_from_slice(value.get(..usize::from(length(value).unwrap_or_default()))?);
-    }
     Some(BufferedRequest {
-        arrival_us: line.arrival_us,
-        duration_us: line.duration_us,
-        peer: line.peer,
-        status: line.status,
-        has_whole_second_time: line.has_whole_second_time,
-        method_length: method,
-        target_length: target,
-        host_length: host,
-        text_start: u32::try_from(start).ok()?,
-        text_length: u32::try_from(texts.len() - start).ok()?,
+        facts: line.facts,
+        texts: start..texts.len(),
     })
+}
+
+/// Returns the next packed text with its header index, and the texts after it.
+fn split_packed_text(texts: &[u8]) -> Option<(usize, &[u8], &[u8])> {
+    let (header_index, rest) = texts.split_first_chunk()?;
+    let (length, rest) = rest.split_first_chunk()?;
+    let (text, rest) = rest.split_at_checked(u16::from_le_bytes(*length).into())?;
+    Some((u16::from_le_bytes(*header_index).into(), text, rest))
 }
 
 /// Spreads the requests with the same whole-second time evenly over that second.
 fn spread_within_seconds(entries: &mut [BufferedRequest]) {
     for second in entries.chunk_by_mut(|a, b| {
+        let (a, b) = (a.facts, b.facts);
         a.arrival_us == b.arrival_us && a.has_whole_second_time && b.has_whole_second_time
     }) {
         let count = second.len() as u64;
         for (at, entry) in (0u64..).zip(second) {
-            entry.arrival_us += at * 1_000_000 / count;
+            entry.facts.arrival_us += at * 1_000_000 / count;
         }
     }
 }
@@ -313,11 +286,9 @@ impl ReplayRequest<'_> {
     pub(super) fn headers(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let mut rest = self.headers;
         std::iter::from_fn(move || {
-            let (header_index, after) = rest.split_first_chunk()?;
-            let (length, after) = after.split_first_chunk()?;
-            let (value, after) = after.split_at_checked(u16::from_le_bytes(*length).into())?;
+            let (header_index, value, after) = split_packed_text(rest)?;
             rest = after;
-            Some((u16::from_le_bytes(*header_index).into(), value))
+            Some((header_index, value))
         })
     }
 }
@@ -329,14 +300,11 @@ pub(super) fn merge_by_time(
     mut handle_request: impl FnMut(&ReplayRequest<'_>),
     mut report_progress: impl FnMut(u64),
 ) {
-    let mut heads: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
-    for (log_index, source) in sources.iter_mut().enumerate() {
-        heads.extend(
-            source
-                .peek_arrival_us()
-                .map(|at_us| Reverse((at_us, log_index))),
-        );
-    }
+    let heads = sources
+        .iter_mut()
+        .enumerate()
+        .filter_map(|(log_index, source)| Some(Reverse((source.peek_arrival_us()?, log_index))));
+    let mut heads: BinaryHeap<Reverse<(u64, usize)>> = heads.collect();
     let mut count = 0u64;
     while let Some(Reverse((_, log_index))) = heads.pop() {
         let next_other = heads.peek().map_or((u64::MAX, 0), |Reverse(head)| *head);

@@ -32,7 +32,7 @@ pub(super) struct FieldCoverage {
 impl FieldCoverage {
     pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
         Self {
-            with_header: vec![0; required_headers.names().len()],
+            with_header: vec![0; required_headers.names.len()],
             ..Self::default()
         }
     }
@@ -40,12 +40,12 @@ impl FieldCoverage {
     /// Counts a request and the fields that it has.
     pub(super) fn record_request(&mut self, request: &ReplayRequest<'_>, is_client_hidden: bool) {
         self.requests += 1;
-        self.with_peer += u64::from(request.peer.is_some());
+        self.with_peer += u64::from(request.facts.peer.is_some());
         self.with_host += u64::from(!request.host.is_empty());
-        self.with_duration += u64::from(request.duration_us.is_some());
-        self.with_status += u64::from(StatusCode::from_u16(request.status).is_ok());
-        self.answered_429 += u64::from(request.status == 429);
-        self.answered_with_error += u64::from(request.status >= 400);
+        self.with_duration += u64::from(request.facts.duration_us.is_some());
+        self.with_status += u64::from(StatusCode::from_u16(request.facts.status).is_ok());
+        self.answered_429 += u64::from(request.facts.status == 429);
+        self.answered_with_error += u64::from(request.facts.status >= 400);
         self.without_query += u64::from(!request.log_has_query);
         self.hidden_clients += u64::from(is_client_hidden);
         for (header_index, _) in request.headers() {
@@ -73,32 +73,35 @@ pub(super) fn describe_missing_fields(
         .collect();
     let policies = table.policies().iter();
     let by_instances = policies.filter(|policy| policy.is_instance_scoped());
-    let by_instances: Vec<&str> = by_instances.map(|policy| &*policy.name).collect();
+    let by_instances: Vec<_> = by_instances.map(|policy| &policy.name).collect();
     if !by_instances.is_empty() {
+        let are = if by_instances.len() == 1 { "is" } else { "are" };
+        let names = join_texts(by_instances, ", ");
         sentences.push(format!(
-            "{} {} counted per instance (scope = \"instance\"), but the log does not name the instance; \
+            "{names} {are} counted per instance (scope = \"instance\"), but the log does not name the instance; \
              the replay counts as one instance",
-            by_instances.join(", "),
-            if by_instances.len() == 1 { "is" } else { "are" },
         ));
     }
-    if table.depends_on_client_ip() {
-        if coverage.with_peer < coverage.requests {
-            let missing = coverage.requests - coverage.with_peer;
-            sentences.push(format!(
-                "{missing} of {} requests have no client address in the log; all count as the client 0.0.0.0",
-                coverage.requests
-            ));
-        }
-        if coverage.hidden_clients > 0 {
-            sentences.push(format!(
-                "{} of {} requests came from a trusted proxy without {} in the log; all clients behind a proxy count as \
-                 one client. If the log has the header in another field, use --header-from {}=FIELD",
-                coverage.hidden_clients, coverage.requests, table.client.ip_header, table.client.ip_header
-            ));
-        }
+    let (requests, hidden) = (coverage.requests, coverage.hidden_clients);
+    let without_peer = requests - coverage.with_peer;
+    if table.depends_on_client_ip() && without_peer > 0 {
+        sentences.push(format!(
+            "{without_peer} of {requests} requests have no client address in the log; all count as the client 0.0.0.0"
+        ));
+    }
+    if table.depends_on_client_ip() && hidden > 0 {
+        let header = &table.client.ip_header;
+        sentences.push(format!(
+            "{hidden} of {requests} requests came from a trusted proxy without {header} in the log; all clients behind \
+             a proxy count as one client. If the log has the header in another field, use --header-from {header}=FIELD"
+        ));
     }
     sentences
+}
+
+fn join_texts<T: ToString>(texts: impl IntoIterator<Item = T>, separator: &str) -> String {
+    let texts: Vec<String> = texts.into_iter().map(|text| text.to_string()).collect();
+    texts.join(separator)
 }
 
 /// Checks which fields the log has had so far.
@@ -106,8 +109,6 @@ pub(super) struct MissingFieldCheck<'a> {
     table: &'a PolicyTable,
     coverage: &'a FieldCoverage,
     required_headers: &'a RequiredHeaders,
-    /// The header that carries the token.
-    token_header: Option<&'a HeaderName>,
 }
 
 impl<'a> MissingFieldCheck<'a> {
@@ -120,7 +121,6 @@ impl<'a> MissingFieldCheck<'a> {
             table,
             coverage,
             required_headers,
-            token_header: table.token_reader().map(|reader| reader.header_name()),
         }
     }
 
@@ -143,7 +143,7 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn has_header(&self, name: &HeaderName) -> bool {
-        let mut names = self.required_headers.names().iter();
+        let mut names = self.required_headers.names.iter();
         names
             .position(|required| required == name)
             .is_some_and(|place| {
@@ -156,18 +156,13 @@ impl<'a> MissingFieldCheck<'a> {
         if let Some(quota) = policy.quota()
             && let missing @ [_, ..] = self.missing_key_parts(quota).as_slice()
         {
-            let names: Vec<String> = missing.iter().map(ToString::to_string).collect();
             let mut sentence = format!(
                 "policy {}: left out of the result, because {} of its key is not in the log",
                 policy.name,
-                names.join(", ")
+                join_texts(missing, ", ")
             );
-            for part in missing {
-                let headers = part.alternatives().filter_map(|one| match one {
-                    KeyPart::Header(name) => Some(name),
-                    _ => None,
-                });
-                for name in headers {
+            for part in missing.iter().flat_map(|part| part.alternatives()) {
+                if let KeyPart::Header(name) = part {
                     sentence.push_str(&format!("; --header-from {name}=FIELD names the field"));
                 }
             }
@@ -177,10 +172,9 @@ impl<'a> MissingFieldCheck<'a> {
         self.collect_missing_conditions(&policy.matcher, &mut missing_conditions);
         let mut texts = Vec::new();
         if !missing_conditions.is_empty() {
-            let names: Vec<String> = missing_conditions.into_iter().collect();
+            let names = join_texts(missing_conditions, ", ");
             texts.push(format!(
-                "its conditions on {} were evaluated as if no request had them",
-                names.join(", ")
+                "its conditions on {names} were evaluated as if no request had them"
             ));
         }
         if let Some(quota) = policy.quota() {
@@ -200,16 +194,16 @@ impl<'a> MissingFieldCheck<'a> {
             .key
             .sources()
             .filter(|part| !self.log_has_key_part(part));
-        let absent: Vec<String> = absent.map(ToString::to_string).collect();
+        let absent: Vec<_> = absent.collect();
         if !absent.is_empty() {
+            let they_were = if absent.len() == 1 {
+                "it were"
+            } else {
+                "they were"
+            };
+            let names = join_texts(absent, " and no ");
             texts.push(format!(
-                "the log has no {}, so every request was treated as if {} absent",
-                absent.join(" and no "),
-                if absent.len() == 1 {
-                    "it were"
-                } else {
-                    "they were"
-                },
+                "the log has no {names}, so every request was treated as if {they_were} absent"
             ));
         }
         match &quota.cost {
@@ -222,12 +216,12 @@ impl<'a> MissingFieldCheck<'a> {
             CostSource::Estimate(cost)
                 if matches!(cost.actual_source, ActualCostSource::Status(_)) =>
             {
-                let without = self.coverage.requests - self.coverage.with_status;
+                let (requests, statuses) = (self.coverage.requests, cost.actual_source.to_string());
+                let without = requests - self.coverage.with_status;
                 if without > 0 {
+                    let statuses = statuses.trim_start_matches("status ");
                     texts.push(format!(
-                        "{without} of {} requests have no status, so each counted as if it had one of {}",
-                        self.coverage.requests,
-                        cost.actual_source.to_string().trim_start_matches("status ")
+                        "{without} of {requests} requests have no status, so each counted as if it had one of {statuses}"
                     ));
                 }
             }
@@ -253,11 +247,11 @@ impl<'a> MissingFieldCheck<'a> {
         texts.extend(default_amounts);
         let is_concurrency =
             limits.any(|named| matches!(named.limit.algorithm, Algorithm::Concurrency { .. }));
-        if is_concurrency && self.coverage.with_duration < self.coverage.requests {
-            let without = self.coverage.requests - self.coverage.with_duration;
+        let requests = self.coverage.requests;
+        let without = requests - self.coverage.with_duration;
+        if is_concurrency && without > 0 {
             texts.push(format!(
-                "{without} of {} requests have no duration, so they hold no slot of its concurrency limit",
-                self.coverage.requests
+                "{without} of {requests} requests have no duration, so they hold no slot of its concurrency limit"
             ));
         }
     }
@@ -266,9 +260,12 @@ impl<'a> MissingFieldCheck<'a> {
         match part {
             KeyPart::Header(name) => self.has_header(name),
             KeyPart::Cookie(_) => self.has_header(&COOKIE),
-            KeyPart::Query(_) => self.log_has_query(),
+            KeyPart::Query(_) => self.coverage.without_query < self.coverage.requests,
             KeyPart::Host => self.coverage.with_host > 0,
-            KeyPart::Claim(_) => self.log_has_token(),
+            KeyPart::Claim(_) => {
+                let reader = self.table.token_reader();
+                reader.is_some_and(|reader| self.has_header(reader.header_name()))
+            }
             KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
             KeyPart::ClientIp => self.coverage.with_peer > 0,
             KeyPart::PathCaptures(_)
@@ -281,14 +278,6 @@ impl<'a> MissingFieldCheck<'a> {
             | KeyPart::WholeDescriptor => true,
             KeyPart::Alternatives(_) => part.alternatives().any(|one| self.log_has_key_part(one)),
         }
-    }
-
-    fn log_has_query(&self) -> bool {
-        self.coverage.without_query < self.coverage.requests
-    }
-
-    fn log_has_token(&self) -> bool {
-        self.token_header.is_some_and(|name| self.has_header(name))
     }
 
     fn collect_missing_conditions(&self, matcher: &Matcher, missing: &mut BTreeSet<String>) {

@@ -3,25 +3,24 @@
 //! A [`LineParser`] is created once per log for the headers that the policies need, and borrows
 //! from the line where possible.
 
-mod alb;
-mod clf;
-mod envoy;
 mod fields;
 mod json;
-mod logged_fields;
-mod parsed_line;
+mod parsed_request;
 mod required_headers;
 mod template;
+mod text_lines;
 mod timestamps;
 
-pub(super) use parsed_line::{ParsedLine, ParsedRequest};
+pub(super) use parsed_request::{ParsedLine, ParsedRequest, RequestFacts};
 pub(super) use required_headers::RequiredHeaders;
 pub(crate) use timestamps::parse_rfc3339;
 
 pub use template::LineTemplate;
 
+use json::JsonLineParser;
 use std::sync::Arc;
 use strum::{Display, IntoStaticStr};
+use text_lines::TextLineParser;
 
 /// Access log format. The names are those of `--format`.
 #[derive(Clone, Debug, PartialEq, Eq, Display, IntoStaticStr)]
@@ -48,24 +47,20 @@ pub enum AccessLogFormat {
 /// Parses the lines of one log.
 #[derive(Debug)]
 pub(super) enum LineParser {
-    Combined(clf::ClfLineParser),
-    Envoy(envoy::EnvoyLineParser),
-    Alb(alb::AlbLineParser),
-    Template(template::TemplateLineParser),
-    Json(json::JsonLineParser),
+    Text(TextLineParser),
+    Json(JsonLineParser),
 }
 
 impl LineParser {
-    pub(super) fn new(format: AccessLogFormat, required_headers: &RequiredHeaders) -> Self {
-        let json = |schema| Self::Json(json::JsonLineParser::new(schema, required_headers));
+    pub(super) fn new(format: &AccessLogFormat, required_headers: &RequiredHeaders) -> Self {
+        let text =
+            |template: &LineTemplate| Self::Text(TextLineParser::new(template, required_headers));
+        let json = |schema| Self::Json(JsonLineParser::new(schema, required_headers));
         match format {
-            AccessLogFormat::Combined => Self::Combined(clf::ClfLineParser::new(required_headers)),
-            AccessLogFormat::Envoy => Self::Envoy(envoy::EnvoyLineParser::new(required_headers)),
-            AccessLogFormat::Alb => Self::Alb(alb::AlbLineParser::new(required_headers)),
-            AccessLogFormat::Custom(template) => Self::Template(template::TemplateLineParser::new(
-                &template,
-                required_headers,
-            )),
+            AccessLogFormat::Combined => text(&template::combined()),
+            AccessLogFormat::Envoy => text(&template::envoy()),
+            AccessLogFormat::Alb => text(&template::alb()),
+            AccessLogFormat::Custom(template) => text(template),
             AccessLogFormat::EnvoyJson => json(&json::ENVOY_SCHEMA),
             AccessLogFormat::TraefikJson => json(&json::TRAEFIK_SCHEMA),
             AccessLogFormat::Caddy => json(&json::CADDY_SCHEMA),
@@ -77,10 +72,7 @@ impl LineParser {
     /// Parses a line without its line ending.
     pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> ParsedLine<'l> {
         let parsed = match self {
-            Self::Combined(parser) => parser.parse_line(line),
-            Self::Envoy(parser) => parser.parse_line(line),
-            Self::Alb(parser) => parser.parse_line(line),
-            Self::Template(parser) => parser.parse_line(line),
+            Self::Text(parser) => parser.parse_line(line),
             Self::Json(parser) => parser.parse_line(line),
         };
         parsed.unwrap_or(ParsedLine::Broken)
@@ -114,7 +106,7 @@ impl AccessLogFormat {
     /// any line.
     pub(super) fn detect<'l>(lines: impl Iterator<Item = &'l [u8]> + Clone) -> Option<Self> {
         let count_requests = |format: &Self| {
-            let mut parser = LineParser::new(format.clone(), &RequiredHeaders::default());
+            let mut parser = LineParser::new(format, &RequiredHeaders::default());
             lines
                 .clone()
                 .filter(|line| matches!(parser.parse_line(line), ParsedLine::Request(_)))

@@ -1,9 +1,11 @@
 //! Applies one policy set to logged requests and counts the outcomes.
 
 use super::log_merge::ReplayRequest;
-use super::missing_fields::{FieldCoverage, MissingFieldCheck};
+use super::missing_fields::{FieldCoverage, MissingFieldCheck, describe_missing_fields};
 use super::parsers::RequiredHeaders;
-use super::statistics::{ReplayKeyTable, RequestSeries};
+use super::report::{PolicyReport, PolicySetReport, RefusedKeyReport};
+use super::settings::Settings;
+use super::statistics::ReplayKeyTable;
 use super::suggestions::PeakDemandTracker;
 use crate::clock::{Clock, ManualClock};
 use crate::enforcer::{
@@ -13,7 +15,7 @@ use crate::limiter::{Amendment, Key, Limit};
 use crate::policy::client::ClientAddress;
 use crate::policy::jwt::RequestToken;
 use crate::policy::path::{self, PathInterpretations};
-use crate::policy::{Facts, Policy, PolicyTable};
+use crate::policy::{Facts, Policy, PolicyAction, PolicyMode, PolicyTable};
 use crate::proxy::normalize_host;
 use crate::store::{MemorySettings, MemoryStore, Settlement, SettlementQueue, Store};
 use crate::telemetry::metrics::{MetricLabels, Metrics};
@@ -21,7 +23,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::Arc;
 use std::time::Instant;
@@ -46,7 +48,7 @@ const MAX_HOLD_US: u64 = 86_400_000_000;
 /// Simulation of one policy set.
 #[derive(Debug)]
 pub(crate) struct PolicySimulator<'t> {
-    pub(super) table: &'t PolicyTable,
+    table: &'t PolicyTable,
     required_headers: &'t RequiredHeaders,
     memory: Arc<MemoryStore>,
     settlements: SettlementQueue,
@@ -55,54 +57,18 @@ pub(crate) struct PolicySimulator<'t> {
     fixed_instant: Instant,
     in_flight: InFlightRequests,
     /// Indices of the policies that do not apply: no request so far had a part of their key.
-    pub(super) left_out: Vec<usize>,
-    pub(super) stats: SimulationStats,
-    pub(super) peaks: Option<PeakDemandTracker>,
-}
-
-/// Request counts and statistics of one policy set.
-#[derive(Debug, Default)]
-pub(super) struct SimulationStats {
-    pub(super) forwarded: u64,
-    pub(super) delayed: u64,
-    pub(super) limited: u64,
-    pub(super) denied: u64,
-    pub(super) bad_key: u64,
-    /// Requests that are rejected before any policy is evaluated.
-    pub(super) malformed: u64,
-    /// Longest delay of a request (µs).
-    pub(super) max_delay_us: u64,
-    pub(super) series: RequestSeries,
-    /// Statistics of the policies, in the order of the policy table.
-    pub(super) policies: Vec<ReplayPolicyStats>,
-    pub(super) field_coverage: FieldCoverage,
-    /// Requests older than a request that was already simulated.
-    pub(super) late_requests: u64,
-    pub(super) first_request_us: u64,
-    pub(super) last_request_us: u64,
-}
-
-/// Request counts and statistics of one policy.
-#[derive(Debug, Default)]
-pub(super) struct ReplayPolicyStats {
-    pub(super) allowed: u64,
-    pub(super) delayed: u64,
-    pub(super) rejected: u64,
-    pub(super) blocked: u64,
-    pub(super) denied: u64,
-    pub(super) exempt: u64,
-    pub(super) shadow_rejected: u64,
-    pub(super) marked: u64,
-    pub(super) first_refused_us: u64,
-    pub(super) last_refused_us: u64,
-    pub(super) series: RequestSeries,
-    pub(super) keys: ReplayKeyTable,
+    left_out: Vec<usize>,
+    pub(super) report: PolicySetReport,
+    /// Statistics of the keys of each policy, in the order of the policy table.
+    keys_by_policy: Vec<ReplayKeyTable>,
+    peaks: Option<PeakDemandTracker>,
 }
 
 impl<'t> PolicySimulator<'t> {
     /// Creates the simulator of a policy set. Policies whose key is not in `known_coverage` are
     /// left out until a request has it.
     pub(super) fn new(
+        config: &str,
         table: &'t PolicyTable,
         required_headers: &'t RequiredHeaders,
         known_coverage: &FieldCoverage,
@@ -127,42 +93,84 @@ impl<'t> PolicySimulator<'t> {
             left_out: MissingFieldCheck::new(table, known_coverage, required_headers)
                 .policies_without_key()
                 .collect(),
-            stats: SimulationStats::new(policy_count, max_keys, required_headers),
+            keys_by_policy: (0..policy_count)
+                .map(|_| ReplayKeyTable::new(max_keys))
+                .collect(),
+            report: PolicySetReport {
+                config: config.to_owned(),
+                policies: table.policies().iter().map(new_policy_report).collect(),
+                field_coverage: FieldCoverage::new(required_headers),
+                ..PolicySetReport::default()
+            },
         }
     }
 
-    /// Returns the number of active counters that the stores evicted at their size limits.
-    pub(super) fn evicted_counters(&self) -> u64 {
+    /// Returns the results of all requests.
+    pub(super) fn into_report(self, settings: &Settings) -> PolicySetReport {
+        let (mut report, policies) = (self.report, self.table.policies());
+        let peaks_and_percent = self.peaks.as_ref().zip(settings.suggest_percent);
+        let per_policy = policies.iter().zip(&self.keys_by_policy);
+        for (index, (result, (policy, keys))) in
+            report.policies.iter_mut().zip(per_policy).enumerate()
+        {
+            result.left_out = self.left_out.contains(&index);
+            (result.keys, result.keys_exact) = keys.key_count();
+            result.keys_touched = keys.refused_keys;
+            let top = keys.most_refused_keys(settings.top_keys).into_iter();
+            report.top.extend(top.map(|key| {
+                let values = key.readable_key.split_once('/').map(|(_, values)| values);
+                RefusedKeyReport {
+                    policy: result.name.clone(),
+                    mode: result.mode,
+                    shadow: result.shadow,
+                    key: values.unwrap_or("(all requests)").to_owned(),
+                    stats: key.clone(),
+                }
+            }));
+            if let Some((peaks, percent)) = peaks_and_percent {
+                result.suggested = peaks.suggest_limits(index, policy, percent);
+            }
+        }
+        report.top.sort_by_key(|key| Reverse(key.stats.refused));
+        report.top.truncate(settings.top_keys);
+        report.lacks =
+            describe_missing_fields(self.table, &report.field_coverage, self.required_headers);
+        report.refused_then = report.field_coverage.answered_429;
         let peaks = self.peaks.as_ref();
-        self.memory.eviction_count() + peaks.map_or(0, PeakDemandTracker::evicted_counters)
+        report.evicted_counters =
+            self.memory.eviction_count() + peaks.map_or(0, PeakDemandTracker::evicted_counters);
+        report
     }
 
     /// Simulates one request and returns whether it is forwarded. A request older than the previous
     /// one is simulated at the time of the previous one.
     pub(super) fn evaluate_request(&mut self, request: &ReplayRequest<'_>) -> bool {
-        let stats = &mut self.stats;
-        let now_us = request.arrival_us.max(stats.last_request_us);
-        stats.late_requests += u64::from(now_us > request.arrival_us);
-        if stats.field_coverage.requests == 0 {
-            stats.first_request_us = now_us;
+        let report = &mut self.report;
+        let now_us = request.facts.arrival_us.max(report.last_request_us);
+        report.late += u64::from(now_us > request.facts.arrival_us);
+        if report.field_coverage.requests == 0 {
+            report.first_request_us = now_us;
         }
-        stats.last_request_us = now_us;
+        report.last_request_us = now_us;
         self.in_flight
             .renew_and_release_due_slots(now_us, &self.memory, &self.clock_control);
         self.clock_control.set_us(now_us);
 
         let headers = self.build_header_map(request);
-        let peer = request.peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        let peer = request
+            .facts
+            .peer
+            .unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
         let client = ClientAddress::identify(peer, &headers, &self.table.client);
         let is_client_hidden =
             client.is_peer_trusted && !headers.contains_key(&self.table.client.ip_header);
-        self.stats
+        self.report
             .field_coverage
             .record_request(request, is_client_hidden);
         if !self.left_out.is_empty() {
             let check = MissingFieldCheck::new(
                 self.table,
-                &self.stats.field_coverage,
+                &self.report.field_coverage,
                 self.required_headers,
             );
             self.left_out.retain(|policy| check.lacks_key(*policy));
@@ -205,7 +213,8 @@ impl<'t> PolicySimulator<'t> {
         now_us: u64,
         request: &ReplayRequest<'_>,
     ) -> bool {
-        let (stats, peaks, table) = (&mut self.stats, &mut self.peaks, self.table);
+        let (report, peaks, table) = (&mut self.report, &mut self.peaks, self.table);
+        let keys_by_policy = &mut self.keys_by_policy;
         let slot = self.in_flight.allocate_slot_id();
         let instant = self.fixed_instant;
         let left_out = &self.left_out;
@@ -218,7 +227,8 @@ impl<'t> PolicySimulator<'t> {
             slot_and_time,
             is_included,
             |outcome| {
-                stats.record_policy_outcome(&outcome, now_us);
+                let keys = keys_by_policy.get_mut(outcome.policy_index);
+                report.record_policy_outcome(&outcome, keys, now_us);
                 let policy = table.policies().get(outcome.policy_index);
                 let quota = policy.and_then(Policy::quota);
                 if let (Some(peaks), Some(claim), Some(quota)) =
@@ -228,10 +238,11 @@ impl<'t> PolicySimulator<'t> {
                 }
             },
         );
-        stats.record_request_outcome(result.outcome, result.delay_us, now_us);
+        report.record_request_outcome(result.outcome, result.delay_us, now_us);
         if !result.slot_counters.is_empty() || !result.estimated_charges.is_empty() {
             // The delay is added, because a delayed request holds its slot while it waits.
             let duration_us = request
+                .facts
                 .duration_us
                 .unwrap_or_default()
                 .saturating_add(result.delay_us);
@@ -241,7 +252,7 @@ impl<'t> PolicySimulator<'t> {
             let in_flight = InFlightRequest {
                 counters: result.slot_counters,
                 estimated_charges: result.estimated_charges,
-                status: StatusCode::from_u16(request.status).ok(),
+                status: StatusCode::from_u16(request.facts.status).ok(),
                 ends_us: now_us.saturating_add(duration_us),
             };
             self.in_flight.add_request(slot, in_flight, now_us);
@@ -250,8 +261,8 @@ impl<'t> PolicySimulator<'t> {
     }
 
     fn count_malformed_request(&mut self, now_us: u64) -> bool {
-        self.stats.malformed += 1;
-        self.stats.series.record_request(now_us, true);
+        self.report.malformed += 1;
+        self.report.series.counts.record_request(now_us, true);
         false
     }
 
@@ -260,7 +271,7 @@ impl<'t> PolicySimulator<'t> {
         for (header_index, value) in request.headers() {
             let name = self
                 .required_headers
-                .names()
+                .names
                 .get(header_index)
                 .filter(|name| self.table.reads_header(name));
             if let (Some(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
@@ -313,20 +324,27 @@ impl<'a> LoggedTarget<'a> {
     }
 }
 
-impl SimulationStats {
-    fn new(policy_count: usize, max_keys: usize, required_headers: &RequiredHeaders) -> Self {
-        let new_policy_stats = || ReplayPolicyStats {
-            keys: ReplayKeyTable::new(max_keys),
-            ..ReplayPolicyStats::default()
-        };
-        Self {
-            policies: (0..policy_count).map(|_| new_policy_stats()).collect(),
-            field_coverage: FieldCoverage::new(required_headers),
-            ..Self::default()
-        }
+fn new_policy_report(policy: &Policy) -> PolicyReport {
+    PolicyReport {
+        name: policy.name.to_string(),
+        mode: policy.mode.name(),
+        shadow: policy.mode == PolicyMode::Shadow,
+        action: match policy.action {
+            PolicyAction::Limit(_) => "limit",
+            PolicyAction::Allow => "allow",
+            PolicyAction::Deny => "deny",
+        },
+        ..PolicyReport::default()
     }
+}
 
-    fn record_policy_outcome(&mut self, outcome: &PolicyOutcome<'_, '_>, now_us: u64) {
+impl PolicySetReport {
+    fn record_policy_outcome(
+        &mut self,
+        outcome: &PolicyOutcome<'_, '_>,
+        keys: Option<&mut ReplayKeyTable>,
+        now_us: u64,
+    ) {
         let Some(policy) = self.policies.get_mut(outcome.policy_index) else {
             return;
         };
@@ -347,15 +365,17 @@ impl SimulationStats {
             | PolicyDecision::DegradedLocalRejected => return,
         };
         *count += 1;
-        policy.series.record_request(now_us, refused);
+        policy.matched += 1;
+        policy.refused += u64::from(refused);
+        policy.series.counts.record_request(now_us, refused);
         if refused {
             if policy.first_refused_us == 0 {
                 policy.first_refused_us = now_us;
             }
             policy.last_refused_us = now_us;
         }
-        if let Some(claim) = &outcome.quota_usage {
-            policy.keys.record_request(claim.key, now_us, refused);
+        if let (Some(claim), Some(keys)) = (&outcome.quota_usage, keys) {
+            keys.record_request(claim.key, now_us, refused);
         }
     }
 
@@ -370,17 +390,8 @@ impl SimulationStats {
         self.delayed += u64::from(delay_us > 0);
         self.max_delay_us = self.max_delay_us.max(delay_us);
         self.series
+            .counts
             .record_request(now_us, outcome != DryRunOutcome::Forwarded);
-    }
-}
-
-impl ReplayPolicyStats {
-    pub(super) fn refused_count(&self) -> u64 {
-        self.rejected + self.blocked + self.denied + self.shadow_rejected + self.marked
-    }
-
-    pub(super) fn matched_count(&self) -> u64 {
-        self.allowed + self.delayed + self.exempt + self.refused_count()
     }
 }
 
@@ -389,9 +400,8 @@ impl ReplayPolicyStats {
 #[derive(Debug, Default)]
 struct InFlightRequests {
     last_slot_id: u128,
-    requests_by_slot: HashMap<u128, InFlightRequest, foldhash::fast::RandomState>,
-    /// Due times and slots, earliest first.
-    due_queue: BinaryHeap<Reverse<(u64, u128)>>,
+    /// The requests by due time and slot.
+    by_due_time: BTreeMap<(u64, u128), InFlightRequest>,
 }
 
 #[derive(Debug)]
@@ -403,38 +413,23 @@ struct InFlightRequest {
     ends_us: u64,
 }
 
-impl InFlightRequest {
-    /// Returns the time of the next renewal, or the end of the request if that is earlier.
-    fn next_due_us(&self, now_us: u64) -> u64 {
-        let shortest_us = self.counters.iter().map(|(limit, _)| limit.per_us).min();
-        shortest_us.map_or(self.ends_us, |shortest_us| {
-            self.ends_us
-                .min(now_us.saturating_add((shortest_us / 3).max(1)))
-        })
-    }
-
-    fn settle_charges(self) {
-        if let Some(status) = self.status {
-            for charge in self.estimated_charges {
-                charge.settle_by_status(status);
-            }
-        }
-    }
-}
-
 impl InFlightRequests {
     fn allocate_slot_id(&mut self) -> u128 {
         self.last_slot_id += 1;
         self.last_slot_id
     }
 
+    /// Adds a request that is due at its next renewal, or at its end if that is earlier.
     fn add_request(&mut self, slot: u128, mut request: InFlightRequest, now_us: u64) {
-        if self.requests_by_slot.len() >= MAX_IN_FLIGHT {
+        if self.by_due_time.len() >= MAX_IN_FLIGHT {
             request.ends_us = now_us;
         }
-        self.due_queue
-            .push(Reverse((request.next_due_us(now_us), slot)));
-        self.requests_by_slot.insert(slot, request);
+        let shortest_us = request.counters.iter().map(|(limit, _)| limit.per_us).min();
+        let renewal_us = shortest_us.map_or(u64::MAX, |shortest_us| {
+            now_us.saturating_add((shortest_us / 3).max(1))
+        });
+        let due_us = request.ends_us.min(renewal_us);
+        self.by_due_time.insert((due_us, slot), request);
     }
 
     /// Renews and releases all slots that are due by `now_us`.
@@ -444,17 +439,11 @@ impl InFlightRequests {
         memory: &MemoryStore,
         clock_control: &ManualClock,
     ) {
-        while let Some(Reverse((due_us, slot))) = self
-            .due_queue
-            .peek()
-            .copied()
-            .filter(|Reverse((at, _))| *at <= now_us)
+        while let Some(first) = self.by_due_time.first_entry()
+            && first.key().0 <= now_us
         {
-            self.due_queue.pop();
+            let ((due_us, slot), request) = first.remove_entry();
             clock_control.set_us(due_us);
-            let Some(request) = self.requests_by_slot.get(&slot) else {
-                continue;
-            };
             let has_ended = request.ends_us <= due_us;
             let amendment = if has_ended {
                 Amendment::Release { slot }
@@ -469,10 +458,11 @@ impl InFlightRequests {
                 }]);
             }
             if !has_ended {
-                let next_due_us = request.next_due_us(due_us);
-                self.due_queue.push(Reverse((next_due_us, slot)));
-            } else if let Some(ended) = self.requests_by_slot.remove(&slot) {
-                ended.settle_charges();
+                self.add_request(slot, request, due_us);
+            } else if let Some(status) = request.status {
+                for charge in request.estimated_charges {
+                    charge.settle_by_status(status);
+                }
             }
         }
     }

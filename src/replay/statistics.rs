@@ -1,14 +1,18 @@
 //! Bounded request statistics over time and by key. Their memory does not grow with the log.
 
+use super::report::serialize_seconds;
 use crate::limiter::Key;
 use foldhash::HashMap;
+use serde::Serialize;
+use std::cmp::Reverse;
 
 /// Request counts in at most [`RequestSeries::MAX_BINS`] bins of equal width. The width doubles
 /// whenever a request lies beyond the last bin.
 #[derive(Clone, Debug)]
 pub(super) struct RequestSeries {
     start_s: u64,
-    bin_width_s: u64,
+    /// Width of a bin in seconds.
+    pub(super) bin_width_s: u64,
     bins: Vec<SeriesBin>,
 }
 
@@ -56,12 +60,9 @@ impl RequestSeries {
 
     fn double_bin_width(&mut self) {
         self.bin_width_s *= 2;
-        let pairs = self.bins.chunks(2).map(|pair| {
-            pair.iter()
-                .fold(SeriesBin::default(), |sum, bin| SeriesBin {
-                    requests: sum.requests + bin.requests,
-                    refused: sum.refused + bin.refused,
-                })
+        let pairs = self.bins.chunks(2).map(|pair| SeriesBin {
+            requests: pair.iter().map(|bin| bin.requests).sum(),
+            refused: pair.iter().map(|bin| bin.refused).sum(),
         });
         self.bins = pairs.collect();
     }
@@ -79,11 +80,6 @@ impl RequestSeries {
         }
         out
     }
-
-    /// Returns the width of a bin in seconds.
-    pub(super) fn bin_width_s(&self) -> u64 {
-        self.bin_width_s
-    }
 }
 
 /// Statistics of the keys of one policy. Counts are exact up to `max_keys` keys. With more keys,
@@ -95,20 +91,24 @@ pub(super) struct ReplayKeyTable {
     /// Maximum number of refusals of any evicted key.
     error_floor: u64,
     evicted_keys: u64,
-    refused_keys: u64,
+    /// Number of keys that were refused at least once.
+    pub(super) refused_keys: u64,
 }
 
 /// Counts of one key.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(super) struct ReplayKeyStats {
     pub(super) requests: u64,
     pub(super) refused: u64,
     /// Maximum number of uncounted refusals from before an eviction of this key.
     pub(super) error: u64,
     /// Times of the first and the last refusal (µs).
+    #[serde(rename = "first", serialize_with = "serialize_seconds")]
     pub(super) first_refused_us: u64,
+    #[serde(rename = "last", serialize_with = "serialize_seconds")]
     pub(super) last_refused_us: u64,
     /// The key in readable form; empty until the first refusal.
+    #[serde(skip)]
     pub(super) readable_key: Box<str>,
 }
 
@@ -168,23 +168,11 @@ impl ReplayKeyTable {
         (self.stats_by_key.len() as u64, self.evicted_keys == 0)
     }
 
-    /// Returns the number of keys that were refused at least once.
-    pub(super) fn refused_key_count(&self) -> u64 {
-        self.refused_keys
-    }
-
     /// Returns up to `max_keys` refused keys, the most refused first.
     pub(super) fn most_refused_keys(&self, max_keys: usize) -> Vec<&ReplayKeyStats> {
-        let mut refused: Vec<&ReplayKeyStats> = self
-            .stats_by_key
-            .values()
-            .filter(|stats| stats.refused > 0)
-            .collect();
-        refused.sort_by(|a, b| {
-            b.refused
-                .cmp(&a.refused)
-                .then_with(|| a.readable_key.cmp(&b.readable_key))
-        });
+        let stats = self.stats_by_key.values();
+        let mut refused: Vec<_> = stats.filter(|stats| stats.refused > 0).collect();
+        refused.sort_by_key(|stats| (Reverse(stats.refused), &stats.readable_key));
         refused.truncate(max_keys);
         refused
     }
@@ -293,7 +281,7 @@ mod tests {
                 ("p/2".into(), 150, 0)
             ]
         );
-        assert_eq!(keys.refused_key_count(), 5);
+        assert_eq!(keys.refused_keys, 5);
     }
 
     #[test]

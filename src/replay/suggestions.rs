@@ -5,12 +5,15 @@
 //! until the first refusal. Sliding windows are counted in hundredths of the period, so a peak and
 //! the suggestion may be slightly too high. Requests that other policies refuse count as well.
 
+use super::report::serialize_seconds;
 use super::statistics::KeyPeakSample;
 use crate::clock::Clock;
+use crate::config::format_period;
 use crate::enforcer::QuotaUsage;
 use crate::limiter::{Algorithm, CounterRef, Limit};
 use crate::policy::{NamedLimit, Policy, PolicyTable};
 use crate::store::{MemorySettings, MemoryStore};
+use serde::Serialize;
 use std::time::Instant;
 
 /// Requests per period of the counting limit, which no key reaches.
@@ -41,29 +44,40 @@ const MIN_KEYS: usize = 100;
 const MIN_REQUESTS: u64 = 5;
 
 /// Suggestion for one limit.
-#[derive(Clone, Debug)]
+#[derive(Debug, Serialize)]
 pub(super) struct LimitSuggestion {
-    pub(super) policy: Box<str>,
-    pub(super) limit: NamedLimit,
-    /// The error says why there is no proposal.
-    pub(super) proposal: Result<LimitProposal, String>,
+    /// The name of the limit, with its policy if that differs.
+    #[serde(skip)]
+    pub(super) title: String,
+    limit: String,
+    /// Requests of the current limit.
+    pub(super) now: u64,
+    #[serde(rename = "per_seconds", serialize_with = "serialize_seconds")]
+    per_us: u64,
+    #[serde(skip)]
+    pub(super) period: String,
+    #[serde(rename = "drawn")]
+    pub(super) proposal: Option<LimitProposal>,
+    /// Why there is no proposal.
+    pub(super) reason: Option<String>,
 }
 
 /// A proposed limit, and the distribution of peaks behind it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub(super) struct LimitProposal {
     /// The proposed value of `requests`: `peak` and half as much again, in a round number.
     pub(super) requests: u64,
     /// The highest peak of the keys, without those that the limit may affect.
     pub(super) peak: u64,
     /// Sampled keys that the proposed limit affects, and those that the current limit affects.
-    pub(super) touched_keys: u64,
-    pub(super) touched_keys_now: u64,
-    pub(super) sampled_keys: u64,
+    pub(super) touched: u64,
+    pub(super) touched_now: u64,
+    /// Number of sampled keys.
+    pub(super) keys: u64,
     /// n if one in n keys was sampled.
-    pub(super) keys_per_sample: u64,
-    /// Shares of the keys in 1/1000, each with the highest peak within that share.
-    pub(super) quantiles: Vec<(u16, u64)>,
+    pub(super) one_key_in: u64,
+    /// Shares of the keys, each with the highest peak within that share.
+    pub(super) quantiles: Vec<(f64, u64)>,
     /// Upper bounds of peaks, each with the number of keys from the previous bound up to it.
     pub(super) histogram: Vec<(u64, u64)>,
 }
@@ -125,13 +139,24 @@ impl PeakDemandTracker {
         let limits = policy.quota().into_iter().flat_map(|quota| &quota.limits);
         let suggestions = limits
             .zip(peaks.into_iter().flatten())
-            .map(|(limit, peak)| LimitSuggestion {
-                policy: policy.name.clone(),
-                limit: limit.clone(),
-                proposal: match peak.counting_limit {
-                    Some(_) => propose_limit(&peak.sample, limit.limit.requests, percent),
+            .map(|(named, peak)| {
+                let limit = &named.limit;
+                let proposal = match peak.counting_limit {
+                    Some(_) => propose_limit(&peak.sample, limit.requests, percent),
                     None => Err("this algorithm has no peak per period".to_owned()),
-                },
+                };
+                LimitSuggestion {
+                    title: match &*named.name {
+                        name if *name == *policy.name => name.to_owned(),
+                        name => format!("{} / {name}", policy.name),
+                    },
+                    limit: named.name.to_string(),
+                    now: limit.requests,
+                    per_us: limit.per_us,
+                    period: format_period(limit),
+                    reason: proposal.as_ref().err().cloned(),
+                    proposal: proposal.ok(),
+                }
             });
         suggestions.collect()
     }
@@ -199,15 +224,15 @@ fn propose_limit(
     let requests = add_headroom(peak);
     let quantile = |share: u16| {
         let index = (usize::from(share) * count).div_ceil(1000).max(1) - 1;
-        Some((share, *sorted.get(index)?))
+        Some((f64::from(share) / 1000.0, *sorted.get(index)?))
     };
     Ok(LimitProposal {
         requests,
         peak,
-        touched_keys: keys_above(requests),
-        touched_keys_now: keys_above(current_requests),
-        sampled_keys: count as u64,
-        keys_per_sample: sample.keys_per_sample(),
+        touched: keys_above(requests),
+        touched_now: keys_above(current_requests),
+        keys: count as u64,
+        one_key_in: sample.keys_per_sample(),
         quantiles: QUANTILES_PER_MILLE
             .into_iter()
             .filter_map(quantile)
@@ -257,12 +282,18 @@ mod tests {
         assert_eq!(peak_and_requests(50.0), (100, 150));
         assert_eq!(peak_and_requests(100.0), (1, 5));
         assert_eq!(
-            (proposal(50.0).touched_keys, proposal(50.0).touched_keys_now),
+            (proposal(50.0).touched, proposal(50.0).touched_now),
             (50, 50)
         );
         assert_eq!(
             proposal(1.0).quantiles,
-            [(500, 100), (900, 180), (990, 198), (999, 200), (1000, 200)]
+            [
+                (0.5, 100),
+                (0.9, 180),
+                (0.99, 198),
+                (0.999, 200),
+                (1.0, 200)
+            ]
         );
         assert_eq!(
             proposal(1.0)

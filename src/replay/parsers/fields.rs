@@ -1,6 +1,5 @@
 //! Parses the fields that several log formats share.
 
-use super::parsed_line::ParsedHeaders;
 use std::borrow::Cow;
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -17,6 +16,7 @@ pub(super) fn parse_request_line(text: &[u8]) -> Option<(&[u8], &[u8])> {
         _ => rest,
     };
     let is_method = !method.is_empty()
+        && method != b"-"
         && method
             .iter()
             .all(|byte| byte.is_ascii_uppercase() || *byte == b'-');
@@ -116,16 +116,13 @@ pub(super) fn parse_number<T: FromStr>(text: &[u8]) -> Option<T> {
     str::from_utf8(text).ok()?.parse().ok()
 }
 
-/// Adds the value of a field to the headers that it holds.
-pub(super) fn push_header_values<'l>(
-    headers: &mut ParsedHeaders<'l>,
-    header_indices: &[u16],
-    text: &'l [u8],
-) {
-    if let Some(text) = present_value(text) {
-        let values = header_indices.iter();
-        headers.extend(values.map(|place| (*place, unescape_field(text))));
-    }
+/// Splits `https://host:443/path?query` into host with port and target.
+pub(super) fn split_url(url: &[u8]) -> Option<(&[u8], &[u8])> {
+    let start = memchr::memmem::find(url, b"://")? + 3;
+    let rest = url.get(start..)?;
+    let end = rest.iter().position(|byte| matches!(byte, b'/' | b'?'));
+    let split = end.and_then(|end| rest.split_at_checked(end));
+    Some(split.unwrap_or((rest, b"/")))
 }
 
 /// Splits at the next space.

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 /// The headers that the policies read, and the log fields mapped to them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RequiredHeaders {
-    pub(super) names: Vec<HeaderName>,
+    pub(crate) names: Vec<HeaderName>,
     /// Mapped log fields, each with the index of its header in `names`.
     pub(super) field_mappings: Vec<(u16, Box<str>)>,
 }
@@ -36,10 +36,6 @@ impl RequiredHeaders {
         required
     }
 
-    pub(crate) fn names(&self) -> &[HeaderName] {
-        &self.names
-    }
-
     /// Whether a log field is mapped to the header with this index.
     pub(crate) fn is_mapped(&self, header_index: usize) -> bool {
         let mut mapped = self.field_mappings.iter();
@@ -47,10 +43,8 @@ impl RequiredHeaders {
     }
 
     pub(super) fn header_index(&self, name: &str) -> Option<u16> {
-        let index = self
-            .names
-            .iter()
-            .position(|required| required.as_str() == name)?;
+        let mut names = self.names.iter();
+        let index = names.position(|required| required.as_str() == name)?;
         u16::try_from(index).ok()
     }
 

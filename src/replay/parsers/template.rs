@@ -1,58 +1,150 @@
-//! A log format of the user's own, written as nginx (`log_format`) or Apache (`LogFormat`) writes
-//! it.
+//! The formats of text lines: those that are built in, and those of the user, written as nginx
+//! (`log_format`) or Apache (`LogFormat`) writes them.
 //!
 //! A template is literal text with fields between. A field ends where the next literal text begins;
 //! between quotes, escaped quotes are part of the field. Apache's directives are translated to the
 //! names of nginx variables.
 
-use super::fields::{
-    parse_address, parse_number, present_value, split_at_unescaped_quote, unescape_field,
-};
-use super::logged_fields::LoggedFields;
-use super::parsed_line::ParsedLine;
+use super::parsed_request::FieldKind;
 use super::required_headers::RequiredHeaders;
-use super::timestamps::{ClfTimeParser, epoch_seconds_to_micros, parse_rfc3339, seconds_to_micros};
-use smallvec::SmallVec;
 
 /// A parsed log format.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LineTemplate {
-    fields: Vec<TemplateField>,
-    /// Text after the last field.
-    end: Vec<u8>,
-    /// Whether times are those of the arrival, as in Apache, or of the end of the response.
-    has_arrival_time: bool,
-}
-
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct TemplateField {
-    /// Literal text before the field.
-    before: Vec<u8>,
-    /// Name of an nginx variable, or an unknown Apache directive.
-    name: String,
+pub struct LineTemplate {
+    pub(super) fields: Vec<TemplateField>,
+    /// Text after the last field.
+    pub(super) end: String,
+    /// A field that may contain the text after it. The fields after this one are matched from the
+    /// end of the line.
+    longest_field: Option<&'static str>,
+    /// Fields after `end`, quoted or not, of which the line has at least `required_words`.
+    pub(super) words: Vec<String>,
+    pub(super) required_words: usize,
+    /// Whether lines may end with a duration in milliseconds, as those of Traefik.
+    pub(super) has_final_duration: bool,
+    is_built_in: bool,
 }
 
-/// What a field holds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FieldKind {
-    ClfTime,
-    IsoTime,
-    /// Time since the Unix epoch, in this many parts of a second.
-    EpochTime(u32),
-    RequestLine,
-    Method,
-    Target,
-    /// Query with or without its question mark.
-    Query,
-    Peer,
-    Host,
-    Status,
-    /// Duration in this many parts of a second.
-    Duration(u32),
-    /// A cookie with the name after `cookie_`.
-    Cookie,
-    /// A header, or nothing that the replay needs.
-    Other,
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct TemplateField {
+    /// Literal text before the field.
+    pub(super) before: String,
+    /// Name of an nginx variable, or an unknown Apache directive.
+    pub(super) name: String,
+}
+
+/// The nginx and Apache text formats and their derivatives. Fields after the user agent are
+/// `extra1`, `extra2`, …; lines of Traefik end with a duration.
+pub(super) fn combined() -> LineTemplate {
+    LineTemplate {
+        required_words: 1,
+        has_final_duration: true,
+        ..built_in(
+            "$remote_user[$time_local] \"$request\"",
+            "status body_bytes_sent referer user_agent",
+        )
+    }
+}
+
+/// Envoy's default text format. It has no peer field, but Envoy appends the peer address to
+/// `X-Forwarded-For` before it writes the line. Envoy escapes nothing, and clients control most
+/// fields, so quotes in the user agent must not shift other fields.
+pub(super) fn envoy() -> LineTemplate {
+    LineTemplate {
+        longest_field: Some("user_agent"),
+        ..built_in(
+            "[$start_time] \"$request\" $status $envoy_counts\"$x_forwarded_for\" \"$user_agent\" \
+             \"$request_id\" \"$host\" \"$upstream_host\"",
+            "",
+        )
+    }
+}
+
+/// AWS Application Load Balancer. `time` is the end of the response, and newer lines have the time
+/// of the arrival too.
+pub(super) fn alb() -> LineTemplate {
+    LineTemplate {
+        required_words: 18,
+        ..built_in(
+            "",
+            "type time elb client target request_processing_time target_processing_time \
+             response_processing_time elb_status_code target_status_code received_bytes sent_bytes \
+             url_request user_agent ssl_cipher ssl_protocol target_group_arn trace_id domain_name \
+             chosen_cert_arn matched_rule_priority request_creation_time",
+        )
+    }
+}
+
+/// Creates a built-in format from a template that is valid, and the names of the words after it.
+fn built_in(template: &str, words: &str) -> LineTemplate {
+    let mut words: Vec<_> = words.split_whitespace().map(str::to_owned).collect();
+    if !words.is_empty() {
+        words.extend((1..=MAX_EXTRA_FIELDS).map(|number| format!("extra{number}")));
+    }
+    LineTemplate {
+        words,
+        is_built_in: true,
+        ..LineTemplate::split(template).unwrap_or_default()
+    }
+}
+
+/// Maximum number of fields after the known ones that are read.
+const MAX_EXTRA_FIELDS: usize = 32;
+
+/// The variables of nginx and the directives of Apache with a meaning.
+const FIELD_KINDS: [(&str, FieldKind); 21] = [
+    ("time_local", FieldKind::EndTime(1)),
+    ("time_iso8601", FieldKind::EndTime(1)),
+    ("msec", FieldKind::EndTime(1)),
+    ("{sec}t", FieldKind::ArrivalTime(1)),
+    ("{msec}t", FieldKind::ArrivalTime(1000)),
+    ("{usec}t", FieldKind::ArrivalTime(1_000_000)),
+    ("request", FieldKind::RequestLine),
+    ("request_method", FieldKind::Method),
+    ("request_uri", FieldKind::Target),
+    ("uri", FieldKind::Target),
+    ("args", FieldKind::Query),
+    ("query_string", FieldKind::Query),
+    ("remote_addr", FieldKind::Peer),
+    ("host", FieldKind::Host),
+    ("http_host", FieldKind::Host),
+    ("server_name", FieldKind::Host),
+    ("status", FieldKind::Status),
+    ("request_time", FieldKind::Duration(1)),
+    ("{ms}T", FieldKind::Duration(1000)),
+    ("D", FieldKind::Duration(1_000_000)),
+    ("{us}T", FieldKind::Duration(1_000_000)),
+];
+
+/// Fields with a meaning in the built-in formats only.
+const BUILT_IN_FIELD_KINDS: [(&str, FieldKind); 13] = [
+    ("remote_user", FieldKind::ClientFields),
+    ("start_time", FieldKind::ArrivalTime(1)),
+    ("envoy_counts", FieldKind::EnvoyCounts),
+    ("x_forwarded_for", FieldKind::ForwardedFor),
+    ("type", FieldKind::AlbConnectionType),
+    ("time", FieldKind::EndTime(1)),
+    ("client", FieldKind::Peer),
+    ("request_processing_time", FieldKind::Duration(1)),
+    ("target_processing_time", FieldKind::AddedDuration(1)),
+    ("response_processing_time", FieldKind::AddedDuration(1)),
+    ("elb_status_code", FieldKind::Status),
+    ("url_request", FieldKind::UrlRequestLine),
+    ("request_creation_time", FieldKind::ArrivalTime(1)),
+];
+
+/// The headers in fields of the built-in formats.
+const BUILT_IN_HEADERS: [(&str, &str); 5] = [
+    ("referer", "referer"),
+    ("user_agent", "user-agent"),
+    ("x_forwarded_for", "x-forwarded-for"),
+    ("request_id", "x-request-id"),
+    ("trace_id", "x-amzn-trace-id"),
+];
+
+fn find_by_name<V: Copy>(table: &[(&str, V)], name: &str) -> Option<V> {
+    let found = table.iter().find(|(known, _)| *known == name);
+    found.map(|(_, value)| *value)
 }
 
 impl LineTemplate {
@@ -62,38 +154,38 @@ impl LineTemplate {
     /// Returns what is wrong with the format.
     pub fn parse(format: &str) -> Result<Self, String> {
         // Apache's configuration file escapes quotes.
-        let format = format.replace("\\\"", "\"").replace("\\t", "\t");
+        let template = Self::split(&format.replace("\\\"", "\"").replace("\\t", "\t"))?;
+        template.check_completeness()?;
+        Ok(template)
+    }
+
+    /// Splits a format into its fields and the text between.
+    fn split(format: &str) -> Result<Self, String> {
         let is_nginx = format.contains('$');
-        let mut template = Self {
-            fields: Vec::new(),
-            end: Vec::new(),
-            has_arrival_time: !is_nginx,
-        };
-        let mut rest = format.as_str();
+        let mut template = Self::default();
+        let mut rest = format;
         while let Some(letter) = rest.chars().next() {
             let (name, after) = match (is_nginx, letter) {
                 (true, '$') => split_nginx_variable(rest)?,
                 (false, '%') => split_apache_directive(rest)?,
                 _ => {
-                    let (text, after) = rest.split_at(letter.len_utf8());
-                    template.end.extend_from_slice(text.as_bytes());
-                    rest = after;
+                    template.end.push(letter);
+                    rest = rest.get(letter.len_utf8()..).unwrap_or_default();
                     continue;
                 }
             };
             rest = after;
             match name.as_str() {
-                "%" => template.end.push(b'%'),
+                "%" => template.end.push('%'),
                 // Apache writes the brackets itself.
                 "[time_local]" => {
-                    template.end.push(b'[');
+                    template.end.push('[');
                     template.push_field("time_local".to_owned())?;
-                    template.end.push(b']');
+                    template.end.push(']');
                 }
                 _ => template.push_field(name)?,
             }
         }
-        template.check_completeness()?;
         Ok(template)
     }
 
@@ -108,26 +200,15 @@ impl LineTemplate {
         Ok(())
     }
 
-    /// Returns whether the format has the query string.
-    pub(super) fn records_query(&self) -> bool {
-        self.fields.iter().any(|field| {
-            matches!(field.kind(), FieldKind::RequestLine | FieldKind::Query)
-                || field.name == "request_uri"
-        })
-    }
-
     fn check_completeness(&self) -> Result<(), String> {
-        use FieldKind::{ClfTime, EpochTime, IsoTime, Method, RequestLine, Target};
-        let has = |wanted: &[FieldKind]| {
-            let mut fields = self.fields.iter();
-            fields.any(|field| wanted.contains(&field.kind()))
-        };
-        let epochs = [1, 1000, 1_000_000].map(EpochTime);
-        if !has(&[ClfTime, IsoTime]) && !has(&epochs) {
+        use FieldKind::{ArrivalTime, EndTime, Method, RequestLine, Target};
+        let kinds = self.fields.iter().map(|field| self.field_kind(&field.name));
+        let has = |wanted: FieldKind| kinds.clone().any(|kind| kind == wanted);
+        let mut times = kinds.clone();
+        if !times.any(|kind| matches!(kind, EndTime(_) | ArrivalTime(_))) {
             return Err("the format has no time: $time_local, $time_iso8601, $msec or %t".into());
         }
-        let has_request = has(&[RequestLine]) || has(&[Method]) && has(&[Target]);
-        if !has_request {
+        if !has(RequestLine) && !(has(Method) && has(Target)) {
             return Err(
                 "the format has no request: $request or %r, or $request_method and $request_uri"
                     .into(),
@@ -135,36 +216,49 @@ impl LineTemplate {
         }
         Ok(())
     }
-}
 
-impl TemplateField {
-    fn kind(&self) -> FieldKind {
-        match self.name.as_str() {
-            "time_local" => FieldKind::ClfTime,
-            "time_iso8601" => FieldKind::IsoTime,
-            "msec" | "{sec}t" => FieldKind::EpochTime(1),
-            "{msec}t" => FieldKind::EpochTime(1000),
-            "{usec}t" => FieldKind::EpochTime(1_000_000),
-            "request" => FieldKind::RequestLine,
-            "request_method" => FieldKind::Method,
-            "request_uri" | "uri" => FieldKind::Target,
-            "args" | "query_string" => FieldKind::Query,
-            "remote_addr" => FieldKind::Peer,
-            "host" | "http_host" | "server_name" => FieldKind::Host,
-            "status" => FieldKind::Status,
-            "request_time" => FieldKind::Duration(1),
-            "{ms}T" => FieldKind::Duration(1000),
-            "D" | "{us}T" => FieldKind::Duration(1_000_000),
-            name if name.starts_with("cookie_") => FieldKind::Cookie,
-            _ => FieldKind::Other,
-        }
+    /// Returns whether the format has the query string.
+    pub(super) fn records_query(&self) -> bool {
+        self.fields.iter().any(|field| {
+            let kind = self.field_kind(&field.name);
+            matches!(kind, FieldKind::RequestLine | FieldKind::Query) || field.name == "request_uri"
+        })
     }
 
-    /// The header that the field holds, if it is one of `required_headers`.
-    fn default_header<'r>(&self, required_headers: &'r RequiredHeaders) -> Option<&'r str> {
-        let suffix = self.name.strip_prefix("http_")?;
+    pub(super) fn field_kind(&self, name: &str) -> FieldKind {
+        let built_in = find_by_name(&BUILT_IN_FIELD_KINDS, name).filter(|_| self.is_built_in);
+        let kind = built_in.or_else(|| find_by_name(&FIELD_KINDS, name));
+        let is_cookie = name.starts_with("cookie_");
+        kind.unwrap_or(if is_cookie {
+            FieldKind::Cookie
+        } else {
+            FieldKind::Other
+        })
+    }
+
+    /// Returns the header that a field holds, unless `--header-from` says otherwise.
+    pub(super) fn header_of_field<'r>(
+        &self,
+        name: &str,
+        required_headers: &'r RequiredHeaders,
+    ) -> Option<&'r str> {
+        if self.is_built_in {
+            return find_by_name(&BUILT_IN_HEADERS, name);
+        }
+        if name.starts_with("cookie_") {
+            return Some("cookie");
+        }
+        let suffix = name.strip_prefix("http_")?;
         let mut names = required_headers.names.iter().map(|name| name.as_str());
         names.find(|name| name.replace('-', "_") == suffix)
+    }
+
+    /// Returns the number of fields that are matched from the beginning of the line.
+    pub(super) fn forward_count(&self) -> usize {
+        let mut names = self.fields.iter().map(|field| field.name.as_str());
+        let longest = self.longest_field;
+        let position = longest.and_then(|longest| names.position(|name| name == longest));
+        position.unwrap_or(self.fields.len())
     }
 }
 
@@ -224,111 +318,4 @@ fn split_apache_directive(text: &str) -> Result<(String, &str), String> {
         (None, letter) => letter.to_owned(),
     };
     Ok((name, after))
-}
-
-/// Parses lines by a [`LineTemplate`].
-#[derive(Debug)]
-pub(crate) struct TemplateLineParser {
-    fields: Vec<BoundField>,
-    end: Vec<u8>,
-    has_arrival_time: bool,
-    clf_time_parser: ClfTimeParser,
-}
-
-/// A field with the headers that it holds.
-#[derive(Debug)]
-struct BoundField {
-    before: Vec<u8>,
-    kind: FieldKind,
-    name: String,
-    headers: SmallVec<[u16; 1]>,
-}
-
-impl TemplateLineParser {
-    pub(super) fn new(template: &LineTemplate, required_headers: &RequiredHeaders) -> Self {
-        let bind = |field: &TemplateField| {
-            let kind = field.kind();
-            let default_header = match kind {
-                FieldKind::Cookie => Some("cookie"),
-                _ => field.default_header(required_headers),
-            };
-            BoundField {
-                before: field.before.clone(),
-                kind,
-                name: field.name.clone(),
-                headers: required_headers.indices_for_field(&field.name, default_header),
-            }
-        };
-        Self {
-            fields: template.fields.iter().map(bind).collect(),
-            end: template.end.clone(),
-            has_arrival_time: template.has_arrival_time,
-            clf_time_parser: ClfTimeParser::new(),
-        }
-    }
-
-    pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
-        let mut found = LoggedFields {
-            // nginx writes the time of the end.
-            is_end_time: !self.has_arrival_time,
-            ..LoggedFields::default()
-        };
-        let mut rest = line;
-        let ends = self.fields.iter().skip(1).map(|field| &field.before);
-        for (field, end) in self.fields.iter().zip(ends.chain([&self.end])) {
-            rest = rest.strip_prefix(field.before.as_slice())?;
-            let is_quoted = field.before.ends_with(b"\"") && end.starts_with(b"\"");
-            let length = match end.as_slice() {
-                [] => rest.len(),
-                _ if is_quoted => split_at_unescaped_quote(rest)?.0.len(),
-                end => memchr::memmem::find(rest, end)?,
-            };
-            let (text, after) = rest.split_at_checked(length)?;
-            rest = after;
-            if let Some(text) = present_value(text) {
-                field.read_into(&mut found, text, &mut self.clf_time_parser)?;
-            }
-        }
-        found.into_request()
-    }
-}
-
-impl BoundField {
-    /// Reads the field. Returns `None` if a time or status is invalid.
-    fn read_into<'l>(
-        &self,
-        found: &mut LoggedFields<'l>,
-        text: &'l [u8],
-        clf_time_parser: &mut ClfTimeParser,
-    ) -> Option<()> {
-        match self.kind {
-            FieldKind::ClfTime => found.time = Some((clf_time_parser.parse(text)?, true)),
-            FieldKind::IsoTime => found.time = Some(parse_rfc3339(text)?),
-            FieldKind::EpochTime(parts) => {
-                let seconds = parse_number::<f64>(text)? / f64::from(parts);
-                let (at_us, is_whole) = epoch_seconds_to_micros(seconds)?;
-                found.time = Some((at_us, is_whole && parts == 1));
-            }
-            FieldKind::Duration(parts) => {
-                let seconds = parse_number::<f64>(text).unwrap_or_default() / f64::from(parts);
-                found.duration_us = Some(seconds_to_micros(seconds).unwrap_or_default());
-            }
-            FieldKind::RequestLine => found.request_line = Some(unescape_field(text)),
-            FieldKind::Method => found.method = Some(text.into()),
-            FieldKind::Target => found.target = Some(unescape_field(text)),
-            FieldKind::Query => found.query = Some(text.strip_prefix(b"?").unwrap_or(text).into()),
-            FieldKind::Peer => found.peer = parse_address(text),
-            FieldKind::Host => found.host = found.host.take().or(Some(text.into())),
-            FieldKind::Status => found.status = Some(parse_number(text)?),
-            FieldKind::Cookie | FieldKind::Other => {}
-        }
-        for place in &self.headers {
-            let value = match self.name.strip_prefix("cookie_") {
-                Some(cookie) => [cookie.as_bytes(), b"=", text].concat().into(),
-                None => unescape_field(text),
-            };
-            found.headers.push((*place, value));
-        }
-        Some(())
-    }
 }

@@ -19,7 +19,7 @@ fn summarize_line(
     required_headers: &RequiredHeaders,
     line: &str,
 ) -> String {
-    match LineParser::new(format, required_headers).parse_line(line.as_bytes()) {
+    match LineParser::new(&format, required_headers).parse_line(line.as_bytes()) {
         ParsedLine::Other => "other".to_owned(),
         ParsedLine::Broken => "broken".to_owned(),
         ParsedLine::Request(request) => {
@@ -30,13 +30,14 @@ fn summarize_line(
                 .map(|(place, value)| {
                     format!(
                         "{}={}",
-                        required_headers.names()[usize::from(*place)],
+                        required_headers.names[usize::from(*place)],
                         text(value)
                     )
                 })
                 .collect();
-            let peer = request.peer.map_or("-".to_owned(), |peer| peer.to_string());
-            let duration = request
+            let facts = request.facts;
+            let peer = facts.peer.map_or("-".to_owned(), |peer| peer.to_string());
+            let duration = facts
                 .duration_us
                 .map_or("-".to_owned(), |us| us.to_string());
             let (method, target, host) = (
@@ -44,11 +45,7 @@ fn summarize_line(
                 text(&request.target),
                 text(&request.host),
             );
-            let ParsedRequest {
-                arrival_us: at_us,
-                status,
-                ..
-            } = request;
+            let (at_us, status) = (facts.arrival_us, facts.status);
             format!("{at_us} {duration} {peer} {status} {method} {target} {host} {headers:?}")
         }
     }
@@ -402,7 +399,7 @@ fn does_not_panic_on_corrupted_lines() {
         }
         for format in AccessLogFormat::ALL {
             let required = required_headers(&["user-agent", "x-forwarded-for"], &[]);
-            drop(LineParser::new(format, &required).parse_line(&line));
+            drop(LineParser::new(&format, &required).parse_line(&line));
         }
     }
 }

@@ -1,29 +1,42 @@
 //! Parses the time formats of access logs, in microseconds since the Unix epoch.
 
+use super::fields::parse_number;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 use time::macros::format_description;
 
 /// Length of a CLF time such as `19/Nov/2026:13:55:36 +0100`.
-pub(super) const CLF_TIME_LEN: usize = 26;
+const CLF_TIME_LEN: usize = 26;
 
-/// Parses CLF times and caches the last one, because consecutive lines often have the same time.
-#[derive(Debug)]
-pub(super) struct ClfTimeParser {
+/// Parses the times of a log and caches the last CLF time, because consecutive lines often have the
+/// same time.
+#[derive(Debug, Default)]
+pub(super) struct LogTimeParser {
     last_text: [u8; CLF_TIME_LEN],
     last_time_us: u64,
 }
 
-impl ClfTimeParser {
-    pub(super) fn new() -> Self {
-        Self {
-            last_text: [0; CLF_TIME_LEN],
-            last_time_us: 0,
+impl LogTimeParser {
+    /// Parses a time: CLF, RFC 3339, or a number since the Unix epoch in `parts` of a second. Also
+    /// returns whether the time has no fraction of a second.
+    pub(super) fn parse(&mut self, text: &[u8], parts: u32) -> Option<(u64, bool)> {
+        if let Some(time_us) = self.parse_clf(text) {
+            return Some((time_us, true));
         }
+        parse_rfc3339(text).or_else(|| {
+            let seconds = parse_number::<f64>(text)? / f64::from(parts);
+            let (time_us, is_whole) = epoch_seconds_to_micros(seconds)?;
+            Some((time_us, is_whole && parts == 1))
+        })
     }
 
-    /// Parses a CLF time such as `19/Nov/2026:13:55:36 +0100`.
-    pub(super) fn parse(&mut self, text: &[u8]) -> Option<u64> {
+    /// Returns whether a text starts with a CLF time in brackets, after the opening one.
+    pub(super) fn starts_with_clf_time(&mut self, text: &[u8]) -> bool {
+        let split = text.split_at_checked(CLF_TIME_LEN);
+        split.is_some_and(|(time, after)| after.starts_with(b"]") && self.parse_clf(time).is_some())
+    }
+
+    fn parse_clf(&mut self, text: &[u8]) -> Option<u64> {
         let text: [u8; CLF_TIME_LEN] = text.try_into().ok()?;
         if text != self.last_text {
             self.last_time_us = parse_clf_time(&text)?;
@@ -58,7 +71,7 @@ pub(crate) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
 
 /// Converts seconds since the Unix epoch, with an optional fraction, to microseconds. Also returns
 /// whether the time has no fraction.
-pub(super) fn epoch_seconds_to_micros(seconds: f64) -> Option<(u64, bool)> {
+fn epoch_seconds_to_micros(seconds: f64) -> Option<(u64, bool)> {
     // Times after the year 2255 are rejected, because a double does not hold their microseconds
     // exactly.
     let is_date = (0.0..9e9).contains(&seconds);

@@ -5,23 +5,22 @@
 //! that loads or runs anything.
 
 use super::html_page::{EscapedText, HtmlPage};
-use super::number_format::{format_key_counts, format_share, format_time_range};
-use super::results::{
-    PolicySetReport, ReplayPolicySummary, ReplayReport, describe_peaks, describe_touched_keys,
-    limit_title, merged_policy_names,
+use super::number_format::{
+    describe_peaks, describe_touched_keys, format_key_counts, format_share, format_time_range,
 };
-use crate::config::format_period;
-use crate::policy::PolicyMode;
-use crate::replay::simulator::ReplayPolicyStats;
+use super::{PolicyReport, PolicySetReport, ReplayReport, merged_policy_names};
 use crate::replay::suggestions::LimitSuggestion;
 use crate::text::format_count;
 
 const STYLE: &str = include_str!("style.css");
 
-pub(super) fn render_html(report: &ReplayReport) -> String {
-    let mut page = HtmlPage::new(report);
-    page.write_page();
-    page.text
+impl ReplayReport {
+    /// Renders the report as a self-contained page.
+    pub fn render_html(&self) -> String {
+        let mut page = HtmlPage::new(self);
+        page.write_page();
+        page.text
+    }
 }
 
 impl HtmlPage<'_> {
@@ -36,20 +35,20 @@ impl HtmlPage<'_> {
         ));
         self.write_header();
         if let [first, second, ..] = report.sets.as_slice() {
-            self.write_comparison(first, second);
+            self.write_comparison([first, second]);
         }
-        let pair_class = if report.sets.len() > 1 {
-            " class=\"pair\""
+        let is_pair = report.sets.len() > 1;
+        self.push(if is_pair {
+            "<div class=\"pair\">"
         } else {
-            ""
-        };
-        self.push(&format!("<div{pair_class}>"));
+            "<div>"
+        });
         for set in &report.sets {
             self.push("<article>");
             // A hidden `h2` keeps the heading levels complete for a single set.
-            let (name, class) = match report.sets.len() {
-                1 => ("these policies", " class=\"unseen\""),
-                _ => (set.name.as_str(), ""),
+            let (name, class) = match is_pair {
+                false => ("these policies", " class=\"unseen\""),
+                true => (set.config.as_str(), ""),
             };
             self.push(&format!("<h2{class}>By {}</h2>", EscapedText(name)));
             self.write_outcome_tiles(set);
@@ -60,63 +59,52 @@ impl HtmlPage<'_> {
             self.push("</article>");
         }
         self.push("</div>");
-        self.write_list("Warnings", &report.warnings());
+        self.write_list("Warnings", report.other_warnings());
         self.push("</main></body></html>\n");
     }
 
     fn write_header(&mut self) {
         let report = self.report;
-        self.push("<header><h1>What the policies would have done</h1><p>");
-        for (index, log) in report.logs.iter().enumerate() {
-            let comma = if index > 0 { ", " } else { "" };
-            self.push(&format!(
-                "{comma}<code>{}</code> ({})",
-                EscapedText(&log.name),
-                log.format
-            ));
-        }
+        let logs = report.logs.iter();
+        let logs =
+            logs.map(|log| format!("<code>{}</code> ({})", EscapedText(&log.name), log.format));
+        let logs = logs.collect::<Vec<_>>().join(", ");
+        let [requests, lines] = [report.requests, report.lines].map(format_count);
         self.push(&format!(
-            ": {} requests in {} lines",
-            format_count(report.request_count()),
-            format_count(report.line_count())
+            "<header><h1>What the policies would have done</h1><p>{logs}: {requests} requests in {lines} lines"
         ));
-        if report.request_count() > 0 {
+        if report.requests > 0 {
             let [from, to] = report.time_texts();
             self.push(&format!(", {from} to {to} UTC"));
         }
         self.push(".</p></header>");
-        self.write_list("Caveats", &report.caveats())
+        self.write_list("Caveats", report.caveats())
     }
 
-    fn write_comparison(&mut self, first: &PolicySetReport, second: &PolicySetReport) {
+    fn write_comparison(&mut self, sets: [&PolicySetReport; 2]) {
+        let [first, second] = sets.map(|set| EscapedText(&set.config));
         self.push(&format!(
             "<section><h2>Side by side</h2><div class=\"scroll\"><table class=\"sides\"><thead><tr><th scope=\"col\">Policy</th>\
-            <th scope=\"col\" class=\"n\">{}</th><th scope=\"col\" class=\"n\">{}</th></tr></thead><tbody>",
-            EscapedText(&first.name),
-            EscapedText(&second.name),
+            <th scope=\"col\" class=\"n\">{first}</th><th scope=\"col\" class=\"n\">{second}</th></tr></thead><tbody>",
         ));
-        let mut row = |name: &str, one: String, other: String| {
+        let mut row = |name: &str, [one, other]: [String; 2]| {
+            let name = EscapedText(name);
             self.push(&format!(
-                "<tr><th scope=\"row\">{}</th><td class=\"n\">{one}</td><td class=\"n\">{other}</td></tr>",
-                EscapedText(name),
+                "<tr><th scope=\"row\">{name}</th><td class=\"n\">{one}</td><td class=\"n\">{other}</td></tr>",
             ))
         };
-        let forwarded = |set: &PolicySetReport| {
-            format!(
-                "{} ({})",
-                format_count(set.stats.forwarded),
-                format_share(set.stats.forwarded, set.stats.field_coverage.requests)
-            )
-        };
-        row("all: forwarded", forwarded(first), forwarded(second));
-        for policy in merged_policy_names(first, second) {
-            let [one, two] = [first, second].map(|set| set.describe_refused(policy));
-            row(policy, one, two);
+        let forwarded = sets.map(|set| {
+            let share = format_share(set.forwarded, set.field_coverage.requests);
+            format!("{} ({share})", format_count(set.forwarded))
+        });
+        row("all: forwarded", forwarded);
+        for policy in merged_policy_names(sets) {
+            row(policy, sets.map(|set| set.describe_refused(policy)));
         }
+        let [by_second, by_first] = self.report.differences().map(format_count);
         self.push(&format!(
-            "</tbody></table></div><p>Refused by the second only: <b>{}</b> requests. By the first only: <b>{}</b>.</p></section>",
-            format_count(self.report.differences.rejected_by_second_only),
-            format_count(self.report.differences.rejected_by_first_only),
+            "</tbody></table></div><p>Refused by the second only: <b>{by_second}</b> requests. \
+            By the first only: <b>{by_first}</b>.</p></section>",
         ))
     }
 
@@ -124,7 +112,7 @@ impl HtmlPage<'_> {
         self.push("<dl class=\"tiles\">");
         for (label, number) in set.outcome_counts() {
             if number > 0 || label == "forwarded" {
-                let part = format_share(number, set.stats.field_coverage.requests);
+                let part = format_share(number, set.field_coverage.requests);
                 self.push(&format!(
                     "<div><dt>{label}</dt><dd>{}<small>{part}</small></dd></div>",
                     format_count(number)
@@ -138,18 +126,25 @@ impl HtmlPage<'_> {
     }
 
     fn write_policy_table(&mut self, set: &PolicySetReport) {
-        self.push(
-            "<section><h3>Policies</h3><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
-            <th scope=\"col\" class=\"n\">Matched</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Share</th>\
-            <th scope=\"col\" class=\"n\">Delayed</th><th scope=\"col\" class=\"n\">Keys</th><th scope=\"col\" class=\"n\">Touched</th>\
-            <th scope=\"col\">Over time; first and last refusal</th></tr></thead><tbody>",
+        self.open_table(
+            "<h3>Policies</h3>",
+            &[
+                "Policy",
+                "#Matched",
+                "#Refused",
+                "#Share",
+                "#Delayed",
+                "#Keys",
+                "#Touched",
+                "Over time; first and last refusal",
+            ],
         );
         let mut unmatched = Vec::new();
-        for (summary, stats) in set.policies.iter().zip(&set.stats.policies) {
-            match stats.matched_count() {
-                0 if summary.is_left_out => {}
-                0 => unmatched.push(summary.name.as_str()),
-                _ => self.write_policy_row(summary, stats),
+        for policy in &set.policies {
+            match policy.matched {
+                0 if policy.left_out => {}
+                0 => unmatched.push(policy.name.as_str()),
+                _ => self.write_policy_row(policy),
             }
         }
         self.push("</tbody></table></div>");
@@ -163,119 +158,110 @@ impl HtmlPage<'_> {
         self.push("</section>");
     }
 
-    fn write_policy_row(&mut self, summary: &ReplayPolicySummary, stats: &ReplayPolicyStats) {
-        let (matched, refused) = (stats.matched_count(), stats.refused_count());
-        let [keys, touched] = format_key_counts(stats, summary.action.is_none(), "–");
+    fn write_policy_row(&mut self, policy: &PolicyReport) {
+        let (mode, action) = (policy.mode, policy.action);
         self.push(&format!(
             "<tr><th scope=\"row\">{}",
-            EscapedText(&summary.name)
+            EscapedText(&policy.name)
         ));
-        if summary.mode != PolicyMode::Enforce {
-            let mode = summary.mode.name();
-            self.push(&format!("<small>{mode}: not enforced</small>"));
+        let [matched, refused, delayed, blocked] = [
+            policy.matched,
+            policy.refused,
+            policy.delayed,
+            policy.blocked,
+        ]
+        .map(format_count);
+        for (applies, note) in [
+            (mode != "enforce", format!("{mode}: not enforced")),
+            (action != "limit", action.to_owned()),
+            (
+                policy.blocked > 0,
+                format!("{blocked} of the refused by block_for"),
+            ),
+        ] {
+            if applies {
+                self.push(&format!("<small>{note}</small>"));
+            }
         }
-        if let Some(action) = summary.action {
-            self.push(&format!("<small>{action}</small>"));
+        self.push("</th>");
+        let [keys, touched] = format_key_counts(policy, "–");
+        let share = format_share(policy.refused, policy.matched);
+        for cell in [matched, refused, share, delayed, keys, touched] {
+            self.push(&format!("<td class=\"n\">{cell}</td>"));
         }
-        if stats.blocked > 0 {
-            self.push(&format!(
-                "<small>{} of the refused by block_for</small>",
-                format_count(stats.blocked)
-            ));
-        }
-        self.push(&format!(
-            "</th><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td>\
-            <td class=\"n\">{keys}</td><td class=\"n\">{touched}</td><td>",
-            format_count(matched),
-            format_count(refused),
-            format_share(refused, matched),
-            format_count(stats.delayed),
-        ));
-        self.write_sparkline(&stats.series, &summary.name);
-        if refused > 0 {
-            self.push(&format!(
-                "<small>{}</small>",
-                format_time_range(stats.first_refused_us, stats.last_refused_us, '…')
-            ));
+        self.push("<td>");
+        self.write_sparkline(&policy.series.counts, &policy.name);
+        if policy.refused > 0 {
+            let times = format_time_range(policy.first_refused_us, policy.last_refused_us, '…');
+            self.push(&format!("<small>{times}</small>"));
         }
         self.push("</td></tr>");
     }
 
     fn write_most_refused_keys(&mut self, set: &PolicySetReport) {
-        if set.most_refused_keys.is_empty() {
+        if set.top.is_empty() {
             return;
         }
-        self.push(
-            "<section><h3>Most limited keys</h3><div class=\"scroll\"><table><thead><tr><th scope=\"col\">Policy</th>\
-            <th scope=\"col\">Key</th><th scope=\"col\" class=\"n\">Refused</th><th scope=\"col\" class=\"n\">Of</th>\
-            <th scope=\"col\">First and last (UTC)</th></tr></thead><tbody>",
-        );
-        for key in &set.most_refused_keys {
-            let error = if key.stats.error > 0 {
-                format!("<small>or {} more</small>", format_count(key.stats.error))
-            } else {
-                String::new()
+        let columns = ["Policy", "Key", "#Refused", "#Of", "First and last (UTC)"];
+        self.open_table("<h3>Most limited keys</h3>", &columns);
+        for key in &set.top {
+            let stats = &key.stats;
+            let (policy, name) = (EscapedText(&key.policy), EscapedText(&key.key));
+            let [refused, requests, error] =
+                [stats.refused, stats.requests, stats.error].map(format_count);
+            let error = match stats.error {
+                0 => String::new(),
+                _ => format!("<small>or {error} more</small>"),
             };
+            let mode = match key.mode {
+                "enforce" => String::new(),
+                mode => format!(" <small>{mode}</small>"),
+            };
+            let times = format_time_range(stats.first_refused_us, stats.last_refused_us, '…');
             self.push(&format!(
-                "<tr><td>{}{}</td><td><code>{}</code></td><td class=\"n\">{}{error}</td><td class=\"n\">{}</td><td class=\"when\">{}</td></tr>",
-                EscapedText(&key.policy),
-                match key.mode {
-                    PolicyMode::Enforce => "",
-                    PolicyMode::Mark => " <small>mark</small>",
-                    PolicyMode::Shadow => " <small>shadow</small>",
-                },
-                EscapedText(&key.key),
-                format_count(key.stats.refused),
-                format_count(key.stats.requests),
-                format_time_range(key.stats.first_refused_us, key.stats.last_refused_us, '…'),
+                "<tr><td>{policy}{mode}</td><td><code>{name}</code></td><td class=\"n\">{refused}{error}</td>\
+                <td class=\"n\">{requests}</td><td class=\"when\">{times}</td></tr>",
             ));
         }
         self.push("</tbody></table></div></section>");
     }
 
     fn write_suggestions(&mut self, set: &PolicySetReport) {
-        let Some(percent) = self
-            .report
-            .suggest_percent
-            .filter(|_| !set.suggestions.is_empty())
-        else {
-            return;
-        };
-        self.push(&format!(
-            "<section><h3>Limits that would have touched at most {percent} % of the keys</h3>"
-        ));
-        for suggestion in &set.suggestions {
-            self.push("<div class=\"card\">");
-            self.write_suggestion(suggestion);
-            self.push("</div>");
+        let mut suggestions = set.suggestions().peekable();
+        if let Some(percent) = self.report.suggest_percent
+            && suggestions.peek().is_some()
+        {
+            self.push(&format!(
+                "<section><h3>Limits that would have touched at most {percent} % of the keys</h3>"
+            ));
+            for suggestion in suggestions {
+                self.push("<div class=\"card\">");
+                self.write_suggestion(suggestion);
+                self.push("</div>");
+            }
+            self.push("</section>");
         }
-        self.push("</section>");
     }
 
     fn write_suggestion(&mut self, suggestion: &LimitSuggestion) {
-        let limit = &suggestion.limit;
-        let per = format_period(&limit.limit);
-        let title = limit_title(suggestion);
-        self.push(&format!("<h4>{}</h4>", EscapedText(&title)));
-        let proposal = match &suggestion.proposal {
-            Ok(proposal) => proposal,
-            Err(reason) => {
-                return self.push(&format!("<p>No suggestion: {}.</p>", EscapedText(reason)));
-            }
+        let per = &suggestion.period;
+        self.push(&format!("<h4>{}</h4>", EscapedText(&suggestion.title)));
+        let Some(proposal) = &suggestion.proposal else {
+            let reason = EscapedText(suggestion.reason.as_deref().unwrap_or_default());
+            return self.push(&format!("<p>No suggestion: {reason}.</p>"));
         };
         let [suggested, current] = describe_touched_keys(proposal);
+        let (requests, now) = (proposal.requests, format_count(suggestion.now));
         self.push(&format!(
-            "<p><code>requests = {}, per = \"{per}\"</code> {suggested}. The current limit is {}, which {current}.</p>",
-            proposal.requests,
-            format_count(limit.limit.requests),
+            "<p><code>requests = {requests}, per = \"{per}\"</code> {suggested}. The current limit is {now}, which {current}.</p>",
         ));
         let peaks = describe_peaks(proposal);
         self.push(&format!("<p>Peak demand per {per}: {peaks}.</p>"));
         self.write_peak_histogram(proposal);
-        if proposal.keys_per_sample > 1 {
+        if proposal.one_key_in > 1 {
+            let one_in = format_count(proposal.one_key_in);
             self.push(&format!(
-                "<p><small>Sampled from one key in {}.</small></p>",
-                format_count(proposal.keys_per_sample)
+                "<p><small>Sampled from one key in {one_in}.</small></p>"
             ));
         }
     }

@@ -1,6 +1,6 @@
 //! The text of the HTML report, and the escaping of untrusted text.
 
-use super::results::ReplayReport;
+use super::ReplayReport;
 use std::fmt::{self, Display, Write};
 
 /// An HTML report that is being written.
@@ -19,6 +19,20 @@ impl<'r> HtmlPage<'r> {
 
     pub(super) fn push(&mut self, html: &str) {
         self.text.push_str(html);
+    }
+
+    /// Opens a table in its own section. Columns of numbers have a name that starts with `#`.
+    pub(super) fn open_table(&mut self, title: &str, columns: &[&str]) {
+        self.push(&format!(
+            "<section>{title}<div class=\"scroll\"><table><thead><tr>"
+        ));
+        for column in columns {
+            match column.strip_prefix('#') {
+                Some(name) => self.push(&format!("<th scope=\"col\" class=\"n\">{name}</th>")),
+                None => self.push(&format!("<th scope=\"col\">{column}</th>")),
+            }
+        }
+        self.push("</tr></thead><tbody>");
     }
 }
 

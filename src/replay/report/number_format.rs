@@ -1,6 +1,7 @@
 //! Numbers, times and shares as the text and HTML reports print them.
 
-use crate::replay::simulator::ReplayPolicyStats;
+use super::PolicyReport;
+use crate::replay::suggestions::LimitProposal;
 use crate::text::format_count;
 use time::OffsetDateTime;
 use time::macros::format_description;
@@ -25,19 +26,11 @@ pub(crate) fn format_time_range(from_us: u64, to_us: u64, dash: char) -> String 
     format!("{from} {dash} {time}")
 }
 
-#[allow(clippy::cast_precision_loss, reason = "shares are for people")]
-pub(super) fn percent_of(part: u64, whole: u64) -> f64 {
-    if whole == 0 {
-        0.0
-    } else {
-        part as f64 * 100.0 / whole as f64
-    }
-}
-
 /// Formats a share as `12.3 %`. A small nonzero share is not rounded to zero.
+#[allow(clippy::cast_precision_loss, reason = "shares are for people")]
 pub(super) fn format_share(part: u64, whole: u64) -> String {
-    match percent_of(part, whole) {
-        _ if part == 0 => "0 %".to_owned(),
+    match part as f64 * 100.0 / whole.max(1) as f64 {
+        _ if part == 0 || whole == 0 => "0 %".to_owned(),
         share if share < 0.01 => "<0.01 %".to_owned(),
         share if share < 10.0 => format!("{share:.2} %"),
         share => format!("{share:.1} %"),
@@ -46,17 +39,40 @@ pub(super) fn format_share(part: u64, whole: u64) -> String {
 
 /// Formats the number of keys (`>5` if keys were evicted), and of the touched ones. Both are
 /// `absent` for a policy without limits.
-pub(super) fn format_key_counts(
-    stats: &ReplayPolicyStats,
-    has_limits: bool,
-    absent: &str,
-) -> [String; 2] {
-    if !has_limits {
+pub(super) fn format_key_counts(policy: &PolicyReport, absent: &str) -> [String; 2] {
+    if policy.action != "limit" {
         return [absent, absent].map(str::to_owned);
     }
-    let (keys, exact) = stats.keys.key_count();
-    let keys = format!("{}{}", if exact { "" } else { ">" }, format_count(keys));
-    [keys, format_count(stats.keys.refused_key_count())]
+    let mark = if policy.keys_exact { "" } else { ">" };
+    let keys = format!("{mark}{}", format_count(policy.keys));
+    [keys, format_count(policy.keys_touched)]
+}
+
+/// How many keys the suggested limit touches, and how many the present one, as ends of sentences.
+pub(super) fn describe_touched_keys(proposal: &LimitProposal) -> [String; 2] {
+    let touched = |touched, keys: &str| {
+        let share = format_share(touched, proposal.keys);
+        format!("{}{keys} ({share})", format_count(touched))
+    };
+    let of_keys = format!(" of {} keys", format_count(proposal.keys));
+    let suggested = touched(proposal.touched, &of_keys);
+    [
+        format!(
+            "(a peak of {} and headroom) touches {suggested}",
+            format_count(proposal.peak)
+        ),
+        format!("touches at most {}", touched(proposal.touched_now, "")),
+    ]
+}
+
+/// The highest peak within each share of the keys.
+pub(super) fn describe_peaks(proposal: &LimitProposal) -> String {
+    let quantiles = proposal.quantiles.iter();
+    let quantiles = quantiles.map(|(share, peak)| match share * 100.0 {
+        100.0.. => format!("and the highest {}", format_count(*peak)),
+        percent => format!("{percent} % of the keys up to {}", format_count(*peak)),
+    });
+    quantiles.collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
