@@ -2,8 +2,8 @@
 
 use super::loaded_config::{Config, RestartOnlySettings};
 use super::schema::{self, AppliedAt};
+use super::value_tree::ValueContent;
 use crate::policy::{KeyComponent, KeyTemplate};
-use figment::value::Value;
 use serde_json::{Map, Value as Json};
 use sha2::{Digest, Sha256};
 
@@ -21,21 +21,20 @@ impl Config {
                 AppliedAt::Restart => &running.raw,
                 AppliedAt::Reload | AppliedAt::CredentialReload => &self.raw,
             };
-            let Some(value) = source.value_or_default(&leaf) else {
+            let Some(value) = source.content_or_default(&leaf) else {
                 continue;
             };
             let shown = match &value {
-                value if !leaf.key.is_secret => to_json(value),
-                Value::Array(_, urls) => urls.iter().map(mask_login).collect(),
-                url => mask_login(url),
+                value if !leaf.key.is_secret => value.to_json(),
+                ValueContent::List(urls) => {
+                    urls.iter().map(|url| mask_login(url.as_str())).collect()
+                }
+                url => mask_login(url.as_str()),
             };
             insert_at_path(&mut top, &leaf.path, shown);
         }
-        let mut policies = self
-            .raw
-            .0
-            .get("policy")
-            .map_or(Json::Array(Vec::new()), to_json);
+        let policies = self.raw.get("policy");
+        let mut policies = policies.map_or(Json::Array(Vec::new()), |all| all.content.to_json());
         for policy in policies.as_array_mut().into_iter().flatten() {
             self.mask_hashed_values(policy);
         }
@@ -97,13 +96,9 @@ fn insert_at_path(top: &mut Map<String, Json>, path: &str, value: Json) {
     }
 }
 
-fn to_json(value: &Value) -> Json {
-    serde_json::to_value(value).unwrap_or(Json::Null)
-}
-
 /// Masks user and password of a URL. Masks all of a value that is not a URL.
-fn mask_login(url: &Value) -> Json {
-    let shown = url.as_str().and_then(|text| {
+fn mask_login(url: Option<&str>) -> Json {
+    let shown = url.and_then(|text| {
         let (scheme, rest) = text.split_once("://")?;
         let server = match (
             scheme.ends_with("unix"),

@@ -77,11 +77,9 @@ impl SchemaTables {
         let mut described = self.describe_kind(&key.kind, path.trim_start_matches('.'));
         if let Some(fields) = described.as_object_mut() {
             fields.insert("description".to_owned(), key.doc.into());
-            if let KeyRequirement::Default(text) = key.requirement
-                && let Ok(value) =
-                    serde_json::to_value(text_conversion::value_from_text(&key.kind, text))
-            {
-                fields.insert("default".to_owned(), value);
+            if let KeyRequirement::Default(text) = key.requirement {
+                let default = text_conversion::content_from_text(&key.kind, text);
+                fields.insert("default".to_owned(), default.to_json());
             }
         }
         described

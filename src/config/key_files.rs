@@ -21,7 +21,7 @@ pub(super) fn read_text_file(reader: &TableReader<'_>, key: &str, content: &str)
 
 /// Reads the PEM file named by `key`. Returns `None` after an error.
 pub(super) fn read_pem_file(reader: &TableReader<'_>, key: &str) -> Option<Vec<u8>> {
-    let path = reader.get_string(key)?;
+    let path: String = reader.read(key)?;
     if path.is_empty() {
         reader.report_error(key, "expected the path of a PEM file");
         return None;

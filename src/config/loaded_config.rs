@@ -4,8 +4,8 @@ use super::describe::PolicyDescription;
 use super::diagnostic::ConfigDiagnostic;
 use super::diagnostic_groups::{DiagnosticGroup, group_diagnostics};
 use super::file_set::FileSet;
-use super::raw_config::RawConfig;
 use super::schema::{self, AppliedAt};
+use super::value_tree::ValueNode;
 use crate::admin::AdminSettings;
 use crate::policy::jwt::TokenReader;
 use crate::policy::{KeyHasher, KeyPart, PolicyAction, PolicyTable};
@@ -49,7 +49,7 @@ pub struct Config {
     pub warnings: Vec<ConfigDiagnostic>,
     /// The files and globs that the configuration was read from.
     pub files: FileSet,
-    pub(super) raw: RawConfig,
+    pub(super) raw: ValueNode,
 }
 
 impl Config {
@@ -117,7 +117,7 @@ pub enum StoreSettings {
 /// Settings that take effect only at a restart.
 #[derive(Clone, Debug)]
 pub struct RestartOnlySettings {
-    pub(super) raw: RawConfig,
+    pub(super) raw: ValueNode,
     trace: Option<TraceSettings>,
     metric_export: Option<MetricExportSettings>,
 }
@@ -153,7 +153,8 @@ impl RestartOnlySettings {
     pub fn changed_keys(&self, newer: &Config) -> Vec<String> {
         let mut leaves = schema::leaf_keys();
         leaves.retain(|leaf| leaf.applied_at == AppliedAt::Restart);
-        leaves.retain(|leaf| self.raw.value_or_default(leaf) != newer.raw.value_or_default(leaf));
+        leaves
+            .retain(|leaf| self.raw.content_or_default(leaf) != newer.raw.content_or_default(leaf));
         let mut keys: Vec<String> = leaves.into_iter().map(|leaf| leaf.path).collect();
         if !keys.iter().any(|path| path.starts_with("trace.")) && self.trace != newer.trace {
             keys.push("trace (contents of a file)".to_owned());

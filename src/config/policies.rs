@@ -126,12 +126,12 @@ fn build_policy(
         PolicyActionKind::Deny => Some(PolicyAction::Deny),
     };
     let reject_response = build_reject(reader, action_kind, matches_descriptors);
-    let is_reported = reader.get_bool("report");
+    let is_reported = reader.read("report");
     if let (Some(PolicyAction::Limit(quota)), Some(false)) = (&mut action, is_reported) {
         quota.hide_limits();
     }
     Some(Policy {
-        priority: reader.get_integer("priority")?,
+        priority: reader.read("priority")?,
         matcher: conditions.unwrap_or_default(),
         mode,
         is_reported: is_reported?,

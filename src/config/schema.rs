@@ -184,17 +184,13 @@ pub(super) fn find_key(table: &'static [SchemaKey], name: &str) -> Option<&'stat
 }
 
 /// Finds the key at a path from the root. Does not look inside policies.
-pub(super) fn find_key_by_path<'p>(
-    path: impl IntoIterator<Item = &'p str>,
-) -> Option<&'static SchemaKey> {
-    let mut table: &'static [SchemaKey] = &ROOT;
-    let mut found = None;
-    for name in path {
+pub(super) fn find_key_by_path(path: &str) -> Option<&'static SchemaKey> {
+    let (mut table, mut found): (&'static [SchemaKey], _) = (&ROOT, None);
+    for name in path.split('.') {
         let key = find_key(table, name)?;
-        table = if let Table(inner) = &key.kind {
-            inner
-        } else {
-            &[]
+        table = match &key.kind {
+            Table(inner) => inner,
+            _ => &[],
         };
         found = Some(key);
     }

@@ -24,8 +24,8 @@ use super::lints::context::LintContext;
 use super::loaded_config::{Config, StoreSettings};
 use super::policies::build_policies;
 use super::policies::context::{ClaimTrust, PolicyContext, PolicyWithReader};
-use super::raw_config::RawConfig;
 use super::table_reader::TableReader;
+use super::value_tree::ValueNode;
 use super::values;
 use crate::policy::{self, KeyHasher, PolicyTable, RateLimitHeaderSettings};
 use crate::store::redis::RedisTopology;
@@ -111,7 +111,7 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         policy_descriptions,
         warnings: Vec::new(),
         files: FileSet::default(),
-        raw: RawConfig::default(),
+        raw: ValueNode::default(),
     })
 }
 

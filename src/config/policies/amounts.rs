@@ -42,7 +42,7 @@ pub(super) fn read_amount(
             );
             return None;
         }
-        let requests = reader.get_integer("requests")?;
+        let requests = reader.read("requests")?;
         return Some(LimitAmount {
             requests,
             source: None,
@@ -65,7 +65,7 @@ pub(super) fn read_amount(
                 &format!("missing; expected {meaning} beside requests_from"),
             );
         }
-        reader.get_integer::<u64>(key)
+        reader.read::<u64>(key)
     };
     let default = read_bound("default", "the amount of a request that states none");
     let max = read_bound("max", "the largest amount that a request may state");

@@ -2,6 +2,7 @@
 
 use super::limits::is_concurrency_limit;
 use crate::config::table_reader::TableReader;
+use crate::config::value_tree::ValueContent;
 use crate::config::values;
 use crate::limiter::Limit;
 use crate::policy::{
@@ -34,9 +35,10 @@ pub(super) fn build_cost(reader: &TableReader<'_>) -> Option<CostSource> {
 fn read_counted_statuses(table: &TableReader<'_>) -> Option<CountedStatuses> {
     let mut counted = CountedStatuses::default();
     for item in table.get_items("status") {
-        let text = match item.value.as_str() {
-            Some(text) => text.to_owned(),
-            None => item.value.to_i128().unwrap_or(0).to_string(),
+        let text = match &item.value.content {
+            ValueContent::Text(text) => text.clone(),
+            ValueContent::Integer(number) => number.to_string(),
+            _ => "0".to_owned(),
         };
         if let Err(reason) = counted.add_text(&text) {
             item.report_error::<()>(&reason);
@@ -52,9 +54,9 @@ fn read_counted_statuses(table: &TableReader<'_>) -> Option<CountedStatuses> {
 fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     if reader
         .get("cost")
-        .is_none_or(|item| item.value.as_dict().is_none())
+        .is_none_or(|item| item.value.as_table().is_none())
     {
-        return reader.get_integer("cost").map(CostSource::Fixed);
+        return reader.read("cost").map(CostSource::Fixed);
     }
     let table = reader.get_optional_table("cost")?;
     if table.contains_key("estimate") || table.contains_key("actual") {
@@ -62,9 +64,9 @@ fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     }
     let name = table.get_parsed("header", values::parse_header_name);
     let (default, min, max) = (
-        table.get_integer("default")?,
-        table.get_integer("min")?,
-        table.get_integer("max")?,
+        table.read("default")?,
+        table.read("min")?,
+        table.read("max")?,
     );
     if min > max {
         table.report_error("min", &format!("more than max; expected at most {max}"));
@@ -92,7 +94,7 @@ fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
         }
     }
     let (estimate, actual) = (
-        reader.get_integer("estimate"),
+        reader.read("estimate"),
         reader.get_parsed("actual", ActualCostSource::parse),
     );
     Some(CostSource::Estimate(Arc::new(EstimateCost {

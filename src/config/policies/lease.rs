@@ -21,9 +21,9 @@ pub(super) fn build_lease(
         .all_limits()
         .map(|named| named.limit.period_range_us().0)
         .min()?;
-    let lease = if item.value.as_dict().is_some() {
+    let lease = if item.value.as_table().is_some() {
         let table = reader.get_optional_table("lease")?;
-        let (size, ttl) = (table.get_integer("size"), table.get_duration("ttl")?);
+        let (size, ttl) = (table.read("size"), table.read::<Duration>("ttl")?);
         let most = Duration::from_micros(shortest_us / 2);
         if ttl > most {
             let most = format_duration(most);

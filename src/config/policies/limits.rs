@@ -43,7 +43,7 @@ pub(super) fn build_limits(
     if tables.is_empty()
         && reader
             .get("limits")
-            .is_some_and(|item| item.value.as_array().is_some_and(<[_]>::is_empty))
+            .is_some_and(|item| item.value.as_list().is_some_and(<[_]>::is_empty))
     {
         reader.report_error(
             "limits",
@@ -108,12 +108,12 @@ fn build_limit(
     let requests = amount.as_ref().map(|amount| amount.requests);
     let calendar_unit = read_calendar_unit(reader);
     let per = match calendar_unit {
-        None => reader.get_duration("per"),
+        None => reader.read("per"),
         Some(_) => None,
     };
-    let slot_ttl = reader.get_duration("lease_ttl");
+    let slot_ttl = reader.read("lease_ttl");
     let configured_algorithm = reader.get_mapped_keyword("algorithm", &ALGORITHMS);
-    let offset = reader.get_duration("offset");
+    let offset = reader.read("offset");
     if configured_algorithm.is_none() && reader.contains_key("algorithm") {
         // Without a valid algorithm, the other keys cannot be checked.
         return None;
@@ -213,11 +213,8 @@ fn read_algorithm_options(
     requests: Option<u64>,
     offset: Option<Duration>,
 ) -> Algorithm {
-    let (buckets, burst) = (reader.get_integer("buckets"), reader.get_integer("burst"));
-    let (max_delay, max_duration) = (
-        reader.get_duration("max_delay"),
-        reader.get_duration("max_duration"),
-    );
+    let (buckets, burst) = (reader.read("buckets"), reader.read("burst"));
+    let (max_delay, max_duration) = (reader.read("max_delay"), reader.read("max_duration"));
     match algorithm {
         Algorithm::SlidingLog | Algorithm::Block => algorithm,
         Algorithm::SlidingWindow { buckets: default } => Algorithm::SlidingWindow {
@@ -231,7 +228,7 @@ fn read_algorithm_options(
         }
         Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
             burst: burst.or(requests).unwrap_or_default(),
-            warm_up_us: reader.get_duration("warm_up").map_or(0, to_micros),
+            warm_up_us: reader.read("warm_up").map_or(0, to_micros),
         },
         Algorithm::LeakyBucket {
             max_delay_us: default,

@@ -2,13 +2,13 @@
 
 use super::context::PolicyContext;
 use crate::config::table_reader::{ConfigValue, TableReader};
+use crate::config::value_tree::{ValueContent, ValueNode};
 use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::{
     ConditionRegex, DescriptorConditions, HostPattern, KeyPart, Matcher, MethodSet, PartCondition,
     PathPattern, ValueCondition, accept_marked_letters, canonicalize_part_value,
 };
-use figment::value::{Num, Value};
 use http::Method;
 use http::header::{AUTHORIZATION, HOST};
 use regex::Regex;
@@ -222,17 +222,17 @@ fn parse_condition(part: &KeyPart, item: &ConfigValue<'_>) -> Option<ValueCondit
     const EXPECTED: &str =
         "expected a text, a list of texts, { regex = \"…\" } or { present = true }";
     let is_claim = matches!(part, KeyPart::Claim(_));
-    let parse_text = |value: &Value| -> Option<Box<str>> {
-        match value {
-            Value::Bool(_, flag) if is_claim => Some(flag.to_string().into()),
-            Value::Num(_, Num::I64(number)) if is_claim => Some(number.to_string().into()),
-            value => value.as_str().map(Into::into),
+    let parse_text = |value: &ValueNode| -> Option<Box<str>> {
+        match &value.content {
+            ValueContent::Bool(flag) if is_claim => Some(flag.to_string().into()),
+            ValueContent::Integer(number) if is_claim => Some(number.to_string().into()),
+            content => content.as_str().map(Into::into),
         }
     };
     if let Some(text) = parse_text(item.value) {
         return Some(ValueCondition::equals(&text));
     }
-    if let Some(values) = item.value.as_array() {
+    if let Some(values) = item.value.as_list() {
         let texts: Option<Box<[_]>> = values.iter().map(parse_text).collect();
         return match texts {
             Some(texts) if texts.is_empty() => {
@@ -249,7 +249,7 @@ fn parse_condition(part: &KeyPart, item: &ConfigValue<'_>) -> Option<ValueCondit
         (true, false) => table
             .get_parsed("regex", |text| parse_part_regex(part, text))
             .map(|regex| ValueCondition::Regex(ConditionRegex(regex))),
-        (false, true) => table.get_bool("present").map(ValueCondition::Present),
+        (false, true) => table.read("present").map(ValueCondition::Present),
         _ => item.report_error(EXPECTED),
     }
 }

@@ -41,7 +41,7 @@ pub(super) fn build_quota(
     if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
         reader.report_warning("cost", "requests with cost 0 are never limited");
     }
-    let is_dynamic = reader.get_bool("dynamic")?;
+    let is_dynamic = reader.read("dynamic")?;
     let overrides = build_overrides(
         reader,
         context,
@@ -60,8 +60,8 @@ pub(super) fn build_quota(
         lease: None,
         block: build_block(reader, kind.mode, &overrides),
         missing_key: missing_key.unwrap_or(context.missing_key),
-        count_rejected: reader.get_bool("count_rejected")?,
-        shards: reader.get_integer("shards")?,
+        count_rejected: reader.read("count_rejected")?,
+        shards: reader.read("shards")?,
         cost: cost.unwrap_or(CostSource::Fixed(0)),
         limits: limits.unwrap_or_default(),
         key,
@@ -108,7 +108,7 @@ fn build_block(
     mode: PolicyMode,
     overrides: &LimitOverrides,
 ) -> Option<Limit> {
-    let duration = reader.get_duration("block_for")?;
+    let duration = reader.read("block_for")?;
     if !mode.is_enforced() && !overrides.modes().any(PolicyMode::is_enforced) {
         reader.report_warning(
             "block_for",

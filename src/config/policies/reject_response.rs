@@ -8,7 +8,7 @@ use http::{HeaderName, HeaderValue, StatusCode, header};
 /// Builds the response to rejected requests.
 pub(super) fn build_reject_response(reader: &TableReader<'_>) -> Option<RejectResponse> {
     let status = reader
-        .get_integer::<u16>("status")
+        .read::<u16>("status")
         .and_then(|code| StatusCode::from_u16(code).ok());
     let headers = reader
         .get_entries("headers")
@@ -26,7 +26,7 @@ pub(super) fn build_reject_response(reader: &TableReader<'_>) -> Option<RejectRe
     Some(RejectResponse {
         status,
         headers: headers.collect(),
-        body: reader.get_string("body")?.into(),
+        body: reader.read::<String>("body")?.into(),
         content_type: reader.get_parsed("content_type", |text| {
             match HeaderValue::from_str(text) {
                 Ok(value) if text.contains('/') => Ok(value),

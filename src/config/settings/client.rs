@@ -10,6 +10,7 @@ use crate::policy::{
 use http::HeaderName;
 use http::uri::PathAndQuery;
 use ipnet::Ipv6Net;
+use std::time::Duration;
 
 /// Builds the settings of self-service. The inner `None` means that it is off.
 pub(super) fn build_self_service_settings(
@@ -27,8 +28,8 @@ pub(super) fn build_self_service_settings(
     let path = reader.get_parsed("path", parse_self_service_path)?;
     let limit = reader.get_table("limit");
     let limit = Limit {
-        requests: limit.get_integer("requests")?,
-        per_us: u64::try_from(limit.get_duration("per")?.as_micros()).unwrap_or(u64::MAX),
+        requests: limit.read("requests")?,
+        per_us: u64::try_from(limit.read::<Duration>("per")?.as_micros()).unwrap_or(u64::MAX),
         algorithm: Algorithm::SlidingWindow {
             buckets: SUB_WINDOWS,
         },
@@ -72,9 +73,9 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
                 .ok()
                 .ok_or_else(|| "expected the name of a header".to_owned())
         })?,
-        ipv4_prefix: reader.get_integer("ipv4_prefix")?,
+        ipv4_prefix: reader.read("ipv4_prefix")?,
         nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),
-        ipv6_prefix: reader.get_integer("ipv6_prefix")?,
+        ipv6_prefix: reader.read("ipv6_prefix")?,
         rejects_ambiguous_query: reader.is_keyword("ambiguous_query", "reject")?,
         rejects_ambiguous_cookie: reader.is_keyword("ambiguous_cookie", "reject")?,
         value_checks: ValueChecks {
@@ -97,9 +98,9 @@ fn parse_nat64_prefix(text: &str) -> Result<Ipv6Net, String> {
 
 pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Settings> {
     Some(path::Settings {
-        normalize: reader.get_bool("normalize")?,
+        normalize: reader.read("normalize")?,
         forward: reader.get_keyword("forward")?,
-        merge_slashes: reader.get_bool("merge_slashes")?,
+        merge_slashes: reader.read("merge_slashes")?,
         reads_authority: reader.is_keyword("authority", "both")?,
         escaped_slashes: reader.get_keyword("escaped_slashes")?,
         escaped_delimiters: reader.get_keyword("escaped_delimiters")?,
@@ -107,8 +108,8 @@ pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Sett
         rejects_invalid_utf8: reader.is_keyword("invalid_utf8", "reject")?,
         ignore_trailing_slash: reader.is_keyword("trailing_slash", "ignore")?,
         strip_parameters: reader.is_keyword("path_parameters", "strip")?,
-        case_sensitive: reader.get_bool("case_sensitive")?,
+        case_sensitive: reader.read("case_sensitive")?,
         rejects_ambiguous_keys: reader.is_keyword("ambiguous_key", "reject")?,
-        max_readings_size: reader.get_byte_size("max_readings_size")?,
+        max_readings_size: reader.read("max_readings_size")?,
     })
 }

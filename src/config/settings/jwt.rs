@@ -18,7 +18,7 @@ const KEY_SOURCES: [&str; 3] = ["keys_file", "keys_url", "secret_file"];
 
 /// Returns how token claims are trusted. `None` if no key is configured.
 pub(super) fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
-    match reader.get_bool("verify") {
+    match reader.read("verify") {
         Some(false) => Some(ClaimTrust::Unverified),
         _ if KEY_SOURCES
             .iter()
@@ -211,15 +211,15 @@ fn read_fetch_settings(
             true => reader.get_parsed("keys_cache_dir", parse_cache_directory)?,
             false => None,
         },
-        refresh_interval: reader.get_duration("keys_refresh")?,
-        cooldown: reader.get_duration("keys_cooldown")?,
-        max_stale: reader.get_duration("keys_max_stale")?,
+        refresh_interval: reader.read("keys_refresh")?,
+        cooldown: reader.read("keys_cooldown")?,
+        max_stale: reader.read("keys_max_stale")?,
     };
     Some(KeyFetchSettings {
         template,
         // The error of an unusable TLS table has been reported.
         tls: if is_tls { Some(tls?) } else { None },
-        allows_http: reader.get_bool("keys_allow_http")?,
+        allows_http: reader.read("keys_allow_http")?,
     })
 }
 

@@ -18,28 +18,26 @@ pub(super) fn build_listen_settings(
         address: reader.get_parsed("address", values::parse_listen_address)?,
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
         assumes_https: read_forwarded_proto(reader)?,
-        max_connections: reader.get_integer("max_connections")?,
-        max_connections_per_client: reader.get_integer("max_connections_per_client")?,
+        max_connections: reader.read("max_connections")?,
+        max_connections_per_client: reader.read("max_connections_per_client")?,
         max_connection_age: reader.get_nonzero_duration("max_connection_age"),
-        max_memory: match reader.get_byte_size("max_memory") {
+        max_memory: match reader.read("max_memory") {
             None => container_memory::default_connection_memory(),
             Some(bytes) => Some(bytes).filter(|bytes| *bytes > 0),
         },
-        threads: match reader.get_integer("threads")? {
+        threads: match reader.read("threads")? {
             // `available_parallelism` respects CPU affinity and the cgroup quota.
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         },
-        header_timeout: http.get_duration("header_timeout")?,
-        idle_timeout: http.get_duration("idle_timeout")?,
-        body_idle_timeout: http.get_duration("body_idle_timeout")?,
-        min_upload_rate: http.get_byte_size("min_upload_rate")?,
-        max_header_bytes: http.get_byte_size("max_header_bytes")?,
-        max_headers: http.get_integer("max_headers")?,
-        max_body_bytes: http
-            .get_byte_size("max_body_bytes")
-            .filter(|size| *size > 0),
-        max_concurrent_streams: http.get_integer("max_concurrent_streams")?,
+        header_timeout: http.read("header_timeout")?,
+        idle_timeout: http.read("idle_timeout")?,
+        body_idle_timeout: http.read("body_idle_timeout")?,
+        min_upload_rate: http.read("min_upload_rate")?,
+        max_header_bytes: http.read("max_header_bytes")?,
+        max_headers: http.read("max_headers")?,
+        max_body_bytes: http.read("max_body_bytes").filter(|size| *size > 0),
+        max_concurrent_streams: http.read("max_concurrent_streams")?,
     })
 }
 
@@ -60,7 +58,7 @@ pub(super) fn build_service_listeners(
 }
 
 pub(super) fn read_ext_authz_settings(check: &TableReader<'_>) -> ExtAuthzSettings {
-    let status = check.get_integer("refused_status");
+    let status = check.read("refused_status");
     ExtAuthzSettings {
         denied_status: status.and_then(|status| StatusCode::from_u16(status).ok()),
         // `None` after an error, which `check` has reported.
@@ -77,7 +75,7 @@ fn build_service_listener(
     proxy: Option<&ListenSettings>,
 ) -> Option<ExtraListenerSettings> {
     let tls = reader.get_optional_table("tls").map(|tls| {
-        if tls.get_bool("client_cert_header") == Some(true) {
+        if tls.read("client_cert_header") == Some(true) {
             tls.report_warning(
                 "client_cert_header",
                 "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header",
@@ -86,10 +84,10 @@ fn build_service_listener(
         listen_tls::build_server_tls(&tls)
     });
     let address = reader.get_parsed("address", values::parse_listen_address);
-    let max_connections = reader.get_integer("max_connections")?;
+    let max_connections = reader.read("max_connections")?;
     let is_rls = kind == ListenerKind::RateLimitService;
     let streams = if is_rls {
-        reader.get_integer("max_concurrent_streams")?
+        reader.read("max_concurrent_streams")?
     } else {
         proxy?.max_concurrent_streams
     };

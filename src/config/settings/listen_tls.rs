@@ -48,7 +48,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         auth,
         ca: client_ca,
         crl: client_crl,
-        forwards_certificate: reader.get_bool("client_cert_header")?,
+        forwards_certificate: reader.read("client_cert_header")?,
     };
     let server = ServerTls::new(identities, &clients);
     accept_content(reader, "client_ca", server)
@@ -87,7 +87,7 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
         }
         return;
     }
-    let forwards_certificate = reader.get_bool("client_cert_header") == Some(true);
+    let forwards_certificate = reader.read("client_cert_header") == Some(true);
     for (key, is_set) in [
         (
             "client_ca",
@@ -110,15 +110,14 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
 
 /// Whether the listener requests client certificates, even if other keys are invalid.
 pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
-    reader
-        .get_string("client_auth")
-        .is_some_and(|auth| auth != "none")
+    let auth: Option<String> = reader.read("client_auth");
+    auth.is_some_and(|auth| auth != "none")
 }
 
 /// Reads a certificate chain and its private key. Returns them with the path of the certificate.
 fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdentity)> {
     let (chain, key) = (read_pem_file(reader, "cert"), read_pem_file(reader, "key"));
-    let path = reader.get_string("cert")?;
+    let path = reader.read("cert")?;
     let (field, identity) = match ServerIdentity::from_pem(&chain?, &key?) {
         Ok(identity) => ("cert", Ok(identity)),
         Err(IdentityError::Certificate(reason)) => ("cert", Err(reason)),

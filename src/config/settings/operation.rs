@@ -11,8 +11,8 @@ use std::net::SocketAddr;
 
 pub(super) fn build_shutdown_settings(reader: &TableReader<'_>) -> Option<ShutdownSettings> {
     Some(ShutdownSettings {
-        delay: reader.get_duration("delay")?,
-        grace: reader.get_duration("grace")?,
+        delay: reader.read("delay")?,
+        grace: reader.read("grace")?,
     })
 }
 
@@ -86,6 +86,6 @@ pub(super) fn build_log_settings(reader: &TableReader<'_>) -> Option<LogSettings
         format: reader.get_keyword("format")?,
         level: reader.get_parsed("level", LogLevel::parse)?,
         access: reader.get_keyword("access")?,
-        access_sample: reader.get_fraction("access_sample")?,
+        access_sample: reader.read("access_sample")?,
     })
 }

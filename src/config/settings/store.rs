@@ -43,8 +43,8 @@ pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSett
 /// Builds the bounds of counters in memory: of the memory store, and of `scope = "instance"`.
 pub(crate) fn build_memory_settings(reader: &TableReader<'_>) -> Option<MemorySettings> {
     Some(MemorySettings {
-        max_keys: reader.get_integer("max_keys")?,
-        max_bytes: reader.get_byte_size("max_bytes")?,
+        max_keys: reader.read("max_keys")?,
+        max_bytes: reader.read("max_bytes")?,
     })
 }
 

@@ -13,7 +13,7 @@ pub(super) fn build_trace_settings(root: &TableReader<'_>) -> Option<Option<Trac
     let Some(reader) = root.get_optional_table("trace") else {
         return Some(None);
     };
-    let sample = reader.get_fraction("sample");
+    let sample = reader.read("sample");
     let collector = build_collector_settings(&reader, "trace", OtlpSignal::Traces);
     Some(Some(TraceSettings {
         collector: collector?,
@@ -28,7 +28,7 @@ pub(super) fn build_metric_export_settings(
     let Some(reader) = root.get_optional_table("metrics") else {
         return Some(None);
     };
-    let interval = reader.get_duration("interval");
+    let interval = reader.read("interval");
     let collector = build_collector_settings(&reader, "metrics", OtlpSignal::Metrics);
     Some(Some(MetricExportSettings {
         collector: collector?,
