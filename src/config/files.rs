@@ -52,7 +52,7 @@ pub(super) fn read_included_files(
                     found.push((path.file_name().unwrap_or_default().to_owned(), path, text))
                 }
                 Err(error) => {
-                    item.report_error::<()>(&format!("{} {error}", path.display()));
+                    item.report_error::<()>(format!("{} {error}", path.display()));
                 }
             }
         }
@@ -83,11 +83,11 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     match expand_glob(&glob) {
         Ok(paths) => {
             if paths.is_empty() {
-                item.report_warning(&format!("{text:?} matches no file"));
+                item.report_warning(format!("{text:?} matches no file"));
             }
             input.update_file_set(|files| files.insert_glob(glob));
             paths
         }
-        Err(error) => item.report_error(&error).unwrap_or_default(),
+        Err(error) => item.report_error(error).unwrap_or_default(),
     }
 }

@@ -13,7 +13,7 @@ pub(super) fn read_text_file(reader: &TableReader<'_>, key: &str, content: &str)
     let text = reader.input().read_file(Path::new(&path));
     let text = reader.accept(key, text.map_err(|error| format!("the file {error}")))?;
     if text.trim_end().is_empty() {
-        reader.report_error(key, &format!("the file is empty; expected a {content}"));
+        reader.report_error(key, format!("the file is empty; expected a {content}"));
         return None;
     }
     Some(text.trim_end().to_owned())

@@ -71,7 +71,7 @@ fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, 
     };
     match names.get(name) {
         Some(first) => {
-            item.report_error::<()>(&format!(
+            item.report_error::<()>(format!(
                 "another policy has this name, at {first}; expected a unique name"
             ));
         }

@@ -11,6 +11,18 @@ use super::{suggestions, text_conversion, values};
 use std::str::FromStr;
 use std::time::Duration;
 
+/// A table of rules: the severity and the key of a report, when it applies, and the message.
+macro_rules! report_if {
+    ($reader:expr; $($severity:ident($key:expr) if $condition:expr => $($message:expr),+;)+) => {{$(
+        if $condition {
+            let severity = crate::config::DiagnosticSeverity::$severity;
+            $reader.report(severity, $key, format_args!($($message),+).to_string());
+        }
+    )+}};
+}
+
+pub(super) use report_if;
+
 /// Reads the keys of one table.
 #[derive(Clone, Debug)]
 pub(super) struct TableReader<'a> {
@@ -147,8 +159,8 @@ impl<'a> TableReader<'a> {
     ) -> Vec<T> {
         let parse = |item: ConfigValue<'_>| match item.value.as_str().map(&parse) {
             Some(Ok(value)) => Some(value),
-            Some(Err(reason)) => item.report_error(&reason),
-            None => item.report_error(&self.expected_text(name)),
+            Some(Err(reason)) => item.report_error(reason),
+            None => item.report_error(self.expected_text(name)),
         };
         self.get_items(name).into_iter().filter_map(parse).collect()
     }
@@ -166,7 +178,7 @@ impl<'a> TableReader<'a> {
             }
             ValueContent::Text(_) => vec![item],
             _ => {
-                item.report_error::<()>(&self.expected_text(name));
+                item.report_error::<()>(self.expected_text(name));
                 Vec::new()
             }
         }
@@ -178,7 +190,7 @@ impl<'a> TableReader<'a> {
             return Vec::new();
         };
         let Some(entries) = item.value.as_table() else {
-            item.report_error::<()>(&self.expected_text(name));
+            item.report_error::<()>(self.expected_text(name));
             return Vec::new();
         };
         let entry = |(name, value): (&'a String, &'a ValueNode)| {
@@ -206,7 +218,7 @@ impl<'a> TableReader<'a> {
     pub(super) fn get_optional_table(&self, name: &str) -> Option<Self> {
         let item = self.get(name)?;
         item.open_table(self.schema_key(name)?.kind.nested_keys())
-            .or_else(|| item.report_error(&self.expected_text(name)))
+            .or_else(|| item.report_error(self.expected_text(name)))
     }
 
     /// Opens a list of tables. Reports and leaves out items that are not tables.
@@ -222,25 +234,31 @@ impl<'a> TableReader<'a> {
     }
 
     /// Reports an error at the value of a key, or at the table if the key is absent.
-    pub(super) fn report_error(&self, name: &str, problem: &str) {
-        self.report(DiagnosticSeverity::Error, name, problem);
+    pub(super) fn report_error(&self, name: &str, problem: impl Into<String>) {
+        self.report(DiagnosticSeverity::Error, name, problem.into());
+    }
+
+    pub(super) fn error_if(&self, is_wrong: bool, name: &str, problem: &str) {
+        if is_wrong {
+            self.report_error(name, problem);
+        }
     }
 
     /// Reports a warning at the value of a key, or at the table if the key is absent.
-    pub(super) fn report_warning(&self, name: &str, problem: &str) {
-        self.report(DiagnosticSeverity::Warning, name, problem);
+    pub(super) fn report_warning(&self, name: &str, problem: impl Into<String>) {
+        self.report(DiagnosticSeverity::Warning, name, problem.into());
     }
 
     /// Returns what was read for a key, or reports the problem at its value.
     pub(super) fn accept<T>(&self, name: &str, result: Result<T, String>) -> Option<T> {
-        let result = result.map_err(|problem| self.report_error(name, &problem));
+        let result = result.map_err(|problem| self.report_error(name, problem));
         result.ok()
     }
 
-    fn report(&self, severity: DiagnosticSeverity, name: &str, problem: &str) {
+    pub(super) fn report(&self, severity: DiagnosticSeverity, name: &str, problem: String) {
         let origin = self.node(name).map_or(self.origin, |value| &value.origin);
         let (span, path) = (self.input.value_span(origin), join_path(&self.path, name));
-        self.input.report(severity, span, path, problem.to_owned());
+        self.input.report(severity, span, path, problem);
     }
 
     fn open_table(
@@ -289,14 +307,14 @@ impl<'a> TableReader<'a> {
         match (self.get(name), &key.requirement) {
             (Some(item), _) => match parse(&key.kind, &item.value.content) {
                 Some(Ok(value)) => return Some(value),
-                Some(Err(reason)) => item.report_error(&reason),
+                Some(Err(reason)) => item.report_error(reason),
                 None => {
                     let suggestion = suggestions::suggest_value(&key.kind, &item.value.content);
-                    item.report_error(&(self.expected_text(name) + &suggestion))
+                    item.report_error(self.expected_text(name) + &suggestion)
                 }
             },
             (None, KeyRequirement::Required) => {
-                self.report_error(name, &format!("missing; {}", self.expected_text(name)));
+                self.report_error(name, format!("missing; {}", self.expected_text(name)));
                 None
             }
             (None, _) => None,
@@ -308,6 +326,14 @@ impl<'a> TableReader<'a> {
             }
             KeyRequirement::Required | KeyRequirement::Optional => None,
         })
+    }
+
+    /// The tables of the key `list`, or of `single`, which stands for a list of one.
+    pub(super) fn get_one_or_more_tables(&self, single: &str, list: &str) -> Vec<Self> {
+        match self.contains_key(single) {
+            true => self.get_optional_table(single).into_iter().collect(),
+            false => self.get_tables(list),
+        }
     }
 
     fn expected_text(&self, name: &str) -> String {
@@ -343,18 +369,19 @@ impl<'a> ConfigValue<'a> {
     }
 
     /// Reports an error at the value. Returns `None`, for use in place of the parsed value.
-    pub(super) fn report_error<T>(&self, problem: &str) -> Option<T> {
+    pub(super) fn report_error<T>(&self, problem: impl Into<String>) -> Option<T> {
+        let problem = problem.into();
         let problem = match self.quote_value() {
             Some(found) => format!("found {found}; {problem}"),
-            None => problem.to_owned(),
+            None => problem,
         };
         self.report(DiagnosticSeverity::Error, problem);
         None
     }
 
     /// Reports a warning at the value.
-    pub(super) fn report_warning(&self, problem: &str) {
-        self.report(DiagnosticSeverity::Warning, problem.to_owned());
+    pub(super) fn report_warning(&self, problem: impl Into<String>) {
+        self.report(DiagnosticSeverity::Warning, problem.into());
     }
 
     fn report(&self, severity: DiagnosticSeverity, problem: String) {

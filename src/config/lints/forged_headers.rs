@@ -89,7 +89,7 @@ fn warn_raising_overrides(spanned: &PolicyWithReader<'_>, context: &PolicyContex
         if let Some(name) = find_forgeable_value(entry, quota, context).filter(|_| is_raised) {
             table.report_warning(
                 "key",
-                &format!(
+                format!(
                     "a client that sends this {name} gets the higher limit or none; {}",
                     advise(name)
                 ),
@@ -239,7 +239,7 @@ impl HeaderQuestion<'_, '_> {
         };
         spanned.reader.report_warning(
             "match",
-            &format!(
+            format!(
                 "a client that sends the {header} {effect}; {}",
                 advise(header.name())
             ),

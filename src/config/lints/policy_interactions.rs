@@ -78,7 +78,7 @@ fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], budget: &mut Com
         };
         spanned.reader.report_warning(
             "name",
-            &format!(
+            format!(
                 "never reached: {} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority",
                 end.quote_name_and_position()
             ),
@@ -114,7 +114,7 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
         match known.get(&fingerprint) {
             Some(first) => spanned.reader.report_warning(
                 "name",
-                &format!(
+                format!(
                     "has the same match, key and limits as {}; expected only one of them",
                     first.quote_name_and_position()
                 ),
@@ -140,7 +140,7 @@ fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], budget: &mut Co
         for (spanned, other) in find_overlapping_pairs(sharing, budget) {
             spanned.reader.report_warning(
                 "name",
-                &format!(
+                format!(
                     "a limit of {} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit",
                     other.quote_name_and_position(),
                 ),
@@ -211,7 +211,7 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut Compariso
             };
             spanned.reader.report_warning(
                 key,
-                &format!(
+                format!(
                     "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\""
                 ),
             );
@@ -272,7 +272,7 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
             let entries: Vec<_> = common.iter().map(describe_entry).collect();
             spanned.reader.report_warning(
                 "match",
-                &format!(
+                format!(
                     "{} charges a descriptor {{ {} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them",
                     other.quote_name_and_position(),
                     entries.join(", ")
@@ -428,7 +428,7 @@ fn warn_client_chosen_keys(
         };
         spanned.reader.report_warning(
             "key",
-            &format!("{problem}; add a policy with the key \"client_ip\""),
+            format!("{problem}; add a policy with the key \"client_ip\""),
         );
     }
 }

@@ -27,7 +27,7 @@ fn warn_if_no_policy_applies(policies: &[PolicyWithReader<'_>], context: &LintCo
         };
         context.root.report_warning(
             "policy",
-            &format!("{reason}, so every request is forwarded without a limit"),
+            format!("{reason}, so every request is forwarded without a limit"),
         );
     }
 }
@@ -92,7 +92,7 @@ fn warn_if_upstream_is_own_listener(context: &LintContext<'_>) {
     if is_this_machine && *port == listen.port() {
         context.root.get_table("upstream").report_warning(
             "url",
-            &format!("this is listen.address, {listen}, so requests would loop; expected the address of your app"),
+            format!("this is listen.address, {listen}, so requests would loop; expected the address of your app"),
         );
     }
 }
@@ -146,7 +146,7 @@ fn warn_if_tunnels_of_a_client_are_unlimited(context: &LintContext<'_>) {
         let connections = context.upstream.max_connections;
         context.root.get_table("upstream").report_warning(
             "max_tunnels_per_client",
-            &format!("not set, and clients connect directly: one client's WebSockets can take all {connections} upstream connections; expected for example max_tunnels_per_client = {}", (connections / 16).max(1)),
+            format!("not set, and clients connect directly: one client's WebSockets can take all {connections} upstream connections; expected for example max_tunnels_per_client = {}", (connections / 16).max(1)),
         );
     }
 }

@@ -50,7 +50,7 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
             if reader.contains_key(key) {
                 reader.report_warning(
                     key,
-                    &format!("without effect: a policy in mode \"{mode}\" {effect}"),
+                    format!("without effect: a policy in mode \"{mode}\" {effect}"),
                 );
             }
         }
@@ -76,7 +76,7 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
     {
         reader.report_warning(
             "path_regex",
-            &format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
+            format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
         );
     }
     let settings = &context.policy_context.path;
@@ -86,7 +86,7 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
     if let Some((part, canonical)) = unusual {
         reader.report_warning(
             "path_regex",
-            &format!("no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\""),
+            format!("no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\""),
         );
     }
     for one in &matcher.values {
@@ -109,16 +109,14 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
     for item in reader.get_items("methods") {
         let method = item.value.as_str().unwrap_or_default();
         if let Some(meant) = find_misspelled_method(method) {
-            item.report_warning(&format!(
+            item.report_warning(format!(
                 "\"{method}\" is no standard method; did you mean \"{meant}\"?"
             ));
         }
     }
     for item in reader.get_items("path") {
         if let Some(meant) = item.value.as_str().and_then(braced_path_pattern) {
-            item.report_warning(&format!(
-                "matches only this text; did you mean \"{meant}\"?"
-            ));
+            item.report_warning(format!("matches only this text; did you mean \"{meant}\"?"));
         }
     }
     for (name, item) in reader.get_entries("headers") {
@@ -251,7 +249,7 @@ fn check_limits(
                     .max_upstream_concurrency()
                     .filter(|most| limit.requests > *most)
                 {
-                    table.report_warning("requests", &format!("never reached: upstream.max_connections admits {most} requests at a time; further ones wait, then get 503"));
+                    table.report_warning("requests", format!("never reached: upstream.max_connections admits {most} requests at a time; further ones wait, then get 503"));
                 }
             }
             Algorithm::LeakyBucket { max_delay_us } => {
@@ -275,7 +273,7 @@ fn check_limits(
         {
             table.report_warning(
                 "requests",
-                &format!(
+                format!(
                     "never reached: the limit \"{}\" admits no more in the same time",
                     other.name
                 ),
@@ -320,14 +318,14 @@ fn check_leaky_bucket(
         u128::from(limit.requests) * u128::from(max_delay_us) / u128::from(limit.per_us.max(1));
     let most = context.upstream.max_requests_waiting;
     if max_queued > u128::try_from(most).unwrap_or(u128::MAX) {
-        reader.report_warning("max_delay", &format!("one key can queue {max_queued} requests, but listen.http.max_requests_waiting is {most} for all keys; further ones get 503"));
+        reader.report_warning("max_delay", format!("one key can queue {max_queued} requests, but listen.http.max_requests_waiting is {most} for all keys; further ones get 503"));
     }
     let delay = Duration::from_micros(max_delay_us);
     if delay > LONG_DELAY {
         let long = format_duration(LONG_DELAY);
         reader.report_warning(
             "max_delay",
-            &format!("few clients and load balancers wait longer than {long} for a response"),
+            format!("few clients and load balancers wait longer than {long} for a response"),
         );
     }
 }
@@ -345,7 +343,7 @@ fn check_memory_period(
         false => return,
     };
     if Duration::from_micros(limit.per_us) > LONG_MEMORY_PERIOD {
-        reader.report_warning(key, &format!("counters in memory are lost when the process ends, usually before this period does; expected {expected}"));
+        reader.report_warning(key, format!("counters in memory are lost when the process ends, usually before this period does; expected {expected}"));
     }
 }
 
@@ -364,7 +362,7 @@ fn check_overrides(
         if let Some(position) = find_impossible_value_index(entry, matcher, quota) {
             table.report_warning(
                 "key",
-                &format!(
+                format!(
                     "never used: no request that the policy matches has this value at position {}",
                     position + 1
                 ),

@@ -33,7 +33,7 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
                 |meant| format!("did you mean \"{meant}\"?"),
             );
             let problem = format!("no other policy has this counter, so it is not shared; {meant}");
-            single.reader.report_warning("counter", &problem);
+            single.reader.report_warning("counter", problem);
         }
         let Some((&first, others)) = sharing.split_first() else {
             continue;
@@ -48,7 +48,7 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
                 let other = other.quote_name_and_position();
                 sharing.0.reader.report_error(
                     "counter",
-                    &format!("{other} has this counter too: {problem}"),
+                    format!("{other} has this counter too: {problem}"),
                 );
             }
         }

@@ -172,14 +172,14 @@ fn parse_conditions(
     let parse = |(name, item): (&str, ConfigValue<'_>)| {
         let part = match parse_part(name) {
             Ok(part) => part,
-            Err(reason) => return item.report_error(&reason),
+            Err(reason) => return item.report_error(reason),
         };
         let condition = adjust(parse_condition(&part, &item)?, &item)?;
         let rewrite =
             |text: &str| canonicalize_part_value(&part, text, &context.client, &context.path);
         match condition.rewrite_texts(rewrite) {
             Ok(condition) => Some(PartCondition { part, condition }),
-            Err(reason) => item.report_error(&reason),
+            Err(reason) => item.report_error(reason),
         }
     };
     let entries = reader.get_entries(key).into_iter();

@@ -25,7 +25,7 @@ pub(super) fn build_overrides(
         if let Some(item) = table.get("key") {
             match positions.get(&one.values) {
                 Some(first) => {
-                    item.report_error::<()>(&format!(
+                    item.report_error::<()>(format!(
                         "the override at {first} has the same key; expected one override per key"
                     ));
                 }
@@ -61,7 +61,7 @@ fn build_override(
         let width = key.value_count();
         reader.report_error(
             "key",
-            &format!(
+            format!(
                 "{} values; expected {width}, as many as the policy's key has positions",
                 items.len()
             ),
@@ -75,7 +75,7 @@ fn build_override(
         };
         match key.parse_value_pattern(position, text, &context.client, &context.path) {
             Ok(value) => values.push(value),
-            Err(reason) => return item.report_error(&reason),
+            Err(reason) => return item.report_error(reason),
         }
     }
     Some(LimitOverride {

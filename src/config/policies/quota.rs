@@ -112,7 +112,7 @@ fn build_block(
     if !mode.is_enforced() && !overrides.modes().any(PolicyMode::is_enforced) {
         reader.report_warning(
             "block_for",
-            &format!(
+            format!(
                 "without effect: a policy in mode \"{}\" blocks no key",
                 mode.name()
             ),

@@ -19,7 +19,7 @@ pub(super) fn build_reject_response(reader: &TableReader<'_>) -> Option<RejectRe
             };
             match (parse_reject_header(name), HeaderValue::from_str(text)) {
                 (Ok(name), Ok(value)) => Some((name, value)),
-                (Err(reason), _) => item.report_error(&reason),
+                (Err(reason), _) => item.report_error(reason),
                 (_, Err(_)) => item.report_error("expected a valid header value"),
             }
         });

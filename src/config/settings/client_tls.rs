@@ -30,7 +30,7 @@ pub(super) fn build_client_tls(
         {
             reader.report_error(
                 key,
-                &format!("is for TLS only; expected {}", requirement.enabled_by),
+                format!("is for TLS only; expected {}", requirement.enabled_by),
             );
         }
         return None;
@@ -48,7 +48,7 @@ pub(super) fn build_client_tls(
         };
         reader.report_error(
             given,
-            &format!("a certificate and its key belong together; expected {missing} too"),
+            format!("a certificate and its key belong together; expected {missing} too"),
         );
     }
     if !requirement.is_used {
@@ -73,7 +73,7 @@ pub(super) fn build_client_tls(
     let client = tls::build_client_config(trusted?, chain.zip(key)).map_err(|error| {
         reader.report_error(
             "cert",
-            &format!("certificate and key can't be used: {error}"),
+            format!("certificate and key can't be used: {error}"),
         );
     });
     Some(ClientTls::new(

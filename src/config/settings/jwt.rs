@@ -121,7 +121,7 @@ fn read_issuer_keys(
     if let Some(second) = sources.next() {
         reader.report_error(
             second,
-            &format!("both {key} and {second} are set; expected one of them"),
+            format!("both {key} and {second} are set; expected one of them"),
         );
         return None;
     }

@@ -157,7 +157,7 @@ fn warn_if_outside_validity(reader: &TableReader<'_>, identity: &ServerIdentity)
         let ago = days(now.saturating_sub(identity.expiry_s));
         reader.report_warning(
             "cert",
-            &format!(
+            format!(
                 "the certificate or one of its chain expired {ago} ago: clients will reject it"
             ),
         );
@@ -167,7 +167,7 @@ fn warn_if_outside_validity(reader: &TableReader<'_>, identity: &ServerIdentity)
         let left = days(begins.saturating_sub(now));
         reader.report_warning(
             "cert",
-            &format!("the certificate becomes valid in {left}: clients will reject it until then"),
+            format!("the certificate becomes valid in {left}: clients will reject it until then"),
         );
     }
 }

@@ -153,10 +153,7 @@ fn read_username(reader: &TableReader<'_>, is_used: bool, key: &str) -> Option<S
         return username;
     }
     if username.is_some() {
-        reader.report_error(
-            &file_key,
-            &format!("{key} is set too; expected one of them"),
-        );
+        reader.report_error(&file_key, format!("{key} is set too; expected one of them"));
     }
     is_used
         .then(|| read_text_file(reader, &file_key, "name"))

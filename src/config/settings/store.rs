@@ -61,7 +61,7 @@ fn warn_if_not_writable(reader: &TableReader<'_>, directory: &Path) {
     if let Err(error) = written {
         reader.report_warning(
             "state_dir",
-            &format!("can't be written: {error}; a restart during an outage of Redis loses usage; expected a writable directory with free space"),
+            format!("can't be written: {error}; a restart during an outage of Redis loses usage; expected a writable directory with free space"),
         );
     }
 }

@@ -56,7 +56,7 @@ fn build_collector_settings(
     if url.endpoint.is_tls && tls.as_ref()?.server_name_for(&url.endpoint.host).is_err() {
         reader.report_error(
             "otlp",
-            &format!(
+            format!(
                 "the host is not a name that a certificate can be verified against; expected such a name, or the \
                  certificate's name in {table}.tls.server_name"
             ),
