@@ -17,7 +17,7 @@ mod shards;
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
 use super::keywords::POLICY_MODES;
-use super::table_reader::TableReader;
+use super::table_reader::{TableReader, report_if};
 use super::values;
 use crate::limiter::CounterScope;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, RejectResponse};
@@ -66,18 +66,12 @@ fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, 
     let Some(item) = reader.get("name") else {
         return;
     };
-    let Some(name) = item.value.as_str() else {
-        return;
-    };
-    match names.get(name) {
-        Some(first) => {
-            item.report_error::<()>(format!(
-                "another policy has this name, at {first}; expected a unique name"
-            ));
-        }
-        None => {
-            names.insert(name.to_owned(), item.source_span());
-        }
+    let name = item.value.as_str().unwrap_or_default();
+    if let Some(first) = names.get(name) {
+        let problem = format!("another policy has this name, at {first}; expected a unique name");
+        item.report_error::<()>(problem);
+    } else if !name.is_empty() {
+        names.insert(name.to_owned(), item.source_span());
     }
 }
 
@@ -87,18 +81,14 @@ fn build_policy(
     mode: PolicyMode,
 ) -> Option<Policy> {
     let name = reader.get_parsed("name", values::parse_name);
-    let action_kind = reader.get_keyword("action")?;
-    let conditions = reader
-        .get_optional_table("match")
-        .map(|table| match_conditions::build_matcher(&table, context));
+    let action_kind: PolicyActionKind = reader.get_keyword("action")?;
+    let conditions = reader.get_optional_table("match");
+    let conditions = conditions.map(|table| match_conditions::build_matcher(&table, context));
     let matches_descriptors = conditions
         .as_ref()
         .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
-    if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow {
-        reader.report_error(
-            "mode",
-            "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"",
-        );
+    report_if! { reader;
+        Error("mode") if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow => "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"";
     }
     let is_instance_scoped = reader
         .get("scope")
@@ -114,8 +104,11 @@ fn build_policy(
         matches_descriptors,
         on_store_failure,
     };
-    if action_kind != PolicyActionKind::Limit {
-        reject_quota_keys(reader, action_kind);
+    let action: &str = action_kind.into();
+    for key in reader.present_keys().filter(|key| key.is_of_quota) {
+        report_if! { reader;
+            Error(key.name) if action_kind != PolicyActionKind::Limit => "a policy with action = \"{action}\" has no quota; expected no such key";
+        }
     }
     let mut action = match action_kind {
         PolicyActionKind::Limit => {
@@ -150,30 +143,13 @@ fn build_reject(
     matches_descriptors: bool,
 ) -> Option<RejectResponse> {
     let table = reader.get_optional_table("reject")?;
-    if action_kind == PolicyActionKind::Allow {
-        reader.report_error(
-            "reject",
-            "a policy with action = \"allow\" rejects no request",
-        );
+    report_if! { reader;
+        Error("reject") if action_kind == PolicyActionKind::Allow => "a policy with action = \"allow\" rejects no request";
     }
-    if matches_descriptors && table.contains_key("status") {
-        table.report_error(
-            "status",
-            "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter",
-        );
+    report_if! { table;
+        Error("status") if matches_descriptors && table.contains_key("status") => "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter";
     }
     build_reject_response(&table)
-}
-
-/// Reports quota keys in a policy with action `allow` or `deny`.
-fn reject_quota_keys(reader: &TableReader<'_>, action: PolicyActionKind) {
-    let action: &str = action.into();
-    for key in reader.present_keys().filter(|key| key.is_of_quota) {
-        reader.report_error(
-            key.name,
-            &format!("a policy with action = \"{action}\" has no quota; expected no such key"),
-        );
-    }
 }
 
 /// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor
@@ -183,17 +159,15 @@ fn read_store_failure_mode(
     context: &PolicyContext,
     matches_descriptors: bool,
 ) -> OnStoreFailure {
-    let configured = reader.get_keyword("on_store_failure");
+    let configured: Option<OnStoreFailure> = reader.get_keyword("on_store_failure");
+    let effective = configured.unwrap_or(context.on_store_failure);
     if !matches_descriptors {
-        return configured.unwrap_or(context.on_store_failure);
+        return effective;
     }
-    if configured.is_some_and(|mode| mode != OnStoreFailure::Local) {
-        reader.report_error(
-            "on_store_failure",
-            "the call returns UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or no such key",
-        );
+    report_if! { reader;
+        Error("on_store_failure") if configured.is_some_and(|mode| mode != OnStoreFailure::Local) => "the call returns UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or no such key";
     }
-    match configured.unwrap_or(context.on_store_failure) {
+    match effective {
         OnStoreFailure::Local => OnStoreFailure::Local,
         OnStoreFailure::Open | OnStoreFailure::Closed => OnStoreFailure::Closed,
     }

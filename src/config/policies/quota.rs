@@ -8,7 +8,7 @@ use super::limits::{build_limits, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_overrides;
 use super::shards::check_shards;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report_if};
 use crate::config::values::parse_name;
 use crate::limiter::{Algorithm, CounterScope, Limit};
 use crate::policy::{
@@ -28,27 +28,18 @@ pub(super) fn build_quota(
     let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
         .with_scope(reader.get_keyword("scope").unwrap_or_default())
         .with_counter(reader.get_parsed("counter", parse_name));
-    if key.scope() == CounterScope::Instance && reader.contains_key("on_store_failure") {
-        reader.report_warning(
-            "on_store_failure",
-            "without effect with scope = \"instance\": the counters are in this process; expected no such key",
-        );
-    }
+    let is_instance_scoped = key.scope() == CounterScope::Instance;
     // Policies that share a counter have the same names for its limits.
     let limit_name = key.counter_name().unwrap_or(name).to_owned();
     let cost = build_cost(reader);
     let limits = build_limits(reader, context, &limit_name);
-    if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
-        reader.report_warning("cost", "requests with cost 0 are never limited");
+    report_if! { reader;
+        Warning("on_store_failure") if is_instance_scoped && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
+        Warning("cost") if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) => "requests with cost 0 are never limited";
     }
     let is_dynamic = reader.read("dynamic")?;
-    let overrides = build_overrides(
-        reader,
-        context,
-        &limit_name,
-        all_parts_valid.then_some(&key),
-        is_dynamic,
-    );
+    let valid_key = all_parts_valid.then_some(&key);
+    let overrides = build_overrides(reader, context, &limit_name, valid_key, is_dynamic);
     let overrides = LimitOverrides::new(name, &key, overrides);
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
@@ -109,14 +100,9 @@ fn build_block(
     overrides: &LimitOverrides,
 ) -> Option<Limit> {
     let duration = reader.read("block_for")?;
-    if !mode.is_enforced() && !overrides.modes().any(PolicyMode::is_enforced) {
-        reader.report_warning(
-            "block_for",
-            format!(
-                "without effect: a policy in mode \"{}\" blocks no key",
-                mode.name()
-            ),
-        );
+    let is_enforced = mode.is_enforced() || overrides.modes().any(PolicyMode::is_enforced);
+    report_if! { reader;
+        Warning("block_for") if !is_enforced => "without effect: a policy in mode \"{}\" blocks no key", mode.name();
     }
     Some(Limit {
         requests: 1,

@@ -69,9 +69,8 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::
     Some(client::Settings {
         trusted_proxies: reader.get_list("trusted_proxies", values::parse_network),
         ip_header: reader.get_parsed("ip_header", |text| {
-            HeaderName::from_bytes(text.as_bytes())
-                .ok()
-                .ok_or_else(|| "expected the name of a header".to_owned())
+            let name = HeaderName::from_bytes(text.as_bytes());
+            name.map_err(|_invalid| "expected the name of a header".to_owned())
         })?,
         ipv4_prefix: reader.read("ipv4_prefix")?,
         nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),

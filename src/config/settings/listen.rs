@@ -1,7 +1,7 @@
 //! `[listen]`, `[rls]` and `[check]`: the listeners.
 
 use super::{container_memory, listen_tls};
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report_if};
 use crate::config::values;
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, MAX_MESSAGE_BYTES,
@@ -75,21 +75,19 @@ fn build_service_listener(
     proxy: Option<&ListenSettings>,
 ) -> Option<ExtraListenerSettings> {
     let tls = reader.get_optional_table("tls").map(|tls| {
-        if tls.read("client_cert_header") == Some(true) {
-            tls.report_warning(
-                "client_cert_header",
-                "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header",
-            );
+        report_if! { tls;
+            Warning("client_cert_header") if tls.read("client_cert_header") == Some(true) => "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header";
         }
         listen_tls::build_server_tls(&tls)
     });
     let address = reader.get_parsed("address", values::parse_listen_address);
     let max_connections = reader.read("max_connections")?;
-    let is_rls = kind == ListenerKind::RateLimitService;
-    let streams = if is_rls {
-        reader.read("max_concurrent_streams")?
-    } else {
-        proxy?.max_concurrent_streams
+    let (max_concurrent_streams, max_body_bytes) = match kind {
+        ListenerKind::RateLimitService => (
+            reader.read("max_concurrent_streams")?,
+            Some(MAX_MESSAGE_BYTES),
+        ),
+        _ => (proxy?.max_concurrent_streams, proxy?.max_body_bytes),
     };
     let listen = ListenSettings {
         address: address?,
@@ -97,12 +95,8 @@ fn build_service_listener(
         assumes_https: false,
         max_connections,
         max_connections_per_client: 0,
-        max_body_bytes: if is_rls {
-            Some(MAX_MESSAGE_BYTES)
-        } else {
-            proxy?.max_body_bytes
-        },
-        max_concurrent_streams: streams,
+        max_body_bytes,
+        max_concurrent_streams,
         ..proxy?.clone()
     };
     let tls = match tls {
@@ -115,11 +109,8 @@ fn build_service_listener(
 /// Reads whether clients use TLS to a load balancer that does not say so.
 fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
     let assumes_https = reader.is_keyword("forwarded_proto", "https")?;
-    if assumes_https && reader.contains_key("tls") {
-        reader.report_warning(
-            "forwarded_proto",
-            "without effect: with [listen.tls], all clients use https; expected \"auto\"",
-        );
+    report_if! { reader;
+        Warning("forwarded_proto") if assumes_https && reader.contains_key("tls") => "without effect: with [listen.tls], all clients use https; expected \"auto\"";
     }
     Some(assumes_https)
 }
@@ -129,18 +120,10 @@ fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
 fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
     let is_required = reader.is_keyword("proxy_protocol", "require")?;
     let networks = reader.get_list("proxy_protocol_from", values::parse_network);
-    if is_required && reader.get_items("proxy_protocol_from").is_empty() {
-        reader.report_error(
-            "proxy_protocol",
-            "proxy_protocol = \"require\" needs proxy_protocol_from; expected the networks of your load balancers, or \
-             [\"0.0.0.0/0\", \"::/0\"] if only they can connect",
-        );
-    }
-    if !is_required && !networks.is_empty() {
-        reader.report_warning(
-            "proxy_protocol_from",
-            "without effect: proxy_protocol is \"off\"; expected proxy_protocol = \"require\"",
-        );
+    let has_no_networks = reader.get_items("proxy_protocol_from").is_empty();
+    report_if! { reader;
+        Error("proxy_protocol") if is_required && has_no_networks => "proxy_protocol = \"require\" needs proxy_protocol_from; expected the networks of your load balancers, or [\"0.0.0.0/0\", \"::/0\"] if only they can connect";
+        Warning("proxy_protocol_from") if !is_required && !networks.is_empty() => "without effect: proxy_protocol is \"off\"; expected proxy_protocol = \"require\"";
     }
     Some(is_required.then_some(networks))
 }

@@ -1,6 +1,6 @@
 //! `[response]`: rate-limit fields and CORS.
 
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report_if};
 use crate::policy::{CorsOrigins, RateLimitHeaderSettings};
 
 pub(super) fn build_rate_limit_header_settings(
@@ -22,11 +22,8 @@ pub(super) fn build_rate_limit_header_settings(
 
 pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
     let cors = CorsOrigins::new(reader.get_list("allow_origins", CorsOrigins::parse_origin));
-    if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 {
-        reader.report_error(
-            "allow_origins",
-            "\"*\" allows any origin; expected no other entries",
-        );
+    report_if! { reader;
+        Error("allow_origins") if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 => "\"*\" allows any origin; expected no other entries";
     }
     cors
 }

@@ -1,37 +1,28 @@
 //! `[store]`: memory or Redis.
 
 use super::redis;
+use crate::config::key_files::read_directory;
 use crate::config::loaded_config::StoreSettings;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report_if};
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use std::fs::{self, OpenOptions};
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSettings> {
     let use_redis = reader.is_keyword("kind", "redis")?;
     let memory = build_memory_settings(&reader.get_table("memory"))?;
     // `[store.redis]` is validated even if it is not used.
     let redis = redis::build_redis_settings(&reader.get_table("redis"), use_redis, memory)?;
-    let state_dir = reader.get_parsed("state_dir", |path| match path {
-        "" => Ok(None),
-        path if use_redis && reader.input().reads_key_files() && !Path::new(path).is_dir() => {
-            Err("not a directory; expected an existing directory".to_owned())
-        }
-        path => Ok(Some(PathBuf::from(path))),
-    })?;
-    if let Some(path) = &state_dir
-        && use_redis
-        && reader.input().reads_key_files()
-    {
-        warn_if_not_writable(reader, path);
+    let state_dir = read_directory(reader, "state_dir", use_redis)?;
+    if use_redis && reader.input().reads_key_files() {
+        state_dir
+            .iter()
+            .for_each(|path| warn_if_not_writable(reader, path));
     }
-    if state_dir.is_some() && !use_redis {
-        reader.report_warning(
-            "state_dir",
-            "the memory store does not use it; expected kind = \"redis\", or no state_dir",
-        );
+    report_if! { reader;
+        Warning("state_dir") if state_dir.is_some() && !use_redis => "the memory store does not use it; expected kind = \"redis\", or no state_dir";
     }
     Some(if use_redis {
         StoreSettings::Redis(Box::new(RedisSettings { state_dir, ..redis }))

@@ -54,13 +54,8 @@ fn build_collector_settings(
     };
     let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement);
     if url.endpoint.is_tls && tls.as_ref()?.server_name_for(&url.endpoint.host).is_err() {
-        reader.report_error(
-            "otlp",
-            format!(
-                "the host is not a name that a certificate can be verified against; expected such a name, or the \
-                 certificate's name in {table}.tls.server_name"
-            ),
-        );
+        let key = format!("{table}.tls.server_name");
+        reader.report_error("otlp", client_tls::unverifiable_host(&key));
         return None;
     }
     Some(CollectorSettings {
@@ -87,10 +82,9 @@ fn parse_export_headers(text: &str) -> Result<HeaderMap, String> {
             continue;
         }
         let field = line.split_once(':').and_then(|(name, value)| {
-            let value = HeaderValue::from_str(value.trim())
-                .ok()
-                .filter(|value| !value.is_empty())?;
-            Some((HeaderName::from_bytes(name.trim().as_bytes()).ok()?, value))
+            let value = Some(value.trim()).filter(|value| !value.is_empty())?;
+            let name = HeaderName::from_bytes(name.trim().as_bytes()).ok()?;
+            Some((name, HeaderValue::from_str(value).ok()?))
         });
         let (name, mut value) =
             field.ok_or_else(|| format!("line {number}: expected name: value"))?;

@@ -55,7 +55,10 @@ fn build_upstream_tls(reader: &TableReader<'_>, url: &UpstreamUrl) -> Option<Cli
     };
     let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement)?;
     if tls.server_name_for(host?).is_err() {
-        reader.report_error("url", "the host is not a name that a certificate can be verified against; expected such a name, or the certificate's name in upstream.tls.server_name")
+        reader.report_error(
+            "url",
+            client_tls::unverifiable_host("upstream.tls.server_name"),
+        );
     }
     Some(tls)
 }
