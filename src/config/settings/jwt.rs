@@ -187,7 +187,8 @@ fn read_fetch_settings(
         // An invalid URL is reported where it is read.
         url: url.or_else(|| parse_key_url("https://invalid/").ok())?,
         tls: None,
-        cache_dir: read_directory(reader, "keys_cache_dir", true)?,
+        cache_dir: read_directory(reader, "keys_cache_dir", true)?
+            .filter(|_| reader.input().reads_key_files()),
         refresh_interval: reader.read("keys_refresh")?,
         cooldown: reader.read("keys_cooldown")?,
         max_stale: reader.read("keys_max_stale")?,
