@@ -14,6 +14,8 @@ mod quota;
 mod reject_response;
 mod shards;
 
+pub(super) use limits::is_concurrency_limit;
+
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
 use super::keywords::POLICY_MODES;

@@ -76,13 +76,11 @@ fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], budget: &mut Com
             PolicyAction::Allow => "exempts",
             _ => "denies",
         };
-        spanned.reader.report_warning(
-            "name",
-            format!(
-                "never reached: {} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority",
-                end.quote_name_and_position()
-            ),
+        let end = end.quote_name_and_position();
+        let problem = format!(
+            "never reached: {end} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority"
         );
+        spanned.reader.report_warning("name", problem);
     }
 }
 
@@ -92,36 +90,27 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
         let Some(quota) = spanned.quota() else {
             continue;
         };
+        let PolicyWithReader { policy, reader } = spanned;
         let limits = quota.limits.iter();
         let limits: Vec<_> = limits.map(|named| (named.limit, &named.amount)).collect();
-        let overrides: Vec<_> = quota
-            .overrides
-            .as_slice()
-            .iter()
-            .map(|entry| (&entry.values, entry.rule))
-            .collect();
-        let fingerprint = format!(
-            "{:?}",
-            (
-                &spanned.policy.matcher,
-                spanned.policy.mode,
-                &quota.key,
-                &quota.cost,
-                limits,
-                overrides
-            )
+        let overrides = quota.overrides.as_slice().iter();
+        let overrides: Vec<_> = overrides.map(|entry| (&entry.values, entry.rule)).collect();
+        let content = (
+            &policy.matcher,
+            policy.mode,
+            &quota.key,
+            &quota.cost,
+            limits,
+            overrides,
         );
-        match known.get(&fingerprint) {
-            Some(first) => spanned.reader.report_warning(
-                "name",
-                format!(
-                    "has the same match, key and limits as {}; expected only one of them",
-                    first.quote_name_and_position()
-                ),
-            ),
-            None => {
-                known.insert(fingerprint, spanned);
-            }
+        let fingerprint = format!("{content:?}");
+        if let Some(first) = known.get(&fingerprint) {
+            let first = first.quote_name_and_position();
+            let problem =
+                format!("has the same match, key and limits as {first}; expected only one of them");
+            reader.report_warning("name", problem);
+        } else {
+            known.insert(fingerprint, spanned);
         }
     }
 }
@@ -138,13 +127,11 @@ fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], budget: &mut Co
     }
     for (name, sharing) in by_name.iter().filter(|(_, sharing)| sharing.len() > 1) {
         for (spanned, other) in find_overlapping_pairs(sharing, budget) {
-            spanned.reader.report_warning(
-                "name",
-                format!(
-                    "a limit of {} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit",
-                    other.quote_name_and_position(),
-                ),
+            let other = other.quote_name_and_position();
+            let problem = format!(
+                "a limit of {other} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit"
             );
+            spanned.reader.report_warning("name", problem);
         }
     }
 }
@@ -169,9 +156,8 @@ fn find_overlapping_pairs<'p, 'r>(
                 true => ((at, one), other_at),
                 false => ((other_at, other), at),
             };
-            let first = firsts
-                .get_mut(later)
-                .filter(|(first, _)| earlier.0 < *first);
+            let first = firsts.get_mut(later);
+            let first = first.filter(|(first, _)| earlier.0 < *first);
             if let Some(first) = first
                 && !shares_counter(one, other)
                 && other.policy.matcher.covers(&one.policy.matcher)
@@ -204,30 +190,26 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut Compariso
             .limit(limiting.candidates(&without))
             .any(|other| other.policy.matcher.covers(&without));
         if !is_caught && !budget.is_exhausted() {
-            let key = if spanned.reader.contains_key("missing_key") {
-                "missing_key"
-            } else {
-                "key"
+            let key = match spanned.reader.contains_key("missing_key") {
+                true => "missing_key",
+                false => "key",
             };
-            spanned.reader.report_warning(
-                key,
-                format!(
-                    "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\""
-                ),
+            let problem = format!(
+                "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\""
             );
+            spanned.reader.report_warning(key, problem);
         }
     }
 }
 
 /// The first key part that a client can leave out to avoid the policy, and the requests without it.
 fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<(&'a KeyPart, Matcher)> {
-    let quota = spanned
-        .quota()
-        .filter(|quota| quota.missing_key == MissingKeyAction::Skip)?;
-    quota
+    let quota = spanned.quota()?;
+    let mut parts = quota
         .key
         .parts()
-        .find_map(|part| Some((part, narrow_to_missing_part(&spanned.policy.matcher, part)?)))
+        .filter(|_| quota.missing_key == MissingKeyAction::Skip);
+    parts.find_map(|part| Some((part, narrow_to_missing_part(&spanned.policy.matcher, part)?)))
 }
 
 /// Narrows a match to requests without the key part. Returns `None` if every request has the
@@ -270,14 +252,11 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
         });
         if let Some((other, common)) = overlap {
             let entries: Vec<_> = common.iter().map(describe_entry).collect();
-            spanned.reader.report_warning(
-                "match",
-                format!(
-                    "{} charges a descriptor {{ {} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them",
-                    other.quote_name_and_position(),
-                    entries.join(", ")
-                ),
+            let (other, entries) = (other.quote_name_and_position(), entries.join(", "));
+            let problem = format!(
+                "{other} charges a descriptor {{ {entries} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them"
             );
+            spanned.reader.report_warning("match", problem);
         }
     }
 }
@@ -426,9 +405,7 @@ fn warn_client_chosen_keys(
             ),
             None => "clients choose these values and can create any number of counters".to_owned(),
         };
-        spanned.reader.report_warning(
-            "key",
-            format!("{problem}; add a policy with the key \"client_ip\""),
-        );
+        let problem = format!("{problem}; add a policy with the key \"client_ip\"");
+        spanned.reader.report_warning("key", problem);
     }
 }

@@ -229,7 +229,7 @@ fn reject_inexact_limit(
 }
 
 /// Whether the limit counts requests in flight. A request takes one slot, whatever its cost.
-pub(super) fn is_concurrency_limit(named: &NamedLimit) -> bool {
+pub(crate) fn is_concurrency_limit(named: &NamedLimit) -> bool {
     matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
 }
 
