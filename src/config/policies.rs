@@ -28,11 +28,11 @@ use context::{PolicyContext, PolicyWithReader};
 use quota::build_quota;
 use reject_response::build_reject_response;
 use std::collections::BTreeMap;
-use strum::{EnumString, IntoStaticStr};
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
-#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr)]
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr, VariantNames)]
 #[strum(serialize_all = "snake_case")]
-enum PolicyActionKind {
+pub(super) enum PolicyActionKind {
     Limit,
     Allow,
     Deny,
@@ -83,7 +83,7 @@ fn build_policy(
     mode: PolicyMode,
 ) -> Option<Policy> {
     let name = reader.get_parsed("name", values::parse_name);
-    let action_kind: PolicyActionKind = reader.get_keyword("action")?;
+    let action_kind: PolicyActionKind = reader.read("action")?;
     let conditions = reader.get_optional_table("match");
     let conditions = conditions.map(|table| match_conditions::build_matcher(&table, context));
     let matches_descriptors = conditions
@@ -161,7 +161,7 @@ fn read_store_failure_mode(
     context: &PolicyContext,
     matches_descriptors: bool,
 ) -> OnStoreFailure {
-    let configured: Option<OnStoreFailure> = reader.get_keyword("on_store_failure");
+    let configured: Option<OnStoreFailure> = reader.read("on_store_failure");
     let effective = configured.unwrap_or(context.on_store_failure);
     if !matches_descriptors {
         return effective;

@@ -14,7 +14,7 @@ mod telemetry;
 mod upstream;
 
 pub(super) use operation::build_admin_settings;
-pub(super) use redis::build_redis_settings;
+pub(super) use redis::{RedisTopologyKind, build_redis_settings};
 pub(super) use store::build_memory_settings;
 
 use super::file_set::FileSet;
@@ -173,9 +173,9 @@ fn build_policy_context(
         trusted_headers: root
             .get_table("client")
             .get_list("trusted_headers", values::parse_header_name),
-        on_store_failure: defaults.get_keyword("on_store_failure")?,
+        on_store_failure: defaults.read("on_store_failure")?,
         algorithm: defaults.get_mapped_keyword("algorithm", &ALGORITHMS)?,
-        missing_key: defaults.get_keyword("missing_key")?,
+        missing_key: defaults.read("missing_key")?,
         requests_client_certificates: tls_reader
             .is_some_and(listen_tls::requests_client_certificates),
         uses_memory_store: !matches!(store, Some(StoreSettings::Redis(_))),

@@ -5,10 +5,16 @@
 
 use super::diagnostic::{DiagnosticSeverity, SourceSpan, quote_source};
 use super::input::ConfigInput;
+use super::policies::PolicyActionKind;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
+use super::settings::RedisTopologyKind;
 use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
 use super::{suggestions, text_conversion, values};
-use std::str::FromStr;
+use crate::limiter::CounterScope;
+use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
+use crate::policy::{MissingKeyAction, OnStoreFailure, SlotRelease};
+use crate::telemetry::{AccessLogFilter, LogFormat};
+use crate::tls::ClientAuth;
 use std::time::Duration;
 
 /// A table of rules: the severity and the key of a report, when it applies, and the message.
@@ -22,6 +28,16 @@ macro_rules! report_if {
 }
 
 pub(super) use report_if;
+
+/// Builds settings: fields that are read from the keys of their names, each after its table, and
+/// after `=>` other fields.
+macro_rules! read_settings {
+    ($settings:ident { $($reader:ident: $($field:ident),+;)+ $(=> $($rest:tt)*)? }) => {
+        $settings { $($($field: $reader.read(stringify!($field))?,)+)+ $($($rest)*)? }
+    };
+}
+
+pub(super) use read_settings;
 
 /// Reads the keys of one table.
 #[derive(Clone, Debug)]
@@ -96,16 +112,6 @@ impl<'a> TableReader<'a> {
         self.read_value(name, |kind, value| T::from_content(kind.first(), value))
     }
 
-    /// Reads a duration of which zero means none.
-    pub(super) fn get_nonzero_duration(&self, name: &str) -> Option<Duration> {
-        self.read::<Duration>(name).filter(|time| !time.is_zero())
-    }
-
-    /// Reads a keyword. The schema's keywords are the variants of `T`.
-    pub(super) fn get_keyword<T: FromStr>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |_, value| value.as_str()?.parse().ok())
-    }
-
     /// Whether the value is `keyword`, one of the schema's.
     pub(super) fn is_keyword(&self, name: &str, keyword: &str) -> Option<bool> {
         self.read_value(name, |kind, value| {
@@ -139,7 +145,7 @@ impl<'a> TableReader<'a> {
 
     /// Reads a string. Returns `None` if it is empty.
     pub(super) fn get_nonempty_string(&self, name: &str) -> Option<String> {
-        self.read::<String>(name).filter(|text| !text.is_empty())
+        self.read(name).filter(|text: &String| !text.is_empty())
     }
 
     /// Whether the string is absent or the schema's default.
@@ -425,61 +431,58 @@ pub(super) trait SchemaValue: Sized {
     fn from_content(kind: &ValueKind, content: &ValueContent) -> Option<Self>;
 }
 
-impl SchemaValue for bool {
-    fn from_content(_: &ValueKind, content: &ValueContent) -> Option<Self> {
-        match content {
-            ValueContent::Bool(flag) => Some(*flag),
-            _ => None,
-        }
-    }
-}
-
-impl SchemaValue for f64 {
-    fn from_content(_: &ValueKind, content: &ValueContent) -> Option<Self> {
-        match content {
-            ValueContent::Float(number) if (0.0..=1.0).contains(number) => Some(*number),
-            ValueContent::Integer(0) => Some(0.0),
-            ValueContent::Integer(1) => Some(1.0),
-            _ => None,
-        }
-    }
-}
-
-impl SchemaValue for String {
-    fn from_content(_: &ValueKind, content: &ValueContent) -> Option<Self> {
-        content.as_str().map(str::to_owned)
-    }
-}
-
-impl SchemaValue for Duration {
-    fn from_content(kind: &ValueKind, content: &ValueContent) -> Option<Self> {
-        let ValueKind::Duration { min, max } = kind else {
-            return None;
-        };
-        let duration = values::parse_duration(content.as_str()?);
-        duration.filter(|duration| (min..=max).contains(&duration))
-    }
-}
-
-/// Integers and sizes in bytes. The range of the schema must fit into the type.
-macro_rules! read_numbers {
-    ($($number:ty),+) => {$(
-        impl SchemaValue for $number {
+/// Implements [`SchemaValue`] for types by a function of the kind and the content.
+macro_rules! schema_values {
+    ($($($type:ty),+ => $read:expr;)+) => {$($(
+        impl SchemaValue for $type {
             fn from_content(kind: &ValueKind, content: &ValueContent) -> Option<Self> {
-                match (kind, content) {
-                    (ValueKind::Integer { min, max }, ValueContent::Integer(number)) => {
-                        let number = Some(*number).filter(|number| (min..=max).contains(&number));
-                        number?.try_into().ok()
-                    }
-                    (ValueKind::ByteSize { min, max }, ValueContent::Text(text)) => {
-                        let size = values::parse_byte_size(text);
-                        size.filter(|size| (min..=max).contains(&size))?.try_into().ok()
-                    }
-                    _ => None,
-                }
+                let read: fn(&ValueKind, &ValueContent) -> Option<Self> = $read;
+                read(kind, content)
             }
         }
-    )+};
+    )+)+};
 }
 
-read_numbers!(u8, u16, u32, u64, usize, i64);
+schema_values! {
+    bool => |_, content| match content {
+        ValueContent::Bool(flag) => Some(*flag),
+        _ => None,
+    };
+    f64 => |_, content| match content {
+        ValueContent::Float(number) if (0.0..=1.0).contains(number) => Some(*number),
+        ValueContent::Integer(0) => Some(0.0),
+        ValueContent::Integer(1) => Some(1.0),
+        _ => None,
+    };
+    String => |_, content| content.as_str().map(str::to_owned);
+    Duration => |kind, content| match kind {
+        ValueKind::Duration { min, max } => {
+            let duration = values::parse_duration(content.as_str()?);
+            duration.filter(|duration| (min..=max).contains(&duration))
+        }
+        _ => None,
+    };
+    // Zero means none.
+    Option<Duration> => |kind, content| {
+        Duration::from_content(kind, content).map(|time| Some(time).filter(|time| !time.is_zero()))
+    };
+    Option<u64>, Option<usize> => |kind, content| {
+        SchemaValue::from_content(kind, content).map(|size| Some(size).filter(|size| *size > 0))
+    };
+    // Integers and sizes in bytes. The range of the schema must fit into the type.
+    u8, u16, u32, u64, usize, i64 => |kind, content| match (kind, content) {
+        (ValueKind::Integer { min, max }, ValueContent::Integer(number)) => {
+            let number = Some(*number).filter(|number| (min..=max).contains(&number));
+            number?.try_into().ok()
+        }
+        (ValueKind::ByteSize { min, max }, ValueContent::Text(text)) => {
+            let size = values::parse_byte_size(text);
+            size.filter(|size| (min..=max).contains(&size))?.try_into().ok()
+        }
+        _ => None,
+    };
+    // Keywords. Those of the schema are the variants of the type.
+    LogFormat, AccessLogFilter, ClientAuth, ForwardedPath, EscapedSlashes, EscapedDelimiters,
+    OnStoreFailure, MissingKeyAction, SlotRelease, CounterScope, PolicyActionKind,
+    RedisTopologyKind => |_, content| content.as_str()?.parse().ok();
+}

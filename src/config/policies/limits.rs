@@ -143,7 +143,7 @@ fn build_limit(
 
 /// Reads what ends a request in flight. A slot that outlives its client needs an end.
 fn read_slot_release(reader: &TableReader<'_>, algorithm: Algorithm) -> SlotRelease {
-    let release = reader.get_keyword("release").unwrap_or_default();
+    let release = reader.read("release").unwrap_or_default();
     let is_endless = algorithm == (Algorithm::Concurrency { max_duration_us: 0 });
     report_if! { reader;
         Error("release") if release == SlotRelease::Upstream && is_endless => "a slot stays taken after its client has left; expected max_duration beside it, the longest such time";

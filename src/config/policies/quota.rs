@@ -26,7 +26,7 @@ pub(super) fn build_quota(
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
-        .with_scope(reader.get_keyword("scope").unwrap_or_default())
+        .with_scope(reader.read("scope").unwrap_or_default())
         .with_counter(reader.get_parsed("counter", parse_name));
     let is_instance_scoped = key.scope() == CounterScope::Instance;
     // Policies that share a counter have the same names for its limits.
@@ -46,7 +46,7 @@ pub(super) fn build_quota(
     }
     // Invalid parts are left out of the quota, which serves only to report further errors then.
     let is_valid = cost.is_some() && limits.is_some();
-    let missing_key = reader.get_keyword("missing_key");
+    let missing_key = reader.read("missing_key");
     let quota = Quota {
         lease: None,
         block: build_block(reader, kind.mode, &overrides),

@@ -1,6 +1,7 @@
 //! Keys of `[[policy]]`.
 
 use super::key::*;
+use crate::config::policies::PolicyActionKind;
 use crate::limiter::CounterScope;
 use crate::policy::SlotRelease;
 use std::time::Duration;
@@ -32,7 +33,7 @@ schema_table! {
         /// Several limits.
         limits: TableList(&LIMIT), of_quota;
         /// Limit requests; exempt them from later policies; reject them with 403 without counting.
-        action: Keyword(&["limit", "allow", "deny"]), default = "limit";
+        action: Keyword(PolicyActionKind::VARIANTS), default = "limit";
         /// "mark" forwards requests over the limit with X-Tidegate-Over: POLICY
         /// (defaults.mark_header). "shadow" counts as "enforce" does, and rejects nothing. After a
         /// change of mode the counts go on, so "enforce" at once rejects what "shadow" reported.
@@ -229,7 +230,7 @@ schema_table! {
         limits: TableList(&LIMIT);
         /// "allow" exempts the key from this policy; others still apply. "deny" rejects it with 403
         /// without counting. Both not with dynamic.
-        action: Keyword(&["limit", "allow", "deny"]), default = "limit";
+        action: Keyword(PolicyActionKind::VARIANTS), default = "limit";
         /// The mode for this key. Absent: the policy's. "off" not with dynamic.
         mode: POLICY_MODE;
     }

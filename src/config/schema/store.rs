@@ -1,6 +1,8 @@
 //! Keys of `[store]`.
 
 use super::key::*;
+use crate::config::settings::RedisTopologyKind;
+use strum::VariantNames;
 
 schema_table! {
     pub(super) static STORE {
@@ -25,7 +27,7 @@ schema_table! {
 
     pub(super) static STORE_REDIS {
         /// One address; a master found by sentinels; a Redis Cluster.
-        topology: Keyword(&["standalone", "sentinel", "cluster"]), default = "standalone";
+        topology: Keyword(RedisTopologyKind::VARIANTS), default = "standalone";
         /// Address of a standalone server; valkey:// and valkeys:// mean the same. May contain user
         /// and password, but prefer password_file.
         url: Text("\"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\""),

@@ -1,12 +1,12 @@
 //! `[client]` and `[path]`: the client address and paths.
 
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, read_settings};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{
-    KeyHasher, NamedLimit, SelfServiceSettings, SlotRelease, ValueChecks, client, path,
-};
+use crate::policy::client::Settings as ClientSettings;
+use crate::policy::path::Settings as PathSettings;
+use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, SlotRelease, ValueChecks};
 use http::HeaderName;
 use http::uri::PathAndQuery;
 use ipnet::Ipv6Net;
@@ -65,25 +65,27 @@ pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
     reader.accept(KEY, KeyHasher::from_secret(secret.as_bytes()))
 }
 
-pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::Settings> {
-    Some(client::Settings {
+pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<ClientSettings> {
+    let rejects = |key: &str| reader.is_keyword(key, "reject");
+    let value_checks = ValueChecks {
+        rejects_outer_white_space: rejects("outer_white_space")?,
+        rejects_ambiguous_header: rejects("ambiguous_header")?,
+        rejects_cookie_prefixes: rejects("cookie_prefixes")?,
+        rejects_cookie_octets: rejects("cookie_octets")?,
+    };
+    Some(read_settings!(ClientSettings {
+        reader: ipv4_prefix, ipv6_prefix;
+        =>
         trusted_proxies: reader.get_list("trusted_proxies", values::parse_network),
         ip_header: reader.get_parsed("ip_header", |text| {
             let name = HeaderName::from_bytes(text.as_bytes());
             name.map_err(|_invalid| "expected the name of a header".to_owned())
         })?,
-        ipv4_prefix: reader.read("ipv4_prefix")?,
         nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),
-        ipv6_prefix: reader.read("ipv6_prefix")?,
-        rejects_ambiguous_query: reader.is_keyword("ambiguous_query", "reject")?,
-        rejects_ambiguous_cookie: reader.is_keyword("ambiguous_cookie", "reject")?,
-        value_checks: ValueChecks {
-            rejects_outer_white_space: reader.is_keyword("outer_white_space", "reject")?,
-            rejects_ambiguous_header: reader.is_keyword("ambiguous_header", "reject")?,
-            rejects_cookie_prefixes: reader.is_keyword("cookie_prefixes", "reject")?,
-            rejects_cookie_octets: reader.is_keyword("cookie_octets", "reject")?,
-        },
-    })
+        rejects_ambiguous_query: rejects("ambiguous_query")?,
+        rejects_ambiguous_cookie: rejects("ambiguous_cookie")?,
+        value_checks,
+    }))
 }
 
 fn parse_nat64_prefix(text: &str) -> Result<Ipv6Net, String> {
@@ -95,20 +97,17 @@ fn parse_nat64_prefix(text: &str) -> Result<Ipv6Net, String> {
         })
 }
 
-pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Settings> {
-    Some(path::Settings {
-        normalize: reader.read("normalize")?,
-        forward: reader.get_keyword("forward")?,
-        merge_slashes: reader.read("merge_slashes")?,
-        reads_authority: reader.is_keyword("authority", "both")?,
-        escaped_slashes: reader.get_keyword("escaped_slashes")?,
-        escaped_delimiters: reader.get_keyword("escaped_delimiters")?,
-        rejects_control_characters: reader.is_keyword("control_characters", "reject")?,
-        rejects_invalid_utf8: reader.is_keyword("invalid_utf8", "reject")?,
-        ignore_trailing_slash: reader.is_keyword("trailing_slash", "ignore")?,
-        strip_parameters: reader.is_keyword("path_parameters", "strip")?,
-        case_sensitive: reader.read("case_sensitive")?,
-        rejects_ambiguous_keys: reader.is_keyword("ambiguous_key", "reject")?,
-        max_readings_size: reader.read("max_readings_size")?,
-    })
+pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<PathSettings> {
+    let is = |key: &str, keyword: &str| reader.is_keyword(key, keyword);
+    Some(read_settings!(PathSettings {
+        reader: normalize, forward, merge_slashes, escaped_slashes, escaped_delimiters,
+            case_sensitive, max_readings_size;
+        =>
+        reads_authority: is("authority", "both")?,
+        rejects_control_characters: is("control_characters", "reject")?,
+        rejects_invalid_utf8: is("invalid_utf8", "reject")?,
+        ignore_trailing_slash: is("trailing_slash", "ignore")?,
+        strip_parameters: is("path_parameters", "strip")?,
+        rejects_ambiguous_keys: is("ambiguous_key", "reject")?,
+    }))
 }

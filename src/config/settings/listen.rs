@@ -1,7 +1,7 @@
 //! `[listen]`, `[rls]` and `[check]`: the listeners.
 
 use super::{container_memory, listen_tls};
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report_if};
 use crate::config::values;
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, MAX_MESSAGE_BYTES,
@@ -14,31 +14,24 @@ pub(super) fn build_listen_settings(
     reader: &TableReader<'_>,
     http: &TableReader<'_>,
 ) -> Option<ListenSettings> {
-    Some(ListenSettings {
+    Some(read_settings!(ListenSettings {
+        reader: max_connections, max_connections_per_client, max_connection_age;
+        http: header_timeout, idle_timeout, body_idle_timeout, min_upload_rate, max_header_bytes,
+            max_headers, max_body_bytes, max_concurrent_streams;
+        =>
         address: reader.get_parsed("address", values::parse_listen_address)?,
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
         assumes_https: read_forwarded_proto(reader)?,
-        max_connections: reader.read("max_connections")?,
-        max_connections_per_client: reader.read("max_connections_per_client")?,
-        max_connection_age: reader.get_nonzero_duration("max_connection_age"),
         max_memory: match reader.read("max_memory") {
             None => container_memory::default_connection_memory(),
-            Some(bytes) => Some(bytes).filter(|bytes| *bytes > 0),
+            Some(bytes) => bytes,
         },
         threads: match reader.read("threads")? {
             // `available_parallelism` respects CPU affinity and the cgroup quota.
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         },
-        header_timeout: http.read("header_timeout")?,
-        idle_timeout: http.read("idle_timeout")?,
-        body_idle_timeout: http.read("body_idle_timeout")?,
-        min_upload_rate: http.read("min_upload_rate")?,
-        max_header_bytes: http.read("max_header_bytes")?,
-        max_headers: http.read("max_headers")?,
-        max_body_bytes: http.read("max_body_bytes").filter(|size| *size > 0),
-        max_concurrent_streams: http.read("max_concurrent_streams")?,
-    })
+    }))
 }
 
 /// Builds the listeners of `[rls]` and `[check]`. Returns `None` after an error.

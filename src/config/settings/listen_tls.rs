@@ -25,7 +25,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         }
         identities.push(identity);
     }
-    let auth = reader.get_keyword("client_auth")?;
+    let auth = reader.read("client_auth")?;
     check_client_auth(reader, auth);
     let client_ca = reader.get_nonempty_string("client_ca");
     let client_ca = client_ca.and_then(|_| read_pem_file(reader, "client_ca"));
@@ -53,7 +53,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
 
 /// Checks the keys of the table, and returns settings without a certificate.
 fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
-    check_client_auth(reader, reader.get_keyword("client_auth")?);
+    check_client_auth(reader, reader.read("client_auth")?);
     let certificates = reader.get_tables("certificates");
     let are_set = std::iter::once(reader).chain(&certificates).all(|table| {
         ["cert", "key"].iter().all(|key| {

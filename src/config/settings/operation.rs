@@ -2,7 +2,7 @@
 
 use crate::admin::{AdminSettings, AdminToken, AdvertisedAddress};
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report_if};
 use crate::config::values;
 use crate::listen::ListenAddress;
 use crate::proxy::ShutdownSettings;
@@ -10,10 +10,7 @@ use crate::telemetry::{LogLevel, LogSettings};
 use std::net::SocketAddr;
 
 pub(super) fn build_shutdown_settings(reader: &TableReader<'_>) -> Option<ShutdownSettings> {
-    Some(ShutdownSettings {
-        delay: reader.read("delay")?,
-        grace: reader.read("grace")?,
-    })
+    Some(read_settings!(ShutdownSettings { reader: delay, grace; }))
 }
 
 pub(crate) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSettings> {
@@ -64,10 +61,6 @@ fn parse_host_name(text: &str) -> Result<String, String> {
 }
 
 pub(super) fn build_log_settings(reader: &TableReader<'_>) -> Option<LogSettings> {
-    Some(LogSettings {
-        format: reader.get_keyword("format")?,
-        level: reader.get_parsed("level", LogLevel::parse)?,
-        access: reader.get_keyword("access")?,
-        access_sample: reader.read("access_sample")?,
-    })
+    let level = reader.get_parsed("level", LogLevel::parse)?;
+    Some(read_settings!(LogSettings { reader: format, access, access_sample; => level }))
 }

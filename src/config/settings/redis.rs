@@ -2,13 +2,13 @@
 
 use super::client_tls;
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report_if};
 use crate::config::values::{self, RedisUrl};
 use crate::store::MemorySettings;
 use crate::store::redis::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisTopology,
 };
-use strum::EnumString;
+use strum::{EnumString, VariantNames};
 
 /// Builds the Redis settings. Reads files only if `is_used`.
 pub(crate) fn build_redis_settings(
@@ -17,7 +17,7 @@ pub(crate) fn build_redis_settings(
     instance_counter_bounds: MemorySettings,
 ) -> Option<RedisSettings> {
     let breaker = reader.get_table("breaker");
-    let kind = reader.get_keyword("topology")?;
+    let kind = reader.read("topology")?;
     let urls = read_urls(reader, kind);
     let first = urls.first()?;
     let topology = match kind {
@@ -45,7 +45,10 @@ pub(crate) fn build_redis_settings(
         is_used,
         enabled_by: "rediss:// in the URL",
     };
-    Some(RedisSettings {
+    Some(read_settings!(RedisSettings {
+        reader: timeout, connect_timeout;
+        breaker: probe_interval;
+        =>
         topology,
         database: first.database,
         credentials: build_login(reader, is_used, "", first.login.clone()),
@@ -53,19 +56,16 @@ pub(crate) fn build_redis_settings(
         servers: urls.iter().map(|url| url.address.clone()).collect(),
         key_prefix: reader.get_parsed("key_prefix", parse_key_prefix)?,
         initial_instances: reader.read("instances")?,
-        timeout: reader.read("timeout")?,
-        connect_timeout: reader.read("connect_timeout")?,
         breaker_failures: breaker.read("failures")?,
-        probe_interval: breaker.read("probe_interval")?,
         instance_counter_bounds,
         state_dir: None,
         dialer: RedisDialer::Network,
-    })
+    }))
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, EnumString)]
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
-enum RedisTopologyKind {
+pub(crate) enum RedisTopologyKind {
     Standalone,
     Sentinel,
     Cluster,

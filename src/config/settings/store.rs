@@ -3,7 +3,7 @@
 use super::redis;
 use crate::config::key_files::read_directory;
 use crate::config::loaded_config::StoreSettings;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report_if};
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use std::fs::{self, OpenOptions};
@@ -33,10 +33,7 @@ pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSett
 
 /// Builds the bounds of counters in memory: of the memory store, and of `scope = "instance"`.
 pub(crate) fn build_memory_settings(reader: &TableReader<'_>) -> Option<MemorySettings> {
-    Some(MemorySettings {
-        max_keys: reader.read("max_keys")?,
-        max_bytes: reader.read("max_bytes")?,
-    })
+    Some(read_settings!(MemorySettings { reader: max_keys, max_bytes; }))
 }
 
 /// Warns if no file can be created in the directory. A full disk must neither stop the process from

@@ -1,7 +1,7 @@
 //! `[upstream]`: the server that requests are forwarded to.
 
 use super::client_tls;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, read_settings};
 use crate::config::values;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::tls::ClientTls;
@@ -18,25 +18,17 @@ pub(super) fn build_upstream_settings(
         false => Some(UpstreamUrl::Unix(PathBuf::new())),
     };
     let tls = url.as_ref().and_then(|url| build_upstream_tls(reader, url));
-    Some(UpstreamSettings {
-        connect_timeout: reader.read("connect_timeout")?,
-        response_timeout: reader.get_nonzero_duration("response_timeout"),
-        body_idle_timeout: reader.get_nonzero_duration("body_idle_timeout"),
-        pool_idle_timeout: reader.read("pool_idle_timeout")?,
-        pool_max_idle: reader.read("pool_max_idle")?,
-        preserve_host: reader.read("preserve_host")?,
-        max_connections: reader.read("max_connections")?,
-        max_connections_per_client: reader.read("max_connections_per_client")?,
-        max_tunnels_per_client: reader.read("max_tunnels_per_client")?,
-        tunnel_idle_timeout: reader.get_nonzero_duration("tunnel_idle_timeout"),
-        queue_timeout: reader.read("queue_timeout")?,
-        max_requests_waiting: http.read("max_requests_waiting")?,
-        retry_connect: reader.read("retry_connect")?,
-        retry_idempotent: reader.read("retry_idempotent")?,
+    Some(read_settings!(UpstreamSettings {
+        reader: connect_timeout, response_timeout, body_idle_timeout, pool_idle_timeout,
+            pool_max_idle, preserve_host, max_connections, max_connections_per_client,
+            max_tunnels_per_client, tunnel_idle_timeout, queue_timeout, retry_connect,
+            retry_idempotent;
+        http: max_requests_waiting;
+        =>
         // Unwrapped last, so that errors in all keys are reported.
         url: url?,
         tls,
-    })
+    }))
 }
 
 fn build_upstream_tls(reader: &TableReader<'_>, url: &UpstreamUrl) -> Option<ClientTls> {
