@@ -117,11 +117,8 @@ impl TomlDocument {
         let line = self.line_index(span.start);
         let start = self.line_starts.get(line).copied().unwrap_or_default();
         let column = self.chars_before(span.start) - self.chars_before(start);
-        let width = self
-            .text
-            .get(span)
-            .and_then(|text| text.lines().next())
-            .unwrap_or_default();
+        let width = self.text.get(span).and_then(|text| text.lines().next());
+        let width = width.map_or(0, |text| text.chars().count());
         let mut last_line = self.last_line.borrow_mut();
         if last_line.as_ref().is_none_or(|(last, _)| *last != line) {
             let end = self.line_starts.get(line + 1).copied();
@@ -130,14 +127,8 @@ impl TomlDocument {
             *last_line = Some((line, QuotedLine::new(source)));
         }
         let quoted = last_line.as_ref().map(|(_, quoted)| quoted);
-        SourceSpan::from_position(
-            &self.name,
-            self.rank,
-            line,
-            column,
-            quoted.filter(|_| self.shows_source),
-            width.chars().count(),
-        )
+        let quoted = quoted.filter(|_| self.shows_source);
+        SourceSpan::from_source(&self.name, self.rank).with_position(line, column, quoted, width)
     }
 }
 

@@ -23,11 +23,11 @@ use super::lints;
 use super::lints::context::LintContext;
 use super::loaded_config::{Config, StoreSettings};
 use super::policies::build_policies;
-use super::policies::context::{ClaimTrust, PolicyContext, PolicyWithReader};
+use super::policies::context::{ClaimTrust, PolicyContext};
 use super::table_reader::TableReader;
 use super::value_tree::ValueNode;
 use super::values;
-use crate::policy::{self, KeyHasher, PolicyTable, RateLimitHeaderSettings};
+use crate::policy::{self, KeyHasher, PolicyTable};
 use crate::store::redis::RedisTopology;
 use http::HeaderName;
 use std::sync::Arc;
@@ -54,8 +54,8 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
     let shutdown = operation::build_shutdown_settings(&root.get_table("shutdown"));
     let admin = build_admin_settings(&root.get_table("admin"));
     let log = operation::build_log_settings(&root.get_table("log"));
-    let trace = telemetry::build_trace_settings(root);
-    let metric_export = telemetry::build_metric_export_settings(root);
+    let trace = root.build_optional("trace", telemetry::build_trace_settings);
+    let metric_export = root.build_optional("metrics", telemetry::build_metric_export_settings);
     let response = root.get_table("response");
     let headers = response::build_rate_limit_header_settings(&response);
     let cors = response::build_cors_origins(&response.get_table("cors"));
@@ -89,8 +89,16 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         };
         lints::run_lints(&policies, &lint_context);
     }
-    let self_service = client::build_self_service_settings(root, has_upstream);
-    let mut table = assemble_policy_table(policies, context, headers?, tokens);
+    let self_service = root.build_optional("self_service", |table| {
+        client::build_self_service_settings(table, has_upstream)
+    });
+    let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
+    let mut table = PolicyTable::new(policies, context.path, context.client, headers?)
+        .with_trusted_headers(context.trusted_headers)
+        .with_mark_header(context.mark_header);
+    if let Some(tokens) = tokens {
+        table = table.with_token_settings(tokens);
+    }
     table.cors = cors;
     table.self_service = self_service?;
     Some(Config {
@@ -113,22 +121,6 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         files: FileSet::default(),
         raw: ValueNode::default(),
     })
-}
-
-fn assemble_policy_table(
-    policies: Vec<PolicyWithReader<'_>>,
-    context: PolicyContext,
-    headers: RateLimitHeaderSettings,
-    tokens: Option<policy::jwt::Settings>,
-) -> PolicyTable {
-    let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
-    let table = PolicyTable::new(policies, context.path, context.client, headers)
-        .with_trusted_headers(context.trusted_headers)
-        .with_mark_header(context.mark_header);
-    match tokens {
-        Some(tokens) => table.with_token_settings(tokens),
-        None => table,
-    }
 }
 
 /// Reads `defaults.mark_header`. tidegate removes this header from each request.

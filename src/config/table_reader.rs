@@ -150,11 +150,11 @@ impl<'a> TableReader<'a> {
 
     /// Whether the string is absent or the schema's default.
     pub(super) fn is_default(&self, name: &str) -> bool {
-        let default = self.schema_key(name).map(|key| &key.requirement);
-        self.get(name).is_none_or(|item| match default {
-            Some(KeyRequirement::Default(text)) => item.value.as_str() == Some(*text),
-            _ => false,
-        })
+        let Some(item) = self.get(name) else {
+            return true;
+        };
+        let requirement = self.schema_key(name).map(|key| &key.requirement);
+        matches!(requirement, Some(KeyRequirement::Default(text)) if item.value.as_str() == Some(*text))
     }
 
     /// Reads a list of strings with `parse`. Leaves out invalid items.
@@ -225,6 +225,18 @@ impl<'a> TableReader<'a> {
         let item = self.get(name)?;
         item.open_table(self.schema_key(name)?.kind.nested_keys())
             .or_else(|| item.report_error(self.expected_text(name)))
+    }
+
+    /// Builds settings from a table. The inner `None` means that the table is absent.
+    pub(super) fn build_optional<T>(
+        &self,
+        name: &str,
+        build: impl FnOnce(&Self) -> Option<T>,
+    ) -> Option<Option<T>> {
+        match self.get_optional_table(name) {
+            None => Some(None),
+            Some(table) => build(&table).map(Some),
+        }
     }
 
     /// Opens a list of tables. Reports and leaves out items that are not tables.

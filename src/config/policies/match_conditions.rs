@@ -65,10 +65,8 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         paths: reader.get_list("path", |text| PathPattern::parse(text, &context.path)),
         path_regex: reader
             .get_parsed("path_regex", |text| {
-                match context.path.normalize && !context.path.case_sensitive {
-                    true => values::parse_caseless_regex(text),
-                    false => values::parse_regex(text),
-                }
+                let is_caseless = context.path.normalize && !context.path.case_sensitive;
+                values::parse_regex(text, is_caseless)
             })
             .map(ConditionRegex),
         client_ips: reader.get_list("client_ips", |text| {
@@ -167,10 +165,9 @@ fn parse_conditions(
 /// Parses a regular expression on the values of a part. The scheme of credentials and a host match
 /// in any letter case.
 fn parse_part_regex(part: &KeyPart, text: &str) -> Result<Regex, String> {
-    let regex = values::parse_regex(text)?;
+    let regex = values::parse_regex(text, *part == KeyPart::Header(HOST))?;
     match part {
-        KeyPart::Header(AUTHORIZATION) => values::parse_regex(&accept_marked_letters(text)?),
-        KeyPart::Header(HOST) => values::parse_caseless_regex(text),
+        KeyPart::Header(AUTHORIZATION) => values::parse_regex(&accept_marked_letters(text)?, false),
         _ => Ok(regex),
     }
 }

@@ -1,7 +1,7 @@
 //! `[client]` and `[path]`: the client address and paths.
 
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::{TableReader, read_settings};
+use crate::config::table_reader::{TableReader, read_settings, report_if};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::client::Settings as ClientSettings;
@@ -12,18 +12,15 @@ use http::uri::PathAndQuery;
 use ipnet::Ipv6Net;
 use std::time::Duration;
 
-/// Builds the settings of self-service. The inner `None` means that it is off.
+/// Builds the settings of self-service.
 pub(super) fn build_self_service_settings(
-    root: &TableReader<'_>,
+    reader: &TableReader<'_>,
     has_upstream: bool,
-) -> Option<Option<SelfServiceSettings>> {
+) -> Option<SelfServiceSettings> {
     /// The window moves in tenths of its period.
     const SUB_WINDOWS: u64 = 10;
-    let Some(reader) = root.get_optional_table("self_service") else {
-        return Some(None);
-    };
-    if !has_upstream {
-        reader.report_warning("path", "without effect: nothing listens at listen.address");
+    report_if! { reader;
+        Warning("path") if !has_upstream => "without effect: nothing listens at listen.address";
     }
     let path = reader.get_parsed("path", parse_self_service_path)?;
     let limit = reader.get_table("limit");
@@ -34,7 +31,7 @@ pub(super) fn build_self_service_settings(
             buckets: SUB_WINDOWS,
         },
     };
-    Some(Some(SelfServiceSettings {
+    Some(SelfServiceSettings {
         path: path.into(),
         limit: NamedLimit {
             amount: None,
@@ -44,15 +41,15 @@ pub(super) fn build_self_service_settings(
             unit: None,
             limit,
         },
-    }))
+    })
 }
 
 fn parse_self_service_path(text: &str) -> Result<String, String> {
-    let is_path =
-        text.starts_with('/') && !text.contains(['?', '#']) && text.parse::<PathAndQuery>().is_ok();
-    is_path
-        .then(|| text.to_owned())
-        .ok_or_else(|| "expected a path such as \"/.well-known/ratelimit\"".to_owned())
+    let is_uri = text.starts_with('/') && text.parse::<PathAndQuery>().is_ok();
+    match is_uri && !text.contains(['?', '#']) {
+        true => Ok(text.to_owned()),
+        false => Err("expected a path such as \"/.well-known/ratelimit\"".to_owned()),
+    }
 }
 
 /// Builds the hasher of key values. Returns `None` after an error.

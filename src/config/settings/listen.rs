@@ -67,11 +67,11 @@ fn build_service_listener(
     reader: &TableReader<'_>,
     proxy: Option<&ListenSettings>,
 ) -> Option<ExtraListenerSettings> {
-    let tls = reader.get_optional_table("tls").map(|tls| {
+    let tls = reader.build_optional("tls", |tls| {
         report_if! { tls;
             Warning("client_cert_header") if tls.read("client_cert_header") == Some(true) => "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header";
         }
-        listen_tls::build_server_tls(&tls)
+        listen_tls::build_server_tls(tls)
     });
     let address = reader.get_parsed("address", values::parse_listen_address);
     let max_connections = reader.read("max_connections")?;
@@ -92,10 +92,7 @@ fn build_service_listener(
         max_concurrent_streams,
         ..proxy?.clone()
     };
-    let tls = match tls {
-        Some(tls) => Some(Arc::new(tls?)),
-        None => None,
-    };
+    let tls = tls?.map(Arc::new);
     Some(ExtraListenerSettings { kind, listen, tls })
 }
 

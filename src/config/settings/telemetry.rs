@@ -8,32 +8,24 @@ use crate::telemetry::otlp::{CollectorSettings, CollectorUrl, OtlpSignal};
 use crate::telemetry::trace::TraceSettings;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// Builds the trace settings. The inner `None` means that tracing is off.
-pub(super) fn build_trace_settings(root: &TableReader<'_>) -> Option<Option<TraceSettings>> {
-    let Some(reader) = root.get_optional_table("trace") else {
-        return Some(None);
-    };
+pub(super) fn build_trace_settings(reader: &TableReader<'_>) -> Option<TraceSettings> {
     let sample = reader.read("sample");
-    let collector = build_collector_settings(&reader, "trace", OtlpSignal::Traces);
-    Some(Some(TraceSettings {
+    let collector = build_collector_settings(reader, "trace", OtlpSignal::Traces);
+    Some(TraceSettings {
         collector: collector?,
         sample_ratio: sample?,
-    }))
+    })
 }
 
-/// Builds the settings of metric export. The inner `None` means that it is off.
 pub(super) fn build_metric_export_settings(
-    root: &TableReader<'_>,
-) -> Option<Option<MetricExportSettings>> {
-    let Some(reader) = root.get_optional_table("metrics") else {
-        return Some(None);
-    };
+    reader: &TableReader<'_>,
+) -> Option<MetricExportSettings> {
     let interval = reader.read("interval");
-    let collector = build_collector_settings(&reader, "metrics", OtlpSignal::Metrics);
-    Some(Some(MetricExportSettings {
+    let collector = build_collector_settings(reader, "metrics", OtlpSignal::Metrics);
+    Some(MetricExportSettings {
         collector: collector?,
         interval: interval?,
-    }))
+    })
 }
 
 /// Builds the settings that both signals have. `table` is the name of the table.
