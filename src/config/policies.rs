@@ -18,7 +18,6 @@ pub(super) use limits::is_concurrency_limit;
 
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
-use super::keywords::POLICY_MODES;
 use super::table_reader::{TableReader, report_if};
 use super::values;
 use crate::limiter::CounterScope;
@@ -48,7 +47,7 @@ pub(super) fn build_policies<'a>(
     let (mut spanned_policies, mut descriptions) = (Vec::new(), Vec::new());
     for reader in tables {
         reject_duplicate_name(&reader, &mut names);
-        let mode = reader.get_mapped_keyword("mode", &POLICY_MODES);
+        let mode: Option<Option<PolicyMode>> = reader.read("mode");
         let is_off = mode == Some(None);
         let mode = mode.flatten().unwrap_or(PolicyMode::Enforce);
         let Some(policy) = build_policy(&reader, context, mode) else {
@@ -82,7 +81,7 @@ fn build_policy(
     context: &PolicyContext,
     mode: PolicyMode,
 ) -> Option<Policy> {
-    let name = reader.get_parsed("name", values::parse_name);
+    let name = reader.get_text("name", values::parse_name);
     let action_kind: PolicyActionKind = reader.read("action")?;
     let conditions = reader.get_optional_table("match");
     let conditions = conditions.map(|table| match_conditions::build_matcher(&table, context));

@@ -18,7 +18,6 @@ pub(super) use redis::{RedisTopologyKind, build_redis_settings};
 pub(super) use store::build_memory_settings;
 
 use super::file_set::FileSet;
-use super::keywords::ALGORITHMS;
 use super::lints;
 use super::lints::context::LintContext;
 use super::loaded_config::{Config, StoreSettings};
@@ -166,7 +165,7 @@ fn build_policy_context(
             .get_table("client")
             .get_list("trusted_headers", values::parse_header_name),
         on_store_failure: defaults.read("on_store_failure")?,
-        algorithm: defaults.get_mapped_keyword("algorithm", &ALGORITHMS)?,
+        algorithm: defaults.read("algorithm")?,
         missing_key: defaults.read("missing_key")?,
         requests_client_certificates: tls_reader
             .is_some_and(listen_tls::requests_client_certificates),

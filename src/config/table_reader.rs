@@ -5,14 +5,15 @@
 
 use super::diagnostic::{DiagnosticSeverity, SourceSpan, quote_source};
 use super::input::ConfigInput;
+use super::keywords::ALGORITHMS;
 use super::policies::PolicyActionKind;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
 use super::settings::RedisTopologyKind;
 use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
 use super::{suggestions, text_conversion, values};
-use crate::limiter::CounterScope;
+use crate::limiter::{Algorithm, CounterScope};
 use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
-use crate::policy::{MissingKeyAction, OnStoreFailure, SlotRelease};
+use crate::policy::{MissingKeyAction, OnStoreFailure, PolicyMode, SlotRelease};
 use crate::telemetry::{AccessLogFilter, LogFormat};
 use crate::tls::ClientAuth;
 use std::time::Duration;
@@ -114,24 +115,7 @@ impl<'a> TableReader<'a> {
 
     /// Whether the value is `keyword`, one of the schema's.
     pub(super) fn is_keyword(&self, name: &str, keyword: &str) -> Option<bool> {
-        self.read_value(name, |kind, value| {
-            let word = value.as_str()?;
-            let is_known = matches!(kind, ValueKind::Keyword(words) if words.contains(&word));
-            is_known.then_some(word == keyword)
-        })
-    }
-
-    /// Reads a keyword. `meanings` maps every keyword of the schema to its value.
-    pub(super) fn get_mapped_keyword<T: Copy>(
-        &self,
-        name: &str,
-        meanings: &[(&str, T)],
-    ) -> Option<T> {
-        self.read_value(name, |_, value| {
-            let word = value.as_str()?;
-            let meaning = meanings.iter().find(|(known, _)| *known == word);
-            meaning.map(|(_, meaning)| *meaning)
-        })
+        self.read(name).map(|word: String| word == keyword)
     }
 
     /// Reads a string with `parse`. The error of `parse` follows "found …;" in the message.
@@ -141,6 +125,11 @@ impl<'a> TableReader<'a> {
         parse: impl Fn(&str) -> Result<T, String>,
     ) -> Option<T> {
         self.read_result(name, |_, value| Some(parse(value.as_str()?)))
+    }
+
+    /// Reads a string with `parse`, which returns `None` for one that is not as the schema says.
+    pub(super) fn get_text<T>(&self, name: &str, parse: impl Fn(&str) -> Option<T>) -> Option<T> {
+        self.read_value(name, |_, value| parse(value.as_str()?))
     }
 
     /// Reads a string. Returns `None` if it is empty.
@@ -466,7 +455,10 @@ schema_values! {
         ValueContent::Integer(1) => Some(1.0),
         _ => None,
     };
-    String => |_, content| content.as_str().map(str::to_owned);
+    String => |kind, content| match (kind, content.as_str()?) {
+        (ValueKind::Keyword(words), word) if !words.contains(&word) => None,
+        (_, text) => Some(text.to_owned()),
+    };
     Duration => |kind, content| match kind {
         ValueKind::Duration { min, max } => {
             let duration = values::parse_duration(content.as_str()?);
@@ -492,6 +484,15 @@ schema_values! {
             size.filter(|size| (min..=max).contains(&size))?.try_into().ok()
         }
         _ => None,
+    };
+    // "off": the policy is only validated.
+    Option<PolicyMode> => |_, content| match content.as_str()? {
+        "off" => Some(None),
+        mode => mode.parse().ok().map(Some),
+    };
+    Algorithm => |_, content| {
+        let mut algorithms = ALGORITHMS.into_iter();
+        algorithms.find(|algorithm| Some(algorithm.into_str()) == content.as_str())
     };
     // Keywords. Those of the schema are the variants of the type.
     LogFormat, AccessLogFilter, ClientAuth, ForwardedPath, EscapedSlashes, EscapedDelimiters,

@@ -301,17 +301,16 @@ fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u1
     ))
 }
 
+/// Whether a text has 1 to `max_length` letters, digits and characters of `others`.
+pub(super) fn is_word(text: &str, others: &[u8], max_length: usize) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || others.contains(&byte);
+    (1..=max_length).contains(&text.len()) && text.bytes().all(fits)
+}
+
 /// Parses a name: `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
-pub(super) fn parse_name(text: &str) -> Result<String, String> {
+pub(super) fn parse_name(text: &str) -> Option<String> {
     let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
-    match starts_well && text.len() <= 63 && text.bytes().all(fits) {
-        true => Ok(text.to_owned()),
-        false => Err(
-            "expected a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""
-                .to_owned(),
-        ),
-    }
+    (starts_well && is_word(text, b"_.-", 63)).then(|| text.to_owned())
 }
 
 /// Parses the name of a header.

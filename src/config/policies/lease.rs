@@ -36,7 +36,7 @@ pub(super) fn build_lease(
             ttl_us: to_micros(ttl),
         }
     } else {
-        reader.get_mapped_keyword("lease", &[("auto", ())])?;
+        reader.is_keyword("lease", "auto")?;
         LeaseTerms {
             size: None,
             ttl_us: DEFAULT_TTL_US.min(half_period_us).max(1),

@@ -3,7 +3,6 @@
 use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
 use super::calendar::{PERIOD_OF_SLOTS_ERROR, build_calendar_limit, read_calendar_unit};
 use super::context::PolicyContext;
-use crate::config::keywords::ALGORITHMS;
 use crate::config::table_reader::{TableReader, report_if};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
@@ -36,7 +35,7 @@ pub(super) fn build_limits(
     let mut limits: Vec<NamedLimit> = Vec::new();
     let mut unnamed = 0_usize;
     for table in &tables {
-        let name = table.get_parsed("name", values::parse_name);
+        let name = table.get_text("name", values::parse_name);
         let name = name.unwrap_or_else(|| {
             unnamed += 1;
             match unnamed {
@@ -58,7 +57,7 @@ pub(super) fn build_limits(
         }
         limits.push(NamedLimit {
             name: name.into(),
-            unit: table.get_parsed("unit", parse_unit),
+            unit: table.get_text("unit", parse_unit),
             limit,
             amount,
             is_reported: true,
@@ -68,12 +67,8 @@ pub(super) fn build_limits(
     (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)
 }
 
-fn parse_unit(text: &str) -> Result<Box<str>, String> {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
-    match (1..=32).contains(&text.len()) && text.bytes().all(fits) {
-        true => Ok(text.into()),
-        false => Err("expected 1 to 32 letters, digits, \"_\" or \"-\"".to_owned()),
-    }
+fn parse_unit(text: &str) -> Option<Box<str>> {
+    values::is_word(text, b"_-", 32).then(|| text.into())
 }
 
 fn build_limit(
@@ -88,7 +83,7 @@ fn build_limit(
         Some(_) => None,
     };
     let slot_ttl = reader.read("lease_ttl");
-    let configured_algorithm = reader.get_mapped_keyword("algorithm", &ALGORITHMS);
+    let configured_algorithm: Option<Algorithm> = reader.read("algorithm");
     let offset: Option<Duration> = reader.read("offset");
     if configured_algorithm.is_none() && reader.contains_key("algorithm") {
         // Without a valid algorithm, the other keys cannot be checked.

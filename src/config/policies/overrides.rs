@@ -3,9 +3,11 @@
 use super::context::PolicyContext;
 use super::limits::build_limits;
 use crate::config::diagnostic::SourceSpan;
-use crate::config::keywords::POLICY_MODES;
+use crate::config::policies::PolicyActionKind;
 use crate::config::table_reader::{TableReader, report_if};
-use crate::policy::{KeyTemplate, LimitOverride, NamedLimit, OverrideRule, ValuePattern};
+use crate::policy::{
+    KeyTemplate, LimitOverride, NamedLimit, OverrideRule, PolicyMode, ValuePattern,
+};
 use std::collections::HashMap;
 
 /// Builds the overrides of a policy. `key` is the policy's key, or `None` if it is invalid.
@@ -80,15 +82,9 @@ fn build_override(
 
 /// Reads `action` and `mode`.
 fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
-    let actions = [
-        ("limit", OverrideRule::Limit(None)),
-        ("allow", OverrideRule::Allow),
-        ("deny", OverrideRule::Deny),
-    ];
-    let action = reader.get_mapped_keyword("action", &actions);
-    let action = action.unwrap_or(OverrideRule::Limit(None));
-    let mode = reader.get_mapped_keyword("mode", &POLICY_MODES);
-    let is_limit = matches!(action, OverrideRule::Limit(_));
+    let action = reader.read("action").unwrap_or(PolicyActionKind::Limit);
+    let mode: Option<Option<PolicyMode>> = reader.read("mode");
+    let is_limit = action == PolicyActionKind::Limit;
     let is_off = mode == Some(None);
     let key = if is_off { "mode" } else { "action" };
     report_if! { reader;
@@ -96,9 +92,10 @@ fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
         Error(key) if is_dynamic && (!is_limit || is_off) => "not with dynamic = true: this override would hide overrides in the store; expected a limit here, or `tidegate overrides set` with --unlimited or --block";
     }
     match (action, mode) {
-        (OverrideRule::Limit(_), Some(None)) => OverrideRule::Off,
-        (OverrideRule::Limit(_), mode) => OverrideRule::Limit(mode.flatten()),
-        (action, _) => action,
+        (PolicyActionKind::Limit, Some(None)) => OverrideRule::Off,
+        (PolicyActionKind::Limit, mode) => OverrideRule::Limit(mode.flatten()),
+        (PolicyActionKind::Allow, _) => OverrideRule::Allow,
+        (PolicyActionKind::Deny, _) => OverrideRule::Deny,
     }
 }
 

@@ -27,7 +27,7 @@ pub(super) fn build_quota(
     let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
         .with_scope(reader.read("scope").unwrap_or_default())
-        .with_counter(reader.get_parsed("counter", parse_name));
+        .with_counter(reader.get_text("counter", parse_name));
     let is_instance_scoped = key.scope() == CounterScope::Instance;
     // Policies that share a counter have the same names for its limits.
     let limit_name = key.counter_name().unwrap_or(name).to_owned();

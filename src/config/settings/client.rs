@@ -22,7 +22,7 @@ pub(super) fn build_self_service_settings(
     report_if! { reader;
         Warning("path") if !has_upstream => "without effect: nothing listens at listen.address";
     }
-    let path = reader.get_parsed("path", parse_self_service_path)?;
+    let path = reader.get_text("path", parse_self_service_path)?;
     let limit = reader.get_table("limit");
     let limit = Limit {
         requests: limit.read("requests")?,
@@ -44,12 +44,9 @@ pub(super) fn build_self_service_settings(
     })
 }
 
-fn parse_self_service_path(text: &str) -> Result<String, String> {
+fn parse_self_service_path(text: &str) -> Option<String> {
     let is_uri = text.starts_with('/') && text.parse::<PathAndQuery>().is_ok();
-    match is_uri && !text.contains(['?', '#']) {
-        true => Ok(text.to_owned()),
-        false => Err("expected a path such as \"/.well-known/ratelimit\"".to_owned()),
-    }
+    (is_uri && !text.contains(['?', '#'])).then(|| text.to_owned())
 }
 
 /// Builds the hasher of key values. Returns `None` after an error.
@@ -74,10 +71,7 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<ClientSe
         reader: ipv4_prefix, ipv6_prefix;
         =>
         trusted_proxies: reader.get_list("trusted_proxies", values::parse_network),
-        ip_header: reader.get_parsed("ip_header", |text| {
-            let name = HeaderName::from_bytes(text.as_bytes());
-            name.map_err(|_invalid| "expected the name of a header".to_owned())
-        })?,
+        ip_header: reader.get_text("ip_header", |text| HeaderName::try_from(text).ok())?,
         nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),
         rejects_ambiguous_query: rejects("ambiguous_query")?,
         rejects_ambiguous_cookie: rejects("ambiguous_cookie")?,

@@ -55,9 +55,7 @@ pub(super) fn read_ext_authz_settings(check: &TableReader<'_>) -> ExtAuthzSettin
     ExtAuthzSettings {
         denied_status: status.and_then(|status| StatusCode::from_u16(status).ok()),
         // `None` after an error, which `check` has reported.
-        accepts_joined_headers: check
-            .is_keyword("joined_headers", "allow")
-            .unwrap_or_default(),
+        accepts_joined_headers: check.is_keyword("joined_headers", "allow") == Some(true),
     }
 }
 

@@ -93,7 +93,9 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
 
 /// Whether the listener requests client certificates, even if other keys are invalid.
 pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
-    let auth: Option<String> = reader.read("client_auth");
+    let auth = reader
+        .get("client_auth")
+        .and_then(|item| item.value.as_str());
     auth.is_some_and(|auth| auth != "none")
 }
 

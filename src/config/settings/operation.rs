@@ -17,9 +17,9 @@ pub(crate) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSett
     let token = read_text_file(reader, "token_file", "token").map(AdminToken::new);
     let address = reader.get_parsed("address", values::parse_admin_address)?;
     let has_token = reader.get_nonempty_string("token_file").is_some();
-    let probes = reader.get_parsed("probes", |text| match text {
-        "" => Ok(None),
-        text => parse_probes_address(text).map(Some),
+    let probes: Option<SocketAddr> = reader.get_text("probes", |text| match text {
+        "" => Some(None),
+        text => text.parse().ok().map(Some),
     })?;
     let advertise = reader.get_parsed("advertise", |text| match text {
         "" => Ok(None),
@@ -44,20 +44,12 @@ pub(crate) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSett
     })
 }
 
-/// Parses the address of the probes listener. The kubelet and Prometheus connect by TCP only.
-fn parse_probes_address(text: &str) -> Result<SocketAddr, String> {
-    text.parse()
-        .ok()
-        .ok_or_else(|| "expected an IP address and port such as \"[::]:9091\"".to_owned())
-}
-
 /// Parses a host name. Returns it in lower case, for comparison.
 fn parse_host_name(text: &str) -> Result<String, String> {
-    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    if text.is_empty() || !text.chars().all(fits) {
-        return Err("expected a host name without port such as \"admin.internal\"".to_owned());
+    match values::is_word(text, b".-_", usize::MAX) {
+        true => Ok(text.to_ascii_lowercase()),
+        false => Err("expected a host name without port such as \"admin.internal\"".to_owned()),
     }
-    Ok(text.to_ascii_lowercase())
 }
 
 pub(super) fn build_log_settings(reader: &TableReader<'_>) -> Option<LogSettings> {

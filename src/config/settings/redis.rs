@@ -54,7 +54,7 @@ pub(crate) fn build_redis_settings(
         credentials: build_login(reader, is_used, "", first.login.clone()),
         tls: client_tls::build_client_tls(reader, requirement),
         servers: urls.iter().map(|url| url.address.clone()).collect(),
-        key_prefix: reader.get_parsed("key_prefix", parse_key_prefix)?,
+        key_prefix: reader.get_text("key_prefix", parse_key_prefix)?,
         initial_instances: reader.read("instances")?,
         breaker_failures: breaker.read("failures")?,
         instance_counter_bounds,
@@ -146,10 +146,6 @@ fn build_login(
 
 /// Parses a key prefix. Braces are invalid because they would change the cluster hash tag of all
 /// keys. Other characters are restricted so that operators can type the prefix.
-fn parse_key_prefix(text: &str) -> Result<String, String> {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-:/".contains(&byte);
-    if (1..=64).contains(&text.len()) && text.bytes().all(fits) {
-        return Ok(text.to_owned());
-    }
-    Err("expected 1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\"".to_owned())
+fn parse_key_prefix(text: &str) -> Option<String> {
+    values::is_word(text, b"_.-:/", 64).then(|| text.to_owned())
 }

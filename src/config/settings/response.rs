@@ -6,16 +6,10 @@ use crate::policy::{CorsOrigins, RateLimitHeaderSettings};
 pub(super) fn build_rate_limit_header_settings(
     reader: &TableReader<'_>,
 ) -> Option<RateLimitHeaderSettings> {
-    let kinds = [
-        ("standard", (true, false)),
-        ("legacy", (false, true)),
-        ("both", (true, true)),
-        ("none", (false, false)),
-    ];
-    let (standard, legacy) = reader.get_mapped_keyword("headers", &kinds)?;
+    let kind: String = reader.read("headers")?;
     Some(RateLimitHeaderSettings {
-        standard,
-        legacy,
+        standard: ["standard", "both"].contains(&kind.as_str()),
+        legacy: ["legacy", "both"].contains(&kind.as_str()),
         legacy_reset_epoch: reader.is_keyword("legacy_reset", "epoch")?,
     })
 }
