@@ -18,7 +18,7 @@ pub(super) use limits::is_concurrency_limit;
 
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
-use super::table_reader::{TableReader, report_if};
+use super::table_reader::{TableReader, report};
 use super::values;
 use crate::limiter::CounterScope;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, RejectResponse};
@@ -88,7 +88,7 @@ fn build_policy(
     let matches_descriptors = conditions
         .as_ref()
         .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
-    report_if! { reader;
+    report! { reader;
         Error("mode") if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow => "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"";
     }
     let is_instance_scoped = reader
@@ -107,7 +107,7 @@ fn build_policy(
     };
     let action: &str = action_kind.into();
     for key in reader.present_keys().filter(|key| key.is_of_quota) {
-        report_if! { reader;
+        report! { reader;
             Error(key.name) if action_kind != PolicyActionKind::Limit => "a policy with action = \"{action}\" has no quota; expected no such key";
         }
     }
@@ -144,10 +144,10 @@ fn build_reject(
     matches_descriptors: bool,
 ) -> Option<RejectResponse> {
     let table = reader.get_optional_table("reject")?;
-    report_if! { reader;
+    report! { reader;
         Error("reject") if action_kind == PolicyActionKind::Allow => "a policy with action = \"allow\" rejects no request";
     }
-    report_if! { table;
+    report! { table;
         Error("status") if matches_descriptors && table.contains_key("status") => "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter";
     }
     build_reject_response(&table)
@@ -165,7 +165,7 @@ fn read_store_failure_mode(
     if !matches_descriptors {
         return effective;
     }
-    report_if! { reader;
+    report! { reader;
         Error("on_store_failure") if configured.is_some_and(|mode| mode != OnStoreFailure::Local) => "the call returns UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or no such key";
     }
     match effective {

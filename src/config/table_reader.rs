@@ -18,8 +18,11 @@ use crate::telemetry::{AccessLogFilter, LogFormat};
 use crate::tls::ClientAuth;
 use std::time::Duration;
 
-/// A table of rules: the severity and the key of a report, when it applies, and the message.
-macro_rules! report_if {
+/// Reports by a table of rules: severity and key, the condition if there is one, and the message.
+macro_rules! report {
+    ($reader:expr; $severity:ident($key:expr) => $($message:expr),+;) => {
+        report! { $reader; $severity($key) if true => $($message),+; }
+    };
     ($reader:expr; $($severity:ident($key:expr) if $condition:expr => $($message:expr),+;)+) => {{$(
         if $condition {
             let severity = crate::config::DiagnosticSeverity::$severity;
@@ -28,7 +31,7 @@ macro_rules! report_if {
     )+}};
 }
 
-pub(super) use report_if;
+pub(super) use report;
 
 /// Builds settings: fields that are read from the keys of their names, each after its table, and
 /// after `=>` other fields.
@@ -473,18 +476,7 @@ schema_values! {
     Option<u64>, Option<usize> => |kind, content| {
         SchemaValue::from_content(kind, content).map(|size| Some(size).filter(|size| *size > 0))
     };
-    // Integers and sizes in bytes. The range of the schema must fit into the type.
-    u8, u16, u32, u64, usize, i64 => |kind, content| match (kind, content) {
-        (ValueKind::Integer { min, max }, ValueContent::Integer(number)) => {
-            let number = Some(*number).filter(|number| (min..=max).contains(&number));
-            number?.try_into().ok()
-        }
-        (ValueKind::ByteSize { min, max }, ValueContent::Text(text)) => {
-            let size = values::parse_byte_size(text);
-            size.filter(|size| (min..=max).contains(&size))?.try_into().ok()
-        }
-        _ => None,
-    };
+    u8, u16, u32, u64, usize, i64 => read_number;
     // "off": the policy is only validated.
     Option<PolicyMode> => |_, content| match content.as_str()? {
         "off" => Some(None),
@@ -498,4 +490,22 @@ schema_values! {
     LogFormat, AccessLogFilter, ClientAuth, ForwardedPath, EscapedSlashes, EscapedDelimiters,
     OnStoreFailure, MissingKeyAction, SlotRelease, CounterScope, PolicyActionKind,
     RedisTopologyKind => |_, content| content.as_str()?.parse().ok();
+}
+
+/// Reads an integer or a size in bytes. The range of the schema must fit into the type.
+fn read_number<T>(kind: &ValueKind, content: &ValueContent) -> Option<T>
+where
+    T: TryFrom<i64> + TryFrom<u64>,
+{
+    match (kind, content) {
+        (ValueKind::Integer { min, max }, ValueContent::Integer(number)) => {
+            let number = Some(*number).filter(|number| (min..=max).contains(&number));
+            T::try_from(number?).ok()
+        }
+        (ValueKind::ByteSize { min, max }, ValueContent::Text(text)) => {
+            let size = values::parse_byte_size(text);
+            T::try_from(size.filter(|size| (min..=max).contains(&size))?).ok()
+        }
+        _ => None,
+    }
 }

@@ -7,6 +7,7 @@ use super::context::LintContext;
 use super::policy_interactions::ComparisonBudget;
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::config::policies::is_concurrency_limit;
+use crate::config::table_reader::report;
 use crate::policy::{
     CoverageIndex, KeyPart, LimitOverride, Matcher, NamedLimit, OverrideRule, PartCondition,
     PolicyAction, Quota, ValueCondition,
@@ -88,9 +89,9 @@ fn warn_raising_overrides(spanned: &PolicyWithReader<'_>, context: &PolicyContex
         };
         if let Some(name) = find_forgeable_value(entry, quota, context).filter(|_| is_raised) {
             let advice = advise(name);
-            let problem =
-                format!("a client that sends this {name} gets the higher limit or none; {advice}");
-            table.report_warning("key", problem);
+            report! { table;
+                Warning("key") => "a client that sends this {name} gets the higher limit or none; {advice}";
+            }
         }
     }
 }
@@ -223,8 +224,9 @@ impl HeaderQuestion<'_, '_> {
             _ => return,
         };
         let (header, advice) = (self.header, advise(self.header.name()));
-        let problem = format!("a client that sends the {header} {effect}; {advice}");
-        reader.report_warning("match", problem);
+        report! { reader;
+            Warning("match") => "a client that sends the {header} {effect}; {advice}";
+        }
     }
 }
 

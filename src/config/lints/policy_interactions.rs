@@ -1,6 +1,7 @@
 //! Lints about combinations of policies.
 
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
+use crate::config::table_reader::report;
 use crate::policy::{
     CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, PartCondition, PolicyAction,
     PolicyMode, ValueCondition, merge_ascending,
@@ -77,10 +78,9 @@ fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], budget: &mut Com
             _ => "denies",
         };
         let end = end.quote_name_and_position();
-        let problem = format!(
-            "never reached: {end} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority"
-        );
-        spanned.reader.report_warning("name", problem);
+        report! { spanned.reader;
+            Warning("name") => "never reached: {end} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority";
+        }
     }
 }
 
@@ -106,9 +106,9 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
         let fingerprint = format!("{content:?}");
         if let Some(first) = known.get(&fingerprint) {
             let first = first.quote_name_and_position();
-            let problem =
-                format!("has the same match, key and limits as {first}; expected only one of them");
-            reader.report_warning("name", problem);
+            report! { reader;
+                Warning("name") => "has the same match, key and limits as {first}; expected only one of them";
+            }
         } else {
             known.insert(fingerprint, spanned);
         }
@@ -128,10 +128,9 @@ fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], budget: &mut Co
     for (name, sharing) in by_name.iter().filter(|(_, sharing)| sharing.len() > 1) {
         for (spanned, other) in find_overlapping_pairs(sharing, budget) {
             let other = other.quote_name_and_position();
-            let problem = format!(
-                "a limit of {other} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit"
-            );
-            spanned.reader.report_warning("name", problem);
+            report! { spanned.reader;
+                Warning("name") => "a limit of {other} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit";
+            }
         }
     }
 }
@@ -194,10 +193,9 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut Compariso
                 true => "missing_key",
                 false => "key",
             };
-            let problem = format!(
-                "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\""
-            );
-            spanned.reader.report_warning(key, problem);
+            report! { spanned.reader;
+                Warning(key) => "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\"";
+            }
         }
     }
 }
@@ -253,10 +251,9 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
         if let Some((other, common)) = overlap {
             let entries: Vec<_> = common.iter().map(describe_entry).collect();
             let (other, entries) = (other.quote_name_and_position(), entries.join(", "));
-            let problem = format!(
-                "{other} charges a descriptor {{ {entries} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them"
-            );
-            spanned.reader.report_warning("match", problem);
+            report! { spanned.reader;
+                Warning("match") => "{other} charges a descriptor {{ {entries} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them";
+            }
         }
     }
 }
@@ -378,10 +375,9 @@ fn warn_client_chosen_keys(
     let has_no_hosts = |one: &&PolicyWithReader<'_>| one.policy.matcher.hosts.is_empty();
     let choosing = policies.iter().filter(|one| chooses_host(one));
     for spanned in choosing.filter(has_no_hosts) {
-        spanned.reader.report_warning(
-            "key",
-            "a client that sends another Host gets another quota; expected the hosts that you serve as match.hosts",
-        );
+        report! { spanned.reader;
+            Warning("key") => "a client that sends another Host gets another quota; expected the hosts that you serve as match.hosts";
+        }
     }
     for spanned in policies.iter().filter(|one| has_client_chosen_key(one)) {
         let matcher = &spanned.policy.matcher;
@@ -405,7 +401,8 @@ fn warn_client_chosen_keys(
             ),
             None => "clients choose these values and can create any number of counters".to_owned(),
         };
-        let problem = format!("{problem}; add a policy with the key \"client_ip\"");
-        spanned.reader.report_warning("key", problem);
+        report! { spanned.reader;
+            Warning("key") => "{problem}; add a policy with the key \"client_ip\"";
+        }
     }
 }

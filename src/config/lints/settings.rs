@@ -3,7 +3,7 @@
 use super::context::LintContext;
 use crate::config::loaded_config::StoreSettings;
 use crate::config::policies::context::PolicyWithReader;
-use crate::config::table_reader::report_if;
+use crate::config::table_reader::report;
 use crate::listen::ListenAddress;
 use crate::policy::{KeyPart, OnStoreFailure};
 use crate::proxy::UpstreamUrl;
@@ -17,12 +17,12 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
         true => "no [[policy]] is in effect (mode = \"off\")",
         false => "there is no [[policy]]",
     };
-    report_if! { root;
+    report! { root;
         Warning("policy") if policies.is_empty() => "{reason}, so every request is forwarded without a limit";
     }
     let uses_redis = matches!(context.store, StoreSettings::Redis(_));
     let is_redis_idle = !uses_redis && !store.contains_key("kind") && redis.has_any_value();
-    report_if! { store;
+    report! { store;
         // A Redis URL without a kind means Redis, so only other keys can be without effect.
         Warning("redis") if is_redis_idle => "not used: the store is \"memory\"; expected store.kind = \"redis\", or store.redis.url";
     }
@@ -30,7 +30,7 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
     let has_secret = client.get_nonempty_string("hash_secret_file").is_some();
     let mut quotas = policies.iter().filter_map(PolicyWithReader::quota);
     let has_hashed_part = quotas.clone().any(|quota| quota.key.has_hashed_part());
-    report_if! { client;
+    report! { client;
         Warning("trusted_proxies") if proxies.iter().any(|net| net.prefix_len() == 0) => "trusts every peer, so clients can forge the address that they are limited by; expected the networks of your proxies";
         Warning("hash_secret_file") if has_secret && !has_hashed_part => "without effect: no key has a hashed part; expected one such as \"header:x-api-key;hash\"";
     }
@@ -38,7 +38,7 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
     let reads_header = context.listen.proxy_protocol_from.is_some();
     let is_client_ip = |part: &KeyPart| *part == KeyPart::ClientIp;
     let has_client_ip = quotas.any(|quota| quota.key.sources().any(is_client_ip));
-    report_if! { listen;
+    report! { listen;
         Warning("address") if is_socket && !reads_header && proxies.is_empty() && has_client_ip => "all clients of a Unix socket have the address 127.0.0.1, so the key \"client_ip\" is one quota; expected client.trusted_proxies = [\"127.0.0.1\"] if a proxy in front sends their addresses";
     }
     let is_limited_locally = |one: &PolicyWithReader<'_>| {
@@ -46,7 +46,7 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
         is_local && one.policy.is_enforced() && one.quota().is_some()
     };
     let needs_count = uses_redis && policies.iter().any(is_limited_locally);
-    report_if! { redis;
+    report! { redis;
         Warning("instances") if needs_count && !redis.contains_key("instances") => "not set: an instance that starts while Redis is unavailable uses the whole limit as its share (on_store_failure = \"local\"); expected the number of instances";
     }
     // A listener with TLS or the PROXY protocol, and without trusted proxies, faces clients directly.
@@ -55,7 +55,7 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
     let faces_clients = (listen.contains_key("tls") || reads_header) && proxies.is_empty();
     let connections = context.upstream.max_connections;
     let is_unlimited = context.upstream.max_tunnels_per_client == 0;
-    report_if! { upstream;
+    report! { upstream;
         Warning("url") if is_own_listener(context) => "this is listen.address, {}, so requests would loop; expected the address of your app", context.listen.address;
         Warning("max_tunnels_per_client") if is_public && faces_clients && is_unlimited => "not set, and clients connect directly: one client's WebSockets can take all {connections} upstream connections; expected for example max_tunnels_per_client = {}", (connections / 16).max(1);
     }

@@ -3,7 +3,7 @@
 use super::context::LintContext;
 use super::path_regex;
 use crate::config::policies::context::PolicyWithReader;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
@@ -30,7 +30,7 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
     let is_exemption = matches!(policy.action, PolicyAction::Allow);
     let is_shown = !is_exemption && policy.mode != PolicyMode::Shadow;
     let is_for_envoy = matcher.descriptor_conditions.is_some();
-    report_if! { reader;
+    report! { reader;
         Warning("match") if matcher.never_matches() => "matches no request: `not` excludes everything that the other conditions match";
         Warning("match") if is_for_envoy && !context.has_rls => "never used: the rate-limit service is not configured; expected [rls] with its address";
         Warning("reject") if is_watching && reader.contains_key("reject") => "without effect: a policy in mode \"{mode}\" rejects no request";
@@ -51,10 +51,9 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
         check_limits(table, &entry.limits, quota, context);
         if let Some(index) = find_impossible_value_index(entry, matcher, quota) {
             let position = index + 1;
-            let problem = format!(
-                "never used: no request that the policy matches has this value at position {position}"
-            );
-            table.report_warning("key", problem);
+            report! { table;
+                Warning("key") => "never used: no request that the policy matches has this value at position {position}";
+            }
         }
     }
     if let Some(block) = quota.block {
@@ -66,34 +65,30 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
     let settings = &context.policy_context.path;
     if let Some(regex) = matcher.path_regex.as_ref().map(|regex| regex.as_str()) {
         if let Some(pattern) = path_regex::path_pattern_from_regex(regex) {
-            let problem = format!(
-                "path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"
-            );
-            reader.report_warning("path_regex", problem);
+            report! { reader;
+                Warning("path_regex") => "path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request";
+            }
         }
         let unusual = path_regex::find_unusual_spelling(regex, settings);
         if let Some((part, canonical)) = unusual.filter(|_| settings.normalize) {
-            let problem = format!(
-                "no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\""
-            );
-            reader.report_warning("path_regex", problem);
+            report! { reader;
+                Warning("path_regex") => "no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\"";
+            }
         }
     }
     for PartCondition { part, condition } in &matcher.values {
-        let has_escape = || condition.texts().any(path_regex::has_escape);
-        let is_regex = |is_such: &dyn Fn(&str) -> bool| matches!(condition, ValueCondition::Regex(regex) if is_such(regex.as_str()));
-        match part {
-            KeyPart::Query(_) if has_escape() => {
-                reader.report_warning("query", DECODED_VALUE_WARNING);
+        let has_escape = condition.texts().any(path_regex::has_escape);
+        let (key, problem) = match (part, condition) {
+            (KeyPart::Query(_), _) if has_escape => ("query", DECODED_VALUE_WARNING),
+            (KeyPart::Cookie(_), _) if has_escape => ("cookies", DECODED_VALUE_WARNING),
+            (KeyPart::Header(name), ValueCondition::Regex(regex))
+                if needs_removed_space(name, regex.as_str()) =>
+            {
+                ("headers", REMOVED_SPACE_WARNING)
             }
-            KeyPart::Cookie(_) if has_escape() => {
-                reader.report_warning("cookies", DECODED_VALUE_WARNING);
-            }
-            KeyPart::Header(name) if is_regex(&|regex| needs_removed_space(name, regex)) => {
-                reader.report_warning("headers", REMOVED_SPACE_WARNING);
-            }
-            _ => {}
-        }
+            _ => continue,
+        };
+        reader.report_warning(key, problem);
     }
     for item in reader.get_items("methods") {
         let method = item.value.as_str().unwrap_or_default();
@@ -180,7 +175,7 @@ fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>)
     let has_stripped_cost =
         matches!(&quota.cost, CostSource::Header(cost) if is_stripped(&cost.name));
     let has_certificates = context.policy_context.requests_client_certificates;
-    report_if! { reader;
+    report! { reader;
         Warning("key") if has_stripped => "{STRIPPED_HEADER_WARNING}";
         Warning("cost") if has_stripped_cost => "{STRIPPED_HEADER_WARNING}";
         Warning("key") if !has_certificates && parts.any(KeyPart::is_from_client_certificate) => "the listener requests no client certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"";
@@ -216,9 +211,9 @@ fn check_limits(
             && let Some(other) = limits.iter().find(is_stricter)
         {
             let name = &other.name;
-            let problem =
-                format!("never reached: the limit \"{name}\" admits no more in the same time");
-            table.report_warning("requests", problem);
+            report! { table;
+                Warning("requests") => "never reached: the limit \"{name}\" admits no more in the same time";
+            }
             unreachable_limits.push(named);
         }
     }
@@ -255,10 +250,9 @@ fn check_capacity(reader: &TableReader<'_>, limit: &Limit, context: &LintContext
         Algorithm::Concurrency { .. } => {
             let most = context.max_upstream_concurrency();
             if let Some(most) = most.filter(|most| limit.requests > *most) {
-                let problem = format!(
-                    "never reached: upstream.max_connections admits {most} requests at a time; further ones wait, then get 503"
-                );
-                reader.report_warning("requests", problem);
+                report! { reader;
+                    Warning("requests") => "never reached: upstream.max_connections admits {most} requests at a time; further ones wait, then get 503";
+                }
             }
         }
         Algorithm::LeakyBucket { max_delay_us } => {
@@ -266,7 +260,7 @@ fn check_capacity(reader: &TableReader<'_>, limit: &Limit, context: &LintContext
             let max_queued = u128::from(limit.requests) * u128::from(max_delay_us) / per_us;
             let most = context.upstream.max_requests_waiting;
             let is_long = Duration::from_micros(max_delay_us) > LONG_DELAY;
-            report_if! { reader;
+            report! { reader;
                 Warning("max_delay") if u128::try_from(most).is_ok_and(|most| max_queued > most) => "one key can queue {max_queued} requests, but listen.http.max_requests_waiting is {most} for all keys; further ones get 503";
                 Warning("max_delay") if is_long => "few clients and load balancers wait longer than {} for a response", format_duration(LONG_DELAY);
             }
@@ -287,7 +281,7 @@ fn check_memory_period(
         false if context.policy_context.uses_memory_store => "store.kind = \"redis\"",
         false => return,
     };
-    report_if! { reader;
+    report! { reader;
         Warning(key) if Duration::from_micros(limit.per_us) > LONG_MEMORY_PERIOD => "counters in memory are lost when the process ends, usually before this period does; expected {expected}";
     }
 }

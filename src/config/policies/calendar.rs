@@ -1,7 +1,7 @@
 //! Limits per day, week or month: `per` with a unit of the calendar, and `tz`.
 
 use crate::config::suggestions::suggest_time_zone;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::limiter::{Algorithm, Calendar, CalendarUnit, Limit};
 
 /// The time zone without the key `tz`.
@@ -30,7 +30,7 @@ pub(super) fn build_calendar_limit(
         CalendarUnit::Week => "7d",
         CalendarUnit::Month => "30d",
     };
-    report_if! { reader;
+    report! { reader;
         Error("per") if counts_slots => "{PERIOD_OF_SLOTS_ERROR}";
         Error("per") if !is_fixed_window && !counts_slots => "a {name} of the calendar is counted by algorithm = \"fixed_window\" only; expected that algorithm, or a duration such as \"{duration}\"";
         Error("offset") if is_fixed_window && reader.contains_key("offset") => "a {name} of the calendar starts at midnight of its time zone; expected tz instead, such as \"Europe/Berlin\"";

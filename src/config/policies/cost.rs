@@ -1,7 +1,7 @@
 //! The key `cost` of a policy.
 
 use super::limits::is_concurrency_limit;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::config::value_tree::ValueContent;
 use crate::config::values;
 use crate::policy::{
@@ -67,7 +67,7 @@ fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
         table.read("min")?,
         table.read("max")?,
     );
-    report_if! { table;
+    report! { table;
         Error("min") if min > max => "more than max; expected at most {max}";
         Warning("default") if min <= max && default < min => "less than min: requests without the header cost less than any with it";
     }
@@ -81,7 +81,7 @@ fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
 
 fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     for key in ["header", "default", "min", "max"] {
-        report_if! { reader;
+        report! { reader;
             Error(key) if reader.contains_key(key) => "not with an estimate; expected either header, or estimate and actual";
         }
     }
@@ -117,8 +117,8 @@ pub(super) fn warn_if_cost_exceeds_capacity(
     // A limit of 0 has a warning of its own.
     if let Some(limit) = limits.find(|limit| (1..cost).contains(&limit.max_capacity())) {
         let most = limit.max_capacity();
-        let problem =
-            format!("rejects every request: each costs at least {cost}, and the limit has {most}");
-        reader.report_warning("cost", problem);
+        report! { reader;
+            Warning("cost") => "rejects every request: each costs at least {cost}, and the limit has {most}";
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::context::PolicyWithReader;
 use crate::config::suggestions;
+use crate::config::table_reader::report;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{AmountSource, KeyPart, NamedLimit, OnStoreFailure, Quota};
 use std::collections::BTreeMap;
@@ -32,8 +33,9 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
                 Some(meant) => format!("did you mean \"{meant}\"?"),
                 None => "expected another policy with this counter, or no such key".to_owned(),
             };
-            let problem = format!("no other policy has this counter, so it is not shared; {meant}");
-            single.reader.report_warning("counter", problem);
+            report! { single.reader;
+                Warning("counter") => "no other policy has this counter, so it is not shared; {meant}";
+            }
         }
         let Some((&first, others)) = sharing.split_first() else {
             continue;
@@ -46,8 +48,9 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
             let difference = difference.or_else(|| insert_into_chains(sharing, &mut chains));
             if let Some((other, problem)) = difference {
                 let other = other.quote_name_and_position();
-                let problem = format!("{other} has this counter too: {problem}");
-                sharing.0.reader.report_error("counter", problem);
+                report! { sharing.0.reader;
+                    Error("counter") => "{other} has this counter too: {problem}";
+                }
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The key `lease` of a policy.
 
 use super::limits::to_micros;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values::format_duration;
 use crate::limiter::LeaseTerms;
 use crate::policy::{PolicyMode, Quota};
@@ -27,7 +27,7 @@ pub(super) fn build_lease(
         let (size, ttl): (Option<u64>, Duration) = (table.read("size"), table.read("ttl")?);
         let most = Duration::from_micros(half_period_us);
         let least = quota.cost.min_units();
-        report_if! { table;
+        report! { table;
             Error("ttl") if ttl > most => "more than half of the policy's shortest period; expected at most {}", format_duration(most);
             Warning("size") if size.is_some_and(|size| size < least) => "too small for any request: each costs at least {least}";
         }
@@ -43,7 +43,7 @@ pub(super) fn build_lease(
         }
     };
     let is_watching = matches!(mode, PolicyMode::Mark | PolicyMode::Shadow);
-    report_if! { reader;
+    report! { reader;
         Warning("lease") if is_watching => "without effect: a policy in mode \"{}\" counts each request in the store", mode.name();
         Warning("lease") if !is_watching && uses_memory_store => "without effect with store.kind = \"memory\": counters are in this process";
     }

@@ -3,7 +3,7 @@
 use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
 use super::calendar::{PERIOD_OF_SLOTS_ERROR, build_calendar_limit, read_calendar_unit};
 use super::context::PolicyContext;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{AmountSource, NamedLimit, SlotRelease};
@@ -23,7 +23,7 @@ pub(super) fn build_limits(
 ) -> Option<Vec<NamedLimit>> {
     let (has_one, has_list) = (reader.contains_key("limit"), reader.contains_key("limits"));
     let list = reader.get("limits").and_then(|item| item.value.as_list());
-    report_if! { reader;
+    report! { reader;
         Error("limits") if has_one && has_list => "both limit and limits are set; expected one of them";
         Error("limit") if !has_one && !has_list => "missing; expected a limit such as {{ requests = 100, per = \"1m\" }}";
         Error("limits") if !has_one && list.is_some_and(<[_]>::is_empty) => "expected at least one limit such as {{ requests = 100, per = \"1m\" }}";
@@ -51,7 +51,7 @@ pub(super) fn build_limits(
         let has_counter = identities
             .into_iter()
             .any(|other| other == limit.counter_identity());
-        report_if! { table;
+        report! { table;
             Error("name") if has_name => "another limit of this policy has the name \"{name}\"; expected a unique name";
             Error("per") if has_counter => "another limit of this policy has the same period and algorithm, so they would share a counter; expected another period or algorithm";
         }
@@ -93,10 +93,9 @@ fn build_limit(
     let algorithm = read_algorithm_options(reader, algorithm, requests, offset);
     for key in reader.present_keys() {
         if let Some(owner) = key.algorithm.filter(|owner| *owner != algorithm.into_str()) {
-            let problem = format!(
-                "only for algorithm = \"{owner}\"; expected that algorithm, or no such key"
-            );
-            reader.report_error(key.name, problem);
+            report! { reader;
+                Error(key.name) => "only for algorithm = \"{owner}\"; expected that algorithm, or no such key";
+            }
         }
     }
     if let Some(amount) = &amount {
@@ -108,7 +107,7 @@ fn build_limit(
     }
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
     let has_period = reader.contains_key("per");
-    report_if! { reader;
+    report! { reader;
         Error("tz") if reader.contains_key("tz") => "only beside per = \"day\", \"week\" or \"month\"; expected one of them, or no such key";
         Error("per") if counts_slots && has_period => "{PERIOD_OF_SLOTS_ERROR}";
         Error("per") if !counts_slots && !has_period => "missing; expected a duration such as \"1m\", or \"day\", \"week\" or \"month\"";
@@ -140,7 +139,7 @@ fn build_limit(
 fn read_slot_release(reader: &TableReader<'_>, algorithm: Algorithm) -> SlotRelease {
     let release = reader.read("release").unwrap_or_default();
     let is_endless = algorithm == (Algorithm::Concurrency { max_duration_us: 0 });
-    report_if! { reader;
+    report! { reader;
         Error("release") if release == SlotRelease::Upstream && is_endless => "a slot stays taken after its client has left; expected max_duration beside it, the longest such time";
     }
     release
@@ -153,7 +152,7 @@ fn warn_about_amount(reader: &TableReader<'_>, largest: u64, algorithm: Algorith
         false => "requests",
     };
     let is_large_log = largest > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog;
-    report_if! { reader;
+    report! { reader;
         Warning(key) if largest == 0 => "0 rejects every request";
         Warning(key) if is_large_log => "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit";
     }
@@ -218,7 +217,7 @@ fn reject_inexact_limit(
         }
         _ => return,
     };
-    report_if! { reader;
+    report! { reader;
         Error(key) if units > most => "too large to count exactly with {interval} this long; expected at most {most}";
     }
 }

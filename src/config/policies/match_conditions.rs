@@ -1,7 +1,7 @@
 //! The table `match` of a policy.
 
 use super::context::PolicyContext;
-use crate::config::table_reader::{ConfigValue, TableReader, report_if};
+use crate::config::table_reader::{ConfigValue, TableReader, report};
 use crate::config::value_tree::{ValueContent, ValueNode};
 use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
@@ -39,20 +39,20 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
     let matches_descriptors = has_descriptor_key(reader);
     for key in reader.present_keys().map(|key| key.name) {
         let is_allowed = DESCRIPTOR_KEYS.contains(&key) || ["any", "not"].contains(&key);
-        report_if! { reader;
+        report! { reader;
             Error(key) if matches_descriptors && !is_allowed => "not with domain or descriptors: a call of the rate-limit service has descriptors and no request; expected one or the other";
         }
     }
     let (any, not) = (reader.get_tables("any"), reader.get_optional_table("not"));
     let nested = any.iter().map(|table| ("any", table));
     for (key, table) in nested.chain(not.iter().map(|table| ("not", table))) {
-        report_if! { reader;
+        report! { reader;
             Error(key) if matches_descriptors && !has_descriptor_key(table) => "expected domain or descriptors in it too";
             Error(key) if !matches_descriptors && has_descriptor_key(table) => "a request has no descriptors; expected domain or descriptors in match too";
         }
     }
     let has_jwt = reader.contains_key("jwt");
-    report_if! { reader;
+    report! { reader;
         Error("any") if reader.contains_key("any") && any.is_empty() => "nothing matches; expected at least one table";
         Error("jwt") if has_jwt && context.claim_trust.is_none() => "{NO_TRUSTED_TOKENS_ERROR}";
     }
@@ -86,7 +86,7 @@ fn parse_descriptor_conditions(
     context: &PolicyContext,
 ) -> DescriptorConditions {
     let has_entries = reader.contains_key("descriptors");
-    report_if! { reader;
+    report! { reader;
         Error("descriptors_match") if reader.contains_key("descriptors_match") && !has_entries => "no entries to match; expected descriptors beside it";
     }
     let accepts_more_entries = reader.is_keyword("descriptors_match", "subset") == Some(true);

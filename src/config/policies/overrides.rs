@@ -4,7 +4,7 @@ use super::context::PolicyContext;
 use super::limits::build_limits;
 use crate::config::diagnostic::SourceSpan;
 use crate::config::policies::PolicyActionKind;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::policy::{
     KeyTemplate, LimitOverride, NamedLimit, OverrideRule, PolicyMode, ValuePattern,
 };
@@ -58,9 +58,9 @@ fn build_override(
     let key = key.filter(|_| has_key)?;
     let (found, width) = (items.len(), key.value_count());
     if found != width {
-        let problem =
-            format!("{found} values; expected {width}, as many as the policy's key has positions");
-        reader.report_error("key", problem);
+        report! { reader;
+            Error("key") => "{found} values; expected {width}, as many as the policy's key has positions";
+        }
         return None;
     }
     let mut values = Vec::new();
@@ -87,7 +87,7 @@ fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
     let is_limit = action == PolicyActionKind::Limit;
     let is_off = mode == Some(None);
     let key = if is_off { "mode" } else { "action" };
-    report_if! { reader;
+    report! { reader;
         Error("mode") if mode.is_some() && !is_limit => "an override with action \"allow\" or \"deny\" has no limits; expected no such key";
         Error(key) if is_dynamic && (!is_limit || is_off) => "not with dynamic = true: this override would hide overrides in the store; expected a limit here, or `tidegate overrides set` with --unlimited or --block";
     }

@@ -8,7 +8,7 @@ use super::limits::{build_limits, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_overrides;
 use super::shards::check_shards;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values::parse_name;
 use crate::limiter::{Algorithm, CounterScope, Limit};
 use crate::policy::{
@@ -33,7 +33,7 @@ pub(super) fn build_quota(
     let limit_name = key.counter_name().unwrap_or(name).to_owned();
     let cost = build_cost(reader);
     let limits = build_limits(reader, context, &limit_name);
-    report_if! { reader;
+    report! { reader;
         Warning("on_store_failure") if is_instance_scoped && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
         Warning("cost") if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) => "requests with cost 0 are never limited";
     }
@@ -101,7 +101,7 @@ fn build_block(
 ) -> Option<Limit> {
     let duration = reader.read("block_for")?;
     let is_enforced = mode.is_enforced() || overrides.modes().any(PolicyMode::is_enforced);
-    report_if! { reader;
+    report! { reader;
         Warning("block_for") if !is_enforced => "without effect: a policy in mode \"{}\" blocks no key", mode.name();
     }
     Some(Limit {

@@ -1,7 +1,7 @@
 //! The key `shards` of a policy.
 
 use super::context::PolicyContext;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{PolicyMode, Quota};
 
@@ -23,19 +23,17 @@ pub(super) fn check_shards(
         .map(|named| (&named.name, least(&named.limit)));
     let too_small = limits.clone().find(|(_, most)| *most < shards);
     let too_small_for_cost = limits.find(|(_, most)| most / shards < max_cost);
-    report_if! { reader;
+    report! { reader;
         Warning("shards") if !context.uses_redis_cluster => "without effect: sharding needs a Redis Cluster";
         Warning("shards") if mode != PolicyMode::Enforce => "in mode \"{}\" a policy asks only one shard, so it reports more rejections than enforcement would cause", mode.name();
     }
     if let Some((name, most)) = too_small {
-        let problem = format!(
-            "each shard needs one unit, and the limit \"{name}\" has {most}; expected at most {most}"
-        );
-        reader.report_error("shards", problem);
+        report! { reader;
+            Error("shards") => "each shard needs one unit, and the limit \"{name}\" has {most}; expected at most {most}";
+        }
     } else if let Some((name, _)) = too_small_for_cost {
-        let problem = format!(
-            "a request may cost more than one shard of the limit \"{name}\" has; such requests are always rejected"
-        );
-        reader.report_warning("shards", problem);
+        report! { reader;
+            Warning("shards") => "a request may cost more than one shard of the limit \"{name}\" has; such requests are always rejected";
+        }
     }
 }

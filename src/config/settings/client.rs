@@ -1,7 +1,7 @@
 //! `[client]` and `[path]`: the client address and paths.
 
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::{TableReader, read_settings, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::client::Settings as ClientSettings;
@@ -19,7 +19,7 @@ pub(super) fn build_self_service_settings(
 ) -> Option<SelfServiceSettings> {
     /// The window moves in tenths of its period.
     const SUB_WINDOWS: u64 = 10;
-    report_if! { reader;
+    report! { reader;
         Warning("path") if !has_upstream => "without effect: nothing listens at listen.address";
     }
     let path = reader.get_text("path", parse_self_service_path)?;

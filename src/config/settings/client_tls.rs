@@ -1,32 +1,26 @@
 //! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
 use crate::config::key_files::{accept_content, read_text_file};
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::tls::{self, ClientTls, TrustedCertificates};
 use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::pki_types::ServerName;
 
-/// Whether and why the TLS keys of a table apply.
-#[derive(Clone, Copy)]
-pub(super) struct TlsRequirement {
-    /// Whether the connection uses TLS. If not, every TLS key is an error.
-    pub(super) is_tls: bool,
-    /// Whether tidegate connects to the server. If not, no file is read.
-    pub(super) is_used: bool,
-    /// The setting that turns TLS on, for messages.
-    pub(super) enabled_by: &'static str,
-}
-
 /// Builds the TLS client settings from the table of `reader`. Adds the files to the watched set.
+///
+/// Unless the connection `is_tls`, every TLS key is an error, whose message names `enabled_by`: the
+/// setting that turns TLS on. Unless it `is_used`, no file is read.
 pub(super) fn build_client_tls(
     reader: &TableReader<'_>,
-    requirement: TlsRequirement,
+    is_tls: bool,
+    is_used: bool,
+    enabled_by: &str,
 ) -> Option<ClientTls> {
     let text = |key: &str| reader.get_nonempty_string(key);
-    if !requirement.is_tls {
+    if !is_tls {
         for key in ["ca", "cert", "key", "server_name"] {
-            report_if! { reader;
-                Error(key) if text(key).is_some() => "is for TLS only; expected {}", requirement.enabled_by;
+            report! { reader;
+                Error(key) if text(key).is_some() => "is for TLS only; expected {enabled_by}";
             }
         }
         return None;
@@ -37,11 +31,11 @@ pub(super) fn build_client_tls(
         reader.accept("server_name", checked)
     });
     let (has_cert, has_key) = (text("cert").is_some(), text("key").is_some());
-    report_if! { reader;
+    report! { reader;
         Error("cert") if has_cert && !has_key => "a certificate and its key belong together; expected key too";
         Error("key") if has_key && !has_cert => "a certificate and its key belong together; expected cert too";
     }
-    if !requirement.is_used {
+    if !is_used {
         return None;
     }
     let mut digest = Sha256::new();

@@ -3,7 +3,7 @@
 use super::client_tls;
 use crate::config::key_files::{read_directory, read_text_file};
 use crate::config::policies::context::ClaimTrust;
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values;
 use crate::http_client::HttpUrl;
 use crate::policy::jwt::{
@@ -38,10 +38,9 @@ pub(super) fn build_jwt_settings(
     let header = reader.get_parsed("header", values::parse_header_name)?;
     let verification = match claims {
         ClaimTrust::Unverified => {
-            reader.report_warning(
-                "verify",
-                "unverified JWT: claims are trusted without a signature check",
-            );
+            report! { reader;
+                Warning("verify") => "unverified JWT: claims are trusted without a signature check";
+            }
             for key in set_key_sources(reader) {
                 reader.report_warning(key, "without effect: verify is false");
             }
@@ -79,7 +78,7 @@ fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
         let name = table.get_nonempty_string("issuer");
         let is_invalid = name.as_ref().is_none_or(|name| name.contains(' '));
         let is_known = name.is_some() && names.contains(&name);
-        report_if! { table;
+        report! { table;
             Error("issuer") if is_invalid && table.contains_key("issuer") => "expected the iss of the tokens, without spaces";
             Error("issuer") if !is_invalid && is_known => "another entry has the same issuer";
         }
@@ -109,8 +108,9 @@ fn read_issuer_keys(
         return None;
     };
     if let Some(second) = second {
-        let problem = format!("both {key} and {second} are set; expected one of them");
-        reader.report_error(second, problem);
+        report! { reader;
+            Error(second) => "both {key} and {second} are set; expected one of them";
+        }
         return None;
     }
     let (keys, warnings) = match key {
@@ -176,12 +176,8 @@ fn read_fetch_settings(
         .filter_map(|table| table.get_nonempty_string("keys_url"))
         .collect();
     let is_tls = urls.iter().any(|url| url.starts_with("https://"));
-    let requirement = client_tls::TlsRequirement {
-        is_tls,
-        is_used: true,
-        enabled_by: "https:// in keys_url",
-    };
-    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement);
+    let tls = reader.get_table("tls");
+    let tls = client_tls::build_client_tls(&tls, is_tls, true, "https:// in keys_url");
     let url = parse_key_url(urls.first()?).ok();
     let template = KeySource {
         // An invalid URL is reported where it is read.

@@ -1,7 +1,7 @@
 //! `[listen]`, `[rls]` and `[check]`: the listeners.
 
 use super::{container_memory, listen_tls};
-use crate::config::table_reader::{TableReader, read_settings, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values;
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, MAX_MESSAGE_BYTES,
@@ -66,7 +66,7 @@ fn build_service_listener(
     proxy: Option<&ListenSettings>,
 ) -> Option<ExtraListenerSettings> {
     let tls = reader.build_optional("tls", |tls| {
-        report_if! { tls;
+        report! { tls;
             Warning("client_cert_header") if tls.read("client_cert_header") == Some(true) => "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header";
         }
         listen_tls::build_server_tls(tls)
@@ -97,7 +97,7 @@ fn build_service_listener(
 /// Reads whether clients use TLS to a load balancer that does not say so.
 fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
     let assumes_https = reader.is_keyword("forwarded_proto", "https")?;
-    report_if! { reader;
+    report! { reader;
         Warning("forwarded_proto") if assumes_https && reader.contains_key("tls") => "without effect: with [listen.tls], all clients use https; expected \"auto\"";
     }
     Some(assumes_https)
@@ -109,7 +109,7 @@ fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<I
     let is_required = reader.is_keyword("proxy_protocol", "require")?;
     let networks = reader.get_list("proxy_protocol_from", values::parse_network);
     let has_no_networks = reader.get_items("proxy_protocol_from").is_empty();
-    report_if! { reader;
+    report! { reader;
         Error("proxy_protocol") if is_required && has_no_networks => "proxy_protocol = \"require\" needs proxy_protocol_from; expected the networks of your load balancers, or [\"0.0.0.0/0\", \"::/0\"] if only they can connect";
         Warning("proxy_protocol_from") if !is_required && !networks.is_empty() => "without effect: proxy_protocol is \"off\"; expected proxy_protocol = \"require\"";
     }

@@ -2,7 +2,7 @@
 
 use crate::clock;
 use crate::config::key_files::{accept_content, read_pem_file};
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::tls::{
     ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
 };
@@ -20,7 +20,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         let names = identity
             .as_ref()
             .map(|(_, identity)| &identity.certificate.dns_names);
-        report_if! { more;
+        report! { more;
             Warning("cert") if names.is_some_and(Vec::is_empty) => "the certificate has no DNS name, so SNI never selects it";
         }
         identities.push(identity);
@@ -76,7 +76,7 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
 /// Checks that the keys about client certificates fit `client_auth`.
 fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
     let is_set = |key: &str| reader.get_nonempty_string(key).is_some();
-    report_if! { reader;
+    report! { reader;
         Error("client_auth") if auth != ClientAuth::None && !is_set("client_ca") => "no CA to verify client certificates; expected client_ca too";
     }
     let sends_header = reader.read("client_cert_header") == Some(true);
@@ -85,7 +85,7 @@ fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
         ("client_crl", is_set("client_crl")),
         ("client_cert_header", sends_header),
     ] {
-        report_if! { reader;
+        report! { reader;
             Warning(key) if auth == ClientAuth::None && is_set => "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"";
         }
     }
@@ -120,7 +120,7 @@ fn parse_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<Revoca
     let is_expired = lists
         .expiry_s
         .is_some_and(|expiry| expiry < clock::unix_time_s());
-    report_if! { reader;
+    report! { reader;
         Warning("client_crl") if is_expired => "a list in the file has expired: all certificates of its issuer are rejected";
     }
     Some(lists)
@@ -140,7 +140,7 @@ fn warn_if_outside_validity(reader: &TableReader<'_>, identity: &ServerIdentity)
         days(now.saturating_sub(ends)),
         days(begins.saturating_sub(now)),
     );
-    report_if! { reader;
+    report! { reader;
         Warning("cert") if ends < now => "the certificate or one of its chain expired {ago} ago: clients will reject it";
         Warning("cert") if begins > now => "the certificate becomes valid in {left}: clients will reject it until then";
     }

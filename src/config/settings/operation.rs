@@ -2,7 +2,7 @@
 
 use crate::admin::{AdminSettings, AdminToken, AdvertisedAddress};
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::{TableReader, read_settings, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values;
 use crate::listen::ListenAddress;
 use crate::proxy::ShutdownSettings;
@@ -29,7 +29,7 @@ pub(crate) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSett
     let is_socket = matches!(address, ListenAddress::Unix(_));
     let is_same = |probes: SocketAddr| ListenAddress::Ip(probes) == address && probes.port() != 0;
     let host = advertise.as_ref();
-    report_if! { reader;
+    report! { reader;
         Error("address") if !address.is_local() && !has_token => "other machines can connect; expected a loopback address such as \"127.0.0.1:9090\", or a bearer token in admin.token_file (admin.probes serves the kubelet and Prometheus)";
         Error("probes") if probes.is_some_and(is_same) => "the same as admin.address; expected another port";
         Error("advertise") if is_socket && host.is_some_and(|host| !host.has_port()) => "admin.address is a Unix socket; expected a port too";

@@ -2,7 +2,7 @@
 
 use super::client_tls;
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::{TableReader, read_settings, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values::{self, RedisUrl};
 use crate::store::MemorySettings;
 use crate::store::redis::{
@@ -24,27 +24,23 @@ pub(crate) fn build_redis_settings(
         RedisTopologyKind::Standalone => RedisTopology::Standalone,
         RedisTopologyKind::Cluster => RedisTopology::Cluster,
         RedisTopologyKind::Sentinel => RedisTopology::Sentinel {
-            master: reader.get_parsed("sentinel_master", |text| match text {
-                "" => Err("expected the name of a master".to_owned()),
-                name => Ok(name.to_owned()),
+            master: reader.get_text("sentinel_master", |name| {
+                (!name.is_empty()).then(|| name.to_owned())
             })?,
             credentials: build_login(reader, is_used, "sentinel_", RedisCredentials::default()),
         },
     };
     for key in reader.present_keys().map(|key| key.name) {
         let is_foreign = kind != RedisTopologyKind::Sentinel && key.starts_with("sentinel_");
-        report_if! { reader;
+        report! { reader;
             Error(key) if is_foreign && !reader.is_default(key) => "is for topology = \"sentinel\" only";
         }
     }
-    report_if! { reader;
+    report! { reader;
         Warning("key_prefix") if is_used && reader.is_default("key_prefix") => "the default, so services that share this Redis share counters; expected a prefix per service";
     }
-    let requirement = client_tls::TlsRequirement {
-        is_tls: first.is_tls,
-        is_used,
-        enabled_by: "rediss:// in the URL",
-    };
+    let enabled_by = "rediss:// in the URL";
+    let tls = client_tls::build_client_tls(reader, first.is_tls, is_used, enabled_by);
     Some(read_settings!(RedisSettings {
         reader: timeout, connect_timeout;
         breaker: probe_interval;
@@ -52,7 +48,7 @@ pub(crate) fn build_redis_settings(
         topology,
         database: first.database,
         credentials: build_login(reader, is_used, "", first.login.clone()),
-        tls: client_tls::build_client_tls(reader, requirement),
+        tls,
         servers: urls.iter().map(|url| url.address.clone()).collect(),
         key_prefix: reader.get_text("key_prefix", parse_key_prefix)?,
         initial_instances: reader.read("instances")?,
@@ -76,7 +72,7 @@ pub(crate) enum RedisTopologyKind {
 fn read_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<RedisUrl> {
     let has_urls = !reader.get_items("urls").is_empty();
     let is_single = kind == RedisTopologyKind::Standalone;
-    report_if! { reader;
+    report! { reader;
         Error("urls") if is_single && has_urls => "not for topology = \"standalone\"; expected url, or topology = \"sentinel\" or \"cluster\"";
         Error("url") if !is_single && !reader.is_default("url") => "is for topology = \"standalone\" only; expected urls";
         Error("urls") if !is_single && !has_urls => "expected at least one URL such as \"redis://host:port\"";
@@ -93,7 +89,7 @@ fn read_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<RedisUrl>
             .any(|url| shared_parts(url) != shared_parts(first));
         let is_socket = |url: &RedisUrl| matches!(url.address, RedisAddress::Unix(_));
         let has_login = first.login != RedisCredentials::default();
-        report_if! { reader;
+        report! { reader;
             Error("urls") if differs => "the URLs differ in more than host and port; expected the same scheme, login and database";
             Error("urls") if urls.iter().any(is_socket) => "a Unix socket is only one server; expected \"redis://host:port\" or \"rediss://host:port\"";
             Error("urls") if kind == RedisTopologyKind::Cluster && first.database != 0 => "a Redis Cluster has only database 0; expected nothing after the port";
@@ -110,7 +106,7 @@ fn read_username(reader: &TableReader<'_>, is_used: bool, key: &str) -> Option<S
     if reader.get_nonempty_string(&file_key).is_none() {
         return username;
     }
-    report_if! { reader;
+    report! { reader;
         Error(&file_key) if username.is_some() => "{key} is set too; expected one of them";
     }
     let name = is_used.then(|| read_text_file(reader, &file_key, "name"));
@@ -134,7 +130,7 @@ fn build_login(
         username.is_some() && url.username.is_some(),
         password.is_some() && url.password.is_some(),
     );
-    report_if! { reader;
+    report! { reader;
         Error(&user_key) if has_both_users => "the URL holds a user too; expected one of them";
         Error(&password_key) if has_both_passwords => "the URL holds a password too; expected one of them";
     }

@@ -1,6 +1,6 @@
 //! `[response]`: rate-limit fields and CORS.
 
-use crate::config::table_reader::{TableReader, report_if};
+use crate::config::table_reader::{TableReader, report};
 use crate::policy::{CorsOrigins, RateLimitHeaderSettings};
 
 pub(super) fn build_rate_limit_header_settings(
@@ -16,7 +16,7 @@ pub(super) fn build_rate_limit_header_settings(
 
 pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
     let cors = CorsOrigins::new(reader.get_list("allow_origins", CorsOrigins::parse_origin));
-    report_if! { reader;
+    report! { reader;
         Error("allow_origins") if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 => "\"*\" allows any origin; expected no other entries";
     }
     cors

@@ -3,7 +3,7 @@
 use super::redis;
 use crate::config::key_files::read_directory;
 use crate::config::loaded_config::StoreSettings;
-use crate::config::table_reader::{TableReader, read_settings, report_if};
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use std::fs::{self, OpenOptions};
@@ -21,7 +21,7 @@ pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSett
             .iter()
             .for_each(|path| warn_if_not_writable(reader, path));
     }
-    report_if! { reader;
+    report! { reader;
         Warning("state_dir") if state_dir.is_some() && !use_redis => "the memory store does not use it; expected kind = \"redis\", or no state_dir";
     }
     Some(if use_redis {

@@ -36,15 +36,9 @@ fn build_collector_settings(
 ) -> Option<CollectorSettings> {
     let headers = read_export_headers(reader);
     let url = reader.get_parsed("otlp", |text| CollectorUrl::parse(text, signal))?;
-    let requirement = client_tls::TlsRequirement {
-        is_tls: url.endpoint.is_tls,
-        is_used: true,
-        enabled_by: match signal {
-            OtlpSignal::Traces => "https:// in trace.otlp",
-            OtlpSignal::Metrics => "https:// in metrics.otlp",
-        },
-    };
-    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement);
+    let enabled_by = format!("https:// in {table}.otlp");
+    let tls = reader.get_table("tls");
+    let tls = client_tls::build_client_tls(&tls, url.endpoint.is_tls, true, &enabled_by);
     if url.endpoint.is_tls && tls.as_ref()?.server_name_for(&url.endpoint.host).is_err() {
         let key = format!("{table}.tls.server_name");
         reader.report_error("otlp", client_tls::unverifiable_host(&key));

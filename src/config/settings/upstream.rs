@@ -40,12 +40,9 @@ fn build_upstream_tls(reader: &TableReader<'_>, url: &UpstreamUrl) -> Option<Cli
         } => Some(host),
         _ => None,
     };
-    let requirement = client_tls::TlsRequirement {
-        is_tls: host.is_some(),
-        is_used: true,
-        enabled_by: "https:// in upstream.url",
-    };
-    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement)?;
+    let tls = reader.get_table("tls");
+    let enabled_by = "https:// in upstream.url";
+    let tls = client_tls::build_client_tls(&tls, host.is_some(), true, enabled_by)?;
     if tls.server_name_for(host?).is_err() {
         reader.report_error(
             "url",
