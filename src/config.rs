@@ -26,6 +26,7 @@ pub mod properties;
 #[cfg(test)]
 mod reference_page;
 mod schema;
+mod schema_value;
 mod settings;
 mod sources;
 mod store_kind;

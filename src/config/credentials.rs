@@ -7,6 +7,7 @@ use super::loaded_config::{Config, StoreSettings};
 use super::schema::{self, AppliedAt};
 use super::settings;
 use super::table_reader::TableReader;
+use super::text_conversion::content_or_default;
 use super::value_tree::{ValueContent, ValueNode};
 use crate::admin::AdminToken;
 use crate::store::redis::{RedisSettings, RedisTopology};
@@ -61,7 +62,7 @@ fn credential_values(
     let leaves = schema::leaf_keys().into_iter();
     leaves
         .filter(move |leaf| leaf.applied_at == AppliedAt::CredentialReload && is_wanted(&leaf.path))
-        .filter_map(|leaf| match raw.content_or_default(&leaf)? {
+        .filter_map(|leaf| match content_or_default(raw, &leaf)? {
             ValueContent::Text(text) => Some(text),
             _ => None,
         })

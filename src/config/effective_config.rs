@@ -2,6 +2,7 @@
 
 use super::loaded_config::{Config, RestartOnlySettings};
 use super::schema::{self, AppliedAt};
+use super::text_conversion::content_or_default;
 use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
 use crate::policy::{KeyComponent, KeyTemplate};
 use serde_json::{Map, Value as Json};
@@ -21,7 +22,7 @@ impl Config {
                 AppliedAt::Restart => &running.raw,
                 AppliedAt::Reload | AppliedAt::CredentialReload => &self.raw,
             };
-            let shown = match source.content_or_default(&leaf) {
+            let shown = match content_or_default(source, &leaf) {
                 None => continue,
                 Some(content) if !leaf.key.is_secret => content,
                 Some(ValueContent::List(urls)) => {

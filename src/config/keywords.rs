@@ -1,6 +1,24 @@
-//! The algorithms by their keywords.
+//! Keywords that no other module has as a type.
 
 use crate::limiter::Algorithm;
+use strum::{EnumString, IntoStaticStr, VariantNames};
+
+/// The action of a policy or of an override.
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub(super) enum PolicyActionKind {
+    Limit,
+    Allow,
+    Deny,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub(super) enum RedisTopologyKind {
+    Standalone,
+    Sentinel,
+    Cluster,
+}
 
 /// The algorithms with the defaults of their options.
 pub(super) const ALGORITHMS: [Algorithm; 6] = [

@@ -5,6 +5,7 @@ use super::diagnostic::ConfigDiagnostic;
 use super::diagnostic_groups::{DiagnosticGroup, group_diagnostics};
 use super::file_set::FileSet;
 use super::schema::{self, AppliedAt};
+use super::text_conversion::content_or_default;
 use super::value_tree::ValueNode;
 use crate::admin::AdminSettings;
 use crate::policy::jwt::TokenReader;
@@ -152,8 +153,9 @@ impl RestartOnlySettings {
     pub fn changed_keys(&self, newer: &Config) -> Vec<String> {
         let mut leaves = schema::leaf_keys();
         leaves.retain(|leaf| leaf.applied_at == AppliedAt::Restart);
-        leaves
-            .retain(|leaf| self.raw.content_or_default(leaf) != newer.raw.content_or_default(leaf));
+        leaves.retain(|leaf| {
+            content_or_default(&self.raw, leaf) != content_or_default(&newer.raw, leaf)
+        });
         let mut keys: Vec<String> = leaves.into_iter().map(|leaf| leaf.path).collect();
         for (table, is_changed) in [
             ("trace", self.trace != newer.trace),

@@ -18,6 +18,7 @@ pub(super) use limits::is_concurrency_limit;
 
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
+use super::keywords::PolicyActionKind;
 use super::table_reader::{TableReader, report};
 use super::values;
 use crate::limiter::CounterScope;
@@ -27,15 +28,6 @@ use context::{PolicyContext, PolicyWithReader};
 use quota::build_quota;
 use reject_response::build_reject_response;
 use std::collections::BTreeMap;
-use strum::{EnumString, IntoStaticStr, VariantNames};
-
-#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr, VariantNames)]
-#[strum(serialize_all = "snake_case")]
-pub(super) enum PolicyActionKind {
-    Limit,
-    Allow,
-    Deny,
-}
 
 /// Builds and describes all policies in file order. Policies with `mode = "off"` are validated and
 /// described, but not returned.

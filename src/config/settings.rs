@@ -14,7 +14,7 @@ mod telemetry;
 mod upstream;
 
 pub(super) use operation::build_admin_settings;
-pub(super) use redis::{RedisTopologyKind, build_redis_settings};
+pub(super) use redis::build_redis_settings;
 pub(super) use store::build_memory_settings;
 
 use super::file_set::FileSet;

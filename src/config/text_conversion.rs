@@ -1,6 +1,6 @@
 //! Converts text from the environment, flags and schema defaults to typed values.
 
-use super::schema::ValueKind;
+use super::schema::{KeyRequirement, LeafKey, ValueKind};
 use super::value_tree::{ValueContent, ValueNode};
 
 /// Converts text from the environment, a flag or a schema default to a value of the key's type.
@@ -14,6 +14,17 @@ pub(super) fn content_from_text(kind: &ValueKind, text: &str) -> ValueContent {
         _ => None,
     };
     typed.unwrap_or_else(|| ValueContent::Text(text.to_owned()))
+}
+
+/// The content at a key's path from the root, or its default.
+pub(super) fn content_or_default(root: &ValueNode, leaf: &LeafKey) -> Option<ValueContent> {
+    let mut path = leaf.path.split('.');
+    let found = path.try_fold(root, |table, key| table.get(key));
+    match (found, &leaf.key.requirement) {
+        (Some(found), _) => Some(found.content.clone()),
+        (None, KeyRequirement::Default(text)) => Some(content_from_text(&leaf.key.kind, text)),
+        (None, _) => None,
+    }
 }
 
 /// Parses a list such as `a, b` or `["a", "b"]`.

@@ -1,7 +1,5 @@
 //! The values of a configuration as a tree. Each value knows where it was written.
 
-use super::schema::{KeyRequirement, LeafKey};
-use super::text_conversion;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -134,19 +132,6 @@ impl ValueNode {
         let settings = settings.map(|(key, value)| (key.clone(), value.clone()));
         let settings = ValueContent::Table(settings.collect());
         Self::new(settings, self.origin.clone())
-    }
-
-    /// The content at a key's path from the root, or its default.
-    pub(super) fn content_or_default(&self, leaf: &LeafKey) -> Option<ValueContent> {
-        let mut path = leaf.path.split('.');
-        let found = path.try_fold(self, |table, key| table.get(key));
-        match (found, &leaf.key.requirement) {
-            (Some(found), _) => Some(found.content.clone()),
-            (None, KeyRequirement::Default(text)) => {
-                Some(text_conversion::content_from_text(&leaf.key.kind, text))
-            }
-            (None, _) => None,
-        }
     }
 }
 

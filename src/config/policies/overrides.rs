@@ -3,7 +3,7 @@
 use super::context::PolicyContext;
 use super::limits::build_limits;
 use crate::config::diagnostic::SourceSpan;
-use crate::config::policies::PolicyActionKind;
+use crate::config::keywords::PolicyActionKind;
 use crate::config::table_reader::{TableReader, report};
 use crate::policy::{
     KeyTemplate, LimitOverride, NamedLimit, OverrideRule, PolicyMode, ValuePattern,

@@ -1,7 +1,7 @@
 //! Keys of `[[policy]]`.
 
 use super::key::*;
-use crate::config::policies::PolicyActionKind;
+use crate::config::keywords::PolicyActionKind;
 use crate::limiter::CounterScope;
 use crate::policy::SlotRelease;
 use std::time::Duration;

@@ -1,7 +1,7 @@
 //! Keys of `[store]`.
 
 use super::key::*;
-use crate::config::settings::RedisTopologyKind;
+use crate::config::keywords::RedisTopologyKind;
 use strum::VariantNames;
 
 schema_table! {

@@ -2,13 +2,13 @@
 
 use super::client_tls;
 use crate::config::key_files::read_text_file;
+use crate::config::keywords::RedisTopologyKind;
 use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values::{self, RedisUrl};
 use crate::store::MemorySettings;
 use crate::store::redis::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisTopology,
 };
-use strum::{EnumString, VariantNames};
 
 /// Builds the Redis settings. Reads files only if `is_used`.
 pub(crate) fn build_redis_settings(
@@ -57,14 +57,6 @@ pub(crate) fn build_redis_settings(
         state_dir: None,
         dialer: RedisDialer::Network,
     }))
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, EnumString, VariantNames)]
-#[strum(serialize_all = "snake_case")]
-pub(crate) enum RedisTopologyKind {
-    Standalone,
-    Sentinel,
-    Cluster,
 }
 
 /// Reads the URL of a server, or those of sentinels or cluster nodes, which may differ only in host
