@@ -23,10 +23,10 @@ mod loaded_config;
 mod policies;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
-mod raw_config;
 #[cfg(test)]
 mod reference_page;
 mod schema;
+mod schema_value;
 mod settings;
 mod sources;
 mod store_kind;
@@ -36,6 +36,7 @@ mod table_reader;
 #[cfg(test)]
 mod tests;
 mod text_conversion;
+mod value_tree;
 mod values;
 
 pub use credentials::{CredentialSource, Credentials};
@@ -53,8 +54,7 @@ pub use values::{format_duration, format_period};
 
 use crate::admin::AdminSettings;
 use input::ConfigInput;
-use layers::merge_layers;
-use raw_config::RawConfig;
+use layers::apply_overrides;
 use table_reader::TableReader;
 
 /// Loads and validates a configuration.
@@ -63,32 +63,21 @@ use table_reader::TableReader;
 /// [`ConfigErrors`] with all errors.
 pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
     let mut input = ConfigInput::new(sources.skips_key_files);
-    let Some(main) = files::read_main_file(&mut input, &sources.file) else {
+    let Some(mut raw) = files::read_main_file(&mut input, &sources.file) else {
         // Diagnostics of the readable part of a broken file would mislead.
         return input.into_load_result(None, |config: Config, _, _| config);
     };
-    let mut main_values = input.take_document_values(main);
-    // Variables and flags set no policies, and copies of thousands cost memory.
-    let policies = main_values.remove_entry("policy");
-    let mut merged = merge_layers(&mut input, &main_values, &sources.env, &sources.flags);
-    store_kind::resolve_store_kind(&input, main, &main_values, &mut merged);
-    merged.extend(policies);
-    let included = files::read_included_files(&mut input, main, &merged, &sources.file);
+    let file_has_url = store_kind::find_url(&raw).is_some();
+    apply_overrides(&input, &mut raw, &sources.env, &sources.flags);
+    store_kind::resolve_store_kind(&input, file_has_url, &mut raw);
+    let included = files::read_included_files(&mut input, &raw, &sources.file);
     let built = {
-        let top = TableReader::from_document(&input, main, &schema::ROOT, &merged);
-        let included: Vec<TableReader<'_>> = included
-            .iter()
-            .filter_map(|document| Some((*document, input.documents().get(*document)?)))
-            .map(|(index, document)| {
-                TableReader::from_document(&input, index, &schema::INCLUDED_ROOT, document.values())
-            })
-            .collect();
+        let top = TableReader::from_root(&input, &schema::ROOT, &raw);
+        let open = |root| TableReader::from_root(&input, &schema::INCLUDED_ROOT, root);
+        let included: Vec<TableReader<'_>> = included.iter().map(open).collect();
         settings::build_config(&top, &included)
     };
-    let mut raw = RawConfig(merged);
-    for document in included {
-        raw.add_policies(input.take_document_values(document));
-    }
+    included.into_iter().for_each(|one| raw.add_policies(one));
     input.into_load_result(built, |config, warnings, files| Config {
         warnings,
         files,
@@ -104,21 +93,18 @@ pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
 /// [`ConfigErrors`] if the main file is not TOML or `[admin]` is invalid.
 pub fn load_admin_settings(sources: &ConfigSources) -> Result<AdminSettings, ConfigErrors> {
     let mut input = ConfigInput::default();
-    let Some(main) = files::read_main_file(&mut input, &sources.file) else {
+    let Some(mut root) = files::read_main_file(&mut input, &sources.file) else {
         return input.into_load_result(None, |admin, _, _| admin);
     };
     // Errors in other tables are not reported here.
-    let mut main_values = input.take_document_values(main);
-    main_values.retain(|name, _| name == "admin");
-    let env: Vec<_> = sources
-        .env
-        .iter()
-        .filter(|(name, _)| name.starts_with("TIDEGATE_ADMIN__"))
-        .cloned()
-        .collect();
-    let merged = merge_layers(&mut input, &main_values, &env, &FlagOverrides::default());
+    if let Some(tables) = root.table_mut() {
+        tables.retain(|name, _| name == "admin");
+    }
+    let mut env = sources.env.clone();
+    env.retain(|(name, _)| name.starts_with("TIDEGATE_ADMIN__"));
+    apply_overrides(&input, &mut root, &env, &FlagOverrides::default());
     let built = settings::build_admin_settings(
-        &TableReader::from_document(&input, main, &schema::ROOT, &merged).get_table("admin"),
+        &TableReader::from_root(&input, &schema::ROOT, &root).get_table("admin"),
     );
     input.into_load_result(built, |admin, _, _| admin)
 }

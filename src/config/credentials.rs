@@ -2,14 +2,13 @@
 
 use super::diagnostic::ConfigErrors;
 use super::file_set::FileSet;
-use super::files;
 use super::input::ConfigInput;
 use super::loaded_config::{Config, StoreSettings};
-use super::raw_config::RawConfig;
 use super::schema::{self, AppliedAt};
 use super::settings;
-use super::sources::FileSource;
 use super::table_reader::TableReader;
+use super::text_conversion::content_or_default;
+use super::value_tree::{ValueContent, ValueNode};
 use crate::admin::AdminToken;
 use crate::store::redis::{RedisSettings, RedisTopology};
 use std::path::PathBuf;
@@ -25,7 +24,7 @@ pub struct Credentials {
 /// The keys of a valid configuration that name credentials, and their files.
 #[derive(Clone, Debug)]
 pub struct CredentialSource {
-    raw: RawConfig,
+    raw: ValueNode,
     pub files: FileSet,
 }
 
@@ -57,13 +56,16 @@ impl Config {
 
 /// The values of the credential keys whose path `is_wanted`.
 fn credential_values(
-    raw: &RawConfig,
+    raw: &ValueNode,
     is_wanted: impl Fn(&str) -> bool,
 ) -> impl Iterator<Item = String> {
     let leaves = schema::leaf_keys().into_iter();
     leaves
         .filter(move |leaf| leaf.applied_at == AppliedAt::CredentialReload && is_wanted(&leaf.path))
-        .filter_map(|leaf| raw.value_or_default(&leaf)?.into_string())
+        .filter_map(|leaf| match content_or_default(raw, &leaf)? {
+            ValueContent::Text(text) => Some(text),
+            _ => None,
+        })
 }
 
 impl Credentials {
@@ -123,10 +125,8 @@ impl CredentialSource {
         &self,
         build: impl FnOnce(&TableReader<'_>) -> Option<T>,
     ) -> Result<T, ConfigErrors> {
-        let mut input = ConfigInput::default();
-        // The values come from `raw`; a reader needs a document for its positions.
-        let document = files::read_main_file(&mut input, &FileSource::None).unwrap_or_default();
-        let root = TableReader::from_document(&input, document, &schema::ROOT, &self.raw.0);
+        let input = ConfigInput::default();
+        let root = TableReader::from_root(&input, &schema::ROOT, &self.raw);
         let built = build(&root);
         input.into_load_result(built, |built, _, _| built)
     }

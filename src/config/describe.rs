@@ -1,14 +1,13 @@
 //! Describes each policy in one sentence, so that its author can check what it does.
 
 use super::table_reader::TableReader;
+use super::value_tree::{ValueContent, ValueNode};
 use super::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    ActualCostSource, CostSource, EstimateCost, HeaderCost, LimitOverride, Matcher,
-    MissingKeyAction, NamedLimit, OnStoreFailure, OverrideRule, Policy, PolicyAction, Quota,
-    SlotRelease,
+    ActualCostSource, CostSource, LimitOverride, MissingKeyAction, NamedLimit, OnStoreFailure,
+    OverrideRule, Policy, PolicyAction, Quota, SlotRelease,
 };
-use figment::value::{Num, Value};
 use std::fmt;
 use std::time::Duration;
 
@@ -27,7 +26,7 @@ impl fmt::Display for PolicyDescription {
     }
 }
 
-/// Describes a policy in one sentence. Conditions are taken from the TOML values, because a
+/// Describes a policy in one sentence. Conditions are taken from the file's values, because a
 /// compiled policy does not keep their source text.
 pub(super) fn describe_policy(
     policy: &Policy,
@@ -38,127 +37,114 @@ pub(super) fn describe_policy(
         true => " (off)",
         false => policy.mode.suffix(),
     };
-    let requests = match policy.matcher.descriptor_conditions {
-        None => describe_conditions(reader.get("match").map(|item| item.value)),
-        Some(_) => format!(
-            "descriptors{}",
-            describe_descriptors(reader.get("match").map(|item| item.value))
-        ),
-    };
+    let table = reader.get("match").map(|item| item.value);
     let matches_descriptors = policy.matcher.descriptor_conditions.is_some();
-    let action = match &policy.action {
-        PolicyAction::Allow => ": exempt, no later policy applies".to_owned(),
-        PolicyAction::Deny => ": denied".to_owned(),
-        PolicyAction::Limit(quota) => {
-            format!(
-                ", {}{}",
-                describe_quota(quota, &policy.matcher),
-                match quota.is_instance_scoped() {
-                    true => "; counted per instance, in memory",
-                    false => describe_store_failure(policy.on_store_failure, matches_descriptors),
-                }
-            )
-        }
+    let requests = match matches_descriptors {
+        false => describe_conditions(table),
+        true => format!("descriptors{}", describe_descriptors(table)),
     };
-    let report = match policy.is_reported {
-        true => "",
-        false => "; not reported to clients",
+    let mut clauses = match &policy.action {
+        PolicyAction::Allow => vec![": exempt, no later policy applies".to_owned()],
+        PolicyAction::Deny => vec![": denied".to_owned()],
+        PolicyAction::Limit(quota) => describe_quota(quota, policy),
     };
-    let priority = match policy.priority {
-        0 => String::new(),
-        priority => format!("; priority {priority}"),
-    };
+    if !policy.is_reported {
+        clauses.push("not reported to clients".to_owned());
+    }
+    if policy.priority != 0 {
+        clauses.push(format!("priority {}", policy.priority));
+    }
+    let sentence = format!("{}{mode}: {requests}{}", policy.name, clauses.join("; "));
     // Values from the file may contain control characters.
-    let sentence = format!(
-        "{}{mode}: {requests}{action}{report}{priority}",
-        policy.name
-    )
-    .chars()
-    .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-    .collect();
+    let sentence = sentence.chars();
     PolicyDescription {
         policy: policy.name.clone(),
         is_off,
-        sentence,
+        sentence: sentence
+            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
+            .collect(),
     }
 }
 
-fn describe_store_failure(mode: OnStoreFailure, matches_descriptors: bool) -> &'static str {
-    match mode {
-        OnStoreFailure::Open => "; if the store fails: allow",
-        OnStoreFailure::Closed if matches_descriptors => "; if the store fails: Envoy decides",
-        OnStoreFailure::Closed => "; if the store fails: reject",
-        OnStoreFailure::Local => "; if the store fails: limit by this instance's share",
-    }
-}
-
-fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
+/// The clauses about a quota, and about a failure of the store.
+fn describe_quota(quota: &Quota, policy: &Policy) -> Vec<String> {
     let parts = quota.key.describe_parts();
     let per = match parts.is_empty() {
         true => "in total".to_owned(),
         false => format!("per {}", parts.join(" and ")),
     };
-    let cost = match &quota.cost {
+    let (limits, cost) = (describe_limits(&quota.limits), describe_cost(&quota.cost));
+    let mut clauses = vec![format!(", {per}: {limits}{cost}")];
+    let overrides = quota.overrides.as_slice().iter();
+    clauses.extend(overrides.map(|entry| describe_override(quota, entry)));
+    let mut add = |clause: String| clauses.push(clause);
+    if let Some(counter) = quota.key.counter_name() {
+        add(format!(
+            "one quota for all policies with the counter {counter}"
+        ));
+    }
+    if quota.is_dynamic {
+        add("overrides of single keys in the store".to_owned());
+    }
+    if let Some(block) = &quota.block {
+        let condition = match quota.counts_responses() {
+            true => " if responses with such a status fill the limit",
+            false => "",
+        };
+        add(describe_limit(block, None) + condition);
+    }
+    if quota.count_rejected {
+        add("rejected requests count".to_owned());
+    }
+    if let Some(lease) = quota.lease {
+        let ttl = format_duration(Duration::from_micros(lease.ttl_us));
+        add(match lease.size {
+            None => format!("units leased as needed for {ttl}"),
+            Some(size) => format!("up to {size} units leased for {ttl}"),
+        });
+    }
+    let optional = quota
+        .key
+        .parts()
+        .filter(|part| part.may_be_absent(&policy.matcher));
+    let optional = join(optional.map(ToString::to_string), " or ");
+    if !optional.is_empty() {
+        let action = match quota.missing_key {
+            MissingKeyAction::Shared => "one quota for all such requests",
+            MissingKeyAction::Skip => "not limited by this policy",
+            MissingKeyAction::Reject => "rejected",
+        };
+        add(format!("without {optional}: {action}"));
+    }
+    let is_for_envoy = policy.matcher.descriptor_conditions.is_some();
+    add(match policy.on_store_failure {
+        _ if quota.is_instance_scoped() => "counted per instance, in memory",
+        OnStoreFailure::Open => "if the store fails: allow",
+        OnStoreFailure::Closed if is_for_envoy => "if the store fails: Envoy decides",
+        OnStoreFailure::Closed => "if the store fails: reject",
+        OnStoreFailure::Local => "if the store fails: limit by this instance's share",
+    }
+    .to_owned());
+    clauses
+}
+
+fn describe_cost(cost: &CostSource) -> String {
+    match cost {
         CostSource::Fixed(1) => String::new(),
         CostSource::Fixed(units) => format!(", cost {units}"),
-        CostSource::Header(cost) => {
-            let HeaderCost {
-                name,
-                default,
-                min,
-                max,
-            } = &**cost;
-            format!(", cost from header {name} ({min} to {max}; {default} if absent)")
-        }
-        CostSource::Estimate(cost) => {
-            let EstimateCost {
-                estimate,
-                actual_source: actual,
-            } = &**cost;
-            match actual {
-                ActualCostSource::Status(counted) => {
-                    format!(", cost {estimate} if the response has status {counted}, else 0")
-                }
-                _ => format!(", cost from the response ({actual}; estimate {estimate})"),
+        CostSource::Header(cost) => format!(
+            ", cost from header {} ({} to {}; {} if absent)",
+            cost.name, cost.min, cost.max, cost.default
+        ),
+        CostSource::Estimate(cost) => match (&cost.actual_source, cost.estimate) {
+            (ActualCostSource::Status(counted), estimate) => {
+                format!(", cost {estimate} if the response has status {counted}, else 0")
             }
-        }
-    };
-    let block = quota.block.map_or_else(String::new, |block| {
-        let text = describe_limit(&block, None);
-        match quota.counts_responses() {
-            true => format!("; {text} if responses with such a status fill the limit"),
-            false => format!("; {text}"),
-        }
-    });
-    let overrides = quota.overrides.as_slice().iter();
-    let overrides = overrides.map(|entry| describe_override(quota, entry));
-    let counter = quota.key.counter_name();
-    let counter = counter.map_or_else(String::new, |counter| {
-        format!("; one quota for all policies with the counter {counter}")
-    });
-    let dynamic = match quota.is_dynamic {
-        true => "; overrides of single keys in the store",
-        false => "",
-    };
-    let rejected = if quota.count_rejected {
-        "; rejected requests count"
-    } else {
-        ""
-    };
-    let lease = quota.lease.map_or_else(String::new, |lease| {
-        let size = lease.size.map_or_else(
-            || "units leased as needed".to_owned(),
-            |size| format!("up to {size} units leased"),
-        );
-        let ttl = format_duration(Duration::from_micros(lease.ttl_us));
-        format!("; {size} for {ttl}")
-    });
-    format!(
-        "{per}: {}{cost}{}{counter}{dynamic}{block}{rejected}{lease}{}",
-        describe_limits(&quota.limits),
-        overrides.collect::<String>(),
-        describe_missing_key(quota, matcher),
-    )
+            (actual, estimate) => {
+                format!(", cost from the response ({actual}; estimate {estimate})")
+            }
+        },
+    }
 }
 
 fn describe_override(quota: &Quota, entry: &LimitOverride) -> String {
@@ -167,32 +153,16 @@ fn describe_override(quota: &Quota, entry: &LimitOverride) -> String {
     let rule = match entry.rule {
         OverrideRule::Limit(mode) => {
             let mode = mode.map_or_else(String::new, |mode| format!(" (mode {})", mode.name()));
-            let limits = match entry.limits.is_empty() {
-                true => "the same limits".to_owned(),
-                false => describe_limits(&entry.limits),
-            };
-            format!("{limits}{mode}")
+            match entry.limits.is_empty() {
+                true => format!("the same limits{mode}"),
+                false => describe_limits(&entry.limits) + &mode,
+            }
         }
         OverrideRule::Allow => "exempt from this policy, others still apply".to_owned(),
         OverrideRule::Deny => "denied".to_owned(),
         OverrideRule::Off => "off".to_owned(),
     };
-    format!("; for {}: {rule}", values.collect::<Vec<_>>().join(", "))
-}
-
-/// What happens to requests without a part of the key.
-fn describe_missing_key(quota: &Quota, matcher: &Matcher) -> String {
-    let optional = quota.key.parts().filter(|part| part.may_be_absent(matcher));
-    let optional: Vec<String> = optional.map(ToString::to_string).collect();
-    if optional.is_empty() {
-        return String::new();
-    }
-    let action = match quota.missing_key {
-        MissingKeyAction::Shared => "one quota for all such requests",
-        MissingKeyAction::Skip => "not limited by this policy",
-        MissingKeyAction::Reject => "rejected",
-    };
-    format!("; without {}: {action}", optional.join(" or "))
+    format!("for {}: {rule}", join(values, ", "))
 }
 
 fn describe_limits(limits: &[NamedLimit]) -> String {
@@ -201,125 +171,110 @@ fn describe_limits(limits: &[NamedLimit]) -> String {
         if named.release == SlotRelease::Upstream {
             text.push_str(", until the upstream's response ends");
         }
-        match &named.amount {
-            None => text,
-            Some(source) => format!(
-                "{text} (or the number in the {}, at most {})",
-                source.field, source.max
-            ),
+        if let Some(source) = &named.amount {
+            let (field, max) = (&source.field, source.max);
+            text += &format!(" (or the number in the {field}, at most {max})");
         }
+        text
     });
-    limits.collect::<Vec<_>>().join(" and ")
+    join(limits, " and ")
 }
 
 fn describe_limit(limit: &Limit, unit: Option<&str>) -> String {
-    let Limit {
-        requests,
-        per_us,
-        algorithm,
-    } = *limit;
+    let requests = limit.requests;
     let unit = unit.unwrap_or(if requests == 1 { "request" } else { "requests" });
     let duration = |us| format_duration(Duration::from_micros(us));
-    let per = duration(per_us);
-    match algorithm {
+    // 0 is the default, which needs no words.
+    let unless_zero = |before: &str, us| match us {
+        0 => String::new(),
+        us => format!("{before}{}", duration(us)),
+    };
+    let per = duration(limit.per_us);
+    match limit.algorithm {
         Algorithm::SlidingLog => format!("at most {requests} {unit} in any {per} window"),
         Algorithm::SlidingWindow { buckets } => {
             format!("at most {requests} {unit} in any {per} window, counted in {buckets} buckets")
         }
         Algorithm::Concurrency { max_duration_us } => {
-            let most = match max_duration_us {
-                0 => String::new(),
-                us => format!(", each for at most {}", duration(us)),
-            };
+            let most = unless_zero(", each for at most ", max_duration_us);
             format!("at most {requests} {unit} at a time{most}")
         }
         Algorithm::Block => format!("after a rejection, blocked for {per}"),
         Algorithm::TokenBucket { burst, warm_up_us } => {
+            let text = format!("{requests} {unit} per {per} on average, at most {burst} at once");
             let (cold, warm_up) = (limit.cold_capacity(), duration(warm_up_us));
-            let after_idle = match warm_up_us {
-                0 => String::new(),
+            match warm_up_us {
+                0 => text,
                 _ => format!(
-                    "; after {warm_up} idle, {cold} at once and a third of the rate, growing to the full rate in {warm_up}"
+                    "{text}; after {warm_up} idle, {cold} at once and a third of the rate, growing to the full rate in {warm_up}"
                 ),
-            };
-            format!("{requests} {unit} per {per} on average, at most {burst} at once{after_idle}")
+            }
         }
         Algorithm::LeakyBucket { max_delay_us } => {
             let delay = duration(max_delay_us);
             format!("{requests} {unit} per {per} one at a time, each delayed by at most {delay}")
         }
-        Algorithm::CalendarWindow { calendar } => format!(
-            "at most {requests} {unit} in each calendar {} ({})",
-            calendar.unit().as_str(),
-            calendar.zone_name()
-        ),
+        Algorithm::CalendarWindow { calendar } => {
+            let (period, zone) = (calendar.unit().as_str(), calendar.zone_name());
+            format!("at most {requests} {unit} in each calendar {period} ({zone})")
+        }
         Algorithm::FixedWindow { offset_us } => {
-            let offset = match offset_us {
-                0 => String::new(),
-                us => format!(", offset {}", duration(us)),
-            };
+            let offset = unless_zero(", offset ", offset_us);
             format!("at most {requests} {unit} in each fixed {per} window{offset}")
         }
     }
 }
 
-fn describe_conditions(value: Option<&Value>) -> String {
-    let Some(table) = value
-        .and_then(Value::as_dict)
+fn describe_conditions(table: Option<&ValueNode>) -> String {
+    /// The keys of `match` that come first in the sentence, and have no words before the value.
+    const FIRST_KEYS: [&str; 3] = ["methods", "hosts", "path"];
+    let Some(table) = table
+        .and_then(ValueNode::as_table)
         .filter(|table| !table.is_empty())
     else {
         return "all requests".to_owned();
     };
-    let mut parts = Vec::new();
-    let start = ["methods", "hosts", "path"];
-    parts.extend(
-        start
-            .iter()
-            .filter_map(|key| table.get(*key))
-            .map(format_value),
-    );
-    for (key, value) in table
-        .iter()
-        .filter(|(key, _)| !start.contains(&key.as_str()))
-    {
-        parts.push(match (key.as_str(), value) {
-            ("path_regex", value) => format!("path matching {}", format_value(value)),
-            ("client_ips", value) => format!("from {}", format_value(value)),
-            ("any", Value::Array(_, alternatives)) => {
-                let alternatives = alternatives.iter();
-                let alternatives = alternatives.map(|one| describe_conditions(Some(one)));
-                format!("({})", alternatives.collect::<Vec<_>>().join(") or ("))
-            }
-            ("not", value) => format!("but not ({})", describe_conditions(Some(value))),
-            (key, Value::Dict(_, entries)) => {
-                let kind = match key {
-                    "headers" => "header",
-                    "cookies" => "cookie",
-                    "jwt" => "claim",
-                    "query" => "query parameter",
-                    other => other,
-                };
-                let conditions = entries.iter().map(|(name, condition)| {
+    let first = FIRST_KEYS
+        .into_iter()
+        .filter_map(|key| table.get_key_value(key));
+    let is_later = |(key, _): &(&String, _)| !FIRST_KEYS.contains(&key.as_str());
+    let described = first
+        .chain(table.iter().filter(is_later))
+        .map(|(key, value)| {
+            let named = |kind: &str| {
+                let entries = value.as_table().into_iter().flatten();
+                let entries = entries.map(|(name, condition)| {
                     format!("with {kind} {name}{}", describe_value_condition(condition))
                 });
-                conditions.collect::<Vec<_>>().join(" and ")
+                join(entries, " and ")
+            };
+            match key.as_str() {
+                "path_regex" => format!("path matching {}", format_value(value)),
+                "client_ips" => format!("from {}", format_value(value)),
+                "any" => {
+                    let alternatives = value.as_list().into_iter().flatten();
+                    let alternatives = alternatives.map(|one| describe_conditions(Some(one)));
+                    format!("({})", join(alternatives, ") or ("))
+                }
+                "not" => format!("but not ({})", describe_conditions(Some(value))),
+                "headers" => named("header"),
+                "cookies" => named("cookie"),
+                "jwt" => named("claim"),
+                "query" => named("query parameter"),
+                _ => format_value(value),
             }
-            (_, value) => format_value(value),
         });
-    }
-    parts.join(" ")
+    join(described, " ")
 }
 
-fn describe_descriptors(value: Option<&Value>) -> String {
-    let Some(table) = value.and_then(Value::as_dict) else {
-        return String::new();
-    };
-    let domain = table.get("domain").map_or_else(String::new, |domain| {
+fn describe_descriptors(table: Option<&ValueNode>) -> String {
+    let get = |key: &str| table?.get(key);
+    let mut text = get("domain").map_or_else(String::new, |domain| {
         format!(" of {}", format_value(domain))
     });
-    let entries = match table.get("descriptors").and_then(Value::as_dict) {
-        None => String::new(),
-        Some(entries) if entries.is_empty() => " without entries".to_owned(),
+    match get("descriptors").and_then(ValueNode::as_table) {
+        None => {}
+        Some(entries) if entries.is_empty() => text += " without entries",
         Some(entries) => {
             let entries = entries
                 .iter()
@@ -327,53 +282,46 @@ fn describe_descriptors(value: Option<&Value>) -> String {
                     Some("*") => name.clone(),
                     _ => format!("{name}{}", describe_value_condition(condition)),
                 });
-            let accepts_more =
-                table.get("descriptors_match").and_then(Value::as_str) == Some("subset");
-            let rest = if accepts_more {
-                ""
-            } else {
-                " and nothing else"
-            };
-            format!(" with {}{rest}", entries.collect::<Vec<_>>().join(", "))
+            text += &format!(" with {}", join(entries, ", "));
+            if get("descriptors_match").and_then(ValueNode::as_str) != Some("subset") {
+                text += " and nothing else";
+            }
         }
-    };
-    let any = table.get("any").and_then(Value::as_array);
-    let any = any.map_or_else(String::new, |alternatives| {
-        let alternatives = alternatives.iter();
-        let alternatives =
-            alternatives.map(|one| format!("({})", describe_descriptors(Some(one)).trim_start()));
-        format!(" {}", alternatives.collect::<Vec<_>>().join(" or "))
-    });
-    let not = table.get("not").map_or_else(String::new, |not| {
-        format!(" but not descriptors{}", describe_descriptors(Some(not)))
-    });
-    format!("{domain}{entries}{any}{not}")
+    }
+    if let Some(alternatives) = get("any").and_then(ValueNode::as_list) {
+        let describe = |one| format!("({})", describe_descriptors(Some(one)).trim_start());
+        text += &format!(" {}", join(alternatives.iter().map(describe), " or "));
+    }
+    if let Some(not) = get("not") {
+        text += &format!(" but not descriptors{}", describe_descriptors(Some(not)));
+    }
+    text
 }
 
-fn describe_value_condition(condition: &Value) -> String {
+fn describe_value_condition(condition: &ValueNode) -> String {
     match (
-        condition.as_str(),
-        condition.find_ref("regex"),
-        condition.find_ref("present").and_then(Value::to_bool),
+        &condition.content,
+        condition.get("regex"),
+        condition.get("present"),
     ) {
-        (Some(text), ..) => format!(" = \"{text}\""),
+        (ValueContent::Text(text), ..) => format!(" = \"{text}\""),
         (_, Some(regex), _) => format!(" matching {}", format_value(regex)),
-        (_, _, Some(false)) => " absent".to_owned(),
-        _ if condition.as_dict().is_none() => format!(" = {}", format_value(condition)),
+        (.., Some(present)) if present.content == ValueContent::Bool(false) => " absent".to_owned(),
+        (ValueContent::Table(_), ..) => String::new(),
+        _ => format!(" = {}", format_value(condition)),
+    }
+}
+
+fn format_value(value: &ValueNode) -> String {
+    match &value.content {
+        ValueContent::Text(text) => text.clone(),
+        ValueContent::Bool(flag) => flag.to_string(),
+        ValueContent::Integer(number) => number.to_string(),
+        ValueContent::List(items) => join(items.iter().map(format_value), " or "),
         _ => String::new(),
     }
 }
 
-fn format_value(value: &Value) -> String {
-    match value {
-        Value::String(_, text) => text.clone(),
-        Value::Bool(_, flag) => flag.to_string(),
-        Value::Num(_, Num::I64(number)) => number.to_string(),
-        Value::Array(_, items) => items
-            .iter()
-            .map(format_value)
-            .collect::<Vec<_>>()
-            .join(" or "),
-        _ => String::new(),
-    }
+fn join(texts: impl Iterator<Item = String>, separator: &str) -> String {
+    texts.collect::<Vec<_>>().join(separator)
 }

@@ -68,24 +68,21 @@ pub struct ConfigErrors {
 impl SourceSpan {
     /// `line` and `column` count from 0; `column` and `width` are in characters. Without `source`
     /// the line is not quoted.
-    pub(super) fn from_position(
-        name: &str,
-        rank: usize,
+    pub(super) fn with_position(
+        self,
         line: usize,
         column: usize,
         source: Option<&QuotedLine>,
         width: usize,
     ) -> Self {
-        let excerpt = source.map(|line| line.underline(column, width));
         let position = SourcePosition {
             line: line + 1,
             column: column + 1,
-            excerpt,
+            excerpt: source.map(|line| line.underline(column, width)),
         };
         Self {
-            source: replace_control_characters(name),
             position: Some(position),
-            rank,
+            ..self
         }
     }
 
@@ -99,10 +96,8 @@ impl SourceSpan {
 
     /// Sort key: source, line, column.
     pub(super) fn sort_key(&self) -> (usize, usize, usize) {
-        let (line, column) = self
-            .position
-            .as_ref()
-            .map_or((0, 0), |at| (at.line, at.column));
+        let position = self.position.as_ref();
+        let (line, column) = position.map_or((0, 0), |at| (at.line, at.column));
         (self.rank, line, column)
     }
 }
@@ -119,12 +114,14 @@ pub(super) struct QuotedLine {
 impl QuotedLine {
     pub(super) fn new(source: &str) -> Self {
         let masked = mask_secrets(source);
-        let unmasked_chars = match masked == source {
-            true => usize::MAX,
-            false => {
-                let pairs = source.chars().zip(masked.chars());
-                pairs.take_while(|(a, b)| a == b).count()
-            }
+        let same = source
+            .chars()
+            .zip(masked.chars())
+            .take_while(|(a, b)| a == b);
+        let unmasked_chars = if masked == source {
+            usize::MAX
+        } else {
+            same.count()
         };
         let mut chars = masked.chars().map(|c| if c.is_control() { ' ' } else { c });
         let mut text: String = chars.by_ref().take(MAX_EXCERPT_CHARS).collect();
@@ -170,11 +167,8 @@ impl fmt::Display for ConfigDiagnostic {
             write!(f, "{}: ", self.key)?;
         }
         writeln!(f, "{}", self.problem)?;
-        let Some(SourcePosition {
-            line,
-            excerpt: Some(excerpt),
-            ..
-        }) = &self.span.position
+        let position = self.span.position.as_ref();
+        let Some((line, excerpt)) = position.and_then(|at| Some((at.line, at.excerpt.as_ref()?)))
         else {
             return Ok(());
         };
@@ -189,13 +183,10 @@ impl fmt::Display for ConfigDiagnostic {
 impl ConfigDiagnostic {
     /// Formats the diagnostic as one line for the log.
     pub fn to_log_line(&self) -> String {
-        let Self {
-            span, key, problem, ..
-        } = self;
-        if key.is_empty() {
-            format!("{span}: {problem}")
-        } else {
-            format!("{span}: {key}: {problem}")
+        let (span, problem) = (&self.span, &self.problem);
+        match self.key.as_str() {
+            "" => format!("{span}: {problem}"),
+            key => format!("{span}: {key}: {problem}"),
         }
     }
 }
@@ -223,10 +214,9 @@ pub(super) fn quote_source(text: &str) -> String {
         masked.chars().count() > MAX_QUOTED_CHARS || line.len() < text.trim_end().len();
     let short: String = masked.chars().take(MAX_QUOTED_CHARS).collect();
     let short = replace_control_characters(&short);
-    if is_truncated {
-        format!("{short}…")
-    } else {
-        short
+    match is_truncated {
+        true => short + "…",
+        false => short,
     }
 }
 

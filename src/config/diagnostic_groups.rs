@@ -22,14 +22,13 @@ pub fn group_diagnostics(diagnostics: &[ConfigDiagnostic]) -> Vec<DiagnosticGrou
             key_without_indexes(&diagnostic.key),
             diagnostic.problem.as_str(),
         );
-        let new_group = || DiagnosticGroup {
+        let new_group = DiagnosticGroup {
             first: diagnostic,
             others: Vec::new(),
         };
-        let known = groups.get_mut(&kind).map(|group| &mut group.others);
-        match known {
-            Some(others) => others.push(diagnostic),
-            None => _ = groups.insert(kind, new_group()),
+        match groups.get_mut(&kind) {
+            Some(group) => group.others.push(diagnostic),
+            None => _ = groups.insert(kind, new_group),
         }
     }
     groups.into_values().collect()
@@ -38,27 +37,26 @@ pub fn group_diagnostics(diagnostics: &[ConfigDiagnostic]) -> Vec<DiagnosticGrou
 impl DiagnosticGroup<'_> {
     /// Formats the group as one line for the log.
     pub fn to_log_line(&self) -> String {
-        let mut line = self.first.to_log_line();
-        if !self.others.is_empty() {
-            line.push_str(&format!(" ({})", self.format_others()));
+        let line = self.first.to_log_line();
+        match self.others.is_empty() {
+            true => line,
+            false => format!("{line} ({})", self.format_others()),
         }
-        line
     }
 
     /// Formats the other positions: `and 2 more: config.toml:14:7, config.toml:23:7`.
     fn format_others(&self) -> String {
-        let mut text = format!("and {} more: ", self.others.len());
-        let listed: Vec<String> = self
-            .others
-            .iter()
-            .take(MAX_LISTED_POSITIONS)
-            .map(|diagnostic| diagnostic.span.to_string())
-            .collect();
-        text.push_str(&listed.join(", "));
-        if self.others.len() > MAX_LISTED_POSITIONS {
-            text.push_str(", …");
-        }
-        text
+        let listed = self.others.iter().take(MAX_LISTED_POSITIONS);
+        let listed: Vec<String> = listed.map(|one| one.span.to_string()).collect();
+        let rest = match self.others.len() > MAX_LISTED_POSITIONS {
+            true => ", …",
+            false => "",
+        };
+        format!(
+            "and {} more: {}{rest}",
+            self.others.len(),
+            listed.join(", ")
+        )
     }
 }
 
@@ -75,20 +73,12 @@ impl fmt::Display for DiagnosticGroup<'_> {
 
 /// The key with `[*]` for each index: `policy[*].key`.
 fn key_without_indexes(key: &str) -> String {
-    let mut text = String::with_capacity(key.len());
-    let mut is_index = false;
-    for c in key.chars() {
-        match c {
-            '[' => {
-                is_index = true;
-                text.push_str("[*]");
-            }
-            ']' => is_index = false,
-            c if !is_index => text.push(c),
-            _ => {}
-        }
-    }
-    text
+    let mut parts = key.split('[');
+    let first = parts.next().unwrap_or_default().to_owned();
+    parts.fold(first, |text, part| {
+        let after = part.split_once(']').map_or("", |(_, after)| after);
+        text + "[*]" + after
+    })
 }
 
 #[cfg(test)]

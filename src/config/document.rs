@@ -1,15 +1,15 @@
-//! One TOML document: its values for merging, and the position of each value.
+//! One TOML document: its text, and the conversion of its values.
 
 use super::brackets::find_unclosed_bracket;
 use super::diagnostic::{QuotedLine, SourceSpan};
 use super::sources::FileSource;
-use figment::value::{Dict, Empty, Tag, Value};
+use super::value_tree::{ValueContent, ValueNode, ValueOrigin, ValueTable};
 use std::cell::RefCell;
 use std::ops::Range;
 use std::path::Path;
-use std::{fmt, fs, iter};
+use std::{fs, iter};
 use toml::Spanned;
-use toml::de::{DeInteger, DeTable, DeValue};
+use toml::de::{DeTable, DeValue};
 
 /// Bytes per entry of [`TomlDocument::chars_before`].
 const BLOCK_BYTES: usize = 256;
@@ -29,28 +29,6 @@ pub(super) struct TomlDocument {
     /// Whether errors quote lines: not those of a file that may hold something else, such as a
     /// secret.
     shows_source: bool,
-    values: Dict,
-    spans: DocumentSpans,
-}
-
-/// Path of a value: table keys and list indexes.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct KeyPath(Vec<KeyPathStep>);
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum KeyPathStep {
-    Key(String),
-    Index(usize),
-}
-
-/// Byte ranges of keys and values, in the structure of the document.
-#[derive(Debug, Default)]
-struct DocumentSpans {
-    key: Range<usize>,
-    value: Range<usize>,
-    /// By key, in order.
-    children: Box<[(String, DocumentSpans)]>,
-    items: Vec<DocumentSpans>,
 }
 
 /// Whether the name, and the file behind it if it is a link, end in `.toml`.
@@ -60,16 +38,17 @@ fn is_toml_file(name: &str) -> bool {
 }
 
 impl TomlDocument {
-    /// Parses TOML. Returns the document with the first syntax error as a span and a message.
-    /// Others are often follow-up errors of the parser's recovery.
+    /// Parses TOML. Returns the document and its values, or the first syntax error as a span and a
+    /// message. Others are often follow-up errors of the parser's recovery.
     pub(super) fn parse(
         name: String,
         text: String,
         rank: usize,
-    ) -> (Self, Option<(SourceSpan, String)>) {
+    ) -> (Self, Result<ValueNode, (SourceSpan, String)>) {
         let (table, errors) = DeTable::parse_recoverable(&text);
-        let mut spans = DocumentSpans::default();
-        let values = convert_table(table.get_ref(), &mut spans);
+        let origin = convert_origin(rank, 0..0, 0..0);
+        let root = ValueContent::Table(convert_table(table.get_ref(), rank));
+        let root = ValueNode::new(root, origin);
         let blocks = text.as_bytes().chunks(BLOCK_BYTES);
         let chars_before = blocks.scan(0, |total, block| {
             let before = *total;
@@ -84,15 +63,13 @@ impl TomlDocument {
             chars_before: chars_before.collect(),
             last_line: RefCell::default(),
             rank,
-            values,
-            spans,
             text: String::new(),
         };
         let document = Self { text, ..document };
         let start = |error: &toml::de::Error| error.span().unwrap_or_default().start;
         let first = errors.iter().min_by_key(|error| start(error));
         let syntax_error = first.map(|error| document.describe_syntax_error(error));
-        (document, syntax_error)
+        (document, syntax_error.map_or(Ok(root), Err))
     }
 
     /// The position and message of a syntax error, and the position of a bracket that is not
@@ -109,49 +86,17 @@ impl TomlDocument {
         (self.source_span(span), message)
     }
 
-    pub(super) fn values(&self) -> &Dict {
-        &self.values
+    /// Source text at a byte range.
+    pub(super) fn source_text(&self, range: &Range<u32>) -> Option<&str> {
+        self.text.get(to_usize(range))
     }
 
-    pub(super) fn take_values(&mut self) -> Dict {
-        std::mem::take(&mut self.values)
-    }
-
-    /// Span of the value at `path`, or of the innermost enclosing table in the document.
-    pub(super) fn value_span(&self, path: &KeyPath) -> SourceSpan {
-        match self.find_deepest_existing_spans(path).0 {
-            spans if spans.value.is_empty() => SourceSpan::from_source(&self.name, self.rank),
-            spans => self.source_span(spans.value.clone()),
+    /// Span of a byte range, or of the whole document if it is empty.
+    pub(super) fn span(&self, range: &Range<u32>) -> SourceSpan {
+        match range.is_empty() {
+            true => SourceSpan::from_source(&self.name, self.rank),
+            false => self.source_span(to_usize(range)),
         }
-    }
-
-    /// Span of the key of the value at `path`.
-    pub(super) fn key_span(&self, path: &KeyPath) -> SourceSpan {
-        self.source_span(self.find_deepest_existing_spans(path).0.key.clone())
-    }
-
-    /// Source text of the value at `path`.
-    pub(super) fn source_text(&self, path: &KeyPath) -> Option<&str> {
-        match self.find_deepest_existing_spans(path) {
-            (spans, true) => self.text.get(spans.value.clone()),
-            _ => None,
-        }
-    }
-
-    /// Spans of the innermost existing element of `path`, and whether all of `path` exists.
-    fn find_deepest_existing_spans(&self, path: &KeyPath) -> (&DocumentSpans, bool) {
-        let mut at = &self.spans;
-        for step in &path.0 {
-            let next = match step {
-                KeyPathStep::Key(key) => at.find_child(key),
-                KeyPathStep::Index(index) => at.items.get(*index),
-            };
-            match next {
-                Some(next) => at = next,
-                None => return (at, false),
-            }
-        }
-        (at, true)
     }
 
     /// Index of the line that contains this byte.
@@ -172,11 +117,8 @@ impl TomlDocument {
         let line = self.line_index(span.start);
         let start = self.line_starts.get(line).copied().unwrap_or_default();
         let column = self.chars_before(span.start) - self.chars_before(start);
-        let width = self
-            .text
-            .get(span)
-            .and_then(|text| text.lines().next())
-            .unwrap_or_default();
+        let width = self.text.get(span).and_then(|text| text.lines().next());
+        let width = width.map_or(0, |text| text.chars().count());
         let mut last_line = self.last_line.borrow_mut();
         if last_line.as_ref().is_none_or(|(last, _)| *last != line) {
             let end = self.line_starts.get(line + 1).copied();
@@ -185,14 +127,8 @@ impl TomlDocument {
             *last_line = Some((line, QuotedLine::new(source)));
         }
         let quoted = last_line.as_ref().map(|(_, quoted)| quoted);
-        SourceSpan::from_position(
-            &self.name,
-            self.rank,
-            line,
-            column,
-            quoted.filter(|_| self.shows_source),
-            width.chars().count(),
-        )
+        let quoted = quoted.filter(|_| self.shows_source);
+        SourceSpan::from_source(&self.name, self.rank).with_position(line, column, quoted, width)
     }
 }
 
@@ -202,90 +138,48 @@ fn count_chars(bytes: &[u8]) -> usize {
     starts.count()
 }
 
-impl KeyPath {
-    pub(super) fn with_key(&self, key: &str) -> Self {
-        self.with_step(KeyPathStep::Key(key.to_owned()))
-    }
+fn to_usize(range: &Range<u32>) -> Range<usize> {
+    let convert = |offset| usize::try_from(offset).unwrap_or(usize::MAX);
+    convert(range.start)..convert(range.end)
+}
 
-    pub(super) fn with_index(&self, index: usize) -> Self {
-        self.with_step(KeyPathStep::Index(index))
-    }
-
-    fn with_step(&self, step: KeyPathStep) -> Self {
-        let mut steps = self.0.clone();
-        steps.push(step);
-        Self(steps)
+/// Converts byte ranges. Files are too small for larger ones than `u32`.
+fn convert_origin(document: usize, key: Range<usize>, value: Range<usize>) -> ValueOrigin {
+    let convert = |offset| u32::try_from(offset).unwrap_or(u32::MAX);
+    ValueOrigin::Document {
+        document,
+        key: convert(key.start)..convert(key.end),
+        value: convert(value.start)..convert(value.end),
     }
 }
 
-impl fmt::Display for KeyPath {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, step) in self.0.iter().enumerate() {
-            match step {
-                KeyPathStep::Key(key) if index == 0 => write!(f, "{}", key.escape_debug())?,
-                KeyPathStep::Key(key) => write!(f, ".{}", key.escape_debug())?,
-                KeyPathStep::Index(index) => write!(f, "[{index}]")?,
-            }
-        }
-        Ok(())
-    }
-}
-
-fn convert_table(table: &DeTable<'_>, spans: &mut DocumentSpans) -> Dict {
+fn convert_table(table: &DeTable<'_>, document: usize) -> ValueTable {
     let entries = table.iter().map(|(key, value)| {
-        let (converted, mut inner) = convert_value(value);
-        inner.key = key.span();
         let name = key.get_ref().to_string();
-        ((name.clone(), converted), (name, inner))
+        (name, convert_value(value, key.span(), document))
     });
-    let (values, mut children): (Dict, Vec<_>) = entries.unzip();
-    children.sort_by(|(one, _), (other, _)| one.cmp(other));
-    spans.children = children.into();
-    values
+    entries.collect()
 }
 
-impl DocumentSpans {
-    fn find_child(&self, key: &str) -> Option<&Self> {
-        let found = self
-            .children
-            .binary_search_by(|(name, _)| (**name).cmp(key));
-        found.ok().and_then(|at| Some(&self.children.get(at)?.1))
-    }
-}
-
-fn convert_value(value: &Spanned<DeValue<'_>>) -> (Value, DocumentSpans) {
-    let mut spans = DocumentSpans {
-        value: value.span(),
-        ..DocumentSpans::default()
-    };
-    let converted = match value.get_ref() {
-        DeValue::String(text) => Value::from(text.as_ref()),
-        DeValue::Integer(number) => convert_integer(number),
-        DeValue::Float(number) => number
-            .as_str()
-            .parse::<f64>()
-            .map_or_else(|_| empty_value(), Value::from),
-        DeValue::Boolean(flag) => Value::from(*flag),
-        // No key takes a date. The key's reader reports the expected type.
-        DeValue::Datetime(_) => empty_value(),
+/// Converts a value. Those that no key takes are unsupported, for which the key's reader reports
+/// the expected type: dates, and integers beyond 64 bits.
+fn convert_value(value: &Spanned<DeValue<'_>>, key: Range<usize>, document: usize) -> ValueNode {
+    let content = match value.get_ref() {
+        DeValue::String(text) => Some(ValueContent::Text(text.to_string())),
+        DeValue::Integer(number) => i64::from_str_radix(number.as_str(), number.radix())
+            .ok()
+            .map(ValueContent::Integer),
+        DeValue::Float(number) => number.as_str().parse().ok().map(ValueContent::Float),
+        DeValue::Boolean(flag) => Some(ValueContent::Bool(*flag)),
+        DeValue::Datetime(_) => None,
         DeValue::Array(items) => {
-            let (items, inner) = items
-                .iter()
-                .map(convert_value)
-                .unzip::<_, _, Vec<Value>, Vec<DocumentSpans>>();
-            spans.items = inner;
-            Value::from(items)
+            let items = items.iter().map(|item| convert_value(item, 0..0, document));
+            Some(ValueContent::List(items.collect()))
         }
-        DeValue::Table(table) => Value::from(convert_table(table, &mut spans)),
+        DeValue::Table(table) => Some(ValueContent::Table(convert_table(table, document))),
     };
-    (converted, spans)
-}
-
-/// Converts an integer. One beyond 64 bits is outside the range of every key, and becomes empty.
-fn convert_integer(number: &DeInteger<'_>) -> Value {
-    i64::from_str_radix(number.as_str(), number.radix()).map_or_else(|_| empty_value(), Value::from)
-}
-
-fn empty_value() -> Value {
-    Value::Empty(Tag::Default, Empty::Unit)
+    ValueNode {
+        content: content.unwrap_or(ValueContent::Unsupported),
+        origin: convert_origin(document, key, value.span()),
+    }
 }

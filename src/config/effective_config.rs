@@ -2,8 +2,9 @@
 
 use super::loaded_config::{Config, RestartOnlySettings};
 use super::schema::{self, AppliedAt};
+use super::text_conversion::content_or_default;
+use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
 use crate::policy::{KeyComponent, KeyTemplate};
-use figment::value::Value;
 use serde_json::{Map, Value as Json};
 use sha2::{Digest, Sha256};
 
@@ -15,27 +16,30 @@ impl Config {
     }
 
     fn effective_values(&self, running: &RestartOnlySettings) -> Map<String, Json> {
-        let mut top = Map::new();
+        let mut top = ValueNode::default();
         for leaf in schema::leaf_keys() {
             let source = match leaf.applied_at {
                 AppliedAt::Restart => &running.raw,
                 AppliedAt::Reload | AppliedAt::CredentialReload => &self.raw,
             };
-            let Some(value) = source.value_or_default(&leaf) else {
-                continue;
+            let shown = match content_or_default(source, &leaf) {
+                None => continue,
+                Some(content) if !leaf.key.is_secret => content,
+                Some(ValueContent::List(urls)) => {
+                    let urls = urls.iter().map(|url| mask_login(url.as_str()));
+                    ValueContent::List(urls.map(|url| ValueNode::from_text(&url)).collect())
+                }
+                Some(url) => ValueContent::Text(mask_login(url.as_str())),
             };
-            let shown = match &value {
-                value if !leaf.key.is_secret => to_json(value),
-                Value::Array(_, urls) => urls.iter().map(mask_login).collect(),
-                url => mask_login(url),
-            };
-            insert_at_path(&mut top, &leaf.path, shown);
+            let path: Vec<&str> = leaf.path.split('.').collect();
+            top.set_at_path(&path, ValueNode::new(shown, ValueOrigin::default()));
         }
-        let mut policies = self
-            .raw
-            .0
-            .get("policy")
-            .map_or(Json::Array(Vec::new()), to_json);
+        let mut top = match top.content.to_json() {
+            Json::Object(top) => top,
+            _ => Map::new(),
+        };
+        let policies = self.raw.get("policy");
+        let mut policies = policies.map_or(Json::Array(Vec::new()), |all| all.content.to_json());
         for policy in policies.as_array_mut().into_iter().flatten() {
             self.mask_hashed_values(policy);
         }
@@ -86,38 +90,17 @@ fn text_items(value: Option<&Json>) -> impl Iterator<Item = &str> {
     list.chain(value).filter_map(Json::as_str)
 }
 
-fn insert_at_path(top: &mut Map<String, Json>, path: &str, value: Json) {
-    let Some((table, rest)) = path.split_once('.') else {
-        top.insert(path.to_owned(), value);
-        return;
-    };
-    let inner = top.entry(table).or_insert_with(|| Json::Object(Map::new()));
-    if let Json::Object(inner) = inner {
-        insert_at_path(inner, rest, value);
-    }
-}
-
-fn to_json(value: &Value) -> Json {
-    serde_json::to_value(value).unwrap_or(Json::Null)
-}
-
 /// Masks user and password of a URL. Masks all of a value that is not a URL.
-fn mask_login(url: &Value) -> Json {
-    let shown = url.as_str().and_then(|text| {
-        let (scheme, rest) = text.split_once("://")?;
-        let server = match (
-            scheme.ends_with("unix"),
-            rest.split_once('?'),
-            rest.rsplit_once('@'),
-        ) {
-            // Parameters of a Unix socket URL may hold user and password.
-            (true, Some((path, _)), _) => format!("{path}?***"),
-            (false, _, Some((_, server))) => format!("***@{server}"),
-            _ => rest.to_owned(),
-        };
-        Some(format!("{scheme}://{server}"))
-    });
-    shown.unwrap_or_else(|| "***".to_owned()).into()
+fn mask_login(url: Option<&str>) -> String {
+    let Some((scheme, rest)) = url.and_then(|text| text.split_once("://")) else {
+        return "***".to_owned();
+    };
+    match (rest.split_once('?'), rest.rsplit_once('@')) {
+        // Parameters of a Unix socket URL may hold user and password.
+        (Some((path, _)), _) if scheme.ends_with("unix") => format!("{scheme}://{path}?***"),
+        (_, Some((_, server))) if !scheme.ends_with("unix") => format!("{scheme}://***@{server}"),
+        _ => format!("{scheme}://{rest}"),
+    }
 }
 
 #[cfg(test)]

@@ -6,13 +6,13 @@ use super::input::ConfigInput;
 use super::schema;
 use super::sources::FileSource;
 use super::table_reader::{ConfigValue, TableReader};
-use figment::value::Dict;
+use super::value_tree::ValueNode;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// Reads the main file. Returns its document index, or `None` if it is unreadable or not TOML.
+/// Reads the main file. Returns its values, or `None` if it is unreadable or not TOML.
 /// [`FileSource::None`] is an empty document.
-pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Option<usize> {
+pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Option<ValueNode> {
     match source {
         FileSource::Path(path) => {
             let name = path.display().to_string();
@@ -20,45 +20,39 @@ pub(super) fn read_main_file(input: &mut ConfigInput, source: &FileSource) -> Op
                 Ok(text) => input.parse_document(name, text),
                 Err(error) => {
                     input.report_error(SourceSpan::from_source(&name, 0), String::new(), error);
-                    return None;
+                    None
                 }
             }
         }
         FileSource::Text { name, text } => input.parse_document(name.clone(), text.clone()),
         FileSource::None => input.parse_document(source.to_string(), String::new()),
     }
-    .ok()
 }
 
 /// Reads all included files, sorted by file name and then path. Policies apply in this order.
-/// Returns their document indexes.
 pub(super) fn read_included_files(
     input: &mut ConfigInput,
-    main: usize,
-    values: &Dict,
+    root: &ValueNode,
     source: &FileSource,
-) -> Vec<usize> {
+) -> Vec<ValueNode> {
     let base = match source {
         FileSource::Path(path) => path.parent().unwrap_or(Path::new("")),
         FileSource::Text { .. } | FileSource::None => Path::new(""),
     };
     let mut found: Vec<(OsString, PathBuf, String)> = Vec::new();
     // Reads only `include`. Errors in other keys are reported when the whole file is read.
-    let only_include: Dict = values
-        .iter()
-        .filter(|(key, _)| *key == "include")
-        .map(|(k, v)| (k.clone(), v.clone()))
-        .collect();
-    for item in
-        TableReader::from_document(input, main, &schema::ROOT, &only_include).get_items("include")
-    {
+    let mut only_include = ValueNode::default();
+    if let Some(include) = root.get("include") {
+        only_include.set_at_path(&["include"], include.clone());
+    }
+    for item in TableReader::from_root(input, &schema::ROOT, &only_include).get_items("include") {
         for path in expand_include(input, &item, base) {
             match input.read_file(&path) {
                 Ok(text) => {
                     found.push((path.file_name().unwrap_or_default().to_owned(), path, text))
                 }
                 Err(error) => {
-                    item.report_error::<()>(&format!("{} {error}", path.display()));
+                    item.report_error::<()>(format!("{} {error}", path.display()));
                 }
             }
         }
@@ -68,7 +62,7 @@ pub(super) fn read_included_files(
     // A file with a syntax error is left out: diagnostics of its readable part would mislead.
     found
         .into_iter()
-        .filter_map(|(_, path, text)| input.parse_document(path.display().to_string(), text).ok())
+        .filter_map(|(_, path, text)| input.parse_document(path.display().to_string(), text))
         .collect()
 }
 
@@ -89,11 +83,11 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
     match expand_glob(&glob) {
         Ok(paths) => {
             if paths.is_empty() {
-                item.report_warning(&format!("{text:?} matches no file"));
+                item.report_warning(format!("{text:?} matches no file"));
             }
             input.update_file_set(|files| files.insert_glob(glob));
             paths
         }
-        Err(error) => item.report_error(&error).unwrap_or_default(),
+        Err(error) => item.report_error(error).unwrap_or_default(),
     }
 }

@@ -1,30 +1,23 @@
 //! The documents and diagnostics of one load.
 
 use super::diagnostic::{ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourceSpan};
-use super::document::{KeyPath, TomlDocument};
+use super::document::TomlDocument;
 use super::file_set::{FileSet, read_config_file};
-use figment::Figment;
-use figment::value::{Dict, Tag, Value};
+use super::value_tree::{ValueNode, ValueOrigin};
 use std::cell::RefCell;
 use std::path::Path;
 
 /// Diagnostics of variables and flags sort after those of files.
 const OVERRIDE_RANK: usize = usize::MAX;
 
-/// Documents, merged layers, diagnostics and files of one load.
+/// Documents, diagnostics and files of one load.
 #[derive(Debug, Default)]
 pub(super) struct ConfigInput {
     documents: Vec<TomlDocument>,
-    /// The merged layers. They record the source of each value.
-    layers: Figment,
     diagnostics: RefCell<Vec<ConfigDiagnostic>>,
     files: RefCell<FileSet>,
     skips_key_files: bool,
 }
-
-/// The document has a syntax error, which has been reported.
-#[derive(Debug)]
-pub(super) struct InvalidToml;
 
 impl ConfigInput {
     pub(super) fn new(skips_key_files: bool) -> Self {
@@ -39,23 +32,16 @@ impl ConfigInput {
         !self.skips_key_files
     }
 
-    /// Parses a document and stores it. Returns its index.
-    ///
-    /// # Errors
-    /// [`InvalidToml`] if the text is not TOML. The first syntax error has been reported.
-    pub(super) fn parse_document(
-        &mut self,
-        name: String,
-        text: String,
-    ) -> Result<usize, InvalidToml> {
-        let number = self.documents.len();
-        let (document, syntax_error) = TomlDocument::parse(name, text, number);
+    /// Parses a document and stores it. Returns its values, or `None` if the text is not TOML. The
+    /// first syntax error has been reported.
+    pub(super) fn parse_document(&mut self, name: String, text: String) -> Option<ValueNode> {
+        let (document, parsed) = TomlDocument::parse(name, text, self.documents.len());
         self.documents.push(document);
-        let Some((span, message)) = syntax_error else {
-            return Ok(number);
-        };
-        self.report_error(span, String::new(), format!("not TOML: {message}"));
-        Err(InvalidToml)
+        parsed
+            .map_err(|(span, message)| {
+                self.report_error(span, String::new(), format!("not TOML: {message}"));
+            })
+            .ok()
     }
 
     /// Reads a text file and adds it to the watched set.
@@ -74,20 +60,6 @@ impl ConfigInput {
         update(&mut self.files.borrow_mut());
     }
 
-    pub(super) fn set_layers(&mut self, layers: Figment) {
-        self.layers = layers;
-    }
-
-    /// Takes the values of a document, without overrides. They are large with many policies.
-    pub(super) fn take_document_values(&mut self, document: usize) -> Dict {
-        let document = self.documents.get_mut(document);
-        document.map(TomlDocument::take_values).unwrap_or_default()
-    }
-
-    pub(super) fn documents(&self) -> &[TomlDocument] {
-        &self.documents
-    }
-
     pub(super) fn report_error(&self, span: SourceSpan, key: String, problem: String) {
         self.report(DiagnosticSeverity::Error, span, key, problem);
     }
@@ -103,43 +75,26 @@ impl ConfigInput {
             .any(|finding| finding.severity == DiagnosticSeverity::Error)
     }
 
-    /// Span of a value, or of its table if the value is absent.
-    pub(super) fn value_span(
-        &self,
-        document: usize,
-        path: &KeyPath,
-        value: Option<&Value>,
-    ) -> SourceSpan {
-        match (
-            value.and_then(|value| self.override_label(value.tag())),
-            self.documents.get(document),
-        ) {
-            (Some(label), _) => Self::span_for_override(label),
-            (None, Some(document)) => document.value_span(path),
-            (None, None) => Self::span_for_override("configuration"),
-        }
-    }
-
-    pub(super) fn key_span(&self, document: usize, path: &KeyPath, value: &Value) -> SourceSpan {
-        match (
-            self.override_label(value.tag()),
-            self.documents.get(document),
-        ) {
-            (None, Some(document)) => document.key_span(path),
-            _ => self.value_span(document, path, Some(value)),
+    /// Span of a value. A whole document has no position.
+    pub(super) fn value_span(&self, origin: &ValueOrigin) -> SourceSpan {
+        match origin {
+            ValueOrigin::Override(label) => Self::span_for_override(label),
+            ValueOrigin::Document {
+                document, value, ..
+            } => match self.documents.get(*document) {
+                Some(document) => document.span(value),
+                None => Self::span_for_override("configuration"),
+            },
         }
     }
 
     /// Source text of a value in its file. `None` if a variable or flag set it.
-    pub(super) fn source_text(
-        &self,
-        document: usize,
-        path: &KeyPath,
-        value: &Value,
-    ) -> Option<&str> {
-        match self.override_label(value.tag()) {
-            Some(_) => None,
-            None => self.documents.get(document)?.source_text(path),
+    pub(super) fn source_text(&self, origin: &ValueOrigin) -> Option<&str> {
+        match origin {
+            ValueOrigin::Override(_) => None,
+            ValueOrigin::Document {
+                document, value, ..
+            } => self.documents.get(*document)?.source_text(value),
         }
     }
 
@@ -167,16 +122,6 @@ impl ConfigInput {
                 diagnostics.retain(|finding| finding.severity == DiagnosticSeverity::Error);
                 Err(ConfigErrors { diagnostics, files })
             }
-        }
-    }
-
-    /// Name of the variable or flag that set a value. `None` for a file.
-    pub(super) fn override_label(&self, tag: Tag) -> Option<&str> {
-        let metadata = self.layers.get_metadata(tag)?;
-        if metadata.source.is_some() {
-            None
-        } else {
-            Some(&metadata.name)
         }
     }
 

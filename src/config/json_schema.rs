@@ -17,14 +17,13 @@ type SchemaTable = &'static [SchemaKey];
 pub fn json_schema() -> String {
     let mut tables = SchemaTables::default();
     let mut root = tables.describe_table(&ROOT, "");
-    root.extend([
-        (
-            "$schema".to_owned(),
-            "https://json-schema.org/draft/2020-12/schema".into(),
-        ),
-        ("title".to_owned(), "tidegate configuration".into()),
-        ("$defs".to_owned(), Value::Object(tables.definitions)),
-    ]);
+    let mut insert = |key: &str, value| root.insert(key.to_owned(), value);
+    insert(
+        "$schema",
+        "https://json-schema.org/draft/2020-12/schema".into(),
+    );
+    insert("title", "tidegate configuration".into());
+    insert("$defs", tables.definitions.into());
     let root = Value::Object(root);
     format!("{root:#}\n")
 }
@@ -51,11 +50,8 @@ impl SchemaTables {
             return described;
         }
         let is_required = |key: &&SchemaKey| matches!(key.requirement, KeyRequirement::Required);
-        let required: Vec<&str> = table
-            .iter()
-            .filter(is_required)
-            .map(|key| key.name)
-            .collect();
+        let required = table.iter().filter(is_required).map(|key| key.name);
+        let required: Vec<&str> = required.collect();
         // A cost is either in a header or in the response; an amount in the file or in a request.
         if std::ptr::eq(table, schema::COST.as_slice()) {
             let kinds = [json!(["header"]), json!(["estimate", "actual"])];
@@ -77,11 +73,9 @@ impl SchemaTables {
         let mut described = self.describe_kind(&key.kind, path.trim_start_matches('.'));
         if let Some(fields) = described.as_object_mut() {
             fields.insert("description".to_owned(), key.doc.into());
-            if let KeyRequirement::Default(text) = key.requirement
-                && let Ok(value) =
-                    serde_json::to_value(text_conversion::value_from_text(&key.kind, text))
-            {
-                fields.insert("default".to_owned(), value);
+            if let KeyRequirement::Default(text) = key.requirement {
+                let default = text_conversion::content_from_text(&key.kind, text);
+                fields.insert("default".to_owned(), default.to_json());
             }
         }
         described
@@ -131,19 +125,18 @@ impl SchemaTables {
 
     /// Returns a reference to the definition of a table. Adds the definition at the first use.
     fn refer_to_table(&mut self, table: SchemaTable, path: &str) -> Value {
+        let is_known = |(known, _): &&(SchemaTable, String)| std::ptr::eq(*known, table);
         let known = self
             .names
             .iter()
-            .find(|(known, _)| std::ptr::eq(*known, table));
-        let name = match known {
-            Some((_, name)) => name.clone(),
-            None => {
-                self.names.push((table, path.to_owned()));
-                let described = self.describe_table(table, path);
-                self.definitions.insert(path.to_owned(), described.into());
-                path.to_owned()
-            }
-        };
+            .find(is_known)
+            .map(|(_, name)| name.clone());
+        let name = known.unwrap_or_else(|| {
+            self.names.push((table, path.to_owned()));
+            let described = self.describe_table(table, path);
+            self.definitions.insert(path.to_owned(), described.into());
+            path.to_owned()
+        });
         json!({ "$ref": format!("#/$defs/{name}") })
     }
 }

@@ -1,7 +1,7 @@
 //! Reads the files that keys name.
 
 use super::table_reader::TableReader;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Reads the text file named by `key`. Returns `None` if the key is empty, after an error, or if
 /// no such file is read.
@@ -13,7 +13,7 @@ pub(super) fn read_text_file(reader: &TableReader<'_>, key: &str, content: &str)
     let text = reader.input().read_file(Path::new(&path));
     let text = reader.accept(key, text.map_err(|error| format!("the file {error}")))?;
     if text.trim_end().is_empty() {
-        reader.report_error(key, &format!("the file is empty; expected a {content}"));
+        reader.report_error(key, format!("the file is empty; expected a {content}"));
         return None;
     }
     Some(text.trim_end().to_owned())
@@ -21,7 +21,7 @@ pub(super) fn read_text_file(reader: &TableReader<'_>, key: &str, content: &str)
 
 /// Reads the PEM file named by `key`. Returns `None` after an error.
 pub(super) fn read_pem_file(reader: &TableReader<'_>, key: &str) -> Option<Vec<u8>> {
-    let path = reader.get_string(key)?;
+    let path: String = reader.read(key)?;
     if path.is_empty() {
         reader.report_error(key, "expected the path of a PEM file");
         return None;
@@ -40,4 +40,21 @@ pub(super) fn accept_content<T>(
         key,
         content.map_err(|reason| format!("in the file: {reason}")),
     )
+}
+
+/// Reads the path of an existing directory. The inner `None`: the key is empty, or directories are
+/// not looked up.
+pub(super) fn read_directory(
+    reader: &TableReader<'_>,
+    key: &str,
+    is_used: bool,
+) -> Option<Option<PathBuf>> {
+    let is_checked = is_used && reader.input().reads_key_files();
+    reader.get_parsed(key, |path| match path {
+        "" => Ok(None),
+        path if is_checked && !Path::new(path).is_dir() => {
+            Err("not a directory; expected an existing directory".to_owned())
+        }
+        path => Ok(Some(PathBuf::from(path))),
+    })
 }

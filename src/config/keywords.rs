@@ -1,32 +1,36 @@
-//! Keywords of several tables that are no plain enum.
+//! Keywords that no other module has as a type.
 
 use crate::limiter::Algorithm;
-use crate::policy::PolicyMode;
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
-pub(super) const ALGORITHMS: [(&str, Algorithm); 6] = [
-    ("sliding_log", Algorithm::SlidingLog),
-    ("sliding_window", Algorithm::SlidingWindow { buckets: 10 }),
-    ("fixed_window", Algorithm::FixedWindow { offset_us: 0 }),
-    (
-        "token_bucket",
-        Algorithm::TokenBucket {
-            burst: 1,
-            warm_up_us: 0,
-        },
-    ),
-    (
-        "leaky_bucket",
-        Algorithm::LeakyBucket {
-            max_delay_us: 1_000_000,
-        },
-    ),
-    ("concurrency", Algorithm::Concurrency { max_duration_us: 0 }),
-];
+/// The action of a policy or of an override.
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub(super) enum PolicyActionKind {
+    Limit,
+    Allow,
+    Deny,
+}
 
-/// The modes of a policy; `None`: the policy is only validated.
-pub(super) const POLICY_MODES: [(&str, Option<PolicyMode>); 4] = [
-    (PolicyMode::Enforce.name(), Some(PolicyMode::Enforce)),
-    (PolicyMode::Mark.name(), Some(PolicyMode::Mark)),
-    (PolicyMode::Shadow.name(), Some(PolicyMode::Shadow)),
-    ("off", None),
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub(super) enum RedisTopologyKind {
+    Standalone,
+    Sentinel,
+    Cluster,
+}
+
+/// The algorithms with the defaults of their options.
+pub(super) const ALGORITHMS: [Algorithm; 6] = [
+    Algorithm::SlidingLog,
+    Algorithm::SlidingWindow { buckets: 10 },
+    Algorithm::FixedWindow { offset_us: 0 },
+    Algorithm::TokenBucket {
+        burst: 1,
+        warm_up_us: 0,
+    },
+    Algorithm::LeakyBucket {
+        max_delay_us: 1_000_000,
+    },
+    Algorithm::Concurrency { max_duration_us: 0 },
 ];

@@ -1,109 +1,72 @@
-//! Merges file, environment and flags with figment. Later layers override earlier ones.
+//! Applies the environment and flags to the values of the main file. Later layers override earlier
+//! ones.
 
 use super::input::ConfigInput;
 use super::schema::{self, ValueKind};
 use super::sources::FlagOverrides;
 use super::text_conversion;
+use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
 use crate::text::find_similar;
-use figment::value::{Dict, Map, Value};
-use figment::{Figment, Metadata, Profile, Provider, Source};
-use std::path::PathBuf;
 
 const VARIABLE_PREFIX: &str = "TIDEGATE_";
 const VARIABLE_SEPARATOR: &str = "__";
 
-/// The main file's values.
-struct FileLayer<'a>(&'a Dict);
-
-/// One value from the environment or from a flag.
-struct OverrideLayer<'a> {
-    /// Name of the variable or flag, for messages.
-    label: &'a str,
-    path: Vec<String>,
-    value: Value,
-}
-
-/// Merges all layers and returns the values. `input` keeps the layers, which record the source of
-/// each value. A variable with a double underscore that names no key is left out and reported
-/// as an error.
-pub(super) fn merge_layers(
-    input: &mut ConfigInput,
-    file: &Dict,
+/// Overrides the values of the main file. A variable with a double underscore that names no key is
+/// left out and reported as an error.
+pub(super) fn apply_overrides(
+    input: &ConfigInput,
+    root: &mut ValueNode,
     env: &[(String, String)],
     flags: &FlagOverrides,
-) -> Dict {
-    let mut figment = Figment::new().merge(FileLayer(file));
+) {
+    let mut set = |label: &str, path: &str, content| {
+        let value = ValueNode::new(content, ValueOrigin::Override(label.into()));
+        root.set_at_path(&path.split('.').collect::<Vec<_>>(), value);
+    };
     for (name, text) in env {
-        if let Some(layer) = parse_env_override(input, name, text) {
-            figment = figment.merge(layer);
+        if let Some((path, content)) = parse_variable(input, name, text) {
+            set(name, &path, content);
         }
     }
-    let given = [
+    for (label, path, text) in [
         ("--upstream", "upstream.url", &flags.upstream),
         ("--listen", "listen.address", &flags.listen),
-    ];
-    for (label, path, text) in given {
+    ] {
         if let Some(text) = text {
-            let path = path.split('.').map(str::to_owned).collect();
-            figment = figment.merge(OverrideLayer {
-                label,
-                path,
-                value: text.as_str().into(),
-            });
+            set(label, path, ValueContent::Text(text.clone()));
         }
     }
-    if flags.needs_no_upstream {
-        figment = figment.join(OverrideLayer {
-            label: "default",
-            path: vec!["upstream".to_owned(), "url".to_owned()],
-            value: "http://127.0.0.1".into(),
-        });
+    let url = root.get("upstream").and_then(|table| table.get("url"));
+    if flags.needs_no_upstream && url.is_none() {
+        let value = ValueContent::Text("http://127.0.0.1".to_owned());
+        let value = ValueNode::new(value, ValueOrigin::Override("default".into()));
+        root.set_at_path(&["upstream", "url"], value);
     }
-    let mut values = figment
-        .data()
-        .unwrap_or_default()
-        .remove(&Profile::Default)
-        .unwrap_or_default();
     let is_cleartext = |url: &String| url.starts_with("http://");
     if flags.upstream.as_ref().is_some_and(is_cleartext)
-        && let Some(Value::Dict(_, upstream)) = values.get_mut("upstream")
+        && let Some(upstream) = root.table_mut().and_then(|root| root.get_mut("upstream"))
     {
         // These settings are for the upstream that the flag replaces.
-        upstream.remove("tls");
+        upstream.take("tls");
     }
-    input.set_layers(figment);
-    values
 }
 
 /// Parses an environment variable. Ignores names without a double underscore, because Kubernetes
 /// sets some for a Service named tidegate.
-fn parse_env_override<'a>(
-    input: &ConfigInput,
-    name: &'a str,
-    text: &str,
-) -> Option<OverrideLayer<'a>> {
+fn parse_variable(input: &ConfigInput, name: &str, text: &str) -> Option<(String, ValueContent)> {
     let rest = name
         .strip_prefix(VARIABLE_PREFIX)
         .filter(|rest| rest.contains(VARIABLE_SEPARATOR))?;
-    let path: Vec<String> = rest
-        .split(VARIABLE_SEPARATOR)
-        .map(str::to_ascii_lowercase)
-        .collect();
-    let key = path.join(".");
-    let problem = match schema::find_key_by_path(path.iter().map(String::as_str)) {
-        _ if path.first().is_some_and(|first| first == "policy") => {
+    let key = rest.replace(VARIABLE_SEPARATOR, ".").to_ascii_lowercase();
+    let problem = match schema::find_key_by_path(&key) {
+        _ if key.split('.').next() == Some("policy") => {
             "policies can't be set from the environment".to_owned()
         }
-        Some(schema::SchemaKey {
-            kind: ValueKind::Table(_) | ValueKind::TableList(_),
-            ..
-        }) => "is a table; set the keys in it".to_owned(),
+        Some(found) if matches!(found.kind, ValueKind::Table(_) | ValueKind::TableList(_)) => {
+            "is a table; set the keys in it".to_owned()
+        }
         Some(found) => {
-            return Some(OverrideLayer {
-                label: name,
-                value: text_conversion::value_from_text(&found.kind, text),
-                path,
-            });
+            return Some((key, text_conversion::content_from_text(&found.kind, text)));
         }
         None => format!("unknown key{}", suggest_variable(&key)),
     };
@@ -115,37 +78,7 @@ fn suggest_variable(key: &str) -> String {
     let paths = schema::leaf_keys().into_iter().map(|leaf| leaf.path);
     let best = find_similar(paths, key, 0.8);
     best.map_or_else(String::new, |path| {
-        format!(
-            "; did you mean {VARIABLE_PREFIX}{}?",
-            path.replace('.', VARIABLE_SEPARATOR).to_ascii_uppercase()
-        )
+        let name = path.replace('.', VARIABLE_SEPARATOR).to_ascii_uppercase();
+        format!("; did you mean {VARIABLE_PREFIX}{name}?")
     })
-}
-
-impl Provider for FileLayer<'_> {
-    fn metadata(&self) -> Metadata {
-        // Only a file layer has source text. Other layers have the name of their variable or flag.
-        Metadata::from("file", Source::File(PathBuf::new()))
-    }
-
-    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
-        Ok(Profile::Default.collect(self.0.clone()))
-    }
-}
-
-impl Provider for OverrideLayer<'_> {
-    fn metadata(&self) -> Metadata {
-        Metadata::named(self.label.to_owned())
-    }
-
-    fn data(&self) -> Result<Map<Profile, Dict>, figment::Error> {
-        let nested = self
-            .path
-            .iter()
-            .rev()
-            .fold(self.value.clone(), |value, key| {
-                Value::from(Dict::from([(key.clone(), value)]))
-            });
-        Ok(Profile::Default.collect(nested.into_dict().unwrap_or_default()))
-    }
 }

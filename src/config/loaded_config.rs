@@ -4,11 +4,12 @@ use super::describe::PolicyDescription;
 use super::diagnostic::ConfigDiagnostic;
 use super::diagnostic_groups::{DiagnosticGroup, group_diagnostics};
 use super::file_set::FileSet;
-use super::raw_config::RawConfig;
 use super::schema::{self, AppliedAt};
+use super::text_conversion::content_or_default;
+use super::value_tree::ValueNode;
 use crate::admin::AdminSettings;
 use crate::policy::jwt::TokenReader;
-use crate::policy::{KeyHasher, KeyPart, PolicyAction, PolicyTable};
+use crate::policy::{KeyHasher, KeyPart, Policy, PolicyTable};
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
     UpstreamSettings,
@@ -49,62 +50,61 @@ pub struct Config {
     pub warnings: Vec<ConfigDiagnostic>,
     /// The files and globs that the configuration was read from.
     pub files: FileSet,
-    pub(super) raw: RawConfig,
+    pub(super) raw: ValueNode,
 }
 
 impl Config {
     /// Facts that the owner should know and that are no mistakes, for `check`.
     pub fn notes(&self) -> Vec<String> {
         let mut notes = self.policy_table.spelling_notes();
-        let mut kinds = self.service_listeners.iter().map(|listener| listener.kind);
-        if kinds.any(|kind| kind == ListenerKind::RateLimitService) {
+        if self
+            .service_listener_tls(ListenerKind::RateLimitService)
+            .is_some()
+        {
             let store = match &self.store {
-                StoreSettings::Redis(redis) => format!(
-                    ", longer than store.redis.timeout ({} ms)",
-                    redis.timeout.as_millis()
-                ),
+                StoreSettings::Redis(redis) => {
+                    let timeout = redis.timeout.as_millis();
+                    format!(", longer than store.redis.timeout ({timeout} ms)")
+                }
                 StoreSettings::Memory(_) => String::new(),
             };
             notes.push(format!("[rls]: Envoy waits 20 ms for an answer unless its filter sets timeout, then lets the request pass; expected for example timeout: 0.1s{store}. Envoy counts these requests in cluster.NAME.ratelimit.failure_mode_allowed; given_up in tidegate_rls_calls_total is less"));
         }
         let has_several = |reader: &Arc<TokenReader>| reader.has_several_issuers();
         if self.policy_table.token_reader().is_some_and(has_several) {
-            let policies = self.policy_table.policies().iter();
-            let policies = policies.filter(|policy| {
+            let names = self.list_policies(|policy| {
                 let conditions = policy.matcher.all_values().into_iter();
-                let mut claims = conditions.filter_map(|one| match &one.part {
+                let claims = conditions.filter_map(|one| match &one.part {
                     KeyPart::Claim(name) => Some(name.is_issuer()),
                     _ => None,
                 });
-                claims.clone().count() > 0 && !claims.any(|is_issuer| is_issuer)
+                let claims: Vec<bool> = claims.collect();
+                !claims.is_empty() && !claims.contains(&true)
             });
-            let names: Vec<&str> = policies.map(|policy| &*policy.name).collect();
-            if !names.is_empty() {
-                notes.push(format!("match.jwt ({}): each of the issuers can state these claims; expected iss beside them if only one may", names.join(", ")));
+            notes.extend(names.map(|names| format!("match.jwt ({names}): each of the issuers can state these claims; expected iss beside them if only one may")));
+        }
+        let risk = match self.store {
+            StoreSettings::Redis(_) => {
+                "are data in Redis: data loss, or eviction by maxmemory-policy allkeys-*, lifts blocks; expected persistence, and a copy of tidegate overrides export"
             }
-        }
-        let policies = self.policy_table.policies().iter();
-        let dynamic: Vec<&str> = policies
-            .filter(
-                |policy| matches!(&policy.action, PolicyAction::Limit(quota) if quota.is_dynamic),
-            )
-            .map(|policy| &*policy.name)
-            .collect();
-        if !dynamic.is_empty() {
-            let risk = match self.store {
-                StoreSettings::Redis(_) => {
-                    "are data in Redis: data loss, or eviction by maxmemory-policy allkeys-*, lifts blocks; expected persistence, and a copy of tidegate overrides export"
-                }
-                StoreSettings::Memory(_) => {
-                    "are set at admin.address, hold for this process and end with it; expected store.kind = \"redis\" to keep them"
-                }
-            };
-            let names = dynamic.join(", ");
-            notes.push(format!(
-                "dynamic = true ({names}): overrides of keys {risk}"
-            ));
-        }
+            StoreSettings::Memory(_) => {
+                "are set at admin.address, hold for this process and end with it; expected store.kind = \"redis\" to keep them"
+            }
+        };
+        let is_dynamic = |policy: &Policy| policy.quota().is_some_and(|quota| quota.is_dynamic);
+        let names = self.list_policies(is_dynamic);
+        notes.extend(
+            names.map(|names| format!("dynamic = true ({names}): overrides of keys {risk}")),
+        );
         notes
+    }
+
+    /// The names of the policies for which `is_listed` holds. `None` if there is none.
+    fn list_policies(&self, is_listed: impl Fn(&Policy) -> bool) -> Option<String> {
+        let policies = self.policy_table.policies().iter();
+        let policies = policies.filter(|policy| is_listed(policy));
+        let names: Vec<&str> = policies.map(|policy| &*policy.name).collect();
+        (!names.is_empty()).then(|| names.join(", "))
     }
 }
 
@@ -117,7 +117,7 @@ pub enum StoreSettings {
 /// Settings that take effect only at a restart.
 #[derive(Clone, Debug)]
 pub struct RestartOnlySettings {
-    pub(super) raw: RawConfig,
+    pub(super) raw: ValueNode,
     trace: Option<TraceSettings>,
     metric_export: Option<MetricExportSettings>,
 }
@@ -153,15 +153,18 @@ impl RestartOnlySettings {
     pub fn changed_keys(&self, newer: &Config) -> Vec<String> {
         let mut leaves = schema::leaf_keys();
         leaves.retain(|leaf| leaf.applied_at == AppliedAt::Restart);
-        leaves.retain(|leaf| self.raw.value_or_default(leaf) != newer.raw.value_or_default(leaf));
+        leaves.retain(|leaf| {
+            content_or_default(&self.raw, leaf) != content_or_default(&newer.raw, leaf)
+        });
         let mut keys: Vec<String> = leaves.into_iter().map(|leaf| leaf.path).collect();
-        if !keys.iter().any(|path| path.starts_with("trace.")) && self.trace != newer.trace {
-            keys.push("trace (contents of a file)".to_owned());
-        }
-        if !keys.iter().any(|path| path.starts_with("metrics."))
-            && self.metric_export != newer.metric_export
-        {
-            keys.push("metrics (contents of a file)".to_owned());
+        for (table, is_changed) in [
+            ("trace", self.trace != newer.trace),
+            ("metrics", self.metric_export != newer.metric_export),
+        ] {
+            let is_listed = |path: &String| path.split('.').next() == Some(table);
+            if is_changed && !keys.iter().any(is_listed) {
+                keys.push(format!("{table} (contents of a file)"));
+            }
         }
         keys
     }

@@ -14,10 +14,12 @@ mod quota;
 mod reject_response;
 mod shards;
 
+pub(super) use limits::is_concurrency_limit;
+
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
-use super::keywords::POLICY_MODES;
-use super::table_reader::TableReader;
+use super::keywords::PolicyActionKind;
+use super::table_reader::{TableReader, report};
 use super::values;
 use crate::limiter::CounterScope;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, RejectResponse};
@@ -26,15 +28,6 @@ use context::{PolicyContext, PolicyWithReader};
 use quota::build_quota;
 use reject_response::build_reject_response;
 use std::collections::BTreeMap;
-use strum::{EnumString, IntoStaticStr};
-
-#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr)]
-#[strum(serialize_all = "snake_case")]
-enum PolicyActionKind {
-    Limit,
-    Allow,
-    Deny,
-}
 
 /// Builds and describes all policies in file order. Policies with `mode = "off"` are validated and
 /// described, but not returned.
@@ -46,7 +39,7 @@ pub(super) fn build_policies<'a>(
     let (mut spanned_policies, mut descriptions) = (Vec::new(), Vec::new());
     for reader in tables {
         reject_duplicate_name(&reader, &mut names);
-        let mode = reader.get_mapped_keyword("mode", &POLICY_MODES);
+        let mode: Option<Option<PolicyMode>> = reader.read("mode");
         let is_off = mode == Some(None);
         let mode = mode.flatten().unwrap_or(PolicyMode::Enforce);
         let Some(policy) = build_policy(&reader, context, mode) else {
@@ -66,18 +59,12 @@ fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, 
     let Some(item) = reader.get("name") else {
         return;
     };
-    let Some(name) = item.value.as_str() else {
-        return;
-    };
-    match names.get(name) {
-        Some(first) => {
-            item.report_error::<()>(&format!(
-                "another policy has this name, at {first}; expected a unique name"
-            ));
-        }
-        None => {
-            names.insert(name.to_owned(), item.source_span());
-        }
+    let name = item.value.as_str().unwrap_or_default();
+    if let Some(first) = names.get(name) {
+        let problem = format!("another policy has this name, at {first}; expected a unique name");
+        item.report_error::<()>(problem);
+    } else if !name.is_empty() {
+        names.insert(name.to_owned(), item.source_span());
     }
 }
 
@@ -86,19 +73,15 @@ fn build_policy(
     context: &PolicyContext,
     mode: PolicyMode,
 ) -> Option<Policy> {
-    let name = reader.get_parsed("name", values::parse_name);
-    let action_kind = reader.get_keyword("action")?;
-    let conditions = reader
-        .get_optional_table("match")
-        .map(|table| match_conditions::build_matcher(&table, context));
+    let name = reader.get_text("name", values::parse_name);
+    let action_kind: PolicyActionKind = reader.read("action")?;
+    let conditions = reader.get_optional_table("match");
+    let conditions = conditions.map(|table| match_conditions::build_matcher(&table, context));
     let matches_descriptors = conditions
         .as_ref()
         .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
-    if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow {
-        reader.report_error(
-            "mode",
-            "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"",
-        );
+    report! { reader;
+        Error("mode") if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow => "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"";
     }
     let is_instance_scoped = reader
         .get("scope")
@@ -114,8 +97,11 @@ fn build_policy(
         matches_descriptors,
         on_store_failure,
     };
-    if action_kind != PolicyActionKind::Limit {
-        reject_quota_keys(reader, action_kind);
+    let action: &str = action_kind.into();
+    for key in reader.present_keys().filter(|key| key.is_of_quota) {
+        report! { reader;
+            Error(key.name) if action_kind != PolicyActionKind::Limit => "a policy with action = \"{action}\" has no quota; expected no such key";
+        }
     }
     let mut action = match action_kind {
         PolicyActionKind::Limit => {
@@ -126,12 +112,12 @@ fn build_policy(
         PolicyActionKind::Deny => Some(PolicyAction::Deny),
     };
     let reject_response = build_reject(reader, action_kind, matches_descriptors);
-    let is_reported = reader.get_bool("report");
+    let is_reported = reader.read("report");
     if let (Some(PolicyAction::Limit(quota)), Some(false)) = (&mut action, is_reported) {
         quota.hide_limits();
     }
     Some(Policy {
-        priority: reader.get_integer("priority")?,
+        priority: reader.read("priority")?,
         matcher: conditions.unwrap_or_default(),
         mode,
         is_reported: is_reported?,
@@ -150,30 +136,13 @@ fn build_reject(
     matches_descriptors: bool,
 ) -> Option<RejectResponse> {
     let table = reader.get_optional_table("reject")?;
-    if action_kind == PolicyActionKind::Allow {
-        reader.report_error(
-            "reject",
-            "a policy with action = \"allow\" rejects no request",
-        );
+    report! { reader;
+        Error("reject") if action_kind == PolicyActionKind::Allow => "a policy with action = \"allow\" rejects no request";
     }
-    if matches_descriptors && table.contains_key("status") {
-        table.report_error(
-            "status",
-            "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter",
-        );
+    report! { table;
+        Error("status") if matches_descriptors && table.contains_key("status") => "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter";
     }
     build_reject_response(&table)
-}
-
-/// Reports quota keys in a policy with action `allow` or `deny`.
-fn reject_quota_keys(reader: &TableReader<'_>, action: PolicyActionKind) {
-    let action: &str = action.into();
-    for key in reader.present_keys().filter(|key| key.is_of_quota) {
-        reader.report_error(
-            key.name,
-            &format!("a policy with action = \"{action}\" has no quota; expected no such key"),
-        );
-    }
 }
 
 /// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor
@@ -183,17 +152,15 @@ fn read_store_failure_mode(
     context: &PolicyContext,
     matches_descriptors: bool,
 ) -> OnStoreFailure {
-    let configured = reader.get_keyword("on_store_failure");
+    let configured: Option<OnStoreFailure> = reader.read("on_store_failure");
+    let effective = configured.unwrap_or(context.on_store_failure);
     if !matches_descriptors {
-        return configured.unwrap_or(context.on_store_failure);
+        return effective;
     }
-    if configured.is_some_and(|mode| mode != OnStoreFailure::Local) {
-        reader.report_error(
-            "on_store_failure",
-            "the call returns UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or no such key",
-        );
+    report! { reader;
+        Error("on_store_failure") if configured.is_some_and(|mode| mode != OnStoreFailure::Local) => "the call returns UNAVAILABLE, and Envoy's failure_mode_deny decides; expected \"local\" or no such key";
     }
-    match configured.unwrap_or(context.on_store_failure) {
+    match effective {
         OnStoreFailure::Local => OnStoreFailure::Local,
         OnStoreFailure::Open | OnStoreFailure::Closed => OnStoreFailure::Closed,
     }

@@ -1,7 +1,7 @@
-//! Generates the tables of `docs/CONFIGURATION.md` from the schema.
+//! Generates the lists of keys in `docs/CONFIGURATION.md` from the schema.
 //!
-//! Each table is between `<!-- keys: NAME -->` and `<!-- end -->`. With `UPDATE_FIXTURES=1` the
-//! test rewrites the tables: read the difference before you commit it.
+//! The list of a table is between `<!--NAME-->` and `<!--end-->`. With `UPDATE_FIXTURES=1` the
+//! test rewrites the lists: read the difference before you commit it.
 
 use super::schema::{AppliedAt, KeyRequirement, ROOT, SchemaKey, ValueKind};
 use super::values::format_duration;
@@ -71,15 +71,12 @@ fn replace_table(page: &str, table: &SchemaTable) -> String {
         applied_at,
         keys,
     } = table;
-    let mark = format!(
-        "<!-- keys: {} -->\n",
-        if path.is_empty() { "top level" } else { path }
-    );
+    let mark = format!("<!--{}-->\n", if path.is_empty() { "root" } else { path });
     let (before, rest) = page
         .split_once(&mark)
         .unwrap_or_else(|| panic!("the page has no {mark}"));
     let (_, after) = rest
-        .split_once("<!-- end -->")
+        .split_once("<!--end-->")
         .unwrap_or_else(|| panic!("no end of {mark}"));
     let heading = before
         .lines()
@@ -96,53 +93,68 @@ fn replace_table(page: &str, table: &SchemaTable) -> String {
         is_policy || !matches!(key.kind, ValueKind::Table(_) | ValueKind::TableList(_))
     });
     let rows: String = rows.map(format_row).collect();
-    format!(
-        "{before}{mark}| key | default | takes | meaning |\n|---|---|---|---|\n{rows}<!-- end -->{after}"
-    )
+    format!("{before}{mark}{rows}<!--end-->{after}")
 }
 
 fn format_row(key: &SchemaKey) -> String {
-    let default = match (&key.requirement, key.kind.first()) {
-        (KeyRequirement::Required, _) => "required".to_owned(),
-        (KeyRequirement::Default(""), ValueKind::TextList(_)) => "`[]`".to_owned(),
-        (
-            KeyRequirement::Default(text),
-            ValueKind::Bool | ValueKind::Integer { .. } | ValueKind::Fraction,
-        ) => format!("`{text}`"),
-        (KeyRequirement::Default(text), _) => format!("`\"{text}\"`"),
-        (KeyRequirement::Optional, _) => "absent".to_owned(),
+    let plain = |text: &str| text.replace('*', "\\*");
+    let kind = plain(&format_kind(&key.kind));
+    let bold = |text: &str| format!("**`{text}`**");
+    let takes = match (&key.requirement, key.kind.first()) {
+        (KeyRequirement::Required, _) => format!("required: {kind}"),
+        (KeyRequirement::Default(""), _) | (KeyRequirement::Optional, _) => kind,
+        (KeyRequirement::Default(default), ValueKind::Keyword(_)) => {
+            let word = format!("`\"{default}\"`");
+            kind.replace(&word, &format!("**{word}**"))
+        }
+        (KeyRequirement::Default(default), ValueKind::Bool) => {
+            kind.replace(&format!("`{default}`"), &bold(default))
+        }
+        (KeyRequirement::Default(default), ValueKind::Integer { .. } | ValueKind::Fraction) => {
+            format!("{}; {kind}", bold(default))
+        }
+        (KeyRequirement::Default(default), _) => {
+            format!("{}; {kind}", bold(&format!("\"{default}\"")))
+        }
     };
-    let plain = |text: &str| text.replace('|', "\\|").replace('*', "\\*");
-    format!(
-        "| `{}` | {default} | {} | {} |\n",
-        key.name,
-        plain(&format_kind(&key.kind)),
-        plain(key.doc)
-    )
+    format!("- `{}` ({takes}): {}\n", key.name, plain(key.doc))
 }
 
 fn format_kind(kind: &ValueKind) -> String {
     match kind {
         ValueKind::Integer { min: i64::MIN, .. } => "a whole number".to_owned(),
-        ValueKind::Integer { min, max } => format!("{min} to {}", format_count(*max)),
+        ValueKind::Integer { min, max } => format!("{min}–{}", format_count(*max)),
         ValueKind::Either(first, _, ValueKind::Table(_)) => {
             format!("{}, or a table", format_kind(first))
         }
         ValueKind::Either(first, _, second) => {
             format!("{}, {}", format_kind(first), format_kind(second))
         }
-        ValueKind::Bool => "a boolean".to_owned(),
-        ValueKind::Fraction => "0.0 to 1.0".to_owned(),
+        ValueKind::Bool => "`true`, `false`".to_owned(),
+        ValueKind::Fraction => "0.0–1.0".to_owned(),
         ValueKind::Duration { min, max } => format_duration_range(*min, *max),
         ValueKind::ByteSize { min, max: u64::MAX } => format!("{} or more", format_size(*min)),
         ValueKind::ByteSize { min, max } => {
-            format!("{} to {}", format_size(*min), format_size(*max))
+            format!("{}–{}", format_size(*min), format_size(*max))
         }
         ValueKind::Keyword(words) => format_keywords(words),
         // The page describes user-defined entries elsewhere.
-        ValueKind::Map(_) => "a table".to_owned(),
-        other => other.to_string().trim_start_matches("the ").to_owned(),
+        ValueKind::Map(_) | ValueKind::Table(_) => "table".to_owned(),
+        ValueKind::TableList(_) => "list of tables".to_owned(),
+        ValueKind::TextList(items) => format!("list of {}", omit_article(items)),
+        ValueKind::StatusList => "list of statuses such as 401, \"4xx\"".to_owned(),
+        other => omit_article(&other.to_string()).to_owned(),
     }
+}
+
+/// Omits words that a cell needs not: `the path of a PEM file` becomes `PEM file`.
+fn omit_article(text: &str) -> &str {
+    let text = text.strip_prefix("the path of ").unwrap_or(text);
+    let articles = ["the ", "a ", "an "];
+    let rest = articles
+        .iter()
+        .find_map(|article| text.strip_prefix(article));
+    rest.unwrap_or(text)
 }
 
 fn format_duration_range(min: Duration, max: Duration) -> String {
@@ -150,7 +162,7 @@ fn format_duration_range(min: Duration, max: Duration) -> String {
         true => "0".into(),
         false => format_duration(min),
     };
-    format!("{min} to {}", format_duration(max))
+    format!("{min}–{}", format_duration(max))
 }
 
 fn format_keywords(words: &[&str]) -> String {

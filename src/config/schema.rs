@@ -2,7 +2,7 @@
 //! default, when a change takes effect, and whether the value is secret.
 //!
 //! Unknown keys, defaults, ranges, the "expected …" part of messages, the effective configuration,
-//! the JSON Schema and the tables of `docs/CONFIGURATION.md` all come from here, so they cannot
+//! the JSON Schema and the lists of `docs/CONFIGURATION.md` all come from here, so they cannot
 //! differ.
 
 mod client;
@@ -27,8 +27,8 @@ use strum::VariantNames;
 schema_table! {
     /// Keys of the main file.
     pub(super) static ROOT {
-        /// More files, relative to this file. They may contain only [[policy]] tables. Their
-        /// policies follow those of this file, sorted by file name. An unreadable path is an error.
+        /// More files, relative to this file, with only [[policy]] tables. Their policies follow
+        /// those of this file, sorted by file name. An unreadable path is an error.
         include: TextList("paths or globs such as \"policies/*.toml\""), default = "", reload;
         /// Where clients connect.
         listen: Table(&LISTEN), per_instance;
@@ -76,19 +76,19 @@ schema_table! {
         /// If the store fails: forward the request; reject it with 503 and Retry-After; or limit in
         /// this process, by its share of the limits.
         on_store_failure: ON_STORE_FAILURE, default = "open";
-        /// How a limit counts; see ALGORITHMS.
+        /// How a limit counts.
         algorithm: ALGORITHM, default = "sliding_log";
         /// If a key part is absent or empty: one quota for all such requests; the policy does not
-        /// apply, so clients can avoid it; reject with 400.
+        /// apply, so clients can avoid it; 400.
         missing_key: MISSING_KEY, default = "shared";
         /// Request header to your app: the policies with mode "mark" whose limit the request
-        /// exceeds. tidegate removes this header from the requests of clients.
+        /// exceeds. Removed from the requests of clients.
         mark_header: Text("the name of a header that starts with \"x-\""), default = "X-Tidegate-Over";
     }
 
     static RESPONSE_CORS {
         /// Origins with scripts that may read tidegate's own responses, such as a 429, and the
-        /// rate-limit fields of your app's. A first label "*" covers subdomains.
+        /// rate-limit fields of your app's.
         allow_origins: TextList("origins such as \"https://app.example.com\", or \"*\""), default = "";
     }
 
@@ -115,7 +115,6 @@ schema_table! {
         address: Text("an IP address and port such as \"127.0.0.1:9090\", or \"unix:/path\""),
             default = "127.0.0.1:9090";
         /// A second port with only /livez, /readyz and /metrics, for the kubelet and Prometheus.
-        /// Empty: none.
         probes: Text("an IP address and port such as \"[::]:9091\""), default = "";
         /// Bearer token for commands that change state; without it they are disabled. Outside
         /// loopback, everything but health and metrics needs it.
@@ -123,8 +122,7 @@ schema_table! {
         /// Address of this port for other instances, which query it for the fleet view. Empty:
         /// address; if that is 0.0.0.0 or [::], the environment variable POD_IP.
         advertise: Text("a host, and optionally a port, such as \"10.0.0.7\""), default = "";
-        /// Accepted names in Host, besides localhost and IP addresses. Protects against DNS
-        /// rebinding.
+        /// Names accepted in Host, besides localhost and IP addresses, against DNS rebinding.
         allowed_hosts: TextList("host names such as \"admin.internal\""), default = "";
     }
 
@@ -140,7 +138,7 @@ schema_table! {
     }
 
     static TRACE {
-        /// Collector of spans. Uses HTTP if the port is 4318 or the URL has a path, otherwise gRPC.
+        /// Collector of spans. HTTP if the port is 4318 or the URL has a path, otherwise gRPC.
         otlp: Text("a collector such as \"http://127.0.0.1:4317\""), required;
         /// Header fields for every export, such as an API key. Lines that begin with # are
         /// comments.
@@ -153,8 +151,7 @@ schema_table! {
     }
 
     static METRICS {
-        /// Collector of metrics. Uses HTTP if the port is 4318 or the URL has a path, otherwise
-        /// gRPC.
+        /// Collector of metrics, as in [trace].
         otlp: Text("a collector such as \"http://127.0.0.1:4317\""), required;
         /// As in [trace].
         headers_file: Text("the path of a file with a \"name: value\" per line");
@@ -184,17 +181,13 @@ pub(super) fn find_key(table: &'static [SchemaKey], name: &str) -> Option<&'stat
 }
 
 /// Finds the key at a path from the root. Does not look inside policies.
-pub(super) fn find_key_by_path<'p>(
-    path: impl IntoIterator<Item = &'p str>,
-) -> Option<&'static SchemaKey> {
-    let mut table: &'static [SchemaKey] = &ROOT;
-    let mut found = None;
-    for name in path {
+pub(super) fn find_key_by_path(path: &str) -> Option<&'static SchemaKey> {
+    let (mut table, mut found): (&'static [SchemaKey], _) = (&ROOT, None);
+    for name in path.split('.') {
         let key = find_key(table, name)?;
-        table = if let Table(inner) = &key.kind {
-            inner
-        } else {
-            &[]
+        table = match &key.kind {
+            Table(inner) => inner,
+            _ => &[],
         };
         found = Some(key);
     }

@@ -18,16 +18,15 @@ pub(super) use redis::build_redis_settings;
 pub(super) use store::build_memory_settings;
 
 use super::file_set::FileSet;
-use super::keywords::ALGORITHMS;
 use super::lints;
 use super::lints::context::LintContext;
 use super::loaded_config::{Config, StoreSettings};
 use super::policies::build_policies;
-use super::policies::context::{ClaimTrust, PolicyContext, PolicyWithReader};
-use super::raw_config::RawConfig;
+use super::policies::context::PolicyContext;
 use super::table_reader::TableReader;
+use super::value_tree::ValueNode;
 use super::values;
-use crate::policy::{self, KeyHasher, PolicyTable, RateLimitHeaderSettings};
+use crate::policy::{self, PolicyTable};
 use crate::store::redis::RedisTopology;
 use http::HeaderName;
 use std::sync::Arc;
@@ -54,24 +53,12 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
     let shutdown = operation::build_shutdown_settings(&root.get_table("shutdown"));
     let admin = build_admin_settings(&root.get_table("admin"));
     let log = operation::build_log_settings(&root.get_table("log"));
-    let trace = telemetry::build_trace_settings(root);
-    let metric_export = telemetry::build_metric_export_settings(root);
+    let trace = root.build_optional("trace", telemetry::build_trace_settings);
+    let metric_export = root.build_optional("metrics", telemetry::build_metric_export_settings);
     let response = root.get_table("response");
     let headers = response::build_rate_limit_header_settings(&response);
     let cors = response::build_cors_origins(&response.get_table("cors"));
-    let client_reader = root.get_table("client");
-    let jwt_reader = client_reader.get_table("jwt");
-    let claim_trust = jwt::read_claim_trust(&jwt_reader);
-    let tokens = claim_trust.and_then(|trust| jwt::build_jwt_settings(&jwt_reader, trust));
-    let key_hasher = client::build_key_hasher(&client_reader);
-    let context = build_policy_context(
-        root,
-        key_hasher.clone().unwrap_or_default(),
-        store.as_ref(),
-        tls_reader.as_ref(),
-        (claim_trust, tokens.as_ref()),
-        check.is_some(),
-    )?;
+    let context = build_policy_context(root, store.as_ref(), tls_reader.as_ref())?;
     let tables = std::iter::once(root).chain(included);
     let policy_tables = tables.flat_map(|reader| reader.get_tables("policy"));
     let (policies, policy_descriptions) = build_policies(policy_tables, &context);
@@ -89,8 +76,17 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         };
         lints::run_lints(&policies, &lint_context);
     }
-    let self_service = client::build_self_service_settings(root, has_upstream);
-    let mut table = assemble_policy_table(policies, context, headers?, tokens);
+    let self_service = root.build_optional("self_service", |table| {
+        client::build_self_service_settings(table, has_upstream)
+    });
+    let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
+    let key_hasher = context.key_hasher.clone();
+    let mut table = PolicyTable::new(policies, context.path, context.client, headers?)
+        .with_trusted_headers(context.trusted_headers)
+        .with_mark_header(context.mark_header);
+    if let Some(tokens) = context.tokens {
+        table = table.with_token_settings(tokens);
+    }
     table.cors = cors;
     table.self_service = self_service?;
     Some(Config {
@@ -101,7 +97,7 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         service_listeners: service_listeners?,
         ext_authz: ext_authz.unwrap_or_default(),
         policy_table: Arc::new(table),
-        key_hasher: key_hasher?,
+        key_hasher,
         store: store?,
         shutdown: shutdown?,
         admin: admin?,
@@ -111,24 +107,8 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         policy_descriptions,
         warnings: Vec::new(),
         files: FileSet::default(),
-        raw: RawConfig::default(),
+        raw: ValueNode::default(),
     })
-}
-
-fn assemble_policy_table(
-    policies: Vec<PolicyWithReader<'_>>,
-    context: PolicyContext,
-    headers: RateLimitHeaderSettings,
-    tokens: Option<policy::jwt::Settings>,
-) -> PolicyTable {
-    let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
-    let table = PolicyTable::new(policies, context.path, context.client, headers)
-        .with_trusted_headers(context.trusted_headers)
-        .with_mark_header(context.mark_header);
-    match tokens {
-        Some(tokens) => table.with_token_settings(tokens),
-        None => table,
-    }
 }
 
 /// Reads `defaults.mark_header`. tidegate removes this header from each request.
@@ -148,20 +128,23 @@ fn read_mark_header(
     })
 }
 
+/// Builds the settings that all policies share. Returns `None` after an error.
 fn build_policy_context(
     root: &TableReader<'_>,
-    key_hasher: KeyHasher,
     store: Option<&StoreSettings>,
     tls_reader: Option<&TableReader<'_>>,
-    (claim_trust, tokens): (Option<ClaimTrust>, Option<&policy::jwt::Settings>),
-    has_ext_authz: bool,
 ) -> Option<PolicyContext> {
-    let defaults = root.get_table("defaults");
+    let (defaults, client_reader) = (root.get_table("defaults"), root.get_table("client"));
     let is_cluster = |store: &StoreSettings| match store {
         StoreSettings::Redis(redis) => redis.topology == RedisTopology::Cluster,
         StoreSettings::Memory(_) => false,
     };
-    let client = client::build_client_settings(&root.get_table("client"))?;
+    let jwt_reader = client_reader.get_table("jwt");
+    let claim_trust = jwt::read_claim_trust(&jwt_reader);
+    let tokens = claim_trust.and_then(|trust| jwt::build_jwt_settings(&jwt_reader, trust));
+    let issuers = tokens.as_ref().map(policy::jwt::Settings::several_issuers);
+    let key_hasher = client::build_key_hasher(&client_reader);
+    let client = client::build_client_settings(&client_reader)?;
     Some(PolicyContext {
         mark_header: read_mark_header(&defaults, &client)?,
         // Without valid store settings, a cluster is assumed, so that no follow-up warning is
@@ -169,18 +152,18 @@ fn build_policy_context(
         uses_redis_cluster: store.is_none_or(is_cluster),
         client,
         path: client::build_path_settings(&root.get_table("path"))?,
-        key_hasher,
-        trusted_headers: root
-            .get_table("client")
-            .get_list("trusted_headers", values::parse_header_name),
-        on_store_failure: defaults.get_keyword("on_store_failure")?,
-        algorithm: defaults.get_mapped_keyword("algorithm", &ALGORITHMS)?,
-        missing_key: defaults.get_keyword("missing_key")?,
+        // The error of an unreadable secret has been reported.
+        key_hasher: key_hasher.unwrap_or_default(),
+        trusted_headers: client_reader.get_list("trusted_headers", values::parse_header_name),
+        on_store_failure: defaults.read("on_store_failure")?,
+        algorithm: defaults.read("algorithm")?,
+        missing_key: defaults.read("missing_key")?,
         requests_client_certificates: tls_reader
             .is_some_and(listen_tls::requests_client_certificates),
         uses_memory_store: !matches!(store, Some(StoreSettings::Redis(_))),
         claim_trust,
-        issuers: tokens.map_or_else(Arc::default, policy::jwt::Settings::several_issuers),
-        has_ext_authz,
+        issuers: issuers.unwrap_or_default(),
+        tokens,
+        has_ext_authz: root.contains_key("check"),
     })
 }

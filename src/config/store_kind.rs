@@ -2,78 +2,63 @@
 //!
 //! A URL without a kind means Redis. The kind of a higher layer (the environment) wins.
 
-use super::document::KeyPath;
 use super::input::ConfigInput;
-use figment::value::{Dict, Value};
+use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
 
-const URL_KEYS: [&str; 2] = ["url", "urls"];
-
-/// Sets `store.kind` to `"redis"` in the merged `values` if a Redis URL is given without a kind in
-/// the same or a higher layer. Reports a kind and a URL that contradict each other. `file` has the
-/// values of the main file, without overrides.
-pub(super) fn resolve_store_kind(input: &ConfigInput, main: usize, file: &Dict, values: &mut Dict) {
-    let Some(store) = values.get("store").and_then(Value::as_dict) else {
-        return;
-    };
-    let kind = store.get("kind");
-    let Some((url_key, url)) = find_url(store) else {
-        return;
-    };
-    let path = |keys: &[&str]| {
-        let start = KeyPath::default();
-        keys.iter().fold(start, |path, key| path.with_key(key))
-    };
-    let (kind_path, url_path) = (path(&["store", "kind"]), path(&["store", "redis", url_key]));
-    let url_label = input.override_label(url.tag());
-    let kind_label = kind.and_then(|kind| input.override_label(kind.tag()));
-    let report_contradiction = |value: &Value| {
-        input.report_error(
-            input.value_span(main, &kind_path, Some(value)),
-            kind_path.to_string(),
-            format!(
-                "\"memory\" beside {url_path} contradicts it; expected \"redis\", or no {url_path}"
-            ),
-        );
-    };
-    match kind {
-        None => {}
-        Some(kind) if kind.as_str() != Some("memory") => return,
-        Some(kind) => match (kind_label, url_label) {
-            (Some(_), Some(_)) | (None, None) => return report_contradiction(kind),
-            (Some(label), None) => {
-                let span = input.value_span(main, &url_path, Some(url));
-                let problem = format!("without effect: {label} is \"memory\"");
-                return input.report_warning(span, url_path.to_string(), problem);
-            }
-            (None, Some(label)) => {
-                let file_store = file.get("store").and_then(Value::as_dict);
-                if file_store.is_some_and(|store| find_url(store).is_some()) {
-                    return report_contradiction(kind);
-                }
-                let span = input.value_span(main, &kind_path, Some(kind));
-                let problem = format!("without effect: {label} is set, so the store is Redis");
-                input.report_warning(span, kind_path.to_string(), problem);
-            }
-        },
-    }
-    let implied = Value::String(url.tag(), "redis".to_owned());
-    if let Some(Value::Dict(_, store)) = values.get_mut("store") {
-        store.insert("kind".to_owned(), implied);
-    }
-}
-
-/// Finds a Redis URL that is set and not empty.
-fn find_url(store: &Dict) -> Option<(&'static str, &Value)> {
-    let redis = store.get("redis")?.as_dict()?;
-    URL_KEYS.into_iter().find_map(|key| {
+/// Finds a Redis URL that is set and not empty, with its key.
+pub(super) fn find_url(root: &ValueNode) -> Option<(&'static str, &ValueNode)> {
+    let redis = root.get("store")?.get("redis")?;
+    ["url", "urls"].into_iter().find_map(|key| {
         let value = redis.get(key)?;
-        let is_empty = match value {
-            Value::String(_, text) => text.is_empty(),
-            Value::Array(_, items) => items.is_empty(),
+        let is_empty = match &value.content {
+            ValueContent::Text(text) => text.is_empty(),
+            ValueContent::List(items) => items.is_empty(),
             _ => false,
         };
         (!is_empty).then_some((key, value))
     })
+}
+
+/// Sets `store.kind` to `"redis"` in the merged values if a Redis URL is given without a kind in
+/// the same or a higher layer. Reports a kind and a URL that contradict each other. `file_has_url`
+/// is without overrides.
+pub(super) fn resolve_store_kind(input: &ConfigInput, file_has_url: bool, root: &mut ValueNode) {
+    const KIND_PATH: &str = "store.kind";
+    let Some((url_key, url)) = find_url(root) else {
+        return;
+    };
+    let url_path = format!("store.redis.{url_key}");
+    let warn = |at: &ValueNode, path: &str, problem| {
+        input.report_warning(input.value_span(&at.origin), path.to_owned(), problem);
+    };
+    if let Some(kind) = root.get("store").and_then(|store| store.get("kind")) {
+        if kind.as_str() != Some("memory") {
+            return;
+        }
+        match (&kind.origin, &url.origin) {
+            (ValueOrigin::Override(label), ValueOrigin::Document { .. }) => {
+                return warn(
+                    url,
+                    &url_path,
+                    format!("without effect: {label} is \"memory\""),
+                );
+            }
+            (ValueOrigin::Document { .. }, ValueOrigin::Override(label)) if !file_has_url => {
+                let problem = format!("without effect: {label} is set, so the store is Redis");
+                warn(kind, KIND_PATH, problem);
+            }
+            _ => {
+                let problem = format!(
+                    "\"memory\" beside {url_path} contradicts it; expected \"redis\", or no {url_path}"
+                );
+                let span = input.value_span(&kind.origin);
+                return input.report_error(span, KIND_PATH.to_owned(), problem);
+            }
+        }
+    }
+    let implied = ValueContent::Text("redis".to_owned());
+    let implied = ValueNode::new(implied, url.origin.clone());
+    root.set_at_path(&["store", "kind"], implied);
 }
 
 #[cfg(test)]

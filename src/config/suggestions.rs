@@ -1,10 +1,10 @@
 //! Suggests the value that an invalid value probably means.
 
 use super::schema::ValueKind;
+use super::value_tree::ValueContent;
 use super::values::format_duration;
 use crate::limiter::time_zone_names;
 use crate::text::find_similar;
-use figment::value::{Num, Value};
 use std::time::Duration;
 
 /// Least similarity of a word to the suggested one.
@@ -31,12 +31,12 @@ const KEYWORD_SYNONYMS: [(&str, &str); 12] = [
 
 /// Formats the valid value of `kind` that `value` probably means: `; did you mean "1m"?`. Returns
 /// an empty string if there is none.
-pub(super) fn suggest_value(kind: &ValueKind, value: &Value) -> String {
+pub(super) fn suggest_value(kind: &ValueKind, value: &ValueContent) -> String {
     let suggestion = find_suggestion(kind, value);
     suggestion.map_or_else(String::new, |found| format!("; did you mean {found}?"))
 }
 
-fn find_suggestion(kind: &ValueKind, value: &Value) -> Option<String> {
+fn find_suggestion(kind: &ValueKind, value: &ValueContent) -> Option<String> {
     match kind {
         ValueKind::Either(first, _, second) => {
             find_suggestion(first, value).or_else(|| find_suggestion(second, value))
@@ -103,22 +103,22 @@ pub(super) fn suggest_time_zone(name: &str) -> String {
     found.map_or_else(String::new, |found| format!("; did you mean \"{found}\"?"))
 }
 
-fn suggest_duration_text(value: &Value, min: Duration, max: Duration) -> Option<String> {
+fn suggest_duration_text(value: &ValueContent, min: Duration, max: Duration) -> Option<String> {
     let duration = suggest_duration(value).filter(|duration| (min..=max).contains(duration))?;
     Some(match value {
-        Value::Num(_, Num::I64(seconds)) => format!("\"{seconds}s\""),
+        ValueContent::Integer(seconds) => format!("\"{seconds}s\""),
         _ => format!("\"{}\"", format_duration(duration)),
     })
 }
 
 /// Reads a number as seconds, and text with other units, spaces or fractions.
-fn suggest_duration(value: &Value) -> Option<Duration> {
+fn suggest_duration(value: &ValueContent) -> Option<Duration> {
     let text = match value {
-        Value::Num(_, Num::I64(seconds)) => {
+        ValueContent::Integer(seconds) => {
             return u64::try_from(*seconds).ok().map(Duration::from_secs);
         }
-        Value::Num(_, Num::F64(seconds)) => return duration_from_ms(seconds * 1000.0),
-        Value::String(_, text) => text.to_ascii_lowercase(),
+        ValueContent::Float(seconds) => return duration_from_ms(seconds * 1000.0),
+        ValueContent::Text(text) => text.to_ascii_lowercase(),
         _ => return None,
     };
     let mut rest = text.trim();
@@ -168,14 +168,14 @@ fn duration_from_ms(ms: f64) -> Option<Duration> {
 }
 
 /// Reads `64KB`, `10 MiB` or a number of bytes. Returns the bytes and the valid text.
-fn suggest_size(value: &Value) -> Option<(u64, String)> {
+fn suggest_size(value: &ValueContent) -> Option<(u64, String)> {
     let text = match value {
-        Value::Num(_, Num::I64(bytes)) => {
+        ValueContent::Integer(bytes) => {
             return u64::try_from(*bytes)
                 .ok()
                 .map(|bytes| (bytes, bytes.to_string()));
         }
-        Value::String(_, text) => text.to_ascii_lowercase(),
+        ValueContent::Text(text) => text.to_ascii_lowercase(),
         _ => return None,
     };
     let (number, unit, rest) = split_quantity(text.trim())?;
@@ -191,11 +191,11 @@ fn suggest_size(value: &Value) -> Option<(u64, String)> {
     (rest.is_empty()).then_some((number.checked_mul(1 << shift)?, text))
 }
 
-fn suggest_bool(value: &Value) -> Option<&'static str> {
+fn suggest_bool(value: &ValueContent) -> Option<&'static str> {
     match value {
-        Value::Num(_, Num::I64(0)) => Some("false"),
-        Value::Num(_, Num::I64(1)) => Some("true"),
-        Value::String(_, text) => match text.trim().to_ascii_lowercase().as_str() {
+        ValueContent::Integer(0) => Some("false"),
+        ValueContent::Integer(1) => Some("true"),
+        ValueContent::Text(text) => match text.trim().to_ascii_lowercase().as_str() {
             "true" | "yes" | "on" | "1" | "enabled" => Some("true"),
             "false" | "no" | "off" | "0" | "disabled" => Some("false"),
             _ => None,
@@ -204,10 +204,10 @@ fn suggest_bool(value: &Value) -> Option<&'static str> {
     }
 }
 
-fn suggest_integer(value: &Value) -> Option<i64> {
+fn suggest_integer(value: &ValueContent) -> Option<i64> {
     match value {
-        Value::String(_, text) => text.trim().replace(['_', ','], "").parse().ok(),
-        Value::Num(_, Num::F64(number)) => number.to_string().parse().ok(),
+        ValueContent::Text(text) => text.trim().replace(['_', ','], "").parse().ok(),
+        ValueContent::Float(number) => number.to_string().parse().ok(),
         _ => None,
     }
 }
@@ -216,7 +216,19 @@ fn suggest_integer(value: &Value) -> Option<i64> {
 mod tests {
     use super::*;
 
-    fn suggest(kind: &ValueKind, value: impl Into<Value>) -> String {
+    impl From<&str> for ValueContent {
+        fn from(text: &str) -> Self {
+            Self::Text(text.to_owned())
+        }
+    }
+
+    impl From<i64> for ValueContent {
+        fn from(number: i64) -> Self {
+            Self::Integer(number)
+        }
+    }
+
+    fn suggest(kind: &ValueKind, value: impl Into<ValueContent>) -> String {
         let text = suggest_value(kind, &value.into());
         text.trim_start_matches("; did you mean ")
             .trim_end_matches('?')
@@ -247,7 +259,7 @@ mod tests {
             assert_eq!(suggest(&kind, text), meant, "{text}");
         }
         assert_eq!(suggest(&kind, 60_i64), "\"60s\"");
-        assert_eq!(suggest(&kind, 0.5), "\"500ms\"");
+        assert_eq!(suggest(&kind, ValueContent::Float(0.5)), "\"500ms\"");
         assert_eq!(suggest(&kind, -1_i64), "");
     }
 

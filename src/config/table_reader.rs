@@ -4,44 +4,67 @@
 //! but the remaining values are checked too.
 
 use super::diagnostic::{DiagnosticSeverity, SourceSpan, quote_source};
-use super::document::KeyPath;
 use super::input::ConfigInput;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
-use super::{suggestions, text_conversion, values};
-use figment::value::{Dict, Num, Value};
-use std::str::FromStr;
-use std::time::Duration;
+use super::schema_value::SchemaValue;
+use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
+use super::{suggestions, text_conversion};
+
+/// Reports by a table of rules: severity and key, the condition if there is one, and the message.
+macro_rules! report {
+    ($reader:expr; $severity:ident($key:expr) => $($message:expr),+;) => {
+        report! { $reader; $severity($key) if true => $($message),+; }
+    };
+    ($reader:expr; $($severity:ident($key:expr) if $condition:expr => $($message:expr),+;)+) => {{$(
+        if $condition {
+            let severity = crate::config::DiagnosticSeverity::$severity;
+            $reader.report(severity, $key, format_args!($($message),+).to_string());
+        }
+    )+}};
+}
+
+pub(super) use report;
+
+/// Builds settings: fields that are read from the keys of their names, each after its table, and
+/// after `=>` other fields.
+macro_rules! read_settings {
+    ($settings:ident { $($reader:ident: $($field:ident),+;)+ $(=> $($rest:tt)*)? }) => {
+        $settings { $($($field: $reader.read(stringify!($field))?,)+)+ $($($rest)*)? }
+    };
+}
+
+pub(super) use read_settings;
 
 /// Reads the keys of one table.
 #[derive(Clone, Debug)]
 pub(super) struct TableReader<'a> {
     input: &'a ConfigInput,
-    document: usize,
     keys: &'static [SchemaKey],
     /// `None` if the table is absent. Every key then has its default.
-    values: Option<&'a Dict>,
-    path: KeyPath,
+    table: Option<&'a ValueNode>,
+    /// Where the table was written, or the one around it if it is absent.
+    origin: &'a ValueOrigin,
+    /// Path of the table such as `policy[2].limit`. Empty for the root.
+    path: String,
 }
 
 /// A value with its position, for diagnostics.
 #[derive(Clone, Debug)]
 pub(super) struct ConfigValue<'a> {
     input: &'a ConfigInput,
-    document: usize,
-    pub(super) value: &'a Value,
-    path: KeyPath,
+    pub(super) value: &'a ValueNode,
+    path: String,
     is_secret: bool,
 }
 
 impl<'a> TableReader<'a> {
     /// Opens the root table of a document or of the merged layers. Reports unknown keys.
-    pub(super) fn from_document(
+    pub(super) fn from_root(
         input: &'a ConfigInput,
-        document: usize,
-        table: &'static [SchemaKey],
-        values: &'a Dict,
+        keys: &'static [SchemaKey],
+        root: &'a ValueNode,
     ) -> Self {
-        Self::open_table(input, document, table, Some(values), KeyPath::default())
+        Self::open_table(input, keys, root, String::new())
     }
 
     /// The input that the table is a part of.
@@ -50,7 +73,7 @@ impl<'a> TableReader<'a> {
     }
 
     pub(super) fn contains_key(&self, name: &str) -> bool {
-        self.values.is_some_and(|values| values.contains_key(name))
+        self.node(name).is_some()
     }
 
     /// The keys of the schema that have a value.
@@ -60,12 +83,11 @@ impl<'a> TableReader<'a> {
 
     /// Whether the table or a table in it has a value.
     pub(super) fn has_any_value(&self) -> bool {
-        fn has_value(values: &Dict) -> bool {
-            values
-                .values()
-                .any(|value| value.as_dict().is_none_or(has_value))
+        fn has_value(node: &ValueNode) -> bool {
+            let table = node.as_table();
+            table.is_none_or(|table| table.values().any(has_value))
         }
-        self.values.is_some_and(has_value)
+        self.table.is_some_and(has_value)
     }
 
     /// The value of a key, or `None` if it is absent.
@@ -73,93 +95,22 @@ impl<'a> TableReader<'a> {
     /// The typed getters below apply the default. They return `None` only for a key without a
     /// default that is absent or invalid.
     pub(super) fn get(&self, name: &str) -> Option<ConfigValue<'a>> {
-        let value = self.values?.get(name)?;
         Some(ConfigValue {
             input: self.input,
-            document: self.document,
-            value,
-            path: self.path.with_key(name),
+            value: self.node(name)?,
+            path: join_path(&self.path, name),
             is_secret: self.schema_key(name).is_some_and(|key| key.is_secret),
         })
     }
 
-    pub(super) fn get_bool(&self, name: &str) -> Option<bool> {
-        self.read_value(name, |_, value| value.to_bool())
-    }
-
-    /// Reads an integer. The schema's range must fit into `T`.
-    pub(super) fn get_integer<T: TryFrom<i64>>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |kind, value| match (kind.first(), value) {
-            (ValueKind::Integer { min, max }, Value::Num(_, Num::I64(number)))
-                if (min..=max).contains(&number) =>
-            {
-                T::try_from(*number).ok()
-            }
-            _ => None,
-        })
-    }
-
-    pub(super) fn get_fraction(&self, name: &str) -> Option<f64> {
-        self.read_value(name, |_, value| match value {
-            Value::Num(_, Num::F64(number)) if (0.0..=1.0).contains(number) => Some(*number),
-            Value::Num(_, Num::I64(0)) => Some(0.0),
-            Value::Num(_, Num::I64(1)) => Some(1.0),
-            _ => None,
-        })
-    }
-
-    pub(super) fn get_duration(&self, name: &str) -> Option<Duration> {
-        self.read_value(name, |kind, value| match kind.first() {
-            ValueKind::Duration { min, max } => {
-                let duration = values::parse_duration(value.as_str()?)?;
-                (*min..=*max).contains(&duration).then_some(duration)
-            }
-            _ => None,
-        })
-    }
-
-    /// Reads a duration of which zero means none.
-    pub(super) fn get_nonzero_duration(&self, name: &str) -> Option<Duration> {
-        self.get_duration(name).filter(|time| !time.is_zero())
-    }
-
-    /// Reads a size in bytes.
-    pub(super) fn get_byte_size<T: TryFrom<u64>>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |kind, value| match kind {
-            ValueKind::ByteSize { min, max } => {
-                let size = values::parse_byte_size(value.as_str()?)?;
-                let is_in_range = (*min..=*max).contains(&size);
-                T::try_from(size).ok().filter(|_| is_in_range)
-            }
-            _ => None,
-        })
-    }
-
-    /// Reads a keyword. The schema's keywords are the variants of `T`.
-    pub(super) fn get_keyword<T: FromStr>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |_, value| value.as_str()?.parse().ok())
+    /// Reads a value of the type and in the range that the schema gives.
+    pub(super) fn read<T: SchemaValue>(&self, name: &str) -> Option<T> {
+        self.read_value(name, |kind, value| T::from_content(kind.first(), value))
     }
 
     /// Whether the value is `keyword`, one of the schema's.
     pub(super) fn is_keyword(&self, name: &str, keyword: &str) -> Option<bool> {
-        self.read_value(name, |kind, value| {
-            let word = value.as_str()?;
-            let is_known = matches!(kind, ValueKind::Keyword(words) if words.contains(&word));
-            is_known.then_some(word == keyword)
-        })
-    }
-
-    /// Reads a keyword. `meanings` maps every keyword of the schema to its value.
-    pub(super) fn get_mapped_keyword<T: Copy>(
-        &self,
-        name: &str,
-        meanings: &[(&str, T)],
-    ) -> Option<T> {
-        self.read_value(name, |_, value| {
-            let word = value.as_str()?;
-            let meaning = meanings.iter().find(|(known, _)| *known == word);
-            meaning.map(|(_, meaning)| *meaning)
-        })
+        self.read(name).map(|word: String| word == keyword)
     }
 
     /// Reads a string with `parse`. The error of `parse` follows "found …;" in the message.
@@ -171,22 +122,23 @@ impl<'a> TableReader<'a> {
         self.read_result(name, |_, value| Some(parse(value.as_str()?)))
     }
 
-    pub(super) fn get_string(&self, name: &str) -> Option<String> {
-        self.get_parsed(name, |text| Ok(text.to_owned()))
+    /// Reads a string with `parse`, which returns `None` for one that is not as the schema says.
+    pub(super) fn get_text<T>(&self, name: &str, parse: impl Fn(&str) -> Option<T>) -> Option<T> {
+        self.read_value(name, |_, value| parse(value.as_str()?))
     }
 
     /// Reads a string. Returns `None` if it is empty.
     pub(super) fn get_nonempty_string(&self, name: &str) -> Option<String> {
-        self.get_string(name).filter(|text| !text.is_empty())
+        self.read(name).filter(|text: &String| !text.is_empty())
     }
 
     /// Whether the string is absent or the schema's default.
     pub(super) fn is_default(&self, name: &str) -> bool {
-        let default = self.schema_key(name).map(|key| &key.requirement);
-        self.get(name).is_none_or(|item| match default {
-            Some(KeyRequirement::Default(text)) => item.value.as_str() == Some(*text),
-            _ => false,
-        })
+        let Some(item) = self.get(name) else {
+            return true;
+        };
+        let requirement = self.schema_key(name).map(|key| &key.requirement);
+        matches!(requirement, Some(KeyRequirement::Default(text)) if item.value.as_str() == Some(*text))
     }
 
     /// Reads a list of strings with `parse`. Leaves out invalid items.
@@ -197,8 +149,8 @@ impl<'a> TableReader<'a> {
     ) -> Vec<T> {
         let parse = |item: ConfigValue<'_>| match item.value.as_str().map(&parse) {
             Some(Ok(value)) => Some(value),
-            Some(Err(reason)) => item.report_error(&reason),
-            None => item.report_error(&self.expected_text(name)),
+            Some(Err(reason)) => item.report_error(reason),
+            None => item.report_error(self.expected_text(name)),
         };
         self.get_items(name).into_iter().filter_map(parse).collect()
     }
@@ -208,15 +160,15 @@ impl<'a> TableReader<'a> {
         let Some(item) = self.get(name) else {
             return Vec::new();
         };
-        match item.value {
-            Value::Array(_, values) => {
+        match &item.value.content {
+            ValueContent::List(values) => {
                 let values = values.iter().enumerate();
-                let child = |(index, value)| item.child(value, item.path.with_index(index));
+                let child = |(index, value)| item.child(value, format!("{}[{index}]", item.path));
                 values.map(child).collect()
             }
-            Value::String(..) => vec![item],
+            ValueContent::Text(_) => vec![item],
             _ => {
-                item.report_error::<()>(&self.expected_text(name));
+                item.report_error::<()>(self.expected_text(name));
                 Vec::new()
             }
         }
@@ -227,36 +179,48 @@ impl<'a> TableReader<'a> {
         let Some(item) = self.get(name) else {
             return Vec::new();
         };
-        let Value::Dict(_, entries) = item.value else {
-            item.report_error::<()>(&self.expected_text(name));
+        let Some(entries) = item.value.as_table() else {
+            item.report_error::<()>(self.expected_text(name));
             return Vec::new();
         };
-        let entry = |(name, value): (&'a String, &'a Value)| {
-            (name.as_str(), item.child(value, item.path.with_key(name)))
+        let entry = |(name, value): (&'a String, &'a ValueNode)| {
+            (
+                name.as_str(),
+                item.child(value, join_path(&item.path, name)),
+            )
         };
         entries.iter().map(entry).collect()
     }
 
     /// Opens a table in which every key has a default. An absent table is empty.
     pub(super) fn get_table(&self, name: &str) -> Self {
-        self.get_optional_table(name).unwrap_or_else(|| {
-            let table = self
+        self.get_optional_table(name).unwrap_or_else(|| Self {
+            input: self.input,
+            keys: self
                 .schema_key(name)
-                .map_or(&[] as &[SchemaKey], |key| key.kind.nested_keys());
-            Self::open_table(
-                self.input,
-                self.document,
-                table,
-                None,
-                self.path.with_key(name),
-            )
+                .map_or(&[], |key| key.kind.nested_keys()),
+            table: None,
+            origin: self.origin,
+            path: join_path(&self.path, name),
         })
     }
 
     pub(super) fn get_optional_table(&self, name: &str) -> Option<Self> {
         let item = self.get(name)?;
         item.open_table(self.schema_key(name)?.kind.nested_keys())
-            .or_else(|| item.report_error(&self.expected_text(name)))
+            .or_else(|| item.report_error(self.expected_text(name)))
+    }
+
+    /// Builds settings from a table. The inner `None` means that the table is absent.
+    pub(super) fn build_optional<T>(
+        &self,
+        name: &str,
+        build: impl FnOnce(&Self) -> Option<T>,
+    ) -> Option<Option<T>> {
+        match self.get_optional_table(name) {
+            None => Some(None),
+            Some(table) => build(&table).map(Some),
+        }
     }
 
     /// Opens a list of tables. Reports and leaves out items that are not tables.
@@ -272,54 +236,57 @@ impl<'a> TableReader<'a> {
     }
 
     /// Reports an error at the value of a key, or at the table if the key is absent.
-    pub(super) fn report_error(&self, name: &str, problem: &str) {
-        self.report(DiagnosticSeverity::Error, name, problem);
+    pub(super) fn report_error(&self, name: &str, problem: impl Into<String>) {
+        self.report(DiagnosticSeverity::Error, name, problem.into());
+    }
+
+    pub(super) fn error_if(&self, is_wrong: bool, name: &str, problem: &str) {
+        if is_wrong {
+            self.report_error(name, problem);
+        }
     }
 
     /// Reports a warning at the value of a key, or at the table if the key is absent.
-    pub(super) fn report_warning(&self, name: &str, problem: &str) {
-        self.report(DiagnosticSeverity::Warning, name, problem);
+    pub(super) fn report_warning(&self, name: &str, problem: impl Into<String>) {
+        self.report(DiagnosticSeverity::Warning, name, problem.into());
     }
 
     /// Returns what was read for a key, or reports the problem at its value.
     pub(super) fn accept<T>(&self, name: &str, result: Result<T, String>) -> Option<T> {
-        let result = result.map_err(|problem| self.report_error(name, &problem));
+        let result = result.map_err(|problem| self.report_error(name, problem));
         result.ok()
     }
 
-    fn report(&self, severity: DiagnosticSeverity, name: &str, problem: &str) {
-        let value = self.values.and_then(|values| values.get(name));
-        let path = self.path.with_key(name);
-        let span = self.input.value_span(self.document, &path, value);
-        self.input
-            .report(severity, span, path.to_string(), problem.to_owned());
+    pub(super) fn report(&self, severity: DiagnosticSeverity, name: &str, problem: String) {
+        let origin = self.node(name).map_or(self.origin, |value| &value.origin);
+        let (span, path) = (self.input.value_span(origin), join_path(&self.path, name));
+        self.input.report(severity, span, path, problem);
     }
 
     fn open_table(
         input: &'a ConfigInput,
-        document: usize,
-        table: &'static [SchemaKey],
-        values: Option<&'a Dict>,
-        path: KeyPath,
+        keys: &'static [SchemaKey],
+        table: &'a ValueNode,
+        path: String,
     ) -> Self {
-        for (name, value) in values.into_iter().flatten() {
-            if schema::find_key(table, name).is_none() {
-                let path = path.with_key(name);
-                let span = input.key_span(document, &path, value);
-                input.report_error(
-                    span,
-                    path.to_string(),
-                    format!("unknown key; {}", schema::suggest_key(table, name)),
-                );
+        for (name, value) in table.as_table().into_iter().flatten() {
+            if schema::find_key(keys, name).is_none() {
+                let span = input.value_span(&value.origin.of_key());
+                let problem = format!("unknown key; {}", schema::suggest_key(keys, name));
+                input.report_error(span, join_path(&path, name), problem);
             }
         }
         Self {
             input,
-            document,
-            keys: table,
-            values,
+            keys,
+            table: Some(table),
+            origin: &table.origin,
             path,
         }
+    }
+
+    fn node(&self, name: &str) -> Option<&'a ValueNode> {
+        self.table?.get(name)
     }
 
     /// Reads a value with `parse`, which returns `None` if it has not the type or range of the
@@ -327,7 +294,7 @@ impl<'a> TableReader<'a> {
     fn read_value<T>(
         &self,
         name: &str,
-        parse: impl Fn(&ValueKind, &Value) -> Option<T>,
+        parse: impl Fn(&ValueKind, &ValueContent) -> Option<T>,
     ) -> Option<T> {
         self.read_result(name, |kind, value| parse(kind, value).map(Ok))
     }
@@ -336,31 +303,39 @@ impl<'a> TableReader<'a> {
     fn read_result<T>(
         &self,
         name: &str,
-        parse: impl Fn(&ValueKind, &Value) -> Option<Result<T, String>>,
+        parse: impl Fn(&ValueKind, &ValueContent) -> Option<Result<T, String>>,
     ) -> Option<T> {
         let key = self.schema_key(name)?;
         match (self.get(name), &key.requirement) {
-            (Some(item), _) => match parse(&key.kind, item.value) {
+            (Some(item), _) => match parse(&key.kind, &item.value.content) {
                 Some(Ok(value)) => return Some(value),
-                Some(Err(reason)) => item.report_error(&reason),
+                Some(Err(reason)) => item.report_error(reason),
                 None => {
-                    let suggestion = suggestions::suggest_value(&key.kind, item.value);
-                    item.report_error(&(self.expected_text(name) + &suggestion))
+                    let suggestion = suggestions::suggest_value(&key.kind, &item.value.content);
+                    item.report_error(self.expected_text(name) + &suggestion)
                 }
             },
             (None, KeyRequirement::Required) => {
-                self.report_error(name, &format!("missing; {}", self.expected_text(name)));
+                self.report_error(name, format!("missing; {}", self.expected_text(name)));
                 None
             }
             (None, _) => None,
         }
         .or_else(|| match key.requirement {
             KeyRequirement::Default(text) => {
-                let default = text_conversion::value_from_text(&key.kind, text);
+                let default = text_conversion::content_from_text(&key.kind, text);
                 parse(&key.kind, &default)?.ok()
             }
             KeyRequirement::Required | KeyRequirement::Optional => None,
         })
+    }
+
+    /// The tables of the key `list`, or of `single`, which stands for a list of one.
+    pub(super) fn get_one_or_more_tables(&self, single: &str, list: &str) -> Vec<Self> {
+        match self.contains_key(single) {
+            true => self.get_optional_table(single).into_iter().collect(),
+            false => self.get_tables(list),
+        }
     }
 
     fn expected_text(&self, name: &str) -> String {
@@ -381,18 +356,13 @@ impl<'a> TableReader<'a> {
 
 impl<'a> ConfigValue<'a> {
     /// Opens the value as a table. Returns `None` if it is not a table.
-    pub(super) fn open_table(&self, table: &'static [SchemaKey]) -> Option<TableReader<'a>> {
-        let values = self.value.as_dict()?;
-        Some(TableReader::open_table(
-            self.input,
-            self.document,
-            table,
-            Some(values),
-            self.path.clone(),
-        ))
+    pub(super) fn open_table(&self, keys: &'static [SchemaKey]) -> Option<TableReader<'a>> {
+        let path = self.path.clone();
+        self.value.as_table()?;
+        Some(TableReader::open_table(self.input, keys, self.value, path))
     }
 
-    fn child(&self, value: &'a Value, path: KeyPath) -> Self {
+    fn child(&self, value: &'a ValueNode, path: String) -> Self {
         Self {
             value,
             path,
@@ -401,46 +371,52 @@ impl<'a> ConfigValue<'a> {
     }
 
     /// Reports an error at the value. Returns `None`, for use in place of the parsed value.
-    pub(super) fn report_error<T>(&self, problem: &str) -> Option<T> {
+    pub(super) fn report_error<T>(&self, problem: impl Into<String>) -> Option<T> {
+        let problem = problem.into();
         let problem = match self.quote_value() {
             Some(found) => format!("found {found}; {problem}"),
-            None => problem.to_owned(),
+            None => problem,
         };
-        self.input
-            .report_error(self.source_span(), self.path.to_string(), problem);
+        self.report(DiagnosticSeverity::Error, problem);
         None
     }
 
     /// Reports a warning at the value.
-    pub(super) fn report_warning(&self, problem: &str) {
-        self.input.report_warning(
-            self.source_span(),
-            self.path.to_string(),
-            problem.to_owned(),
-        );
+    pub(super) fn report_warning(&self, problem: impl Into<String>) {
+        self.report(DiagnosticSeverity::Warning, problem.into());
+    }
+
+    fn report(&self, severity: DiagnosticSeverity, problem: String) {
+        let (span, path) = (self.source_span(), self.path.clone());
+        self.input.report(severity, span, path, problem);
     }
 
     /// Position of the value.
     pub(super) fn source_span(&self) -> SourceSpan {
-        self.input
-            .value_span(self.document, &self.path, Some(self.value))
+        self.input.value_span(&self.value.origin)
     }
 
     fn quote_value(&self) -> Option<String> {
         if self.is_secret {
             return None;
         }
-        match (
-            self.input
-                .source_text(self.document, &self.path, self.value),
-            self.value,
-        ) {
-            (Some(source), _) => Some(quote_source(source)),
-            (None, Value::String(_, text)) => Some(format!("\"{}\"", quote_source(text))),
-            (None, Value::Num(_, Num::I64(number))) => Some(number.to_string()),
-            (None, Value::Num(_, Num::F64(number))) => Some(number.to_string()),
-            (None, Value::Bool(_, flag)) => Some(flag.to_string()),
-            (None, _) => None,
+        if let Some(source) = self.input.source_text(&self.value.origin) {
+            return Some(quote_source(source));
         }
+        match &self.value.content {
+            ValueContent::Text(text) => Some(format!("\"{}\"", quote_source(text))),
+            ValueContent::Integer(number) => Some(number.to_string()),
+            ValueContent::Float(number) => Some(number.to_string()),
+            ValueContent::Bool(flag) => Some(flag.to_string()),
+            _ => None,
+        }
+    }
+}
+
+fn join_path(table: &str, key: &str) -> String {
+    let key = key.escape_debug();
+    match table.is_empty() {
+        true => key.to_string(),
+        false => format!("{table}.{key}"),
     }
 }

@@ -191,8 +191,8 @@ fn the_example_names_every_key_with_its_default() {
     let filled = load(&make_text_sources(&all)).unwrap();
     let fresh = load(&make_text_sources(UPSTREAM_LINE)).unwrap();
     for leaf in schema::leaf_keys() {
-        let here = filled.raw.value_or_default(&leaf);
-        let default = fresh.raw.value_or_default(&leaf);
+        let here = text_conversion::content_or_default(&filled.raw, &leaf);
+        let default = text_conversion::content_or_default(&fresh.raw, &leaf);
         let (path, name) = (&leaf.path, leaf.key.name);
         assert!(
             default.is_none() || here == default,

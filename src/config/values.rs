@@ -79,61 +79,48 @@ pub(super) fn parse_admin_address(text: &str) -> Result<ListenAddress, String> {
 }
 
 fn parse_ip_or_unix_address(text: &str, port: &str, path: &str) -> Result<ListenAddress, String> {
-    let Some(rest) = text.strip_prefix("unix:") else {
-        let expected =
-            || format!("expected an IP address and port such as \"{port}\", or \"unix:{path}\"");
-        return text
-            .parse()
-            .map(ListenAddress::Ip)
-            .ok()
-            .ok_or_else(expected);
-    };
-    parse_socket_path(rest).map(ListenAddress::Unix)
+    if let Some(rest) = text.strip_prefix("unix:") {
+        return parse_socket_path(rest).map(ListenAddress::Unix);
+    }
+    let expected =
+        format!("expected an IP address and port such as \"{port}\", or \"unix:{path}\"");
+    text.parse()
+        .map(ListenAddress::Ip)
+        .map_err(|_invalid| expected)
 }
 
 /// Parses a network or a single address.
 pub(super) fn parse_network(text: &str) -> Result<IpNet, String> {
-    let net = text
-        .parse::<IpNet>()
-        .or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+    let net: Result<IpNet, _> = text.parse();
+    let net = net.or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
     net.map(|net| canonicalize_network(net.trunc()))
-        .ok()
-        .ok_or_else(|| "expected an address or a network such as \"10.0.0.0/8\"".to_owned())
+        .map_err(|_invalid| "expected an address or a network such as \"10.0.0.0/8\"".to_owned())
 }
 
 /// An IPv4-mapped network as IPv4, as addresses of clients are.
 fn canonicalize_network(net: IpNet) -> IpNet {
     let prefix = net.prefix_len().checked_sub(96);
     let mapped = prefix.and_then(|prefix| IpNet::new(net.addr().to_canonical(), prefix).ok());
-    mapped
-        .filter(|mapped| matches!(mapped, IpNet::V4(_)))
-        .unwrap_or(net)
+    let mapped = mapped.filter(|mapped| matches!(mapped, IpNet::V4(_)));
+    mapped.unwrap_or(net)
 }
 
-pub(super) fn parse_regex(text: &str) -> Result<Regex, String> {
-    build_regex(RegexBuilder::new(text).case_insensitive(false))
-}
-
-/// Parses a regular expression on texts whose letter case has no meaning.
-pub(super) fn parse_caseless_regex(text: &str) -> Result<Regex, String> {
-    build_regex(RegexBuilder::new(text).case_insensitive(true))
-}
-
-fn build_regex(builder: &mut RegexBuilder) -> Result<Regex, String> {
-    builder
+/// Parses a regular expression. Letter case has no meaning if it `is_caseless`.
+pub(super) fn parse_regex(text: &str, is_caseless: bool) -> Result<Regex, String> {
+    let mut builder = RegexBuilder::new(text);
+    let regex = builder
+        .case_insensitive(is_caseless)
         .size_limit(MAX_REGEX_BYTES)
-        .build()
-        .map_err(|error| match error {
-            regex::Error::CompiledTooBig(_) => "the regular expression is too large".to_owned(),
-            error => {
-                let text = error.to_string();
-                let reason = text.lines().last().unwrap_or_default();
-                format!(
-                    "not a regular expression: {}",
-                    reason.trim_start_matches("error: ")
-                )
-            }
-        })
+        .build();
+    regex.map_err(|error| match error {
+        regex::Error::CompiledTooBig(_) => "the regular expression is too large".to_owned(),
+        error => {
+            let text = error.to_string();
+            let reason = text.lines().last().unwrap_or_default();
+            let reason = reason.trim_start_matches("error: ");
+            format!("not a regular expression: {reason}")
+        }
+    })
 }
 
 /// Parses the upstream URL: `http://host:port`, `https://…`, `h2c://…` or `unix:/path`.
@@ -150,21 +137,24 @@ pub(super) fn parse_upstream_url(text: &str) -> Result<UpstreamUrl, String> {
         "h2c" => (UpstreamScheme::H2c, 80),
         _ => return Err(EXPECTED.to_owned()),
     };
-    if rest.contains('@') {
-        return Err(format!(
-            "a user or password is not supported here; {EXPECTED}"
-        ));
-    }
-    if rest.contains(['?', '#']) {
-        return Err(format!(
-            "a query or fragment is not supported here; {EXPECTED}"
-        ));
-    }
     let authority = rest.strip_suffix('/').unwrap_or(rest);
-    if authority.contains('/') {
-        return Err(format!(
-            "a path is not supported here: request paths are forwarded unchanged; {EXPECTED}"
-        ));
+    for (is_found, problem) in [
+        (
+            rest.contains('@'),
+            "a user or password is not supported here",
+        ),
+        (
+            rest.contains(['?', '#']),
+            "a query or fragment is not supported here",
+        ),
+        (
+            authority.contains('/'),
+            "a path is not supported here: request paths are forwarded unchanged",
+        ),
+    ] {
+        if is_found {
+            return Err(format!("{problem}; {EXPECTED}"));
+        }
     }
     let (host, port) = parse_host_and_port(authority, default_port)?;
     Ok(UpstreamUrl::Net { scheme, host, port })
@@ -202,17 +192,15 @@ pub(super) struct RedisUrl {
 pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     const EXPECTED: &str =
         "expected \"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\"";
-    let (tls, rest) = match text.split_once(':') {
-        Some(("redis" | "valkey", rest)) => (false, rest.strip_prefix("//").ok_or(EXPECTED)?),
-        Some(("rediss" | "valkeys", rest)) => (true, rest.strip_prefix("//").ok_or(EXPECTED)?),
-        Some(("unix" | "redis+unix" | "valkey+unix", rest)) => {
-            return parse_redis_unix_url(rest.strip_prefix("//").ok_or(EXPECTED)?);
-        }
+    let (scheme, rest) = text.split_once(':').ok_or(EXPECTED)?;
+    let rest = rest.strip_prefix("//").ok_or(EXPECTED)?;
+    let is_tls = match scheme {
+        "redis" | "valkey" => false,
+        "rediss" | "valkeys" => true,
+        "unix" | "redis+unix" | "valkey+unix" => return parse_redis_unix_url(rest),
         _ => return Err(EXPECTED.to_owned()),
     };
-    let (login, server) = rest
-        .rsplit_once('@')
-        .map_or((None, rest), |(login, server)| (Some(login), server));
+    let (login, server) = rest.rsplit_once('@').unwrap_or(("", rest));
     if server.contains(['?', '#']) {
         return Err(format!("parameters are not supported here; {EXPECTED}"));
     }
@@ -220,15 +208,13 @@ pub(super) fn parse_redis_url(text: &str) -> Result<RedisUrl, String> {
     let database = parse_database(number)
         .ok_or_else(|| format!("the part after the slash is not a database number; {EXPECTED}"))?;
     let (host, port) = parse_host_and_port(authority, 6379)?;
-    let (username, password) = login.map_or(("", ""), |login| {
-        login.split_once(':').unwrap_or((login, ""))
-    });
+    let (username, password) = login.split_once(':').unwrap_or((login, ""));
     let login = RedisCredentials {
         username: decode_percent(username)?,
         password: decode_percent(password)?.map(RedisPassword::new),
     };
     Ok(RedisUrl {
-        is_tls: tls,
+        is_tls,
         address: RedisAddress::Tcp { host, port },
         database,
         login,
@@ -244,10 +230,7 @@ fn parse_redis_unix_url(text: &str) -> Result<RedisUrl, String> {
         .filter(|path| path.starts_with('/'))
         .ok_or(EXPECTED)?;
     let (mut login, mut number) = (RedisCredentials::default(), 0);
-    for parameter in parameters
-        .split('&')
-        .filter(|parameter| !parameter.is_empty())
-    {
+    for parameter in parameters.split('&').filter(|one| !one.is_empty()) {
         match parameter.split_once('=') {
             Some(("db", text)) => {
                 number = parse_database(text)
@@ -270,97 +253,79 @@ fn parse_redis_unix_url(text: &str) -> Result<RedisUrl, String> {
 
 /// Parses a database number. Empty text is database 0.
 fn parse_database(text: &str) -> Option<i64> {
-    if text.is_empty() {
-        Some(0)
-    } else {
-        text.parse::<u16>().ok().map(i64::from)
+    match text {
+        "" => Some(0),
+        text => text.parse::<u16>().ok().map(i64::from),
     }
 }
 
 /// Decodes percent-encoded text. Empty text is `None`.
 fn decode_percent(text: &str) -> Result<Option<String>, String> {
     let text = percent_decode_str(text).decode_utf8();
-    let text = text
-        .ok()
-        .ok_or_else(|| "user, password and path must be percent-encoded UTF-8".to_owned())?;
+    let text = text.map_err(|_invalid| "user, password and path must be percent-encoded UTF-8")?;
     Ok(Some(text.into_owned()).filter(|text| !text.is_empty()))
 }
 
 /// Parses a name, an IPv4 address or a bracketed IPv6 address, with an optional port.
 fn parse_host_and_port(authority: &str, default_port: u16) -> Result<(String, u16), String> {
-    let (host, port) = match authority
+    let bracketed = authority
         .strip_prefix('[')
-        .and_then(|rest| rest.split_once(']'))
-    {
-        Some((address, rest)) => {
-            address
-                .parse::<Ipv6Addr>()
-                .ok()
-                .ok_or_else(|| "expected an IPv6 address between the brackets".to_owned())?;
-            match rest {
-                "" => (address, None),
-                rest => (
-                    address,
-                    Some(
-                        rest.strip_prefix(':')
-                            .ok_or("expected nothing or \":port\" after the bracket")?,
-                    ),
-                ),
+        .and_then(|rest| rest.split_once(']'));
+    let (host, port) = match (bracketed, authority.split_once(':')) {
+        (Some((address, rest)), _) => {
+            let parsed = address.parse::<Ipv6Addr>();
+            parsed.map_err(|_invalid| "expected an IPv6 address between the brackets")?;
+            let port = rest.strip_prefix(':');
+            if !rest.is_empty() && port.is_none() {
+                return Err("expected nothing or \":port\" after the bracket".to_owned());
             }
+            (address, port)
         }
-        None => authority
-            .split_once(':')
-            .map_or((authority, None), |(host, port)| (host, Some(port))),
+        (None, Some((host, port))) => (host, Some(port)),
+        (None, None) => (authority, None),
     };
     let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    // Text in brackets has been parsed as an address above.
-    let bracketed = authority.starts_with('[') && !host.starts_with('[');
-    if host.is_empty() || !(host.chars().all(is_name) || bracketed) {
+    if host.is_empty() || (bracketed.is_none() && !host.chars().all(is_name)) {
         return Err("expected a host: a name or an address (IPv6 in brackets)".to_owned());
     }
     let port = match port {
-        None => default_port,
-        Some(port) => port
-            .parse::<u16>()
-            .ok()
-            .filter(|number| *number > 0 && !port.starts_with('+'))
-            .ok_or("expected a port from 1 to 65535")?,
+        None => Some(default_port),
+        Some(port) => {
+            let number = port.parse().ok().filter(|number| *number > 0);
+            number.filter(|_| !port.starts_with('+'))
+        }
     };
-    Ok((host.to_owned(), port))
+    Ok((
+        host.to_owned(),
+        port.ok_or("expected a port from 1 to 65535")?,
+    ))
+}
+
+/// Whether a text has 1 to `max_length` letters, digits and characters of `others`.
+pub(super) fn is_word(text: &str, others: &[u8], max_length: usize) -> bool {
+    let fits = |byte: u8| byte.is_ascii_alphanumeric() || others.contains(&byte);
+    (1..=max_length).contains(&text.len()) && text.bytes().all(fits)
 }
 
 /// Parses a name: `[A-Za-z0-9][A-Za-z0-9_.-]{0,62}`.
-pub(super) fn parse_name(text: &str) -> Result<String, String> {
+pub(super) fn parse_name(text: &str) -> Option<String> {
     let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
-    if starts_well
-        && text.len() <= 63
-        && text
-            .bytes()
-            .all(|b| b.is_ascii_alphanumeric() || b"_.-".contains(&b))
-    {
-        return Ok(text.to_owned());
-    }
-    Err(
-        "expected a letter or digit, then up to 62 letters, digits, \"_\", \".\" or \"-\""
-            .to_owned(),
-    )
+    (starts_well && is_word(text, b"_.-", 63)).then(|| text.to_owned())
 }
 
 /// Parses the name of a header.
 pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
-    HeaderName::from_bytes(text.as_bytes())
-        .ok()
-        .ok_or_else(|| format!("{text:?} is not a header name"))
+    let name = HeaderName::from_bytes(text.as_bytes());
+    name.map_err(|_invalid| format!("{text:?} is not a header name"))
 }
 
 /// Formats a duration in the largest unit that represents it exactly.
 pub fn format_duration(duration: Duration) -> String {
     let ms = duration.as_millis();
-    match DURATION_UNITS
+    let mut units = DURATION_UNITS
         .iter()
-        .map(|(unit, size)| (unit, u128::from(*size)))
-        .find(|(_, size)| ms > 0 && ms.is_multiple_of(*size))
-    {
+        .map(|(unit, size)| (unit, u128::from(*size)));
+    match units.find(|(_, size)| ms > 0 && ms.is_multiple_of(*size)) {
         Some((unit, size)) => format!("{}{unit}", ms / size),
         None => format!("{ms}ms"),
     }

@@ -30,19 +30,14 @@ impl LintContext<'_> {
             }
         };
         let per_connection = match &self.upstream.url {
-            UpstreamUrl::Unix(_)
-            | UpstreamUrl::Net {
-                scheme: UpstreamScheme::Http,
-                ..
-            } => 1,
-            UpstreamUrl::Net {
-                scheme: UpstreamScheme::Https | UpstreamScheme::H2c,
-                ..
-            } => STREAMS_PER_CONNECTION,
+            UpstreamUrl::Unix(_) => 1,
+            UpstreamUrl::Net { scheme, .. } => match scheme {
+                UpstreamScheme::Http => 1,
+                UpstreamScheme::Https | UpstreamScheme::H2c => STREAMS_PER_CONNECTION,
+            },
         };
         let connections = u64::try_from(self.upstream.max_connections).ok()?;
-        connections
-            .checked_mul(per_connection)?
-            .checked_mul(instances)
+        let per_instance = connections.checked_mul(per_connection)?;
+        per_instance.checked_mul(instances)
     }
 }

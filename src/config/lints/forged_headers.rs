@@ -6,7 +6,8 @@
 use super::context::LintContext;
 use super::policy_interactions::ComparisonBudget;
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
-use crate::limiter::Algorithm;
+use crate::config::policies::is_concurrency_limit;
+use crate::config::table_reader::report;
 use crate::policy::{
     CoverageIndex, KeyPart, LimitOverride, Matcher, NamedLimit, OverrideRule, PartCondition,
     PolicyAction, Quota, ValueCondition,
@@ -87,13 +88,10 @@ fn warn_raising_overrides(spanned: &PolicyWithReader<'_>, context: &PolicyContex
             OverrideRule::Deny => false,
         };
         if let Some(name) = find_forgeable_value(entry, quota, context).filter(|_| is_raised) {
-            table.report_warning(
-                "key",
-                &format!(
-                    "a client that sends this {name} gets the higher limit or none; {}",
-                    advise(name)
-                ),
-            );
+            let advice = advise(name);
+            report! { table;
+                Warning("key") => "a client that sends this {name} gets the higher limit or none; {advice}";
+            }
         }
     }
 }
@@ -139,28 +137,18 @@ fn ask_about_headers<'p, 'r>(
     context: &PolicyContext,
 ) -> impl Iterator<Item = HeaderQuestion<'p, 'r>> {
     let (matcher, action) = (&spanned.policy.matcher, &spanned.policy.action);
-    let met = match action {
-        PolicyAction::Deny => Vec::new(),
-        _ => forgeable_headers(matcher, context),
-    };
-    let excluding = match action {
-        PolicyAction::Allow => Vec::new(),
-        _ => excluding_headers(matcher, context),
-    };
-    let question = |header, met| HeaderQuestion {
+    let met = forgeable_headers(matcher, context).into_iter();
+    let met = met.filter(|_| !matches!(action, PolicyAction::Deny));
+    let excluding = excluding_headers(matcher, context).into_iter();
+    let excluding = excluding.filter(|_| !matches!(action, PolicyAction::Allow));
+    let headers = met.map(|met| (&met.part, Some(met)));
+    let headers = headers.chain(excluding.map(|header| (header, None)));
+    headers.map(move |(header, met)| HeaderQuestion {
         spanned,
         header,
         met,
         is_answered: Cell::new(false),
-    };
-    let raising = met
-        .into_iter()
-        .map(move |met| question(&met.part, Some(met)));
-    raising.chain(
-        excluding
-            .into_iter()
-            .map(move |header| question(header, None)),
-    )
+    })
 }
 
 /// Drops the questions about a higher limit if no policy about the header has a lower one.
@@ -227,23 +215,18 @@ impl HeaderQuestion<'_, '_> {
     }
 
     fn report_warning(&self, budget: &ComparisonBudget) {
-        let Self {
-            spanned, header, ..
-        } = self;
-        let is_exempt = matches!(spanned.policy.action, PolicyAction::Allow);
+        let (reader, policy) = (&self.spanned.reader, &self.spanned.policy);
+        let is_exempt = matches!(policy.action, PolicyAction::Allow);
         let effect = match self.met {
             Some(_) if is_exempt => "is exempt from all later policies",
             Some(_) if self.is_answered.get() => "gets a higher limit than without it",
             None if !self.is_answered.get() && !budget.is_exhausted() => "avoids this policy",
             _ => return,
         };
-        spanned.reader.report_warning(
-            "match",
-            &format!(
-                "a client that sends the {header} {effect}; {}",
-                advise(header.name())
-            ),
-        );
+        let (header, advice) = (self.header, advise(self.header.name()));
+        report! { reader;
+            Warning("match") => "a client that sends the {header} {effect}; {advice}";
+        }
     }
 }
 
@@ -277,10 +260,8 @@ fn excluding_headers<'m>(matcher: &'m Matcher, context: &PolicyContext) -> Vec<&
     let absent = headers_of(matcher).filter(|one| {
         !one.requires_value() && context.is_client_chosen(&one.part) && !one.part.is_credential()
     });
-    let excluded = matcher
-        .not
-        .iter()
-        .flat_map(|not| forgeable_headers(not, context));
+    let excluded = matcher.not.iter();
+    let excluded = excluded.flat_map(|not| forgeable_headers(not, context));
     absent.chain(excluded).map(|one| &one.part).collect()
 }
 
@@ -294,11 +275,9 @@ fn misses_header(matcher: &Matcher, met: &PartCondition) -> bool {
         _ => false,
     };
     let mut values = matcher.values.iter();
+    let not = matcher.not.as_deref();
     values.any(|one| one.part == met.part && differs(one))
-        || matcher
-            .not
-            .as_deref()
-            .is_some_and(|not| not.requires_part(&met.part))
+        || not.is_some_and(|not| not.requires_part(&met.part))
 }
 
 /// Whether two matchers are for the same requests, apart from their conditions on a header.
@@ -322,18 +301,13 @@ fn is_higher(limits: &[NamedLimit], others: &[NamedLimit]) -> bool {
 
 /// Units per microsecond.
 fn strictest_rate(limits: &[NamedLimit]) -> f64 {
-    let rates = limits.iter().map(|named| &named.limit);
-    rates
-        .filter(|limit| !matches!(limit.algorithm, Algorithm::Concurrency { .. }))
-        .map(|limit| limit.requests as f64 / limit.per_us.max(1) as f64)
-        .fold(f64::INFINITY, f64::min)
+    let rates = limits.iter().filter(|named| !is_concurrency_limit(named));
+    let rates = rates.map(|one| one.limit.requests as f64 / one.limit.per_us.max(1) as f64);
+    rates.fold(f64::INFINITY, f64::min)
 }
 
 fn fewest_slots(limits: &[NamedLimit]) -> u64 {
-    let slots = limits.iter().map(|named| &named.limit);
-    slots
-        .filter(|limit| matches!(limit.algorithm, Algorithm::Concurrency { .. }))
-        .map(|limit| limit.requests)
-        .min()
-        .unwrap_or(u64::MAX)
+    let slots = limits.iter().filter(|named| is_concurrency_limit(named));
+    let slots = slots.map(|named| named.limit.requests);
+    slots.min().unwrap_or(u64::MAX)
 }

@@ -1,6 +1,7 @@
 //! Lints about combinations of policies.
 
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
+use crate::config::table_reader::report;
 use crate::policy::{
     CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, PartCondition, PolicyAction,
     PolicyMode, ValueCondition, merge_ascending,
@@ -76,13 +77,10 @@ fn warn_unreachable_policies(policies: &[PolicyWithReader<'_>], budget: &mut Com
             PolicyAction::Allow => "exempts",
             _ => "denies",
         };
-        spanned.reader.report_warning(
-            "name",
-            &format!(
-                "never reached: {} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority",
-                end.quote_name_and_position()
-            ),
-        );
+        let end = end.quote_name_and_position();
+        report! { spanned.reader;
+            Warning("name") => "never reached: {end} comes first and {does} all requests that this policy matches; put this policy first, or give it a higher priority";
+        }
     }
 }
 
@@ -92,36 +90,27 @@ fn warn_duplicate_policies(policies: &[PolicyWithReader<'_>]) {
         let Some(quota) = spanned.quota() else {
             continue;
         };
+        let PolicyWithReader { policy, reader } = spanned;
         let limits = quota.limits.iter();
         let limits: Vec<_> = limits.map(|named| (named.limit, &named.amount)).collect();
-        let overrides: Vec<_> = quota
-            .overrides
-            .as_slice()
-            .iter()
-            .map(|entry| (&entry.values, entry.rule))
-            .collect();
-        let fingerprint = format!(
-            "{:?}",
-            (
-                &spanned.policy.matcher,
-                spanned.policy.mode,
-                &quota.key,
-                &quota.cost,
-                limits,
-                overrides
-            )
+        let overrides = quota.overrides.as_slice().iter();
+        let overrides: Vec<_> = overrides.map(|entry| (&entry.values, entry.rule)).collect();
+        let content = (
+            &policy.matcher,
+            policy.mode,
+            &quota.key,
+            &quota.cost,
+            limits,
+            overrides,
         );
-        match known.get(&fingerprint) {
-            Some(first) => spanned.reader.report_warning(
-                "name",
-                &format!(
-                    "has the same match, key and limits as {}; expected only one of them",
-                    first.quote_name_and_position()
-                ),
-            ),
-            None => {
-                known.insert(fingerprint, spanned);
+        let fingerprint = format!("{content:?}");
+        if let Some(first) = known.get(&fingerprint) {
+            let first = first.quote_name_and_position();
+            report! { reader;
+                Warning("name") => "has the same match, key and limits as {first}; expected only one of them";
             }
+        } else {
+            known.insert(fingerprint, spanned);
         }
     }
 }
@@ -138,13 +127,10 @@ fn warn_duplicate_limit_names(policies: &[PolicyWithReader<'_>], budget: &mut Co
     }
     for (name, sharing) in by_name.iter().filter(|(_, sharing)| sharing.len() > 1) {
         for (spanned, other) in find_overlapping_pairs(sharing, budget) {
-            spanned.reader.report_warning(
-                "name",
-                &format!(
-                    "a limit of {} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit",
-                    other.quote_name_and_position(),
-                ),
-            );
+            let other = other.quote_name_and_position();
+            report! { spanned.reader;
+                Warning("name") => "a limit of {other} has the name \"{name}\" in the rate-limit fields too; expected another name, or a name in that limit";
+            }
         }
     }
 }
@@ -169,9 +155,8 @@ fn find_overlapping_pairs<'p, 'r>(
                 true => ((at, one), other_at),
                 false => ((other_at, other), at),
             };
-            let first = firsts
-                .get_mut(later)
-                .filter(|(first, _)| earlier.0 < *first);
+            let first = firsts.get_mut(later);
+            let first = first.filter(|(first, _)| earlier.0 < *first);
             if let Some(first) = first
                 && !shares_counter(one, other)
                 && other.policy.matcher.covers(&one.policy.matcher)
@@ -204,30 +189,25 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut Compariso
             .limit(limiting.candidates(&without))
             .any(|other| other.policy.matcher.covers(&without));
         if !is_caught && !budget.is_exhausted() {
-            let key = if spanned.reader.contains_key("missing_key") {
-                "missing_key"
-            } else {
-                "key"
+            let key = match spanned.reader.contains_key("missing_key") {
+                true => "missing_key",
+                false => "key",
             };
-            spanned.reader.report_warning(
-                key,
-                &format!(
-                    "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\""
-                ),
-            );
+            report! { spanned.reader;
+                Warning(key) => "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\"";
+            }
         }
     }
 }
 
 /// The first key part that a client can leave out to avoid the policy, and the requests without it.
 fn find_skippable_part<'a>(spanned: &'a PolicyWithReader<'_>) -> Option<(&'a KeyPart, Matcher)> {
-    let quota = spanned
-        .quota()
-        .filter(|quota| quota.missing_key == MissingKeyAction::Skip)?;
-    quota
+    let quota = spanned.quota()?;
+    let mut parts = quota
         .key
         .parts()
-        .find_map(|part| Some((part, narrow_to_missing_part(&spanned.policy.matcher, part)?)))
+        .filter(|_| quota.missing_key == MissingKeyAction::Skip);
+    parts.find_map(|part| Some((part, narrow_to_missing_part(&spanned.policy.matcher, part)?)))
 }
 
 /// Narrows a match to requests without the key part. Returns `None` if every request has the
@@ -270,14 +250,10 @@ fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut 
         });
         if let Some((other, common)) = overlap {
             let entries: Vec<_> = common.iter().map(describe_entry).collect();
-            spanned.reader.report_warning(
-                "match",
-                &format!(
-                    "{} charges a descriptor {{ {} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them",
-                    other.quote_name_and_position(),
-                    entries.join(", ")
-                ),
-            );
+            let (other, entries) = (other.quote_name_and_position(), entries.join(", "));
+            report! { spanned.reader;
+                Warning("match") => "{other} charges a descriptor {{ {entries} }} too; expected an override there for a value's own limit, or not = {{ descriptors = … }} in one of them";
+            }
         }
     }
 }
@@ -399,10 +375,9 @@ fn warn_client_chosen_keys(
     let has_no_hosts = |one: &&PolicyWithReader<'_>| one.policy.matcher.hosts.is_empty();
     let choosing = policies.iter().filter(|one| chooses_host(one));
     for spanned in choosing.filter(has_no_hosts) {
-        spanned.reader.report_warning(
-            "key",
-            "a client that sends another Host gets another quota; expected the hosts that you serve as match.hosts",
-        );
+        report! { spanned.reader;
+            Warning("key") => "a client that sends another Host gets another quota; expected the hosts that you serve as match.hosts";
+        }
     }
     for spanned in policies.iter().filter(|one| has_client_chosen_key(one)) {
         let matcher = &spanned.policy.matcher;
@@ -426,9 +401,8 @@ fn warn_client_chosen_keys(
             ),
             None => "clients choose these values and can create any number of counters".to_owned(),
         };
-        spanned.reader.report_warning(
-            "key",
-            &format!("{problem}; add a policy with the key \"client_ip\""),
-        );
+        report! { spanned.reader;
+            Warning("key") => "{problem}; add a policy with the key \"client_ip\"";
+        }
     }
 }

@@ -3,12 +3,12 @@
 use super::context::LintContext;
 use super::path_regex;
 use crate::config::policies::context::PolicyWithReader;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, PolicyAction,
-    PolicyMode, Quota, ValueCondition,
+    CostSource, KeyPart, LimitOverride, Matcher, MissingKeyAction, NamedLimit, PartCondition,
+    PolicyAction, PolicyMode, Quota, ValueCondition,
 };
 use http::HeaderName;
 use http::header::AUTHORIZATION;
@@ -22,110 +22,89 @@ const LONG_MEMORY_PERIOD: Duration = Duration::from_secs(86_400);
 const LONG_DELAY: Duration = Duration::from_secs(60);
 
 pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext<'_>) {
-    let reader = &spanned.reader;
-    if spanned.policy.matcher.never_matches() {
-        reader.report_warning(
-            "match",
-            "matches no request: `not` excludes everything that the other conditions match",
-        );
-    }
-    if spanned.policy.matcher.descriptor_conditions.is_some() && !context.has_rls {
-        reader.report_warning(
-            "match",
-            "never used: the rate-limit service is not configured; expected [rls] with its address",
-        );
+    let PolicyWithReader { reader, policy } = spanned;
+    let (matcher, mode) = (&policy.matcher, policy.mode.name());
+    let overrides = spanned.quota().map(|quota| &quota.overrides);
+    let enforces_override = overrides.is_some_and(|all| all.modes().any(PolicyMode::is_enforced));
+    let is_watching = !policy.is_enforced() && !enforces_override;
+    let is_exemption = matches!(policy.action, PolicyAction::Allow);
+    let is_shown = !is_exemption && policy.mode != PolicyMode::Shadow;
+    let is_for_envoy = matcher.descriptor_conditions.is_some();
+    report! { reader;
+        Warning("match") if matcher.never_matches() => "matches no request: `not` excludes everything that the other conditions match";
+        Warning("match") if is_for_envoy && !context.has_rls => "never used: the rate-limit service is not configured; expected [rls] with its address";
+        Warning("reject") if is_watching && reader.contains_key("reject") => "without effect: a policy in mode \"{mode}\" rejects no request";
+        Warning("on_store_failure") if is_watching && reader.contains_key("on_store_failure") => "without effect: a policy in mode \"{mode}\" admits every request";
+        Warning("report") if !policy.is_reported && !is_shown => "without effect: no response has this policy";
     }
     if let Some(table) = reader.get_optional_table("match") {
-        check_conditions(&table, &spanned.policy.matcher, context);
-    }
-    let enforces_override = spanned
-        .quota()
-        .is_some_and(|quota| quota.overrides.modes().any(PolicyMode::is_enforced));
-    if !spanned.policy.is_enforced() && !enforces_override {
-        let mode = spanned.policy.mode.name();
-        for (key, effect) in [
-            ("reject", "rejects no request"),
-            ("on_store_failure", "admits every request"),
-        ] {
-            if reader.contains_key(key) {
-                reader.report_warning(
-                    key,
-                    &format!("without effect: a policy in mode \"{mode}\" {effect}"),
-                );
-            }
-        }
-    }
-    let is_exemption = matches!(spanned.policy.action, PolicyAction::Allow);
-    if !spanned.policy.is_reported && (is_exemption || spanned.policy.mode == PolicyMode::Shadow) {
-        reader.report_warning("report", "without effect: no response has this policy");
+        check_conditions(&table, matcher, context);
     }
     let Some(quota) = spanned.quota() else { return };
     check_key(reader, quota, context);
     check_limits(reader, &quota.limits, quota, context);
-    check_overrides(reader, &spanned.policy.matcher, quota, context);
+    for (table, entry) in reader
+        .get_tables("override")
+        .iter()
+        .zip(quota.overrides.as_slice())
+    {
+        check_limits(table, &entry.limits, quota, context);
+        if let Some(index) = find_impossible_value_index(entry, matcher, quota) {
+            let position = index + 1;
+            report! { table;
+                Warning("key") => "never used: no request that the policy matches has this value at position {position}";
+            }
+        }
+    }
     if let Some(block) = quota.block {
         check_memory_period(reader, "block_for", &block, quota, context);
     }
 }
 
 fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintContext<'_>) {
-    if let Some(pattern) = matcher
-        .path_regex
-        .as_ref()
-        .and_then(|regex| path_regex::path_pattern_from_regex(regex.as_str()))
-    {
-        reader.report_warning(
-            "path_regex",
-            &format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
-        );
-    }
     let settings = &context.policy_context.path;
-    let regex = matcher.path_regex.as_ref().filter(|_| settings.normalize);
-    let unusual =
-        regex.and_then(|regex| path_regex::find_unusual_spelling(regex.as_str(), settings));
-    if let Some((part, canonical)) = unusual {
-        reader.report_warning(
-            "path_regex",
-            &format!("no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\""),
-        );
+    if let Some(regex) = matcher.path_regex.as_ref().map(|regex| regex.as_str()) {
+        if let Some(pattern) = path_regex::path_pattern_from_regex(regex) {
+            report! { reader;
+                Warning("path_regex") => "path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request";
+            }
+        }
+        let unusual = path_regex::find_unusual_spelling(regex, settings);
+        if let Some((part, canonical)) = unusual.filter(|_| settings.normalize) {
+            report! { reader;
+                Warning("path_regex") => "no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\"";
+            }
+        }
     }
-    for one in &matcher.values {
-        let key = match &one.part {
-            KeyPart::Query(_) => "query",
-            KeyPart::Cookie(_) => "cookies",
-            KeyPart::Header(name) => {
-                if matches!(&one.condition, ValueCondition::Regex(regex) if needs_removed_space(name, regex.as_str()))
-                {
-                    reader.report_warning("headers", REMOVED_SPACE_WARNING);
-                }
-                continue;
+    for PartCondition { part, condition } in &matcher.values {
+        let has_escape = condition.texts().any(path_regex::has_escape);
+        let (key, problem) = match (part, condition) {
+            (KeyPart::Query(_), _) if has_escape => ("query", DECODED_VALUE_WARNING),
+            (KeyPart::Cookie(_), _) if has_escape => ("cookies", DECODED_VALUE_WARNING),
+            (KeyPart::Header(name), ValueCondition::Regex(regex))
+                if needs_removed_space(name, regex.as_str()) =>
+            {
+                ("headers", REMOVED_SPACE_WARNING)
             }
             _ => continue,
         };
-        if one.condition.texts().any(path_regex::has_escape) {
-            reader.report_warning(key, DECODED_VALUE_WARNING);
-        }
+        reader.report_warning(key, problem);
     }
     for item in reader.get_items("methods") {
         let method = item.value.as_str().unwrap_or_default();
         if let Some(meant) = find_misspelled_method(method) {
-            item.report_warning(&format!(
-                "\"{method}\" is no standard method; did you mean \"{meant}\"?"
-            ));
+            let problem = format!("\"{method}\" is no standard method; did you mean \"{meant}\"?");
+            item.report_warning(problem);
         }
     }
     for item in reader.get_items("path") {
         if let Some(meant) = item.value.as_str().and_then(braced_path_pattern) {
-            item.report_warning(&format!(
-                "matches only this text; did you mean \"{meant}\"?"
-            ));
+            item.report_warning(format!("matches only this text; did you mean \"{meant}\"?"));
         }
     }
     for (name, item) in reader.get_entries("headers") {
-        if name
-            .parse()
-            .is_ok_and(|name| context.policy_context.is_removed_header(&name))
-        {
+        let is_removed = |name: HeaderName| context.policy_context.is_removed_header(&name);
+        if name.parse().is_ok_and(is_removed) {
             item.report_warning(STRIPPED_HEADER_WARNING);
         }
     }
@@ -154,40 +133,15 @@ fn needs_removed_space(name: &HeaderName, regex: &str) -> bool {
 const DECODED_VALUE_WARNING: &str = "values of query parameters and cookies are compared decoded; expected the text without percent-encoding";
 
 /// Methods of HTTP and of common extensions.
-const KNOWN_METHODS: [&str; 20] = [
-    "GET",
-    "HEAD",
-    "POST",
-    "PUT",
-    "DELETE",
-    "CONNECT",
-    "OPTIONS",
-    "TRACE",
-    "PATCH",
-    "PROPFIND",
-    "PROPPATCH",
-    "MKCOL",
-    "COPY",
-    "MOVE",
-    "LOCK",
-    "UNLOCK",
-    "SEARCH",
-    "REPORT",
-    "PURGE",
-    "QUERY",
-];
+const KNOWN_METHODS: &str = "GET HEAD POST PUT DELETE CONNECT OPTIONS TRACE PATCH PROPFIND PROPPATCH MKCOL COPY MOVE LOCK UNLOCK SEARCH REPORT PURGE QUERY";
 
 /// The known method that an unknown one probably means. Other methods are extensions.
 fn find_misspelled_method(method: &str) -> Option<&'static str> {
-    if KNOWN_METHODS.contains(&method) {
-        return None;
-    }
+    let known = || KNOWN_METHODS.split(' ');
     let distance = |known: &str| strsim::osa_distance(known, method);
     let max_distance = if method.len() > 5 { 2 } else { 1 };
-    KNOWN_METHODS
-        .into_iter()
-        .min_by_key(|known| distance(known))
-        .filter(|known| distance(known) <= max_distance)
+    let closest = known().min_by_key(|known| distance(known));
+    closest.filter(|known| (1..=max_distance).contains(&distance(known)))
 }
 
 /// Rewrites segments such as `:id` and `<id>` of other routers as `{id}`. `None` if there is none.
@@ -213,20 +167,18 @@ const STRIPPED_HEADER_WARNING: &str =
 
 fn check_key(reader: &TableReader<'_>, quota: &Quota, context: &LintContext<'_>) {
     let is_stripped = |name: &HeaderName| context.policy_context.is_removed_header(name);
-    if quota
+    let mut parts = quota.key.sources();
+    let has_stripped = quota
         .key
         .sources()
-        .any(|part| matches!(part, KeyPart::Header(name) if is_stripped(name)))
-    {
-        reader.report_warning("key", STRIPPED_HEADER_WARNING);
-    }
-    if matches!(&quota.cost, CostSource::Header(cost) if is_stripped(&cost.name)) {
-        reader.report_warning("cost", STRIPPED_HEADER_WARNING);
-    }
-    if !context.policy_context.requests_client_certificates
-        && quota.key.sources().any(KeyPart::is_from_client_certificate)
-    {
-        reader.report_warning("key", "the listener requests no client certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"");
+        .any(|part| matches!(part, KeyPart::Header(name) if is_stripped(name)));
+    let has_stripped_cost =
+        matches!(&quota.cost, CostSource::Header(cost) if is_stripped(&cost.name));
+    let has_certificates = context.policy_context.requests_client_certificates;
+    report! { reader;
+        Warning("key") if has_stripped => "{STRIPPED_HEADER_WARNING}";
+        Warning("cost") if has_stripped_cost => "{STRIPPED_HEADER_WARNING}";
+        Warning("key") if !has_certificates && parts.any(KeyPart::is_from_client_certificate) => "the listener requests no client certificates, so this part is always missing; expected listen.tls.client_auth = \"optional\" or \"require\"";
     }
 }
 
@@ -237,49 +189,31 @@ fn check_limits(
     quota: &Quota,
     context: &LintContext<'_>,
 ) {
-    let tables = match reader.contains_key("limit") {
-        true => reader.get_optional_table("limit").into_iter().collect(),
-        false => reader.get_tables("limits"),
-    };
+    let tables = reader.get_one_or_more_tables("limit", "limits");
     let mut unreachable_limits: Vec<&NamedLimit> = Vec::new();
     for (table, named) in tables.iter().zip(limits) {
         let limit = &named.limit;
         check_memory_period(table, "per", limit, quota, context);
-        match limit.algorithm {
-            Algorithm::Concurrency { .. } => {
-                if let Some(most) = context
-                    .max_upstream_concurrency()
-                    .filter(|most| limit.requests > *most)
-                {
-                    table.report_warning("requests", &format!("never reached: upstream.max_connections admits {most} requests at a time; further ones wait, then get 503"));
-                }
-            }
-            Algorithm::LeakyBucket { max_delay_us } => {
-                check_leaky_bucket(table, limit, max_delay_us, context)
-            }
-            _ => {}
-        }
+        check_capacity(table, limit, context);
         // A settlement may exceed a limit, so with estimates no order of limits is certain.
         let is_stricter = |other: &&NamedLimit| {
+            let is_unreachable = unreachable_limits
+                .iter()
+                .any(|one| std::ptr::eq(*one, *other));
+            let most = max_admitted_within(&other.limit, limit);
             !std::ptr::eq(*other, named)
                 && other.amount.is_none()
                 && named.amount.is_none()
-                && !unreachable_limits
-                    .iter()
-                    .any(|one| std::ptr::eq(*one, *other))
-                && max_admitted_within(&other.limit, limit)
-                    .is_some_and(|most| most <= limit.requests)
+                && !is_unreachable
+                && most.is_some_and(|most| most <= limit.requests)
         };
         if quota.cost.as_estimate().is_none()
             && let Some(other) = limits.iter().find(is_stricter)
         {
-            table.report_warning(
-                "requests",
-                &format!(
-                    "never reached: the limit \"{}\" admits no more in the same time",
-                    other.name
-                ),
-            );
+            let name = &other.name;
+            report! { table;
+                Warning("requests") => "never reached: the limit \"{name}\" admits no more in the same time";
+            }
             unreachable_limits.push(named);
         }
     }
@@ -310,25 +244,28 @@ fn max_admitted_within(tight: &Limit, wide: &Limit) -> Option<u64> {
         .checked_mul(counted_us.div_ceil(tight.per_us))
 }
 
-fn check_leaky_bucket(
-    reader: &TableReader<'_>,
-    limit: &Limit,
-    max_delay_us: u64,
-    context: &LintContext<'_>,
-) {
-    let max_queued =
-        u128::from(limit.requests) * u128::from(max_delay_us) / u128::from(limit.per_us.max(1));
-    let most = context.upstream.max_requests_waiting;
-    if max_queued > u128::try_from(most).unwrap_or(u128::MAX) {
-        reader.report_warning("max_delay", &format!("one key can queue {max_queued} requests, but listen.http.max_requests_waiting is {most} for all keys; further ones get 503"));
-    }
-    let delay = Duration::from_micros(max_delay_us);
-    if delay > LONG_DELAY {
-        let long = format_duration(LONG_DELAY);
-        reader.report_warning(
-            "max_delay",
-            &format!("few clients and load balancers wait longer than {long} for a response"),
-        );
+/// Checks that the upstream's connections and the queue of requests suffice for a limit.
+fn check_capacity(reader: &TableReader<'_>, limit: &Limit, context: &LintContext<'_>) {
+    match limit.algorithm {
+        Algorithm::Concurrency { .. } => {
+            let most = context.max_upstream_concurrency();
+            if let Some(most) = most.filter(|most| limit.requests > *most) {
+                report! { reader;
+                    Warning("requests") => "never reached: upstream.max_connections admits {most} requests at a time; further ones wait, then get 503";
+                }
+            }
+        }
+        Algorithm::LeakyBucket { max_delay_us } => {
+            let per_us = u128::from(limit.per_us.max(1));
+            let max_queued = u128::from(limit.requests) * u128::from(max_delay_us) / per_us;
+            let most = context.upstream.max_requests_waiting;
+            let is_long = Duration::from_micros(max_delay_us) > LONG_DELAY;
+            report! { reader;
+                Warning("max_delay") if u128::try_from(most).is_ok_and(|most| max_queued > most) => "one key can queue {max_queued} requests, but listen.http.max_requests_waiting is {most} for all keys; further ones get 503";
+                Warning("max_delay") if is_long => "few clients and load balancers wait longer than {} for a response", format_duration(LONG_DELAY);
+            }
+        }
+        _ => {}
     }
 }
 
@@ -344,32 +281,8 @@ fn check_memory_period(
         false if context.policy_context.uses_memory_store => "store.kind = \"redis\"",
         false => return,
     };
-    if Duration::from_micros(limit.per_us) > LONG_MEMORY_PERIOD {
-        reader.report_warning(key, &format!("counters in memory are lost when the process ends, usually before this period does; expected {expected}"));
-    }
-}
-
-fn check_overrides(
-    reader: &TableReader<'_>,
-    matcher: &Matcher,
-    quota: &Quota,
-    context: &LintContext<'_>,
-) {
-    for (table, entry) in reader
-        .get_tables("override")
-        .iter()
-        .zip(quota.overrides.as_slice())
-    {
-        check_limits(table, &entry.limits, quota, context);
-        if let Some(position) = find_impossible_value_index(entry, matcher, quota) {
-            table.report_warning(
-                "key",
-                &format!(
-                    "never used: no request that the policy matches has this value at position {}",
-                    position + 1
-                ),
-            );
-        }
+    report! { reader;
+        Warning(key) if Duration::from_micros(limit.per_us) > LONG_MEMORY_PERIOD => "counters in memory are lost when the process ends, usually before this period does; expected {expected}";
     }
 }
 
@@ -379,20 +292,15 @@ fn find_impossible_value_index(
     matcher: &Matcher,
     quota: &Quota,
 ) -> Option<usize> {
-    entry
-        .values
-        .iter()
-        .enumerate()
-        .position(|(position, value)| {
-            let Some(value) = value.as_exact() else {
-                return false;
-            };
-            let source = quota.key.value_source(position, value.as_bytes());
-            source.is_some_and(|(source, value)| {
-                let value = String::from_utf8_lossy(value);
-                is_impossible_value(&value, &source.part, matcher, quota.missing_key)
-            })
+    let mut values = entry.values.iter().enumerate();
+    values.position(|(position, value)| {
+        let value = value.as_exact();
+        let source = value.and_then(|one| quota.key.value_source(position, one.as_bytes()));
+        source.is_some_and(|(source, value)| {
+            let value = String::from_utf8_lossy(value);
+            is_impossible_value(&value, &source.part, matcher, quota.missing_key)
         })
+    })
 }
 
 fn is_impossible_value(
@@ -407,22 +315,23 @@ fn is_impossible_value(
     match part {
         KeyPart::Const(text) => **text != *value,
         KeyPart::Host => {
-            !matcher.hosts.is_empty() && !matcher.hosts.iter().any(|host| host.matches(value))
+            let hosts = &matcher.hosts;
+            !hosts.is_empty() && !hosts.iter().any(|host| host.matches(value))
         }
-        KeyPart::Method => value
-            .parse()
-            .is_ok_and(|method| !matcher.methods.contains(&method)),
+        KeyPart::Method => {
+            let method = value.parse();
+            method.is_ok_and(|method| !matcher.methods.contains(&method))
+        }
         KeyPart::ClientIp => {
-            let net = value
-                .parse::<IpNet>()
-                .or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
-            let overlaps = |net: &IpNet| {
-                matcher
-                    .client_ips
+            let net: Result<IpNet, _> = value.parse();
+            let net = net.or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
+            let allowed = &matcher.client_ips;
+            let overlaps = |net: IpNet| {
+                allowed
                     .iter()
-                    .any(|allowed| allowed.contains(net) || net.contains(allowed))
+                    .any(|one| one.contains(&net) || net.contains(one))
             };
-            !matcher.client_ips.is_empty() && net.is_ok_and(|net| !overlaps(&net))
+            !allowed.is_empty() && net.is_ok_and(|net| !overlaps(net))
         }
         KeyPart::Query(_) | KeyPart::Cookie(_) => path_regex::has_escape(value),
         _ => false,

@@ -1,7 +1,7 @@
 //! Limits per day, week or month: `per` with a unit of the calendar, and `tz`.
 
 use crate::config::suggestions::suggest_time_zone;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::limiter::{Algorithm, Calendar, CalendarUnit, Limit};
 
 /// The time zone without the key `tz`.
@@ -23,27 +23,17 @@ pub(super) fn build_calendar_limit(
     requests: Option<u64>,
 ) -> Option<Limit> {
     let is_fixed_window = matches!(algorithm, Algorithm::FixedWindow { .. });
-    match algorithm {
-        Algorithm::FixedWindow { .. } => {}
-        // Reported with `per` of any kind.
-        Algorithm::Concurrency { .. } => {
-            reader.report_error("per", "not for algorithm = \"concurrency\", which counts requests in flight; expected no such key");
-        }
-        _ => reader.report_error("per", &format!(
-            "a {} of the calendar is counted by algorithm = \"fixed_window\" only; expected that algorithm, or a duration such as \"{}\"",
-            unit.as_str(),
-            match unit {
-                CalendarUnit::Day => "1d",
-                CalendarUnit::Week => "7d",
-                CalendarUnit::Month => "30d",
-            }
-        )),
-    }
-    if is_fixed_window && reader.contains_key("offset") {
-        reader.report_error("offset", &format!(
-            "a {} of the calendar starts at midnight of its time zone; expected tz instead, such as \"Europe/Berlin\"",
-            unit.as_str()
-        ));
+    let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
+    let name = unit.as_str();
+    let duration = match unit {
+        CalendarUnit::Day => "1d",
+        CalendarUnit::Week => "7d",
+        CalendarUnit::Month => "30d",
+    };
+    report! { reader;
+        Error("per") if counts_slots => "{PERIOD_OF_SLOTS_ERROR}";
+        Error("per") if !is_fixed_window && !counts_slots => "a {name} of the calendar is counted by algorithm = \"fixed_window\" only; expected that algorithm, or a duration such as \"{duration}\"";
+        Error("offset") if is_fixed_window && reader.contains_key("offset") => "a {name} of the calendar starts at midnight of its time zone; expected tz instead, such as \"Europe/Berlin\"";
     }
     let calendar = match reader.contains_key("tz") {
         true => reader.get_parsed("tz", |name| parse_calendar(unit, name)),
@@ -53,21 +43,13 @@ pub(super) fn build_calendar_limit(
     is_fixed_window.then_some(limit)
 }
 
-/// Reports `tz` beside a `per` that is a duration.
-pub(super) fn reject_time_zone(reader: &TableReader<'_>) {
-    if reader.contains_key("tz") {
-        reader.report_error(
-            "tz",
-            "only beside per = \"day\", \"week\" or \"month\"; expected one of them, or no such key",
-        );
-    }
-}
+/// Error of `per` in a limit of requests in flight.
+pub(super) const PERIOD_OF_SLOTS_ERROR: &str =
+    "not for algorithm = \"concurrency\", which counts requests in flight; expected no such key";
 
 fn parse_calendar(unit: CalendarUnit, zone_name: &str) -> Result<Calendar, String> {
     Calendar::new(unit, zone_name).ok_or_else(|| {
-        format!(
-            "expected the IANA name of a time zone such as \"Europe/Berlin\" or \"UTC\"{}",
-            suggest_time_zone(zone_name)
-        )
+        let meant = suggest_time_zone(zone_name);
+        format!("expected the IANA name of a time zone such as \"Europe/Berlin\" or \"UTC\"{meant}")
     })
 }

@@ -3,7 +3,7 @@
 use crate::config::table_reader::TableReader;
 use crate::limiter::Algorithm;
 use crate::policy::{
-    KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, Quota, client, path,
+    KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, Quota, client, jwt, path,
 };
 use crate::proxy::{is_client_cert_field, is_stripped_before_policies};
 use http::HeaderName;
@@ -26,6 +26,7 @@ pub(crate) struct PolicyContext {
     pub(crate) uses_memory_store: bool,
     /// How token claims are trusted. `None` if they are not.
     pub(crate) claim_trust: Option<ClaimTrust>,
+    pub(crate) tokens: Option<jwt::Settings>,
     /// The issuers of tokens if there are several; empty otherwise.
     pub(crate) issuers: Arc<[Box<str>]>,
     /// Request header that is removed before policies see it ([`PolicyTable::mark_header`]).

@@ -1,9 +1,9 @@
 //! The key `cost` of a policy.
 
 use super::limits::is_concurrency_limit;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
+use crate::config::value_tree::ValueContent;
 use crate::config::values;
-use crate::limiter::Limit;
 use crate::policy::{
     ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost, NamedLimit, Quota,
 };
@@ -34,12 +34,13 @@ pub(super) fn build_cost(reader: &TableReader<'_>) -> Option<CostSource> {
 fn read_counted_statuses(table: &TableReader<'_>) -> Option<CountedStatuses> {
     let mut counted = CountedStatuses::default();
     for item in table.get_items("status") {
-        let text = match item.value.as_str() {
-            Some(text) => text.to_owned(),
-            None => item.value.to_i128().unwrap_or(0).to_string(),
+        let text = match &item.value.content {
+            ValueContent::Text(text) => text.clone(),
+            ValueContent::Integer(number) => number.to_string(),
+            _ => "0".to_owned(),
         };
         if let Err(reason) = counted.add_text(&text) {
-            item.report_error::<()>(&reason);
+            item.report_error::<()>(reason);
         }
     }
     if counted.is_empty() {
@@ -52,9 +53,9 @@ fn read_counted_statuses(table: &TableReader<'_>) -> Option<CountedStatuses> {
 fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     if reader
         .get("cost")
-        .is_none_or(|item| item.value.as_dict().is_none())
+        .is_none_or(|item| item.value.as_table().is_none())
     {
-        return reader.get_integer("cost").map(CostSource::Fixed);
+        return reader.read("cost").map(CostSource::Fixed);
     }
     let table = reader.get_optional_table("cost")?;
     if table.contains_key("estimate") || table.contains_key("actual") {
@@ -62,17 +63,13 @@ fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     }
     let name = table.get_parsed("header", values::parse_header_name);
     let (default, min, max) = (
-        table.get_integer("default")?,
-        table.get_integer("min")?,
-        table.get_integer("max")?,
+        table.read("default")?,
+        table.read("min")?,
+        table.read("max")?,
     );
-    if min > max {
-        table.report_error("min", &format!("more than max; expected at most {max}"));
-    } else if default < min {
-        table.report_warning(
-            "default",
-            "less than min: requests without the header cost less than any with it",
-        );
+    report! { table;
+        Error("min") if min > max => "more than max; expected at most {max}";
+        Warning("default") if min <= max && default < min => "less than min: requests without the header cost less than any with it";
     }
     Some(CostSource::Header(Box::new(HeaderCost {
         name: name?,
@@ -84,17 +81,12 @@ fn build_plain_cost(reader: &TableReader<'_>) -> Option<CostSource> {
 
 fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
     for key in ["header", "default", "min", "max"] {
-        if reader.contains_key(key) {
-            reader.report_error(
-                key,
-                "not with an estimate; expected either header, or estimate and actual",
-            );
+        report! { reader;
+            Error(key) if reader.contains_key(key) => "not with an estimate; expected either header, or estimate and actual";
         }
     }
-    let (estimate, actual) = (
-        reader.get_integer("estimate"),
-        reader.get_parsed("actual", ActualCostSource::parse),
-    );
+    let estimate = reader.read("estimate");
+    let actual = reader.get_parsed("actual", ActualCostSource::parse);
     Some(CostSource::Estimate(Arc::new(EstimateCost {
         estimate: estimate?,
         actual_source: actual?,
@@ -103,12 +95,15 @@ fn build_estimate_cost(reader: &TableReader<'_>) -> Option<CostSource> {
 
 /// Reports a cost above the capacity of a cold bucket: such requests would never warm it up.
 pub(super) fn reject_cost_above_cold_capacity(reader: &TableReader<'_>, quota: &Quota) {
-    let (cost, mut limits) = (quota.cost.max_units(), quota.all_limits());
-    let is_too_small =
-        |limit: &Limit| limit.capacity() > limit.cold_capacity() && limit.cold_capacity() < cost;
-    if let Some(limit) = limits.find(|limit| is_too_small(&limit.limit)) {
-        let most = limit.limit.cold_capacity();
-        reader.report_error("cost", &format!("a request may cost {cost}, but before its warm_up the limit \"{}\" has {most}, a third of burst; expected at most {most}", limit.name));
+    let cost = quota.cost.max_units();
+    for NamedLimit { name, limit, .. } in quota.all_limits() {
+        let most = limit.cold_capacity();
+        if limit.capacity() > most && most < cost {
+            let problem = format!(
+                "a request may cost {cost}, but before its warm_up the limit \"{name}\" has {most}, a third of burst; expected at most {most}"
+            );
+            return reader.report_error("cost", problem);
+        }
     }
 }
 
@@ -122,9 +117,8 @@ pub(super) fn warn_if_cost_exceeds_capacity(
     // A limit of 0 has a warning of its own.
     if let Some(limit) = limits.find(|limit| (1..cost).contains(&limit.max_capacity())) {
         let most = limit.max_capacity();
-        reader.report_warning(
-            "cost",
-            &format!("rejects every request: each costs at least {cost}, and the limit has {most}"),
-        );
+        report! { reader;
+            Warning("cost") => "rejects every request: each costs at least {cost}, and the limit has {most}";
+        }
     }
 }

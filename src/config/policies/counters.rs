@@ -2,6 +2,7 @@
 
 use super::context::PolicyWithReader;
 use crate::config::suggestions;
+use crate::config::table_reader::report;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{AmountSource, KeyPart, NamedLimit, OnStoreFailure, Quota};
 use std::collections::BTreeMap;
@@ -14,12 +15,12 @@ const MAX_SUGGESTED_COUNTERS: usize = 16;
 pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
     let mut by_counter: BTreeMap<&str, Vec<(&PolicyWithReader<'_>, &Quota)>> = BTreeMap::new();
     for spanned in policies {
-        let quota = spanned.quota();
-        if let Some((quota, counter)) = quota.and_then(|one| Some((one, one.key.counter_name()?))) {
-            by_counter
-                .entry(counter)
-                .or_default()
-                .push((spanned, quota));
+        let Some(quota) = spanned.quota() else {
+            continue;
+        };
+        if let Some(counter) = quota.key.counter_name() {
+            let sharing = by_counter.entry(counter).or_default();
+            sharing.push((spanned, quota));
         }
     }
     let single = by_counter.values().filter(|sharing| sharing.len() == 1);
@@ -28,12 +29,13 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
         if let [(single, _)] = sharing.as_slice() {
             let others = by_counter.keys().copied().filter(|other| other != counter);
             let others: Vec<&str> = others.take_while(|_| has_few_single).collect();
-            let meant = suggestions::find_similar_word(&others, counter).map_or_else(
-                || "expected another policy with this counter, or no such key".to_owned(),
-                |meant| format!("did you mean \"{meant}\"?"),
-            );
-            let problem = format!("no other policy has this counter, so it is not shared; {meant}");
-            single.reader.report_warning("counter", &problem);
+            let meant = match suggestions::find_similar_word(&others, counter) {
+                Some(meant) => format!("did you mean \"{meant}\"?"),
+                None => "expected another policy with this counter, or no such key".to_owned(),
+            };
+            report! { single.reader;
+                Warning("counter") => "no other policy has this counter, so it is not shared; {meant}";
+            }
         }
         let Some((&first, others)) = sharing.split_first() else {
             continue;
@@ -46,10 +48,9 @@ pub(super) fn check_shared_counters(policies: &[PolicyWithReader<'_>]) {
             let difference = difference.or_else(|| insert_into_chains(sharing, &mut chains));
             if let Some((other, problem)) = difference {
                 let other = other.quote_name_and_position();
-                sharing.0.reader.report_error(
-                    "counter",
-                    &format!("{other} has this counter too: {problem}"),
-                );
+                report! { sharing.0.reader;
+                    Error("counter") => "{other} has this counter too: {problem}";
+                }
             }
         }
     }
@@ -113,50 +114,32 @@ fn find_difference(
             .iter()
             .zip(other_keys)
             .all(|(one, other)| (&one.values, one.rule) == (&other.values, other.rule));
-    let settings = [
-        (
-            have_same_parts(quota, other_quota),
-            "key (header names and ;hash included)",
-        ),
-        (
-            one.policy.mode == other.policy.mode,
-            "mode; policies that do not reject count separately",
-        ),
-        (quota.key.scope() == other_quota.key.scope(), "scope"),
-        (
-            one.policy.on_store_failure == other.policy.on_store_failure,
-            "on_store_failure",
-        ),
-        (quota.shards == other_quota.shards, "shards"),
-        (quota.lease == other_quota.lease, "lease"),
-        (
-            quota.count_rejected == other_quota.count_rejected,
-            "count_rejected",
-        ),
-        (
-            quota.block == other_quota.block,
-            "block_for; a block holds for all of them",
-        ),
-        (
-            quota.cost.as_estimate() == other_quota.cost.as_estimate(),
-            "cost or count_when; the response settles it",
-        ),
-        (
-            has_same_overrides,
-            "[[policy.override]] keys, actions and modes, in the same order",
-        ),
-    ];
-    if let Some((_, what)) = settings.iter().find(|(is_same, _)| !is_same) {
-        return Some(format!("expected the same {what}"));
+    let (policy, other) = (&one.policy, &other.policy);
+    let is_local = policy.on_store_failure == OnStoreFailure::Local;
+    macro_rules! expect_same {
+        ($($is_same:expr => $what:literal;)+) => {$(
+            if !$is_same {
+                return Some(concat!("expected the same ", $what).to_owned());
+            }
+        )+};
     }
-    let needs_same_amounts = if quota.lease.is_some() {
-        Some("lease, which needs equal amounts")
-    } else if one.policy.on_store_failure == OnStoreFailure::Local {
-        Some("on_store_failure = \"local\", which needs equal amounts")
-    } else if quota.shards > 1 {
-        Some("shards, whose parts need equal amounts")
-    } else {
-        None
+    expect_same! {
+        have_same_parts(quota, other_quota) => "key (header names and ;hash included)";
+        policy.mode == other.mode => "mode; policies that do not reject count separately";
+        quota.key.scope() == other_quota.key.scope() => "scope";
+        policy.on_store_failure == other.on_store_failure => "on_store_failure";
+        quota.shards == other_quota.shards => "shards";
+        quota.lease == other_quota.lease => "lease";
+        quota.count_rejected == other_quota.count_rejected => "count_rejected";
+        quota.block == other_quota.block => "block_for; a block holds for all of them";
+        quota.cost.as_estimate() == other_quota.cost.as_estimate() => "cost or count_when; the response settles it";
+        has_same_overrides => "[[policy.override]] keys, actions and modes, in the same order";
+    }
+    let needs_same_amounts = match (quota.lease.is_some(), is_local, quota.shards > 1) {
+        (true, ..) => Some("lease, which needs equal amounts"),
+        (_, true, _) => Some("on_store_failure = \"local\", which needs equal amounts"),
+        (.., true) => Some("shards, whose parts need equal amounts"),
+        _ => None,
     };
     limit_groups(quota)
         .zip(limit_groups(other_quota))
@@ -228,14 +211,7 @@ fn find_shape_difference(one: &NamedLimit, other: &NamedLimit) -> Option<&'stati
     let (limit, other_limit) = (&one.limit, &other.limit);
     if discriminant(&limit.algorithm) != discriminant(&other_limit.algorithm) {
         // "day" and "24h" have the same length, and windows of their own.
-        let is_window = |limit: &Limit| {
-            let algorithm = limit.algorithm;
-            matches!(
-                algorithm,
-                Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
-            )
-        };
-        let is_period = is_window(limit) && is_window(other_limit);
+        let is_period = limit.algorithm.into_str() == other_limit.algorithm.into_str();
         return Some(if is_period { "per" } else { "algorithm" });
     }
     if limit.per_us != other_limit.per_us {

@@ -1,6 +1,7 @@
 //! The key `lease` of a policy.
 
-use crate::config::table_reader::TableReader;
+use super::limits::to_micros;
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values::format_duration;
 use crate::limiter::LeaseTerms;
 use crate::policy::{PolicyMode, Quota};
@@ -17,52 +18,34 @@ pub(super) fn build_lease(
     uses_memory_store: bool,
 ) -> Option<LeaseTerms> {
     let item = reader.get("lease")?;
-    let shortest_us = quota
+    let periods = quota
         .all_limits()
-        .map(|named| named.limit.period_range_us().0)
-        .min()?;
-    let lease = if item.value.as_dict().is_some() {
+        .map(|named| named.limit.period_range_us().0);
+    let half_period_us = periods.min()? / 2;
+    let lease = if item.value.as_table().is_some() {
         let table = reader.get_optional_table("lease")?;
-        let (size, ttl) = (table.get_integer("size"), table.get_duration("ttl")?);
-        let most = Duration::from_micros(shortest_us / 2);
-        if ttl > most {
-            let most = format_duration(most);
-            table.report_error(
-                "ttl",
-                &format!("more than half of the policy's shortest period; expected at most {most}"),
-            );
-        }
-        let (size, least) = (size?, quota.cost.min_units());
-        if size < least {
-            table.report_warning(
-                "size",
-                &format!("too small for any request: each costs at least {least}"),
-            );
+        let (size, ttl): (Option<u64>, Duration) = (table.read("size"), table.read("ttl")?);
+        let most = Duration::from_micros(half_period_us);
+        let least = quota.cost.min_units();
+        report! { table;
+            Error("ttl") if ttl > most => "more than half of the policy's shortest period; expected at most {}", format_duration(most);
+            Warning("size") if size.is_some_and(|size| size < least) => "too small for any request: each costs at least {least}";
         }
         LeaseTerms {
-            size: Some(size),
-            ttl_us: u64::try_from(ttl.as_micros()).ok()?,
+            size: Some(size?),
+            ttl_us: to_micros(ttl),
         }
     } else {
-        reader.get_mapped_keyword("lease", &[("auto", ())])?;
+        reader.is_keyword("lease", "auto")?;
         LeaseTerms {
             size: None,
-            ttl_us: DEFAULT_TTL_US.min(shortest_us / 2).max(1),
+            ttl_us: DEFAULT_TTL_US.min(half_period_us).max(1),
         }
     };
-    match (mode, uses_memory_store) {
-        (PolicyMode::Mark | PolicyMode::Shadow, _) => reader.report_warning(
-            "lease",
-            &format!(
-                "without effect: a policy in mode \"{}\" counts each request in the store",
-                mode.name()
-            ),
-        ),
-        (_, true) => reader.report_warning(
-            "lease",
-            "without effect with store.kind = \"memory\": counters are in this process",
-        ),
-        _ => return Some(lease),
+    let is_watching = matches!(mode, PolicyMode::Mark | PolicyMode::Shadow);
+    report! { reader;
+        Warning("lease") if is_watching => "without effect: a policy in mode \"{}\" counts each request in the store", mode.name();
+        Warning("lease") if !is_watching && uses_memory_store => "without effect with store.kind = \"memory\": counters are in this process";
     }
-    None
+    (!is_watching && !uses_memory_store).then_some(lease)
 }

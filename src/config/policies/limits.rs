@@ -1,10 +1,9 @@
 //! The keys `limit` and `limits` of a policy or of an override.
 
 use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
-use super::calendar::{build_calendar_limit, read_calendar_unit, reject_time_zone};
+use super::calendar::{PERIOD_OF_SLOTS_ERROR, build_calendar_limit, read_calendar_unit};
 use super::context::PolicyContext;
-use crate::config::keywords::ALGORITHMS;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit, MAX_UNITS};
 use crate::policy::{AmountSource, NamedLimit, SlotRelease};
@@ -22,67 +21,43 @@ pub(super) fn build_limits(
     context: &PolicyContext,
     policy: &str,
 ) -> Option<Vec<NamedLimit>> {
-    let tables = match (reader.contains_key("limit"), reader.contains_key("limits")) {
-        (true, true) => {
-            reader.report_error(
-                "limits",
-                "both limit and limits are set; expected one of them",
-            );
-            return None;
-        }
-        (false, false) => {
-            reader.report_error(
-                "limit",
-                "missing; expected a limit such as { requests = 100, per = \"1m\" }",
-            );
-            return None;
-        }
-        (true, false) => reader.get_optional_table("limit").into_iter().collect(),
-        (false, true) => reader.get_tables("limits"),
-    };
-    if tables.is_empty()
-        && reader
-            .get("limits")
-            .is_some_and(|item| item.value.as_array().is_some_and(<[_]>::is_empty))
-    {
-        reader.report_error(
-            "limits",
-            "expected at least one limit such as { requests = 100, per = \"1m\" }",
-        );
+    let (has_one, has_list) = (reader.contains_key("limit"), reader.contains_key("limits"));
+    let list = reader.get("limits").and_then(|item| item.value.as_list());
+    report! { reader;
+        Error("limits") if has_one && has_list => "both limit and limits are set; expected one of them";
+        Error("limit") if !has_one && !has_list => "missing; expected a limit such as {{ requests = 100, per = \"1m\" }}";
+        Error("limits") if !has_one && list.is_some_and(<[_]>::is_empty) => "expected at least one limit such as {{ requests = 100, per = \"1m\" }}";
     }
+    if has_one == has_list {
+        return None;
+    }
+    let tables = reader.get_one_or_more_tables("limit", "limits");
     let mut limits: Vec<NamedLimit> = Vec::new();
     let mut unnamed = 0_usize;
     for table in &tables {
-        let name = table
-            .get_parsed("name", values::parse_name)
-            .unwrap_or_else(|| {
-                unnamed += 1;
-                if unnamed == 1 {
-                    policy.to_owned()
-                } else {
-                    format!("{policy}-{unnamed}")
-                }
-            });
+        let name = table.get_text("name", values::parse_name);
+        let name = name.unwrap_or_else(|| {
+            unnamed += 1;
+            match unnamed {
+                1 => policy.to_owned(),
+                number => format!("{policy}-{number}"),
+            }
+        });
         let Some((limit, amount)) = build_limit(table, context) else {
             continue;
         };
-        if limits.iter().any(|other| *other.name == *name) {
-            table.report_error(
-                "name",
-                &format!(
-                    "another limit of this policy has the name \"{name}\"; expected a unique name"
-                ),
-            );
-        }
-        if limits
-            .iter()
-            .any(|other| other.limit.counter_identity() == limit.counter_identity())
-        {
-            table.report_error("per", "another limit of this policy has the same period and algorithm, so they would share a counter; expected another period or algorithm");
+        let has_name = limits.iter().any(|other| *other.name == *name);
+        let identities = limits.iter().map(|other| other.limit.counter_identity());
+        let has_counter = identities
+            .into_iter()
+            .any(|other| other == limit.counter_identity());
+        report! { table;
+            Error("name") if has_name => "another limit of this policy has the name \"{name}\"; expected a unique name";
+            Error("per") if has_counter => "another limit of this policy has the same period and algorithm, so they would share a counter; expected another period or algorithm";
         }
         limits.push(NamedLimit {
             name: name.into(),
-            unit: table.get_parsed("unit", parse_unit),
+            unit: table.get_text("unit", parse_unit),
             limit,
             amount,
             is_reported: true,
@@ -92,12 +67,8 @@ pub(super) fn build_limits(
     (limits.len() == tables.len() && !limits.is_empty()).then_some(limits)
 }
 
-fn parse_unit(text: &str) -> Result<Box<str>, String> {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_-".contains(&byte);
-    if (1..=32).contains(&text.len()) && text.bytes().all(fits) {
-        return Ok(text.into());
-    }
-    Err("expected 1 to 32 letters, digits, \"_\" or \"-\"".to_owned())
+fn parse_unit(text: &str) -> Option<Box<str>> {
+    values::is_word(text, b"_-", 32).then(|| text.into())
 }
 
 fn build_limit(
@@ -107,24 +78,26 @@ fn build_limit(
     let amount = read_amount(reader, context);
     let requests = amount.as_ref().map(|amount| amount.requests);
     let calendar_unit = read_calendar_unit(reader);
-    let per = match calendar_unit {
-        None => reader.get_duration("per"),
+    let per: Option<Duration> = match calendar_unit {
+        None => reader.read("per"),
         Some(_) => None,
     };
-    let slot_ttl = reader.get_duration("lease_ttl");
-    let configured_algorithm = reader.get_mapped_keyword("algorithm", &ALGORITHMS);
-    let offset = reader.get_duration("offset");
+    let slot_ttl = reader.read("lease_ttl");
+    let configured_algorithm: Option<Algorithm> = reader.read("algorithm");
+    let offset: Option<Duration> = reader.read("offset");
     if configured_algorithm.is_none() && reader.contains_key("algorithm") {
         // Without a valid algorithm, the other keys cannot be checked.
         return None;
     }
-    let algorithm = read_algorithm_options(
-        reader,
-        configured_algorithm.unwrap_or(context.algorithm),
-        requests,
-        offset,
-    );
-    reject_keys_of_other_algorithms(reader, algorithm);
+    let algorithm = configured_algorithm.unwrap_or(context.algorithm);
+    let algorithm = read_algorithm_options(reader, algorithm, requests, offset);
+    for key in reader.present_keys() {
+        if let Some(owner) = key.algorithm.filter(|owner| *owner != algorithm.into_str()) {
+            report! { reader;
+                Error(key.name) => "only for algorithm = \"{owner}\"; expected that algorithm, or no such key";
+            }
+        }
+    }
     if let Some(amount) = &amount {
         warn_about_amount(reader, amount.max(), algorithm);
     }
@@ -132,32 +105,19 @@ fn build_limit(
         let limit = build_calendar_limit(reader, unit, algorithm, requests)?;
         return Some((limit, amount?.source));
     }
-    reject_time_zone(reader);
     let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
-    let per = match (counts_slots, reader.contains_key("per")) {
-        (true, is_written) => {
-            if is_written {
-                reader.report_error(
-                    "per",
-                    "not for algorithm = \"concurrency\", which counts requests in flight; expected no such key",
-                );
-            }
-            Some(slot_ttl.unwrap_or(DEFAULT_SLOT_TTL))
-        }
-        (false, true) => per,
-        (false, false) => {
-            reader.report_error(
-                "per",
-                "missing; expected a duration such as \"1m\", or \"day\", \"week\" or \"month\"",
-            );
-            None
-        }
-    };
-    if let (Some(offset), Some(per)) = (offset, per)
-        && offset >= per
-    {
-        reader.report_error("offset", "expected less than per");
+    let has_period = reader.contains_key("per");
+    report! { reader;
+        Error("tz") if reader.contains_key("tz") => "only beside per = \"day\", \"week\" or \"month\"; expected one of them, or no such key";
+        Error("per") if counts_slots && has_period => "{PERIOD_OF_SLOTS_ERROR}";
+        Error("per") if !counts_slots && !has_period => "missing; expected a duration such as \"1m\", or \"day\", \"week\" or \"month\"";
     }
+    let per = match counts_slots {
+        true => Some(slot_ttl.unwrap_or(DEFAULT_SLOT_TTL)),
+        false => per,
+    };
+    let is_late = offset.zip(per).is_some_and(|(offset, per)| offset >= per);
+    reader.error_if(is_late, "offset", "expected less than per");
     if let (Some(amount), Some(per)) = (&amount, per) {
         reject_inexact_limit(reader, algorithm, amount, to_micros(per));
     }
@@ -177,16 +137,12 @@ fn build_limit(
 
 /// Reads what ends a request in flight. A slot that outlives its client needs an end.
 fn read_slot_release(reader: &TableReader<'_>, algorithm: Algorithm) -> SlotRelease {
-    let release = reader.get_keyword("release");
-    if release == Some(SlotRelease::Upstream)
-        && algorithm == (Algorithm::Concurrency { max_duration_us: 0 })
-    {
-        reader.report_error(
-            "release",
-            "a slot stays taken after its client has left; expected max_duration beside it, the longest such time",
-        );
+    let release = reader.read("release").unwrap_or_default();
+    let is_endless = algorithm == (Algorithm::Concurrency { max_duration_us: 0 });
+    report! { reader;
+        Error("release") if release == SlotRelease::Upstream && is_endless => "a slot stays taken after its client has left; expected max_duration beside it, the longest such time";
     }
-    release.unwrap_or_default()
+    release
 }
 
 /// Warns of a largest amount that is probably a mistake.
@@ -195,14 +151,10 @@ fn warn_about_amount(reader: &TableReader<'_>, largest: u64, algorithm: Algorith
         true => "max",
         false => "requests",
     };
-    if largest == 0 {
-        reader.report_warning(key, "0 rejects every request");
-    }
-    if largest > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog {
-        reader.report_warning(
-            key,
-            "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit",
-        );
+    let is_large_log = largest > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog;
+    report! { reader;
+        Warning(key) if largest == 0 => "0 rejects every request";
+        Warning(key) if is_large_log => "sliding_log keeps one entry per request; \"sliding_window\" needs less memory for a large limit";
     }
 }
 
@@ -213,11 +165,9 @@ fn read_algorithm_options(
     requests: Option<u64>,
     offset: Option<Duration>,
 ) -> Algorithm {
-    let (buckets, burst) = (reader.get_integer("buckets"), reader.get_integer("burst"));
-    let (max_delay, max_duration) = (
-        reader.get_duration("max_delay"),
-        reader.get_duration("max_duration"),
-    );
+    let (buckets, burst) = (reader.read("buckets"), reader.read("burst"));
+    let micros = |key| reader.read(key).map(to_micros);
+    let (max_delay_us, max_duration_us) = (micros("max_delay"), micros("max_duration"));
     match algorithm {
         Algorithm::SlidingLog | Algorithm::Block => algorithm,
         Algorithm::SlidingWindow { buckets: default } => Algorithm::SlidingWindow {
@@ -225,35 +175,21 @@ fn read_algorithm_options(
         },
         // The period decides later whether the windows are those of a calendar.
         Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
-            Algorithm::FixedWindow {
-                offset_us: to_micros(offset.unwrap_or_default()),
-            }
+            let offset_us = offset.map_or(0, to_micros);
+            Algorithm::FixedWindow { offset_us }
         }
         Algorithm::TokenBucket { .. } => Algorithm::TokenBucket {
             burst: burst.or(requests).unwrap_or_default(),
-            warm_up_us: reader.get_duration("warm_up").map_or(0, to_micros),
+            warm_up_us: micros("warm_up").unwrap_or_default(),
         },
         Algorithm::LeakyBucket {
             max_delay_us: default,
         } => Algorithm::LeakyBucket {
-            max_delay_us: max_delay.map_or(default, to_micros),
+            max_delay_us: max_delay_us.unwrap_or(default),
         },
         Algorithm::Concurrency { .. } => Algorithm::Concurrency {
-            max_duration_us: to_micros(max_duration.unwrap_or_default()),
+            max_duration_us: max_duration_us.unwrap_or_default(),
         },
-    }
-}
-
-fn reject_keys_of_other_algorithms(reader: &TableReader<'_>, algorithm: Algorithm) {
-    for key in reader.present_keys() {
-        if let Some(owner) = key.algorithm.filter(|owner| *owner != algorithm.into_str()) {
-            reader.report_error(
-                key.name,
-                &format!(
-                    "only for algorithm = \"{owner}\"; expected that algorithm, or no such key"
-                ),
-            );
-        }
     }
 }
 
@@ -281,18 +217,13 @@ fn reject_inexact_limit(
         }
         _ => return,
     };
-    if units > most {
-        reader.report_error(
-            key,
-            &format!(
-                "too large to count exactly with {interval} this long; expected at most {most}"
-            ),
-        );
+    report! { reader;
+        Error(key) if units > most => "too large to count exactly with {interval} this long; expected at most {most}";
     }
 }
 
 /// Whether the limit counts requests in flight. A request takes one slot, whatever its cost.
-pub(super) fn is_concurrency_limit(named: &NamedLimit) -> bool {
+pub(crate) fn is_concurrency_limit(named: &NamedLimit) -> bool {
     matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
 }
 

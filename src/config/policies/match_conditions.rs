@@ -1,14 +1,14 @@
 //! The table `match` of a policy.
 
 use super::context::PolicyContext;
-use crate::config::table_reader::{ConfigValue, TableReader};
+use crate::config::table_reader::{ConfigValue, TableReader, report};
+use crate::config::value_tree::{ValueContent, ValueNode};
 use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::{
     ConditionRegex, DescriptorConditions, HostPattern, KeyPart, Matcher, MethodSet, PartCondition,
     PathPattern, ValueCondition, accept_marked_letters, canonicalize_part_value,
 };
-use figment::value::{Num, Value};
 use http::Method;
 use http::header::{AUTHORIZATION, HOST};
 use regex::Regex;
@@ -34,62 +34,46 @@ const VALUE_KEYS: [(&str, PartParser); 4] = [
 
 /// Builds the conditions of a policy.
 pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -> Matcher {
-    let matches_descriptors = DESCRIPTOR_KEYS.iter().any(|key| reader.contains_key(key));
-    if matches_descriptors {
-        let keys = reader.present_keys().map(|key| key.name);
-        for key in
-            keys.filter(|key| !DESCRIPTOR_KEYS.contains(key) && !["any", "not"].contains(key))
-        {
-            reader.report_error(key, "not with domain or descriptors: a call of the rate-limit service has descriptors and no request; expected one or the other");
+    let has_descriptor_key =
+        |table: &TableReader<'_>| DESCRIPTOR_KEYS.iter().any(|key| table.contains_key(key));
+    let matches_descriptors = has_descriptor_key(reader);
+    for key in reader.present_keys().map(|key| key.name) {
+        let is_allowed = DESCRIPTOR_KEYS.contains(&key) || ["any", "not"].contains(&key);
+        report! { reader;
+            Error(key) if matches_descriptors && !is_allowed => "not with domain or descriptors: a call of the rate-limit service has descriptors and no request; expected one or the other";
         }
     }
     let (any, not) = (reader.get_tables("any"), reader.get_optional_table("not"));
     let nested = any.iter().map(|table| ("any", table));
     for (key, table) in nested.chain(not.iter().map(|table| ("not", table))) {
-        let has_descriptor_key = DESCRIPTOR_KEYS.iter().any(|key| table.contains_key(key));
-        match matches_descriptors {
-            true if !has_descriptor_key => {
-                reader.report_error(key, "expected domain or descriptors in it too");
-            }
-            false if has_descriptor_key => {
-                reader.report_error(
-                    key,
-                    "a request has no descriptors; expected domain or descriptors in match too",
-                );
-            }
-            _ => {}
+        report! { reader;
+            Error(key) if matches_descriptors && !has_descriptor_key(table) => "expected domain or descriptors in it too";
+            Error(key) if !matches_descriptors && has_descriptor_key(table) => "a request has no descriptors; expected domain or descriptors in match too";
         }
     }
-    if reader.contains_key("any") && any.is_empty() {
-        reader.report_error("any", "nothing matches; expected at least one table");
+    let has_jwt = reader.contains_key("jwt");
+    report! { reader;
+        Error("any") if reader.contains_key("any") && any.is_empty() => "nothing matches; expected at least one table";
+        Error("jwt") if has_jwt && context.claim_trust.is_none() => "{NO_TRUSTED_TOKENS_ERROR}";
     }
-    if reader.contains_key("jwt") && context.claim_trust.is_none() {
-        reader.report_error("jwt", NO_TRUSTED_TOKENS_ERROR);
-    }
+    let values = VALUE_KEYS.iter().flat_map(|(key, parse_part)| {
+        parse_conditions(reader, key, context, parse_part, |one, _| Some(one))
+    });
     Matcher {
         methods: MethodSet::new(reader.get_list("methods", parse_method)),
         hosts: reader.get_list("hosts", HostPattern::parse),
         paths: reader.get_list("path", |text| PathPattern::parse(text, &context.path)),
         path_regex: reader
             .get_parsed("path_regex", |text| {
-                match context.path.normalize && !context.path.case_sensitive {
-                    true => values::parse_caseless_regex(text),
-                    false => values::parse_regex(text),
-                }
+                let is_caseless = context.path.normalize && !context.path.case_sensitive;
+                values::parse_regex(text, is_caseless)
             })
             .map(ConditionRegex),
         client_ips: reader.get_list("client_ips", |text| {
             let net = values::parse_network(text)?;
             context.client.check_client_network(net)
         }),
-        values: VALUE_KEYS
-            .iter()
-            .flat_map(|(key, parse_part)| {
-                parse_conditions(reader, key, context, parse_part, |condition, _| {
-                    Some(condition)
-                })
-            })
-            .collect(),
+        values: values.collect(),
         descriptor_conditions: matches_descriptors
             .then(|| parse_descriptor_conditions(reader, context)),
         any: any.iter().map(|one| build_matcher(one, context)).collect(),
@@ -102,15 +86,10 @@ fn parse_descriptor_conditions(
     context: &PolicyContext,
 ) -> DescriptorConditions {
     let has_entries = reader.contains_key("descriptors");
-    if reader.contains_key("descriptors_match") && !has_entries {
-        reader.report_error(
-            "descriptors_match",
-            "no entries to match; expected descriptors beside it",
-        );
+    report! { reader;
+        Error("descriptors_match") if reader.contains_key("descriptors_match") && !has_entries => "no entries to match; expected descriptors beside it";
     }
-    let accepts_more_entries = reader
-        .is_keyword("descriptors_match", "subset")
-        .unwrap_or_default();
+    let accepts_more_entries = reader.is_keyword("descriptors_match", "subset") == Some(true);
     let entries = has_entries.then(|| {
         let adjust = |condition, item: &ConfigValue<'_>| {
             adjust_entry_condition(condition, item, accepts_more_entries)
@@ -130,26 +109,23 @@ pub(super) const NO_TRUSTED_TOKENS_ERROR: &str =
 
 /// Parses a method. Rejects lower case: methods are case-sensitive, so it would never match.
 fn parse_method(text: &str) -> Result<Method, String> {
-    match Method::from_bytes(text.as_bytes()) {
-        Ok(method) if !text.bytes().any(|byte| byte.is_ascii_lowercase()) => Ok(method),
-        _ => {
-            let capitals = text.to_ascii_uppercase();
-            let meant = match Method::from_bytes(capitals.as_bytes()) {
-                Ok(method) if capitals != text => format!("; did you mean \"{method}\"?"),
-                _ => String::new(),
-            };
-            Err(format!(
-                "expected a method in capitals such as \"GET\"{meant}"
-            ))
-        }
+    let parse = |text: &str| Method::from_bytes(text.as_bytes()).ok();
+    let is_lower = |byte: u8| byte.is_ascii_lowercase();
+    if let Some(method) = parse(text).filter(|_| !text.bytes().any(is_lower)) {
+        return Ok(method);
     }
+    let capitals = text.to_ascii_uppercase();
+    let meant = parse(&capitals).filter(|_| capitals != text);
+    let meant = meant.map_or_else(String::new, |meant| format!("; did you mean \"{meant}\"?"));
+    Err(format!(
+        "expected a method in capitals such as \"GET\"{meant}"
+    ))
 }
 
 fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
-    if text.is_empty() {
-        Err("the name is empty".to_owned())
-    } else {
-        Ok(text.into())
+    match text.is_empty() {
+        true => Err("the name is empty".to_owned()),
+        false => Ok(text.into()),
     }
 }
 
@@ -172,14 +148,14 @@ fn parse_conditions(
     let parse = |(name, item): (&str, ConfigValue<'_>)| {
         let part = match parse_part(name) {
             Ok(part) => part,
-            Err(reason) => return item.report_error(&reason),
+            Err(reason) => return item.report_error(reason),
         };
         let condition = adjust(parse_condition(&part, &item)?, &item)?;
         let rewrite =
             |text: &str| canonicalize_part_value(&part, text, &context.client, &context.path);
         match condition.rewrite_texts(rewrite) {
             Ok(condition) => Some(PartCondition { part, condition }),
-            Err(reason) => item.report_error(&reason),
+            Err(reason) => item.report_error(reason),
         }
     };
     let entries = reader.get_entries(key).into_iter();
@@ -189,10 +165,9 @@ fn parse_conditions(
 /// Parses a regular expression on the values of a part. The scheme of credentials and a host match
 /// in any letter case.
 fn parse_part_regex(part: &KeyPart, text: &str) -> Result<Regex, String> {
-    let regex = values::parse_regex(text)?;
+    let regex = values::parse_regex(text, *part == KeyPart::Header(HOST))?;
     match part {
-        KeyPart::Header(AUTHORIZATION) => values::parse_regex(&accept_marked_letters(text)?),
-        KeyPart::Header(HOST) => values::parse_caseless_regex(text),
+        KeyPart::Header(AUTHORIZATION) => values::parse_regex(&accept_marked_letters(text)?, false),
         _ => Ok(regex),
     }
 }
@@ -222,17 +197,17 @@ fn parse_condition(part: &KeyPart, item: &ConfigValue<'_>) -> Option<ValueCondit
     const EXPECTED: &str =
         "expected a text, a list of texts, { regex = \"…\" } or { present = true }";
     let is_claim = matches!(part, KeyPart::Claim(_));
-    let parse_text = |value: &Value| -> Option<Box<str>> {
-        match value {
-            Value::Bool(_, flag) if is_claim => Some(flag.to_string().into()),
-            Value::Num(_, Num::I64(number)) if is_claim => Some(number.to_string().into()),
-            value => value.as_str().map(Into::into),
+    let parse_text = |value: &ValueNode| -> Option<Box<str>> {
+        match &value.content {
+            ValueContent::Bool(flag) if is_claim => Some(flag.to_string().into()),
+            ValueContent::Integer(number) if is_claim => Some(number.to_string().into()),
+            content => content.as_str().map(Into::into),
         }
     };
     if let Some(text) = parse_text(item.value) {
         return Some(ValueCondition::equals(&text));
     }
-    if let Some(values) = item.value.as_array() {
+    if let Some(values) = item.value.as_list() {
         let texts: Option<Box<[_]>> = values.iter().map(parse_text).collect();
         return match texts {
             Some(texts) if texts.is_empty() => {
@@ -249,7 +224,7 @@ fn parse_condition(part: &KeyPart, item: &ConfigValue<'_>) -> Option<ValueCondit
         (true, false) => table
             .get_parsed("regex", |text| parse_part_regex(part, text))
             .map(|regex| ValueCondition::Regex(ConditionRegex(regex))),
-        (false, true) => table.get_bool("present").map(ValueCondition::Present),
+        (false, true) => table.read("present").map(ValueCondition::Present),
         _ => item.report_error(EXPECTED),
     }
 }

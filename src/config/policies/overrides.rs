@@ -3,9 +3,11 @@
 use super::context::PolicyContext;
 use super::limits::build_limits;
 use crate::config::diagnostic::SourceSpan;
-use crate::config::keywords::POLICY_MODES;
-use crate::config::table_reader::TableReader;
-use crate::policy::{KeyTemplate, LimitOverride, NamedLimit, OverrideRule, ValuePattern};
+use crate::config::keywords::PolicyActionKind;
+use crate::config::table_reader::{TableReader, report};
+use crate::policy::{
+    KeyTemplate, LimitOverride, NamedLimit, OverrideRule, PolicyMode, ValuePattern,
+};
 use std::collections::HashMap;
 
 /// Builds the overrides of a policy. `key` is the policy's key, or `None` if it is invalid.
@@ -23,15 +25,13 @@ pub(super) fn build_overrides(
             continue;
         };
         if let Some(item) = table.get("key") {
-            match positions.get(&one.values) {
-                Some(first) => {
-                    item.report_error::<()>(&format!(
-                        "the override at {first} has the same key; expected one override per key"
-                    ));
-                }
-                None => {
-                    positions.insert(one.values.clone(), item.source_span());
-                }
+            if let Some(first) = positions.get(&one.values) {
+                let problem = format!(
+                    "the override at {first} has the same key; expected one override per key"
+                );
+                item.report_error::<()>(problem);
+            } else {
+                positions.insert(one.values.clone(), item.source_span());
             }
         }
         overrides.push(one);
@@ -48,24 +48,19 @@ fn build_override(
 ) -> Option<LimitOverride> {
     let rule = read_rule(reader, is_dynamic);
     let limits = read_limits(reader, context, policy, rule);
-    if !reader.contains_key("key") {
-        reader.report_error(
-            "key",
-            "missing; expected one value per position of the policy's key",
-        );
-        return None;
-    }
     let items = reader.get_items("key");
-    let key = key?;
-    if items.len() != key.value_count() {
-        let width = key.value_count();
-        reader.report_error(
-            "key",
-            &format!(
-                "{} values; expected {width}, as many as the policy's key has positions",
-                items.len()
-            ),
-        );
+    let has_key = reader.contains_key("key");
+    reader.error_if(
+        !has_key,
+        "key",
+        "missing; expected one value per position of the policy's key",
+    );
+    let key = key.filter(|_| has_key)?;
+    let (found, width) = (items.len(), key.value_count());
+    if found != width {
+        report! { reader;
+            Error("key") => "{found} values; expected {width}, as many as the policy's key has positions";
+        }
         return None;
     }
     let mut values = Vec::new();
@@ -75,7 +70,7 @@ fn build_override(
         };
         match key.parse_value_pattern(position, text, &context.client, &context.path) {
             Ok(value) => values.push(value),
-            Err(reason) => return item.report_error(&reason),
+            Err(reason) => return item.report_error(reason),
         }
     }
     Some(LimitOverride {
@@ -87,33 +82,20 @@ fn build_override(
 
 /// Reads `action` and `mode`.
 fn read_rule(reader: &TableReader<'_>, is_dynamic: bool) -> OverrideRule {
-    let actions = [
-        ("limit", OverrideRule::Limit(None)),
-        ("allow", OverrideRule::Allow),
-        ("deny", OverrideRule::Deny),
-    ];
-    let action = reader.get_mapped_keyword("action", &actions);
-    let action = action.unwrap_or(OverrideRule::Limit(None));
-    let mode = reader.get_mapped_keyword("mode", &POLICY_MODES);
-    let is_limit = matches!(action, OverrideRule::Limit(_));
-    if mode.is_some() && !is_limit {
-        reader.report_error(
-            "mode",
-            "an override with action \"allow\" or \"deny\" has no limits; expected no such key",
-        );
-    }
+    let action = reader.read("action").unwrap_or(PolicyActionKind::Limit);
+    let mode: Option<Option<PolicyMode>> = reader.read("mode");
+    let is_limit = action == PolicyActionKind::Limit;
     let is_off = mode == Some(None);
-    if is_dynamic && (!is_limit || is_off) {
-        let key = if is_off { "mode" } else { "action" };
-        reader.report_error(
-            key,
-            "not with dynamic = true: this override would hide overrides in the store; expected a limit here, or `tidegate overrides set` with --unlimited or --block",
-        );
+    let key = if is_off { "mode" } else { "action" };
+    report! { reader;
+        Error("mode") if mode.is_some() && !is_limit => "an override with action \"allow\" or \"deny\" has no limits; expected no such key";
+        Error(key) if is_dynamic && (!is_limit || is_off) => "not with dynamic = true: this override would hide overrides in the store; expected a limit here, or `tidegate overrides set` with --unlimited or --block";
     }
     match (action, mode) {
-        (OverrideRule::Limit(_), Some(None)) => OverrideRule::Off,
-        (OverrideRule::Limit(_), mode) => OverrideRule::Limit(mode.flatten()),
-        (action, _) => action,
+        (PolicyActionKind::Limit, Some(None)) => OverrideRule::Off,
+        (PolicyActionKind::Limit, mode) => OverrideRule::Limit(mode.flatten()),
+        (PolicyActionKind::Allow, _) => OverrideRule::Allow,
+        (PolicyActionKind::Deny, _) => OverrideRule::Deny,
     }
 }
 
@@ -131,10 +113,7 @@ fn read_limits(
         (OverrideRule::Limit(_), _) => build_limits(reader, context, policy),
         (_, None) => Some(Vec::new()),
         (_, Some(key)) => {
-            reader.report_error(
-                key,
-                "an override with action \"allow\" or \"deny\", or mode \"off\", has no limits; expected no such key",
-            );
+            reader.report_error(key, "an override with action \"allow\" or \"deny\", or mode \"off\", has no limits; expected no such key");
             None
         }
     }

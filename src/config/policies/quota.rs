@@ -8,7 +8,7 @@ use super::limits::{build_limits, to_micros};
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_overrides;
 use super::shards::check_shards;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values::parse_name;
 use crate::limiter::{Algorithm, CounterScope, Limit};
 use crate::policy::{
@@ -26,42 +26,33 @@ pub(super) fn build_quota(
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
     let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
-        .with_scope(reader.get_keyword("scope").unwrap_or_default())
-        .with_counter(reader.get_parsed("counter", parse_name));
-    if key.scope() == CounterScope::Instance && reader.contains_key("on_store_failure") {
-        reader.report_warning(
-            "on_store_failure",
-            "without effect with scope = \"instance\": the counters are in this process; expected no such key",
-        );
-    }
+        .with_scope(reader.read("scope").unwrap_or_default())
+        .with_counter(reader.get_text("counter", parse_name));
+    let is_instance_scoped = key.scope() == CounterScope::Instance;
     // Policies that share a counter have the same names for its limits.
     let limit_name = key.counter_name().unwrap_or(name).to_owned();
     let cost = build_cost(reader);
     let limits = build_limits(reader, context, &limit_name);
-    if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) {
-        reader.report_warning("cost", "requests with cost 0 are never limited");
+    report! { reader;
+        Warning("on_store_failure") if is_instance_scoped && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
+        Warning("cost") if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) => "requests with cost 0 are never limited";
     }
-    let is_dynamic = reader.get_bool("dynamic")?;
-    let overrides = build_overrides(
-        reader,
-        context,
-        &limit_name,
-        all_parts_valid.then_some(&key),
-        is_dynamic,
-    );
+    let is_dynamic = reader.read("dynamic")?;
+    let valid_key = all_parts_valid.then_some(&key);
+    let overrides = build_overrides(reader, context, &limit_name, valid_key, is_dynamic);
     let overrides = LimitOverrides::new(name, &key, overrides);
     if let (Some(cost), Some(limits)) = (&cost, &limits) {
         warn_if_cost_exceeds_capacity(reader, cost.min_units(), limits);
     }
     // Invalid parts are left out of the quota, which serves only to report further errors then.
     let is_valid = cost.is_some() && limits.is_some();
-    let missing_key = reader.get_keyword("missing_key");
+    let missing_key = reader.read("missing_key");
     let quota = Quota {
         lease: None,
         block: build_block(reader, kind.mode, &overrides),
         missing_key: missing_key.unwrap_or(context.missing_key),
-        count_rejected: reader.get_bool("count_rejected")?,
-        shards: reader.get_integer("shards")?,
+        count_rejected: reader.read("count_rejected")?,
+        shards: reader.read("shards")?,
         cost: cost.unwrap_or(CostSource::Fixed(0)),
         limits: limits.unwrap_or_default(),
         key,
@@ -108,15 +99,10 @@ fn build_block(
     mode: PolicyMode,
     overrides: &LimitOverrides,
 ) -> Option<Limit> {
-    let duration = reader.get_duration("block_for")?;
-    if !mode.is_enforced() && !overrides.modes().any(PolicyMode::is_enforced) {
-        reader.report_warning(
-            "block_for",
-            &format!(
-                "without effect: a policy in mode \"{}\" blocks no key",
-                mode.name()
-            ),
-        );
+    let duration = reader.read("block_for")?;
+    let is_enforced = mode.is_enforced() || overrides.modes().any(PolicyMode::is_enforced);
+    report! { reader;
+        Warning("block_for") if !is_enforced => "without effect: a policy in mode \"{}\" blocks no key", mode.name();
     }
     Some(Limit {
         requests: 1,

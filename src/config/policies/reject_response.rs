@@ -7,26 +7,23 @@ use http::{HeaderName, HeaderValue, StatusCode, header};
 
 /// Builds the response to rejected requests.
 pub(super) fn build_reject_response(reader: &TableReader<'_>) -> Option<RejectResponse> {
-    let status = reader
-        .get_integer::<u16>("status")
-        .and_then(|code| StatusCode::from_u16(code).ok());
-    let headers = reader
-        .get_entries("headers")
-        .into_iter()
-        .filter_map(|(name, item)| {
-            let Some(text) = item.value.as_str() else {
-                return item.report_error("expected a string");
-            };
-            match (parse_reject_header(name), HeaderValue::from_str(text)) {
-                (Ok(name), Ok(value)) => Some((name, value)),
-                (Err(reason), _) => item.report_error(&reason),
-                (_, Err(_)) => item.report_error("expected a valid header value"),
-            }
-        });
+    let status = reader.read("status");
+    let status = status.and_then(|code: u16| StatusCode::from_u16(code).ok());
+    let entries = reader.get_entries("headers").into_iter();
+    let headers = entries.filter_map(|(name, item)| {
+        let Some(text) = item.value.as_str() else {
+            return item.report_error("expected a string");
+        };
+        match (parse_reject_header(name), HeaderValue::from_str(text)) {
+            (Ok(name), Ok(value)) => Some((name, value)),
+            (Err(reason), _) => item.report_error(reason),
+            (_, Err(_)) => item.report_error("expected a valid header value"),
+        }
+    });
     Some(RejectResponse {
         status,
         headers: headers.collect(),
-        body: reader.get_string("body")?.into(),
+        body: reader.read::<String>("body")?.into(),
         content_type: reader.get_parsed("content_type", |text| {
             match HeaderValue::from_str(text) {
                 Ok(value) if text.contains('/') => Ok(value),

@@ -1,56 +1,39 @@
 //! The key `shards` of a policy.
 
 use super::context::PolicyContext;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{PolicyMode, Quota};
 
-/// Checks the amounts of a sharded policy, and warns of what sharding changes.
+/// Checks the amounts of a sharded policy, and warns of what sharding changes. Each shard needs a
+/// unit of every limit, and enough for the largest cost.
 pub(super) fn check_shards(
     reader: &TableReader<'_>,
     context: &PolicyContext,
     mode: PolicyMode,
     quota: &Quota,
 ) {
-    if !context.uses_redis_cluster {
-        reader.report_warning("shards", "without effect: sharding needs a Redis Cluster");
-    }
-    if mode != PolicyMode::Enforce {
-        reader.report_warning(
-            "shards",
-            &format!(
-                "in mode \"{}\" a policy asks only one shard, so it reports more rejections than enforcement would cause",
-                mode.name()
-            ),
-        );
-    }
-    check_capacity_per_shard(reader, quota);
-}
-
-/// Checks that each shard has a unit of every limit, and enough for the largest cost.
-fn check_capacity_per_shard(reader: &TableReader<'_>, quota: &Quota) {
-    let (shards, mut limits) = (u64::from(quota.shards), quota.all_limits());
+    let (shards, max_cost) = (u64::from(quota.shards), quota.cost.max_units());
     let least = |limit: &Limit| match limit.algorithm {
         Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
         _ => limit.requests,
     };
-    let max_cost = quota.cost.max_units();
-    if let Some(few) = limits.clone().find(|named| least(&named.limit) < shards) {
-        let most = least(&few.limit);
-        reader.report_error(
-            "shards",
-            &format!(
-                "each shard needs one unit, and the limit \"{}\" has {most}; expected at most {most}",
-                few.name
-            ),
-        );
-    } else if let Some(few) = limits.find(|named| least(&named.limit) / shards < max_cost) {
-        reader.report_warning(
-            "shards",
-            &format!(
-                "a request may cost more than one shard of the limit \"{}\" has; such requests are always rejected",
-                few.name
-            ),
-        );
+    let mut limits = quota
+        .all_limits()
+        .map(|named| (&named.name, least(&named.limit)));
+    let too_small = limits.clone().find(|(_, most)| *most < shards);
+    let too_small_for_cost = limits.find(|(_, most)| most / shards < max_cost);
+    report! { reader;
+        Warning("shards") if !context.uses_redis_cluster => "without effect: sharding needs a Redis Cluster";
+        Warning("shards") if mode != PolicyMode::Enforce => "in mode \"{}\" a policy asks only one shard, so it reports more rejections than enforcement would cause", mode.name();
+    }
+    if let Some((name, most)) = too_small {
+        report! { reader;
+            Error("shards") => "each shard needs one unit, and the limit \"{name}\" has {most}; expected at most {most}";
+        }
+    } else if let Some((name, _)) = too_small_for_cost {
+        report! { reader;
+            Warning("shards") => "a request may cost more than one shard of the limit \"{name}\" has; such requests are always rejected";
+        }
     }
 }

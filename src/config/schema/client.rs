@@ -26,44 +26,37 @@ schema_table! {
         ip_header: Text("the name of a header"), default = "x-forwarded-for";
         /// Bits of an IPv6 address that identify a client.
         ipv6_prefix: integer(0, 128), default = "64";
-        /// Prefixes of your NAT64 or SIIT translators (RFC 6052). The IPv4 address in such an
-        /// address is the client, as in 64:ff9b::/96 and ::ffff:0:0:0/96.
+        /// Prefixes of your NAT64 or SIIT translators (RFC 6052), whose addresses contain the
+        /// client's IPv4 address.
         nat64_prefixes: TextList("IPv6 networks such as \"2001:db8:64::/96\""), default = "";
         /// Bits of an IPv4 address that identify a client.
         ipv4_prefix: integer(0, 32), default = "32";
-        /// Headers that the gateway in front sets on every request, or removes: clients can't
-        /// choose their values, so check does not warn of limits that depend on them, and
-        /// [self_service] identifies clients by them.
+        /// Headers that the gateway in front sets or removes on every request. Clients can't choose
+        /// their values, so check does not warn of limits that depend on them, and [self_service]
+        /// identifies clients by them.
         trusted_headers: TextList("names of headers such as \"x-plan\""), default = "";
-        /// Values of hashed key parts are stored as HMAC-SHA-256 with this secret, the same on all
+        /// Hashed key values are stored as HMAC-SHA-256 with this secret, the same on all
         /// instances, instead of SHA-256. With another secret, their counters start anew.
         hash_secret_file: Text("the path of a file with at least 16 random bytes"), default = "";
         /// Requests that lenient parsers read another parameter from, of a key or condition, such
         /// as [id]= or ID= beside id=, a ; in the value, invalid UTF-8, more than 1000 parameters:
-        /// 400, or only the exact name counts. "allow": if the app's parser is lenient, each
-        /// spelling has its own quota and may escape a condition.
+        /// 400, or only the exact name counts.
         ambiguous_query: REJECT_OR_ALLOW, default = "reject";
         /// Cookies of keys and conditions with a space, a backslash or a byte above 0x7F in the
-        /// value, or a name that lenient parsers fold: 400, or read as sent. "allow": if the app
-        /// unescapes, each spelling has its own quota and may escape a condition.
+        /// value, or a name that lenient parsers fold: 400, or read as sent.
         ambiguous_cookie: REJECT_OR_ALLOW, default = "reject";
         /// Headers of keys and conditions with an encoded word (RFC 2047), such as
         /// =?utf-8?q?alice?=, or authorization with several credentials: 400, or read as sent.
-        /// "allow": if the app decodes them, each spelling has its own quota and may escape a
-        /// condition.
         ambiguous_header: REJECT_OR_ALLOW, default = "reject";
         /// Values of keys and conditions with white space around them, in ASCII or Unicode and also
-        /// escaped, or with control characters: 400, or read as sent. "allow": if the app trims,
-        /// each spelling has its own quota and may escape a condition.
+        /// escaped, or with control characters: 400, or read as sent.
         outer_white_space: REJECT_OR_ALLOW, default = "reject";
         /// With ambiguous_cookie = "reject": cookies of keys and conditions with a comma, a
         /// bracket, an ampersand, a control character, or a quote in the value: 400, or read as
-        /// sent. "allow": if the app ends the value there, each spelling has its own quota and may
-        /// escape a condition.
+        /// sent.
         cookie_octets: REJECT_OR_ALLOW, default = "reject";
         /// With ambiguous_cookie = "reject": requests with a cookie __Host-NAME or __Secure-NAME,
-        /// if NAME is in a key or condition: 400, or ignored. "allow": an app that reads it as NAME
-        /// serves another key than the one charged.
+        /// if NAME is in a key or condition: 400, or ignored.
         cookie_prefixes: REJECT_OR_ALLOW, default = "reject";
         /// Token verification, for jwt in keys and matches.
         jwt: Table(&CLIENT_JWT);
@@ -76,7 +69,7 @@ schema_table! {
         /// ignored.
         secret_file: Text("the path of a file that holds the secret"), default = "";
         /// Instead of keys_file: https URL of the keys, fetched in the background. Cache-Control:
-        /// max-age is honoured between 5 s and 1 day. Secrets in it are ignored.
+        /// max-age is honoured from 5 s to 1 day. Secrets in it are ignored.
         keys_url: Text("the URL of a JWK set"), default = "";
         /// Accept only tokens with this iss. Empty: any.
         issuer: Text("the iss of the tokens"), default = "";
@@ -92,17 +85,17 @@ schema_table! {
         /// accepted.
         keys_max_stale: POSITIVE_DURATION, default = "1d";
         /// Directory for fetched keys, which the next process uses at start. Write access to it
-        /// allows forging tokens. Empty: none.
+        /// allows forging tokens.
         keys_cache_dir: Text("the path of a writable directory"), default = "";
-        /// Allow http:// in keys_url for hosts other than loopback. An attacker on the network path
-        /// can then forge tokens.
+        /// Allow http:// in keys_url for hosts other than loopback: an attacker on the path can
+        /// then forge tokens.
         keys_allow_http: Bool, default = "false";
         /// TLS to https issuers.
         tls: Table(&UPSTREAM_TLS);
         /// Header with the token. In authorization it follows a scheme such as "Bearer", in others
         /// that is optional. A token among several words or elements: 400.
         header: Text("the name of a header"), default = "authorization";
-        /// false: trust claims without a signature check. Only if a proxy in front verifies tokens.
+        /// false: trust claims without a signature check, only if a proxy in front verifies tokens.
         verify: Bool, default = "true";
     }
 

@@ -1,6 +1,7 @@
 //! Keys of `[[policy]]`.
 
 use super::key::*;
+use crate::config::keywords::PolicyActionKind;
 use crate::limiter::CounterScope;
 use crate::policy::SlotRelease;
 use std::time::Duration;
@@ -22,23 +23,21 @@ schema_table! {
         /// Requests that the policy applies to. Absent: all.
         match: Table(&MATCH);
         /// Key parts: each combination of values has its own quota. Empty: one quota for all.
-        /// `;hash` after header, query, cookie, jwt or descriptor stores only a hash of the value.
-        /// It is the default for names such as authorization, api-key, token and session; `;plain`
-        /// stores the value. "a | b | c" lists alternatives: the first one present in the request
-        /// is used.
+        /// `;hash` stores only a hash of a value, `;plain` the value; "a | b" is the first one
+        /// present.
         key: TextList("key parts such as \"client_ip\" or \"header:x-user-id\""), default = "", of_quota;
         /// The limit. Required with action "limit", unless limits is set.
         limit: Table(&LIMIT), of_quota;
         /// Several limits.
         limits: TableList(&LIMIT), of_quota;
         /// Limit requests; exempt them from later policies; reject them with 403 without counting.
-        action: Keyword(&["limit", "allow", "deny"]), default = "limit";
+        action: Keyword(PolicyActionKind::VARIANTS), default = "limit";
         /// "mark" forwards requests over the limit with X-Tidegate-Over: POLICY
-        /// (defaults.mark_header). "shadow" counts as "enforce" does, and rejects nothing. After a
-        /// change of mode the counts go on, so "enforce" at once rejects what "shadow" reported.
-        /// "off": only validated.
+        /// (defaults.mark_header). "shadow" counts as "enforce" does, and rejects nothing. A change
+        /// of mode keeps the counts, so "enforce" at once rejects what "shadow" reported. "off":
+        /// only validated.
         mode: POLICY_MODE, default = "enforce";
-        /// false: no response has the policy's limits or its name. Logs and metrics have both.
+        /// false: no response has the policy's limits or its name. Logs and metrics do.
         report: Bool, default = "true";
         /// Units that a request takes from each limit. A table reads them from a header or the
         /// response.
@@ -62,9 +61,9 @@ schema_table! {
         /// policies in Redis. A request is charged by all or none. Not with lease, shards or
         /// dynamic; on_store_failure has no effect.
         scope: Keyword(CounterScope::VARIANTS), default = "shared", of_quota;
-        /// Policies with the same counter share one quota per key. They must have the same key,
-        /// mode and kind of limits; requests, burst and max_delay may differ, but not with shards,
-        /// a lease or "local". Each policy compares the shared usage with its own limit. If several
+        /// Policies with the same counter share one quota per key. Their key, mode and kind of
+        /// limits must be equal; requests, burst and max_delay may differ, but not with shards, a
+        /// lease or "local". Each policy compares the shared usage with its own limit. If several
         /// match a request, only the strictest charges it. Not with dynamic.
         counter: NAME, of_quota;
         /// As in [defaults].
@@ -167,10 +166,10 @@ schema_table! {
         /// client.trusted_proxies, or a field of the client certificate. Not with concurrency,
         /// warm_up, lease, shards, descriptors or on_store_failure = "local".
         requests_from: Text("jwt:CLAIM, header:NAME, client_cert:san or client_cert:cn");
-        /// Required with requests_from. The amount if the field is absent, repeated or not a whole
+        /// Required with requests_from: the amount if the field is absent, repeated or not a whole
         /// number.
         default: integer(0, MAX_UNITS);
-        /// Required with requests_from. Larger amounts are reduced to this one.
+        /// Required with requests_from: larger amounts are reduced to this one.
         max: integer(0, MAX_UNITS);
         /// The period: a duration, or with fixed_window a calendar "day", "week" (from Monday) or
         /// "month". Required, except with concurrency.
@@ -229,7 +228,7 @@ schema_table! {
         limits: TableList(&LIMIT);
         /// "allow" exempts the key from this policy; others still apply. "deny" rejects it with 403
         /// without counting. Both not with dynamic.
-        action: Keyword(&["limit", "allow", "deny"]), default = "limit";
+        action: Keyword(PolicyActionKind::VARIANTS), default = "limit";
         /// The mode for this key. Absent: the policy's. "off" not with dynamic.
         mode: POLICY_MODE;
     }

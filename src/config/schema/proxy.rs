@@ -11,14 +11,14 @@ schema_table! {
         /// Clients of a Unix socket count as 127.0.0.1.
         address: Text("an IP address and port such as \"[::]:8080\", or \"unix:/path\""),
             default = "[::]:8080";
-        /// PROXY protocol, version 1 or 2. "require": connections without a valid PROXY header are
+        /// PROXY protocol, version 1 or 2. "require": connections without a valid header are
         /// closed.
         proxy_protocol: Keyword(&["off", "require"]), default = "off";
         /// Load balancers that send the PROXY header. Other connections are closed.
         proxy_protocol_from: TextList("networks such as \"10.0.0.0/8\""), default = "";
         /// Protocol of clients, for X-Forwarded-Proto, Forwarded and traces. "auto": https if TLS
-        /// ends here, or if a PROXY header of version 2 says so (PP2_TYPE_SSL). "https": also
-        /// without that, for a load balancer that ends TLS and does not say so.
+        /// ends here, or if a PROXY header of version 2 says so (PP2_TYPE_SSL). "https": always,
+        /// for a load balancer that ends TLS and does not say so.
         forwarded_proto: Keyword(&["auto", "https"]), default = "auto";
         /// Most connections at a time. A new one closes the one idle longest; if all have requests,
         /// it waits in the kernel's backlog.
@@ -26,9 +26,8 @@ schema_table! {
         /// Most connections of one client (by client.ipv6_prefix); further ones are closed. Peers
         /// in client.trusted_proxies are not counted. 0: no limit.
         max_connections_per_client: integer(0, 1_000_000), default = "0";
-        /// Age at which a connection ends: Connection: close in its next response, or GOAWAY;
-        /// requests in flight finish. Up to 10 % less or more, so that clients do not reconnect at
-        /// once. 0: no limit.
+        /// Age at which a connection ends, by Connection: close or GOAWAY; requests in flight
+        /// finish. Up to 10 % less or more, so that clients do not reconnect at once. 0: no limit.
         max_connection_age: DURATION, default = "0s";
         /// Most memory of all client connections, by estimate; beyond it the largest are closed.
         /// Absent: 60 % of the container's limit. "0": no limit.
@@ -51,8 +50,7 @@ schema_table! {
         client_ca: PEM_PATH;
         /// Certificate revocation lists (CRLs) in one file, one per issuer.
         client_crl: PEM_PATH;
-        /// Client certificates. "optional": may be absent, but not invalid. Invalid ones fail the
-        /// handshake.
+        /// Client certificates. "optional": may be absent; invalid ones fail the handshake.
         client_auth: Keyword(ClientAuth::VARIANTS), default = "none";
         /// Send the client's certificate to the app: Client-Cert, and Client-Cert-Chain with the
         /// issuers that the client sent, up to 16 KiB (RFC 9440). Clients' own such headers never
@@ -79,9 +77,8 @@ schema_table! {
         /// Timeout without progress on a request body, or on writing a response or tunnel data to
         /// the client.
         body_idle_timeout: POSITIVE_DURATION, default = "30s";
-        /// Bytes per second that a client must send of a request body while the upstream waits for
-        /// them; a client that falls body_idle_timeout behind gets 408. Not for gRPC. "0": no
-        /// minimum.
+        /// Bytes per second of a request body that a client must send while the upstream waits for
+        /// them; one that falls body_idle_timeout behind gets 408. Not for gRPC. "0": no minimum.
         min_upload_rate: byte_size(0, 1 << 30), default = "4B";
         // hyper needs a buffer of at least 8 KiB.
         /// Largest request head; larger: 431.
@@ -93,7 +90,7 @@ schema_table! {
         max_body_bytes: byte_size(0, u64::MAX), default = "0";
         /// Most requests at a time on an HTTP/2 connection.
         max_concurrent_streams: integer(1, 1_000_000), default = "200";
-        /// Most requests delayed by leaky_bucket or waiting for an upstream connection. Further
+        /// Most requests delayed by leaky_bucket or waiting for an upstream connection; further
         /// ones get 503.
         max_requests_waiting: integer(0, 1_000_000), default = "1024";
     }
@@ -118,9 +115,9 @@ schema_table! {
         /// Status of all denials, for nginx; X-Tidegate-Status has the original one. Absent: the
         /// proxy's status, but to Envoy 429 instead of 503.
         refused_status: integer(401, 403);
-        /// Key headers with a comma: 400, because Envoy joins repeated lines with commas and
-        /// forwards both lines; or read as sent. Conditions on headers read each part too. "allow":
-        /// only if the proxy in front rejects or replaces repeated lines.
+        /// Key headers with a comma: 400, because Envoy joins repeated lines and forwards both; or
+        /// read as sent. Conditions on headers read each part too. "allow": only if the proxy in
+        /// front rejects or replaces repeated lines.
         joined_headers: REJECT_OR_ALLOW, default = "reject";
         /// TLS with callers.
         tls: Table(&LISTEN_TLS), reload;
@@ -132,7 +129,7 @@ const SERVICE_ADDRESS: ValueKind =
 
 schema_table! {
     pub(super) static UPSTREAM {
-        /// Server to forward to, without a path. http and unix use HTTP/1.1, h2c uses HTTP/2, https
+        /// Server to forward to, without a path. http and unix use HTTP/1.1, h2c HTTP/2; https
         /// negotiates by ALPN.
         url: Text("\"http://host:port\", \"https://host:port\", \"h2c://host:port\" or \"unix:/path\""),
             required;
@@ -150,7 +147,7 @@ schema_table! {
         pool_idle_timeout: POSITIVE_DURATION, default = "90s";
         /// Most idle connections, over all workers. 0: none.
         pool_max_idle: integer(0, 1_000_000), default = "256";
-        /// true: forward the client's Host. false: send the host of the URL.
+        /// Forward the client's Host; false: the host of the URL.
         preserve_host: Bool, default = "true";
         /// Most upstream connections, over all workers, including WebSockets. An HTTP/2 connection
         /// carries up to 100 requests.
@@ -166,8 +163,8 @@ schema_table! {
         queue_timeout: DURATION, default = "1s";
         /// Retries of a connection attempt, before any byte of the request is sent.
         retry_connect: integer(0, 100), default = "1";
-        /// Retry a request once if a reused connection is dead. Only for idempotent methods without
-        /// a body.
+        /// Retry a request once if a reused connection is dead: only idempotent methods without a
+        /// body.
         retry_idempotent: Bool, default = "true";
         /// TLS to an https upstream.
         tls: Table(&UPSTREAM_TLS), reload;
@@ -188,8 +185,8 @@ schema_table! {
         /// Decode unneeded escapes and resolve . and .. segments. false: match the raw path,
         /// ignoring the keys below.
         normalize: Bool, default = "true";
-        /// Path that the app receives: as sent, or normalized, so that it is the matched one:
-        /// unneeded escapes decoded, dots resolved, // merged. Escaped slashes are separators with
+        /// Path that the app receives: as sent, or the normalized one that is matched: unneeded
+        /// escapes decoded, dots resolved, // merged. Escaped slashes are separators with
         /// escaped_slashes = "decode" only; case, parameters and the final slash stay. [check]
         /// matches the path as sent.
         forward: Keyword(ForwardedPath::VARIANTS), default = "unchanged";

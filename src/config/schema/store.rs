@@ -1,6 +1,8 @@
 //! Keys of `[store]`.
 
 use super::key::*;
+use crate::config::keywords::RedisTopologyKind;
+use strum::VariantNames;
 
 schema_table! {
     pub(super) static STORE {
@@ -8,7 +10,7 @@ schema_table! {
         /// beside redis.url or redis.urls: "redis".
         kind: Keyword(&["memory", "redis"]), default = "memory";
         /// Directory for usage that on_store_failure = "local" admitted and Redis lacks when the
-        /// process stops; the next process reads it. Files contain keys. Empty: such usage is lost.
+        /// process stops, for the next process. Files contain keys. Empty: such usage is lost.
         state_dir: Text("the path of a writable directory"), default = "";
         /// Limits of the counters in this process.
         memory: Table(&STORE_MEMORY);
@@ -25,7 +27,7 @@ schema_table! {
 
     pub(super) static STORE_REDIS {
         /// One address; a master found by sentinels; a Redis Cluster.
-        topology: Keyword(&["standalone", "sentinel", "cluster"]), default = "standalone";
+        topology: Keyword(RedisTopologyKind::VARIANTS), default = "standalone";
         /// Address of a standalone server; valkey:// and valkeys:// mean the same. May contain user
         /// and password, but prefer password_file.
         url: Text("\"redis://host:port/database\", \"rediss://…\" for TLS, or \"unix:///path\""),
@@ -39,13 +41,13 @@ schema_table! {
         sentinel_username: Text("the name of an ACL user"), default = "", credential;
         /// Instead of sentinel_username: file with the name.
         sentinel_username_file: Text("the path of a file that holds the name"), default = "", credential;
-        /// File with the password for the sentinels. Empty: none.
+        /// File with the password for the sentinels.
         sentinel_password_file: Text("the path of a file that holds the password"), default = "", credential;
         /// ACL user. Empty: the default user.
         username: Text("the name of an ACL user"), default = "", credential;
         /// Instead of username: file with the name.
         username_file: Text("the path of a file that holds the name"), default = "", credential;
-        /// File with the password. Trailing white space is ignored. Empty: none.
+        /// File with the password. Trailing white space is ignored.
         password_file: Text("the path of a file that holds the password"), default = "", credential;
         /// With rediss://: trusted CAs, or the server's own certificate. Empty: the system's.
         ca: PEM_PATH, default = "", credential;

@@ -1,39 +1,37 @@
 //! `[client]` and `[path]`: the client address and paths.
 
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{
-    KeyHasher, NamedLimit, SelfServiceSettings, SlotRelease, ValueChecks, client, path,
-};
+use crate::policy::client::Settings as ClientSettings;
+use crate::policy::path::Settings as PathSettings;
+use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, SlotRelease, ValueChecks};
 use http::HeaderName;
 use http::uri::PathAndQuery;
 use ipnet::Ipv6Net;
+use std::time::Duration;
 
-/// Builds the settings of self-service. The inner `None` means that it is off.
+/// Builds the settings of self-service.
 pub(super) fn build_self_service_settings(
-    root: &TableReader<'_>,
+    reader: &TableReader<'_>,
     has_upstream: bool,
-) -> Option<Option<SelfServiceSettings>> {
+) -> Option<SelfServiceSettings> {
     /// The window moves in tenths of its period.
     const SUB_WINDOWS: u64 = 10;
-    let Some(reader) = root.get_optional_table("self_service") else {
-        return Some(None);
-    };
-    if !has_upstream {
-        reader.report_warning("path", "without effect: nothing listens at listen.address");
+    report! { reader;
+        Warning("path") if !has_upstream => "without effect: nothing listens at listen.address";
     }
-    let path = reader.get_parsed("path", parse_self_service_path)?;
+    let path = reader.get_text("path", parse_self_service_path)?;
     let limit = reader.get_table("limit");
     let limit = Limit {
-        requests: limit.get_integer("requests")?,
-        per_us: u64::try_from(limit.get_duration("per")?.as_micros()).unwrap_or(u64::MAX),
+        requests: limit.read("requests")?,
+        per_us: u64::try_from(limit.read::<Duration>("per")?.as_micros()).unwrap_or(u64::MAX),
         algorithm: Algorithm::SlidingWindow {
             buckets: SUB_WINDOWS,
         },
     };
-    Some(Some(SelfServiceSettings {
+    Some(SelfServiceSettings {
         path: path.into(),
         limit: NamedLimit {
             amount: None,
@@ -43,15 +41,12 @@ pub(super) fn build_self_service_settings(
             unit: None,
             limit,
         },
-    }))
+    })
 }
 
-fn parse_self_service_path(text: &str) -> Result<String, String> {
-    let is_path =
-        text.starts_with('/') && !text.contains(['?', '#']) && text.parse::<PathAndQuery>().is_ok();
-    is_path
-        .then(|| text.to_owned())
-        .ok_or_else(|| "expected a path such as \"/.well-known/ratelimit\"".to_owned())
+fn parse_self_service_path(text: &str) -> Option<String> {
+    let is_uri = text.starts_with('/') && text.parse::<PathAndQuery>().is_ok();
+    (is_uri && !text.contains(['?', '#'])).then(|| text.to_owned())
 }
 
 /// Builds the hasher of key values. Returns `None` after an error.
@@ -64,26 +59,24 @@ pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
     reader.accept(KEY, KeyHasher::from_secret(secret.as_bytes()))
 }
 
-pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<client::Settings> {
-    Some(client::Settings {
+pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<ClientSettings> {
+    let rejects = |key: &str| reader.is_keyword(key, "reject");
+    let value_checks = ValueChecks {
+        rejects_outer_white_space: rejects("outer_white_space")?,
+        rejects_ambiguous_header: rejects("ambiguous_header")?,
+        rejects_cookie_prefixes: rejects("cookie_prefixes")?,
+        rejects_cookie_octets: rejects("cookie_octets")?,
+    };
+    Some(read_settings!(ClientSettings {
+        reader: ipv4_prefix, ipv6_prefix;
+        =>
         trusted_proxies: reader.get_list("trusted_proxies", values::parse_network),
-        ip_header: reader.get_parsed("ip_header", |text| {
-            HeaderName::from_bytes(text.as_bytes())
-                .ok()
-                .ok_or_else(|| "expected the name of a header".to_owned())
-        })?,
-        ipv4_prefix: reader.get_integer("ipv4_prefix")?,
+        ip_header: reader.get_text("ip_header", |text| HeaderName::try_from(text).ok())?,
         nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),
-        ipv6_prefix: reader.get_integer("ipv6_prefix")?,
-        rejects_ambiguous_query: reader.is_keyword("ambiguous_query", "reject")?,
-        rejects_ambiguous_cookie: reader.is_keyword("ambiguous_cookie", "reject")?,
-        value_checks: ValueChecks {
-            rejects_outer_white_space: reader.is_keyword("outer_white_space", "reject")?,
-            rejects_ambiguous_header: reader.is_keyword("ambiguous_header", "reject")?,
-            rejects_cookie_prefixes: reader.is_keyword("cookie_prefixes", "reject")?,
-            rejects_cookie_octets: reader.is_keyword("cookie_octets", "reject")?,
-        },
-    })
+        rejects_ambiguous_query: rejects("ambiguous_query")?,
+        rejects_ambiguous_cookie: rejects("ambiguous_cookie")?,
+        value_checks,
+    }))
 }
 
 fn parse_nat64_prefix(text: &str) -> Result<Ipv6Net, String> {
@@ -95,20 +88,17 @@ fn parse_nat64_prefix(text: &str) -> Result<Ipv6Net, String> {
         })
 }
 
-pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<path::Settings> {
-    Some(path::Settings {
-        normalize: reader.get_bool("normalize")?,
-        forward: reader.get_keyword("forward")?,
-        merge_slashes: reader.get_bool("merge_slashes")?,
-        reads_authority: reader.is_keyword("authority", "both")?,
-        escaped_slashes: reader.get_keyword("escaped_slashes")?,
-        escaped_delimiters: reader.get_keyword("escaped_delimiters")?,
-        rejects_control_characters: reader.is_keyword("control_characters", "reject")?,
-        rejects_invalid_utf8: reader.is_keyword("invalid_utf8", "reject")?,
-        ignore_trailing_slash: reader.is_keyword("trailing_slash", "ignore")?,
-        strip_parameters: reader.is_keyword("path_parameters", "strip")?,
-        case_sensitive: reader.get_bool("case_sensitive")?,
-        rejects_ambiguous_keys: reader.is_keyword("ambiguous_key", "reject")?,
-        max_readings_size: reader.get_byte_size("max_readings_size")?,
-    })
+pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<PathSettings> {
+    let is = |key: &str, keyword: &str| reader.is_keyword(key, keyword);
+    Some(read_settings!(PathSettings {
+        reader: normalize, forward, merge_slashes, escaped_slashes, escaped_delimiters,
+            case_sensitive, max_readings_size;
+        =>
+        reads_authority: is("authority", "both")?,
+        rejects_control_characters: is("control_characters", "reject")?,
+        rejects_invalid_utf8: is("invalid_utf8", "reject")?,
+        ignore_trailing_slash: is("trailing_slash", "ignore")?,
+        strip_parameters: is("path_parameters", "strip")?,
+        rejects_ambiguous_keys: is("ambiguous_key", "reject")?,
+    }))
 }

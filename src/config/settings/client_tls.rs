@@ -1,57 +1,41 @@
 //! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
 use crate::config::key_files::{accept_content, read_text_file};
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::tls::{self, ClientTls, TrustedCertificates};
 use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::pki_types::ServerName;
 
-/// Whether and why the TLS keys of a table apply.
-#[derive(Clone, Copy)]
-pub(super) struct TlsRequirement {
-    /// Whether the connection uses TLS. If not, every TLS key is an error.
-    pub(super) is_tls: bool,
-    /// Whether tidegate connects to the server. If not, no file is read.
-    pub(super) is_used: bool,
-    /// The setting that turns TLS on, for messages.
-    pub(super) enabled_by: &'static str,
-}
-
 /// Builds the TLS client settings from the table of `reader`. Adds the files to the watched set.
+///
+/// Unless the connection `is_tls`, every TLS key is an error, whose message names `enabled_by`: the
+/// setting that turns TLS on. Unless it `is_used`, no file is read.
 pub(super) fn build_client_tls(
     reader: &TableReader<'_>,
-    requirement: TlsRequirement,
+    is_tls: bool,
+    is_used: bool,
+    enabled_by: &str,
 ) -> Option<ClientTls> {
     let text = |key: &str| reader.get_nonempty_string(key);
-    if !requirement.is_tls {
-        for key in ["ca", "cert", "key", "server_name"]
-            .into_iter()
-            .filter(|key| text(key).is_some())
-        {
-            reader.report_error(
-                key,
-                &format!("is for TLS only; expected {}", requirement.enabled_by),
-            );
+    if !is_tls {
+        for key in ["ca", "cert", "key", "server_name"] {
+            report! { reader;
+                Error(key) if text(key).is_some() => "is for TLS only; expected {enabled_by}";
+            }
         }
         return None;
     }
     let server_name = text("server_name").and_then(|name| {
-        let checked = ServerName::try_from(name)
-            .map_err(|_invalid| reader.report_error("server_name", "expected a host name"));
-        checked.ok()
+        let checked =
+            ServerName::try_from(name).map_err(|_invalid| "expected a host name".to_owned());
+        reader.accept("server_name", checked)
     });
-    if text("cert").is_some() != text("key").is_some() {
-        let (missing, given) = if text("cert").is_some() {
-            ("key", "cert")
-        } else {
-            ("cert", "key")
-        };
-        reader.report_error(
-            given,
-            &format!("a certificate and its key belong together; expected {missing} too"),
-        );
+    let (has_cert, has_key) = (text("cert").is_some(), text("key").is_some());
+    report! { reader;
+        Error("cert") if has_cert && !has_key => "a certificate and its key belong together; expected key too";
+        Error("key") if has_key && !has_cert => "a certificate and its key belong together; expected cert too";
     }
-    if !requirement.is_used {
+    if !is_used {
         return None;
     }
     let mut digest = Sha256::new();
@@ -70,14 +54,11 @@ pub(super) fn build_client_tls(
     let chain = chain.and_then(|chain| accept_content(reader, "cert", chain));
     let key = key.map(|pem| tls::parse_private_key(pem.as_bytes()));
     let key = key.and_then(|key| accept_content(reader, "key", key));
-    let client = tls::build_client_config(trusted?, chain.zip(key)).map_err(|error| {
-        reader.report_error(
-            "cert",
-            &format!("certificate and key can't be used: {error}"),
-        );
-    });
+    let client = tls::build_client_config(trusted?, chain.zip(key));
+    let client = client.map_err(|error| format!("certificate and key can't be used: {error}"));
+    let client = reader.accept("cert", client)?;
     Some(ClientTls::new(
-        client.ok()?,
+        client,
         server_name,
         digest.finalize().into(),
     ))
@@ -101,4 +82,11 @@ fn select_trusted_certificates(
             )))
         }
     }
+}
+
+/// Error of a URL whose host has no name to verify. `key` may give one instead.
+pub(super) fn unverifiable_host(key: &str) -> String {
+    format!(
+        "the host is not a name that a certificate can be verified against; expected such a name, or the certificate's name in {key}"
+    )
 }

@@ -1,9 +1,9 @@
 //! `[client.jwt]`: tokens, their issuers and keys.
 
 use super::client_tls;
-use crate::config::key_files::read_text_file;
+use crate::config::key_files::{read_directory, read_text_file};
 use crate::config::policies::context::ClaimTrust;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::config::values;
 use crate::http_client::HttpUrl;
 use crate::policy::jwt::{
@@ -11,23 +11,22 @@ use crate::policy::jwt::{
     parse_key_url,
 };
 use crate::tls::ClientTls;
-use std::path::{Path, PathBuf};
 
 /// The keys that name the keys of an issuer. Exactly one of them is set.
 const KEY_SOURCES: [&str; 3] = ["keys_file", "keys_url", "secret_file"];
 
+/// The set ones of [`KEY_SOURCES`].
+fn set_key_sources(reader: &TableReader<'_>) -> impl Iterator<Item = &'static str> {
+    let is_set = |key: &&str| reader.get_nonempty_string(key).is_some();
+    KEY_SOURCES.into_iter().filter(is_set)
+}
+
 /// Returns how token claims are trusted. `None` if no key is configured.
 pub(super) fn read_claim_trust(reader: &TableReader<'_>) -> Option<ClaimTrust> {
-    match reader.get_bool("verify") {
+    let has_keys = set_key_sources(reader).next().is_some() || reader.contains_key("issuers");
+    match reader.read("verify") {
         Some(false) => Some(ClaimTrust::Unverified),
-        _ if KEY_SOURCES
-            .iter()
-            .any(|key| reader.get_nonempty_string(key).is_some())
-            || reader.contains_key("issuers") =>
-        {
-            Some(ClaimTrust::Signed)
-        }
-        _ => None,
+        _ => has_keys.then_some(ClaimTrust::Signed),
     }
 }
 
@@ -37,63 +36,54 @@ pub(super) fn build_jwt_settings(
     claims: ClaimTrust,
 ) -> Option<jwt::Settings> {
     let header = reader.get_parsed("header", values::parse_header_name)?;
-    if claims == ClaimTrust::Unverified {
-        reader.report_warning(
-            "verify",
-            "unverified JWT: claims are trusted without a signature check",
-        );
-        for key in KEY_SOURCES
-            .into_iter()
-            .filter(|key| reader.get_nonempty_string(key).is_some())
-        {
-            reader.report_warning(key, "without effect: verify is false");
+    let verification = match claims {
+        ClaimTrust::Unverified => {
+            report! { reader;
+                Warning("verify") => "unverified JWT: claims are trusted without a signature check";
+            }
+            for key in set_key_sources(reader) {
+                reader.report_warning(key, "without effect: verify is false");
+            }
+            jwt::SignatureVerification::Disabled
         }
-        return Some(jwt::Settings {
-            header,
-            verification: jwt::SignatureVerification::Disabled,
-        });
-    }
-    let issuers = read_issuers(reader)?;
+        ClaimTrust::Signed => {
+            jwt::SignatureVerification::Keys(TrustedIssuers::new(read_issuers(reader)?))
+        }
+    };
     Some(jwt::Settings {
         header,
-        verification: jwt::SignatureVerification::Keys(TrustedIssuers::new(issuers)),
+        verification,
     })
 }
 
 fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
     let tables = reader.get_tables("issuers");
     let fetching = read_fetch_settings(reader, &tables);
+    let build = |table: &TableReader<'_>, name: Option<String>| {
+        Some(TokenIssuer {
+            name: name.map(String::into_boxed_str),
+            audiences: read_audiences(table),
+            keys: read_issuer_keys(table, fetching.as_ref())?,
+        })
+    };
     if tables.is_empty() {
-        let name = reader
-            .get_nonempty_string("issuer")
-            .map(String::into_boxed_str);
-        let keys = read_issuer_keys(reader, fetching.as_ref())?;
-        return Some(vec![TokenIssuer {
-            name,
-            audiences: read_audiences(reader),
-            keys,
-        }]);
+        return Some(vec![build(reader, reader.get_nonempty_string("issuer"))?]);
     }
     for key in KEY_SOURCES.into_iter().chain(["issuer", "audience"]) {
-        if reader.contains_key(key) {
-            reader.report_error(key, "issuers are set too; expected one of them");
-        }
+        let is_set = reader.contains_key(key);
+        reader.error_if(is_set, key, "issuers are set too; expected one of them");
     }
     let mut names = Vec::new();
     let issuers = tables.iter().map(|table| {
         let name = table.get_nonempty_string("issuer");
         let is_invalid = name.as_ref().is_none_or(|name| name.contains(' '));
-        if is_invalid && table.contains_key("issuer") {
-            table.report_error("issuer", "expected the iss of the tokens, without spaces");
-        } else if name.is_some() && names.contains(&name) {
-            table.report_error("issuer", "another entry has the same issuer");
+        let is_known = name.is_some() && names.contains(&name);
+        report! { table;
+            Error("issuer") if is_invalid && table.contains_key("issuer") => "expected the iss of the tokens, without spaces";
+            Error("issuer") if !is_invalid && is_known => "another entry has the same issuer";
         }
         names.push(name.clone());
-        Some(TokenIssuer {
-            name: Some(name?.into()),
-            audiences: read_audiences(table),
-            keys: read_issuer_keys(table, fetching.as_ref())?,
-        })
+        build(table, Some(name?))
     });
     // All issuers are read first, so that all errors are reported.
     let issuers: Vec<_> = issuers.collect();
@@ -111,18 +101,16 @@ fn read_issuer_keys(
     reader: &TableReader<'_>,
     fetching: Option<&KeyFetchSettings>,
 ) -> Option<IssuerKeys> {
-    let mut sources = KEY_SOURCES
-        .into_iter()
-        .filter(|key| reader.get_nonempty_string(key).is_some());
-    let Some(key) = sources.next() else {
+    let mut sources = set_key_sources(reader);
+    let (first, second) = (sources.next(), sources.next());
+    let Some(key) = first else {
         reader.report_error("keys_url", "missing; expected keys_url or keys_file");
         return None;
     };
-    if let Some(second) = sources.next() {
-        reader.report_error(
-            second,
-            &format!("both {key} and {second} are set; expected one of them"),
-        );
+    if let Some(second) = second {
+        report! { reader;
+            Error(second) => "both {key} and {second} are set; expected one of them";
+        }
         return None;
     }
     let (keys, warnings) = match key {
@@ -158,23 +146,15 @@ struct KeyFetchSettings {
 impl KeyFetchSettings {
     fn parse_url(&self, text: &str) -> Result<HttpUrl, String> {
         let url = parse_key_url(text)?;
+        let tls = self.tls.as_ref().filter(|_| url.is_tls);
+        let has_no_name = tls.is_some_and(|tls| tls.server_name_for(&url.host).is_err());
         if !url.is_tls && !url.is_loopback() && !self.allows_http {
-            return Err(
-                "keys over http can be replaced on the way; expected https, or keys_allow_http = true"
-                    .to_owned(),
-            );
+            return Err("keys over http can be replaced on the way; expected https, or keys_allow_http = true".to_owned());
         }
-        if url.is_tls
-            && let Some(tls) = &self.tls
-            && tls.server_name_for(&url.host).is_err()
-        {
-            return Err(
-                "the host is not a name that a certificate can be verified against; expected such a \
-                 name, or the certificate's name in client.jwt.tls.server_name"
-                    .to_owned(),
-            );
+        match has_no_name {
+            true => Err(client_tls::unverifiable_host("client.jwt.tls.server_name")),
+            false => Ok(url),
         }
-        Ok(url)
     }
 
     fn source(&self, url: HttpUrl) -> KeySource {
@@ -196,37 +176,23 @@ fn read_fetch_settings(
         .filter_map(|table| table.get_nonempty_string("keys_url"))
         .collect();
     let is_tls = urls.iter().any(|url| url.starts_with("https://"));
-    let requirement = client_tls::TlsRequirement {
-        is_tls,
-        is_used: true,
-        enabled_by: "https:// in keys_url",
-    };
-    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement);
+    let tls = reader.get_table("tls");
+    let tls = client_tls::build_client_tls(&tls, is_tls, true, "https:// in keys_url");
     let url = parse_key_url(urls.first()?).ok();
     let template = KeySource {
         // An invalid URL is reported where it is read.
         url: url.or_else(|| parse_key_url("https://invalid/").ok())?,
         tls: None,
-        cache_dir: match reader.input().reads_key_files() {
-            true => reader.get_parsed("keys_cache_dir", parse_cache_directory)?,
-            false => None,
-        },
-        refresh_interval: reader.get_duration("keys_refresh")?,
-        cooldown: reader.get_duration("keys_cooldown")?,
-        max_stale: reader.get_duration("keys_max_stale")?,
+        cache_dir: read_directory(reader, "keys_cache_dir", true)?
+            .filter(|_| reader.input().reads_key_files()),
+        refresh_interval: reader.read("keys_refresh")?,
+        cooldown: reader.read("keys_cooldown")?,
+        max_stale: reader.read("keys_max_stale")?,
     };
     Some(KeyFetchSettings {
         template,
         // The error of an unusable TLS table has been reported.
         tls: if is_tls { Some(tls?) } else { None },
-        allows_http: reader.get_bool("keys_allow_http")?,
+        allows_http: reader.read("keys_allow_http")?,
     })
-}
-
-fn parse_cache_directory(path: &str) -> Result<Option<PathBuf>, String> {
-    match path {
-        "" => Ok(None),
-        path if Path::new(path).is_dir() => Ok(Some(path.into())),
-        _ => Err("not a directory; expected an existing directory".to_owned()),
-    }
 }

@@ -1,7 +1,7 @@
 //! `[listen]`, `[rls]` and `[check]`: the listeners.
 
 use super::{container_memory, listen_tls};
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values;
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, MAX_MESSAGE_BYTES,
@@ -14,33 +14,24 @@ pub(super) fn build_listen_settings(
     reader: &TableReader<'_>,
     http: &TableReader<'_>,
 ) -> Option<ListenSettings> {
-    Some(ListenSettings {
+    Some(read_settings!(ListenSettings {
+        reader: max_connections, max_connections_per_client, max_connection_age;
+        http: header_timeout, idle_timeout, body_idle_timeout, min_upload_rate, max_header_bytes,
+            max_headers, max_body_bytes, max_concurrent_streams;
+        =>
         address: reader.get_parsed("address", values::parse_listen_address)?,
         proxy_protocol_from: read_proxy_protocol_networks(reader)?,
         assumes_https: read_forwarded_proto(reader)?,
-        max_connections: reader.get_integer("max_connections")?,
-        max_connections_per_client: reader.get_integer("max_connections_per_client")?,
-        max_connection_age: reader.get_nonzero_duration("max_connection_age"),
-        max_memory: match reader.get_byte_size("max_memory") {
+        max_memory: match reader.read("max_memory") {
             None => container_memory::default_connection_memory(),
-            Some(bytes) => Some(bytes).filter(|bytes| *bytes > 0),
+            Some(bytes) => bytes,
         },
-        threads: match reader.get_integer("threads")? {
+        threads: match reader.read("threads")? {
             // `available_parallelism` respects CPU affinity and the cgroup quota.
             0 => std::thread::available_parallelism().map_or(1, usize::from),
             threads => threads,
         },
-        header_timeout: http.get_duration("header_timeout")?,
-        idle_timeout: http.get_duration("idle_timeout")?,
-        body_idle_timeout: http.get_duration("body_idle_timeout")?,
-        min_upload_rate: http.get_byte_size("min_upload_rate")?,
-        max_header_bytes: http.get_byte_size("max_header_bytes")?,
-        max_headers: http.get_integer("max_headers")?,
-        max_body_bytes: http
-            .get_byte_size("max_body_bytes")
-            .filter(|size| *size > 0),
-        max_concurrent_streams: http.get_integer("max_concurrent_streams")?,
-    })
+    }))
 }
 
 /// Builds the listeners of `[rls]` and `[check]`. Returns `None` after an error.
@@ -60,13 +51,11 @@ pub(super) fn build_service_listeners(
 }
 
 pub(super) fn read_ext_authz_settings(check: &TableReader<'_>) -> ExtAuthzSettings {
-    let status = check.get_integer("refused_status");
+    let status = check.read("refused_status");
     ExtAuthzSettings {
         denied_status: status.and_then(|status| StatusCode::from_u16(status).ok()),
         // `None` after an error, which `check` has reported.
-        accepts_joined_headers: check
-            .is_keyword("joined_headers", "allow")
-            .unwrap_or_default(),
+        accepts_joined_headers: check.is_keyword("joined_headers", "allow") == Some(true),
     }
 }
 
@@ -76,22 +65,20 @@ fn build_service_listener(
     reader: &TableReader<'_>,
     proxy: Option<&ListenSettings>,
 ) -> Option<ExtraListenerSettings> {
-    let tls = reader.get_optional_table("tls").map(|tls| {
-        if tls.get_bool("client_cert_header") == Some(true) {
-            tls.report_warning(
-                "client_cert_header",
-                "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header",
-            );
+    let tls = reader.build_optional("tls", |tls| {
+        report! { tls;
+            Warning("client_cert_header") if tls.read("client_cert_header") == Some(true) => "without effect: only [listen] forwards requests; expected listen.tls.client_cert_header";
         }
-        listen_tls::build_server_tls(&tls)
+        listen_tls::build_server_tls(tls)
     });
     let address = reader.get_parsed("address", values::parse_listen_address);
-    let max_connections = reader.get_integer("max_connections")?;
-    let is_rls = kind == ListenerKind::RateLimitService;
-    let streams = if is_rls {
-        reader.get_integer("max_concurrent_streams")?
-    } else {
-        proxy?.max_concurrent_streams
+    let max_connections = reader.read("max_connections")?;
+    let (max_concurrent_streams, max_body_bytes) = match kind {
+        ListenerKind::RateLimitService => (
+            reader.read("max_concurrent_streams")?,
+            Some(MAX_MESSAGE_BYTES),
+        ),
+        _ => (proxy?.max_concurrent_streams, proxy?.max_body_bytes),
     };
     let listen = ListenSettings {
         address: address?,
@@ -99,29 +86,19 @@ fn build_service_listener(
         assumes_https: false,
         max_connections,
         max_connections_per_client: 0,
-        max_body_bytes: if is_rls {
-            Some(MAX_MESSAGE_BYTES)
-        } else {
-            proxy?.max_body_bytes
-        },
-        max_concurrent_streams: streams,
+        max_body_bytes,
+        max_concurrent_streams,
         ..proxy?.clone()
     };
-    let tls = match tls {
-        Some(tls) => Some(Arc::new(tls?)),
-        None => None,
-    };
+    let tls = tls?.map(Arc::new);
     Some(ExtraListenerSettings { kind, listen, tls })
 }
 
 /// Reads whether clients use TLS to a load balancer that does not say so.
 fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
     let assumes_https = reader.is_keyword("forwarded_proto", "https")?;
-    if assumes_https && reader.contains_key("tls") {
-        reader.report_warning(
-            "forwarded_proto",
-            "without effect: with [listen.tls], all clients use https; expected \"auto\"",
-        );
+    report! { reader;
+        Warning("forwarded_proto") if assumes_https && reader.contains_key("tls") => "without effect: with [listen.tls], all clients use https; expected \"auto\"";
     }
     Some(assumes_https)
 }
@@ -131,18 +108,10 @@ fn read_forwarded_proto(reader: &TableReader<'_>) -> Option<bool> {
 fn read_proxy_protocol_networks(reader: &TableReader<'_>) -> Option<Option<Vec<IpNet>>> {
     let is_required = reader.is_keyword("proxy_protocol", "require")?;
     let networks = reader.get_list("proxy_protocol_from", values::parse_network);
-    if is_required && reader.get_items("proxy_protocol_from").is_empty() {
-        reader.report_error(
-            "proxy_protocol",
-            "proxy_protocol = \"require\" needs proxy_protocol_from; expected the networks of your load balancers, or \
-             [\"0.0.0.0/0\", \"::/0\"] if only they can connect",
-        );
-    }
-    if !is_required && !networks.is_empty() {
-        reader.report_warning(
-            "proxy_protocol_from",
-            "without effect: proxy_protocol is \"off\"; expected proxy_protocol = \"require\"",
-        );
+    let has_no_networks = reader.get_items("proxy_protocol_from").is_empty();
+    report! { reader;
+        Error("proxy_protocol") if is_required && has_no_networks => "proxy_protocol = \"require\" needs proxy_protocol_from; expected the networks of your load balancers, or [\"0.0.0.0/0\", \"::/0\"] if only they can connect";
+        Warning("proxy_protocol_from") if !is_required && !networks.is_empty() => "without effect: proxy_protocol is \"off\"; expected proxy_protocol = \"require\"";
     }
     Some(is_required.then_some(networks))
 }

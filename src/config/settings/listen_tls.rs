@@ -2,7 +2,7 @@
 
 use crate::clock;
 use crate::config::key_files::{accept_content, read_pem_file};
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::tls::{
     ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
 };
@@ -17,18 +17,15 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
     let mut identities = vec![read_server_identity(reader)];
     for more in reader.get_tables("certificates") {
         let identity = read_server_identity(&more);
-        if identity
+        let names = identity
             .as_ref()
-            .is_some_and(|(_, identity)| identity.certificate.dns_names.is_empty())
-        {
-            more.report_warning(
-                "cert",
-                "the certificate has no DNS name, so SNI never selects it",
-            );
+            .map(|(_, identity)| &identity.certificate.dns_names);
+        report! { more;
+            Warning("cert") if names.is_some_and(Vec::is_empty) => "the certificate has no DNS name, so SNI never selects it";
         }
         identities.push(identity);
     }
-    let auth = reader.get_keyword("client_auth")?;
+    let auth = reader.read("client_auth")?;
     check_client_auth(reader, auth);
     let client_ca = reader.get_nonempty_string("client_ca");
     let client_ca = client_ca.and_then(|_| read_pem_file(reader, "client_ca"));
@@ -48,7 +45,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         auth,
         ca: client_ca,
         crl: client_crl,
-        forwards_certificate: reader.get_bool("client_cert_header")?,
+        forwards_certificate: reader.read("client_cert_header")?,
     };
     let server = ServerTls::new(identities, &clients);
     accept_content(reader, "client_ca", server)
@@ -56,7 +53,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
 
 /// Checks the keys of the table, and returns settings without a certificate.
 fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
-    check_client_auth(reader, reader.get_keyword("client_auth")?);
+    check_client_auth(reader, reader.read("client_auth")?);
     let certificates = reader.get_tables("certificates");
     let are_set = std::iter::once(reader).chain(&certificates).all(|table| {
         ["cert", "key"].iter().all(|key| {
@@ -78,47 +75,34 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
 
 /// Checks that the keys about client certificates fit `client_auth`.
 fn check_client_auth(reader: &TableReader<'_>, auth: ClientAuth) {
-    if auth != ClientAuth::None {
-        if reader.get_nonempty_string("client_ca").is_none() {
-            reader.report_error(
-                "client_auth",
-                "no CA to verify client certificates; expected client_ca too",
-            );
-        }
-        return;
+    let is_set = |key: &str| reader.get_nonempty_string(key).is_some();
+    report! { reader;
+        Error("client_auth") if auth != ClientAuth::None && !is_set("client_ca") => "no CA to verify client certificates; expected client_ca too";
     }
-    let forwards_certificate = reader.get_bool("client_cert_header") == Some(true);
+    let sends_header = reader.read("client_cert_header") == Some(true);
     for (key, is_set) in [
-        (
-            "client_ca",
-            reader.get_nonempty_string("client_ca").is_some(),
-        ),
-        (
-            "client_crl",
-            reader.get_nonempty_string("client_crl").is_some(),
-        ),
-        ("client_cert_header", forwards_certificate),
+        ("client_ca", is_set("client_ca")),
+        ("client_crl", is_set("client_crl")),
+        ("client_cert_header", sends_header),
     ] {
-        if is_set {
-            reader.report_warning(
-                key,
-                "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"",
-            );
+        report! { reader;
+            Warning(key) if auth == ClientAuth::None && is_set => "without effect: client_auth is \"none\"; expected client_auth = \"optional\" or \"require\"";
         }
     }
 }
 
 /// Whether the listener requests client certificates, even if other keys are invalid.
 pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
-    reader
-        .get_string("client_auth")
-        .is_some_and(|auth| auth != "none")
+    let auth = reader
+        .get("client_auth")
+        .and_then(|item| item.value.as_str());
+    auth.is_some_and(|auth| auth != "none")
 }
 
 /// Reads a certificate chain and its private key. Returns them with the path of the certificate.
 fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdentity)> {
     let (chain, key) = (read_pem_file(reader, "cert"), read_pem_file(reader, "key"));
-    let path = reader.get_string("cert")?;
+    let path = reader.read("cert")?;
     let (field, identity) = match ServerIdentity::from_pem(&chain?, &key?) {
         Ok(identity) => ("cert", Ok(identity)),
         Err(IdentityError::Certificate(reason)) => ("cert", Err(reason)),
@@ -133,14 +117,11 @@ fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdent
 /// of its issuer are rejected.
 fn parse_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<RevocationLists> {
     let lists = accept_content(reader, "client_crl", RevocationLists::from_pem(pem))?;
-    if lists
+    let is_expired = lists
         .expiry_s
-        .is_some_and(|expiry| expiry < clock::unix_time_s())
-    {
-        reader.report_warning(
-            "client_crl",
-            "a list in the file has expired: all certificates of its issuer are rejected",
-        );
+        .is_some_and(|expiry| expiry < clock::unix_time_s());
+    report! { reader;
+        Warning("client_crl") if is_expired => "a list in the file has expired: all certificates of its issuer are rejected";
     }
     Some(lists)
 }
@@ -154,21 +135,13 @@ fn warn_if_outside_validity(reader: &TableReader<'_>, identity: &ServerIdentity)
         1 => "1 day".to_owned(),
         days => format!("{days} days"),
     };
-    if identity.expiry_s < now {
-        let ago = days(now.saturating_sub(identity.expiry_s));
-        reader.report_warning(
-            "cert",
-            &format!(
-                "the certificate or one of its chain expired {ago} ago: clients will reject it"
-            ),
-        );
-    }
-    let begins = identity.certificate.validity_s.0;
-    if begins > now {
-        let left = days(begins.saturating_sub(now));
-        reader.report_warning(
-            "cert",
-            &format!("the certificate becomes valid in {left}: clients will reject it until then"),
-        );
+    let (begins, ends) = (identity.certificate.validity_s.0, identity.expiry_s);
+    let (ago, left) = (
+        days(now.saturating_sub(ends)),
+        days(begins.saturating_sub(now)),
+    );
+    report! { reader;
+        Warning("cert") if ends < now => "the certificate or one of its chain expired {ago} ago: clients will reject it";
+        Warning("cert") if begins > now => "the certificate becomes valid in {left}: clients will reject it until then";
     }
 }

@@ -2,13 +2,13 @@
 
 use super::client_tls;
 use crate::config::key_files::read_text_file;
-use crate::config::table_reader::TableReader;
+use crate::config::keywords::RedisTopologyKind;
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values::{self, RedisUrl};
 use crate::store::MemorySettings;
 use crate::store::redis::{
     RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisTopology,
 };
-use strum::EnumString;
 
 /// Builds the Redis settings. Reads files only if `is_used`.
 pub(crate) fn build_redis_settings(
@@ -17,130 +17,76 @@ pub(crate) fn build_redis_settings(
     instance_counter_bounds: MemorySettings,
 ) -> Option<RedisSettings> {
     let breaker = reader.get_table("breaker");
-    let kind = reader.get_keyword("topology")?;
-    let urls = if kind == RedisTopologyKind::Standalone {
-        read_single_url(reader)
-    } else {
-        read_node_urls(reader, kind)
-    };
+    let kind = reader.read("topology")?;
+    let urls = read_urls(reader, kind);
     let first = urls.first()?;
     let topology = match kind {
         RedisTopologyKind::Standalone => RedisTopology::Standalone,
         RedisTopologyKind::Cluster => RedisTopology::Cluster,
         RedisTopologyKind::Sentinel => RedisTopology::Sentinel {
-            master: reader.get_parsed("sentinel_master", |text| match text {
-                "" => Err("expected the name of a master".to_owned()),
-                name => Ok(name.to_owned()),
+            master: reader.get_text("sentinel_master", |name| {
+                (!name.is_empty()).then(|| name.to_owned())
             })?,
             credentials: build_login(reader, is_used, "sentinel_", RedisCredentials::default()),
         },
     };
-    if kind != RedisTopologyKind::Sentinel {
-        let keys = reader.present_keys().map(|key| key.name);
-        for key in keys.filter(|key| key.starts_with("sentinel_") && !reader.is_default(key)) {
-            reader.report_error(key, "is for topology = \"sentinel\" only");
+    for key in reader.present_keys().map(|key| key.name) {
+        let is_foreign = kind != RedisTopologyKind::Sentinel && key.starts_with("sentinel_");
+        report! { reader;
+            Error(key) if is_foreign && !reader.is_default(key) => "is for topology = \"sentinel\" only";
         }
     }
-    if is_used && reader.is_default("key_prefix") {
-        reader.report_warning(
-            "key_prefix",
-            "the default, so services that share this Redis share counters; expected a prefix per service",
-        );
+    report! { reader;
+        Warning("key_prefix") if is_used && reader.is_default("key_prefix") => "the default, so services that share this Redis share counters; expected a prefix per service";
     }
-    Some(RedisSettings {
+    let enabled_by = "rediss:// in the URL";
+    let tls = client_tls::build_client_tls(reader, first.is_tls, is_used, enabled_by);
+    Some(read_settings!(RedisSettings {
+        reader: timeout, connect_timeout;
+        breaker: probe_interval;
+        =>
         topology,
         database: first.database,
         credentials: build_login(reader, is_used, "", first.login.clone()),
-        tls: client_tls::build_client_tls(
-            reader,
-            client_tls::TlsRequirement {
-                is_tls: first.is_tls,
-                is_used,
-                enabled_by: "rediss:// in the URL",
-            },
-        ),
+        tls,
         servers: urls.iter().map(|url| url.address.clone()).collect(),
-        key_prefix: reader.get_parsed("key_prefix", parse_key_prefix)?,
-        initial_instances: reader.get_integer("instances")?,
-        timeout: reader.get_duration("timeout")?,
-        connect_timeout: reader.get_duration("connect_timeout")?,
-        breaker_failures: breaker.get_integer("failures")?,
-        probe_interval: breaker.get_duration("probe_interval")?,
+        key_prefix: reader.get_text("key_prefix", parse_key_prefix)?,
+        initial_instances: reader.read("instances")?,
+        breaker_failures: breaker.read("failures")?,
         instance_counter_bounds,
         state_dir: None,
         dialer: RedisDialer::Network,
-    })
+    }))
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, EnumString)]
-#[strum(serialize_all = "snake_case")]
-enum RedisTopologyKind {
-    Standalone,
-    Sentinel,
-    Cluster,
-}
-
-fn read_single_url(reader: &TableReader<'_>) -> Vec<RedisUrl> {
-    if !reader.get_items("urls").is_empty() {
-        reader.report_error(
-            "urls",
-            "not for topology = \"standalone\"; expected url, or topology = \"sentinel\" or \"cluster\"",
-        );
+/// Reads the URL of a server, or those of sentinels or cluster nodes, which may differ only in host
+/// and port.
+fn read_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<RedisUrl> {
+    let has_urls = !reader.get_items("urls").is_empty();
+    let is_single = kind == RedisTopologyKind::Standalone;
+    report! { reader;
+        Error("urls") if is_single && has_urls => "not for topology = \"standalone\"; expected url, or topology = \"sentinel\" or \"cluster\"";
+        Error("url") if !is_single && !reader.is_default("url") => "is for topology = \"standalone\" only; expected urls";
+        Error("urls") if !is_single && !has_urls => "expected at least one URL such as \"redis://host:port\"";
     }
-    reader
-        .get_parsed("url", values::parse_redis_url)
-        .into_iter()
-        .collect()
-}
-
-/// Reads the URLs of sentinels or cluster nodes. They may differ only in host and port.
-fn read_node_urls(reader: &TableReader<'_>, kind: RedisTopologyKind) -> Vec<RedisUrl> {
-    if !reader.is_default("url") {
-        reader.report_error(
-            "url",
-            "is for topology = \"standalone\" only; expected urls",
-        );
+    if is_single {
+        let url = reader.get_parsed("url", values::parse_redis_url);
+        return url.into_iter().collect();
     }
     let urls = reader.get_list("urls", values::parse_redis_url);
-    let Some(first) = urls.first() else {
-        if reader.get_items("urls").is_empty() {
-            reader.report_error(
-                "urls",
-                "expected at least one URL such as \"redis://host:port\"",
-            );
+    if let Some(first) = urls.first() {
+        let shared_parts = |url: &RedisUrl| (url.is_tls, url.database, url.login.clone());
+        let differs = urls
+            .iter()
+            .any(|url| shared_parts(url) != shared_parts(first));
+        let is_socket = |url: &RedisUrl| matches!(url.address, RedisAddress::Unix(_));
+        let has_login = first.login != RedisCredentials::default();
+        report! { reader;
+            Error("urls") if differs => "the URLs differ in more than host and port; expected the same scheme, login and database";
+            Error("urls") if urls.iter().any(is_socket) => "a Unix socket is only one server; expected \"redis://host:port\" or \"rediss://host:port\"";
+            Error("urls") if kind == RedisTopologyKind::Cluster && first.database != 0 => "a Redis Cluster has only database 0; expected nothing after the port";
+            Error("urls") if kind == RedisTopologyKind::Sentinel && has_login => "these URLs are for sentinels; expected their login in sentinel_username and sentinel_password_file, that of the master in username and password_file";
         }
-        return urls;
-    };
-    let shared_parts = |url: &RedisUrl| (url.is_tls, url.database, url.login.clone());
-    if urls
-        .iter()
-        .any(|url| shared_parts(url) != shared_parts(first))
-    {
-        reader.report_error(
-            "urls",
-            "the URLs differ in more than host and port; expected the same scheme, login and database",
-        );
-    }
-    if urls
-        .iter()
-        .any(|url| matches!(url.address, RedisAddress::Unix(_)))
-    {
-        reader.report_error(
-            "urls",
-            "a Unix socket is only one server; expected \"redis://host:port\" or \"rediss://host:port\"",
-        );
-    }
-    if kind == RedisTopologyKind::Cluster && first.database != 0 {
-        reader.report_error(
-            "urls",
-            "a Redis Cluster has only database 0; expected nothing after the port",
-        );
-    }
-    if kind == RedisTopologyKind::Sentinel && first.login != RedisCredentials::default() {
-        reader.report_error(
-            "urls",
-            "these URLs are for sentinels; expected their login in sentinel_username and sentinel_password_file, that of the master in username and password_file",
-        );
     }
     urls
 }
@@ -152,15 +98,11 @@ fn read_username(reader: &TableReader<'_>, is_used: bool, key: &str) -> Option<S
     if reader.get_nonempty_string(&file_key).is_none() {
         return username;
     }
-    if username.is_some() {
-        reader.report_error(
-            &file_key,
-            &format!("{key} is set too; expected one of them"),
-        );
+    report! { reader;
+        Error(&file_key) if username.is_some() => "{key} is set too; expected one of them";
     }
-    is_used
-        .then(|| read_text_file(reader, &file_key, "name"))
-        .flatten()
+    let name = is_used.then(|| read_text_file(reader, &file_key, "name"));
+    name.flatten()
 }
 
 /// Reads the user and the password of a server; their keys begin with `prefix`. Those of its URL
@@ -171,21 +113,18 @@ fn build_login(
     prefix: &str,
     url: RedisCredentials,
 ) -> RedisCredentials {
-    let (user_key, password_key) = (
-        format!("{prefix}username"),
-        format!("{prefix}password_file"),
-    );
+    let [user_key, password_key] =
+        ["username", "password_file"].map(|key| format!("{prefix}{key}"));
     let username = read_username(reader, is_used, &user_key);
-    if username.is_some() && url.username.is_some() {
-        reader.report_error(&user_key, "the URL holds a user too; expected one of them");
-    }
     let password = is_used.then(|| read_text_file(reader, &password_key, "password"));
     let password = password.flatten().map(RedisPassword::new);
-    if password.is_some() && url.password.is_some() {
-        reader.report_error(
-            &password_key,
-            "the URL holds a password too; expected one of them",
-        );
+    let (has_both_users, has_both_passwords) = (
+        username.is_some() && url.username.is_some(),
+        password.is_some() && url.password.is_some(),
+    );
+    report! { reader;
+        Error(&user_key) if has_both_users => "the URL holds a user too; expected one of them";
+        Error(&password_key) if has_both_passwords => "the URL holds a password too; expected one of them";
     }
     RedisCredentials {
         username: username.or(url.username),
@@ -195,10 +134,6 @@ fn build_login(
 
 /// Parses a key prefix. Braces are invalid because they would change the cluster hash tag of all
 /// keys. Other characters are restricted so that operators can type the prefix.
-fn parse_key_prefix(text: &str) -> Result<String, String> {
-    let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-:/".contains(&byte);
-    if (1..=64).contains(&text.len()) && text.bytes().all(fits) {
-        return Ok(text.to_owned());
-    }
-    Err("expected 1 to 64 letters, digits, \"_\", \".\", \"-\", \":\" or \"/\"".to_owned())
+fn parse_key_prefix(text: &str) -> Option<String> {
+    values::is_word(text, b"_.-:/", 64).then(|| text.to_owned())
 }

@@ -1,32 +1,23 @@
 //! `[response]`: rate-limit fields and CORS.
 
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, report};
 use crate::policy::{CorsOrigins, RateLimitHeaderSettings};
 
 pub(super) fn build_rate_limit_header_settings(
     reader: &TableReader<'_>,
 ) -> Option<RateLimitHeaderSettings> {
-    let kinds = [
-        ("standard", (true, false)),
-        ("legacy", (false, true)),
-        ("both", (true, true)),
-        ("none", (false, false)),
-    ];
-    let (standard, legacy) = reader.get_mapped_keyword("headers", &kinds)?;
+    let kind: String = reader.read("headers")?;
     Some(RateLimitHeaderSettings {
-        standard,
-        legacy,
+        standard: ["standard", "both"].contains(&kind.as_str()),
+        legacy: ["legacy", "both"].contains(&kind.as_str()),
         legacy_reset_epoch: reader.is_keyword("legacy_reset", "epoch")?,
     })
 }
 
 pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
     let cors = CorsOrigins::new(reader.get_list("allow_origins", CorsOrigins::parse_origin));
-    if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 {
-        reader.report_error(
-            "allow_origins",
-            "\"*\" allows any origin; expected no other entries",
-        );
+    report! { reader;
+        Error("allow_origins") if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 => "\"*\" allows any origin; expected no other entries";
     }
     cors
 }

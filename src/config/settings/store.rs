@@ -1,37 +1,28 @@
 //! `[store]`: memory or Redis.
 
 use super::redis;
+use crate::config::key_files::read_directory;
 use crate::config::loaded_config::StoreSettings;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::store::MemorySettings;
 use crate::store::redis::RedisSettings;
 use std::fs::{self, OpenOptions};
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSettings> {
     let use_redis = reader.is_keyword("kind", "redis")?;
     let memory = build_memory_settings(&reader.get_table("memory"))?;
     // `[store.redis]` is validated even if it is not used.
     let redis = redis::build_redis_settings(&reader.get_table("redis"), use_redis, memory)?;
-    let state_dir = reader.get_parsed("state_dir", |path| match path {
-        "" => Ok(None),
-        path if use_redis && reader.input().reads_key_files() && !Path::new(path).is_dir() => {
-            Err("not a directory; expected an existing directory".to_owned())
-        }
-        path => Ok(Some(PathBuf::from(path))),
-    })?;
-    if let Some(path) = &state_dir
-        && use_redis
-        && reader.input().reads_key_files()
-    {
-        warn_if_not_writable(reader, path);
+    let state_dir = read_directory(reader, "state_dir", use_redis)?;
+    if use_redis && reader.input().reads_key_files() {
+        state_dir
+            .iter()
+            .for_each(|path| warn_if_not_writable(reader, path));
     }
-    if state_dir.is_some() && !use_redis {
-        reader.report_warning(
-            "state_dir",
-            "the memory store does not use it; expected kind = \"redis\", or no state_dir",
-        );
+    report! { reader;
+        Warning("state_dir") if state_dir.is_some() && !use_redis => "the memory store does not use it; expected kind = \"redis\", or no state_dir";
     }
     Some(if use_redis {
         StoreSettings::Redis(Box::new(RedisSettings { state_dir, ..redis }))
@@ -42,10 +33,7 @@ pub(super) fn build_store_settings(reader: &TableReader<'_>) -> Option<StoreSett
 
 /// Builds the bounds of counters in memory: of the memory store, and of `scope = "instance"`.
 pub(crate) fn build_memory_settings(reader: &TableReader<'_>) -> Option<MemorySettings> {
-    Some(MemorySettings {
-        max_keys: reader.get_integer("max_keys")?,
-        max_bytes: reader.get_byte_size("max_bytes")?,
-    })
+    Some(read_settings!(MemorySettings { reader: max_keys, max_bytes; }))
 }
 
 /// Warns if no file can be created in the directory. A full disk must neither stop the process from
@@ -61,7 +49,7 @@ fn warn_if_not_writable(reader: &TableReader<'_>, directory: &Path) {
     if let Err(error) = written {
         reader.report_warning(
             "state_dir",
-            &format!("can't be written: {error}; a restart during an outage of Redis loses usage; expected a writable directory with free space"),
+            format!("can't be written: {error}; a restart during an outage of Redis loses usage; expected a writable directory with free space"),
         );
     }
 }

@@ -8,32 +8,24 @@ use crate::telemetry::otlp::{CollectorSettings, CollectorUrl, OtlpSignal};
 use crate::telemetry::trace::TraceSettings;
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-/// Builds the trace settings. The inner `None` means that tracing is off.
-pub(super) fn build_trace_settings(root: &TableReader<'_>) -> Option<Option<TraceSettings>> {
-    let Some(reader) = root.get_optional_table("trace") else {
-        return Some(None);
-    };
-    let sample = reader.get_fraction("sample");
-    let collector = build_collector_settings(&reader, "trace", OtlpSignal::Traces);
-    Some(Some(TraceSettings {
+pub(super) fn build_trace_settings(reader: &TableReader<'_>) -> Option<TraceSettings> {
+    let sample = reader.read("sample");
+    let collector = build_collector_settings(reader, "trace", OtlpSignal::Traces);
+    Some(TraceSettings {
         collector: collector?,
         sample_ratio: sample?,
-    }))
+    })
 }
 
-/// Builds the settings of metric export. The inner `None` means that it is off.
 pub(super) fn build_metric_export_settings(
-    root: &TableReader<'_>,
-) -> Option<Option<MetricExportSettings>> {
-    let Some(reader) = root.get_optional_table("metrics") else {
-        return Some(None);
-    };
-    let interval = reader.get_duration("interval");
-    let collector = build_collector_settings(&reader, "metrics", OtlpSignal::Metrics);
-    Some(Some(MetricExportSettings {
+    reader: &TableReader<'_>,
+) -> Option<MetricExportSettings> {
+    let interval = reader.read("interval");
+    let collector = build_collector_settings(reader, "metrics", OtlpSignal::Metrics);
+    Some(MetricExportSettings {
         collector: collector?,
         interval: interval?,
-    }))
+    })
 }
 
 /// Builds the settings that both signals have. `table` is the name of the table.
@@ -44,23 +36,12 @@ fn build_collector_settings(
 ) -> Option<CollectorSettings> {
     let headers = read_export_headers(reader);
     let url = reader.get_parsed("otlp", |text| CollectorUrl::parse(text, signal))?;
-    let requirement = client_tls::TlsRequirement {
-        is_tls: url.endpoint.is_tls,
-        is_used: true,
-        enabled_by: match signal {
-            OtlpSignal::Traces => "https:// in trace.otlp",
-            OtlpSignal::Metrics => "https:// in metrics.otlp",
-        },
-    };
-    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement);
+    let enabled_by = format!("https:// in {table}.otlp");
+    let tls = reader.get_table("tls");
+    let tls = client_tls::build_client_tls(&tls, url.endpoint.is_tls, true, &enabled_by);
     if url.endpoint.is_tls && tls.as_ref()?.server_name_for(&url.endpoint.host).is_err() {
-        reader.report_error(
-            "otlp",
-            &format!(
-                "the host is not a name that a certificate can be verified against; expected such a name, or the \
-                 certificate's name in {table}.tls.server_name"
-            ),
-        );
+        let key = format!("{table}.tls.server_name");
+        reader.report_error("otlp", client_tls::unverifiable_host(&key));
         return None;
     }
     Some(CollectorSettings {
@@ -87,10 +68,9 @@ fn parse_export_headers(text: &str) -> Result<HeaderMap, String> {
             continue;
         }
         let field = line.split_once(':').and_then(|(name, value)| {
-            let value = HeaderValue::from_str(value.trim())
-                .ok()
-                .filter(|value| !value.is_empty())?;
-            Some((HeaderName::from_bytes(name.trim().as_bytes()).ok()?, value))
+            let value = Some(value.trim()).filter(|value| !value.is_empty())?;
+            let name = HeaderName::from_bytes(name.trim().as_bytes()).ok()?;
+            Some((name, HeaderValue::from_str(value).ok()?))
         });
         let (name, mut value) =
             field.ok_or_else(|| format!("line {number}: expected name: value"))?;

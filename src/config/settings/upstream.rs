@@ -1,7 +1,7 @@
 //! `[upstream]`: the server that requests are forwarded to.
 
 use super::client_tls;
-use crate::config::table_reader::TableReader;
+use crate::config::table_reader::{TableReader, read_settings};
 use crate::config::values;
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 use crate::tls::ClientTls;
@@ -18,25 +18,17 @@ pub(super) fn build_upstream_settings(
         false => Some(UpstreamUrl::Unix(PathBuf::new())),
     };
     let tls = url.as_ref().and_then(|url| build_upstream_tls(reader, url));
-    Some(UpstreamSettings {
-        connect_timeout: reader.get_duration("connect_timeout")?,
-        response_timeout: reader.get_nonzero_duration("response_timeout"),
-        body_idle_timeout: reader.get_nonzero_duration("body_idle_timeout"),
-        pool_idle_timeout: reader.get_duration("pool_idle_timeout")?,
-        pool_max_idle: reader.get_integer("pool_max_idle")?,
-        preserve_host: reader.get_bool("preserve_host")?,
-        max_connections: reader.get_integer("max_connections")?,
-        max_connections_per_client: reader.get_integer("max_connections_per_client")?,
-        max_tunnels_per_client: reader.get_integer("max_tunnels_per_client")?,
-        tunnel_idle_timeout: reader.get_nonzero_duration("tunnel_idle_timeout"),
-        queue_timeout: reader.get_duration("queue_timeout")?,
-        max_requests_waiting: http.get_integer("max_requests_waiting")?,
-        retry_connect: reader.get_integer("retry_connect")?,
-        retry_idempotent: reader.get_bool("retry_idempotent")?,
+    Some(read_settings!(UpstreamSettings {
+        reader: connect_timeout, response_timeout, body_idle_timeout, pool_idle_timeout,
+            pool_max_idle, preserve_host, max_connections, max_connections_per_client,
+            max_tunnels_per_client, tunnel_idle_timeout, queue_timeout, retry_connect,
+            retry_idempotent;
+        http: max_requests_waiting;
+        =>
         // Unwrapped last, so that errors in all keys are reported.
         url: url?,
         tls,
-    })
+    }))
 }
 
 fn build_upstream_tls(reader: &TableReader<'_>, url: &UpstreamUrl) -> Option<ClientTls> {
@@ -48,14 +40,14 @@ fn build_upstream_tls(reader: &TableReader<'_>, url: &UpstreamUrl) -> Option<Cli
         } => Some(host),
         _ => None,
     };
-    let requirement = client_tls::TlsRequirement {
-        is_tls: host.is_some(),
-        is_used: true,
-        enabled_by: "https:// in upstream.url",
-    };
-    let tls = client_tls::build_client_tls(&reader.get_table("tls"), requirement)?;
+    let tls = reader.get_table("tls");
+    let enabled_by = "https:// in upstream.url";
+    let tls = client_tls::build_client_tls(&tls, host.is_some(), true, enabled_by)?;
     if tls.server_name_for(host?).is_err() {
-        reader.report_error("url", "the host is not a name that a certificate can be verified against; expected such a name, or the certificate's name in upstream.tls.server_name")
+        reader.report_error(
+            "url",
+            client_tls::unverifiable_host("upstream.tls.server_name"),
+        );
     }
     Some(tls)
 }
