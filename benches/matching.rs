@@ -15,8 +15,8 @@ use std::hint::black_box;
 use std::time::Instant;
 use tidegate::policy::path::{PathInterpretations, Settings};
 use tidegate::policy::{
-    Facts, HostPattern, KeyPart, Matcher, OnStoreFailure, PartCondition, PathPattern, Policy,
-    PolicyAction, PolicyMode, PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
+    Facts, HostPattern, KeyPart, Matcher, OnStoreFailure, PathPattern, Policy, PolicyAction,
+    PolicyMode, PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
 };
 
 const TABLE_SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
@@ -40,9 +40,10 @@ const MATCHER_SHAPES: [(&str, MatcherFunction); 6] = [
     }),
     ("host", make_host_matcher),
     ("header", make_tenant_matcher),
-    ("header, below one path", |n| Matcher {
-        paths: make_path_matcher("/shop/**").paths,
-        ..make_tenant_matcher(n)
+    ("header, below one path", |n| {
+        let mut matcher = make_path_matcher("/shop/**");
+        matcher.conditions.extend(make_tenant_matcher(n).conditions);
+        matcher
     }),
 ];
 
@@ -111,29 +112,18 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
 }
 
 fn make_path_matcher(pattern: &str) -> Matcher {
-    Matcher {
-        paths: vec![PathPattern::parse(pattern, &PATH_SETTINGS).unwrap()],
-        ..Matcher::default()
-    }
+    let pattern = PathPattern::parse(pattern, &PATH_SETTINGS).unwrap();
+    Matcher::from_condition(KeyPart::WholePath, ValueCondition::Paths([pattern].into()))
 }
 
 fn make_host_matcher(n: usize) -> Matcher {
     let name = HostPattern::parse(&format!("service-{n}.example.com"));
-    Matcher {
-        hosts: vec![name.unwrap()],
-        ..Matcher::default()
-    }
+    Matcher::from_condition(KeyPart::Host, ValueCondition::Hosts([name.unwrap()].into()))
 }
 
 fn make_tenant_matcher(n: usize) -> Matcher {
     let condition = ValueCondition::equals(&format!("tenant-{n}"));
-    Matcher {
-        values: vec![PartCondition {
-            part: KeyPart::Header(TENANT_HEADER.clone()),
-            condition,
-        }],
-        ..Matcher::default()
-    }
+    Matcher::from_condition(KeyPart::Header(TENANT_HEADER.clone()), condition)
 }
 
 /// A request that matches the n-th policy of every table.

@@ -16,6 +16,7 @@ mod coverage;
 mod coverage_index;
 mod descriptor;
 mod facts;
+mod host_pattern;
 mod json_pointer;
 pub mod jwt;
 mod key_component;
@@ -46,15 +47,14 @@ mod whole_number;
 
 pub use amount_source::AmountSource;
 pub use canonical_value::{canonicalize_descriptor_value, canonicalize_part_value};
-pub use conditions::{
-    ConditionRegex, DescriptorConditions, PartCondition, UnmetCondition, ValueCondition,
-};
+pub use conditions::{ConditionRegex, PartCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
 pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use counted_statuses::CountedStatuses;
 pub use coverage_index::{CoverageIndex, merge_ascending};
 pub use descriptor::Descriptor;
 pub use facts::Facts;
+pub use host_pattern::HostPattern;
 pub use json_pointer::{JsonPointer, JsonPointerToken};
 pub use key_component::{KeyDigests, is_credential_name};
 pub use key_error::KeyError;
@@ -62,7 +62,7 @@ pub use key_hasher::KeyHasher;
 pub use key_part::{KeyComponent, KeyPart};
 pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use limit_override::{LimitOverride, LimitOverrides, OverrideRule, SelectedLimits};
-pub use matcher::{HostPattern, Matcher, MethodSet};
+pub use matcher::{AcceptedEntries, Matcher};
 pub use named_limit::{NamedLimit, SlotRelease};
 pub use part_values::{KeyContext, KeyValues};
 pub use path_pattern::PathPattern;
@@ -155,7 +155,11 @@ impl Policy {
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let is_exemption = matches!(self.action, PolicyAction::Allow);
         // An app that decodes twice would serve another path than the exempted one.
-        if is_exemption && facts.paths.has_nested_escape() && self.matcher.has_path_condition() {
+        let has_path_condition = || {
+            let matcher = &self.matcher;
+            matcher.has_condition_on(|part| *part == KeyPart::WholePath)
+        };
+        if is_exemption && facts.paths.has_nested_escape() && has_path_condition() {
             return Some(UnmetCondition::NestedEscape);
         }
         let mut unmet = facts

@@ -38,14 +38,14 @@ pub(super) fn describe_policy(
         true => " (off)",
         false => policy.mode.suffix(),
     };
-    let requests = match policy.matcher.descriptor_conditions {
-        None => describe_conditions(reader.get("match").map(|item| item.value)),
-        Some(_) => format!(
+    let matches_descriptors = policy.matcher.is_for_descriptors();
+    let requests = match matches_descriptors {
+        false => describe_conditions(reader.get("match").map(|item| item.value)),
+        true => format!(
             "descriptors{}",
             describe_descriptors(reader.get("match").map(|item| item.value))
         ),
     };
-    let matches_descriptors = policy.matcher.descriptor_conditions.is_some();
     let action = match &policy.action {
         PolicyAction::Allow => ": exempt, no later policy applies".to_owned(),
         PolicyAction::Deny => ": denied".to_owned(),

@@ -71,7 +71,7 @@ impl Config {
         if self.policy_table.token_reader().is_some_and(has_several) {
             let policies = self.policy_table.policies().iter();
             let policies = policies.filter(|policy| {
-                let conditions = policy.matcher.all_values().into_iter();
+                let conditions = policy.matcher.all_conditions().into_iter();
                 let mut claims = conditions.filter_map(|one| match &one.part {
                     KeyPart::Claim(name) => Some(name.is_issuer()),
                     _ => None,

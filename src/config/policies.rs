@@ -93,7 +93,7 @@ fn build_policy(
         .map(|table| match_conditions::build_matcher(&table, context));
     let matches_descriptors = conditions
         .as_ref()
-        .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
+        .is_some_and(|matcher| matcher.is_for_descriptors());
     if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow {
         reader.report_error(
             "mode",

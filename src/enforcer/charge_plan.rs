@@ -83,13 +83,7 @@ impl<'t> ChargePlan<'t> {
             };
             let context = table.key_context(policy);
             let (name, seen) = (&*policy.name, &mut digests);
-            let selected = match descriptor {
-                Some(descriptor) => {
-                    quota.key_and_limits_for_descriptor(name, descriptor, &context, seen)
-                }
-                None => quota.key_and_limits_for_request(name, facts, &context, seen),
-            };
-            match selected {
+            match quota.key_and_limits_for_facts(name, (facts, descriptor), &context, seen) {
                 Ok(Some((key, selected))) => {
                     if !self.is_limited_by(
                         index,

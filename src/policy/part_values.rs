@@ -172,6 +172,7 @@ impl KeyPart {
                 .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
             Self::Method => text(Some(facts.method.as_str())),
             Self::Host => text(Some(facts.host)),
+            Self::DescriptorDomain => text(facts.descriptor.map(|descriptor| descriptor.domain)),
             Self::Const(constant) => text(Some(constant)),
             Self::ClientCertSan => text(cert.and_then(|cert| cert.san.as_deref())),
             Self::ClientCertCn => text(cert.and_then(|cert| cert.cn.as_deref())),

@@ -42,6 +42,6 @@ impl PolicyTable {
 
 fn is_evaded_by_case(policy: &Policy) -> bool {
     let is_restriction = !matches!(policy.action, PolicyAction::Allow) && policy.is_enforced();
-    let paths = &policy.matcher.paths;
+    let paths = policy.matcher.path_patterns();
     is_restriction && !paths.is_empty() && paths.iter().all(|pattern| pattern.has_letters())
 }

@@ -277,6 +277,7 @@ impl<'a> MissingFieldCheck<'a> {
             | KeyPart::Const(_)
             // An access log has no descriptors, so a policy with a descriptor in its key matches no
             // request.
+            | KeyPart::DescriptorDomain
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => true,
             KeyPart::Alternatives(_) => part.alternatives().any(|one| self.log_has_key_part(one)),
@@ -292,27 +293,13 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn collect_missing_conditions(&self, matcher: &Matcher, missing: &mut BTreeSet<String>) {
-        // The pattern has no `..`, so that a new condition does not compile until it is considered
-        // here. An access log always has method, path and client, and no descriptors.
-        let Matcher {
-            values,
-            hosts,
-            any,
-            not,
-            methods: _,
-            paths: _,
-            path_regex: _,
-            client_ips: _,
-            descriptor_conditions: _,
-        } = matcher;
-        let parts = values.iter().map(|one| &one.part);
-        let parts = parts.filter(|part| !self.log_has_key_part(part));
-        missing.extend(parts.map(ToString::to_string));
-        if !hosts.is_empty() && self.coverage.with_host == 0 {
-            missing.insert("the host".to_owned());
-        }
-        for nested in any.iter().chain(not.as_deref()) {
-            self.collect_missing_conditions(nested, missing);
-        }
+        let parts = matcher.all_conditions().into_iter().map(|one| &one.part);
+        // A client without an address counts as 0.0.0.0.
+        let parts =
+            parts.filter(|part| **part != KeyPart::ClientIp && !self.log_has_key_part(part));
+        missing.extend(parts.map(|part| match part {
+            KeyPart::Host => "the host".to_owned(),
+            part => part.to_string(),
+        }));
     }
 }

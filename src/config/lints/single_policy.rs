@@ -29,7 +29,7 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
             "matches no request: `not` excludes everything that the other conditions match",
         );
     }
-    if spanned.policy.matcher.descriptor_conditions.is_some() && !context.has_rls {
+    if spanned.policy.matcher.is_for_descriptors() && !context.has_rls {
         reader.report_warning(
             "match",
             "never used: the rate-limit service is not configured; expected [rls] with its address",
@@ -69,32 +69,32 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
 }
 
 fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintContext<'_>) {
-    if let Some(pattern) = matcher
-        .path_regex
-        .as_ref()
-        .and_then(|regex| path_regex::path_pattern_from_regex(regex.as_str()))
-    {
+    let mut conditions = matcher.conditions.iter();
+    let path_regex = conditions.find_map(|one| match (&one.part, &one.condition) {
+        (KeyPart::WholePath, ValueCondition::Regex(regex)) => Some(regex.0.as_str()),
+        _ => None,
+    });
+    if let Some(pattern) = path_regex.and_then(path_regex::path_pattern_from_regex) {
         reader.report_warning(
             "path_regex",
             &format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
         );
     }
     let settings = &context.policy_context.path;
-    let regex = matcher.path_regex.as_ref().filter(|_| settings.normalize);
-    let unusual =
-        regex.and_then(|regex| path_regex::find_unusual_spelling(regex.as_str(), settings));
+    let regex = path_regex.filter(|_| settings.normalize);
+    let unusual = regex.and_then(|regex| path_regex::find_unusual_spelling(regex, settings));
     if let Some((part, canonical)) = unusual {
         reader.report_warning(
             "path_regex",
             &format!("no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\""),
         );
     }
-    for one in &matcher.values {
+    for one in &matcher.conditions {
         let key = match &one.part {
             KeyPart::Query(_) => "query",
             KeyPart::Cookie(_) => "cookies",
             KeyPart::Header(name) => {
-                if matches!(&one.condition, ValueCondition::Regex(regex) if needs_removed_space(name, regex.as_str()))
+                if matches!(&one.condition, ValueCondition::Regex(regex) if needs_removed_space(name, regex.0.as_str()))
                 {
                     reader.report_warning("headers", REMOVED_SPACE_WARNING);
                 }
@@ -404,27 +404,25 @@ fn is_impossible_value(
     if value.is_empty() {
         return missing != MissingKeyAction::Shared;
     }
-    match part {
-        KeyPart::Const(text) => **text != *value,
-        KeyPart::Host => {
-            !matcher.hosts.is_empty() && !matcher.hosts.iter().any(|host| host.matches(value))
+    match (part, matcher.condition_on(part)) {
+        (KeyPart::Const(text), _) => **text != *value,
+        (KeyPart::Host, Some(ValueCondition::Hosts(hosts))) => {
+            !hosts.iter().any(|host| host.matches(value))
         }
-        KeyPart::Method => value
-            .parse()
-            .is_ok_and(|method| !matcher.methods.contains(&method)),
-        KeyPart::ClientIp => {
+        (KeyPart::Method, Some(ValueCondition::OneOf(methods))) => {
+            !methods.iter().any(|method| **method == *value)
+        }
+        (KeyPart::ClientIp, Some(ValueCondition::Networks(networks))) => {
             let net = value
                 .parse::<IpNet>()
                 .or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
             let overlaps = |net: &IpNet| {
-                matcher
-                    .client_ips
-                    .iter()
-                    .any(|allowed| allowed.contains(net) || net.contains(allowed))
+                let mut networks = networks.iter();
+                networks.any(|allowed| allowed.contains(net) || net.contains(allowed))
             };
-            !matcher.client_ips.is_empty() && net.is_ok_and(|net| !overlaps(&net))
+            net.is_ok_and(|net| !overlaps(&net))
         }
-        KeyPart::Query(_) | KeyPart::Cookie(_) => path_regex::has_escape(value),
+        (KeyPart::Query(_) | KeyPart::Cookie(_), _) => path_regex::has_escape(value),
         _ => false,
     }
 }

@@ -50,13 +50,13 @@ pub(super) fn build_jwt_settings(
         }
         return Some(jwt::Settings {
             header,
-            verification: jwt::SignatureVerification::Disabled,
+            issuers: None,
         });
     }
     let issuers = read_issuers(reader)?;
     Some(jwt::Settings {
         header,
-        verification: jwt::SignatureVerification::Keys(TrustedIssuers::new(issuers)),
+        issuers: Some(TrustedIssuers(issuers)),
     })
 }
 
@@ -137,7 +137,7 @@ fn read_issuer_keys(
         }
         "keys_file" => {
             let text = read_text_file(reader, key, "JWK set")?;
-            reader.accept(key, VerificationKeys::from_jwks(&text))?
+            reader.accept(key, VerificationKeys::from_jwks(&text, false))?
         }
         _ => VerificationKeys::from_secret(read_text_file(reader, key, "secret")?.as_bytes()),
     };

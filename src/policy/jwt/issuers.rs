@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 /// The trusted issuers; never empty.
 #[derive(Debug)]
-pub struct TrustedIssuers(Box<[TokenIssuer]>);
+pub struct TrustedIssuers(pub Vec<TokenIssuer>);
 
 /// An issuer of tokens.
 #[derive(Debug)]
@@ -38,10 +38,6 @@ pub(super) struct KeyGeneration {
 }
 
 impl TrustedIssuers {
-    pub fn new(issuers: Vec<TokenIssuer>) -> Self {
-        Self(issuers.into())
-    }
-
     pub(super) fn several_names(&self) -> Arc<[Box<str>]> {
         let names = self.0.iter().filter_map(|issuer| issuer.name.clone());
         match self.0.len() {
@@ -85,7 +81,7 @@ impl TrustedIssuers {
 
     /// Finds the issuer that a token names. Its keys then decide whether that is true.
     fn find_issuer(&self, token: &str) -> Result<(usize, &TokenIssuer), TokenError> {
-        if let [only] = &*self.0
+        if let [only] = self.0.as_slice()
             && only.name.is_none()
         {
             return Ok((0, only));

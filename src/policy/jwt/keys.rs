@@ -48,24 +48,12 @@ impl VerificationKeys {
     }
 
     /// Parses the usable keys of a JWK set (RFC 7517). Also returns warnings, and the reasons for
-    /// skipped keys.
+    /// skipped keys. Skips secrets if everyone can read the set: with a public secret, everyone can
+    /// sign tokens.
     ///
     /// # Errors
     /// Returns a message that reveals nothing of the text's content.
-    pub fn from_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
-        Self::parse_jwks(text, false)
-    }
-
-    /// Parses a JWK set that everyone can read, as [`Self::from_jwks`] does. Skips secrets: with a
-    /// public secret, everyone can sign tokens.
-    ///
-    /// # Errors
-    /// As [`Self::from_jwks`].
-    pub fn from_public_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
-        Self::parse_jwks(text, true)
-    }
-
-    fn parse_jwks(text: &str, is_public: bool) -> Result<(Self, Vec<String>), String> {
+    pub fn from_jwks(text: &str, is_public: bool) -> Result<(Self, Vec<String>), String> {
         const EXPECTED: &str = "expected a JWK set such as {\"keys\": [{\"kty\": \"RSA\", …}]}";
         let mut set: Value = serde_json::from_str(text).map_err(|error| {
             format!(

@@ -1,6 +1,8 @@
 //! One pass over a path: the characters that upstreams read differently.
 
-use super::characters::decode_escape;
+use super::characters::{
+    BACKSLASH, ESCAPED_BACKSLASH, ESCAPED_SLASH, SegmentSeparators, decode_escape,
+};
 use super::settings::{EscapedDelimiters, EscapedSlashes, PathError, Settings};
 use smallvec::SmallVec;
 
@@ -22,9 +24,8 @@ pub(super) fn is_already_normalized(path: &str, settings: &Settings) -> bool {
 /// The ambiguous characters of a path or of a part of it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PathScan {
-    pub(super) has_escaped_slash: bool,
-    pub(super) has_backslash: bool,
-    pub(super) has_escaped_backslash: bool,
+    /// Those that the path contains.
+    pub(super) separators: SegmentSeparators,
     has_nul: bool,
     has_control_character: bool,
     has_non_ascii: bool,
@@ -62,9 +63,9 @@ impl PathScan {
             };
             match (byte, escaped.is_some()) {
                 (b'a'..=b'z' | b'-' | b'_' | b'0'..=b'9', _) => {}
-                (b'/', true) => scan.has_escaped_slash = true,
-                (b'\\', true) => scan.has_escaped_backslash = true,
-                (b'\\', false) => scan.has_backslash = true,
+                (b'/', true) => scan.separators |= ESCAPED_SLASH,
+                (b'\\', true) => scan.separators |= ESCAPED_BACKSLASH,
+                (b'\\', false) => scan.separators |= BACKSLASH,
                 (b';', false) => {
                     scan.semicolon.get_or_insert(position);
                 }
@@ -118,10 +119,7 @@ impl PathScan {
         if self.has_completed_escape && settings.rejects_invalid_utf8 {
             return Err(PathError::CompletedEscape);
         }
-        let has_backslash = self.has_backslash || self.has_escaped_backslash;
-        if settings.escaped_slashes == EscapedSlashes::Reject
-            && (self.has_escaped_slash || has_backslash)
-        {
+        if settings.escaped_slashes == EscapedSlashes::Reject && self.separators != 0 {
             return Err(PathError::EscapedSlash);
         }
         if settings.escaped_delimiters == EscapedDelimiters::Reject
