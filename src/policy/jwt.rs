@@ -12,7 +12,7 @@ mod token_header;
 
 pub use claim_name::ClaimName;
 pub use fetched_keys::{FetchedKeys, KeyCell, KeySource, parse_key_url};
-pub use issuers::{IssuerKeys, TokenIssuer, TrustedIssuers};
+pub use issuers::{IssuerKeys, TokenIssuer};
 pub use keys::VerificationKeys;
 
 use foldhash::fast::RandomState;
@@ -38,7 +38,7 @@ pub struct Settings {
     pub header: HeaderName,
     /// A token must be signed with a key of one of these. `None`: signatures are not checked, and
     /// every token is accepted.
-    pub issuers: Option<TrustedIssuers>,
+    pub issuers: Option<Vec<TokenIssuer>>,
 }
 
 /// The value of one claim.
@@ -54,7 +54,7 @@ pub(super) struct ClaimValue {
 /// Reads tokens for the policies of one policy table.
 #[derive(Debug)]
 pub struct TokenReader {
-    settings: Settings,
+    pub settings: Settings,
     /// The claims that some policy reads, without duplicates. All other claims are dropped.
     claim_names: IndexSet<ClaimName>,
     cache: VerifiedTokenCache,
@@ -124,8 +124,13 @@ impl ClaimValue {
 impl Settings {
     /// The trusted issuers if there are several; empty otherwise.
     pub fn several_issuers(&self) -> Arc<[Box<str>]> {
-        let issuers = self.issuers.as_ref();
-        issuers.map_or_else(Arc::default, TrustedIssuers::several_names)
+        match self.issuers.as_deref() {
+            Some(issuers @ [_, _, ..]) => {
+                let names = issuers.iter().filter_map(|issuer| issuer.name.clone());
+                names.collect()
+            }
+            _ => Arc::default(),
+        }
     }
 }
 
@@ -186,25 +191,13 @@ impl TokenReader {
         }
     }
 
-    /// The name of the header that contains the token.
-    pub fn header_name(&self) -> &HeaderName {
-        &self.settings.header
-    }
-
     /// The keys that are fetched from URLs.
     pub fn fetched_keys(&self) -> impl Iterator<Item = &FetchedKeys> {
-        let issuers = self.settings.issuers.iter();
-        issuers.flat_map(TrustedIssuers::fetched_keys)
-    }
-
-    /// Whether tokens of several issuers are accepted.
-    pub fn has_several_issuers(&self) -> bool {
-        !self.settings.several_issuers().is_empty()
-    }
-
-    /// Whether signatures are checked.
-    pub fn verifies_signatures(&self) -> bool {
-        self.settings.issuers.is_some()
+        let issuers = self.settings.issuers.iter().flatten();
+        issuers.filter_map(|issuer| match &issuer.keys {
+            IssuerKeys::Fetched(keys) => Some(&**keys),
+            IssuerKeys::Fixed(_) => None,
+        })
     }
 
     /// Whether the header occurs more than once. If so, the upstream could read another token than
@@ -239,11 +232,11 @@ impl TokenReader {
         };
         let id: [u8; 32] = Sha256::digest(token).into();
         if let Some(cached) = self.cache.get(&id)
-            && issuers.is_current(cached.generation)
+            && cached.generation.is_current(issuers)
         {
             return cached.claims.check_dates(now_s).map(|()| cached.claims);
         }
-        let (claims, generation) = issuers.verify_token(token)?;
+        let (claims, generation) = issuers::verify_token(issuers, token)?;
         let claims = Arc::new(TokenClaims::new(&claims, &self.claim_names)?);
         claims.check_dates(now_s)?;
         self.cache.insert(id, &claims, generation);

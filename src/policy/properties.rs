@@ -4,8 +4,7 @@
 use super::authorization::is_lenient_space;
 use super::client::{self, ClientAddress};
 use super::jwt::{
-    self, ClaimName, IssuerKeys, RequestToken, TokenIssuer, TokenReader, TrustedIssuers,
-    VerificationKeys,
+    self, ClaimName, IssuerKeys, RequestToken, TokenIssuer, TokenReader, VerificationKeys,
 };
 use super::path::{EscapedDelimiters, EscapedSlashes, PathError, PathInterpretations, Settings};
 use super::{
@@ -497,11 +496,11 @@ pub fn assert_token_verification(bytes: &[u8]) {
         let (set, _) = VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}"), false)
             .expect("the key set is valid");
         [VerificationKeys::from_secret(SECRET).0, set].map(|keys| {
-            let issuers = TrustedIssuers(vec![TokenIssuer {
+            let issuers = vec![TokenIssuer {
                 name: None,
                 audiences: Vec::new(),
                 keys: IssuerKeys::Fixed(keys),
-            }]);
+            }];
             let settings = jwt::Settings {
                 header: http::header::AUTHORIZATION,
                 issuers: Some(issuers),

@@ -126,8 +126,9 @@ impl PolicyTable {
             KeyPart::Claim(_) => {
                 is_peer_trusted
                     || self
-                        .token_reader()
-                        .is_some_and(|reader| reader.verifies_signatures())
+                        .token_reader
+                        .as_ref()
+                        .is_some_and(|reader| reader.settings.issuers.is_some())
             }
             KeyPart::Query(_)
             | KeyPart::Cookie(_)

@@ -2,8 +2,8 @@
 
 use super::coverage_index::{RequiredValue, find_rarest_conditions, required_values};
 use super::{
-    CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, Policy, PolicyMode,
-    SelfServiceSettings, client, jwt, path, path_pattern::PathIndex,
+    CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, NamedLimit, Policy,
+    PolicyMode, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::{HeaderMap, HeaderName};
@@ -36,14 +36,25 @@ pub struct PolicyTable {
     dashed_headers: HashSet<HeaderName>,
     /// The headers whose values are compared or are part of a key, without duplicates.
     value_headers: Vec<HeaderName>,
-    depends_on_client_ip: bool,
-    token_reader: Option<Arc<jwt::TokenReader>>,
+    /// Whether any policy depends on the client's address.
+    pub depends_on_client_ip: bool,
+    /// Set if any policy reads a claim.
+    pub token_reader: Option<Arc<jwt::TokenReader>>,
     /// The path at which clients can query their quotas.
     pub self_service: Option<SelfServiceSettings>,
 }
 
 /// The default of [`PolicyTable::mark_header`].
 const DEFAULT_MARK_HEADER: HeaderName = HeaderName::from_static("x-tidegate-over");
+
+/// The path at which clients can query their quotas.
+#[derive(Clone, Debug)]
+pub struct SelfServiceSettings {
+    /// The exact path.
+    pub path: Box<str>,
+    /// The limit of queries, per client.
+    pub limit: NamedLimit,
+}
 
 /// The rate-limit headers that responses carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,11 +149,6 @@ impl PolicyTable {
         (*settings.path == *path).then_some(settings)
     }
 
-    /// The token reader, if any policy reads a claim.
-    pub fn token_reader(&self) -> Option<&Arc<jwt::TokenReader>> {
-        self.token_reader.as_ref()
-    }
-
     /// What the keys of a policy depend on beside the request.
     pub fn key_context<'a>(&'a self, policy: &'a Policy) -> KeyContext<'a> {
         KeyContext {
@@ -190,11 +196,6 @@ impl PolicyTable {
             })
         };
         self.depends_on_client_ip && !client.is_peer_trusted && has_forwarding_header()
-    }
-
-    /// Whether any policy depends on the client's address.
-    pub fn depends_on_client_ip(&self) -> bool {
-        self.depends_on_client_ip
     }
 
     /// Whether a header is part of a key, a condition or a cost, or identifies the client. A header

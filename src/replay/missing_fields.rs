@@ -82,7 +82,7 @@ pub(super) fn describe_missing_fields(
             if by_instances.len() == 1 { "is" } else { "are" },
         ));
     }
-    if table.depends_on_client_ip() {
+    if table.depends_on_client_ip {
         if coverage.with_peer < coverage.requests {
             let missing = coverage.requests - coverage.with_peer;
             sentences.push(format!(
@@ -120,7 +120,10 @@ impl<'a> MissingFieldCheck<'a> {
             table,
             coverage,
             required_headers,
-            token_header: table.token_reader().map(|reader| reader.header_name()),
+            token_header: table
+                .token_reader
+                .as_ref()
+                .map(|reader| &reader.settings.header),
         }
     }
 

@@ -7,8 +7,7 @@ use crate::config::table_reader::TableReader;
 use crate::config::values;
 use crate::http_client::HttpUrl;
 use crate::policy::jwt::{
-    self, FetchedKeys, IssuerKeys, KeySource, TokenIssuer, TrustedIssuers, VerificationKeys,
-    parse_key_url,
+    self, FetchedKeys, IssuerKeys, KeySource, TokenIssuer, VerificationKeys, parse_key_url,
 };
 use crate::tls::ClientTls;
 use std::path::{Path, PathBuf};
@@ -56,7 +55,7 @@ pub(super) fn build_jwt_settings(
     let issuers = read_issuers(reader)?;
     Some(jwt::Settings {
         header,
-        issuers: Some(TrustedIssuers(issuers)),
+        issuers: Some(issuers),
     })
 }
 

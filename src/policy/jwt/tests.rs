@@ -86,12 +86,12 @@ fn keys_from_jwks(keys: &[Value]) -> VerificationKeys {
         .0
 }
 
-fn keys_only(keys: VerificationKeys) -> Option<TrustedIssuers> {
-    Some(TrustedIssuers(vec![TokenIssuer {
+fn keys_only(keys: VerificationKeys) -> Option<Vec<TokenIssuer>> {
+    Some(vec![TokenIssuer {
         name: None,
         audiences: Vec::new(),
         keys: IssuerKeys::Fixed(keys),
-    }]))
+    }])
 }
 
 fn all_keys() -> VerificationKeys {
@@ -111,7 +111,7 @@ const CLAIM_NAMES: [&str; 6] = [
     "https://a.example/x",
 ];
 
-fn make_reader(header: &str, issuers: Option<TrustedIssuers>) -> Arc<TokenReader> {
+fn make_reader(header: &str, issuers: Option<Vec<TokenIssuer>>) -> Arc<TokenReader> {
     let claims = CLAIM_NAMES
         .iter()
         .map(|name| ClaimName::parse(name).unwrap())
