@@ -42,15 +42,12 @@ impl Matcher {
 
     /// Whether `not` excludes every request that the other conditions match.
     pub fn never_matches(&self) -> bool {
-        let covers_all_without_exclusion = |not: &Self| {
+        self.not.as_deref().is_some_and(|not| {
             not.covers(&Self {
                 not: None,
                 ..self.clone()
             })
-        };
-        self.not
-            .as_deref()
-            .is_some_and(covers_all_without_exclusion)
+        })
     }
 
     /// Returns the conditions on entries that both matchers have in common, the stricter of each

@@ -276,19 +276,13 @@ impl TokenClaims {
     }
 
     fn check_dates(&self, now_s: u64) -> Result<(), TokenError> {
-        if self
-            .expires_at_s
-            .is_some_and(|end_s| now_s >= end_s.saturating_add(LEEWAY_S))
-        {
-            return Err(TokenError::Expired);
+        match (self.expires_at_s, self.not_before_s) {
+            (Some(end_s), _) if now_s >= end_s.saturating_add(LEEWAY_S) => Err(TokenError::Expired),
+            (_, Some(start_s)) if start_s > now_s.saturating_add(LEEWAY_S) => {
+                Err(TokenError::NotYetValid)
+            }
+            _ => Ok(()),
         }
-        if self
-            .not_before_s
-            .is_some_and(|start_s| start_s > now_s.saturating_add(LEEWAY_S))
-        {
-            return Err(TokenError::NotYetValid);
-        }
-        Ok(())
     }
 
     /// Memory of all texts in bytes. A list of empty texts takes memory too.

@@ -3,7 +3,8 @@
 use super::client_network::format_client_network;
 use super::key_error::KeyError;
 use super::key_part::{KeyComponent, KeyPart};
-use super::{Facts, Matcher, client, facts, lenient_names, path};
+use super::lenient_names::{self, AmbiguityError};
+use super::{Facts, Matcher, client, facts, path};
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::iter;
@@ -118,11 +119,22 @@ impl KeyPart {
         facts: &Facts<'_>,
         client: &client::Settings,
     ) -> Option<KeyError> {
-        match self {
+        let found = match self {
             Self::Query(name) => lenient_names::find_query_ambiguity(facts, name, client),
             Self::Cookie(name) => lenient_names::find_cookie_ambiguity(facts.headers, name, client),
-            _ => None,
-        }
+            _ => return None,
+        };
+        let checks = client.value_checks;
+        let is_rejected = || {
+            self.read_values(facts, |mut values| {
+                Iterator::any(&mut values, |value| checks.rejects_value(&value))
+            })
+        };
+        let found = match found {
+            None if is_rejected() => Some(KeyError::OuterWhiteSpace as AmbiguityError),
+            found => found,
+        };
+        found.map(|error| error(self.to_string()))
     }
 
     /// The only value. A list claim with several has none.

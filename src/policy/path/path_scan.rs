@@ -102,32 +102,29 @@ impl PathScan {
 
     /// Rejects paths that cannot be matched safely.
     pub(super) fn check(&self, path: &str, settings: &Settings) -> Result<(), PathError> {
-        if self.has_nul {
-            return Err(PathError::Nul);
-        }
-        if self.has_control_character && settings.rejects_control_characters {
-            return Err(PathError::ControlCharacter);
-        }
-        if self.has_non_ascii
-            && settings.rejects_invalid_utf8
-            && percent_encoding::percent_decode_str(path)
-                .decode_utf8()
-                .is_err()
-        {
-            return Err(PathError::InvalidUtf8);
-        }
-        if self.has_completed_escape && settings.rejects_invalid_utf8 {
-            return Err(PathError::CompletedEscape);
-        }
-        if settings.escaped_slashes == EscapedSlashes::Reject && self.separators != 0 {
-            return Err(PathError::EscapedSlash);
-        }
-        if settings.escaped_delimiters == EscapedDelimiters::Reject
-            && (self.escaped_question_mark.is_some() || self.escaped_number_sign.is_some())
-        {
-            return Err(PathError::EscapedDelimiter);
-        }
-        Ok(())
+        let is_utf8 = || {
+            let decoded = percent_encoding::percent_decode_str(path);
+            !self.has_non_ascii || decoded.decode_utf8().is_ok()
+        };
+        let has_delimiter =
+            self.escaped_question_mark.is_some() || self.escaped_number_sign.is_some();
+        Err(match settings {
+            _ if self.has_nul => PathError::Nul,
+            one if one.rejects_control_characters && self.has_control_character => {
+                PathError::ControlCharacter
+            }
+            one if one.rejects_invalid_utf8 && !is_utf8() => PathError::InvalidUtf8,
+            one if one.rejects_invalid_utf8 && self.has_completed_escape => {
+                PathError::CompletedEscape
+            }
+            one if one.escaped_slashes == EscapedSlashes::Reject && self.separators != 0 => {
+                PathError::EscapedSlash
+            }
+            one if one.escaped_delimiters == EscapedDelimiters::Reject && has_delimiter => {
+                PathError::EscapedDelimiter
+            }
+            _ => return Ok(()),
+        })
     }
 
     /// What follows the first `%3F` or semicolon, if an upstream may read it as the query.
