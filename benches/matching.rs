@@ -15,8 +15,8 @@ use std::hint::black_box;
 use std::time::Instant;
 use tidegate::policy::path::{PathInterpretations, Settings};
 use tidegate::policy::{
-    Facts, HostPattern, KeyPart, Matcher, OnStoreFailure, PathPattern, Policy, PolicyAction,
-    PolicyMode, PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
+    Facts, HostPattern, KeyPart, Matcher, OnStoreFailure, PartCondition, PathPattern, Policy,
+    PolicyAction, PolicyMode, PolicyTable, RateLimitHeaderSettings, ValueCondition, client, jwt,
 };
 
 const TABLE_SIZES: [usize; 4] = [10, 100, 1_000, 10_000];
@@ -111,19 +111,26 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
     PolicyTable::new(policies.collect(), PATH_SETTINGS, client, fields)
 }
 
+fn matcher_with(part: KeyPart, condition: ValueCondition) -> Matcher {
+    Matcher {
+        conditions: vec![PartCondition { part, condition }],
+        ..Matcher::default()
+    }
+}
+
 fn make_path_matcher(pattern: &str) -> Matcher {
     let pattern = PathPattern::parse(pattern, &PATH_SETTINGS).unwrap();
-    Matcher::from_condition(KeyPart::WholePath, ValueCondition::Paths([pattern].into()))
+    matcher_with(KeyPart::WholePath, ValueCondition::Paths([pattern].into()))
 }
 
 fn make_host_matcher(n: usize) -> Matcher {
     let name = HostPattern::parse(&format!("service-{n}.example.com"));
-    Matcher::from_condition(KeyPart::Host, ValueCondition::Hosts([name.unwrap()].into()))
+    matcher_with(KeyPart::Host, ValueCondition::Hosts([name.unwrap()].into()))
 }
 
 fn make_tenant_matcher(n: usize) -> Matcher {
     let condition = ValueCondition::equals(&format!("tenant-{n}"));
-    Matcher::from_condition(KeyPart::Header(TENANT_HEADER.clone()), condition)
+    matcher_with(KeyPart::Header(TENANT_HEADER.clone()), condition)
 }
 
 /// A request that matches the n-th policy of every table.

@@ -93,7 +93,8 @@ fn describe_store_failure(mode: OnStoreFailure, matches_descriptors: bool) -> &'
 }
 
 fn describe_quota(quota: &Quota, matcher: &Matcher) -> String {
-    let parts = quota.key.describe_parts();
+    let parts = quota.key.components().iter().map(ToString::to_string);
+    let parts: Vec<String> = parts.collect();
     let per = match parts.is_empty() {
         true => "in total".to_owned(),
         false => format!("per {}", parts.join(" and ")),

@@ -93,7 +93,8 @@ impl<'t> ChargePlan<'t> {
                     )? {
                         continue;
                     }
-                    let has_own_limit = descriptor.is_some_and(Descriptor::has_own_limit);
+                    // No override in the store replaces it.
+                    let has_own_limit = descriptor.is_some_and(|one| one.limit_override.is_some());
                     let mut planned_policy =
                         PlannedPolicy::new((index, policy), quota, (key, selected), facts);
                     planned_policy.is_dynamic &= !has_own_limit;

@@ -191,11 +191,6 @@ impl ValueCondition {
         Self::OneOf(methods.map(|method| method.as_str().into()).collect())
     }
 
-    /// Whether the value does not matter.
-    pub(super) fn is_presence(&self) -> bool {
-        matches!(self, Self::Present(_))
-    }
-
     /// The texts and the regular expression that values are compared with.
     pub fn texts(&self) -> impl Iterator<Item = &str> {
         let (texts, regex): (&[_], _) = match self {

@@ -57,7 +57,10 @@ impl CostSource {
     /// The units that one request costs. A fixed cost is multiplied by the hits of a descriptor.
     pub fn compute_units(&self, facts: &Facts<'_>) -> u64 {
         match self {
-            Self::Fixed(units) => units.saturating_mul(facts.hit_count()).min(MAX_UNITS),
+            Self::Fixed(units) => {
+                let hits = facts.descriptor.map_or(1, |descriptor| descriptor.hits);
+                units.saturating_mul(hits).min(MAX_UNITS)
+            }
             Self::Header(cost) => {
                 let mut values = facts.header_values(&cost.name);
                 match (values.next(), values.next()) {

@@ -109,7 +109,7 @@ mod tests {
     use super::super::path::Settings;
     use super::super::{ConditionRegex, HostPattern, PathPattern, ValueCondition};
     use super::*;
-    use crate::policy::descriptor::tests::make_descriptor_matcher;
+    use crate::policy::descriptor::tests::{make_descriptor_matcher, matcher_with};
     use http::Method;
     use regex::Regex;
 
@@ -157,7 +157,7 @@ mod tests {
         let all = Matcher::default();
         let path = |texts: &[&str]| {
             let patterns = texts.iter().map(|text| parse_pattern(text)).collect();
-            Matcher::from_condition(KeyPart::WholePath, ValueCondition::Paths(patterns))
+            matcher_with(KeyPart::WholePath, ValueCondition::Paths(patterns))
         };
         assert!(
             all.covers(&path(&["/a"]))
@@ -167,22 +167,21 @@ mod tests {
         assert!(path(&["/a", "/b/**"]).covers(&path(&["/b/c", "/a"])));
         assert!(!path(&["/a", "/b/**"]).covers(&path(&["/b/c", "/c"])));
 
-        let methods = |list: &[Method]| {
-            Matcher::from_condition(KeyPart::Method, ValueCondition::from_methods(list))
-        };
+        let methods =
+            |list: &[Method]| matcher_with(KeyPart::Method, ValueCondition::from_methods(list));
         assert!(methods(&[Method::GET]).covers(&methods(&[Method::HEAD])));
         assert!(!methods(&[Method::HEAD]).covers(&methods(&[Method::GET])));
         assert!(!methods(&[Method::GET]).covers(&all));
 
         let hosts = |list: &[&str]| {
             let hosts = list.iter().map(|text| HostPattern::parse(text).unwrap());
-            Matcher::from_condition(KeyPart::Host, ValueCondition::Hosts(hosts.collect()))
+            matcher_with(KeyPart::Host, ValueCondition::Hosts(hosts.collect()))
         };
         assert!(hosts(&["*.example.com"]).covers(&hosts(&["a.example.com", "*.b.example.com"])));
         assert!(!hosts(&["*.example.com"]).covers(&hosts(&["example.com"])));
 
         let header = |condition: ValueCondition| {
-            Matcher::from_condition(KeyPart::Header("x-a".parse().unwrap()), condition)
+            matcher_with(KeyPart::Header("x-a".parse().unwrap()), condition)
         };
         let regex = |text: &str| ValueCondition::Regex(ConditionRegex(Regex::new(text).unwrap()));
         assert!(header(ValueCondition::Present(true)).covers(&header(ValueCondition::equals("1"))));

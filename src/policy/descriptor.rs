@@ -60,11 +60,6 @@ impl<'a> Descriptor<'a> {
         text
     }
 
-    /// Whether the descriptor has a limit of its own, which no override in the store replaces.
-    pub(crate) fn has_own_limit(&self) -> bool {
-        self.limit_override.is_some()
-    }
-
     /// Returns the descriptor's own limit, if it has one. The first policy that calls this
     /// determines the algorithm of the limit.
     pub(super) fn resolve_override_limit(
@@ -142,6 +137,14 @@ fn push_escaped(text: &mut String, part: &str) {
 pub(super) mod tests {
     use super::*;
     use crate::policy::{AcceptedEntries, Facts, KeyPart, Matcher, PartCondition, ValueCondition};
+
+    /// A matcher with one condition.
+    pub(crate) fn matcher_with(part: KeyPart, condition: ValueCondition) -> Matcher {
+        Matcher {
+            conditions: vec![PartCondition { part, condition }],
+            ..Matcher::default()
+        }
+    }
 
     pub(crate) fn make_descriptor_matcher(
         domain: Option<&str>,

@@ -23,7 +23,8 @@ pub struct KeyTemplate {
     /// Digest of the sources of the values. Keys of `client_ip` only have none, which keeps
     /// counters from 767e699. A part with alternatives stores a source label per value instead.
     sources: Option<[u8; SOURCES_BYTES]>,
-    scope: CounterScope,
+    /// Where the counters of the keys are.
+    pub scope: CounterScope,
     /// Replaces the policy's name in keys if the policy shares its counters.
     counter: Option<Box<str>>,
 }
@@ -86,17 +87,6 @@ impl KeyTemplate {
     /// The first part of the keys of policy `name`: that name, or its shared counter.
     pub fn key_namespace<'n>(&'n self, name: &'n str) -> &'n str {
         self.counter.as_deref().unwrap_or(name)
-    }
-
-    /// Sets where the counters of the keys are.
-    #[must_use]
-    pub fn with_scope(self, scope: CounterScope) -> Self {
-        Self { scope, ..self }
-    }
-
-    /// Where the counters of the keys are.
-    pub fn scope(&self) -> CounterScope {
-        self.scope
     }
 
     pub fn has_hashed_part(&self) -> bool {
@@ -243,11 +233,6 @@ impl KeyTemplate {
             }
             _ => value.into(),
         }
-    }
-
-    /// Describes the parts, and which of them are hashed.
-    pub fn describe_parts(&self) -> Vec<String> {
-        self.components.iter().map(ToString::to_string).collect()
     }
 
     /// Describes each position, for messages.

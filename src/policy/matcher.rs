@@ -34,14 +34,6 @@ pub enum AcceptedEntries {
 }
 
 impl Matcher {
-    /// A matcher with one condition.
-    pub fn from_condition(part: KeyPart, condition: ValueCondition) -> Self {
-        Self {
-            conditions: vec![PartCondition { part, condition }],
-            ..Self::default()
-        }
-    }
-
     /// Whether the matcher applies to descriptors, and not to requests.
     pub fn is_for_descriptors(&self) -> bool {
         self.accepted_entries.is_some()

@@ -44,7 +44,7 @@ impl Quota {
 
     /// Whether each instance counts for itself, in its memory.
     pub fn is_instance_scoped(&self) -> bool {
-        self.key.scope() == CounterScope::Instance
+        self.key.scope == CounterScope::Instance
     }
 
     /// Whether the limits have response counters, which start the block (`count_when` with

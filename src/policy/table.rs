@@ -3,7 +3,7 @@
 use super::coverage_index::{RequiredValue, find_rarest_conditions, required_values};
 use super::{
     CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, NamedLimit, Policy,
-    PolicyMode, client, jwt, path, path_pattern::PathIndex,
+    PolicyMode, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::{HeaderMap, HeaderName};
@@ -256,17 +256,15 @@ pub fn dashed_name(name: &HeaderName) -> Option<HeaderName> {
 
 /// Whether the policy is enforced, at least for some keys.
 fn may_reject(policy: &Policy) -> bool {
-    let mut overrides = policy
-        .quota()
-        .into_iter()
-        .flat_map(|quota| quota.overrides.modes());
-    policy.is_enforced() || overrides.any(PolicyMode::is_enforced)
+    let quota = policy.quota();
+    policy.is_enforced()
+        || quota.is_some_and(|quota| quota.overrides.modes().any(PolicyMode::is_enforced))
 }
 
 /// The headers whose values a policy compares or keys by.
 fn value_headers_of(policy: &Policy) -> Vec<HeaderName> {
     let conditions = policy.matcher.all_conditions().into_iter();
-    let compared = conditions.filter(|one| !one.condition.is_presence());
+    let compared = conditions.filter(|one| !matches!(one.condition, ValueCondition::Present(_)));
     let sources = policy.quota().map(|quota| quota.key.sources());
     let parts = compared
         .map(|one| &one.part)
@@ -364,9 +362,9 @@ mod tests {
     use super::super::path::PathInterpretations;
     use super::super::{
         HostPattern, Matcher, OnStoreFailure, PartCondition, PathPattern, PolicyAction,
-        ValueCondition,
     };
     use super::*;
+    use crate::policy::descriptor::tests::matcher_with;
     use http::{HeaderMap, Method};
 
     const PATH_SETTINGS: path::Settings = path::Settings::DEFAULT;
@@ -376,8 +374,7 @@ mod tests {
             .iter()
             .map(|text| PathPattern::parse(text, &PATH_SETTINGS).unwrap());
         let patterns: Box<[_]> = patterns.collect();
-        let on_paths =
-            |patterns| Matcher::from_condition(KeyPart::WholePath, ValueCondition::Paths(patterns));
+        let on_paths = |patterns| matcher_with(KeyPart::WholePath, ValueCondition::Paths(patterns));
         Policy {
             name: name.into(),
             priority: 0,
@@ -626,7 +623,7 @@ mod tests {
     fn get_also_matches_head_and_not_negates_a_whole_matcher() {
         let mut get = make_policy("get", PolicyAction::Deny, &[]);
         let on_methods = |methods: &[Method]| {
-            Matcher::from_condition(KeyPart::Method, ValueCondition::from_methods(methods))
+            matcher_with(KeyPart::Method, ValueCondition::from_methods(methods))
         };
         get.matcher = on_methods(&[Method::GET]);
         let mut post = make_policy("post", PolicyAction::Deny, &[]);

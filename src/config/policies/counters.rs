@@ -122,7 +122,7 @@ fn find_difference(
             one.policy.mode == other.policy.mode,
             "mode; policies that do not reject count separately",
         ),
-        (quota.key.scope() == other_quota.key.scope(), "scope"),
+        (quota.key.scope == other_quota.key.scope, "scope"),
         (
             one.policy.on_store_failure == other.policy.on_store_failure,
             "on_store_failure",

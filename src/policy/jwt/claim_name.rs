@@ -3,7 +3,6 @@
 use super::ClaimValue;
 use crate::policy::json_pointer::JsonPointer;
 use serde_json::Value;
-use std::fmt;
 use std::sync::Arc;
 
 /// The claim that a policy reads: a name, or a JSON Pointer (RFC 6901) if it starts with a slash.
@@ -30,14 +29,6 @@ impl ClaimName {
             name: text.into(),
             issuers: Arc::default(),
         })
-    }
-
-    fn find_in<'v>(&self, claims: &'v Value) -> Option<&'v Value> {
-        if self.name.starts_with('/') {
-            claims.pointer(&self.name)
-        } else {
-            claims.get(&*self.name)
-        }
     }
 
     /// The same claim, with one of several issuers in its values.
@@ -82,7 +73,11 @@ impl ClaimName {
             Some(issuer) => format!("{issuer} {text}").into(),
             None => text.into(),
         };
-        let texts = match self.find_in(claims) {
+        let found = match self.name.starts_with('/') {
+            true => claims.pointer(&self.name),
+            false => claims.get(&*self.name),
+        };
+        let texts = match found {
             None | Some(Value::Null) => return ClaimValue::default(),
             Some(Value::Array(items)) => {
                 let texts = items.iter().filter_map(scalar_text);
@@ -105,12 +100,6 @@ fn scalar_text(value: &Value) -> Option<String> {
         Value::String(text) => Some(text.clone()),
         Value::Number(_) | Value::Bool(_) => Some(value.to_string()),
         Value::Null | Value::Array(_) | Value::Object(_) => None,
-    }
-}
-
-impl fmt::Display for ClaimName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)
     }
 }
 
