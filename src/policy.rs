@@ -153,11 +153,7 @@ impl Policy {
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let is_exemption = matches!(self.action, PolicyAction::Allow);
         // An app that decodes twice would serve another path than the exempted one.
-        let has_path_condition = || {
-            let matcher = &self.matcher;
-            matcher.has_condition_on(|part| *part == KeyPart::WholePath)
-        };
-        if is_exemption && facts.paths.has_nested_escape() && has_path_condition() {
+        if is_exemption && facts.paths.has_nested_escape() && self.matcher.reads_path() {
             return Some(UnmetCondition::NestedEscape);
         }
         let mut unmet = facts

@@ -78,12 +78,7 @@ impl std::fmt::Display for PartCondition {
                 f.write_str("path_regex does not match")
             }
             (KeyPart::ClientIp, _) => f.write_str("not for this client address"),
-            (
-                KeyPart::Method | KeyPart::Host | KeyPart::WholePath | KeyPart::DescriptorDomain,
-                _,
-            ) => {
-                write!(f, "not for this {}", self.part)
-            }
+            (part, _) if part.is_always_present() => write!(f, "not for this {part}"),
             (part, _) => write!(f, "the condition on {part} does not hold"),
         }
     }
@@ -136,6 +131,7 @@ impl PartCondition {
     pub(super) fn required_values(&self) -> Vec<Vec<RequiredValue<'_>>> {
         let part = &self.part;
         let value = |text| RequiredValue::Value(part, text);
+        let network = |net: &IpNet| RequiredValue::Network(net.trunc());
         let segment = |(position, word)| RequiredValue::Segment(position, word);
         match &self.condition {
             ValueCondition::OneOf(texts) => {
@@ -144,14 +140,7 @@ impl PartCondition {
             ValueCondition::Hosts(hosts) => {
                 vec![hosts.iter().map(|host| value(host.text())).collect()]
             }
-            ValueCondition::Networks(networks) => {
-                let networks = networks.iter();
-                vec![
-                    networks
-                        .map(|net| RequiredValue::Network(net.trunc()))
-                        .collect(),
-                ]
-            }
+            ValueCondition::Networks(networks) => vec![networks.iter().map(network).collect()],
             ValueCondition::Paths(patterns) => match &**patterns {
                 [only] => only
                     .literal_segments()

@@ -97,9 +97,13 @@ impl Matcher {
     fn is_excluded(&self, facts: &Facts<'_>, path: &str) -> bool {
         self.not.as_ref().is_some_and(|not| {
             let is_nested = facts.paths.has_nested_escape();
-            not.matches(facts, path)
-                && !(is_nested && not.has_condition_on(|part| *part == KeyPart::WholePath))
+            not.matches(facts, path) && !(is_nested && not.reads_path())
         })
+    }
+
+    /// Whether a condition depends on the path.
+    pub(super) fn reads_path(&self) -> bool {
+        self.has_condition_on(|part| *part == KeyPart::WholePath)
     }
 
     /// Whether a condition, also one in `any` and `not`, is on such a part.

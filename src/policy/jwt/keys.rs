@@ -19,19 +19,13 @@ pub struct VerificationKeys(Box<[VerificationKey]>);
 
 #[derive(Debug)]
 struct VerificationKey {
-    key_id: KeyIdRule,
+    /// Accepts tokens with this key id, or without one. `None` accepts any, because the key is the
+    /// only one.
+    key_id: Option<Option<String>>,
     /// The key itself, which its `Debug` output does not reveal.
     key: DecodingKey,
     /// The only algorithms that the key may be used with.
     algorithms: &'static [Algorithm],
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum KeyIdRule {
-    /// Accepts tokens with any key id, because the key is the only one.
-    Any,
-    /// Accepts tokens with this key id, or without one.
-    Exact(Option<String>),
 }
 
 impl VerificationKeys {
@@ -40,7 +34,7 @@ impl VerificationKeys {
         let warning =
             short_secret_warning(secret.len()).map(|warning| format!("the secret {warning}"));
         let trusted = VerificationKey {
-            key_id: KeyIdRule::Any,
+            key_id: None,
             key: DecodingKey::from_secret(secret),
             algorithms: &HMAC_ALGORITHMS,
         };
@@ -112,7 +106,8 @@ impl VerificationKeys {
             return Err(TokenError::Malformed);
         }
         let is_candidate = |key: &&VerificationKey| {
-            key.algorithms.contains(&header.alg) && key.key_id.accepts(header.kid.as_deref())
+            let is_key = |own: &_| header.kid.is_none() || *own == header.kid;
+            key.algorithms.contains(&header.alg) && key.key_id.as_ref().is_none_or(is_key)
         };
         let mut error = TokenError::UnknownKey;
         for trusted in self.0.iter().filter(is_candidate).take(MAX_KEYS_TRIED) {
@@ -135,15 +130,6 @@ pub(super) fn decode_unverified_claims(token: &str) -> Result<Value, TokenError>
         return Err(TokenError::Malformed);
     }
     jsonwebtoken::dangerous::insecure_decode_claims(token).map_err(|_broken| TokenError::Malformed)
-}
-
-impl KeyIdRule {
-    fn accepts(&self, kid: Option<&str>) -> bool {
-        match (self, kid) {
-            (Self::Any, _) | (_, None) => true,
-            (Self::Exact(own), Some(kid)) => own.as_deref() == Some(kid),
-        }
-    }
 }
 
 const HMAC_ALGORITHMS: [Algorithm; 3] = [Algorithm::HS256, Algorithm::HS384, Algorithm::HS512];
@@ -215,7 +201,7 @@ impl VerificationKey {
         let warning = short_secret_warning(bytes).filter(|_| is_secret);
         Ok((
             Self {
-                key_id: KeyIdRule::Exact(jwk.common.key_id),
+                key_id: Some(jwk.common.key_id),
                 key,
                 algorithms,
             },

@@ -129,25 +129,25 @@ impl PathScan {
 
     /// What follows the first `%3F` or semicolon, if an upstream may read it as the query.
     pub(super) fn possible_query<'p>(&self, path: &'p str, settings: &Settings) -> Option<&'p str> {
-        let reads_delimiters = settings.escaped_delimiters == EscapedDelimiters::Both;
-        let question_mark = self.escaped_question_mark.filter(|_| reads_delimiters);
-        let semicolon = self.semicolon.filter(|_| settings.strip_parameters);
+        let [question_mark, _, semicolon] = self.readable_delimiters(settings);
         path.get(question_mark.into_iter().chain(semicolon).min()?..)
     }
 
     /// Positions at which an upstream may take the path to end.
     pub(super) fn possible_ends(&self, settings: &Settings) -> SmallVec<[usize; 3]> {
-        let reads_delimiters = settings.escaped_delimiters == EscapedDelimiters::Both;
-        let delimiters = [self.escaped_question_mark, self.escaped_number_sign]
-            .into_iter()
-            .flatten()
-            .filter(|_| reads_delimiters);
-        // Some routers start the query at a semicolon.
-        let semicolon = self.semicolon.filter(|_| settings.strip_parameters);
-        delimiters
-            .chain(semicolon)
-            .chain(self.latin1_space)
-            .collect()
+        let delimiters = self.readable_delimiters(settings).into_iter().flatten();
+        delimiters.chain(self.latin1_space).collect()
+    }
+
+    /// The first `%3F`, `%23` and semicolon, if an upstream may take them for the end of the path.
+    /// Some routers start the query at a semicolon.
+    fn readable_delimiters(&self, settings: &Settings) -> [Option<usize>; 3] {
+        let reads_escaped = settings.escaped_delimiters == EscapedDelimiters::Both;
+        [
+            self.escaped_question_mark.filter(|_| reads_escaped),
+            self.escaped_number_sign.filter(|_| reads_escaped),
+            self.semicolon.filter(|_| settings.strip_parameters),
+        ]
     }
 }
 
