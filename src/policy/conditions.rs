@@ -1,6 +1,5 @@
 //! Conditions on the parts of a request or descriptor: matching, coverage and index of each kind.
 
-use super::coverage_index::RequiredValue;
 use super::key_part::KeyPart;
 use super::regex_spelling::{has_spellings, header_spellings};
 use super::{Facts, HostPattern, PathPattern};
@@ -45,6 +44,18 @@ impl PartialEq for ConditionRegex {
 }
 
 impl Eq for ConditionRegex {}
+
+/// A value of a condition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum RequiredValue<'m> {
+    /// A value of a part. A suffix of hosts begins with a dot.
+    Value(&'m KeyPart, &'m str),
+    /// A literal segment of a path pattern, with its position.
+    Segment(usize, &'m str),
+    Network(IpNet),
+    Regex(&'m KeyPart, &'m str),
+    AnyRegex(&'m KeyPart),
+}
 
 /// The condition that a request does not meet. Its text is for messages, such as `not for this
 /// path`.

@@ -1,6 +1,7 @@
 //! Finds the few matchers that may cover another one, so that thousands need no comparison in
 //! pairs.
 
+use super::conditions::RequiredValue;
 use super::{KeyPart, Matcher, PartCondition, PathPattern};
 use foldhash::HashMap;
 use ipnet::IpNet;
@@ -12,18 +13,6 @@ pub struct CoverageIndex<'m, T> {
     items: Vec<T>,
     by_value: HashMap<RequiredValue<'m>, Vec<usize>>,
     unindexed: Vec<usize>,
-}
-
-/// A value of a condition.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum RequiredValue<'m> {
-    /// A value of a part. A suffix of hosts begins with a dot.
-    Value(&'m KeyPart, &'m str),
-    /// A literal segment of a path pattern, with its position.
-    Segment(usize, &'m str),
-    Network(IpNet),
-    Regex(&'m KeyPart, &'m str),
-    AnyRegex(&'m KeyPart),
 }
 
 impl<'m, T> CoverageIndex<'m, T> {

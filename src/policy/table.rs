@@ -1,6 +1,7 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
-use super::coverage_index::{RequiredValue, find_rarest_conditions, required_values};
+use super::conditions::RequiredValue;
+use super::coverage_index::{find_rarest_conditions, required_values};
 use super::{
     CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, NamedLimit, Policy,
     PolicyMode, ValueCondition, client, jwt, path, path_pattern::PathIndex,
