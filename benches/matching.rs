@@ -40,9 +40,10 @@ const MATCHER_SHAPES: [(&str, MatcherFunction); 6] = [
     }),
     ("host", make_host_matcher),
     ("header", make_tenant_matcher),
-    ("header, below one path", |n| Matcher {
-        paths: make_path_matcher("/shop/**").paths,
-        ..make_tenant_matcher(n)
+    ("header, below one path", |n| {
+        let mut matcher = make_path_matcher("/shop/**");
+        matcher.conditions.extend(make_tenant_matcher(n).conditions);
+        matcher
     }),
 ];
 
@@ -110,30 +111,26 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
     PolicyTable::new(policies.collect(), PATH_SETTINGS, client, fields)
 }
 
-fn make_path_matcher(pattern: &str) -> Matcher {
+fn matcher_with(part: KeyPart, condition: ValueCondition) -> Matcher {
     Matcher {
-        paths: vec![PathPattern::parse(pattern, &PATH_SETTINGS).unwrap()],
+        conditions: vec![PartCondition { part, condition }],
         ..Matcher::default()
     }
+}
+
+fn make_path_matcher(pattern: &str) -> Matcher {
+    let pattern = PathPattern::parse(pattern, &PATH_SETTINGS).unwrap();
+    matcher_with(KeyPart::WholePath, ValueCondition::Paths([pattern].into()))
 }
 
 fn make_host_matcher(n: usize) -> Matcher {
     let name = HostPattern::parse(&format!("service-{n}.example.com"));
-    Matcher {
-        hosts: vec![name.unwrap()],
-        ..Matcher::default()
-    }
+    matcher_with(KeyPart::Host, ValueCondition::Hosts([name.unwrap()].into()))
 }
 
 fn make_tenant_matcher(n: usize) -> Matcher {
     let condition = ValueCondition::equals(&format!("tenant-{n}"));
-    Matcher {
-        values: vec![PartCondition {
-            part: KeyPart::Header(TENANT_HEADER.clone()),
-            condition,
-        }],
-        ..Matcher::default()
-    }
+    matcher_with(KeyPart::Header(TENANT_HEADER.clone()), condition)
 }
 
 /// A request that matches the n-th policy of every table.

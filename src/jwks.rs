@@ -67,17 +67,17 @@ impl KeyFetcher {
         let mut sources = self.sources.lock();
         let mut needed: Vec<FetchedSource> = Vec::new();
         for keys in table
-            .token_reader()
-            .into_iter()
+            .token_reader
+            .iter()
             .flat_map(|reader| reader.fetched_keys())
         {
-            let is_same = |one: &FetchedSource| one.source == *keys.source();
+            let is_same = |one: &FetchedSource| one.source == keys.source;
             let cell = match needed.iter().find(|one| is_same(one)) {
                 Some(shared) => Arc::clone(&shared.cell),
                 None => {
                     let known = sources.iter().position(is_same);
                     let known = known.map(|position| sources.swap_remove(position));
-                    let source = known.unwrap_or_else(|| self.start_source(keys.source()));
+                    let source = known.unwrap_or_else(|| self.start_source(&keys.source));
                     let cell = Arc::clone(&source.cell);
                     needed.push(source);
                     cell

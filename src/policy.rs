@@ -3,7 +3,6 @@
 //! This module uses HTTP types such as methods and header maps, but no sockets and no file formats.
 //! All functions work on borrowed [`Facts`], so `check`, tests and fuzz targets need no server.
 
-mod amount_source;
 mod authorization;
 mod canonical_value;
 pub mod client;
@@ -16,6 +15,7 @@ mod coverage;
 mod coverage_index;
 mod descriptor;
 mod facts;
+mod host_pattern;
 mod json_pointer;
 pub mod jwt;
 mod key_component;
@@ -37,24 +37,21 @@ mod quota;
 mod regex_spelling;
 mod request_amounts;
 mod self_service;
-mod self_service_settings;
 mod spelling_notes;
 mod table;
 mod value_checks;
 mod value_pattern;
 mod whole_number;
 
-pub use amount_source::AmountSource;
 pub use canonical_value::{canonicalize_descriptor_value, canonicalize_part_value};
-pub use conditions::{
-    ConditionRegex, DescriptorConditions, PartCondition, UnmetCondition, ValueCondition,
-};
+pub use conditions::{ConditionRegex, PartCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
 pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
 pub use counted_statuses::CountedStatuses;
 pub use coverage_index::{CoverageIndex, merge_ascending};
 pub use descriptor::Descriptor;
 pub use facts::Facts;
+pub use host_pattern::HostPattern;
 pub use json_pointer::{JsonPointer, JsonPointerToken};
 pub use key_component::{KeyDigests, is_credential_name};
 pub use key_error::KeyError;
@@ -62,8 +59,8 @@ pub use key_hasher::KeyHasher;
 pub use key_part::{KeyComponent, KeyPart};
 pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use limit_override::{LimitOverride, LimitOverrides, OverrideRule, SelectedLimits};
-pub use matcher::{HostPattern, Matcher, MethodSet};
-pub use named_limit::{NamedLimit, SlotRelease};
+pub use matcher::{AcceptedEntries, Matcher};
+pub use named_limit::{AmountSource, NamedLimit, SlotRelease};
 pub use part_values::{KeyContext, KeyValues};
 pub use path_pattern::PathPattern;
 pub use policy_mode::PolicyMode;
@@ -71,8 +68,9 @@ pub use quota::Quota;
 pub use regex_spelling::accept_marked_letters;
 pub use request_amounts::{RequestAmounts, read_request_amounts};
 pub use self_service::{ClientQuota, ClientQuotas};
-pub use self_service_settings::SelfServiceSettings;
-pub use table::{MatchingPolicies, PolicyTable, RateLimitHeaderSettings, dashed_name};
+pub use table::{
+    MatchingPolicies, PolicyTable, RateLimitHeaderSettings, SelfServiceSettings, dashed_name,
+};
 pub use value_checks::{HeaderValueError, ValueChecks};
 pub use value_pattern::ValuePattern;
 pub use whole_number::parse_whole_number;
@@ -155,7 +153,7 @@ impl Policy {
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let is_exemption = matches!(self.action, PolicyAction::Allow);
         // An app that decodes twice would serve another path than the exempted one.
-        if is_exemption && facts.paths.has_nested_escape() && self.matcher.has_path_condition() {
+        if is_exemption && facts.paths.has_nested_escape() && self.matcher.reads_path() {
             return Some(UnmetCondition::NestedEscape);
         }
         let mut unmet = facts

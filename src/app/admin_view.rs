@@ -414,7 +414,7 @@ fn policy_to_json(policy: &Policy, sentence: &str) -> Value {
             "limits": limits.collect::<Vec<_>>(),
             "overrides": quota.overrides.as_slice().len(),
             "dynamic": quota.is_dynamic,
-            "scope": quota.key.scope().name(),
+            "scope": quota.key.scope.name(),
             "counter": quota.key.counter_name(),
             "on_store_failure": on_store_failure,
             "block_s": block,

@@ -38,7 +38,7 @@ pub(super) fn describe_policy(
         false => policy.mode.suffix(),
     };
     let table = reader.get("match").map(|item| item.value);
-    let matches_descriptors = policy.matcher.descriptor_conditions.is_some();
+    let matches_descriptors = policy.matcher.is_for_descriptors();
     let requests = match matches_descriptors {
         false => describe_conditions(table),
         true => format!("descriptors{}", describe_descriptors(table)),
@@ -116,7 +116,7 @@ fn describe_quota(quota: &Quota, policy: &Policy) -> Vec<String> {
         };
         add(format!("without {optional}: {action}"));
     }
-    let is_for_envoy = policy.matcher.descriptor_conditions.is_some();
+    let is_for_envoy = policy.matcher.is_for_descriptors();
     add(match policy.on_store_failure {
         _ if quota.is_instance_scoped() => "counted per instance, in memory",
         OnStoreFailure::Open => "if the store fails: allow",

@@ -81,13 +81,7 @@ impl<'t> ChargePlan<'t> {
             };
             let context = table.key_context(policy);
             let (name, seen) = (&*policy.name, &mut digests);
-            let selected = match descriptor {
-                Some(descriptor) => {
-                    quota.key_and_limits_for_descriptor(name, descriptor, &context, seen)
-                }
-                None => quota.key_and_limits_for_request(name, facts, &context, seen),
-            };
-            match selected {
+            match quota.key_and_limits_for_facts(name, (facts, descriptor), &context, seen) {
                 Ok(Some((key, selected))) => {
                     if !self.is_limited_by(
                         index,
@@ -97,7 +91,8 @@ impl<'t> ChargePlan<'t> {
                     )? {
                         continue;
                     }
-                    let has_own_limit = descriptor.is_some_and(Descriptor::has_own_limit);
+                    // No override in the store replaces it.
+                    let has_own_limit = descriptor.is_some_and(|one| one.limit_override.is_some());
                     let mut planned_policy =
                         PlannedPolicy::new((index, policy), quota, (key, selected), facts);
                     planned_policy.is_dynamic &= !has_own_limit;

@@ -155,7 +155,7 @@ fn explain_policy<'t>(
         PolicyAction::Limit(quota) => quota,
     };
     let (context, mut digests) = (table.key_context(policy), KeyDigests::default());
-    match quota.key_and_limits_for_request(&policy.name, facts, &context, &mut digests) {
+    match quota.key_and_limits_for_facts(&policy.name, (facts, None), &context, &mut digests) {
         Ok(Some((key, selected))) => {
             match selected.rule {
                 OverrideRule::Limit(_) => {}

@@ -117,7 +117,7 @@ impl KeyRefresher {
 
     /// Parses a JWK set and publishes its keys.
     fn use_key_set(&mut self, text: String) -> Result<(), String> {
-        let (keys, warnings) = VerificationKeys::from_public_jwks(&text)?;
+        let (keys, warnings) = VerificationKeys::from_jwks(&text, true)?;
         for warning in warnings {
             tracing::warn!(url = %self.source.url, "token keys: {warning}");
         }

@@ -54,16 +54,13 @@ fn fold_scheme(field: &[u8]) -> Vec<u8> {
     .concat()
 }
 
-fn trim_lenient_spaces(text: &[u8]) -> &[u8] {
-    let is_word = |byte: &u8| !is_lenient_space(byte);
-    let (start, end) = (
-        text.iter().position(is_word),
-        text.iter().rposition(is_word),
-    );
-    let range = start
-        .zip(end)
-        .and_then(|(start, end)| text.get(start..=end));
-    range.unwrap_or_default()
+fn trim_lenient_spaces(mut text: &[u8]) -> &[u8] {
+    loop {
+        text = match text {
+            [byte, rest @ ..] | [rest @ .., byte] if is_lenient_space(byte) => rest,
+            _ => return text,
+        };
+    }
 }
 
 /// Python also separates words at the Latin-1 characters NEL and no-break space.

@@ -2,8 +2,8 @@
 
 use super::authorization::read_credentials;
 use super::client_network::format_client_network;
+use super::host_pattern::canonicalize_host;
 use super::key_part::KeyPart;
-use super::matcher::canonicalize_host;
 use super::value_checks::is_white_space;
 use super::{client, path};
 use http::HeaderName;

@@ -1,94 +1,122 @@
-//! Conditions on the values of a request or descriptor.
+//! Conditions on the parts of a request or descriptor: matching, coverage and index of each kind.
 
 use super::key_part::KeyPart;
 use super::regex_spelling::{has_spellings, header_spellings};
-use super::{Descriptor, Facts};
+use super::{Facts, HostPattern, PathPattern};
+use foldhash::HashSet;
+use http::Method;
+use ipnet::IpNet;
 use regex::Regex;
-use std::fmt;
-use std::ops::Deref;
+use std::hash::Hash;
 
-/// A condition on the values of a header, query parameter, cookie, claim or descriptor entry.
+/// Lists up to this length are compared without a table of their values.
+const MAX_SCANNED_ALTERNATIVES: usize = 16;
+
+/// A condition on a part of a request or descriptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartCondition {
     pub part: KeyPart,
     pub condition: ValueCondition,
 }
 
-/// A condition on the values of a part. One matching value suffices.
+/// A condition on the values of a part. One matching value suffices, and one of the alternatives of
+/// a list; no list is empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ValueCondition {
     OneOf(Box<[Box<str>]>),
     Regex(ConditionRegex),
     /// The name must be present (`true`) or absent (`false`).
     Present(bool),
+    Hosts(Box<[HostPattern]>),
+    Paths(Box<[PathPattern]>),
+    /// Networks of the client's address.
+    Networks(Box<[IpNet]>),
 }
 
 /// A regular expression of a condition. Equal if the texts are.
 #[derive(Clone, Debug)]
 pub struct ConditionRegex(pub Regex);
 
-impl Deref for ConditionRegex {
-    type Target = Regex;
-
-    fn deref(&self) -> &Regex {
-        &self.0
-    }
-}
-
 impl PartialEq for ConditionRegex {
     fn eq(&self, other: &Self) -> bool {
-        self.as_str() == other.as_str()
+        self.0.as_str() == other.0.as_str()
     }
 }
 
 impl Eq for ConditionRegex {}
 
-/// Conditions on a descriptor. A matcher with them applies to descriptors only; a matcher without
-/// them applies to requests only.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DescriptorConditions {
-    /// `None` matches any domain.
-    pub domain: Option<Box<str>>,
-    /// `descriptors` in TOML: the entries, in any order. `None` matches any entries.
-    pub entries: Option<Vec<PartCondition>>,
-    /// `descriptors_match = "subset"` in TOML: whether a descriptor with further entries matches.
-    pub accepts_more_entries: bool,
+/// A value of a condition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum RequiredValue<'m> {
+    /// A value of a part. A suffix of hosts begins with a dot.
+    Value(&'m KeyPart, &'m str),
+    /// A literal segment of a path pattern, with its position.
+    Segment(usize, &'m str),
+    Network(IpNet),
+    Regex(&'m KeyPart, &'m str),
+    AnyRegex(&'m KeyPart),
 }
 
-/// The condition that a request does not meet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The condition that a request does not meet. Its text is for messages, such as `not for this
+/// path`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
 pub enum UnmetCondition<'a> {
-    Method,
-    Host,
-    Path,
+    #[strum(to_string = "{0}")]
+    Part(&'a PartCondition),
     /// The path is escaped twice, so it gains no exemption.
+    #[strum(to_string = "no exemption for a path that is escaped twice")]
     NestedEscape,
-    PathRegex,
-    ClientIp,
-    /// The values of a part, such as a header or a descriptor entry, do not meet its condition.
-    Value(&'a KeyPart),
     /// The policy is for descriptors and the facts are of a request, or the reverse. The message
     /// names the first case only, because `explain` never has a descriptor.
+    #[strum(to_string = "for calls of the rate-limit service only")]
     RequestKind,
-    Domain,
     /// The descriptor has entries that the policy does not list.
+    #[strum(to_string = "the descriptor has additional entries")]
     ExtraEntries,
     /// No matcher in `any` holds.
+    #[strum(to_string = "nothing in its `any` matches")]
     Alternatives,
     /// All conditions in `not` hold.
+    #[strum(to_string = "excluded by its `not`")]
     Exclusion,
 }
 
-impl PartCondition {
-    pub(super) fn is_met(&self, facts: &Facts<'_>) -> bool {
+/// Text for messages if the condition does not hold.
+impl std::fmt::Display for PartCondition {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match (&self.part, &self.condition) {
+            (KeyPart::WholePath, ValueCondition::Regex(_)) => {
+                f.write_str("path_regex does not match")
+            }
+            (KeyPart::ClientIp, _) => f.write_str("not for this client address"),
+            (part, _) if part.is_always_present() => write!(f, "not for this {part}"),
+            (part, _) => write!(f, "the condition on {part} does not hold"),
+        }
+    }
+}
+
+impl PartCondition {
+    /// Whether the condition holds for one interpretation of the path.
+    pub(super) fn is_met(&self, facts: &Facts<'_>, path: &str) -> bool {
+        match (&self.part, &self.condition) {
+            (_, ValueCondition::Hosts(hosts)) => hosts.iter().any(|host| host.matches(facts.host)),
+            (_, ValueCondition::Paths(patterns)) => {
+                patterns.iter().any(|pattern| pattern.matches(path))
+            }
+            (_, ValueCondition::Networks(networks)) => {
+                networks.iter().any(|net| net.contains(&facts.client_ip))
+            }
+            (KeyPart::Method, ValueCondition::OneOf(methods)) => {
+                methods.iter().any(|one| **one == *facts.method.as_str())
+            }
+            (KeyPart::WholePath, ValueCondition::Regex(regex)) => regex.0.is_match(path),
             // A list without elements and an object are present and have no values.
             (KeyPart::Claim(name), ValueCondition::Present(wanted)) => {
                 facts.token.claim(facts.headers, name).is_present() == *wanted
             }
             (KeyPart::Header(name), ValueCondition::Regex(regex)) if has_spellings(name) => {
                 let spellings = header_spellings(facts, name);
-                spellings.iter().any(|text| regex.is_match(text))
+                spellings.iter().any(|text| regex.0.is_match(text))
             }
             (part, condition) => part.read_values(facts, |values| condition.is_met_by(values)),
         }
@@ -98,36 +126,53 @@ impl PartCondition {
     pub fn requires_value(&self) -> bool {
         !matches!(self.condition, ValueCondition::Present(false))
     }
-}
 
-impl DescriptorConditions {
-    pub(super) fn first_unmet_condition(
-        &self,
-        descriptor: &Descriptor<'_>,
-        facts: &Facts<'_>,
-    ) -> Option<UnmetCondition<'_>> {
-        if self
-            .domain
-            .as_deref()
-            .is_some_and(|domain| domain != descriptor.domain)
-        {
-            return Some(UnmetCondition::Domain);
-        }
-        let wanted = self.entries.as_ref()?;
-        find_unmet_value(wanted, facts).or_else(|| {
-            let has_more = wanted.len() != descriptor.entries.len();
-            (has_more && !self.accepts_more_entries).then_some(UnmetCondition::ExtraEntries)
-        })
+    /// Whether this certainly holds if the other condition does.
+    pub(super) fn is_implied_by(&self, other: &Self) -> bool {
+        self.part == other.part && self.condition.is_implied_by(&other.condition)
     }
-}
 
-/// Returns the first condition that the request or descriptor does not meet.
-pub(super) fn find_unmet_value<'c>(
-    conditions: &'c [PartCondition],
-    facts: &Facts<'_>,
-) -> Option<UnmetCondition<'c>> {
-    let unmet = conditions.iter().find(|one| !one.is_met(facts));
-    unmet.map(|one| UnmetCondition::Value(&one.part))
+    /// Whether every request meets the condition.
+    pub(super) fn always_holds(&self) -> bool {
+        matches!(&self.condition, ValueCondition::Paths(patterns) if patterns.iter().any(PathPattern::matches_any_path))
+    }
+
+    /// The accepted values, as lists of alternatives. What meets the condition, and each condition
+    /// that implies it, has one value of each list.
+    pub(super) fn required_values(&self) -> Vec<Vec<RequiredValue<'_>>> {
+        let part = &self.part;
+        let value = |text| RequiredValue::Value(part, text);
+        let network = |net: &IpNet| RequiredValue::Network(net.trunc());
+        let segment = |(position, word)| RequiredValue::Segment(position, word);
+        match &self.condition {
+            ValueCondition::OneOf(texts) => {
+                vec![texts.iter().map(|text| value(&**text)).collect()]
+            }
+            ValueCondition::Hosts(hosts) => {
+                vec![hosts.iter().map(|host| value(host.text())).collect()]
+            }
+            ValueCondition::Networks(networks) => vec![networks.iter().map(network).collect()],
+            ValueCondition::Paths(patterns) => match &**patterns {
+                [only] => only
+                    .literal_segments()
+                    .map(|one| vec![segment(one)])
+                    .collect(),
+                several => {
+                    let lasts = several.iter().map(|one| one.literal_segments().last());
+                    let lasts: Option<_> = lasts.map(|last| last.map(segment)).collect();
+                    lasts.into_iter().collect()
+                }
+            },
+            // Two regular expressions are compared by their texts. No list of texts implies one on
+            // the path.
+            ValueCondition::Regex(regex) => {
+                let any = (*part != KeyPart::WholePath).then_some(RequiredValue::AnyRegex(part));
+                let regex = RequiredValue::Regex(part, regex.0.as_str());
+                vec![any.into_iter().chain([regex]).collect()]
+            }
+            ValueCondition::Present(_) => Vec::new(),
+        }
+    }
 }
 
 impl ValueCondition {
@@ -136,17 +181,22 @@ impl ValueCondition {
         Self::OneOf(Box::new([value.into()]))
     }
 
-    /// Whether the value does not matter.
-    pub(super) fn is_presence(&self) -> bool {
-        matches!(self, Self::Present(_))
+    /// A condition on the method. `GET` includes `HEAD`.
+    pub fn from_methods(methods: &[Method]) -> Self {
+        let with_head = |method: &Method| {
+            let head = (*method == Method::GET).then_some(Method::HEAD);
+            [method.clone()].into_iter().chain(head)
+        };
+        let methods = methods.iter().flat_map(with_head);
+        Self::OneOf(methods.map(|method| method.as_str().into()).collect())
     }
 
     /// The texts and the regular expression that values are compared with.
     pub fn texts(&self) -> impl Iterator<Item = &str> {
-        let (texts, regex) = match self {
-            Self::OneOf(texts) => (&**texts, None),
-            Self::Regex(regex) => (&[][..], Some(regex.as_str())),
-            Self::Present(_) => (&[][..], None),
+        let (texts, regex): (&[_], _) = match self {
+            Self::OneOf(texts) => (texts, None),
+            Self::Regex(regex) => (&[], Some(regex.0.as_str())),
+            _ => (&[], None),
         };
         texts.iter().map(|text| &**text).chain(regex)
     }
@@ -169,36 +219,54 @@ impl ValueCondition {
         }
     }
 
-    pub(super) fn is_met_by<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
+    fn is_met_by<V: AsRef<[u8]>>(&self, mut values: impl Iterator<Item = V>) -> bool {
         match self {
             Self::OneOf(wanted) => values.any(|value| {
                 let value = value.as_ref();
                 wanted.iter().any(|wanted| wanted.as_bytes() == value)
             }),
             Self::Regex(regex) => {
-                values.any(|value| regex.is_match(&String::from_utf8_lossy(value.as_ref())))
+                values.any(|value| regex.0.is_match(&String::from_utf8_lossy(value.as_ref())))
             }
             Self::Present(wanted) => values.next().is_some() == *wanted,
+            Self::Hosts(_) | Self::Paths(_) | Self::Networks(_) => false,
+        }
+    }
+
+    fn is_implied_by(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Present(true), Self::OneOf(_) | Self::Regex(_)) => true,
+            (Self::Present(mine), Self::Present(others)) => mine == others,
+            (Self::OneOf(mine), Self::OneOf(others)) => {
+                covers_alternatives(mine, others, PartialEq::eq)
+            }
+            (Self::Hosts(mine), Self::Hosts(others)) => {
+                covers_alternatives(mine, others, HostPattern::covers)
+            }
+            (Self::Paths(mine), Self::Paths(others)) => {
+                covers_alternatives(mine, others, PathPattern::covers)
+            }
+            (Self::Networks(mine), Self::Networks(others)) => {
+                covers_alternatives(mine, others, |net, inner| net.contains(inner))
+            }
+            (Self::Regex(mine), Self::Regex(others)) => mine == others,
+            (Self::Regex(mine), Self::OneOf(texts)) => {
+                texts.iter().all(|text| mine.0.is_match(text))
+            }
+            _ => false,
         }
     }
 }
 
-/// Text for messages, such as `not for this path`.
-impl fmt::Display for UnmetCondition<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Method => f.write_str("not for this method"),
-            Self::Host => f.write_str("not for this host"),
-            Self::Path => f.write_str("not for this path"),
-            Self::NestedEscape => f.write_str("no exemption for a path that is escaped twice"),
-            Self::PathRegex => f.write_str("path_regex does not match"),
-            Self::ClientIp => f.write_str("not for this client address"),
-            Self::Value(part) => write!(f, "the condition on {part} does not hold"),
-            Self::RequestKind => f.write_str("for calls of the rate-limit service only"),
-            Self::Domain => f.write_str("not for this domain"),
-            Self::ExtraEntries => f.write_str("the descriptor has additional entries"),
-            Self::Alternatives => f.write_str("nothing in its `any` matches"),
-            Self::Exclusion => f.write_str("excluded by its `not`"),
-        }
-    }
+/// Whether each of `others` is covered by one of `mine`.
+fn covers_alternatives<T: Eq + Hash>(
+    mine: &[T],
+    others: &[T],
+    covers: impl Fn(&T, &T) -> bool,
+) -> bool {
+    // Thousands of values are usually equal ones.
+    let long = mine.len() > MAX_SCANNED_ALTERNATIVES;
+    let equals: HashSet<&T> = long.then_some(mine).into_iter().flatten().collect();
+    let is_covered = |other| equals.contains(other) || mine.iter().any(|one| covers(one, other));
+    others.iter().all(is_covered)
 }

@@ -2,16 +2,12 @@
 
 use http::{HeaderMap, HeaderValue, header};
 
-/// Origins with access to the proxy's local replies. Upstreams set their own CORS headers.
+/// Origins with access to the proxy's local replies, as [`CorsOrigins::parse_origin`] returns them.
+/// Upstreams set their own CORS headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct CorsOrigins(Vec<HeaderValue>);
+pub struct CorsOrigins(pub Vec<HeaderValue>);
 
 impl CorsOrigins {
-    /// Takes origins as [`CorsOrigins::parse_origin`] returns them.
-    pub fn new(origins: Vec<HeaderValue>) -> Self {
-        Self(origins)
-    }
-
     /// Parses `*`, or an origin as browsers serialize it: scheme, host and a non-default port.
     /// `*.` before the host stands for one or more labels.
     ///
@@ -122,7 +118,7 @@ mod tests {
     fn a_pattern_covers_whole_labels_of_its_scheme_and_port() {
         let patterns = ["https://*.example.com", "http://*.local.test:8080"];
         let patterns = patterns.map(|text| CorsOrigins::parse_origin(text).unwrap());
-        let origins = CorsOrigins::new(patterns.into());
+        let origins = CorsOrigins(patterns.into());
         for (origin, is_allowed) in [
             ("https://a.example.com", true),
             ("https://a.b-1.example.com", true),

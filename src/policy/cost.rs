@@ -6,7 +6,6 @@ use super::json_pointer::JsonPointer;
 use super::whole_number::parse_whole_number;
 use crate::limiter::MAX_UNITS;
 use http::{HeaderName, StatusCode};
-use std::fmt;
 use std::sync::Arc;
 
 /// Where a policy's cost comes from.
@@ -40,14 +39,17 @@ pub struct EstimateCost {
 
 /// The place in a response that reports the actual cost: one whole number up to the counter's
 /// maximum. If the number is absent or invalid, the estimate stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, strum::Display)]
 pub enum ActualCostSource {
     /// A header of the response, or a trailer if the header is absent.
+    #[strum(to_string = "header {0}")]
     Header(HeaderName),
     /// A number in the body: in a JSON document, or in the last of several documents that has it
     /// (lines, or events of a stream).
+    #[strum(to_string = "JSON at {0}")]
     Json(JsonPointer),
     /// The status (`count_when`): the estimate if the set contains it, else 0.
+    #[strum(to_string = "status {0}")]
     Status(CountedStatuses),
 }
 
@@ -55,7 +57,10 @@ impl CostSource {
     /// The units that one request costs. A fixed cost is multiplied by the hits of a descriptor.
     pub fn compute_units(&self, facts: &Facts<'_>) -> u64 {
         match self {
-            Self::Fixed(units) => units.saturating_mul(facts.hit_count()).min(MAX_UNITS),
+            Self::Fixed(units) => {
+                let hits = facts.descriptor.map_or(1, |descriptor| descriptor.hits);
+                units.saturating_mul(hits).min(MAX_UNITS)
+            }
             Self::Header(cost) => {
                 let mut values = facts.header_values(&cost.name);
                 match (values.next(), values.next()) {
@@ -129,16 +134,6 @@ impl ActualCostSource {
             }
             Some(("response_json", pointer)) => JsonPointer::parse(pointer).map(Self::Json),
             _ => Err("expected \"response_header:NAME\" or \"response_json:/POINTER\"".to_owned()),
-        }
-    }
-}
-
-impl fmt::Display for ActualCostSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Header(name) => write!(f, "header {name}"),
-            Self::Json(pointer) => write!(f, "JSON at {pointer}"),
-            Self::Status(counted) => write!(f, "status {counted}"),
         }
     }
 }

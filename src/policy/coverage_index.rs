@@ -1,9 +1,9 @@
 //! Finds the few matchers that may cover another one, so that thousands need no comparison in
 //! pairs.
 
-use super::{HostPattern, KeyPart, Matcher, PathPattern, ValueCondition};
+use super::conditions::RequiredValue;
+use super::{KeyPart, Matcher, PartCondition, PathPattern};
 use foldhash::HashMap;
-use http::Method;
 use ipnet::IpNet;
 use std::iter;
 
@@ -13,24 +13,6 @@ pub struct CoverageIndex<'m, T> {
     items: Vec<T>,
     by_value: HashMap<RequiredValue<'m>, Vec<usize>>,
     unindexed: Vec<usize>,
-}
-
-/// A value of a condition.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum RequiredValue<'m> {
-    Method(&'m Method),
-    Host(&'m str),
-    /// The suffix of a [`HostPattern::Subdomains`].
-    HostSuffix(&'m str),
-    /// A literal segment of a path pattern, with its position.
-    Segment(usize, &'m str),
-    PathRegex(&'m str),
-    Network(IpNet),
-    /// Source, name and value.
-    Value(&'m KeyPart, &'m str),
-    Regex(&'m KeyPart, &'m str),
-    AnyRegex(&'m KeyPart),
-    Domain(&'m str),
 }
 
 impl<'m, T> CoverageIndex<'m, T> {
@@ -104,53 +86,10 @@ pub(super) fn find_rarest_conditions(
 /// The accepted values of each condition that has such. What a matcher matches, and each matcher
 /// that it covers, has one of the values of every condition.
 pub(super) fn required_values(matcher: &Matcher) -> Vec<Vec<RequiredValue<'_>>> {
-    let descriptor = matcher.descriptor_conditions.as_ref();
-    let domain = descriptor.and_then(|conditions| conditions.domain.as_deref());
-    let regex = matcher.path_regex.as_ref();
-    let lists = [
-        matcher
-            .methods
-            .as_slice()
-            .iter()
-            .map(RequiredValue::Method)
-            .collect(),
-        matcher.hosts.iter().map(required_host).collect(),
-        matcher
-            .client_ips
-            .iter()
-            .map(|net| RequiredValue::Network(net.trunc()))
-            .collect(),
-        regex
-            .map(|regex| RequiredValue::PathRegex(regex.as_str()))
-            .into_iter()
-            .collect(),
-        domain.map(RequiredValue::Domain).into_iter().collect(),
-        required_alternatives(&matcher.any).unwrap_or_default(),
-    ];
-    let entries = descriptor.and_then(|conditions| conditions.entries.as_ref());
-    let values = matcher.values.iter().chain(entries.into_iter().flatten());
-    let named = values.filter_map(|one| match &one.condition {
-        ValueCondition::OneOf(values) => {
-            let value = |value| RequiredValue::Value(&one.part, value);
-            Some(values.iter().map(|text| value(&**text)).collect())
-        }
-        // Two regular expressions are compared by their texts.
-        ValueCondition::Regex(regex) => Some(vec![
-            RequiredValue::Regex(&one.part, regex.as_str()),
-            RequiredValue::AnyRegex(&one.part),
-        ]),
-        ValueCondition::Present(_) => None,
-    });
-    let lists = lists.into_iter().chain(named);
-    let lists = lists.chain(required_segments(&matcher.paths));
+    let conditions = matcher.conditions.iter();
+    let lists = conditions.flat_map(PartCondition::required_values);
+    let lists = lists.chain(required_alternatives(&matcher.any));
     lists.filter(|values| !values.is_empty()).collect()
-}
-
-fn required_host(pattern: &HostPattern) -> RequiredValue<'_> {
-    match pattern {
-        HostPattern::Exact(name) => RequiredValue::Host(name),
-        HostPattern::Subdomains(suffix) => RequiredValue::HostSuffix(suffix),
-    }
 }
 
 /// A value of each alternative; `None` if one has no condition with values.
@@ -158,22 +97,6 @@ fn required_alternatives(any: &[Matcher]) -> Option<Vec<RequiredValue<'_>>> {
     let first = |one| required_values(one).into_iter().next();
     let firsts: Option<Vec<Vec<_>>> = any.iter().map(first).collect();
     Some(firsts?.concat())
-}
-
-fn required_segments(patterns: &[PathPattern]) -> Vec<Vec<RequiredValue<'_>>> {
-    let segment = |(position, word)| RequiredValue::Segment(position, word);
-    match patterns {
-        [only] => only
-            .literal_segments()
-            .map(|one| vec![segment(one)])
-            .collect(),
-        several => {
-            let lasts = several
-                .iter()
-                .map(|one| one.literal_segments().last().map(segment));
-            lasts.collect::<Option<_>>().into_iter().collect()
-        }
-    }
 }
 
 /// Values of which each condition of a covering matcher requires one.
@@ -185,7 +108,7 @@ fn offered_values(matcher: &Matcher) -> Vec<RequiredValue<'_>> {
     if let Some(one) = matcher.any.first() {
         offered.extend(offered_values(one));
     }
-    let path = matcher.paths.first();
+    let path = matcher.path_patterns().first();
     let segments = path.into_iter().flat_map(PathPattern::literal_segments);
     offered.extend(segments.map(|(position, word)| RequiredValue::Segment(position, word)));
     offered
@@ -197,14 +120,11 @@ fn first_value(values: Vec<RequiredValue<'_>>) -> Vec<RequiredValue<'_>> {
         return Vec::new();
     };
     match first {
-        RequiredValue::Method(&Method::HEAD) => vec![first, RequiredValue::Method(&Method::GET)],
-        RequiredValue::Host(name) | RequiredValue::HostSuffix(name) => {
+        RequiredValue::Value(part @ KeyPart::Host, name) => {
             let dots = name.match_indices('.');
             let suffixes = dots.filter_map(|(at, _)| name.get(at..));
-            suffixes
-                .map(RequiredValue::HostSuffix)
-                .chain([first])
-                .collect()
+            let suffixes = suffixes.map(|suffix| RequiredValue::Value(part, suffix));
+            suffixes.chain([first]).collect()
         }
         RequiredValue::Network(net) => iter::successors(Some(net), IpNet::supernet)
             .map(RequiredValue::Network)

@@ -60,11 +60,6 @@ impl<'a> Descriptor<'a> {
         text
     }
 
-    /// Whether the descriptor has a limit of its own, which no override in the store replaces.
-    pub(crate) fn has_own_limit(&self) -> bool {
-        self.limit_override.is_some()
-    }
-
     /// Returns the descriptor's own limit, if it has one. The first policy that calls this
     /// determines the algorithm of the limit.
     pub(super) fn resolve_override_limit(
@@ -139,37 +134,53 @@ fn push_escaped(text: &mut String, part: &str) {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
-    use crate::policy::{DescriptorConditions, Facts, KeyPart, PartCondition, ValueCondition};
+    use crate::policy::{AcceptedEntries, Facts, KeyPart, Matcher, PartCondition, ValueCondition};
 
-    fn make_conditions(
+    /// A matcher with one condition.
+    pub(crate) fn matcher_with(part: KeyPart, condition: ValueCondition) -> Matcher {
+        Matcher {
+            conditions: vec![PartCondition { part, condition }],
+            ..Matcher::default()
+        }
+    }
+
+    pub(crate) fn make_descriptor_matcher(
         domain: Option<&str>,
         entries: Option<&[(&str, Option<&str>)]>,
-    ) -> DescriptorConditions {
+    ) -> Matcher {
         let entry = |(name, value): &(&str, Option<&str>)| PartCondition {
             part: KeyPart::DescriptorEntry((*name).into()),
             condition: value.map_or(ValueCondition::Present(true), |value| {
                 ValueCondition::equals(value)
             }),
         };
-        DescriptorConditions {
-            domain: domain.map(Into::into),
-            entries: entries.map(|entries| entries.iter().map(entry).collect()),
-            accepts_more_entries: false,
+        let domain = domain.map(|name| PartCondition {
+            part: KeyPart::DescriptorDomain,
+            condition: ValueCondition::equals(name),
+        });
+        let accepted = match entries {
+            Some(_) => AcceptedEntries::Listed,
+            None => AcceptedEntries::Any,
+        };
+        let entries = entries.unwrap_or_default().iter().map(entry);
+        Matcher {
+            conditions: domain.into_iter().chain(entries).collect(),
+            accepted_entries: Some(accepted),
+            ..Matcher::default()
         }
     }
 
-    fn matches_entries(conditions: &DescriptorConditions, entries: &[(&str, &str)]) -> bool {
+    fn matches_entries(matcher: &Matcher, entries: &[(&str, &str)]) -> bool {
         let descriptor = Descriptor::new("edge", entries, 1, None);
         let facts = Facts::from_descriptor(&descriptor);
-        let unmet = conditions.first_unmet_condition(&descriptor, &facts);
-        unmet.is_none()
+        matcher.matches(&facts, "/")
     }
 
     #[test]
     fn a_descriptor_must_have_exactly_the_expected_entries() {
-        let both = make_conditions(
+        let both = make_descriptor_matcher(
             Some("edge"),
             Some(&[("tenant", Some("acme")), ("path", None)]),
         );
@@ -187,21 +198,24 @@ mod tests {
             assert!(!matches_entries(&both, other), "{other:?}");
         }
         assert!(!matches_entries(
-            &make_conditions(Some("other"), None),
+            &make_descriptor_matcher(Some("other"), None),
             &[("a", "b")]
         ));
         assert!(matches_entries(
-            &make_conditions(Some("edge"), None),
+            &make_descriptor_matcher(Some("edge"), None),
             &[("a", "b"), ("a", "c")]
         ));
-        assert!(matches_entries(&make_conditions(None, Some(&[])), &[]));
+        assert!(matches_entries(
+            &make_descriptor_matcher(None, Some(&[])),
+            &[]
+        ));
     }
 
     #[test]
     fn a_descriptor_may_have_more_entries_if_the_policy_says_so() {
-        let subset = DescriptorConditions {
-            accepts_more_entries: true,
-            ..make_conditions(
+        let subset = Matcher {
+            accepted_entries: Some(AcceptedEntries::More),
+            ..make_descriptor_matcher(
                 Some("edge"),
                 Some(&[("tenant", Some("acme")), ("path", None)]),
             )

@@ -69,11 +69,6 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// The hits that a descriptor counts as (`hits_addend`); 1 for a request.
-    pub(super) fn hit_count(&self) -> u64 {
-        self.descriptor.map_or(1, |descriptor| descriptor.hits)
-    }
-
     /// The values of a header, one per line. A line that may be joined is followed by its parts.
     pub(super) fn header_values(
         &self,

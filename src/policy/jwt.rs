@@ -12,11 +12,11 @@ mod token_header;
 
 pub use claim_name::ClaimName;
 pub use fetched_keys::{FetchedKeys, KeyCell, KeySource, parse_key_url};
-pub use issuers::{IssuerKeys, TokenIssuer, TrustedIssuers};
+pub use issuers::{IssuerKeys, TokenIssuer};
 pub use keys::VerificationKeys;
 
 use foldhash::fast::RandomState;
-use http::{HeaderMap, HeaderName};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use indexmap::{IndexMap, IndexSet};
 use issuers::KeyGeneration;
 use parking_lot::Mutex;
@@ -24,7 +24,7 @@ use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use token_header::{TokenField, is_plain_token_field, read_token_field};
+use token_header::{TokenField, read_token_field};
 
 /// Maximum token size. Few servers accept a header field of this size; larger tokens are rejected.
 pub const MAX_TOKEN_BYTES: usize = 16 << 10;
@@ -36,35 +36,25 @@ pub const LEEWAY_S: u64 = 30;
 pub struct Settings {
     /// `authorization`, or a header that contains the token alone.
     pub header: HeaderName,
-    pub verification: SignatureVerification,
-}
-
-/// How token signatures are verified.
-#[derive(Debug)]
-pub enum SignatureVerification {
-    /// A token must be signed with a key of a trusted issuer.
-    Keys(TrustedIssuers),
-    /// Signatures are not checked: every token is accepted.
-    Disabled,
+    /// A token must be signed with a key of one of these. `None`: signatures are not checked, and
+    /// every token is accepted.
+    pub issuers: Option<Vec<TokenIssuer>>,
 }
 
 /// The value of one claim.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum ClaimValue {
-    /// The claim is missing or `null`.
-    Absent,
-    /// A string, or a number or boolean in its JSON notation.
-    Single(Box<str>),
-    /// A list. Only its strings, numbers and booleans are kept.
-    List(Box<[Box<str>]>),
-    /// A JSON object.
-    Object,
+#[derive(Debug, Default)]
+pub(super) struct ClaimValue {
+    /// The texts that conditions are tested against: a string, or a number or boolean in its JSON
+    /// notation. Those of a list; none of an object.
+    texts: Vec<Box<str>>,
+    /// `false` if the claim is missing or `null`.
+    is_present: bool,
 }
 
 /// Reads tokens for the policies of one policy table.
 #[derive(Debug)]
 pub struct TokenReader {
-    settings: Settings,
+    pub settings: Settings,
     /// The claims that some policy reads, without duplicates. All other claims are dropped.
     claim_names: IndexSet<ClaimName>,
     cache: VerifiedTokenCache,
@@ -116,46 +106,30 @@ struct TokenClaims {
     not_before_s: Option<u64>,
 }
 
+static ABSENT_CLAIM: ClaimValue = ClaimValue {
+    texts: Vec::new(),
+    is_present: false,
+};
+
 impl ClaimValue {
-    fn from_json(value: Option<&Value>) -> Self {
-        match value {
-            None | Some(Value::Null) => Self::Absent,
-            Some(Value::Object(_)) => Self::Object,
-            Some(Value::Array(items)) => Self::List(items.iter().filter_map(scalar_text).collect()),
-            Some(value) => scalar_text(value).map_or(Self::Absent, Self::Single),
-        }
-    }
-
     pub(super) fn is_present(&self) -> bool {
-        *self != Self::Absent
+        self.is_present
     }
 
-    /// The texts that conditions are tested against.
     pub(super) fn texts(&self) -> impl Iterator<Item = &[u8]> {
-        let texts = match self {
-            Self::Single(text) => std::slice::from_ref(text),
-            Self::List(texts) => texts,
-            Self::Absent | Self::Object => &[],
-        };
-        texts.iter().map(|text| text.as_bytes())
-    }
-}
-
-fn scalar_text(value: &Value) -> Option<Box<str>> {
-    match value {
-        Value::String(text) => Some(text.as_str().into()),
-        Value::Number(number) => Some(number.to_string().into()),
-        Value::Bool(flag) => Some(if *flag { "true" } else { "false" }.into()),
-        Value::Null | Value::Array(_) | Value::Object(_) => None,
+        self.texts.iter().map(|text| text.as_bytes())
     }
 }
 
 impl Settings {
     /// The trusted issuers if there are several; empty otherwise.
     pub fn several_issuers(&self) -> Arc<[Box<str>]> {
-        match &self.verification {
-            SignatureVerification::Keys(issuers) => issuers.several_names(),
-            SignatureVerification::Disabled => Arc::default(),
+        match self.issuers.as_deref() {
+            Some(issuers @ [_, _, ..]) => {
+                let names = issuers.iter().filter_map(|issuer| issuer.name.clone());
+                names.collect()
+            }
+            _ => Arc::default(),
         }
     }
 }
@@ -184,7 +158,7 @@ impl RequestToken {
     /// The value of a claim. Every call must pass the headers of the same request.
     pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> &ClaimValue {
         let Some(reader) = &self.reader else {
-            return &ClaimValue::Absent;
+            return &ABSENT_CLAIM;
         };
         let claims_result = self
             .claims_result
@@ -194,7 +168,7 @@ impl RequestToken {
             .as_ref()
             .ok()
             .and_then(|token| token.claims.get(position?));
-        claim.unwrap_or(&ClaimValue::Absent)
+        claim.unwrap_or(&ABSENT_CLAIM)
     }
 
     /// Why the token was rejected. `None` if there is no token, or no policy has read a claim yet.
@@ -217,28 +191,13 @@ impl TokenReader {
         }
     }
 
-    /// The name of the header that contains the token.
-    pub fn header_name(&self) -> &HeaderName {
-        &self.settings.header
-    }
-
     /// The keys that are fetched from URLs.
     pub fn fetched_keys(&self) -> impl Iterator<Item = &FetchedKeys> {
-        let issuers = match &self.settings.verification {
-            SignatureVerification::Keys(issuers) => Some(issuers),
-            SignatureVerification::Disabled => None,
-        };
-        issuers.into_iter().flat_map(TrustedIssuers::fetched_keys)
-    }
-
-    /// Whether tokens of several issuers are accepted.
-    pub fn has_several_issuers(&self) -> bool {
-        !self.settings.several_issuers().is_empty()
-    }
-
-    /// Whether signatures are checked.
-    pub fn verifies_signatures(&self) -> bool {
-        matches!(self.settings.verification, SignatureVerification::Keys(_))
+        let issuers = self.settings.issuers.iter().flatten();
+        issuers.filter_map(|issuer| match &issuer.keys {
+            IssuerKeys::Fetched(keys) => Some(&**keys),
+            IssuerKeys::Fixed(_) => None,
+        })
     }
 
     /// Whether the header occurs more than once. If so, the upstream could read another token than
@@ -254,12 +213,10 @@ impl TokenReader {
     /// Whether the header occurs more than once, or has a token among several words or elements. If
     /// so, the upstream could read another token than tidegate, or none.
     pub fn has_ambiguous_token(&self, headers: &HeaderMap) -> bool {
-        let is_ambiguous = |field: &[u8]| {
-            !is_plain_token_field(field) && self.read_field(field) == TokenField::Ambiguous
-        };
         let field = headers.get(&self.settings.header);
-        self.has_duplicate_header(headers)
-            || field.is_some_and(|field| is_ambiguous(field.as_bytes()))
+        let is_ambiguous =
+            |field: &HeaderValue| self.read_field(field.as_bytes()) == TokenField::Ambiguous;
+        self.has_duplicate_header(headers) || field.is_some_and(is_ambiguous)
     }
 
     fn read_field<'h>(&self, field: &'h [u8]) -> TokenField<'h> {
@@ -268,21 +225,18 @@ impl TokenReader {
 
     fn read_claims(&self, headers: &HeaderMap, now_s: u64) -> Result<Arc<TokenClaims>, TokenError> {
         let token = self.extract_token(headers)?;
-        let issuers = match &self.settings.verification {
-            SignatureVerification::Keys(issuers) => issuers,
-            SignatureVerification::Disabled => {
-                let claims =
-                    TokenClaims::new(&keys::decode_unverified_claims(token)?, &self.claim_names)?;
-                return claims.check_dates(now_s).map(|()| Arc::new(claims));
-            }
+        let Some(issuers) = &self.settings.issuers else {
+            let claims = keys::decode_unverified_claims(token)?;
+            let claims = TokenClaims::new(&claims, &self.claim_names)?;
+            return claims.check_dates(now_s).map(|()| Arc::new(claims));
         };
         let id: [u8; 32] = Sha256::digest(token).into();
         if let Some(cached) = self.cache.get(&id)
-            && issuers.is_current(cached.generation)
+            && cached.generation.is_current(issuers)
         {
             return cached.claims.check_dates(now_s).map(|()| cached.claims);
         }
-        let (claims, generation) = issuers.verify_token(token)?;
+        let (claims, generation) = issuers::verify_token(issuers, token)?;
         let claims = Arc::new(TokenClaims::new(&claims, &self.claim_names)?);
         claims.check_dates(now_s)?;
         self.cache.insert(id, &claims, generation);
@@ -322,19 +276,13 @@ impl TokenClaims {
     }
 
     fn check_dates(&self, now_s: u64) -> Result<(), TokenError> {
-        if self
-            .expires_at_s
-            .is_some_and(|end_s| now_s >= end_s.saturating_add(LEEWAY_S))
-        {
-            return Err(TokenError::Expired);
+        match (self.expires_at_s, self.not_before_s) {
+            (Some(end_s), _) if now_s >= end_s.saturating_add(LEEWAY_S) => Err(TokenError::Expired),
+            (_, Some(start_s)) if start_s > now_s.saturating_add(LEEWAY_S) => {
+                Err(TokenError::NotYetValid)
+            }
+            _ => Ok(()),
         }
-        if self
-            .not_before_s
-            .is_some_and(|start_s| start_s > now_s.saturating_add(LEEWAY_S))
-        {
-            return Err(TokenError::NotYetValid);
-        }
-        Ok(())
     }
 
     /// Memory of all texts in bytes. A list of empty texts takes memory too.

@@ -61,6 +61,14 @@ impl KeyComponent {
         Some((found, value))
     }
 
+    /// As [`Self::resolve_source`], for a value that operators write. The label has its `=`, and is
+    /// empty without alternatives.
+    pub(super) fn split_label<'v>(&self, text: &'v str) -> Option<(&'v str, &Self, &'v str)> {
+        let (source, value) = self.resolve_source(text.as_bytes())?;
+        let (label, value) = text.split_at_checked(text.len() - value.len())?;
+        Some((label, source, value))
+    }
+
     fn parse_alternative(text: &str, settings: &path::Settings) -> Result<Self, String> {
         let is_hashable = |text: &str| {
             let kind = text.split(':').next().unwrap_or_default();

@@ -28,6 +28,8 @@ pub enum KeyPart {
     Host,
     WholePath,
     Const(Box<str>),
+    /// The domain of a descriptor, in conditions only.
+    DescriptorDomain,
     /// An entry of a descriptor.
     DescriptorEntry(Box<str>),
     /// All entries of a descriptor, with their names.
@@ -46,6 +48,16 @@ pub struct KeyComponent {
     pub part: KeyPart,
     /// The value is stored as its digest.
     pub is_hashed: bool,
+}
+
+/// What is known of a kind of part without a request.
+struct PartTraits {
+    /// The source of a value as operators write it, without its name.
+    label: &'static str,
+    /// The part in messages, without its name.
+    noun: &'static str,
+    is_always_present: bool,
+    is_client_chosen: bool,
 }
 
 impl KeyPart {
@@ -175,59 +187,50 @@ impl KeyPart {
 
     /// Whether every request, or every descriptor, has the value.
     pub(super) fn is_always_present(&self) -> bool {
-        if let Self::Alternatives(alternatives) = self {
-            return alternatives.iter().any(|one| one.part.is_always_present());
-        }
-        matches!(
-            self,
-            Self::ClientIp
-                | Self::Method
-                | Self::Host
-                | Self::WholePath
-                | Self::Const(_)
-                | Self::WholeDescriptor
-        )
+        self.alternatives()
+            .any(|one| one.traits().is_always_present)
+    }
+
+    /// Whether the client can choose the value freely. A claim counts as chosen by the token's
+    /// issuer, and a descriptor as chosen by the caller of the rate-limit service.
+    pub fn is_client_chosen(&self) -> bool {
+        self.alternatives().any(|one| one.traits().is_client_chosen)
     }
 
     /// The source of a value as operators write it before the value: `header:x-api-key`.
     pub(super) fn source_label(&self) -> Cow<'static, str> {
-        match self {
-            Self::ClientIp => "client_ip".into(),
-            Self::Header(name) => format!("header:{name}").into(),
-            Self::Query(name) => format!("query:{name}").into(),
-            Self::Cookie(name) => format!("cookie:{name}").into(),
-            Self::Claim(name) => format!("jwt:{name}").into(),
-            Self::PathCaptures(_) => "segment".into(),
-            Self::Method => "method".into(),
-            Self::Host => "host".into(),
-            Self::WholePath => "path".into(),
-            Self::Const(_) => "const".into(),
-            Self::DescriptorEntry(name) => format!("descriptor:{name}").into(),
-            Self::WholeDescriptor => "descriptor".into(),
-            Self::ClientCertSan => "client_cert:san".into(),
-            Self::ClientCertCn => "client_cert:cn".into(),
-            Self::Alternatives(_) => "|".into(),
+        match (self.traits().label, self.name()) {
+            (label, "") => label.into(),
+            (label, name) => format!("{label}:{name}").into(),
         }
     }
 
-    /// Whether the client can choose the value freely. A claim counts as chosen by the token's
-    /// issuer.
-    pub fn is_client_chosen(&self) -> bool {
-        if let Self::Alternatives(alternatives) = self {
-            return alternatives.iter().any(|one| one.part.is_client_chosen());
+    /// What is known of each kind of part.
+    fn traits(&self) -> PartTraits {
+        let (label, noun, is_always_present, is_client_chosen) = match self {
+            Self::ClientIp => ("client_ip", "client IP", true, false),
+            Self::Header(_) => ("header", "header", false, true),
+            Self::Query(_) => ("query", "query parameter", false, true),
+            Self::Cookie(_) => ("cookie", "cookie", false, true),
+            Self::Claim(_) => ("jwt", "claim", false, false),
+            Self::PathCaptures(_) => ("segment", "path segment", false, true),
+            Self::Method => ("method", "method", true, false),
+            Self::Host => ("host", "host", true, true),
+            Self::WholePath => ("path", "path", true, true),
+            Self::Const(_) => ("const", "constant", true, false),
+            Self::DescriptorDomain => ("domain", "domain", true, false),
+            Self::DescriptorEntry(_) => ("descriptor", "descriptor entry", false, false),
+            Self::WholeDescriptor => ("descriptor", "whole descriptor", true, false),
+            Self::ClientCertSan => ("client_cert:san", "client certificate's SAN", false, false),
+            Self::ClientCertCn => ("client_cert:cn", "client certificate's CN", false, false),
+            Self::Alternatives(_) => ("|", "", false, false),
+        };
+        PartTraits {
+            label,
+            noun,
+            is_always_present,
+            is_client_chosen,
         }
-        !matches!(
-            self,
-            Self::ClientIp
-                | Self::Method
-                | Self::Const(_)
-                | Self::Claim(_)
-                // The caller of the rate-limit service sets descriptor entries.
-                | Self::DescriptorEntry(_)
-                | Self::WholeDescriptor
-                | Self::ClientCertSan
-                | Self::ClientCertCn
-        )
     }
 
     /// Whether the value comes from the client's certificate.
@@ -239,7 +242,7 @@ impl KeyPart {
     /// neither.
     pub fn is_from_descriptor(&self) -> Option<bool> {
         match self {
-            Self::DescriptorEntry(_) | Self::WholeDescriptor => Some(true),
+            Self::DescriptorDomain | Self::DescriptorEntry(_) | Self::WholeDescriptor => Some(true),
             Self::Const(_) => None,
             Self::Alternatives(alternatives) => alternatives
                 .iter()
@@ -297,28 +300,20 @@ fn suggest_part(text: &str) -> String {
 /// Text for messages, such as `header x-user-id`.
 impl fmt::Display for KeyPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.traits().noun)?;
         match self {
-            Self::ClientIp => f.write_str("client IP"),
-            Self::Header(name) => write!(f, "header {name}"),
-            Self::Query(name) => write!(f, "query parameter {name}"),
-            Self::Cookie(name) => write!(f, "cookie {name}"),
-            Self::Claim(name) => write!(f, "claim {name}"),
-            Self::PathCaptures(_) => f.write_str("path segment"),
-            Self::Method => f.write_str("method"),
-            Self::Host => f.write_str("host"),
-            Self::WholePath => f.write_str("path"),
-            Self::Const(text) => write!(f, "constant {text}"),
-            Self::DescriptorEntry(name) => write!(f, "descriptor entry {name}"),
-            Self::WholeDescriptor => f.write_str("whole descriptor"),
-            Self::ClientCertSan => f.write_str("client certificate's SAN"),
-            Self::ClientCertCn => f.write_str("client certificate's CN"),
+            Self::Const(text) => write!(f, " {text}"),
             Self::Alternatives(alternatives) => {
-                for (index, one) in alternatives.iter().enumerate() {
-                    let join = if index > 0 { ", else " } else { "" };
-                    write!(f, "{join}{one}")?;
-                }
-                Ok(())
+                alternatives
+                    .iter()
+                    .enumerate()
+                    .try_for_each(|(index, one)| {
+                        let join = if index > 0 { ", else " } else { "" };
+                        write!(f, "{join}{one}")
+                    })
             }
+            part if part.name().is_empty() => Ok(()),
+            part => write!(f, " {}", part.name()),
         }
     }
 }

@@ -23,7 +23,8 @@ pub struct KeyTemplate {
     /// Digest of the sources of the values. Keys of `client_ip` only have none, which keeps
     /// counters from 767e699. A part with alternatives stores a source label per value instead.
     sources: Option<[u8; SOURCES_BYTES]>,
-    scope: CounterScope,
+    /// Where the counters of the keys are.
+    pub scope: CounterScope,
     /// Replaces the policy's name in keys if the policy shares its counters.
     counter: Option<Box<str>>,
 }
@@ -86,17 +87,6 @@ impl KeyTemplate {
     /// The first part of the keys of policy `name`: that name, or its shared counter.
     pub fn key_namespace<'n>(&'n self, name: &'n str) -> &'n str {
         self.counter.as_deref().unwrap_or(name)
-    }
-
-    /// Sets where the counters of the keys are.
-    #[must_use]
-    pub fn with_scope(self, scope: CounterScope) -> Self {
-        Self { scope, ..self }
-    }
-
-    /// Where the counters of the keys are.
-    pub fn scope(&self) -> CounterScope {
-        self.scope
     }
 
     pub fn has_hashed_part(&self) -> bool {
@@ -187,26 +177,19 @@ impl KeyTemplate {
             builder.push_key_value(Some(text.as_bytes()));
             return Ok(None);
         };
-        let source = component.resolve_source(text.as_bytes());
-        let listed = source.and_then(|(source, value)| {
-            let value = std::str::from_utf8(value).ok()?;
-            Some((source.part.source_label(), parse(value)))
-        });
-        let has_label = matches!(component.part, KeyPart::Alternatives(_));
-        let plain = match &listed {
-            Some((label, ListedValue::Digest(digest))) => {
-                if has_label {
-                    builder.push_source_label(label.as_bytes());
+        let plain = match component.split_label(text) {
+            None => text.to_owned(),
+            Some((label, _, listed)) => match parse(listed) {
+                ListedValue::Plain(value) => format!("{label}{value}"),
+                ListedValue::Digest(digest) => {
+                    if let Some(label) = label.strip_suffix('=') {
+                        builder.push_source_label(label.as_bytes());
+                    }
+                    builder.push_digest(&digest);
+                    // Only patterns for any value match a digest.
+                    return Ok(Some(text.into()));
                 }
-                builder.push_digest(digest);
-                // Only patterns for any value match a digest.
-                return Ok(Some(text.into()));
-            }
-            Some((label, ListedValue::Plain(value))) if has_label => {
-                Cow::Owned(format!("{label}={value}"))
-            }
-            Some((_, ListedValue::Plain(value))) => Cow::Borrowed(*value),
-            None => Cow::Borrowed(text),
+            },
         };
         let value = self.canonicalize_value(position, &plain, client, path)?;
         if value.is_empty() {
@@ -242,23 +225,14 @@ impl KeyTemplate {
 
     /// The value at a position for people: a hashed one as keys show it.
     pub fn format_value<'v>(&self, position: usize, value: &'v str) -> Cow<'v, str> {
-        let source = self.value_source(position, value.as_bytes());
-        let hashed = source.filter(|(source, value)| source.is_hashed && !value.is_empty());
-        let Some((source, hashed)) = hashed else {
-            return value.into();
-        };
-        let digest = self.hasher.format_value(hashed);
-        match self.part_at(position) {
-            Some(KeyPart::Alternatives(_)) => {
-                format!("{}={digest}", source.part.source_label()).into()
+        let component = self.positions().nth(position);
+        match component.and_then(|component| component.split_label(value)) {
+            Some((label, source, hashed)) if source.is_hashed && !hashed.is_empty() => {
+                let digest = self.hasher.format_value(hashed.as_bytes());
+                format!("{label}{digest}").into()
             }
-            _ => digest.into(),
+            _ => value.into(),
         }
-    }
-
-    /// Describes the parts, and which of them are hashed.
-    pub fn describe_parts(&self) -> Vec<String> {
-        self.components.iter().map(ToString::to_string).collect()
     }
 
     /// Describes each position, for messages.
@@ -325,37 +299,33 @@ impl KeyTemplate {
         client: &client::Settings,
         path: &path::Settings,
     ) -> Result<ValuePattern, String> {
-        let mut pieces = split_at_wildcards(text);
-        if let [literal] = pieces.as_slice() {
-            let value = match literal.as_str() {
-                "" => Box::default(),
-                literal => self.canonicalize_value(position, literal, client, path)?,
-            };
-            return Ok(ValuePattern::Exact(value));
-        }
+        let pieces = split_at_wildcards(text);
+        let (first, rest) = match pieces.as_slice() {
+            [] => return Ok(ValuePattern::Any),
+            [literal] if literal.is_empty() => return Ok(ValuePattern::Exact(Box::default())),
+            [literal] => {
+                let value = self.canonicalize_value(position, literal, client, path)?;
+                return Ok(ValuePattern::Exact(value));
+            }
+            [first, rest @ ..] => (first, rest),
+        };
         let component = self.positions().nth(position);
         let Some(component) = component.filter(|_| text != "*") else {
             return Ok(ValuePattern::Any);
         };
-        let (mut part, mut start) = (&component.part, String::new());
-        if let (KeyPart::Alternatives(_), Some(first)) = (part, pieces.first_mut()) {
-            let Some((source, value)) = component.resolve_source(first.as_bytes()) else {
-                return Err(missing_source_error(part, text));
-            };
-            let value = String::from_utf8_lossy(value).into_owned();
-            (part, start) = (&source.part, format!("{}=", source.part.source_label()));
-            *first = value;
-        }
-        if let (KeyPart::Claim(name), Some(first)) = (part, pieces.first()) {
-            name.check_listed_value(first, true)?;
+        let split = component.split_label(first);
+        let (label, source, start) =
+            split.ok_or_else(|| missing_source_error(&component.part, text))?;
+        let part = &source.part;
+        if let KeyPart::Claim(name) = part {
+            name.check_listed_value(start, true)?;
         }
         check_pattern_end(part, text)?;
-        let pieces = pieces
-            .iter()
-            .map(|piece| canonicalize_piece(part, piece, path));
+        let pieces = std::iter::once(start).chain(rest.iter().map(String::as_str));
+        let pieces = pieces.map(|piece| canonicalize_piece(part, piece, path));
         let mut pieces = pieces.collect::<Result<Vec<String>, String>>()?;
         if let Some(first) = pieces.first_mut() {
-            first.insert_str(0, &start);
+            first.insert_str(0, label);
         }
         Ok(ValuePattern::from_pieces(pieces))
     }
@@ -382,16 +352,12 @@ impl KeyTemplate {
         let Some(component) = self.positions().nth(position) else {
             return Ok(text.into());
         };
-        if !matches!(component.part, KeyPart::Alternatives(_)) {
-            return canonicalize_part_value(&component.part, text, client, path);
-        }
-        let source = component.resolve_source(text.as_bytes());
-        let Some((source, value)) = source.filter(|(_, value)| !value.is_empty()) else {
-            return Err(missing_source_error(&component.part, text));
-        };
-        let value = String::from_utf8_lossy(value);
-        let value = canonicalize_part_value(&source.part, &value, client, path)?;
-        Ok(format!("{}={value}", source.part.source_label()).into())
+        let split = component.split_label(text);
+        let split = split.filter(|(label, _, value)| label.is_empty() || !value.is_empty());
+        let (label, source, value) =
+            split.ok_or_else(|| missing_source_error(&component.part, text))?;
+        let value = canonicalize_part_value(&source.part, value, client, path)?;
+        Ok(format!("{label}{value}").into())
     }
 }
 

@@ -1,6 +1,6 @@
 //! Queries and cookies that lenient parsers read differently than by their exact names.
 
-use super::facts::{cookie_values, decode_form_value, query_values, raw_cookie_values};
+use super::facts::{decode_form_value, query_values, raw_cookie_values};
 use super::key_error::KeyError;
 use super::value_checks::{has_unusual_cookie_octet, strip_cookie_prefix};
 use super::{Facts, client};
@@ -15,19 +15,17 @@ const MAX_COOKIE_PARTS: usize = 1000;
 
 type FoldedName = SmallVec<[u8; 64]>;
 
+/// Why upstreams may read another value of a part.
+pub(super) type AmbiguityError = fn(String) -> KeyError;
+
 /// Returns why upstreams may read another value of a query parameter, unless a setting allows it.
 pub(super) fn find_query_ambiguity(
     facts: &Facts<'_>,
     name: &str,
     client: &client::Settings,
-) -> Option<KeyError> {
-    let part = || format!("query parameter {name}");
-    if client.rejects_ambiguous_query && has_ambiguous_query(facts, name) {
-        return Some(KeyError::AmbiguousQuery(part()));
-    }
-    let mut values = query_values(facts.query, name);
-    let is_rejected = values.any(|value| client.value_checks.rejects_value(&value));
-    is_rejected.then(|| KeyError::OuterWhiteSpace(part()))
+) -> Option<AmbiguityError> {
+    (client.rejects_ambiguous_query && has_ambiguous_query(facts, name))
+        .then_some(KeyError::AmbiguousQuery)
 }
 
 /// Returns why upstreams may read another value of a cookie, unless a setting allows it.
@@ -35,24 +33,20 @@ pub(super) fn find_cookie_ambiguity(
     headers: &HeaderMap,
     name: &str,
     client: &client::Settings,
-) -> Option<KeyError> {
-    let (checks, part) = (client.value_checks, || format!("cookie {name}"));
-    if client.rejects_ambiguous_cookie {
-        if is_cookie_ambiguous(headers, name) {
-            return Some(KeyError::AmbiguousCookie(part()));
+) -> Option<AmbiguityError> {
+    let checks = client.value_checks;
+    let mut raw_values = raw_cookie_values(headers, name);
+    match () {
+        () if !client.rejects_ambiguous_cookie => None,
+        () if is_cookie_ambiguous(headers, name) => Some(KeyError::AmbiguousCookie),
+        () if checks.rejects_cookie_octets && raw_values.any(has_unusual_cookie_octet) => {
+            Some(KeyError::CookieOctet)
         }
-        if checks.rejects_cookie_octets
-            && raw_cookie_values(headers, name).any(has_unusual_cookie_octet)
-        {
-            return Some(KeyError::CookieOctet(part()));
+        () if checks.rejects_cookie_prefixes && has_prefixed_cookie(headers, name) => {
+            Some(KeyError::PrefixedCookie)
         }
-        if checks.rejects_cookie_prefixes && has_prefixed_cookie(headers, name) {
-            return Some(KeyError::PrefixedCookie(part()));
-        }
+        () => None,
     }
-    let mut values = cookie_values(headers, name);
-    let is_rejected = values.any(|value| client.value_checks.rejects_value(&value));
-    is_rejected.then(|| KeyError::OuterWhiteSpace(part()))
 }
 
 /// Whether there is a cookie with the name, or a look-alike of it, after a prefix that some parsers

@@ -7,29 +7,20 @@ use super::part_values::KeyValues;
 use super::policy_mode::PolicyMode;
 use super::value_pattern::{PatternRank, ValuePattern};
 use crate::limiter::Key;
-use foldhash::HashMap;
-use std::fmt;
+use foldhash::fast::RandomState;
+use indexmap::IndexMap;
 
 /// Overrides of a policy. Of those that match a key, one with exact values replaces the policy's
 /// limits; else the first by [`LimitOverride::rank`]; of equal ranks, the first in the file.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LimitOverrides {
     entries: Vec<LimitOverride>,
     /// Index of the entries without a pattern, by [`Key::id`]. The lookup time must not grow with
-    /// the number of entries, which may be thousands.
-    exact_by_key_id: HashMap<u128, usize>,
+    /// the number of entries, which may be thousands. In order: equal overrides print equally.
+    exact_by_key_id: IndexMap<u128, usize, RandomState>,
     /// Indices of the entries with a pattern, in order of precedence.
     pattern_indices: Vec<usize>,
 }
-
-/// The indices follow from the entries and the key.
-impl PartialEq for LimitOverrides {
-    fn eq(&self, other: &Self) -> bool {
-        self.entries == other.entries
-    }
-}
-
-impl Eq for LimitOverrides {}
 
 /// One entry of [`LimitOverrides`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,7 +75,7 @@ impl LimitOverrides {
     pub fn new(name: &str, key: &KeyTemplate, entries: Vec<LimitOverride>) -> Self {
         let mut overrides = Self {
             entries,
-            exact_by_key_id: HashMap::default(),
+            exact_by_key_id: IndexMap::default(),
             pattern_indices: Vec::new(),
         };
         for (index, entry) in overrides.entries.iter().enumerate() {
@@ -134,14 +125,6 @@ impl LimitOverrides {
         let patterns = self.pattern_indices.iter();
         let mut patterns = patterns.filter_map(|index| self.entries.get(*index));
         patterns.find(|entry| entry.matches_values(values))
-    }
-}
-
-/// Prints only the entries: the index maps have no stable order, and equal overrides must print
-/// equally.
-impl fmt::Debug for LimitOverrides {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.entries.fmt(f)
     }
 }
 

@@ -1,53 +1,65 @@
 //! Matching of a policy's conditions against a request or descriptor.
 
-use super::conditions::find_unmet_value;
 use super::{
-    ConditionRegex, DescriptorConditions, Facts, KeyError, KeyPart, PartCondition, PathPattern,
-    UnmetCondition, client,
+    Facts, KeyError, KeyPart, PartCondition, PathPattern, UnmetCondition, ValueCondition, client,
 };
-use http::Method;
-use ipnet::IpNet;
-use std::net::Ipv6Addr;
 
-/// The conditions of a policy. All of them must hold. Within one condition, any alternative
-/// suffices; an empty list of alternatives always holds.
+/// The conditions of a policy. All of them must hold.
 ///
-/// A new condition on named values is a [`KeyPart`], and the compiler demands the code that reads
-/// it. For another condition, it demands code in `covers`, `depends_only_on_client`, the
-/// configuration's `build_matcher` and the replay's missing fields: each lists all fields.
+/// A new condition is a [`KeyPart`] or a [`ValueCondition`]. The compiler demands the code that
+/// reads the part, and the code that compares the values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Matcher {
-    pub methods: MethodSet,
-    pub hosts: Vec<HostPattern>,
-    /// Path patterns; `path` in TOML.
-    pub paths: Vec<PathPattern>,
-    pub path_regex: Option<ConditionRegex>,
-    pub client_ips: Vec<IpNet>,
-    /// `headers`, `query`, `cookies` and `jwt` in TOML. Claims come last, because they may require
-    /// a signature verification.
-    pub values: Vec<PartCondition>,
-    /// `domain` and `descriptors` in TOML. Set only in policies for descriptors, in which all
-    /// request conditions are empty, also those in `not`.
-    pub descriptor_conditions: Option<DescriptorConditions>,
+    /// Cheap conditions come first. Claims come last, because they may require a signature
+    /// verification.
+    pub conditions: Vec<PartCondition>,
+    /// Set only in policies for descriptors, in which no condition is on a request, also in `any`
+    /// and `not`. A matcher without it applies to requests only.
+    pub accepted_entries: Option<AcceptedEntries>,
     /// One of these must match. Empty: no condition.
     pub any: Vec<Matcher>,
     /// The policy does not apply to a request that meets all conditions of `not`.
     pub not: Option<Box<Matcher>>,
 }
 
-/// HTTP methods. `GET` includes `HEAD`; the empty set contains every method.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct MethodSet(Vec<Method>);
-
-/// `example.com`, or `*.example.com` for all its subdomains.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum HostPattern {
-    Exact(Box<str>),
-    /// The suffix `.example.com` of `*.example.com`: the part after the star, with its dot.
-    Subdomains(Box<str>),
+/// The entries of a descriptor that a matcher accepts beside those of its conditions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AcceptedEntries {
+    /// Any, as the matcher has no `descriptors`.
+    Any,
+    /// None: the conditions list all entries, in any order.
+    Listed,
+    /// Further ones: `descriptors_match = "subset"` in TOML.
+    More,
 }
 
 impl Matcher {
+    /// Whether the matcher applies to descriptors, and not to requests.
+    pub fn is_for_descriptors(&self) -> bool {
+        self.accepted_entries.is_some()
+    }
+
+    /// The conditions on entries of descriptors.
+    pub fn entries(&self) -> impl Iterator<Item = &PartCondition> {
+        let is_entry = |one: &&PartCondition| matches!(one.part, KeyPart::DescriptorEntry(_));
+        self.conditions.iter().filter(is_entry)
+    }
+
+    /// The condition on a part that each request has.
+    pub fn condition_on(&self, part: &KeyPart) -> Option<&ValueCondition> {
+        let mut conditions = self.conditions.iter();
+        let found = conditions.find(|one| one.part == *part)?;
+        Some(&found.condition)
+    }
+
+    /// The path patterns; empty without such a condition.
+    pub(super) fn path_patterns(&self) -> &[PathPattern] {
+        match self.condition_on(&KeyPart::WholePath) {
+            Some(ValueCondition::Paths(patterns)) => patterns,
+            _ => &[],
+        }
+    }
+
     /// Whether all conditions hold for one interpretation of the path.
     pub fn matches(&self, facts: &Facts<'_>, path: &str) -> bool {
         self.first_unmet_condition(facts, path).is_none()
@@ -59,67 +71,46 @@ impl Matcher {
         facts: &Facts<'_>,
         path: &str,
     ) -> Option<UnmetCondition<'_>> {
-        let unmet = match (&self.descriptor_conditions, facts.descriptor) {
-            (None, None) => self
-                .first_unmet_plain_condition(facts, path)
-                .or_else(|| find_unmet_value(&self.values, facts)),
-            (Some(conditions), Some(descriptor)) => {
-                conditions.first_unmet_condition(descriptor, facts)
-            }
-            _ => Some(UnmetCondition::RequestKind),
+        if self.is_for_descriptors() != facts.descriptor.is_some() {
+            return Some(UnmetCondition::RequestKind);
+        }
+        let unmet = self.conditions.iter().find(|one| !one.is_met(facts, path));
+        let has_extra_entries = || {
+            self.accepted_entries == Some(AcceptedEntries::Listed)
+                && facts.descriptor.map(|one| one.entries.len()) != Some(self.entries().count())
         };
-        unmet
-            .or_else(|| self.find_unmet_alternatives(facts, path))
-            .or_else(|| {
-                let not = self.not.as_ref();
-                not.filter(|not| not.excludes(facts, path))
-                    .map(|_| UnmetCondition::Exclusion)
-            })
+        match unmet {
+            Some(unmet) => Some(UnmetCondition::Part(unmet)),
+            None if has_extra_entries() => Some(UnmetCondition::ExtraEntries),
+            None if !self.meets_alternative(facts, path) => Some(UnmetCondition::Alternatives),
+            None if self.is_excluded(facts, path) => Some(UnmetCondition::Exclusion),
+            None => None,
+        }
     }
 
-    /// Returns the first unmet condition on the method, host, path or address.
-    fn first_unmet_plain_condition(
-        &self,
-        facts: &Facts<'_>,
-        path: &str,
-    ) -> Option<UnmetCondition<'_>> {
-        if !self.methods.contains(facts.method) {
-            return Some(UnmetCondition::Method);
-        }
-        if !is_empty_or_any(&self.hosts, |host| host.matches(facts.host)) {
-            return Some(UnmetCondition::Host);
-        }
-        if !is_empty_or_any(&self.paths, |pattern| pattern.matches(path)) {
-            return Some(UnmetCondition::Path);
-        }
-        if self
-            .path_regex
-            .as_ref()
-            .is_some_and(|regex| !regex.is_match(path))
-        {
-            return Some(UnmetCondition::PathRegex);
-        }
-        if !is_empty_or_any(&self.client_ips, |net| net.contains(&facts.client_ip)) {
-            return Some(UnmetCondition::ClientIp);
-        }
-        None
+    fn meets_alternative(&self, facts: &Facts<'_>, path: &str) -> bool {
+        self.any.is_empty() || self.any.iter().any(|one| one.matches(facts, path))
     }
 
-    fn find_unmet_alternatives(&self, facts: &Facts<'_>, path: &str) -> Option<UnmetCondition<'_>> {
-        let is_met = is_empty_or_any(&self.any, |one| one.matches(facts, path));
-        (!is_met).then_some(UnmetCondition::Alternatives)
+    /// Whether `not` excludes a request. An exclusion is an exemption, so a path that is escaped
+    /// twice gains none.
+    fn is_excluded(&self, facts: &Facts<'_>, path: &str) -> bool {
+        self.not.as_ref().is_some_and(|not| {
+            let is_nested = facts.paths.has_nested_escape();
+            not.matches(facts, path) && !(is_nested && not.reads_path())
+        })
     }
 
-    /// The matchers in `any` and `not`.
-    fn nested_matchers(&self) -> impl Iterator<Item = &Self> {
-        self.any.iter().chain(self.not.as_deref())
+    /// Whether a condition depends on the path.
+    pub(super) fn reads_path(&self) -> bool {
+        self.has_condition_on(|part| *part == KeyPart::WholePath)
     }
 
-    /// Whether any condition reads the query or cookies.
-    fn reads_query_or_cookies(&self) -> bool {
-        let mut parts = self.values.iter().map(|one| &one.part);
-        parts.any(|part| matches!(part, KeyPart::Query(_) | KeyPart::Cookie(_)))
-            || self.nested_matchers().any(Self::reads_query_or_cookies)
+    /// Whether a condition, also one in `any` and `not`, is on such a part.
+    pub(super) fn has_condition_on(&self, is_part: fn(&KeyPart) -> bool) -> bool {
+        let mut nested = self.any.iter().chain(self.not.as_deref());
+        self.conditions.iter().any(|one| is_part(&one.part))
+            || nested.any(|one| one.has_condition_on(is_part))
     }
 
     /// Returns a query parameter or cookie that upstreams may read differently, if the result
@@ -130,24 +121,23 @@ impl Matcher {
         path: &str,
         client: &client::Settings,
     ) -> Option<KeyError> {
-        if !self.reads_query_or_cookies() || self.first_unmet_plain_condition(facts, path).is_some()
-        {
+        if !self.has_condition_on(|part| matches!(part, KeyPart::Query(_) | KeyPart::Cookie(_))) {
             return None;
         }
         let mut found = None;
-        for one in &self.values {
+        for one in &self.conditions {
             match one.part.find_ambiguity(facts, client) {
-                None if !one.is_met(facts) => return None,
+                None if !one.is_met(facts, path) => return None,
                 ambiguity => found = found.or(ambiguity),
             }
         }
         match self.find_ambiguous_alternative(facts, path, client) {
-            None if self.find_unmet_alternatives(facts, path).is_some() => return None,
+            None if !self.meets_alternative(facts, path) => return None,
             ambiguity => found = found.or(ambiguity),
         }
-        let Some(not) = &self.not else { return found };
-        match not.find_ambiguity(facts, path, client) {
-            None if not.excludes(facts, path) => None,
+        let not = self.not.as_ref();
+        match not.and_then(|not| not.find_ambiguity(facts, path, client)) {
+            None if self.is_excluded(facts, path) => None,
             ambiguity => found.or(ambiguity),
         }
     }
@@ -169,106 +159,16 @@ impl Matcher {
         found
     }
 
-    /// Whether these conditions, as a `not`, exclude a request. An exclusion is an exemption, so a
-    /// path that is escaped twice gains none.
-    fn excludes(&self, facts: &Facts<'_>, path: &str) -> bool {
-        self.matches(facts, path) && !(facts.paths.has_nested_escape() && self.has_path_condition())
-    }
-
-    /// Whether a condition depends on the path.
-    pub(super) fn has_path_condition(&self) -> bool {
-        !self.paths.is_empty()
-            || self.path_regex.is_some()
-            || self.nested_matchers().any(Self::has_path_condition)
-    }
-
-    /// The conditions on values, also those in `any` and `not`.
-    pub fn all_values(&self) -> Vec<&PartCondition> {
-        let nested = self.nested_matchers().flat_map(Self::all_values);
-        self.values.iter().chain(nested).collect()
+    /// All conditions, also those in `any` and `not`.
+    pub fn all_conditions(&self) -> Vec<&PartCondition> {
+        let nested = self.any.iter().chain(self.not.as_deref());
+        let nested = nested.flat_map(Self::all_conditions);
+        self.conditions.iter().chain(nested).collect()
     }
 
     /// Whether a condition, on the request or a descriptor, holds only if the part is present.
     pub fn requires_part(&self, part: &KeyPart) -> bool {
-        let descriptor = self.descriptor_conditions.as_ref();
-        let entries = descriptor.and_then(|conditions| conditions.entries.as_ref());
-        let mut values = self.values.iter().chain(entries.into_iter().flatten());
-        values.any(|one| one.part == *part && one.requires_value())
+        let mut conditions = self.conditions.iter();
+        conditions.any(|one| one.part == *part && one.requires_value())
     }
-
-    /// Whether a condition depends on the client's address.
-    pub(super) fn has_client_ip_condition(&self) -> bool {
-        !self.client_ips.is_empty() || self.nested_matchers().any(Self::has_client_ip_condition)
-    }
-}
-
-fn is_empty_or_any<T>(alternatives: &[T], is_met: impl FnMut(&T) -> bool) -> bool {
-    alternatives.is_empty() || alternatives.iter().any(is_met)
-}
-
-impl MethodSet {
-    pub fn new(methods: Vec<Method>) -> Self {
-        Self(methods)
-    }
-
-    /// The methods as configured; empty means every method.
-    pub fn as_slice(&self) -> &[Method] {
-        &self.0
-    }
-
-    pub fn is_any(&self) -> bool {
-        self.0.is_empty()
-    }
-
-    pub fn contains(&self, method: &Method) -> bool {
-        is_empty_or_any(&self.0, |listed| {
-            listed == method || (listed == Method::GET && method == Method::HEAD)
-        })
-    }
-}
-
-impl HostPattern {
-    /// Parses `name` or `*.name`, without a port.
-    ///
-    /// # Errors
-    /// Returns a message that states the expected form.
-    pub fn parse(text: &str) -> Result<Self, String> {
-        let text = text.strip_suffix('.').unwrap_or(text).to_ascii_lowercase();
-        let (is_wildcard, name) = match text.strip_prefix("*.") {
-            Some(name) => (true, name),
-            None => (false, text.as_str()),
-        };
-        let is_ip_literal = name.starts_with('[') && name.ends_with(']') && !is_wildcard;
-        if name.is_empty()
-            || name.contains(['*', '/', '@'])
-            || (name.contains(':') && !is_ip_literal)
-        {
-            return Err("a host is a name or *.name, without port".to_owned());
-        }
-        Ok(if is_wildcard {
-            Self::Subdomains(format!(".{name}").into())
-        } else {
-            Self::Exact(canonicalize_host(name))
-        })
-    }
-
-    pub fn matches(&self, host: &str) -> bool {
-        match self {
-            Self::Exact(name) => **name == *host,
-            Self::Subdomains(suffix) => host.len() > suffix.len() && host.ends_with(&**suffix),
-        }
-    }
-}
-
-/// A host as requests have it: in lower case, without port and trailing dot; an IPv6 address in its
-/// shortest form.
-pub(super) fn canonicalize_host(text: &str) -> Box<str> {
-    if let Some((address, _port)) = text.strip_prefix('[').and_then(|rest| rest.split_once(']'))
-        && let Ok(address) = address.parse::<Ipv6Addr>()
-    {
-        return format!("[{address}]").into();
-    }
-    let host = text.split_once(':').map_or(text, |(host, _port)| host);
-    let host = host.strip_suffix('.').unwrap_or(host);
-    host.to_ascii_lowercase().into()
 }

@@ -1,7 +1,8 @@
-//! Limits with names.
+//! Limits with names, and where a request states the amount of one.
 
-use super::amount_source::AmountSource;
-use crate::limiter::{Limit, LimitName};
+use super::key_part::KeyPart;
+use super::path;
+use crate::limiter::{Algorithm, Limit, LimitName};
 use strum::{EnumString, IntoStaticStr, VariantNames};
 
 /// A limit and its name in the rate-limit headers.
@@ -43,5 +44,51 @@ impl NamedLimit {
         let largest = |source: &AmountSource| source.apply_amount(&self.limit, source.max);
         let limit = self.amount.as_deref().map_or(self.limit, largest);
         limit.capacity()
+    }
+}
+
+/// Where the amount of a limit comes from (`requests_from`). The limit's own amount is the default.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AmountSource {
+    /// A claim, a header, which is read only from a trusted proxy, or a field of the certificate.
+    pub field: KeyPart,
+    /// Larger amounts become this one.
+    pub max: u64,
+    /// The burst of a token bucket follows the amount, because the limit has no own one.
+    pub sets_burst: bool,
+}
+
+impl AmountSource {
+    /// Parses a field that no client can choose: `jwt:CLAIM`, `header:NAME`, `client_cert:san` or
+    /// `client_cert:cn`.
+    ///
+    /// # Errors
+    /// Returns a message that states what is wrong.
+    pub fn parse_field(text: &str) -> Result<KeyPart, String> {
+        let kind = text.split(':').next().unwrap_or_default();
+        match KeyPart::parse(text, &path::Settings::DEFAULT) {
+            result if matches!(kind, "jwt" | "header") => result,
+            Ok(part @ (KeyPart::ClientCertSan | KeyPart::ClientCertCn)) => Ok(part),
+            _ => Err("expected jwt:CLAIM, header:NAME (from client.trusted_proxies), client_cert:san or client_cert:cn: a client chooses everything else".to_owned()),
+        }
+    }
+
+    /// The limit with an amount, at most `max`.
+    pub(super) fn apply_amount(&self, limit: &Limit, amount: u64) -> Limit {
+        let requests = amount.min(self.max);
+        let algorithm = match limit.algorithm {
+            Algorithm::TokenBucket { warm_up_us, .. } if self.sets_burst => {
+                Algorithm::TokenBucket {
+                    burst: requests,
+                    warm_up_us,
+                }
+            }
+            algorithm => algorithm,
+        };
+        Limit {
+            requests,
+            algorithm,
+            ..*limit
+        }
     }
 }

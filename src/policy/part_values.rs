@@ -3,7 +3,8 @@
 use super::client_network::format_client_network;
 use super::key_error::KeyError;
 use super::key_part::{KeyComponent, KeyPart};
-use super::{Facts, Matcher, client, facts, lenient_names, path};
+use super::lenient_names::{self, AmbiguityError};
+use super::{Facts, Matcher, client, facts, path};
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::iter;
@@ -65,46 +66,37 @@ impl KeyPart {
         values: &mut KeyValues<'a>,
     ) -> Result<(), KeyError> {
         let paths = facts.paths;
-        if paths.has_single_reading() || !context.path.rejects_ambiguous_keys {
-            let found = paths.iter().find_map(|path| self.path_values(path));
-            return self.push_found_path_values(found, context.client, values);
-        }
-        let mut matching_readings = paths
-            .iter()
-            .filter(|path| context.matcher.matches(facts, path))
-            .map(|path| self.path_values(path));
-        let first = matching_readings.next().flatten();
-        if matching_readings.any(|other| other != first) {
-            return Err(KeyError::AmbiguousPath);
-        }
-        self.push_found_path_values(first, context.client, values)
-    }
-
-    /// The values of a part that is read from the path, for one reading.
-    fn path_values<'p>(&self, path: &'p str) -> Option<SmallVec<[&'p str; 4]>> {
-        match self {
-            Self::PathCaptures(pattern) => pattern.captured_segments(path),
-            _ => Some(smallvec![path]),
-        }
-    }
-
-    fn push_found_path_values<'a>(
-        &self,
-        found: Option<SmallVec<[&'a str; 4]>>,
-        client: &client::Settings,
-        values: &mut KeyValues<'a>,
-    ) -> Result<(), KeyError> {
+        let read = |path: &'a str| -> Option<SmallVec<[&'a str; 4]>> {
+            match self {
+                Self::PathCaptures(pattern) => pattern.captured_segments(path),
+                _ => Some(smallvec![path]),
+            }
+        };
+        let is_ambiguous = context.path.rejects_ambiguous_keys && !paths.has_single_reading();
+        let found = match is_ambiguous {
+            false => paths.iter().find_map(read),
+            true => {
+                let matching = paths
+                    .iter()
+                    .filter(|path| context.matcher.matches(facts, path));
+                let mut readings = matching.map(read);
+                let first = readings.next().flatten();
+                if readings.any(|other| other != first) {
+                    return Err(KeyError::AmbiguousPath);
+                }
+                first
+            }
+        };
         let Some(found) = found else {
             values.extend(iter::repeat_n(None, self.value_count()));
             return Ok(());
         };
-        let decode = |value| Cow::from(percent_encoding::percent_decode_str(value));
-        let is_segment = matches!(self, Self::PathCaptures(_));
-        if is_segment
-            && found
-                .iter()
-                .any(|value| client.value_checks.rejects_value(&decode(value)))
-        {
+        let checks = context.client.value_checks;
+        let is_rejected = |value: &&str| {
+            let decoded = Cow::from(percent_encoding::percent_decode_str(value));
+            checks.rejects_value(&decoded)
+        };
+        if matches!(self, Self::PathCaptures(_)) && found.iter().any(is_rejected) {
             return Err(KeyError::OuterWhiteSpace(self.to_string()));
         }
         let found = found.into_iter().map(str::as_bytes);
@@ -118,11 +110,22 @@ impl KeyPart {
         facts: &Facts<'_>,
         client: &client::Settings,
     ) -> Option<KeyError> {
-        match self {
+        let found = match self {
             Self::Query(name) => lenient_names::find_query_ambiguity(facts, name, client),
             Self::Cookie(name) => lenient_names::find_cookie_ambiguity(facts.headers, name, client),
-            _ => None,
-        }
+            _ => return None,
+        };
+        let checks = client.value_checks;
+        let is_rejected = || {
+            self.read_values(facts, |mut values| {
+                Iterator::any(&mut values, |value| checks.rejects_value(&value))
+            })
+        };
+        let found = match found {
+            None if is_rejected() => Some(KeyError::OuterWhiteSpace as AmbiguityError),
+            found => found,
+        };
+        found.map(|error| error(self.to_string()))
     }
 
     /// The only value. A list claim with several has none.
@@ -172,6 +175,7 @@ impl KeyPart {
                 .map(|descriptor| descriptor.canonical_text().into_bytes().into()),
             Self::Method => text(Some(facts.method.as_str())),
             Self::Host => text(Some(facts.host)),
+            Self::DescriptorDomain => text(facts.descriptor.map(|descriptor| descriptor.domain)),
             Self::Const(constant) => text(Some(constant)),
             Self::ClientCertSan => text(cert.and_then(|cert| cert.san.as_deref())),
             Self::ClientCertCn => text(cert.and_then(|cert| cert.cn.as_deref())),

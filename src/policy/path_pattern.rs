@@ -196,13 +196,8 @@ fn split_segments(path: &str) -> PathSegments<'_> {
 /// with the number of patterns.
 #[derive(Debug, Default)]
 pub(super) struct PathIndex {
-    nodes: Vec<PathIndexNode>,
-}
-
-#[derive(Debug, Default)]
-struct PathIndexNode {
-    literals: HashMap<Box<str>, usize>,
-    wildcard: Option<usize>,
+    literals: HashMap<Box<str>, PathIndex>,
+    wildcard: Option<Box<PathIndex>>,
     /// Ids of the patterns that end at this node.
     terminal_ids: Vec<u32>,
     /// Ids of the patterns that end at this node with `**`.
@@ -210,72 +205,43 @@ struct PathIndexNode {
 }
 
 impl PathIndex {
-    pub(super) fn insert(&mut self, pattern: &PathPattern, id: u32) {
-        let mut node_index = self.ensure_root_node();
-        for segment in &pattern.segments {
-            node_index = self.ensure_child_node(node_index, segment);
+    /// Inserts patterns with one id. No pattern stands for any path.
+    pub(super) fn insert(&mut self, patterns: &[PathPattern], id: u32) {
+        if patterns.is_empty() {
+            self.suffix_wildcard_ids.push(id);
         }
-        if let Some(node) = self.nodes.get_mut(node_index) {
-            if pattern.matches_any_suffix {
-                node.suffix_wildcard_ids.push(id)
-            } else {
-                node.terminal_ids.push(id)
+        for pattern in patterns {
+            let mut node = &mut *self;
+            for segment in &pattern.segments {
+                node = match segment {
+                    PatternSegment::Literal(word) => node.literals.entry(word.clone()).or_default(),
+                    PatternSegment::Wildcard { .. } => node.wildcard.get_or_insert_default(),
+                };
+            }
+            match pattern.matches_any_suffix {
+                true => node.suffix_wildcard_ids.push(id),
+                false => node.terminal_ids.push(id),
             }
         }
     }
 
     /// Adds the ids of all matching patterns to `found`, unordered and possibly with duplicates.
     pub(super) fn find_matches(&self, path: &str, found: &mut SmallVec<[u32; 16]>) {
-        if let Some(root) = self.nodes.first() {
-            self.collect_matches(root, split_segments(path), found);
-        }
+        self.collect_matches(split_segments(path), found);
     }
 
-    fn collect_matches(
-        &self,
-        node: &PathIndexNode,
-        mut rest: PathSegments<'_>,
-        found: &mut SmallVec<[u32; 16]>,
-    ) {
-        found.extend_from_slice(&node.suffix_wildcard_ids);
+    fn collect_matches(&self, mut rest: PathSegments<'_>, found: &mut SmallVec<[u32; 16]>) {
+        found.extend_from_slice(&self.suffix_wildcard_ids);
         let Some(word) = rest.next() else {
-            found.extend_from_slice(&node.terminal_ids);
+            found.extend_from_slice(&self.terminal_ids);
             return;
         };
-        if let Some(child) = node
-            .literals
-            .get(word)
-            .and_then(|index| self.nodes.get(*index))
-        {
-            self.collect_matches(child, rest.clone(), found);
+        if let Some(child) = self.literals.get(word) {
+            child.collect_matches(rest.clone(), found);
         }
-        if let Some(child) = node.wildcard.and_then(|index| self.nodes.get(index))
-            && !word.is_empty()
-        {
-            self.collect_matches(child, rest, found);
+        if let Some(child) = self.wildcard.as_ref().filter(|_| !word.is_empty()) {
+            child.collect_matches(rest, found);
         }
-    }
-
-    fn ensure_root_node(&mut self) -> usize {
-        if self.nodes.is_empty() {
-            self.nodes.push(PathIndexNode::default());
-        }
-        0
-    }
-
-    fn ensure_child_node(&mut self, parent: usize, segment: &PatternSegment) -> usize {
-        let next = self.nodes.len();
-        let Some(node) = self.nodes.get_mut(parent) else {
-            return parent;
-        };
-        let child_index = match segment {
-            PatternSegment::Literal(word) => *node.literals.entry(word.clone()).or_insert(next),
-            PatternSegment::Wildcard { .. } => *node.wildcard.get_or_insert(next),
-        };
-        if child_index == next {
-            self.nodes.push(PathIndexNode::default());
-        }
-        child_index
     }
 }
 
@@ -357,7 +323,7 @@ mod tests {
             let patterns: Vec<PathPattern> = patterns.iter().map(|text| parse_pattern(text)).collect();
             let mut index = PathIndex::default();
             for (id, pattern) in patterns.iter().enumerate() {
-                index.insert(pattern, u32::try_from(id).unwrap());
+                index.insert(std::slice::from_ref(pattern), u32::try_from(id).unwrap());
             }
             let mut found = SmallVec::new();
             index.find_matches(&path, &mut found);

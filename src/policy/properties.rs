@@ -4,8 +4,7 @@
 use super::authorization::is_lenient_space;
 use super::client::{self, ClientAddress};
 use super::jwt::{
-    self, ClaimName, IssuerKeys, RequestToken, SignatureVerification, TokenIssuer, TokenReader,
-    TrustedIssuers, VerificationKeys,
+    self, ClaimName, IssuerKeys, RequestToken, TokenIssuer, TokenReader, VerificationKeys,
 };
 use super::path::{EscapedDelimiters, EscapedSlashes, PathError, PathInterpretations, Settings};
 use super::{
@@ -494,18 +493,17 @@ const TOKEN: &str = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCIsImtpZCI6ImsifQ.eyJzdWIi
 pub fn assert_token_verification(bytes: &[u8]) {
     static READERS: LazyLock<[Arc<TokenReader>; 2]> = LazyLock::new(|| {
         let key = r#"{"kty":"oct","kid":"k","alg":"HS256","k":"YSBzZWNyZXQgdGhhdCBpcyBsb25nIGVub3VnaCB0byBiZSBvbmU"}"#;
-        let (set, _) = VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}"))
+        let (set, _) = VerificationKeys::from_jwks(&format!("{{\"keys\":[{key}]}}"), false)
             .expect("the key set is valid");
         [VerificationKeys::from_secret(SECRET).0, set].map(|keys| {
-            let verification =
-                SignatureVerification::Keys(TrustedIssuers::new(vec![TokenIssuer {
-                    name: None,
-                    audiences: Vec::new(),
-                    keys: IssuerKeys::Fixed(keys),
-                }]));
+            let issuers = vec![TokenIssuer {
+                name: None,
+                audiences: Vec::new(),
+                keys: IssuerKeys::Fixed(keys),
+            }];
             let settings = jwt::Settings {
                 header: http::header::AUTHORIZATION,
-                verification,
+                issuers: Some(issuers),
             };
             Arc::new(TokenReader::new(
                 settings,

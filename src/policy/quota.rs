@@ -44,7 +44,7 @@ impl Quota {
 
     /// Whether each instance counts for itself, in its memory.
     pub fn is_instance_scoped(&self) -> bool {
-        self.key.scope() == CounterScope::Instance
+        self.key.scope == CounterScope::Instance
     }
 
     /// Whether the limits have response counters, which start the block (`count_when` with
@@ -53,46 +53,27 @@ impl Quota {
         self.block.is_some() && self.cost.depends_on_status()
     }
 
-    /// Returns the key and the limits for one request of policy `name`, or `None` if the policy
-    /// skips the request.
+    /// Returns the key and the limits for one request or descriptor of policy `name`, or `None` if
+    /// the policy skips it. A descriptor's own limit replaces those of the policy. The key then
+    /// includes the whole descriptor, so that no other descriptor shares the quota.
     ///
     /// # Errors
     /// Returns a [`KeyError`] if the request cannot be keyed.
-    pub fn key_and_limits_for_request<'t>(
+    pub fn key_and_limits_for_facts<'t>(
         &'t self,
         name: &str,
-        facts: &Facts<'_>,
+        (facts, descriptor): (&Facts<'_>, Option<&'t Descriptor<'t>>),
         context: &KeyContext<'_>,
         digests: &mut KeyDigests<'t>,
     ) -> Result<Option<(Key, SelectedLimits<'t>)>, KeyError> {
-        let values = self.key.extract_values(facts, context, self.missing_key)?;
+        let own_limits = descriptor.and_then(|one| one.resolve_override_limit(name, &self.limits));
+        let mut values = self.key.extract_values(facts, context, self.missing_key)?;
         if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
             return Ok(None);
         }
-        Ok(Some(self.key_and_limits(name, &values, digests)))
-    }
-
-    /// Returns the key and the limits for one descriptor of a rate-limit call. A descriptor's own
-    /// limit replaces those of the policy. The key then includes the whole descriptor, so that no
-    /// other descriptor shares the quota.
-    ///
-    /// # Errors
-    /// Same as [`Quota::key_and_limits_for_request`].
-    pub fn key_and_limits_for_descriptor<'t>(
-        &'t self,
-        name: &str,
-        descriptor: &'t Descriptor<'t>,
-        context: &KeyContext<'_>,
-        digests: &mut KeyDigests<'t>,
-    ) -> Result<Option<(Key, SelectedLimits<'t>)>, KeyError> {
-        let facts = Facts::from_descriptor(descriptor);
-        let Some(limits) = descriptor.resolve_override_limit(name, &self.limits) else {
-            return self.key_and_limits_for_request(name, &facts, context, digests);
+        let (Some(descriptor), Some(limits)) = (descriptor, own_limits) else {
+            return Ok(Some(self.key_and_limits(name, &values, digests)));
         };
-        let mut values = self.key.extract_values(&facts, context, self.missing_key)?;
-        if self.missing_key == MissingKeyAction::Skip && values.iter().any(Option::is_none) {
-            return Ok(None);
-        }
         // This key has one value more than the template has parts, so it cannot equal a key that is
         // built from the template alone.
         values.push(Some(descriptor.canonical_text().into_bytes().into()));

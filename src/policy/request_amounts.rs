@@ -1,9 +1,8 @@
 //! Reads the amounts of limits from a request.
 
-use super::amount_source::AmountSource;
 use super::facts::Facts;
 use super::key_part::KeyPart;
-use super::named_limit::NamedLimit;
+use super::named_limit::{AmountSource, NamedLimit};
 use super::whole_number::parse_whole_number;
 use crate::limiter::{Algorithm, Limit, OverrideInEffect};
 

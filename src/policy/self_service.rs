@@ -6,8 +6,8 @@
 
 use super::key_part::KeyPart;
 use super::{
-    Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, PartCondition, Policy, PolicyAction,
-    PolicyMode, PolicyTable, Quota, RequestAmounts, read_request_amounts,
+    Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
+    PolicyTable, Quota, RequestAmounts, read_request_amounts,
 };
 use crate::limiter::{Key, KeyBuilder};
 
@@ -126,8 +126,9 @@ impl PolicyTable {
             KeyPart::Claim(_) => {
                 is_peer_trusted
                     || self
-                        .token_reader()
-                        .is_some_and(|reader| reader.verifies_signatures())
+                        .token_reader
+                        .as_ref()
+                        .is_some_and(|reader| reader.settings.issuers.is_some())
             }
             KeyPart::Query(_)
             | KeyPart::Cookie(_)
@@ -135,6 +136,7 @@ impl PolicyTable {
             | KeyPart::Method
             | KeyPart::Host
             | KeyPart::WholePath
+            | KeyPart::DescriptorDomain
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => false,
             KeyPart::Alternatives(_) => part
@@ -172,48 +174,28 @@ impl Matcher {
             not.is_some_and(|not| not.depends_only_on_client() && not.matches_client(facts))
         };
         let may_match = |one: &Self| one.may_match_client(facts);
-        self.descriptor_conditions.is_none()
+        !self.is_for_descriptors()
             && self.matches_client(facts)
             && (self.any.is_empty() || self.any.iter().any(may_match))
             && !is_excluded()
     }
 
     fn matches_client(&self, facts: &Facts<'_>) -> bool {
-        let may_hold = |one: &PartCondition| match &one.part {
-            KeyPart::Claim(_) => one.is_met(facts),
-            KeyPart::Header(name) => !facts.headers.contains_key(name) || one.is_met(facts),
+        self.conditions.iter().all(|one| match &one.part {
+            KeyPart::Header(name) if !facts.headers.contains_key(name) => true,
+            part if is_of_client(part) || matches!(part, KeyPart::Header(_)) => {
+                one.is_met(facts, facts.path_or_domain())
+            }
             _ => true,
-        };
-        (self.client_ips.is_empty()
-            || self
-                .client_ips
-                .iter()
-                .any(|net| net.contains(&facts.client_ip)))
-            && (self.hosts.is_empty() || self.hosts.iter().any(|host| host.matches(facts.host)))
-            && self.values.iter().all(may_hold)
+        })
     }
 
     /// Whether all conditions are on the client and none on what it requests.
     fn depends_only_on_client(&self) -> bool {
-        let Self {
-            methods,
-            hosts: _,
-            paths,
-            path_regex,
-            client_ips: _,
-            values,
-            descriptor_conditions,
-            any,
-            not,
-        } = self;
-        methods.is_any()
-            && paths.is_empty()
-            && path_regex.is_none()
-            && values
-                .iter()
-                .all(|one| matches!(one.part, KeyPart::Claim(_)))
-            && descriptor_conditions.is_none()
-            && any.iter().all(Self::depends_only_on_client)
-            && not.as_ref().is_none_or(|not| not.depends_only_on_client())
+        !self.is_for_descriptors() && !self.has_condition_on(|part| !is_of_client(part))
     }
+}
+
+fn is_of_client(part: &KeyPart) -> bool {
+    matches!(part, KeyPart::Claim(_) | KeyPart::ClientIp | KeyPart::Host)
 }

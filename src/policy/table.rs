@@ -1,9 +1,10 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
-use super::coverage_index::{RequiredValue, find_rarest_conditions, required_values};
+use super::conditions::RequiredValue;
+use super::coverage_index::{find_rarest_conditions, required_values};
 use super::{
-    CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, Matcher, Policy,
-    PolicyAction, PolicyMode, SelfServiceSettings, client, jwt, path, path_pattern::PathIndex,
+    CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, NamedLimit, Policy,
+    PolicyMode, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::{HeaderMap, HeaderName};
@@ -36,14 +37,25 @@ pub struct PolicyTable {
     dashed_headers: HashSet<HeaderName>,
     /// The headers whose values are compared or are part of a key, without duplicates.
     value_headers: Vec<HeaderName>,
-    depends_on_client_ip: bool,
-    token_reader: Option<Arc<jwt::TokenReader>>,
+    /// Whether any policy depends on the client's address.
+    pub depends_on_client_ip: bool,
+    /// Set if any policy reads a claim.
+    pub token_reader: Option<Arc<jwt::TokenReader>>,
     /// The path at which clients can query their quotas.
     pub self_service: Option<SelfServiceSettings>,
 }
 
 /// The default of [`PolicyTable::mark_header`].
 const DEFAULT_MARK_HEADER: HeaderName = HeaderName::from_static("x-tidegate-over");
+
+/// The path at which clients can query their quotas.
+#[derive(Clone, Debug)]
+pub struct SelfServiceSettings {
+    /// The exact path.
+    pub path: Box<str>,
+    /// The limit of queries, per client.
+    pub limit: NamedLimit,
+}
 
 /// The rate-limit headers that responses carry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,17 +78,19 @@ impl PolicyTable {
     ) -> Self {
         policies.sort_by_key(|policy| std::cmp::Reverse(policy.priority));
         let policy_index = PolicyIndex::from_policies(&policies);
-        let mut headers: Vec<HeaderName> =
-            policies.iter().flat_map(headers_referenced_by).collect();
-        headers.push(client.ip_header.clone());
-        let mut value_headers: Vec<HeaderName> = Vec::new();
+        let parts: Vec<&KeyPart> = policies.iter().flat_map(parts_read_by).collect();
+        let depends_on_client_ip = parts.contains(&&KeyPart::ClientIp);
+        let costs = policies
+            .iter()
+            .filter_map(|policy| match &policy.quota()?.cost {
+                CostSource::Header(cost) => Some(&cost.name),
+                _ => None,
+            });
+        let headers = parts.iter().filter_map(|part| part.source_header());
+        let headers = headers.chain(costs).chain([&client.ip_header]);
+        let headers = headers.cloned().collect();
         let enforced = policies.iter().filter(|policy| may_reject(policy));
-        for name in enforced.flat_map(value_headers_of) {
-            if !value_headers.contains(&name) {
-                value_headers.push(name);
-            }
-        }
-        let distinguishes_clients = policies.iter().any(policy_depends_on_client_ip);
+        let value_headers: IndexSet<_> = enforced.flat_map(value_headers_of).collect();
         let mut table = Self {
             path,
             client,
@@ -88,8 +102,8 @@ impl PolicyTable {
             policy_index,
             referenced_headers: HashSet::default(),
             dashed_headers: HashSet::default(),
-            value_headers,
-            depends_on_client_ip: distinguishes_clients,
+            value_headers: value_headers.into_iter().collect(),
+            depends_on_client_ip,
             token_reader: None,
             self_service: None,
         };
@@ -100,7 +114,11 @@ impl PolicyTable {
     /// Returns the table with a token reader. Without token settings, every claim is absent.
     #[must_use]
     pub fn with_token_settings(mut self, settings: jwt::Settings) -> Self {
-        let claims = self.policies.iter().flat_map(claims_referenced_by);
+        let parts = self.policies.iter().flat_map(parts_read_by);
+        let claims = parts.filter_map(|part| match part {
+            KeyPart::Claim(name) => Some(name.clone()),
+            _ => None,
+        });
         let claims: IndexSet<jwt::ClaimName> = claims.collect();
         if !claims.is_empty() {
             self.reference_headers(vec![settings.header.clone()]);
@@ -130,11 +148,6 @@ impl PolicyTable {
     pub fn self_service_at(&self, path: &str) -> Option<&SelfServiceSettings> {
         let settings = self.self_service.as_ref()?;
         (*settings.path == *path).then_some(settings)
-    }
-
-    /// The token reader, if any policy reads a claim.
-    pub fn token_reader(&self) -> Option<&Arc<jwt::TokenReader>> {
-        self.token_reader.as_ref()
     }
 
     /// What the keys of a policy depend on beside the request.
@@ -184,11 +197,6 @@ impl PolicyTable {
             })
         };
         self.depends_on_client_ip && !client.is_peer_trusted && has_forwarding_header()
-    }
-
-    /// Whether any policy depends on the client's address.
-    pub fn depends_on_client_ip(&self) -> bool {
-        self.depends_on_client_ip
     }
 
     /// Whether a header is part of a key, a condition or a cost, or identifies the client. A header
@@ -249,17 +257,15 @@ pub fn dashed_name(name: &HeaderName) -> Option<HeaderName> {
 
 /// Whether the policy is enforced, at least for some keys.
 fn may_reject(policy: &Policy) -> bool {
-    let mut overrides = policy
-        .quota()
-        .into_iter()
-        .flat_map(|quota| quota.overrides.modes());
-    policy.is_enforced() || overrides.any(PolicyMode::is_enforced)
+    let quota = policy.quota();
+    policy.is_enforced()
+        || quota.is_some_and(|quota| quota.overrides.modes().any(PolicyMode::is_enforced))
 }
 
 /// The headers whose values a policy compares or keys by.
 fn value_headers_of(policy: &Policy) -> Vec<HeaderName> {
-    let conditions = policy.matcher.all_values().into_iter();
-    let compared = conditions.filter(|one| !one.condition.is_presence());
+    let conditions = policy.matcher.all_conditions().into_iter();
+    let compared = conditions.filter(|one| !matches!(one.condition, ValueCondition::Present(_)));
     let sources = policy.quota().map(|quota| quota.key.sources());
     let parts = compared
         .map(|one| &one.part)
@@ -271,24 +277,9 @@ fn value_headers_of(policy: &Policy) -> Vec<HeaderName> {
     names.collect()
 }
 
-fn policy_depends_on_client_ip(policy: &Policy) -> bool {
-    matches!(&policy.action, PolicyAction::Limit(quota) if quota.key.sources().any(|part| *part == KeyPart::ClientIp))
-        || policy.matcher.has_client_ip_condition()
-}
-
-fn headers_referenced_by(policy: &Policy) -> Vec<HeaderName> {
-    let cost = policy.quota().and_then(|quota| match &quota.cost {
-        CostSource::Header(cost) => Some(&cost.name),
-        _ => None,
-    });
-    let parts = parts_read_by(policy).into_iter();
-    let names = parts.filter_map(KeyPart::source_header).chain(cost);
-    names.cloned().collect()
-}
-
 /// The parts of requests that the conditions, the key and the amounts of a policy read.
 fn parts_read_by(policy: &Policy) -> Vec<&KeyPart> {
-    let conditions = policy.matcher.all_values().into_iter();
+    let conditions = policy.matcher.all_conditions().into_iter();
     let mut parts: Vec<&KeyPart> = conditions.map(|one| &one.part).collect();
     if let Some(quota) = policy.quota() {
         let amounts = quota.all_limits().filter_map(|one| one.amount.as_ref());
@@ -297,32 +288,12 @@ fn parts_read_by(policy: &Policy) -> Vec<&KeyPart> {
     parts
 }
 
-fn claims_referenced_by(policy: &Policy) -> Vec<jwt::ClaimName> {
-    let names = parts_read_by(policy)
-        .into_iter()
-        .filter_map(|part| match part {
-            KeyPart::Claim(name) => Some(name.clone()),
-            _ => None,
-        });
-    names.collect()
-}
-
-/// Finds the few candidate policies for a request by path, and by host or one header value; for a
-/// descriptor by its domain or one entry. The caller checks the remaining conditions.
+/// Finds the few candidate policies for a request or descriptor by path, and by one value of a
+/// part. The caller checks the remaining conditions.
 #[derive(Debug, Default)]
 struct PolicyIndex {
-    by_host: HashMap<Box<str>, CandidatePolicies>,
-    by_header: HashMap<HeaderName, HashMap<Box<[u8]>, CandidatePolicies>>,
-    unindexed: CandidatePolicies,
-    by_domain: HashMap<Box<str>, CandidatePolicies>,
-    by_entry: HashMap<Box<str>, HashMap<Box<[u8]>, CandidatePolicies>>,
-    unindexed_descriptors: CandidatePolicies,
-}
-
-#[derive(Debug, Default)]
-struct CandidatePolicies {
-    by_path: PathIndex,
-    any_path: Vec<u32>,
+    by_part: HashMap<KeyPart, HashMap<Box<[u8]>, PathIndex>>,
+    unindexed: PathIndex,
 }
 
 impl PolicyIndex {
@@ -338,63 +309,36 @@ impl PolicyIndex {
         let rarest = find_rarest_conditions(conditions.collect());
         let mut index = Self::default();
         for (id, (policy, values)) in (0..).zip(policies.iter().zip(rarest)) {
-            match values {
-                Some(values) => values
-                    .into_iter()
-                    .for_each(|value| index.insert(value, &policy.matcher, id)),
-                None if policy.matcher.descriptor_conditions.is_some() => {
-                    index.unindexed_descriptors.insert(&policy.matcher, id);
+            let patterns = policy.matcher.path_patterns();
+            let Some(values) = values else {
+                index.unindexed.insert(patterns, id);
+                continue;
+            };
+            for value in values {
+                if let RequiredValue::Value(part, value) = value {
+                    let by_value = index.by_part.entry(part.clone()).or_default();
+                    let candidates = by_value.entry(value.as_bytes().into()).or_default();
+                    candidates.insert(patterns, id);
                 }
-                None => index.unindexed.insert(&policy.matcher, id),
             }
         }
         index
     }
 
-    fn insert(&mut self, value: RequiredValue<'_>, matcher: &Matcher, id: u32) {
-        let candidates = match value {
-            RequiredValue::Host(name) => self.by_host.entry(name.into()).or_default(),
-            RequiredValue::Domain(name) => self.by_domain.entry(name.into()).or_default(),
-            RequiredValue::Value(KeyPart::Header(name), value) => {
-                let by_value = self.by_header.entry(name.clone()).or_default();
-                by_value.entry(value.as_bytes().into()).or_default()
-            }
-            RequiredValue::Value(KeyPart::DescriptorEntry(name), value) => {
-                let by_value = self.by_entry.entry(name.clone()).or_default();
-                by_value.entry(value.as_bytes().into()).or_default()
-            }
-            _ => return,
-        };
-        candidates.insert(matcher, id);
-    }
-
     /// The ids of the candidates in ascending order, without duplicates.
     fn find_candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
         let mut found = SmallVec::new();
-        let mut add = |candidates: &CandidatePolicies| {
-            found.extend_from_slice(&candidates.any_path);
+        let mut add = |candidates: &PathIndex| {
             for path in facts.paths.iter() {
-                candidates.by_path.find_matches(path, &mut found);
+                candidates.find_matches(path, &mut found);
             }
         };
-        if let Some(descriptor) = facts.descriptor {
-            add(&self.unindexed_descriptors);
-            let by_domain = self.by_domain.get(descriptor.domain);
-            by_domain.into_iter().for_each(&mut add);
-            let entries = descriptor.entries.iter();
-            entries
-                .filter_map(|(name, value)| self.by_entry.get(*name)?.get(value.as_bytes()))
-                .for_each(add);
-        } else {
-            add(&self.unindexed);
-            let by_host = self.by_host.get(facts.host);
-            by_host.into_iter().for_each(&mut add);
-            for (name, by_value) in &self.by_header {
-                let values = facts.canonical_header_values(name);
-                values
-                    .filter_map(|value| by_value.get(&*value))
-                    .for_each(&mut add);
-            }
+        add(&self.unindexed);
+        for (part, by_value) in &self.by_part {
+            part.read_values(facts, |values| {
+                let candidates = values.filter_map(|value| by_value.get(&*value));
+                candidates.for_each(&mut add);
+            });
         }
         found.sort_unstable();
         found.dedup();
@@ -404,22 +348,13 @@ impl PolicyIndex {
 
 /// Whether [`PolicyIndex`] looks up the value in a request or descriptor.
 fn is_found_in_facts(value: &RequiredValue<'_>) -> bool {
-    matches!(
-        value,
-        RequiredValue::Host(_)
-            | RequiredValue::Domain(_)
-            | RequiredValue::Value(KeyPart::Header(_) | KeyPart::DescriptorEntry(_), _)
-    )
-}
-
-impl CandidatePolicies {
-    fn insert(&mut self, matcher: &Matcher, id: u32) {
-        if matcher.paths.is_empty() {
-            self.any_path.push(id);
-        }
-        for pattern in &matcher.paths {
-            self.by_path.insert(pattern, id);
-        }
+    match value {
+        RequiredValue::Value(KeyPart::Host, name) => !name.starts_with('.'),
+        RequiredValue::Value(part, _) => matches!(
+            part,
+            KeyPart::Header(_) | KeyPart::DescriptorEntry(_) | KeyPart::DescriptorDomain
+        ),
+        _ => false,
     }
 }
 
@@ -427,25 +362,26 @@ impl CandidatePolicies {
 mod tests {
     use super::super::path::PathInterpretations;
     use super::super::{
-        HostPattern, MethodSet, OnStoreFailure, PartCondition, PathPattern, PolicyMode,
-        ValueCondition,
+        HostPattern, Matcher, OnStoreFailure, PartCondition, PathPattern, PolicyAction,
     };
     use super::*;
+    use crate::policy::descriptor::tests::matcher_with;
     use http::{HeaderMap, Method};
 
     const PATH_SETTINGS: path::Settings = path::Settings::DEFAULT;
 
     fn make_policy(name: &str, action: PolicyAction, paths: &[&str]) -> Policy {
-        let paths = paths
+        let patterns = paths
             .iter()
-            .map(|text| PathPattern::parse(text, &PATH_SETTINGS).unwrap())
-            .collect();
+            .map(|text| PathPattern::parse(text, &PATH_SETTINGS).unwrap());
+        let patterns: Box<[_]> = patterns.collect();
+        let on_paths = |patterns| matcher_with(KeyPart::WholePath, ValueCondition::Paths(patterns));
         Policy {
             name: name.into(),
             priority: 0,
-            matcher: Matcher {
-                paths,
-                ..Matcher::default()
+            matcher: match patterns.is_empty() {
+                true => Matcher::default(),
+                false => on_paths(patterns),
             },
             action,
             mode: PolicyMode::Enforce,
@@ -513,6 +449,14 @@ mod tests {
             .collect()
     }
 
+    fn make_host_condition(hosts: &[&str]) -> PartCondition {
+        let hosts = hosts.iter().map(|host| HostPattern::parse(host).unwrap());
+        PartCondition {
+            part: KeyPart::Host,
+            condition: ValueCondition::Hosts(hosts.collect()),
+        }
+    }
+
     fn make_header_condition(name: &'static str, value: &str) -> PartCondition {
         PartCondition {
             part: KeyPart::Header(HeaderName::from_static(name)),
@@ -542,9 +486,11 @@ mod tests {
     #[test]
     fn host_patterns_match_exactly_or_by_subdomain() {
         let mut exact = make_policy("exact", PolicyAction::Deny, &["/**"]);
-        exact.matcher.hosts = vec![HostPattern::parse("API.example.com.").unwrap()];
+        let conditions = &mut exact.matcher.conditions;
+        conditions.push(make_host_condition(&["API.example.com."]));
         let mut below = make_policy("below", PolicyAction::Deny, &["/**"]);
-        below.matcher.hosts = vec![HostPattern::parse("*.example.com").unwrap()];
+        let conditions = &mut below.matcher.conditions;
+        conditions.push(make_host_condition(&["*.example.com"]));
         let table = make_table(vec![exact, below]);
         assert_eq!(
             matching_policy_names(&table, "api.example.com", "/"),
@@ -589,11 +535,10 @@ mod tests {
             for paths in [&[][..], &["/p"], &["/q/**", "/p"]] {
                 let mut policy =
                     make_policy(&policies.len().to_string(), PolicyAction::Deny, paths);
-                policy.matcher.hosts = hosts
-                    .iter()
-                    .map(|host| HostPattern::parse(host).unwrap())
-                    .collect();
-                policy.matcher.values = headers.clone();
+                if !hosts.is_empty() {
+                    policy.matcher.conditions.push(make_host_condition(hosts));
+                }
+                policy.matcher.conditions.extend(headers.clone());
                 policies.push(policy);
             }
         }
@@ -636,8 +581,10 @@ mod tests {
     fn policies_are_indexed_by_their_most_selective_condition() {
         let with = |host: &str, tenant: &str| {
             let mut policy = make_policy(&format!("{host}{tenant}"), PolicyAction::Deny, &[]);
-            policy.matcher.hosts = vec![HostPattern::parse(host).unwrap()];
-            policy.matcher.values = vec![make_header_condition("x", tenant)];
+            policy.matcher.conditions = vec![
+                make_host_condition(&[host]),
+                make_header_condition("x", tenant),
+            ];
             policy
         };
         let headers: HeaderMap = [(HeaderName::from_static("x"), "1".parse().unwrap())]
@@ -676,18 +623,18 @@ mod tests {
     #[test]
     fn get_also_matches_head_and_not_negates_a_whole_matcher() {
         let mut get = make_policy("get", PolicyAction::Deny, &[]);
-        get.matcher.methods = MethodSet::new(vec![Method::GET]);
-        let mut post = make_policy("post", PolicyAction::Deny, &[]);
-        post.matcher.methods = MethodSet::new(vec![Method::POST]);
-        let mut not = make_policy("not", PolicyAction::Deny, &["/**"]);
-        let inner = Matcher {
-            methods: MethodSet::new(vec![Method::GET]),
-            values: vec![PartCondition {
-                part: KeyPart::Header("x-internal".parse().unwrap()),
-                condition: ValueCondition::Present(true),
-            }],
-            ..Matcher::default()
+        let on_methods = |methods: &[Method]| {
+            matcher_with(KeyPart::Method, ValueCondition::from_methods(methods))
         };
+        get.matcher = on_methods(&[Method::GET]);
+        let mut post = make_policy("post", PolicyAction::Deny, &[]);
+        post.matcher = on_methods(&[Method::POST]);
+        let mut not = make_policy("not", PolicyAction::Deny, &["/**"]);
+        let mut inner = on_methods(&[Method::GET]);
+        inner.conditions.push(PartCondition {
+            part: KeyPart::Header("x-internal".parse().unwrap()),
+            condition: ValueCondition::Present(true),
+        });
         not.matcher.not = Some(Box::new(inner));
         let table = make_table(vec![get, post, not]);
         assert_eq!(matching_policy_names(&table, "h", "/"), ["get", "not"]);

@@ -82,6 +82,7 @@ pub(super) fn describe_missing_fields(
              the replay counts as one instance",
         ));
     }
+<<<<<<< HEAD
     let (requests, hidden) = (coverage.requests, coverage.hidden_clients);
     let without_peer = requests - coverage.with_peer;
     if table.depends_on_client_ip() && without_peer > 0 {
@@ -95,6 +96,23 @@ pub(super) fn describe_missing_fields(
             "{hidden} of {requests} requests came from a trusted proxy without {header} in the log; all clients behind \
              a proxy count as one client. If the log has the header in another field, use --header-from {header}=FIELD"
         ));
+=======
+    if table.depends_on_client_ip {
+        if coverage.with_peer < coverage.requests {
+            let missing = coverage.requests - coverage.with_peer;
+            sentences.push(format!(
+                "{missing} of {} requests have no client address in the log; all count as the client 0.0.0.0",
+                coverage.requests
+            ));
+        }
+        if coverage.hidden_clients > 0 {
+            sentences.push(format!(
+                "{} of {} requests came from a trusted proxy without {} in the log; all clients behind a proxy count as \
+                 one client. If the log has the header in another field, use --header-from {}=FIELD",
+                coverage.hidden_clients, coverage.requests, table.client.ip_header, table.client.ip_header
+            ));
+        }
+>>>>>>> policy
     }
     sentences
 }
@@ -121,6 +139,13 @@ impl<'a> MissingFieldCheck<'a> {
             table,
             coverage,
             required_headers,
+<<<<<<< HEAD
+=======
+            token_header: table
+                .token_reader
+                .as_ref()
+                .map(|reader| &reader.settings.header),
+>>>>>>> policy
         }
     }
 
@@ -274,6 +299,7 @@ impl<'a> MissingFieldCheck<'a> {
             | KeyPart::Const(_)
             // An access log has no descriptors, so a policy with a descriptor in its key matches no
             // request.
+            | KeyPart::DescriptorDomain
             | KeyPart::DescriptorEntry(_)
             | KeyPart::WholeDescriptor => true,
             KeyPart::Alternatives(_) => part.alternatives().any(|one| self.log_has_key_part(one)),
@@ -281,27 +307,13 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn collect_missing_conditions(&self, matcher: &Matcher, missing: &mut BTreeSet<String>) {
-        // The pattern has no `..`, so that a new condition does not compile until it is considered
-        // here. An access log always has method, path and client, and no descriptors.
-        let Matcher {
-            values,
-            hosts,
-            any,
-            not,
-            methods: _,
-            paths: _,
-            path_regex: _,
-            client_ips: _,
-            descriptor_conditions: _,
-        } = matcher;
-        let parts = values.iter().map(|one| &one.part);
-        let parts = parts.filter(|part| !self.log_has_key_part(part));
-        missing.extend(parts.map(ToString::to_string));
-        if !hosts.is_empty() && self.coverage.with_host == 0 {
-            missing.insert("the host".to_owned());
-        }
-        for nested in any.iter().chain(not.as_deref()) {
-            self.collect_missing_conditions(nested, missing);
-        }
+        let parts = matcher.all_conditions().into_iter().map(|one| &one.part);
+        // A client without an address counts as 0.0.0.0.
+        let parts =
+            parts.filter(|part| **part != KeyPart::ClientIp && !self.log_has_key_part(part));
+        missing.extend(parts.map(|part| match part {
+            KeyPart::Host => "the host".to_owned(),
+            part => part.to_string(),
+        }));
     }
 }

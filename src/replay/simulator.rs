@@ -184,7 +184,7 @@ impl<'t> PolicySimulator<'t> {
         else {
             return self.count_malformed_request(now_us);
         };
-        let token = match self.table.token_reader() {
+        let token = match &self.table.token_reader {
             Some(reader) if reader.has_ambiguous_token(&headers) => {
                 return self.count_malformed_request(now_us);
             }

@@ -488,12 +488,12 @@ impl Scenario {
         let part = policy.key_part(self.is_rate_limit_service);
         let part = KeyComponent::parse(part, &path::Settings::DEFAULT).unwrap();
         let parts = client.map(|_| part).into_iter().collect();
-        let template = KeyTemplate::from_components(parts, KeyHasher::default())
-            .with_counter(policy.shares_counter.then(|| name.clone()))
-            .with_scope(match policy.is_of_instance {
-                true => CounterScope::Instance,
-                false => CounterScope::Shared,
-            });
+        let mut template = KeyTemplate::from_components(parts, KeyHasher::default())
+            .with_counter(policy.shares_counter.then(|| name.clone()));
+        template.scope = match policy.is_of_instance {
+            true => CounterScope::Instance,
+            false => CounterScope::Shared,
+        };
         let mut key = template.start_key(&name);
         let Some(client) = client else {
             return key.finish();

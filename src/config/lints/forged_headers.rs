@@ -34,7 +34,7 @@ pub(super) fn check_forged_headers(
     let asked: HashSet<&KeyPart> = questions.iter().map(|question| question.header).collect();
     let without_asked = |spanned: &PolicyWithReader<'_>| {
         let mut rest = spanned.policy.matcher.clone();
-        rest.values.retain(|one| !asked.contains(&one.part));
+        rest.conditions.retain(|one| !asked.contains(&one.part));
         rest
     };
     let rests: Vec<_> = enforced
@@ -232,19 +232,19 @@ impl HeaderQuestion<'_, '_> {
 
 /// The conditions on headers, without those in `any` and `not`.
 fn headers_of(matcher: &Matcher) -> impl Iterator<Item = &PartCondition> {
-    let values = matcher.values.iter();
-    values.filter(|one| matches!(one.part, KeyPart::Header(_)))
+    let conditions = matcher.conditions.iter();
+    conditions.filter(|one| matches!(one.part, KeyPart::Header(_)))
 }
 
 /// The conditions that a client meets by sending a header. Empty if the policy has a condition
 /// that is beyond the client's control.
 fn forgeable_headers<'m>(matcher: &'m Matcher, context: &PolicyContext) -> Vec<&'m PartCondition> {
     let is_guard = |one: &PartCondition| match one.part {
-        KeyPart::Claim(_) => true,
+        KeyPart::Claim(_) | KeyPart::ClientIp => true,
         KeyPart::Query(_) => false,
         _ => one.part.is_credential(),
     };
-    if !matcher.client_ips.is_empty() || matcher.values.iter().any(is_guard) {
+    if matcher.conditions.iter().any(is_guard) {
         return Vec::new();
     }
     let alternatives = matcher.any.iter();
@@ -274,10 +274,19 @@ fn misses_header(matcher: &Matcher, met: &PartCondition) -> bool {
         }
         _ => false,
     };
+<<<<<<< HEAD
     let mut values = matcher.values.iter();
     let not = matcher.not.as_deref();
     values.any(|one| one.part == met.part && differs(one))
         || not.is_some_and(|not| not.requires_part(&met.part))
+=======
+    let mut conditions = matcher.conditions.iter();
+    conditions.any(|one| one.part == met.part && differs(one))
+        || matcher
+            .not
+            .as_deref()
+            .is_some_and(|not| not.requires_part(&met.part))
+>>>>>>> policy
 }
 
 /// Whether two matchers are for the same requests, apart from their conditions on a header.
@@ -288,8 +297,8 @@ fn are_for_same_requests(one: &Matcher, other: &Matcher, header: &KeyPart) -> bo
 
 fn without_header(matcher: &Matcher, header: &KeyPart) -> Matcher {
     let mut rest = matcher.clone();
-    rest.values.retain(|one| one.part != *header);
-    let is_about_header = |not: &Matcher| not.values.iter().any(|one| one.part == *header);
+    rest.conditions.retain(|one| one.part != *header);
+    let is_about_header = |not: &Matcher| not.conditions.iter().any(|one| one.part == *header);
     rest.not = rest.not.filter(|not| !is_about_header(not));
     rest
 }

@@ -3,8 +3,8 @@
 use crate::config::policies::context::{PolicyContext, PolicyWithReader};
 use crate::config::table_reader::report;
 use crate::policy::{
-    CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, PartCondition, PolicyAction,
-    PolicyMode, ValueCondition, merge_ascending,
+    AcceptedEntries, CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, PartCondition,
+    PolicyAction, PolicyMode, ValueCondition, merge_ascending,
 };
 use indexmap::IndexMap;
 use std::cmp::Reverse;
@@ -223,7 +223,7 @@ fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> 
         KeyPart::Header(_) | KeyPart::Query(_) | KeyPart::Cookie(_) | KeyPart::Claim(_)
             if part.may_be_absent(matcher) =>
         {
-            narrower.values.push(PartCondition {
+            narrower.conditions.push(PartCondition {
                 part: part.without_issuers(),
                 condition: ValueCondition::Present(false),
             });
@@ -237,7 +237,7 @@ fn narrow_to_missing_part(matcher: &Matcher, part: &KeyPart) -> Option<Matcher> 
 fn warn_overlapping_descriptors(policies: &[PolicyWithReader<'_>], budget: &mut ComparisonBudget) {
     let mut known = DescriptorIndex::default();
     let limits = |one: &&PolicyWithReader<'_>| {
-        let is_for_descriptors = one.policy.matcher.descriptor_conditions.is_some();
+        let is_for_descriptors = one.policy.matcher.is_for_descriptors();
         is_for_descriptors && one.policy.is_enforced() && one.quota().is_some()
     };
     for spanned in policies.iter().filter(limits) {
@@ -278,13 +278,17 @@ impl<'p, 'r> DescriptorIndex<'p, 'r> {
         spanned: &'p PolicyWithReader<'r>,
         compare: impl FnOnce(&mut dyn Iterator<Item = &'p PolicyWithReader<'r>>) -> Option<R>,
     ) -> Option<R> {
-        let conditions = spanned.policy.matcher.descriptor_conditions.as_ref()?;
-        let entries = conditions.entries.as_ref()?;
-        let mut names: Vec<&str> = entries.iter().map(|entry| entry.part.name()).collect();
+        let matcher = &spanned.policy.matcher;
+        if matches!(matcher.accepted_entries, None | Some(AcceptedEntries::Any)) {
+            return None;
+        }
+        let mut names: Vec<&str> = matcher.entries().map(|entry| entry.part.name()).collect();
         names.sort_unstable();
         let names: Rc<[&str]> = names.into();
-        let domain = (None, conditions.domain.as_deref().into_iter().collect());
-        let entries = entries.iter().map(|entry| match &entry.condition {
+        let domain = matcher.condition_on(&KeyPart::DescriptorDomain);
+        let domain = domain.into_iter().flat_map(ValueCondition::texts);
+        let domain = (None, domain.collect());
+        let entries = matcher.entries().map(|entry| match &entry.condition {
             ValueCondition::OneOf(values) => (
                 Some(entry.part.name()),
                 values.iter().map(|value| &**value).collect(),
@@ -328,8 +332,8 @@ fn describe_entry(entry: &PartCondition) -> String {
             [value] => format!("{value:?}"),
             values => format!("{values:?}"),
         },
-        ValueCondition::Regex(regex) => format!("{{ regex = {:?} }}", regex.as_str()),
-        ValueCondition::Present(_) => "\"*\"".to_owned(),
+        ValueCondition::Regex(regex) => format!("{{ regex = {:?} }}", regex.0.as_str()),
+        _ => "\"*\"".to_owned(),
     };
     format!("{} = {value}", entry.part.name())
 }
@@ -339,15 +343,18 @@ fn is_listed(part: &KeyPart, matcher: &Matcher) -> bool {
     let lists_part = |one: &PartCondition| {
         one.part == *part && matches!(one.condition, ValueCondition::OneOf(_))
     };
-    matches!(part, KeyPart::Header(_)) && matcher.values.iter().any(lists_part)
+    matches!(part, KeyPart::Header(_)) && matcher.conditions.iter().any(lists_part)
 }
 
 /// Whether the key has the host, and any host matches.
 fn chooses_host(spanned: &PolicyWithReader<'_>) -> bool {
     let is_exact = |host: &HostPattern| matches!(host, HostPattern::Exact(_));
-    let hosts = &spanned.policy.matcher.hosts;
+    let lists_hosts = match spanned.policy.matcher.condition_on(&KeyPart::Host) {
+        Some(ValueCondition::Hosts(hosts)) => hosts.iter().all(is_exact),
+        _ => false,
+    };
     let mut sources = spanned.key_parts().flat_map(KeyPart::alternatives);
-    sources.any(|part| *part == KeyPart::Host) && (hosts.is_empty() || !hosts.iter().all(is_exact))
+    sources.any(|part| *part == KeyPart::Host) && !lists_hosts
 }
 
 fn warn_client_chosen_keys(
@@ -372,7 +379,10 @@ fn warn_client_chosen_keys(
     let guards = CoverageIndex::new(guards.collect(), |one: &&PolicyWithReader<'_>| {
         &one.policy.matcher
     });
-    let has_no_hosts = |one: &&PolicyWithReader<'_>| one.policy.matcher.hosts.is_empty();
+    let has_no_hosts = |one: &&PolicyWithReader<'_>| {
+        let matcher = &one.policy.matcher;
+        matcher.condition_on(&KeyPart::Host).is_none()
+    };
     let choosing = policies.iter().filter(|one| chooses_host(one));
     for spanned in choosing.filter(has_no_hosts) {
         report! { spanned.reader;

@@ -6,8 +6,8 @@ use crate::config::value_tree::{ValueContent, ValueNode};
 use crate::config::{schema, values};
 use crate::policy::jwt::ClaimName;
 use crate::policy::{
-    ConditionRegex, DescriptorConditions, HostPattern, KeyPart, Matcher, MethodSet, PartCondition,
-    PathPattern, ValueCondition, accept_marked_letters, canonicalize_part_value,
+    AcceptedEntries, ConditionRegex, HostPattern, KeyPart, Matcher, PartCondition, PathPattern,
+    ValueCondition, accept_marked_letters, canonicalize_part_value,
 };
 use http::Method;
 use http::header::{AUTHORIZATION, HOST};
@@ -56,6 +56,7 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         Error("any") if reader.contains_key("any") && any.is_empty() => "nothing matches; expected at least one table";
         Error("jwt") if has_jwt && context.claim_trust.is_none() => "{NO_TRUSTED_TOKENS_ERROR}";
     }
+<<<<<<< HEAD
     let values = VALUE_KEYS.iter().flat_map(|(key, parse_part)| {
         parse_conditions(reader, key, context, parse_part, |one, _| Some(one))
     });
@@ -76,19 +77,85 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         values: values.collect(),
         descriptor_conditions: matches_descriptors
             .then(|| parse_descriptor_conditions(reader, context)),
+=======
+    let mut conditions = parse_request_conditions(reader, context);
+    for (key, parse_part) in VALUE_KEYS {
+        let adjust = |condition, _: &ConfigValue<'_>| Some(condition);
+        conditions.extend(parse_conditions(reader, key, context, parse_part, adjust));
+    }
+    let accepted_entries = matches_descriptors.then(|| {
+        let (accepted, entries) = parse_descriptor_conditions(reader, context);
+        conditions.extend(entries);
+        accepted
+    });
+    Matcher {
+        conditions,
+        accepted_entries,
+>>>>>>> policy
         any: any.iter().map(|one| build_matcher(one, context)).collect(),
         not: not.map(|not| Box::new(build_matcher(&not, context))),
     }
 }
 
+/// Parses the conditions on parts that each request or descriptor has, in the order of their
+/// evaluation.
+fn parse_request_conditions(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+) -> Vec<PartCondition> {
+    fn list<T>(
+        values: Vec<T>,
+        condition: impl FnOnce(Box<[T]>) -> ValueCondition,
+    ) -> Option<ValueCondition> {
+        (!values.is_empty()).then(|| condition(values.into()))
+    }
+    let methods = reader.get_list("methods", parse_method);
+    let hosts = reader.get_list("hosts", HostPattern::parse);
+    let paths = reader.get_list("path", |text| PathPattern::parse(text, &context.path));
+    let path_regex = reader.get_parsed("path_regex", |text| {
+        match context.path.normalize && !context.path.case_sensitive {
+            true => values::parse_caseless_regex(text),
+            false => values::parse_regex(text),
+        }
+    });
+    let networks = reader.get_list("client_ips", |text| {
+        let net = values::parse_network(text)?;
+        context.client.check_client_network(net)
+    });
+    let domain = reader.get_parsed("domain", parse_nonempty_name);
+    let conditions = [
+        (
+            KeyPart::Method,
+            list(methods, |methods| ValueCondition::from_methods(&methods)),
+        ),
+        (KeyPart::Host, list(hosts, ValueCondition::Hosts)),
+        (KeyPart::WholePath, list(paths, ValueCondition::Paths)),
+        (
+            KeyPart::WholePath,
+            path_regex.map(|regex| ValueCondition::Regex(ConditionRegex(regex))),
+        ),
+        (KeyPart::ClientIp, list(networks, ValueCondition::Networks)),
+        (
+            KeyPart::DescriptorDomain,
+            domain.map(|domain| ValueCondition::equals(&domain)),
+        ),
+    ];
+    let conditions = conditions.into_iter().filter_map(|(part, condition)| {
+        let condition = condition?;
+        Some(PartCondition { part, condition })
+    });
+    conditions.collect()
+}
+
 fn parse_descriptor_conditions(
     reader: &TableReader<'_>,
     context: &PolicyContext,
-) -> DescriptorConditions {
+) -> (AcceptedEntries, Vec<PartCondition>) {
     let has_entries = reader.contains_key("descriptors");
     report! { reader;
         Error("descriptors_match") if reader.contains_key("descriptors_match") && !has_entries => "no entries to match; expected descriptors beside it";
     }
+<<<<<<< HEAD
     let accepts_more_entries = reader.is_keyword("descriptors_match", "subset") == Some(true);
     let entries = has_entries.then(|| {
         let adjust = |condition, item: &ConfigValue<'_>| {
@@ -101,6 +168,18 @@ fn parse_descriptor_conditions(
         entries,
         accepts_more_entries,
     }
+=======
+    let accepted = match reader.is_keyword("descriptors_match", "subset") {
+        _ if !has_entries => AcceptedEntries::Any,
+        Some(true) => AcceptedEntries::More,
+        _ => AcceptedEntries::Listed,
+    };
+    let adjust = |condition, item: &ConfigValue<'_>| {
+        adjust_entry_condition(condition, item, accepted == AcceptedEntries::More)
+    };
+    let entries = parse_conditions(reader, "descriptors", context, parse_entry, adjust);
+    (accepted, entries)
+>>>>>>> policy
 }
 
 /// Error of a claim in a key or match without `[client.jwt]`.

@@ -7,8 +7,7 @@ use crate::config::table_reader::{TableReader, report};
 use crate::config::values;
 use crate::http_client::HttpUrl;
 use crate::policy::jwt::{
-    self, FetchedKeys, IssuerKeys, KeySource, TokenIssuer, TrustedIssuers, VerificationKeys,
-    parse_key_url,
+    self, FetchedKeys, IssuerKeys, KeySource, TokenIssuer, VerificationKeys, parse_key_url,
 };
 use crate::tls::ClientTls;
 
@@ -46,6 +45,7 @@ pub(super) fn build_jwt_settings(
             }
             jwt::SignatureVerification::Disabled
         }
+<<<<<<< HEAD
         ClaimTrust::Signed => {
             jwt::SignatureVerification::Keys(TrustedIssuers::new(read_issuers(reader)?))
         }
@@ -53,6 +53,17 @@ pub(super) fn build_jwt_settings(
     Some(jwt::Settings {
         header,
         verification,
+=======
+        return Some(jwt::Settings {
+            header,
+            issuers: None,
+        });
+    }
+    let issuers = read_issuers(reader)?;
+    Some(jwt::Settings {
+        header,
+        issuers: Some(issuers),
+>>>>>>> policy
     })
 }
 
@@ -125,7 +136,7 @@ fn read_issuer_keys(
         }
         "keys_file" => {
             let text = read_text_file(reader, key, "JWK set")?;
-            reader.accept(key, VerificationKeys::from_jwks(&text))?
+            reader.accept(key, VerificationKeys::from_jwks(&text, false))?
         }
         _ => VerificationKeys::from_secret(read_text_file(reader, key, "secret")?.as_bytes()),
     };

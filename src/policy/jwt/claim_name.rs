@@ -3,7 +3,6 @@
 use super::ClaimValue;
 use crate::policy::json_pointer::JsonPointer;
 use serde_json::Value;
-use std::fmt;
 use std::sync::Arc;
 
 /// The claim that a policy reads: a name, or a JSON Pointer (RFC 6901) if it starts with a slash.
@@ -30,14 +29,6 @@ impl ClaimName {
             name: text.into(),
             issuers: Arc::default(),
         })
-    }
-
-    fn find_in<'v>(&self, claims: &'v Value) -> Option<&'v Value> {
-        if self.name.starts_with('/') {
-            claims.pointer(&self.name)
-        } else {
-            claims.get(&*self.name)
-        }
     }
 
     /// The same claim, with one of several issuers in its values.
@@ -76,26 +67,39 @@ impl ClaimName {
     }
 
     pub(super) fn read_value(&self, claims: &Value) -> ClaimValue {
-        let value = ClaimValue::from_json(self.find_in(claims));
-        if self.issuers.is_empty() {
-            return value;
-        }
         let issuer = claims.get("iss").and_then(Value::as_str);
-        let issuer = issuer.unwrap_or_default();
-        let issued = |text: &str| format!("{issuer} {text}").into();
-        match value {
-            ClaimValue::Single(text) if !text.is_empty() => ClaimValue::Single(issued(&text)),
-            ClaimValue::List(texts) => {
-                ClaimValue::List(texts.iter().map(|text| issued(text)).collect())
+        let issuer = (!self.issuers.is_empty()).then(|| issuer.unwrap_or_default());
+        let issued = |text: String| match issuer {
+            Some(issuer) => format!("{issuer} {text}").into(),
+            None => text.into(),
+        };
+        let found = match self.name.starts_with('/') {
+            true => claims.pointer(&self.name),
+            false => claims.get(&*self.name),
+        };
+        let texts = match found {
+            None | Some(Value::Null) => return ClaimValue::default(),
+            Some(Value::Array(items)) => {
+                let texts = items.iter().filter_map(scalar_text);
+                texts.map(issued).collect()
             }
-            other => other,
+            Some(value) => match scalar_text(value) {
+                Some(text) if text.is_empty() => vec![text.into()],
+                text => text.map(issued).into_iter().collect(),
+            },
+        };
+        ClaimValue {
+            texts,
+            is_present: true,
         }
     }
 }
 
-impl fmt::Display for ClaimName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name)
+fn scalar_text(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Number(_) | Value::Bool(_) => Some(value.to_string()),
+        Value::Null | Value::Array(_) | Value::Object(_) => None,
     }
 }
 

@@ -34,7 +34,7 @@ pub struct KeySource {
 /// [`KeyCell`].
 #[derive(Debug)]
 pub struct FetchedKeys {
-    source: KeySource,
+    pub source: KeySource,
     cell: OnceLock<Arc<KeyCell>>,
 }
 
@@ -67,10 +67,6 @@ impl FetchedKeys {
             source,
             cell: OnceLock::new(),
         }
-    }
-
-    pub fn source(&self) -> &KeySource {
-        &self.source
     }
 
     /// Connects these keys to the task that fetches them. Only the first call has an effect.

@@ -4,11 +4,6 @@ use super::TokenError;
 use super::fetched_keys::FetchedKeys;
 use super::keys::{self, VerificationKeys};
 use serde_json::Value;
-use std::sync::Arc;
-
-/// The trusted issuers; never empty.
-#[derive(Debug)]
-pub struct TrustedIssuers(Box<[TokenIssuer]>);
 
 /// An issuer of tokens.
 #[derive(Debug)]
@@ -37,66 +32,52 @@ pub(super) struct KeyGeneration {
     version: u64,
 }
 
-impl TrustedIssuers {
-    pub fn new(issuers: Vec<TokenIssuer>) -> Self {
-        Self(issuers.into())
-    }
-
-    pub(super) fn several_names(&self) -> Arc<[Box<str>]> {
-        let names = self.0.iter().filter_map(|issuer| issuer.name.clone());
-        match self.0.len() {
-            0 | 1 => Arc::default(),
-            _ => names.collect(),
-        }
-    }
-
-    /// The keys from URLs.
-    pub fn fetched_keys(&self) -> impl Iterator<Item = &FetchedKeys> {
-        self.0.iter().filter_map(|issuer| match &issuer.keys {
-            IssuerKeys::Fetched(keys) => Some(&**keys),
-            IssuerKeys::Fixed(_) => None,
-        })
-    }
-
+impl KeyGeneration {
     /// Whether the keys that a token was verified with are still those of its issuer.
-    pub(super) fn is_current(&self, generation: KeyGeneration) -> bool {
-        let issuer = self.0.get(generation.issuer);
-        issuer.is_some_and(|issuer| issuer.keys.version() == generation.version)
+    pub(super) fn is_current(self, issuers: &[TokenIssuer]) -> bool {
+        let issuer = issuers.get(self.issuer);
+        issuer.is_some_and(|issuer| issuer.keys.version() == self.version)
     }
+}
 
-    /// Returns the claims of a token that a trusted issuer has signed for an expected audience.
-    pub(super) fn verify_token(&self, token: &str) -> Result<(Value, KeyGeneration), TokenError> {
-        let (position, issuer) = self.find_issuer(token)?;
-        // Read first, so that keys replaced during the verification make the result outdated.
-        let version = issuer.keys.version();
-        let claims = match &issuer.keys {
-            IssuerKeys::Fixed(keys) => keys.verify_token(token)?,
-            IssuerKeys::Fetched(keys) => keys.verify_token(token)?,
-        };
-        if !issuer.accepts_audience(&claims) {
-            return Err(TokenError::WrongAudience);
-        }
-        let generation = KeyGeneration {
-            issuer: position,
-            version,
-        };
-        Ok((claims, generation))
+/// Returns the claims of a token that a trusted issuer has signed for an expected audience.
+pub(super) fn verify_token(
+    issuers: &[TokenIssuer],
+    token: &str,
+) -> Result<(Value, KeyGeneration), TokenError> {
+    let (position, issuer) = find_issuer(issuers, token)?;
+    // Read first, so that keys replaced during the verification make the result outdated.
+    let version = issuer.keys.version();
+    let claims = match &issuer.keys {
+        IssuerKeys::Fixed(keys) => keys.verify_token(token)?,
+        IssuerKeys::Fetched(keys) => keys.verify_token(token)?,
+    };
+    if !issuer.accepts_audience(&claims) {
+        return Err(TokenError::WrongAudience);
     }
+    let generation = KeyGeneration {
+        issuer: position,
+        version,
+    };
+    Ok((claims, generation))
+}
 
-    /// Finds the issuer that a token names. Its keys then decide whether that is true.
-    fn find_issuer(&self, token: &str) -> Result<(usize, &TokenIssuer), TokenError> {
-        if let [only] = &*self.0
-            && only.name.is_none()
-        {
-            return Ok((0, only));
-        }
-        let claims = keys::decode_unverified_claims(token)?;
-        let name = claims.get("iss").and_then(Value::as_str);
-        let mut issuers = self.0.iter().enumerate();
-        issuers
-            .find(|(_, issuer)| issuer.name.is_some() && issuer.name.as_deref() == name)
-            .ok_or(TokenError::UnknownIssuer)
+/// Finds the issuer that a token names. Its keys then decide whether that is true.
+fn find_issuer<'i>(
+    issuers: &'i [TokenIssuer],
+    token: &str,
+) -> Result<(usize, &'i TokenIssuer), TokenError> {
+    if let [only] = issuers
+        && only.name.is_none()
+    {
+        return Ok((0, only));
     }
+    let claims = keys::decode_unverified_claims(token)?;
+    let name = claims.get("iss").and_then(Value::as_str);
+    let mut issuers = issuers.iter().enumerate();
+    issuers
+        .find(|(_, issuer)| issuer.name.is_some() && issuer.name.as_deref() == name)
+        .ok_or(TokenError::UnknownIssuer)
 }
 
 impl TokenIssuer {

@@ -19,19 +19,13 @@ pub struct VerificationKeys(Box<[VerificationKey]>);
 
 #[derive(Debug)]
 struct VerificationKey {
-    key_id: KeyIdRule,
+    /// Accepts tokens with this key id, or without one. `None` accepts any, because the key is the
+    /// only one.
+    key_id: Option<Option<String>>,
     /// The key itself, which its `Debug` output does not reveal.
     key: DecodingKey,
     /// The only algorithms that the key may be used with.
     algorithms: &'static [Algorithm],
-}
-
-#[derive(Debug, PartialEq, Eq)]
-enum KeyIdRule {
-    /// Accepts tokens with any key id, because the key is the only one.
-    Any,
-    /// Accepts tokens with this key id, or without one.
-    Exact(Option<String>),
 }
 
 impl VerificationKeys {
@@ -40,7 +34,7 @@ impl VerificationKeys {
         let warning =
             short_secret_warning(secret.len()).map(|warning| format!("the secret {warning}"));
         let trusted = VerificationKey {
-            key_id: KeyIdRule::Any,
+            key_id: None,
             key: DecodingKey::from_secret(secret),
             algorithms: &HMAC_ALGORITHMS,
         };
@@ -48,24 +42,12 @@ impl VerificationKeys {
     }
 
     /// Parses the usable keys of a JWK set (RFC 7517). Also returns warnings, and the reasons for
-    /// skipped keys.
+    /// skipped keys. Skips secrets if everyone can read the set: with a public secret, everyone can
+    /// sign tokens.
     ///
     /// # Errors
     /// Returns a message that reveals nothing of the text's content.
-    pub fn from_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
-        Self::parse_jwks(text, false)
-    }
-
-    /// Parses a JWK set that everyone can read, as [`Self::from_jwks`] does. Skips secrets: with a
-    /// public secret, everyone can sign tokens.
-    ///
-    /// # Errors
-    /// As [`Self::from_jwks`].
-    pub fn from_public_jwks(text: &str) -> Result<(Self, Vec<String>), String> {
-        Self::parse_jwks(text, true)
-    }
-
-    fn parse_jwks(text: &str, is_public: bool) -> Result<(Self, Vec<String>), String> {
+    pub fn from_jwks(text: &str, is_public: bool) -> Result<(Self, Vec<String>), String> {
         const EXPECTED: &str = "expected a JWK set such as {\"keys\": [{\"kty\": \"RSA\", …}]}";
         let mut set: Value = serde_json::from_str(text).map_err(|error| {
             format!(
@@ -124,7 +106,8 @@ impl VerificationKeys {
             return Err(TokenError::Malformed);
         }
         let is_candidate = |key: &&VerificationKey| {
-            key.algorithms.contains(&header.alg) && key.key_id.accepts(header.kid.as_deref())
+            let is_key = |own: &_| header.kid.is_none() || *own == header.kid;
+            key.algorithms.contains(&header.alg) && key.key_id.as_ref().is_none_or(is_key)
         };
         let mut error = TokenError::UnknownKey;
         for trusted in self.0.iter().filter(is_candidate).take(MAX_KEYS_TRIED) {
@@ -147,15 +130,6 @@ pub(super) fn decode_unverified_claims(token: &str) -> Result<Value, TokenError>
         return Err(TokenError::Malformed);
     }
     jsonwebtoken::dangerous::insecure_decode_claims(token).map_err(|_broken| TokenError::Malformed)
-}
-
-impl KeyIdRule {
-    fn accepts(&self, kid: Option<&str>) -> bool {
-        match (self, kid) {
-            (Self::Any, _) | (_, None) => true,
-            (Self::Exact(own), Some(kid)) => own.as_deref() == Some(kid),
-        }
-    }
 }
 
 const HMAC_ALGORITHMS: [Algorithm; 3] = [Algorithm::HS256, Algorithm::HS384, Algorithm::HS512];
@@ -227,7 +201,7 @@ impl VerificationKey {
         let warning = short_secret_warning(bytes).filter(|_| is_secret);
         Ok((
             Self {
-                key_id: KeyIdRule::Exact(jwk.common.key_id),
+                key_id: Some(jwk.common.key_id),
                 key,
                 algorithms,
             },

@@ -81,17 +81,17 @@ static ED25519_ISSUER: LazyLock<TestIssuer> =
     LazyLock::new(|| TestIssuer::new("ed", Algorithm::EdDSA));
 
 fn keys_from_jwks(keys: &[Value]) -> VerificationKeys {
-    VerificationKeys::from_jwks(&json!({ "keys": keys }).to_string())
+    VerificationKeys::from_jwks(&json!({ "keys": keys }).to_string(), false)
         .unwrap()
         .0
 }
 
-fn keys_only(keys: VerificationKeys) -> SignatureVerification {
-    SignatureVerification::Keys(TrustedIssuers::new(vec![TokenIssuer {
+fn keys_only(keys: VerificationKeys) -> Option<Vec<TokenIssuer>> {
+    Some(vec![TokenIssuer {
         name: None,
         audiences: Vec::new(),
         keys: IssuerKeys::Fixed(keys),
-    }]))
+    }])
 }
 
 fn all_keys() -> VerificationKeys {
@@ -111,7 +111,7 @@ const CLAIM_NAMES: [&str; 6] = [
     "https://a.example/x",
 ];
 
-fn make_reader(header: &str, verification: SignatureVerification) -> Arc<TokenReader> {
+fn make_reader(header: &str, issuers: Option<Vec<TokenIssuer>>) -> Arc<TokenReader> {
     let claims = CLAIM_NAMES
         .iter()
         .map(|name| ClaimName::parse(name).unwrap())
@@ -119,7 +119,7 @@ fn make_reader(header: &str, verification: SignatureVerification) -> Arc<TokenRe
     Arc::new(TokenReader::new(
         Settings {
             header: header.parse().unwrap(),
-            verification,
+            issuers,
         },
         claims,
     ))
@@ -410,6 +410,7 @@ fn ignores_keys_for_other_uses() {
     ] {
         let (keys, _) = VerificationKeys::from_jwks(
             &json!({ "keys": [changed(unfit.clone()), EC_ISSUER.jwk] }).to_string(),
+            false,
         )
         .unwrap();
         assert_eq!(
@@ -446,7 +447,7 @@ fn rejects_unusable_key_sets_without_revealing_their_content() {
         r#"{"keys":[{"kty":"EC","crv":"P-521","x":"hunter2","y":"hunter2"}]}"#,
         r#"{"keys":[{"kty":"EC","crv":"P-256","x":"AAAA","y":"AAAA"}]}"#,
     ] {
-        let error = VerificationKeys::from_jwks(text).unwrap_err();
+        let error = VerificationKeys::from_jwks(text, false).unwrap_err();
         assert!(
             !error.contains("hunter2") && error.contains("ke"),
             "{text}: {error}"
@@ -454,13 +455,14 @@ fn rejects_unusable_key_sets_without_revealing_their_content() {
     }
     // Each key that cannot be used would be a line in the log.
     let many = json!({ "keys": vec![0; 1_001] }).to_string();
-    let error = VerificationKeys::from_jwks(&many).unwrap_err();
+    let error = VerificationKeys::from_jwks(&many, false).unwrap_err();
     assert!(error.contains("expected at most 1000"), "{error}");
     let mut private = EC_ISSUER.jwk.clone();
     private["d"] = json!("hunter2");
     let short = json!({ "kty": "oct", "k": "c2hvcnQ" });
     let (keys, warnings) =
-        VerificationKeys::from_jwks(&json!({ "keys": [private, short] }).to_string()).unwrap();
+        VerificationKeys::from_jwks(&json!({ "keys": [private, short] }).to_string(), false)
+            .unwrap();
     assert!(
         warnings[0].contains("private") && warnings[1].contains("5 bytes"),
         "{warnings:?}"
@@ -718,7 +720,7 @@ fn claims_are_converted_to_texts() {
 
 #[test]
 fn unverified_tokens_are_accepted_but_dates_are_checked() {
-    let reader = make_reader("authorization", SignatureVerification::Disabled);
+    let reader = make_reader("authorization", None);
     let read_subject = |token: &str| {
         subject_claim(
             &reader,

@@ -22,6 +22,7 @@ pub(super) fn read_token_field(field: &[u8], is_authorization: bool) -> TokenFie
         .split(is_lenient_separator)
         .filter(|word| !word.is_empty());
     let has_comma = field.contains(&b',');
+    let is_bearer = |scheme: &[u8]| scheme.eq_ignore_ascii_case(b"bearer");
     match (words.next(), words.next(), words.next()) {
         (None, ..) => TokenField::Absent,
         (Some(word), None, _) if !has_comma => match !is_authorization || is_signed_token(word) {
@@ -29,9 +30,10 @@ pub(super) fn read_token_field(field: &[u8], is_authorization: bool) -> TokenFie
             // A scheme without credentials, or credentials of another kind.
             false => TokenField::Absent,
         },
-        (Some(scheme), Some(word), None) if !has_comma && !is_signed_token(scheme) => {
-            let is_bearer = scheme.eq_ignore_ascii_case(b"bearer");
-            match (is_bearer || is_signed_token(word), is_authorization) {
+        (Some(scheme), Some(word), None)
+            if !has_comma && (is_bearer(scheme) || !is_signed_token(scheme)) =>
+        {
+            match (is_bearer(scheme) || is_signed_token(word), is_authorization) {
                 (true, _) => TokenField::Token(word),
                 (false, true) => TokenField::Absent,
                 (false, false) => TokenField::Malformed,
@@ -41,26 +43,12 @@ pub(super) fn read_token_field(field: &[u8], is_authorization: bool) -> TokenFie
             let mut words = field.split(is_lenient_separator);
             if words.any(is_signed_token) {
                 TokenField::Ambiguous
-            } else if is_authorization && !scheme.eq_ignore_ascii_case(b"bearer") {
+            } else if is_authorization && !is_bearer(scheme) {
                 TokenField::Absent
             } else {
                 TokenField::Malformed
             }
         }
-    }
-}
-
-/// Whether a field is one word, or `Bearer` and one word: then it is not ambiguous.
-pub(super) fn is_plain_token_field(field: &[u8]) -> bool {
-    let separators = field.iter().filter(|byte| is_lenient_separator(byte));
-    let is_bearer = || {
-        let scheme = field.get(..6).unwrap_or_default();
-        scheme.eq_ignore_ascii_case(b"bearer") && field.get(6) == Some(&b' ')
-    };
-    match separators.count() {
-        0 => true,
-        1 => is_bearer(),
-        _ => false,
     }
 }
 

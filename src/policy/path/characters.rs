@@ -2,16 +2,16 @@
 
 use super::settings::Settings;
 
-/// Characters that separate segments, in addition to a slash.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct SegmentSeparators {
-    /// `%2F`.
-    pub(super) escaped_slash: bool,
-    /// `\`.
-    pub(super) backslash: bool,
-    /// `%5C`.
-    pub(super) escaped_backslash: bool,
-}
+/// Characters that separate segments, in addition to a slash: a set of the bits below.
+pub(super) type SegmentSeparators = u8;
+
+/// `%2F`.
+pub(super) const ESCAPED_SLASH: SegmentSeparators = 4;
+/// `\`.
+pub(super) const BACKSLASH: SegmentSeparators = 2;
+/// `%5C`.
+pub(super) const ESCAPED_BACKSLASH: SegmentSeparators = 1;
+pub(super) const ALL_SEPARATORS: SegmentSeparators = ESCAPED_SLASH | BACKSLASH | ESCAPED_BACKSLASH;
 
 /// Normalizes one literal segment of a pattern to the spelling of
 /// [`super::PathInterpretations`].
@@ -20,7 +20,7 @@ pub fn canonicalize_segment(segment: &str, settings: &Settings) -> Box<str> {
         return segment.into();
     }
     let mut text = String::with_capacity(segment.len());
-    push_canonical_characters(&mut text, segment, settings, SegmentSeparators::default());
+    push_canonical_characters(&mut text, segment, settings, 0);
     let mut name = String::with_capacity(text.len());
     push_segment(&mut name, &text, settings);
     name.into()
@@ -64,7 +64,7 @@ pub(super) fn push_canonical_characters(
         rest = tail;
         match character {
             PathCharacter::Escaped(byte) => push_decoded_byte(out, byte, settings, separators),
-            PathCharacter::Plain('\\') if separators.backslash => out.push('/'),
+            PathCharacter::Plain('\\') if separators & BACKSLASH != 0 => out.push('/'),
             PathCharacter::Plain(plain) => push_escaped_character(out, plain),
         }
     }
@@ -81,8 +81,8 @@ fn push_decoded_byte(
     separators: SegmentSeparators,
 ) {
     match byte {
-        b'/' if separators.escaped_slash => out.push('/'),
-        b'\\' if separators.escaped_backslash => out.push('/'),
+        b'/' if separators & ESCAPED_SLASH != 0 => out.push('/'),
+        b'\\' if separators & ESCAPED_BACKSLASH != 0 => out.push('/'),
         // An escaped semicolon starts no parameter.
         b';' if settings.strip_parameters => push_escape(out, byte),
         b'/' | b'\\' | b'%' => push_escape(out, byte),

@@ -1,6 +1,6 @@
 //! The set of readings of a path.
 
-use super::characters::{SegmentSeparators, push_canonical_characters};
+use super::characters::{ALL_SEPARATORS, SegmentSeparators, push_canonical_characters};
 use super::dot_segments::{DotSegmentResolution, resolve_dots_and_parameters};
 use super::forwarding::normalize_forwarded_path;
 use super::path_scan::{PathScan, is_already_normalized, positions_after_authority};
@@ -194,26 +194,12 @@ impl ReadingCollector<'_> {
 
     /// `%2F`, `\` and `%5C` may separate segments independently of each other.
     fn separator_choices(&self, scan: &PathScan) -> SmallVec<[SegmentSeparators; 8]> {
-        let choices = |is_present: bool| -> &[bool] {
-            match self.settings.escaped_slashes {
-                EscapedSlashes::Both if is_present => &[true, false],
-                EscapedSlashes::Keep => &[false],
-                _ => &[true],
-            }
+        let is_choice = |choice: &SegmentSeparators| match self.settings.escaped_slashes {
+            EscapedSlashes::Both => choice & !scan.separators == 0,
+            EscapedSlashes::Keep => *choice == 0,
+            EscapedSlashes::Decode | EscapedSlashes::Reject => *choice == ALL_SEPARATORS,
         };
-        let mut combinations = SmallVec::new();
-        for escaped_slash in choices(scan.has_escaped_slash) {
-            for backslash in choices(scan.has_backslash) {
-                for escaped_backslash in choices(scan.has_escaped_backslash) {
-                    combinations.push(SegmentSeparators {
-                        escaped_slash: *escaped_slash,
-                        backslash: *backslash,
-                        escaped_backslash: *escaped_backslash,
-                    });
-                }
-            }
-        }
-        combinations
+        (0..=ALL_SEPARATORS).rev().filter(is_choice).collect()
     }
 }
 

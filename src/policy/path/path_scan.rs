@@ -1,6 +1,8 @@
 //! One pass over a path: the characters that upstreams read differently.
 
-use super::characters::decode_escape;
+use super::characters::{
+    BACKSLASH, ESCAPED_BACKSLASH, ESCAPED_SLASH, SegmentSeparators, decode_escape,
+};
 use super::settings::{EscapedDelimiters, EscapedSlashes, PathError, Settings};
 use smallvec::SmallVec;
 
@@ -22,9 +24,8 @@ pub(super) fn is_already_normalized(path: &str, settings: &Settings) -> bool {
 /// The ambiguous characters of a path or of a part of it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PathScan {
-    pub(super) has_escaped_slash: bool,
-    pub(super) has_backslash: bool,
-    pub(super) has_escaped_backslash: bool,
+    /// Those that the path contains.
+    pub(super) separators: SegmentSeparators,
     has_nul: bool,
     has_control_character: bool,
     has_non_ascii: bool,
@@ -62,9 +63,9 @@ impl PathScan {
             };
             match (byte, escaped.is_some()) {
                 (b'a'..=b'z' | b'-' | b'_' | b'0'..=b'9', _) => {}
-                (b'/', true) => scan.has_escaped_slash = true,
-                (b'\\', true) => scan.has_escaped_backslash = true,
-                (b'\\', false) => scan.has_backslash = true,
+                (b'/', true) => scan.separators |= ESCAPED_SLASH,
+                (b'\\', true) => scan.separators |= ESCAPED_BACKSLASH,
+                (b'\\', false) => scan.separators |= BACKSLASH,
                 (b';', false) => {
                     scan.semicolon.get_or_insert(position);
                 }
@@ -101,58 +102,52 @@ impl PathScan {
 
     /// Rejects paths that cannot be matched safely.
     pub(super) fn check(&self, path: &str, settings: &Settings) -> Result<(), PathError> {
-        if self.has_nul {
-            return Err(PathError::Nul);
-        }
-        if self.has_control_character && settings.rejects_control_characters {
-            return Err(PathError::ControlCharacter);
-        }
-        if self.has_non_ascii
-            && settings.rejects_invalid_utf8
-            && percent_encoding::percent_decode_str(path)
-                .decode_utf8()
-                .is_err()
-        {
-            return Err(PathError::InvalidUtf8);
-        }
-        if self.has_completed_escape && settings.rejects_invalid_utf8 {
-            return Err(PathError::CompletedEscape);
-        }
-        let has_backslash = self.has_backslash || self.has_escaped_backslash;
-        if settings.escaped_slashes == EscapedSlashes::Reject
-            && (self.has_escaped_slash || has_backslash)
-        {
-            return Err(PathError::EscapedSlash);
-        }
-        if settings.escaped_delimiters == EscapedDelimiters::Reject
-            && (self.escaped_question_mark.is_some() || self.escaped_number_sign.is_some())
-        {
-            return Err(PathError::EscapedDelimiter);
-        }
-        Ok(())
+        let is_utf8 = || {
+            let decoded = percent_encoding::percent_decode_str(path);
+            !self.has_non_ascii || decoded.decode_utf8().is_ok()
+        };
+        let has_delimiter =
+            self.escaped_question_mark.is_some() || self.escaped_number_sign.is_some();
+        Err(match settings {
+            _ if self.has_nul => PathError::Nul,
+            one if one.rejects_control_characters && self.has_control_character => {
+                PathError::ControlCharacter
+            }
+            one if one.rejects_invalid_utf8 && !is_utf8() => PathError::InvalidUtf8,
+            one if one.rejects_invalid_utf8 && self.has_completed_escape => {
+                PathError::CompletedEscape
+            }
+            one if one.escaped_slashes == EscapedSlashes::Reject && self.separators != 0 => {
+                PathError::EscapedSlash
+            }
+            one if one.escaped_delimiters == EscapedDelimiters::Reject && has_delimiter => {
+                PathError::EscapedDelimiter
+            }
+            _ => return Ok(()),
+        })
     }
 
     /// What follows the first `%3F` or semicolon, if an upstream may read it as the query.
     pub(super) fn possible_query<'p>(&self, path: &'p str, settings: &Settings) -> Option<&'p str> {
-        let reads_delimiters = settings.escaped_delimiters == EscapedDelimiters::Both;
-        let question_mark = self.escaped_question_mark.filter(|_| reads_delimiters);
-        let semicolon = self.semicolon.filter(|_| settings.strip_parameters);
+        let [question_mark, _, semicolon] = self.readable_delimiters(settings);
         path.get(question_mark.into_iter().chain(semicolon).min()?..)
     }
 
     /// Positions at which an upstream may take the path to end.
     pub(super) fn possible_ends(&self, settings: &Settings) -> SmallVec<[usize; 3]> {
-        let reads_delimiters = settings.escaped_delimiters == EscapedDelimiters::Both;
-        let delimiters = [self.escaped_question_mark, self.escaped_number_sign]
-            .into_iter()
-            .flatten()
-            .filter(|_| reads_delimiters);
-        // Some routers start the query at a semicolon.
-        let semicolon = self.semicolon.filter(|_| settings.strip_parameters);
-        delimiters
-            .chain(semicolon)
-            .chain(self.latin1_space)
-            .collect()
+        let delimiters = self.readable_delimiters(settings).into_iter().flatten();
+        delimiters.chain(self.latin1_space).collect()
+    }
+
+    /// The first `%3F`, `%23` and semicolon, if an upstream may take them for the end of the path.
+    /// Some routers start the query at a semicolon.
+    fn readable_delimiters(&self, settings: &Settings) -> [Option<usize>; 3] {
+        let reads_escaped = settings.escaped_delimiters == EscapedDelimiters::Both;
+        [
+            self.escaped_question_mark.filter(|_| reads_escaped),
+            self.escaped_number_sign.filter(|_| reads_escaped),
+            self.semicolon.filter(|_| settings.strip_parameters),
+        ]
     }
 }
 

@@ -77,7 +77,7 @@ impl InboundRequest {
             target.replace_path(&path)?;
             parts.uri = Uri::from(target.path_and_query.clone());
         }
-        let token = match table.token_reader() {
+        let token = match &table.token_reader {
             // The policy could read one of two tokens and the upstream the other.
             Some(reader) if reader.has_duplicate_header(&parts.headers) => {
                 return Err(InboundRequestError::RepeatedTokenHeader);
