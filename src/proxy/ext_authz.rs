@@ -6,20 +6,6 @@
 //! pass on client headers that another kind uses. The path of the authorization request therefore
 //! states the kind of proxy, and nothing is guessed.
 
-use super::UpstreamErrorKind;
-use super::http::body::{RequestBody, ResponseBody};
-use super::http::local_replies;
-use super::http::mark_header::add_mark_header;
-use super::http::rate_limit_headers;
-use super::http::request_validation::RequestValidationError;
-use super::server::peer::ConnectionPeer;
-use super::server::query_escaper::escape_query;
-use super::service::ProxyService;
-use super::service::request_summary::{RequestContext, RequestSummary};
-use crate::enforcer::Verdict;
-use crate::policy::PolicyTable;
-use crate::policy::path::ForwardedPath;
-use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{
@@ -28,8 +14,21 @@ use http::{
 };
 use tokio::time::Instant;
 
-/// Response header with the status of a denial before it is translated for the proxy in front.
-pub(super) static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
+use super::ResponseBody;
+use super::UpstreamErrorKind;
+use super::body::RequestBody;
+use super::http::mark_header::add_mark_header;
+use super::http::query_escaper::escape_query;
+use super::http::request_validation::RequestValidationError;
+use super::http::{local_replies, rate_limit_headers};
+use super::server::peer::ConnectionPeer;
+use super::service::ProxyService;
+use super::service::request_summary::{RequestContext, RequestSummary};
+use super::service::validation::ORIGINAL_STATUS_HEADER;
+use crate::enforcer::Verdict;
+use crate::policy::PolicyTable;
+use crate::policy::path::ForwardedPath;
+use crate::telemetry::trace::TraceParent;
 
 const NGINX_CHECK_PATH: &str = "/check/nginx";
 const TRAEFIK_CHECK_PATH: &str = "/check/traefik";

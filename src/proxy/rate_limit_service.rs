@@ -14,12 +14,23 @@ pub(crate) mod grpc;
 )]
 mod messages;
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
+use tokio::time::Instant;
+
+use super::ResponseBody;
+use super::body::RequestBody;
 use super::http::access_log::{AccessLogEntry, classify_verdict};
-use super::http::body::{RequestBody, ResponseBody};
 use super::http::mark_header::build_mark_value;
 use super::http::rate_limit_headers;
 use super::rate_limit_service::call_result::RlsCallResult;
 use super::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, invalid_argument};
+use super::rate_limit_service::messages::health_check_response::ServingStatus;
+use super::rate_limit_service::messages::rate_limit_response::rate_limit::Unit;
+use super::rate_limit_service::messages::{
+    Duration, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest,
+    RateLimitResponse, UInt32Value, rate_limit_response as response,
+};
 use super::server::peer::ConnectionPeer;
 use super::service::ProxyService;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
@@ -29,14 +40,6 @@ use crate::policy::{
 };
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::{TraceId, TraceParent};
-use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
-use messages::rate_limit_response::{self as response, rate_limit::Unit};
-use messages::{
-    Duration, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest,
-    RateLimitResponse, UInt32Value, health_check_response::ServingStatus,
-};
-use tokio::time::Instant;
 
 const SHOULD_RATE_LIMIT_PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 const HEALTH_CHECK_PATH: &str = "/grpc.health.v1.Health/Check";

@@ -6,7 +6,7 @@ mod proxy_request;
 mod request_deadline;
 pub(super) mod request_summary;
 mod self_service;
-mod validation;
+pub(super) mod validation;
 
 use super::http::access_log::AccessLog;
 use super::server::shutdown::ShutdownSignal;

@@ -5,16 +5,19 @@
 
 mod addresses;
 mod connector;
-pub(crate) mod error;
 mod exchange;
 mod http2;
 mod informational_responses;
 mod pool;
 mod read_limit;
+pub(crate) mod response;
 pub(crate) mod response_body;
 mod retry;
 mod shared_state;
 pub(crate) mod tunnel_io;
+
+use super::upstream_error::{UpstreamError, UpstreamErrorKind};
+pub use shared_state::{UpstreamSharedState, UpstreamUrlError};
 
 use http::{HeaderValue, Request, Response, Version};
 use std::cell::Cell;
@@ -26,17 +29,16 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::UpstreamSettings;
+use super::body::informational_responses::InformationalForwarder;
+use super::body::request::RequestBody;
 use super::client_counts::ClientCountGuard;
-use super::http::body::request::RequestBody;
-use super::http::body::response::ResponseBody;
-use super::http::informational_responses::InformationalForwarder;
 use super::http::upgrade;
-use exchange::{ExchangeFailure, client_error_kind};
-use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
-use retry::RetryRequest;
-
-pub use error::{UPSTREAM_FAULTS, UpstreamError, UpstreamErrorKind};
-pub use shared_state::{UpstreamSharedState, UpstreamUrlError};
+use super::upstream::exchange::{ExchangeFailure, client_error_kind};
+use super::upstream::pool::{
+    ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool,
+};
+use super::upstream::response::ResponseBody;
+use super::upstream::retry::RetryRequest;
 
 /// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at
 /// once, and each retry may meet another closing connection.

@@ -3,13 +3,6 @@
 //! Values from clients are log fields, never part of the message, so that the formatter escapes
 //! them.
 
-use crate::enforcer::{
-    DecisionSource, LimitReport, RequestDecision, RequestOutcome, UnenforcedRejections, Verdict,
-};
-use crate::limiter::{Key, OverrideInEffect};
-use crate::policy::PolicyMode;
-use crate::telemetry::trace::TraceId;
-use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 use http::StatusCode;
 use parking_lot::Mutex;
 use std::cmp::Reverse;
@@ -18,6 +11,14 @@ use std::net::IpAddr;
 use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep_until};
+
+use crate::enforcer::{
+    DecisionSource, LimitReport, RequestDecision, RequestOutcome, UnenforcedRejections, Verdict,
+};
+use crate::limiter::{Key, OverrideInEffect};
+use crate::policy::PolicyMode;
+use crate::telemetry::trace::TraceId;
+use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 
 /// Lines about rejections per second, if only those are logged: a client can cause any number. With
 /// [`REJECTION_LINE_BURST`], a process writes at most 10 lines per second, over 10 seconds.

@@ -3,15 +3,16 @@
 //!
 //! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, request, response};
+use smallvec::SmallVec;
+use std::net::IpAddr;
+
 use super::header_lines::{append_to_list_header, join_cookie_lines, remove_headers};
 use super::hop_by_hop;
 use super::request_validation::RequestTarget;
 use super::upgrade::{self, RequestedProtocolSwitch};
 use crate::policy::client::ClientAddress;
-use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, request, response};
-use smallvec::SmallVec;
-use std::net::IpAddr;
 
 /// Properties of a request, its client and the upstream that determine the forwarded headers.
 #[derive(Clone, Copy, Debug)]

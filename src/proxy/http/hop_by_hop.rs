@@ -1,8 +1,9 @@
 //! Hop-by-hop headers (RFC 9110, 7.6.1), which apply to a single connection, and parsing of the
 //! `Connection` lists that name more of them.
 
-use super::header_lines::remove_headers;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
+
+use super::header_lines::remove_headers;
 
 /// Returns the header names in a `Connection` value, without `close` and `keep-alive`.
 pub(crate) fn headers_named_in_connection(

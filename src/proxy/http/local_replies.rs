@@ -19,20 +19,21 @@ pub(crate) use own_limits_reply::{
 pub(crate) use reply_style::ReplyStyle;
 pub(crate) use upstream_error_text::status_error_and_detail;
 
-use self::problem_reply::{
+use bytes::Bytes;
+use http::{HeaderValue, Response, StatusCode, Version, header};
+use std::borrow::Cow;
+
+use super::inbound_request::InboundRequestError;
+use super::local_replies::problem_reply::{
     GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
     REDUCED_CAPACITY_TYPE,
 };
-use self::text_encoding::to_sentence;
-use super::inbound_request::InboundRequestError;
+use super::local_replies::text_encoding::to_sentence;
 use super::rate_limit_headers;
 use super::request_validation::RequestValidationError;
 use crate::enforcer::{LimitRejection, RejectionReason, RequestOutcome, RetryHint, Verdict};
 use crate::policy::RateLimitHeaderSettings;
 use crate::proxy::UpstreamErrorKind;
-use bytes::Bytes;
-use http::{HeaderValue, Response, StatusCode, Version, header};
-use std::borrow::Cow;
 
 /// Builds the reply to a request that the verdict does not forward, with rate-limit headers: status
 /// 400, 403, 429 or 503, or a policy's custom response. Returns `None` if the verdict forwards the

@@ -1,8 +1,9 @@
 //! The request header that names the policies with `mode = "mark"` whose limit a request is over.
 
+use http::{HeaderMap, HeaderValue};
+
 use crate::enforcer::Verdict;
 use crate::policy::{PolicyMode, PolicyTable};
-use http::{HeaderMap, HeaderValue};
 
 /// Adds the header if the request is marked.
 pub(crate) fn add_mark_header(headers: &mut HeaderMap, table: &PolicyTable, verdict: &Verdict<'_>) {

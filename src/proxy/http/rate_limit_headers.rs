@@ -11,11 +11,14 @@ mod tests;
 
 pub(crate) use legacy_headers::reset_at_us;
 
-use self::legacy_headers::write_legacy_headers;
-use self::standard_headers::{RATELIMIT, is_structured_dictionary, write_standard_headers};
+use http::HeaderMap;
+
+use super::rate_limit_headers::legacy_headers::write_legacy_headers;
+use super::rate_limit_headers::standard_headers::{
+    RATELIMIT, is_structured_dictionary, write_standard_headers,
+};
 use crate::enforcer::Verdict;
 use crate::policy::RateLimitHeaderSettings;
-use http::HeaderMap;
 
 /// Adds the configured rate-limit headers to a response head, if any limit may be reported.
 pub(crate) fn write_headers(

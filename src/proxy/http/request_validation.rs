@@ -21,12 +21,13 @@ pub use error::RequestValidationError;
 pub(crate) use header_scan::has_outer_white_space;
 pub use host::normalize_host;
 
-use self::header_scan::RequestHeaderScan;
-use self::host::{NormalizedHost, determine_authority_and_host};
-use super::upgrade::{self, RequestedProtocolSwitch};
 use http::uri::PathAndQuery;
 use http::{HeaderName, HeaderValue, Method, Uri, Version, header, request};
 use hyper::ext::Protocol;
+
+use super::request_validation::header_scan::RequestHeaderScan;
+use super::request_validation::host::{NormalizedHost, determine_authority_and_host};
+use super::upgrade::{self, RequestedProtocolSwitch};
 
 /// Validated target of a request, with its content length and protocol switch. The data is owned,
 /// so that the request head can still change.

@@ -5,14 +5,16 @@
 
 mod json_scanner;
 
-pub(crate) use super::response_cost::json_scanner::JsonPointerScanner;
-use crate::enforcer::EstimatedCharge;
-use crate::limiter::MAX_UNITS;
-use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
+pub(crate) use json_scanner::JsonPointerScanner;
+
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, header, response};
 use http_body::Frame;
 use std::sync::Arc;
+
+use crate::enforcer::EstimatedCharge;
+use crate::limiter::MAX_UNITS;
+use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
 
 /// Estimated charges of one request that the response body or trailers will settle.
 ///

@@ -3,11 +3,12 @@
 //! After an upgrade, no policy sees the bytes of the connection. Upgrades to a protocol that can
 //! carry HTTP requests are not forwarded, since a client could bypass every limit with them.
 
-use super::hop_by_hop::list_elements;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::{HeaderMap, HeaderValue, header};
 use sha1_smol::Sha1;
+
+use super::hop_by_hop::list_elements;
 
 /// `Upgrade` protocol names that continue with HTTP, in cleartext or over TLS.
 const HTTP_PROTOCOL_NAMES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];

@@ -1,13 +1,15 @@
 //! Unary gRPC calls: a POST, a five-byte prefix before each message, and the status in the trailers
 //! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>).
 
-use crate::proxy::http::body::{BodyError, RequestBody, ResponseBody};
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request,
 };
 use http_body_util::BodyExt;
 use prost::Message;
+
+use crate::proxy::ResponseBody;
+use crate::proxy::body::{BodyError, RequestBody};
 
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");

@@ -1,8 +1,7 @@
 //! The thread of a runtime for blocking work: files and DNS lookups.
 
-use std::io;
-use std::thread;
 use std::time::Duration;
+use std::{io, thread};
 use tokio::task::spawn_blocking;
 
 /// Idle time after which a thread for blocking work ends. The first one has to stay: tokio panics

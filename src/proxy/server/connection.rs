@@ -25,9 +25,9 @@ use super::connection::protocol_detection::{
 use super::connection::protocols::WorkerListener;
 use super::connection::request::handle_request;
 use super::connection::upgrade_handover::UpgradeHandover;
-use super::connection_monitor::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::monitored_socket::MonitoredSocket;
+use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
 
 /// Serves one connection until it ends.
 pub(crate) async fn serve_connection<H: RequestHandler>(

@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use super::handshake_error::HandshakeError;
 use super::peer::ConnectionPeer;
-use crate::proxy::http::body::{RequestBody, ResponseBody};
-use crate::proxy::http::informational_responses::InformationalForwarder;
+use crate::proxy::ResponseBody;
+use crate::proxy::body::RequestBody;
+use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::telemetry::metrics::WorkerMetrics;
 
 /// Handles the requests of one worker.

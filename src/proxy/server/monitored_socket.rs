@@ -10,14 +10,15 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
-use super::connection_memory::MAX_UNCOUNTED_LIST_BYTES;
-use super::connection_monitor::ConnectionMonitor;
-use super::frame_scanner::{FrameScan, FrameScanner};
-use super::frame_splitter::return_window;
-use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
-use super::query_escaper::QueryEscaper;
-use super::transport::{ClientTransport, move_buffered_bytes, poll_write_all, socket_below_tls};
+use super::transport::{ClientTransport, socket_below_tls};
+use crate::proxy::client_connection::connection_memory::MAX_UNCOUNTED_LIST_BYTES;
+use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
+use crate::proxy::connection_io::LazyTimer;
+use crate::proxy::connection_io::{move_buffered_bytes, poll_write_all};
+use crate::proxy::http::query_escaper::QueryEscaper;
+use crate::proxy::http2_frames::frame_scanner::{FrameScan, FrameScanner};
+use crate::proxy::http2_frames::frame_splitter::return_window;
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
 /// can destroy the last response before the client reads it. After these bytes the client has to
@@ -496,9 +497,11 @@ impl AsyncWrite for MonitoredSocket {
 #[cfg(test)]
 mod tests {
     use super::MonitoredSocket;
-    use crate::proxy::server::connection_load::ServerLoad;
-    use crate::proxy::server::connection_load::tests::add_connection;
-    use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
+    use crate::proxy::client_connection::connection_load::ServerLoad;
+    use crate::proxy::client_connection::connection_load::tests::add_connection;
+    use crate::proxy::client_connection::connection_monitor::{
+        ConnectionMonitor, ConnectionTimeouts,
+    };
     use crate::proxy::server::transport::SocketBelowTls;
     use std::future::poll_fn;
     use std::pin::Pin;

@@ -9,8 +9,8 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::acceptor::ListenerAcceptor;
-use super::connection_load::ServerLoad;
 use super::worker::{WorkerPhase, WorkerThread, worker_died_error};
+use crate::proxy::client_connection::connection_load::ServerLoad;
 
 /// Requested run state of the server. The state only moves forward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -18,14 +18,14 @@ use super::allocator_trim::AllocatorTrim;
 use super::blocking_thread::{
     BLOCKING_THREAD_KEEP_ALIVE, describe_spawn_error, start_blocking_thread,
 };
-use super::close_reason::ConnectionCloseReason;
 use super::connection::protocols::WorkerListener;
 use super::connection::serve_connection;
-use super::connection_load::{ConnectionEntry, ServerLoad};
-use super::connection_monitor::{ConnectionDrain, ConnectionMonitor};
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
 use super::transport::SocketBelowTls;
+use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_load::{ConnectionEntry, ServerLoad};
+use crate::proxy::client_connection::connection_monitor::{ConnectionDrain, ConnectionMonitor};
 
 /// Capacity of a worker's queue of accepted connections.
 const WORKER_QUEUE_CAPACITY: usize = 256;

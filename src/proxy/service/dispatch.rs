@@ -1,9 +1,14 @@
 //! Dispatch of requests to the handler of their listener.
 
+use http::{Request, Response, StatusCode};
+use std::net::IpAddr;
+use std::rc::Rc;
+use std::sync::Arc;
+
 use super::ProxyService;
 use crate::enforcer::RequestDecision;
+use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::proxy::http::access_log::AccessLogEntry;
-use crate::proxy::http::informational_responses::InformationalForwarder;
 use crate::proxy::http::request_validation::RequestValidationError;
 use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::handshake_error::HandshakeError;
@@ -11,10 +16,6 @@ use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::settings::ListenerKind;
 use crate::proxy::{RequestBody, ResponseBody};
 use crate::telemetry::metrics::WorkerMetrics;
-use http::{Request, Response, StatusCode};
-use std::net::IpAddr;
-use std::rc::Rc;
-use std::sync::Arc;
 
 impl RequestHandler for ProxyService {
     async fn handle(

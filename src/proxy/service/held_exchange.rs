@@ -1,11 +1,6 @@
 //! Exchanges with the upstream that go on without their client, because their concurrency slot is
 //! held until the upstream's response ends (`release = "upstream"`).
 
-use super::request_deadline::await_until_deadline;
-use crate::enforcer::ConcurrencySlotGuard;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::upstream::UpstreamClient;
-use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
 use http::{Request, Response};
 use std::cell::Cell;
 use std::net::IpAddr;
@@ -14,6 +9,12 @@ use std::rc::Rc;
 use std::task::{Context, Poll};
 use tokio::task::spawn_local;
 use tokio::time::Instant;
+
+use super::request_deadline::await_until_deadline;
+use crate::enforcer::ConcurrencySlotGuard;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::upstream::UpstreamClient;
+use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
 
 /// The result of an exchange, and whether the upstream may have received a part of the request.
 type ExchangeResult = (Result<Response<ResponseBody>, UpstreamError>, bool);

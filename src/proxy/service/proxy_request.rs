@@ -1,24 +1,5 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
-use super::ProxyService;
-use super::held_exchange::HeldExchange;
-use super::request_deadline::await_until_deadline;
-use super::request_summary::{RequestContext, RequestSummary};
-use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
-use crate::policy::PolicyTable;
-use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::http::client_cert::add_client_cert;
-use crate::proxy::http::headers::{self, ForwardingContext};
-use crate::proxy::http::inbound_request::InboundRequest;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::http::local_replies::{self, ReplyStyle};
-use crate::proxy::http::mark_header::add_mark_header;
-use crate::proxy::http::rate_limit_headers;
-use crate::proxy::http::response_cost::CostMeter;
-use crate::proxy::http::upgrade;
-use crate::proxy::server::peer::ConnectionPeer;
-use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
-use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::{Request, Response, request};
 use http_body::Body as _;
@@ -26,6 +7,25 @@ use std::cell::Cell;
 use std::net::IpAddr;
 use std::pin::pin;
 use tokio::time::Instant;
+
+use super::ProxyService;
+use super::held_exchange::HeldExchange;
+use super::request_deadline::await_until_deadline;
+use super::request_summary::{RequestContext, RequestSummary};
+use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
+use crate::policy::PolicyTable;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::client_counts::ClientCountGuard;
+use crate::proxy::http::client_cert::add_client_cert;
+use crate::proxy::http::headers::{self, ForwardingContext};
+use crate::proxy::http::inbound_request::InboundRequest;
+use crate::proxy::http::local_replies::{self, ReplyStyle};
+use crate::proxy::http::mark_header::add_mark_header;
+use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::http::{rate_limit_headers, upgrade};
+use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
+use crate::telemetry::trace::TraceParent;
 
 impl ProxyService {
     pub(super) async fn handle_proxy_request(

@@ -1,8 +1,9 @@
 //! The deadline that a concurrency limit sets for a request.
 
-use crate::proxy::{UpstreamError, UpstreamErrorKind};
 use std::pin::Pin;
 use tokio::time::{Instant, timeout_at};
+
+use crate::proxy::{UpstreamError, UpstreamErrorKind};
 
 /// Awaits `future` until `deadline` at most.
 ///

@@ -1,5 +1,8 @@
 //! What logs, metrics and traces record about a request.
 
+use http::{HeaderValue, Method, StatusCode, request};
+use tokio::time::Instant;
+
 use super::ProxyService;
 use crate::enforcer::{DecisionSource, LimitReport, RequestOutcome, Verdict};
 use crate::policy::PolicyTable;
@@ -11,8 +14,6 @@ use crate::proxy::http::local_replies::ReplyStyle;
 use crate::proxy::http::request_validation::RequestTarget;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::telemetry::trace::{self, RequestRecording, TraceId, TraceParent};
-use http::{HeaderValue, Method, StatusCode, request};
-use tokio::time::Instant;
 
 /// What all steps of a request use: its client, policies, reply format and arrival.
 #[derive(Clone, Copy)]

@@ -1,5 +1,8 @@
 //! Answers clients that ask for their own limits. Such requests are not forwarded.
 
+use http::{Method, Response, request};
+use tokio::time::Instant;
+
 use super::ProxyService;
 use super::request_summary::{RequestContext, RequestSummary};
 use crate::policy::SelfServiceSettings;
@@ -7,8 +10,6 @@ use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies;
 use crate::proxy::{RequestBody, ResponseBody};
 use crate::telemetry::trace::TraceParent;
-use http::{Method, Response, request};
-use tokio::time::Instant;
 
 impl ProxyService {
     /// Answers a client that asks for its limits. The caller boxes the future: every request's

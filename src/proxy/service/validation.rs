@@ -1,11 +1,15 @@
 //! Validation of request heads, and the responses to requests that fail it.
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, header, request};
+use ipnet::IpNet;
+use std::time::Duration;
+
 use super::ProxyService;
 use super::request_summary::RequestContext;
 use crate::enforcer::RequestDecision;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
-use crate::proxy::ext_authz::ORIGINAL_STATUS_HEADER;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies;
@@ -14,10 +18,9 @@ use crate::proxy::server::handler::RequestHandler;
 use crate::proxy::server::peer::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
-use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, header, request};
-use ipnet::IpNet;
-use std::time::Duration;
+
+/// Response header with the status of a denial before it is translated for the proxy in front.
+pub(crate) static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
 
 impl ProxyService {
     /// Validates the request head, or returns the error response. `has_body` is false if the body

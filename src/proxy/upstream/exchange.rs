@@ -11,12 +11,12 @@ use std::task::{Context, Poll};
 use tokio::time::Instant;
 
 use super::UpstreamClient;
-use super::error::{UpstreamError, UpstreamErrorKind};
 use super::pool::UpstreamConnection;
+use super::response::ResponseBody;
 use super::response_body::{UpstreamBody, UpstreamBodySource};
-use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
-use crate::proxy::http::body::response::ResponseBody;
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
+use crate::proxy::connection_io::LazyTimer;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 /// How far a request without a response got; decides whether it may be retried.
 pub(crate) enum ExchangeFailure {

@@ -15,6 +15,10 @@ mod share;
 mod stream_slot;
 mod waiting;
 
+pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
+pub(super) use share::ConnectionShare;
+pub(super) use stream_slot::StreamSlot;
+
 use futures_util::future::LocalBoxFuture;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -26,15 +30,11 @@ use tokio::time::{Instant, sleep_until};
 
 use super::addresses::{self, ResolvedAddresses};
 use super::connector::AlpnOffer;
-use super::error::{UpstreamError, UpstreamErrorKind};
 use super::http2::{self, Http2Connection};
+use super::pool::waiting::ConnectionWaiter;
 use super::shared_state::UpstreamSharedState;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use waiting::ConnectionWaiter;
-
-pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
-pub(super) use share::ConnectionShare;
-pub(super) use stream_slot::StreamSlot;
 
 #[derive(Debug)]
 pub(super) struct UpstreamPool {

@@ -14,13 +14,13 @@ use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout_at};
 
-use super::error::{UpstreamError, UpstreamErrorKind};
 use super::http2::response_body::Http2ResponseBody;
 use super::pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use crate::enforcer::ConcurrencySlotGuard;
-use crate::proxy::http::body::error::BodyError;
-use crate::proxy::http::body::size_hint::add_to_size_hint;
+use crate::proxy::body::error::BodyError;
+use crate::proxy::body::size_hint::add_to_size_hint;
 use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
 

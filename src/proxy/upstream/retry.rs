@@ -2,7 +2,7 @@
 
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
-use crate::proxy::http::body::request::RequestBody;
+use crate::proxy::body::request::RequestBody;
 
 /// A copy of a request, for a retry. Copying the headers as text costs a third of cloning their
 /// map; few copies are ever converted back.

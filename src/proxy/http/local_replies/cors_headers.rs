@@ -1,8 +1,9 @@
 //! CORS headers of local replies (Fetch standard, "CORS protocol").
 
+use http::{HeaderMap, HeaderValue, header};
+
 use crate::policy::CorsOrigins;
 use crate::proxy::http::hop_by_hop::list_elements;
-use http::{HeaderMap, HeaderValue, header};
 
 /// The fields with the client's quota.
 const RATE_LIMIT_FIELDS: [&str; 5] = [

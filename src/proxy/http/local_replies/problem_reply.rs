@@ -1,12 +1,13 @@
 //! A local reply as problem details (RFC 9457), plain text, gRPC status or custom rejection.
 
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+
 use super::reply_style::{ReplyFormat, ReplyStyle};
 use super::text_encoding::{percent_encode_grpc_message, push_us_as_seconds};
 use crate::enforcer::RetryHint;
 use crate::policy::RejectResponse;
 use crate::proxy::http::headers::integer_header_value;
-use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 
 static PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");

@@ -1,9 +1,10 @@
 //! Format of a local reply, chosen from the request head.
 
+use http::{HeaderMap, HeaderValue, Method, Version, header, request};
+
 use super::cors_headers::CorsDecision;
 use crate::policy::CorsOrigins;
 use crate::proxy::http::header_lines::header_values;
-use http::{HeaderMap, HeaderValue, Method, Version, header, request};
 
 /// Prefix of all media types of gRPC.
 const GRPC_MEDIA_TYPE_PREFIX: &[u8] = b"application/grpc";

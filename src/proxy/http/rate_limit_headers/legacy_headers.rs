@@ -1,11 +1,12 @@
 //! `X-RateLimit-Limit`, `-Remaining` and `-Reset`, which describe the tightest limit.
 
+use http::{HeaderMap, HeaderName};
+use std::cmp::Ordering;
+
 use super::retry_after::SECOND_US;
 use crate::enforcer::{LimitReport, Verdict};
 use crate::limiter::Refusal;
 use crate::proxy::http::headers::integer_header_value;
-use http::{HeaderMap, HeaderName};
-use std::cmp::Ordering;
 
 static LEGACY_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");
 static LEGACY_REMAINING: HeaderName = HeaderName::from_static("x-ratelimit-remaining");

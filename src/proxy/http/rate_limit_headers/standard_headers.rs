@@ -3,12 +3,13 @@
 //! Both headers are Lists of Strings with parameters (RFC 9651). Each header has all limits on one
 //! line.
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue};
+
 use super::retry_after::SECOND_US;
 use crate::enforcer::{LimitReport, Verdict};
 use crate::limiter::Algorithm;
 use crate::proxy::http::header_lines::append_to_list_header;
-use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue};
 
 pub(super) static RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 static RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");

@@ -1,11 +1,12 @@
 //! The host of a request: parsing, comparison and normalization.
 
-use super::error::RequestValidationError;
-use crate::policy::parse_whole_number;
 use http::{HeaderValue, Version, request};
 use std::borrow::Cow;
 use std::net::Ipv6Addr;
 use std::ops::Range;
+
+use super::error::RequestValidationError;
+use crate::policy::parse_whole_number;
 
 /// Host for policies: lowercase, without port and trailing dot.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::io::{AsyncWrite, AsyncWriteExt};
 use tokio::time::timeout;
 
-use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 const REQUEST_TIMEOUT_RESPONSE: &[u8] =

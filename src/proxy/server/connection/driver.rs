@@ -6,9 +6,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::Instant;
 
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::connection_io::LazyTimer;
 
 /// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
 pub(super) struct ConnectionDriver {

@@ -14,8 +14,8 @@ use super::driver::ConnectionDriver;
 use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::TimeoutKind;
+use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_monitor::TimeoutKind;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Serves HTTP/1 until the connection ends. hyper and its buffers, about 20 KiB, exist only while

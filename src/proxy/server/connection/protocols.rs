@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use super::streams::StreamTaskExecutor;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::http::body::RequestBodyLimits;
+use crate::proxy::body::RequestBodyLimits;
+use crate::proxy::client_connection::connection_load::ServerLoad;
+use crate::proxy::client_connection::connection_memory::{
+    H2_CONNECTION_WINDOW_BYTES, H2_STREAM_WINDOW_BYTES,
+};
+use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
 use crate::proxy::server::allocator_trim::AllocatorTrim;
-use crate::proxy::server::connection_load::ServerLoad;
-use crate::proxy::server::connection_memory::{H2_CONNECTION_WINDOW_BYTES, H2_STREAM_WINDOW_BYTES};
-use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
 use crate::proxy::server::listener::ListenerConfig;
 
 /// Header limit for which hyper's parser keeps the headers on the stack. Any other header limit

@@ -15,21 +15,19 @@ use std::task::{Context, Poll, ready};
 use tokio::time::Instant;
 
 use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
-use crate::proxy::http::body::size_hint::add_to_size_hint;
-use crate::proxy::http::body::{
-    BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
-};
-use crate::proxy::http::header_lines;
-use crate::proxy::http::hop_by_hop;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::server::connection_monitor::{
+use crate::proxy::ResponseBody;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::body::size_hint::add_to_size_hint;
+use crate::proxy::body::{BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress};
+use crate::proxy::client_connection::connection_monitor::{
     ActiveRequestGuard, ConnectionMonitor, StreamProgress,
 };
-use crate::proxy::server::continue_responses::ContinuePermit;
+use crate::proxy::client_connection::continue_responses::ContinuePermit;
+use crate::proxy::client_connection::unsent_responses::{StreamOutput, UnsentChunkGuard};
+use crate::proxy::http::{header_lines, hop_by_hop};
+use crate::proxy::http2_frames::head_marks::{HeadMark, take_head_mark};
 use crate::proxy::server::handler::RequestHandler;
-use crate::proxy::server::head_marks::{HeadMark, take_head_mark};
 use crate::proxy::server::peer::ConnectionPeer;
-use crate::proxy::server::unsent_responses::{StreamOutput, UnsentChunkGuard};
 
 /// Maximum size of a response chunk passed to HTTP/2. Once h2 has taken a chunk, the client reads,
 /// even if slowly.

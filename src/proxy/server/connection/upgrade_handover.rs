@@ -15,9 +15,9 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use super::close::close_gracefully;
-use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::{ActiveRequestGuard, ConnectionMonitor};
+use crate::proxy::body::tunnel::{Tunnel, TunnelEndReason};
+use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_monitor::{ActiveRequestGuard, ConnectionMonitor};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Slot in which a request leaves its tunnel for the connection driver or the stream task.

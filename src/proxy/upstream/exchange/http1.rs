@@ -13,15 +13,15 @@ use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::{ExchangeError, ExchangeFailure, client_error_kind};
-use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress};
-use crate::proxy::http::body::response::ResponseBody;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::http::tunnel::Tunnel;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::body::request::{RequestBody, RequestBodyProgress};
+use crate::proxy::body::tunnel::Tunnel;
 use crate::proxy::http::upgrade;
 use crate::proxy::upstream::UpstreamClient;
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::pool::{ConnectionProtocol, UpstreamConnection};
+use crate::proxy::upstream::response::ResponseBody;
 use crate::proxy::upstream::response_body::UpstreamBodySource;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 impl UpstreamClient {
     /// Sends the request once on `connection`, of either HTTP version, and awaits the response

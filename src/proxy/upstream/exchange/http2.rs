@@ -9,21 +9,20 @@ use std::task::{Context, Poll};
 use tokio::time::Instant;
 
 use super::{ExchangeError, ExchangeFailure, client_error_kind};
-use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress};
-use crate::proxy::http::body::response::ResponseBody;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::http::tunnel::Tunnel;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::body::request::{RequestBody, RequestBodyProgress};
+use crate::proxy::body::tunnel::Tunnel;
 use crate::proxy::http::upgrade;
 use crate::proxy::upstream::UpstreamClient;
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
-use crate::proxy::upstream::http2::Http2ResponseFuture;
 use crate::proxy::upstream::http2::body_upload::BodyUpload;
-use crate::proxy::upstream::http2::head_conversion;
 use crate::proxy::upstream::http2::received_stream::ReceivedStream;
 use crate::proxy::upstream::http2::response_body::Http2ResponseBody;
+use crate::proxy::upstream::http2::{Http2ResponseFuture, head_conversion};
 use crate::proxy::upstream::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
+use crate::proxy::upstream::response::ResponseBody;
 use crate::proxy::upstream::response_body::UpstreamBodySource;
 use crate::proxy::upstream::tunnel_io::Http2TunnelIo;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 /// A request whose head was sent and whose body is being uploaded.
 struct StartedRequest {

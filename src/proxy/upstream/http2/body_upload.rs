@@ -10,7 +10,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use tokio::task::AbortHandle;
 
-use crate::proxy::http::body::request::RequestBody;
+use crate::proxy::body::request::RequestBody;
 use crate::proxy::http::header_lines::remove_headers;
 use crate::proxy::http::hop_by_hop;
 

@@ -15,7 +15,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::received_stream::{ReceivedStream, ReceivedStreams};
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::connection_io::LazyTimer;
 
 /// Maximum streams per connection, even if the upstream allows more.
 pub(crate) const MAX_CONCURRENT_STREAMS: usize = 100;

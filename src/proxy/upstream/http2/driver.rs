@@ -8,10 +8,10 @@ use std::task::Poll;
 
 use super::connection::Http2Connection;
 use super::ping_monitor::PingMonitor;
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::upstream::connector::UpstreamSocket;
-use crate::proxy::upstream::error::format_error_chain;
 use crate::proxy::upstream::read_limit::ReadAllowance;
+use crate::proxy::upstream_error::format_error_chain;
 
 /// Reads and writes for all requests of a connection until it closes, which fails its remaining
 /// requests.

@@ -14,8 +14,8 @@ use super::ping_monitor::PingMonitor;
 use super::received_stream::DATA_FRAME_BUDGET_BYTES;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::UpstreamSocket;
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use crate::proxy::upstream::read_limit::ReadAllowance;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 
 /// Receive windows per stream and per connection. The connection window holds one full stream
 /// window per possible stream, so a slow client delays only its own response.

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::Instant;
 
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::connection_io::LazyTimer;
 
 /// Quiet times before the first, second and each further PING to a silent upstream. They grow
 /// because gRPC servers treat more than two PINGs within five minutes as abuse.

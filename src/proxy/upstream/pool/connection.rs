@@ -9,8 +9,8 @@ use tokio::time::Instant;
 
 use super::share::ConnectionShare;
 use super::stream_slot::StreamSlot;
-use crate::proxy::http::body::request::RequestBody;
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::body::request::RequestBody;
+use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::upstream::informational_responses::InformationalResponseQueue;
 use crate::proxy::upstream::read_limit::ResponseRate;
 

@@ -12,9 +12,9 @@ use super::connection::{ConnectionProtocol, Http1Connection, UpstreamConnection}
 use super::stream_slot::StreamSlot;
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::http2::{self, Http2Connection};
 use crate::proxy::upstream::read_limit::ResponseRate;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 /// Maximum header lines of an HTTP/1.1 response. hyper's default of 100 is too few for frameworks
 /// that send one line per cookie or preload.

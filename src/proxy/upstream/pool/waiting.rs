@@ -10,8 +10,8 @@ use super::connection::{ConnectionProtocol, UpstreamConnection};
 use super::stream_slot::StreamSlot;
 use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::upstream::connector::AlpnOffer;
-use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::http2::Http2Connection;
+use crate::proxy::upstream_error::UpstreamError;
 
 /// While requests of other workers wait, one of this many freed connections is closed, which frees
 /// its permit for them.

@@ -469,7 +469,7 @@ fn is_connection_wide(kind: u8, flags: u8) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::proxy::server::frame_splitter::{
+    use crate::proxy::http2_frames::frame_splitter::{
         EmptyFrameFilter, PADDED, PRIORITY, WINDOW_UPDATE, return_window,
     };
 

@@ -1,7 +1,7 @@
 //! Request bodies, received from the client.
 
-mod http2_rest;
-mod read_ahead;
+pub(crate) mod http2_rest;
+pub(crate) mod read_ahead;
 
 use bytes::Bytes;
 use http::HeaderMap;
@@ -16,18 +16,18 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
-use self::http2_rest::discard_http2_rest;
-use self::read_ahead::is_message_stream;
 use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
+use super::request::http2_rest::discard_http2_rest;
+use super::request::read_ahead::is_message_stream;
 use super::size_hint::add_to_size_hint;
 use crate::proxy::UpstreamErrorKind;
+use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
+use crate::proxy::client_connection::connection_monitor::ActiveRequestGuard;
+use crate::proxy::client_connection::continue_responses::ContinuePermit;
+use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::http::request_validation::has_outer_white_space;
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_memory::UNREAD_FRAME_BYTES;
-use crate::proxy::server::connection_monitor::ActiveRequestGuard;
-use crate::proxy::server::continue_responses::ContinuePermit;
-use crate::proxy::server::lazy_timer::LazyTimer;
 
 /// Maximum bytes of an unwanted request body that are read and dropped, so that the HTTP/1
 /// connection can be reused.

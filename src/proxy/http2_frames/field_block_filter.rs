@@ -14,8 +14,8 @@ use super::field_check::FieldKind;
 use super::frame_splitter::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS};
 use super::head_marks::{encode_malformed_mark, encode_stream_mark};
 use super::hpack::{DecodedField, FieldList, HpackDecoder, InvalidFieldBlock, push_integer};
-use super::query_escaper::escape_query;
 use crate::policy::parse_whole_number;
+use crate::proxy::http::query_escaper::escape_query;
 use crate::proxy::http::request_validation::RequestValidationError;
 
 /// Maximum payload of a frame by default (RFC 9113, 6.5.2).
@@ -41,7 +41,7 @@ fn is_plain_path_byte(byte: &u8) -> bool {
 
 /// What a field block belongs to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum FieldBlockKind {
+pub(crate) enum FieldBlockKind {
     RequestHead,
     /// Trailers of an upload that is not complete.
     Trailers,
@@ -52,26 +52,26 @@ pub(super) enum FieldBlockKind {
 
 /// Frames that replace those of a field block.
 #[derive(Debug)]
-pub(super) struct ReplacedBlock {
-    pub(super) frames: Vec<u8>,
+pub(crate) struct ReplacedBlock {
+    pub(crate) frames: Vec<u8>,
     /// Whether the head ends with a mark.
-    pub(super) is_marked: bool,
+    pub(crate) is_marked: bool,
 }
 
 /// A field block that is not valid HPACK (RFC 7541, 6.1): index 0.
-pub(super) const INVALID_BLOCK: [u8; 1] = [0x80];
+pub(crate) const INVALID_BLOCK: [u8; 1] = [0x80];
 
 /// Filter of one connection.
 #[derive(Debug, Default)]
-pub(super) struct FieldBlockFilter {
+pub(crate) struct FieldBlockFilter {
     decoder: HpackDecoder,
     /// Maximum size of a field list, from which h2 rejects it.
     max_list_bytes: usize,
     /// Whether h2 has not seen an earlier block, which may have changed the dynamic table. All
     /// later blocks are then encoded anew, without the table.
-    pub(super) is_table_unknown: bool,
+    pub(crate) is_table_unknown: bool,
     /// Size of the last block's list, at most `max_list_bytes`.
-    pub(super) last_list_bytes: usize,
+    pub(crate) last_list_bytes: usize,
     /// The last block, if it is a head that h2 saw as it was and that left the table as it was. A
     /// client that repeats a request repeats its block, with the same result. With whether it ended
     /// its stream.
@@ -79,7 +79,7 @@ pub(super) struct FieldBlockFilter {
 }
 
 impl FieldBlockFilter {
-    pub(super) fn new(max_list_bytes: usize) -> Self {
+    pub(crate) fn new(max_list_bytes: usize) -> Self {
         Self {
             max_list_bytes,
             ..Self::default()
@@ -88,7 +88,7 @@ impl FieldBlockFilter {
 
     /// Maximum bytes of a block that is kept until it is complete. h2 closes the connection for a
     /// larger one.
-    pub(super) fn max_block_bytes(&self) -> usize {
+    pub(crate) fn max_block_bytes(&self) -> usize {
         self.max_list_bytes.saturating_mul(2).max(MIN_BLOCK_BYTES)
     }
 
@@ -96,7 +96,7 @@ impl FieldBlockFilter {
     ///
     /// # Errors
     /// Fails if the block is not valid HPACK, for which h2 closes the connection.
-    pub(super) fn filter(
+    pub(crate) fn filter(
         &mut self,
         kind: FieldBlockKind,
         (stream, ends_stream): (u32, bool),
@@ -350,7 +350,7 @@ fn encode_field(name: &[u8], value: &[u8], output: &mut Vec<u8>) {
 }
 
 /// Divides a field block into HEADERS and CONTINUATION frames.
-pub(super) fn encode_frames(stream: u32, ends_stream: bool, block: &[u8]) -> Vec<u8> {
+pub(crate) fn encode_frames(stream: u32, ends_stream: bool, block: &[u8]) -> Vec<u8> {
     let mut parts: SmallVec<[&[u8]; 4]> = block.chunks(MAX_FRAME_BYTES).collect();
     if parts.is_empty() {
         parts.push(block);

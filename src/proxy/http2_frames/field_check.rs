@@ -1,14 +1,15 @@
 //! Checks single fields of HTTP/2 requests, as h2 does (RFC 9113, 8.2).
 
-use crate::proxy::http::request_validation::RequestValidationError;
 use http::uri::Authority;
 
+use crate::proxy::http::request_validation::RequestValidationError;
+
 /// Whether a field is valid.
-pub(super) type FieldCheck = Result<(), RequestValidationError>;
+pub(crate) type FieldCheck = Result<(), RequestValidationError>;
 
 /// What a field means for the head that it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FieldKind {
+pub(crate) enum FieldKind {
     Method,
     Scheme,
     Authority,
@@ -27,7 +28,7 @@ fn is_name_byte(byte: &u8) -> bool {
 
 /// Checks a field. Of pseudo-header fields, only `:authority` can be invalid here: the checks of
 /// the others depend on the head.
-pub(super) fn check_field(name: &[u8], value: &[u8]) -> (FieldKind, FieldCheck) {
+pub(crate) fn check_field(name: &[u8], value: &[u8]) -> (FieldKind, FieldCheck) {
     let kind = match name {
         b":method" => FieldKind::Method,
         b":scheme" => FieldKind::Scheme,

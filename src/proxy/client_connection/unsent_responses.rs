@@ -22,7 +22,7 @@ pub(crate) struct UnsentResponses {
     /// Start of the last generation. `None` while there are no responses.
     since: Cell<Option<Instant>>,
     /// Time at which the last response was sent, if it was ever unsent.
-    pub(super) emptied_at: Cell<Option<Instant>>,
+    pub(crate) emptied_at: Cell<Option<Instant>>,
 }
 
 /// Output of one stream. When it is dropped, the response is complete.
@@ -65,22 +65,22 @@ impl UnsentResponses {
     }
 
     /// Number of complete responses that are not sent.
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.newer.get() + self.older.get()
     }
 
     /// Whether all complete responses were sent.
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Restarts the timeout of all responses.
-    pub(super) fn restart_timeout(&self) {
+    pub(crate) fn restart_timeout(&self) {
         self.since.set(None);
     }
 
     /// Time at which the oldest response is older than `timeout`.
-    pub(super) fn deadline(&self, timeout: Duration) -> Option<Instant> {
+    pub(crate) fn deadline(&self, timeout: Duration) -> Option<Instant> {
         if self.is_empty() {
             self.since.set(None);
             return None;

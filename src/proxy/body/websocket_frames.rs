@@ -1,34 +1,34 @@
 //! Frame boundaries of a WebSocket byte stream (RFC 6455, 5.2).
 
 /// Close frame with status 1001, "going away" (RFC 6455, 7.4.1), from a server.
-pub(super) const CLOSE_TO_CLIENT: &[u8] = &[0x88, 2, 0x03, 0xe9];
+pub(crate) const CLOSE_TO_CLIENT: &[u8] = &[0x88, 2, 0x03, 0xe9];
 
 /// The same from a client. The masking key is zero: no application chooses these bytes.
-pub(super) const CLOSE_TO_UPSTREAM: &[u8] = &[0x88, 0x82, 0, 0, 0, 0, 0x03, 0xe9];
+pub(crate) const CLOSE_TO_UPSTREAM: &[u8] = &[0x88, 0x82, 0, 0, 0, 0, 0x03, 0xe9];
 
 /// Opcode of a Close frame.
 const CLOSE: u8 = 8;
 
 /// Position within the frames of one direction.
 #[derive(Clone, Debug, Default)]
-pub(super) struct WebSocketFrames {
+pub(crate) struct WebSocketFrames {
     /// Opcode, length and extended length of the current frame.
     header: [u8; 10],
     /// Received bytes of `header`.
     header_len: usize,
     /// Bytes of masking key and payload still to come.
     remaining: u64,
-    pub(super) has_close: bool,
+    pub(crate) has_close: bool,
 }
 
 impl WebSocketFrames {
     /// Whether the bytes so far end with a complete frame.
-    pub(super) fn is_at_boundary(&self) -> bool {
+    pub(crate) fn is_at_boundary(&self) -> bool {
         self.header_len == 0 && self.remaining == 0
     }
 
     /// Passes over the next bytes.
-    pub(super) fn advance(&mut self, mut bytes: &[u8]) {
+    pub(crate) fn advance(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             let passed = self.advance_to_boundary(bytes);
             bytes = bytes.get(passed..).unwrap_or_default();
@@ -36,7 +36,7 @@ impl WebSocketFrames {
     }
 
     /// Passes over the next bytes up to the end of a frame. Returns their number.
-    pub(super) fn advance_to_boundary(&mut self, bytes: &[u8]) -> usize {
+    pub(crate) fn advance_to_boundary(&mut self, bytes: &[u8]) -> usize {
         let mut rest = bytes;
         while let [next, tail @ ..] = rest {
             if self.remaining > 0 {

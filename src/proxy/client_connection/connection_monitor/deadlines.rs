@@ -11,7 +11,7 @@ const CLIENT_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Idle time after which a connection releases its request buffers. Allocating the buffers again
 /// costs about 2 µs, little for a client with less than ten requests per second.
-pub(super) const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
+pub(crate) const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
 
 impl ConnectionMonitor {
     /// Next deadline and the timeout that expires then.

@@ -19,9 +19,9 @@ const ENDED: usize = usize::MAX;
 /// the acceptor and the other workers read it.
 #[derive(Debug)]
 pub(crate) struct OpenConnection {
-    pub(super) id: u64,
+    pub(crate) id: u64,
     /// Index of the listener in the server.
-    pub(super) listener_index: usize,
+    pub(crate) listener_index: usize,
     /// Start of the clock.
     epoch: Instant,
     /// End of the last request, or the time of the accept. [`BUSY`] while a request is active.
@@ -42,7 +42,7 @@ pub(crate) struct OpenConnection {
 
 impl OpenConnection {
     /// A new connection, with a clock in milliseconds since `epoch`.
-    pub(super) fn new(id: u64, listener_index: usize, epoch: Instant) -> Self {
+    pub(crate) fn new(id: u64, listener_index: usize, epoch: Instant) -> Self {
         let connection = Self {
             id,
             listener_index,
@@ -59,58 +59,58 @@ impl OpenConnection {
         connection
     }
 
-    pub(super) fn set_busy(&self) {
+    pub(crate) fn set_busy(&self) {
         self.idle_since_ms.store(BUSY, Ordering::Relaxed);
     }
 
-    pub(super) fn set_idle(&self, now: Instant) {
+    pub(crate) fn set_idle(&self, now: Instant) {
         let elapsed = now.saturating_duration_since(self.epoch).as_millis();
         let since = u64::try_from(elapsed).unwrap_or(BUSY - 1);
         self.idle_since_ms.store(since, Ordering::Relaxed);
     }
 
     /// Start of the idle time. `None` while a request is active.
-    pub(super) fn idle_since_ms(&self) -> Option<u64> {
+    pub(crate) fn idle_since_ms(&self) -> Option<u64> {
         Some(self.idle_since_ms.load(Ordering::Relaxed)).filter(|since| *since != BUSY)
     }
 
-    pub(super) fn memory_bytes(&self) -> usize {
+    pub(crate) fn memory_bytes(&self) -> usize {
         self.memory_bytes.load(Ordering::Relaxed)
     }
 
     /// Sets the memory and returns the former.
-    pub(super) fn replace_memory_bytes(&self, bytes: usize) -> usize {
+    pub(crate) fn replace_memory_bytes(&self, bytes: usize) -> usize {
         self.memory_bytes.swap(bytes, Ordering::Relaxed)
     }
 
     /// Records that the connection must not be closed to free its memory. Returns whether it was so
     /// before.
-    pub(super) fn set_unclosable(&self) -> bool {
+    pub(crate) fn set_unclosable(&self) -> bool {
         self.is_unclosable.swap(true, Ordering::Relaxed)
     }
 
-    pub(super) fn is_unclosable(&self) -> bool {
+    pub(crate) fn is_unclosable(&self) -> bool {
         self.is_unclosable.load(Ordering::Relaxed)
     }
 
     /// Records that the peer is a trusted proxy, which carries many clients. Its connection is
     /// closed last for the budget.
-    pub(super) fn set_from_trusted_proxy(&self) {
+    pub(crate) fn set_from_trusted_proxy(&self) {
         self.is_from_trusted_proxy.store(true, Ordering::Relaxed);
     }
 
-    pub(super) fn is_from_trusted_proxy(&self) -> bool {
+    pub(crate) fn is_from_trusted_proxy(&self) -> bool {
         self.is_from_trusted_proxy.load(Ordering::Relaxed)
     }
 
-    pub(super) fn is_large(&self) -> bool {
+    pub(crate) fn is_large(&self) -> bool {
         self.memory_bytes() > LARGE_CONNECTION_BYTES
     }
 
     /// Order in which connections are closed to free memory: large ones first, then idle ones, then
     /// ordinary requests; of these by size, then by idle time; trusted proxies last. `None` if the
     /// connection must not be closed or is being closed.
-    pub(super) fn memory_close_order(&self) -> Option<impl Ord + Copy + use<>> {
+    pub(crate) fn memory_close_order(&self) -> Option<impl Ord + Copy + use<>> {
         if self.is_closed_for_memory() || self.is_unclosable() {
             return None;
         }
@@ -127,7 +127,7 @@ impl OpenConnection {
 
     /// Asks the driving task to close the connection, to free this memory. Returns `false` if it is
     /// being closed already or has ended.
-    pub(super) fn close_for_memory(&self, bytes: usize) -> bool {
+    pub(crate) fn close_for_memory(&self, bytes: usize) -> bool {
         let order = (Ordering::AcqRel, Ordering::Relaxed);
         let claim = self
             .closing_bytes
@@ -140,24 +140,24 @@ impl OpenConnection {
     }
 
     /// Whether the connection is being closed to free its memory.
-    pub(super) fn is_closed_for_memory(&self) -> bool {
+    pub(crate) fn is_closed_for_memory(&self) -> bool {
         self.closing_bytes.load(Ordering::Relaxed) > 0
     }
 
     /// Ends the accounting of the connection: nothing closes it for memory any more. Returns the
     /// bytes that closing it was to free.
-    pub(super) fn end_memory(&self) -> usize {
+    pub(crate) fn end_memory(&self) -> usize {
         self.closing_bytes.swap(ENDED, Ordering::AcqRel)
     }
 
     /// Asks the driving task to close the connection, unless it has a request meanwhile.
-    pub(super) fn close_if_idle(&self) {
+    pub(crate) fn close_if_idle(&self) {
         self.is_idle_close_requested.store(true, Ordering::Relaxed);
         self.wake_driver();
     }
 
     /// Takes the request of [`OpenConnection::close_if_idle`].
-    pub(super) fn take_idle_close_request(&self) -> bool {
+    pub(crate) fn take_idle_close_request(&self) -> bool {
         self.is_idle_close_requested.load(Ordering::Relaxed)
             && self.is_idle_close_requested.swap(false, Ordering::Relaxed)
     }

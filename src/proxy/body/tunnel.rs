@@ -17,12 +17,16 @@ use tokio::time::Instant;
 
 use super::websocket_frames::{CLOSE_TO_CLIENT, CLOSE_TO_UPSTREAM, WebSocketFrames};
 use crate::enforcer::ConcurrencySlotGuard;
-use crate::proxy::server::connection_monitor::ConnectionMonitor;
-use crate::proxy::server::lazy_timer::LazyTimer;
-use crate::proxy::upstream::tunnel_io::TunnelUpstream;
+use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
+use crate::proxy::connection_io::LazyTimer;
 
 /// Maximum bytes buffered per direction of a tunnel.
 const MAX_CHUNK_BYTES: usize = 16 * 1024;
+
+/// The upstream side of a tunnel: an HTTP/1.1 connection or an HTTP/2 stream.
+pub(crate) trait TunnelUpstream: AsyncRead + AsyncWrite + Debug + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Debug + Unpin> TunnelUpstream for T {}
 
 /// An upstream connection or stream after a protocol switch. Dropping the tunnel closes it.
 #[derive(Debug)]

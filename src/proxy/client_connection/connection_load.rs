@@ -55,7 +55,7 @@ struct LoadState {
 
 impl ServerLoad {
     /// Creates counters for `threads` workers.
-    pub(super) fn new(threads: usize) -> Self {
+    pub(crate) fn new(threads: usize) -> Self {
         Self(Arc::new(LoadState {
             workers: (0..threads).map(|_| Mutex::default()).collect(),
             epoch: Instant::now(),
@@ -89,14 +89,14 @@ impl ServerLoad {
     }
 
     /// Index of the worker with the fewest connections.
-    pub(super) fn least_loaded_worker(&self) -> Option<usize> {
+    pub(crate) fn least_loaded_worker(&self) -> Option<usize> {
         let workers = self.0.workers.iter().enumerate();
         let least = workers.min_by_key(|(_, connections)| connections.lock().len());
         least.map(|(worker, _)| worker)
     }
 
     /// Adds a connection to the table, until the entry is dropped.
-    pub(super) fn add_connection(
+    pub(crate) fn add_connection(
         &self,
         worker: usize,
         listener_index: usize,
@@ -117,7 +117,7 @@ impl ServerLoad {
 
     /// Finds the connections with the smallest keys, at most [`MAX_FOUND`], in the order of their
     /// keys. Leaves out those without a key.
-    pub(super) fn find_connections<K: Ord + Copy>(
+    pub(crate) fn find_connections<K: Ord + Copy>(
         &self,
         key: impl Fn(&OpenConnection) -> Option<K>,
     ) -> Vec<(K, Arc<OpenConnection>)> {
@@ -135,25 +135,25 @@ impl ServerLoad {
         found
     }
 
-    pub(super) fn client_counts(&self) -> &ClientCounts {
+    pub(crate) fn client_counts(&self) -> &ClientCounts {
         &self.0.client_counts
     }
 
-    pub(super) fn record_panic(&self) {
+    pub(crate) fn record_panic(&self) {
         self.0.panics.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn record_connection_limit_hit(&self) {
+    pub(crate) fn record_connection_limit_hit(&self) {
         self.0.connection_limit_hits.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Sets the maximum bytes of all connections, once.
-    pub(super) fn set_memory_limit(&self, limit: usize) {
+    pub(crate) fn set_memory_limit(&self, limit: usize) {
         self.0.memory_limit.get_or_init(|| limit);
     }
 
     /// Records the memory of a connection. Above the limit, the largest connections are closed.
-    pub(super) fn set_memory(&self, connection: &OpenConnection, bytes: usize) {
+    pub(crate) fn set_memory(&self, connection: &OpenConnection, bytes: usize) {
         let before = connection.replace_memory_bytes(bytes);
         if connection.is_unclosable() {
             update_sum(&self.0.unclosable_bytes, before, bytes);
@@ -169,21 +169,21 @@ impl ServerLoad {
     }
 
     /// Records that the connection must not be closed to free its memory.
-    pub(super) fn set_unclosable(&self, connection: &OpenConnection) {
+    pub(crate) fn set_unclosable(&self, connection: &OpenConnection) {
         if !connection.set_unclosable() {
             update_sum(&self.0.unclosable_bytes, 0, connection.memory_bytes());
         }
     }
 
     /// Subtracts the memory of a connection that has ended.
-    pub(super) fn remove_memory(&self, connection: &OpenConnection) {
+    pub(crate) fn remove_memory(&self, connection: &OpenConnection) {
         let closing = connection.end_memory();
         self.set_memory(connection, 0);
         self.0.closing_bytes.fetch_sub(closing, Ordering::Relaxed);
     }
 
     /// Whether the budget is exceeded while connections are being closed for it.
-    pub(super) fn is_memory_being_freed(&self) -> bool {
+    pub(crate) fn is_memory_being_freed(&self) -> bool {
         self.0.memory_limit.get().is_some_and(|limit| {
             load(&self.0.closing_bytes) > 0 && self.closable_bytes() > self.closable_share(*limit)
         })
@@ -265,8 +265,8 @@ fn update_sum(sum: &AtomicUsize, before: usize, after: usize) -> usize {
 }
 
 /// Keeps a connection in the table, and its connection slot, until it is dropped.
-pub(super) struct ConnectionEntry {
-    pub(super) connection: Arc<OpenConnection>,
+pub(crate) struct ConnectionEntry {
+    pub(crate) connection: Arc<OpenConnection>,
     load: ServerLoad,
     worker: usize,
     _permit: OwnedSemaphorePermit,
@@ -281,7 +281,7 @@ impl Drop for ConnectionEntry {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
     use tokio::sync::Semaphore;
     use tokio::time::advance;

@@ -66,7 +66,7 @@ pub enum UpstreamErrorKind {
 impl UpstreamErrorKind {
     /// Whether the client or the limit of a policy is responsible, and neither the upstream nor
     /// a limit of the proxy.
-    pub(super) fn is_expected(self) -> bool {
+    pub(crate) fn is_expected(self) -> bool {
         matches!(self, Self::TunnelLimit | Self::MaxDurationExceeded) || self.is_caused_by_client()
     }
 
@@ -84,12 +84,12 @@ impl UpstreamErrorKind {
     }
 
     /// The error with a text of its cause, and of the causes of that.
-    pub(super) fn with_cause(self, cause: &dyn std::error::Error) -> UpstreamError {
+    pub(crate) fn with_cause(self, cause: &dyn std::error::Error) -> UpstreamError {
         self.with_detail(format_error_chain(cause))
     }
 
     /// Returns the kind of an error of the h2 library.
-    pub(super) fn from_h2(error: &h2::Error) -> Self {
+    pub(crate) fn from_h2(error: &h2::Error) -> Self {
         match error.is_remote() {
             true if error.is_reset() => Self::StreamReset,
             // A remote error that is no reset is a GOAWAY; h2 reports it only for requests that the
@@ -108,7 +108,7 @@ pub static UPSTREAM_FAULTS: LazyLock<Vec<usize>> = LazyLock::new(|| {
 });
 
 impl UpstreamError {
-    pub(super) fn queue_timeout(limit: Duration) -> Self {
+    pub(crate) fn queue_timeout(limit: Duration) -> Self {
         let detail = format!("no upstream connection became free within {limit:?}");
         UpstreamErrorKind::QueueTimeout.with_detail(detail)
     }

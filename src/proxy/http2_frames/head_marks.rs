@@ -12,7 +12,7 @@ const ERROR_PREFIX: char = 'e';
 
 /// Mark of a request head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum HeadMark {
+pub(crate) enum HeadMark {
     /// The stream of a head with an expectation.
     Stream(u32),
     /// The head replaces a malformed one.
@@ -20,18 +20,18 @@ pub(super) enum HeadMark {
 }
 
 /// Value of the field that marks a head with its stream.
-pub(super) fn encode_stream_mark(stream: u32) -> String {
+pub(crate) fn encode_stream_mark(stream: u32) -> String {
     stream.to_string()
 }
 
 /// Value of the field that marks the replacement of a malformed head.
-pub(super) fn encode_malformed_mark(error: RequestValidationError) -> String {
+pub(crate) fn encode_malformed_mark(error: RequestValidationError) -> String {
     format!("{ERROR_PREFIX}{}", error as u8)
 }
 
 /// Removes the mark of a head. Other `expect` fields stay. Call it only if the connection has
 /// marks.
-pub(super) fn take_head_mark(headers: &mut HeaderMap) -> Option<HeadMark> {
+pub(crate) fn take_head_mark(headers: &mut HeaderMap) -> Option<HeadMark> {
     let header::Entry::Occupied(expectations) = headers.entry(header::EXPECT) else {
         return None;
     };

@@ -74,28 +74,28 @@ static SHORT_HUFFMAN_CODES: LazyLock<Vec<Option<(u32, u8)>>> = LazyLock::new(|| 
 
 /// A field block that is not valid HPACK. h2 closes the connection.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct InvalidFieldBlock;
+pub(crate) struct InvalidFieldBlock;
 
 /// Decoder with the dynamic table of one connection.
 #[derive(Debug)]
-pub(super) struct HpackDecoder {
+pub(crate) struct HpackDecoder {
     static_table: Rc<[Rc<DecodedField>]>,
     /// Newest field first.
     table: VecDeque<Rc<DecodedField>>,
     table_bytes: usize,
     max_table_bytes: usize,
     /// Whether the last block changed the table.
-    pub(super) has_changed: bool,
+    pub(crate) has_changed: bool,
 }
 
 /// A field of a block, which a table may share. It is checked once.
 #[derive(Debug)]
-pub(super) struct DecodedField {
+pub(crate) struct DecodedField {
     /// Name and value.
     text: Vec<u8>,
     name_len: usize,
-    pub(super) kind: FieldKind,
-    pub(super) check: FieldCheck,
+    pub(crate) kind: FieldKind,
+    pub(crate) check: FieldCheck,
 }
 
 impl DecodedField {
@@ -110,11 +110,11 @@ impl DecodedField {
         }
     }
 
-    pub(super) fn name(&self) -> &[u8] {
+    pub(crate) fn name(&self) -> &[u8] {
         self.text.get(..self.name_len).unwrap_or_default()
     }
 
-    pub(super) fn value(&self) -> &[u8] {
+    pub(crate) fn value(&self) -> &[u8] {
         self.text.get(self.name_len..).unwrap_or_default()
     }
 
@@ -126,16 +126,16 @@ impl DecodedField {
 
 /// Fields of one block, in order.
 #[derive(Debug, Default)]
-pub(super) struct FieldList {
-    pub(super) fields: SmallVec<[Rc<DecodedField>; 32]>,
+pub(crate) struct FieldList {
+    pub(crate) fields: SmallVec<[Rc<DecodedField>; 32]>,
     /// Size that remains, with the overhead of each field. Fields beyond it are left out.
-    pub(super) remaining_bytes: usize,
-    pub(super) is_too_large: bool,
+    pub(crate) remaining_bytes: usize,
+    pub(crate) is_too_large: bool,
 }
 
 impl FieldList {
     /// A list of at most this size, with 32 bytes for each field (RFC 9113, 6.5.2).
-    pub(super) fn with_max_bytes(max_bytes: usize) -> Self {
+    pub(crate) fn with_max_bytes(max_bytes: usize) -> Self {
         Self {
             remaining_bytes: max_bytes,
             ..Self::default()
@@ -170,7 +170,7 @@ impl HpackDecoder {
     ///
     /// # Errors
     /// Fails if the block is not valid HPACK. The decoder is then unusable.
-    pub(super) fn decode(
+    pub(crate) fn decode(
         &mut self,
         mut block: &[u8],
         fields: &mut FieldList,
@@ -260,7 +260,7 @@ fn read_integer(bytes: &mut &[u8], prefix_bits: u32) -> Result<usize, InvalidFie
 }
 
 /// Appends an integer (RFC 7541, 5.1) with a prefix of `prefix_bits` bits, after the bits of `flags`.
-pub(super) fn push_integer(value: usize, prefix_bits: u32, flags: u8, output: &mut Vec<u8>) {
+pub(crate) fn push_integer(value: usize, prefix_bits: u32, flags: u8, output: &mut Vec<u8>) {
     let max = (1 << prefix_bits) - 1;
     output.extend(u8::try_from(value.min(max)).map(|prefix| flags | prefix));
     let Some(mut rest) = value.checked_sub(max) else {

@@ -6,10 +6,10 @@ use http_body::{Body, Frame, SizeHint};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use super::error::BodyError;
+use super::response_body::UpstreamBody;
 use crate::enforcer::ConcurrencySlotGuard;
-use crate::proxy::http::tunnel::Tunnel;
-use crate::proxy::upstream::response_body::UpstreamBody;
+use crate::proxy::body::error::BodyError;
+use crate::proxy::body::tunnel::Tunnel;
 use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
 

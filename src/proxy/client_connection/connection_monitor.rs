@@ -5,9 +5,9 @@
 //! task reads the next deadline. The state consists of cells on one thread: the request path never
 //! touches a timer.
 
-mod deadlines;
-mod drain;
-mod output;
+pub(crate) mod deadlines;
+pub(crate) mod drain;
+pub(crate) mod output;
 
 pub(crate) use drain::{ConnectionDrain, DrainState};
 pub(crate) use output::OutputState;
@@ -24,11 +24,11 @@ use tokio::time::Instant;
 use super::close_reason::ConnectionCloseReason;
 use super::connection_load::ServerLoad;
 use super::connection_memory::ConnectionMemory;
-use super::frame_limits::FrameBudget;
-use super::frame_scanner::FrameScan;
 use super::open_connection::OpenConnection;
-use super::query_escaper::ParsedInput;
 use super::unsent_responses::UnsentResponses;
+use crate::proxy::http::query_escaper::ParsedInput;
+use crate::proxy::http2_frames::frame_limits::FrameBudget;
+use crate::proxy::http2_frames::frame_scanner::FrameScan;
 use crate::telemetry::metrics::WorkerMetrics;
 
 /// Timeouts of a client connection.
@@ -202,7 +202,7 @@ impl ConnectionMonitor {
 
     /// Whether the budget is exceeded while connections are being closed for it, and the connection
     /// has to wait.
-    pub(super) fn is_budget_being_freed(&self) -> bool {
+    pub(crate) fn is_budget_being_freed(&self) -> bool {
         self.load.is_memory_being_freed() && !self.connection.is_unclosable()
     }
 
@@ -308,7 +308,7 @@ impl ConnectionMonitor {
     }
 
     /// Sets whether hyper has written and flushed all its output.
-    pub(super) fn set_flushed(&self, is_flushed: bool) {
+    pub(crate) fn set_flushed(&self, is_flushed: bool) {
         self.output.has_unflushed.set(!is_flushed);
         if is_flushed && !self.has_active_requests() {
             self.output.may_be_within_response.set(false);
@@ -317,7 +317,7 @@ impl ConnectionMonitor {
 
     /// Input of an HTTP/1 connection that hyper has parsed. `None` if the next bytes belong to a
     /// body, or are not read.
-    pub(super) fn parsed_input(&self) -> Option<ParsedInput> {
+    pub(crate) fn parsed_input(&self) -> Option<ParsedInput> {
         let exchange = &self.exchange;
         let is_within_body = exchange.awaits_body.get() || exchange.has_unread_input.get();
         (!is_within_body).then(|| ParsedInput {
@@ -328,7 +328,7 @@ impl ConnectionMonitor {
     }
 
     /// Records received bytes, which may belong to a request head.
-    pub(super) fn record_read(&self, bytes: usize) {
+    pub(crate) fn record_read(&self, bytes: usize) {
         if self.active_requests.get() == 0 && !self.is_http2.get() {
             self.memory.add_head_bytes(bytes);
             if matches!(self.phase.get(), ConnectionPhase::Idle(_)) {
@@ -339,7 +339,7 @@ impl ConnectionMonitor {
 
     /// Records whether the received HTTP/2 frames end within a field block. More frames of the same
     /// block do not extend its deadline.
-    pub(super) fn record_field_block(&self, is_incomplete: bool, scan: &FrameScan) {
+    pub(crate) fn record_field_block(&self, is_incomplete: bool, scan: &FrameScan) {
         if !is_incomplete || scan.ends_field_block {
             self.memory.complete_http2_head();
         }
@@ -414,9 +414,9 @@ mod tests {
     use super::{
         ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts, FrameScan, TimeoutKind,
     };
-    use crate::proxy::server::connection_load::ServerLoad;
-    use crate::proxy::server::connection_load::tests::add_connection;
-    use crate::proxy::server::unsent_responses::StreamOutput;
+    use crate::proxy::client_connection::connection_load::ServerLoad;
+    use crate::proxy::client_connection::connection_load::tests::add_connection;
+    use crate::proxy::client_connection::unsent_responses::StreamOutput;
     use std::rc::Rc;
     use std::sync::Arc;
     use std::task::Poll;

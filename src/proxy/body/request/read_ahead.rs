@@ -5,7 +5,7 @@ use std::future::poll_fn;
 use std::task::{Poll, ready};
 
 use super::{RequestBody, RequestBodyStream, unread_bytes};
-use crate::proxy::http::body::error::BodyError;
+use crate::proxy::body::error::BodyError;
 
 /// Start of a body that is read before the request takes a connection that others may need. A
 /// shorter body is read completely, so it cannot occupy a connection by arriving slowly.
@@ -46,14 +46,14 @@ impl RequestBody {
 
 impl RequestBodyStream {
     /// Counts the bytes that were read ahead as read.
-    pub(super) fn release_read_ahead_bytes(&mut self) {
+    pub(crate) fn release_read_ahead_bytes(&mut self) {
         let bytes = std::mem::take(&mut self.read_ahead_bytes);
         self.active.monitor().memory.remove_unread_bytes(bytes);
     }
 }
 
 /// Whether a request is a gRPC or Connect call, whose body is a stream of messages.
-pub(super) fn is_message_stream(headers: &HeaderMap) -> bool {
+pub(crate) fn is_message_stream(headers: &HeaderMap) -> bool {
     let content_type = headers.get(header::CONTENT_TYPE);
     content_type.is_some_and(|value| {
         let value = value.as_bytes();
@@ -64,7 +64,7 @@ pub(super) fn is_message_stream(headers: &HeaderMap) -> bool {
 #[cfg(test)]
 mod tests {
     use super::unread_bytes;
-    use crate::proxy::server::connection_memory::UNREAD_FRAME_BYTES;
+    use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
     use bytes::Bytes;
     use http::HeaderMap;
     use http_body::Frame;

@@ -7,8 +7,8 @@
 use http::{HeaderMap, Response, StatusCode, Version, response};
 use std::rc::Rc;
 
-use super::headers;
-use crate::proxy::server::connection_monitor::ConnectionMonitor;
+use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
+use crate::proxy::http::headers;
 
 /// Maximum number of informational responses forwarded per request; further ones are dropped.
 pub(crate) const MAX_INFORMATIONAL_RESPONSES: usize = 16;

@@ -4,8 +4,8 @@
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
-use super::frame_splitter::{END_HEADERS, HEADERS};
-use super::hpack::push_integer;
+use crate::proxy::http2_frames::frame_splitter::{END_HEADERS, HEADERS};
+use crate::proxy::http2_frames::hpack::push_integer;
 
 /// `:status: 100` as a literal that enters no dynamic table. Entry 8 of the static table is
 /// `:status`.
@@ -36,7 +36,7 @@ enum PermitState {
 }
 
 impl ContinuePermit {
-    pub(super) fn new(stream: u32) -> Self {
+    pub(crate) fn new(stream: u32) -> Self {
         Self(Rc::new(Cell::new(PermitState::Unused(stream))))
     }
 
@@ -48,7 +48,7 @@ impl ContinuePermit {
 
 impl ContinueQueue {
     /// Records the smallest and the last table size in SETTINGS of the client.
-    pub(super) fn set_table_bytes(&self, (smallest, last): (u32, u32)) {
+    pub(crate) fn set_table_bytes(&self, (smallest, last): (u32, u32)) {
         let known = self
             .table_bytes
             .get()
@@ -59,7 +59,7 @@ impl ContinueQueue {
 
     /// Forgets smaller table sizes: a response of h2 begins, which may fill the client's table. An
     /// update to a smaller size would empty it again.
-    pub(super) fn keep_present_table_size(&self) {
+    pub(crate) fn keep_present_table_size(&self) {
         let present = self
             .table_bytes
             .get()
@@ -69,7 +69,7 @@ impl ContinueQueue {
 
     /// Queues the response, unless it was queued before. Returns whether the task that writes it
     /// must be woken.
-    pub(super) fn push(&self, permit: &ContinuePermit) -> bool {
+    pub(crate) fn push(&self, permit: &ContinuePermit) -> bool {
         let PermitState::Unused(stream) = permit.0.get() else {
             return false;
         };
@@ -78,12 +78,12 @@ impl ContinueQueue {
         true
     }
 
-    pub(super) fn has_permits(&self) -> bool {
+    pub(crate) fn has_permits(&self) -> bool {
         !self.permits.borrow().is_empty()
     }
 
     /// Appends the frames of all queued responses that are still permitted.
-    pub(super) fn drain_frames(&self, into: &mut Vec<u8>) {
+    pub(crate) fn drain_frames(&self, into: &mut Vec<u8>) {
         for permit in self.permits.take() {
             if let PermitState::Queued(stream) = permit.0.replace(PermitState::Revoked) {
                 let mut block = Vec::new();

@@ -3,34 +3,34 @@
 use std::collections::BTreeMap;
 
 /// Length of a frame header: length, type, flags and stream.
-pub(super) const FRAME_HEADER_BYTES: usize = 9;
+pub(crate) const FRAME_HEADER_BYTES: usize = 9;
 
 /// Maximum length of the fields between the header of a frame and its content: padding length of
 /// DATA and HEADERS, and priority of HEADERS (RFC 9113, 6.2).
 const MAX_PREFIX_BYTES: usize = 6;
 
-pub(super) const DATA: u8 = 0;
-pub(super) const HEADERS: u8 = 1;
-pub(super) const WINDOW_UPDATE: u8 = 8;
-pub(super) const CONTINUATION: u8 = 9;
+pub(crate) const DATA: u8 = 0;
+pub(crate) const HEADERS: u8 = 1;
+pub(crate) const WINDOW_UPDATE: u8 = 8;
+pub(crate) const CONTINUATION: u8 = 9;
 /// An unassigned frame type. h2 ignores frames of unknown types (RFC 9113, 4.1).
 const UNASSIGNED: u8 = 0xff;
 
 /// Maximum of any window (RFC 9113, 6.9.1).
-pub(super) const MAX_WINDOW_BYTES: u32 = u32::MAX >> 1;
+pub(crate) const MAX_WINDOW_BYTES: u32 = u32::MAX >> 1;
 
-pub(super) const END_STREAM: u8 = 1;
-pub(super) const END_HEADERS: u8 = 4;
-pub(super) const PADDED: u8 = 8;
-pub(super) const PRIORITY: u8 = 32;
+pub(crate) const END_STREAM: u8 = 1;
+pub(crate) const END_HEADERS: u8 = 4;
+pub(crate) const PADDED: u8 = 8;
+pub(crate) const PRIORITY: u8 = 32;
 
 /// Splits a byte stream into frame headers, payloads and the padding of DATA and HEADERS frames.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct FrameSplitter {
+pub(crate) struct FrameSplitter {
     /// Frame header with its prefix.
     header: [u8; FRAME_HEADER_BYTES + MAX_PREFIX_BYTES],
     /// Received bytes of `header`. These bytes are not passed on yet.
-    pub(super) header_len: usize,
+    pub(crate) header_len: usize,
     /// Payload bytes still to be skipped.
     remaining_payload: usize,
     /// Padding bytes behind the payload.
@@ -51,17 +51,17 @@ pub(crate) type HiddenPadding = BTreeMap<u32, usize>;
 
 /// Output of the filter for one read: a prefix of the read bytes, and a replacement from the first
 /// changed byte on.
-pub(super) struct FilterOutput<'a> {
-    pub(super) bytes: &'a [u8],
+pub(crate) struct FilterOutput<'a> {
+    pub(crate) bytes: &'a [u8],
     /// Number of `bytes` passed on unchanged so far.
-    pub(super) unchanged: usize,
+    pub(crate) unchanged: usize,
     /// The whole output once a byte differs from the input.
-    pub(super) replacement: &'a mut Vec<u8>,
-    pub(super) is_rewritten: bool,
+    pub(crate) replacement: &'a mut Vec<u8>,
+    pub(crate) is_rewritten: bool,
 }
 
 /// A part of the byte stream.
-pub(super) enum FramePart<'a> {
+pub(crate) enum FramePart<'a> {
     Header(FrameHeader<'a>),
     Payload(&'a [u8]),
     Padding(&'a [u8]),
@@ -69,17 +69,17 @@ pub(super) enum FramePart<'a> {
 
 /// Header of one frame.
 #[derive(Clone, Copy)]
-pub(super) struct FrameHeader<'a> {
-    pub(super) fixed: &'a [u8; FRAME_HEADER_BYTES],
+pub(crate) struct FrameHeader<'a> {
+    pub(crate) fixed: &'a [u8; FRAME_HEADER_BYTES],
     /// Padding length of a DATA or HEADERS frame, and priority of a HEADERS frame. Empty if the
     /// frame is too short for them.
-    pub(super) prefix: &'a [u8],
+    pub(crate) prefix: &'a [u8],
     /// Bytes of the payload without prefix and padding.
-    pub(super) block_len: usize,
+    pub(crate) block_len: usize,
     /// Bytes of the payload without prefix.
-    pub(super) remaining_len: usize,
+    pub(crate) remaining_len: usize,
     /// Whether the payload is too short for prefix and padding.
-    pub(super) is_too_short: bool,
+    pub(crate) is_too_short: bool,
 }
 
 impl EmptyFrameFilter {
@@ -109,7 +109,7 @@ impl EmptyFrameFilter {
 
 impl FilterOutput<'_> {
     /// Passes on these next bytes of the read, or of earlier reads if a difference was recorded.
-    pub(super) fn pass(&mut self, bytes: &[u8]) {
+    pub(crate) fn pass(&mut self, bytes: &[u8]) {
         match self.is_rewritten {
             true => self.replacement.extend_from_slice(bytes),
             false => self.unchanged += bytes.len(),
@@ -117,7 +117,7 @@ impl FilterOutput<'_> {
     }
 
     /// Records that the output differs from here on.
-    pub(super) fn rewrite(&mut self) -> &mut Vec<u8> {
+    pub(crate) fn rewrite(&mut self) -> &mut Vec<u8> {
         if !std::mem::replace(&mut self.is_rewritten, true) {
             let unchanged = self.bytes.get(..self.unchanged).unwrap_or_default();
             self.replacement.extend_from_slice(unchanged);
@@ -127,23 +127,23 @@ impl FilterOutput<'_> {
 }
 
 impl FrameHeader<'_> {
-    pub(super) fn kind(&self) -> u8 {
+    pub(crate) fn kind(&self) -> u8 {
         let [_, _, _, kind, ..] = *self.fixed;
         kind
     }
 
-    pub(super) fn flags(&self) -> u8 {
+    pub(crate) fn flags(&self) -> u8 {
         let [_, _, _, _, flags, ..] = *self.fixed;
         flags
     }
 
-    pub(super) fn stream(&self) -> u32 {
+    pub(crate) fn stream(&self) -> u32 {
         let [_, _, _, _, _, stream @ ..] = *self.fixed;
         u32::from_be_bytes(stream) & (u32::MAX >> 1)
     }
 
     /// Whether this is a DATA frame without data, apart from padding, that does not end its stream.
-    pub(super) fn is_empty_data(&self) -> bool {
+    pub(crate) fn is_empty_data(&self) -> bool {
         matches!(*self.fixed, [_, _, _, DATA, flags, ..]
             if flags & END_STREAM == 0 && self.block_len == 0 && !self.is_too_short)
     }
@@ -154,7 +154,7 @@ impl FrameHeader<'_> {
     }
 
     /// Whether a HEADERS frame has a priority that depends on its own stream (RFC 7540, 5.3.1).
-    pub(super) fn depends_on_itself(&self) -> bool {
+    pub(crate) fn depends_on_itself(&self) -> bool {
         match *self.prefix {
             [.., a, b, c, d, _weight] => {
                 u32::from_be_bytes([a, b, c, d]) & (u32::MAX >> 1) == self.stream()
@@ -164,7 +164,7 @@ impl FrameHeader<'_> {
     }
 
     /// Appends the frame header with a type that h2 ignores.
-    pub(super) fn hide(&self, padding: &mut HiddenPadding, output: &mut Vec<u8>) {
+    pub(crate) fn hide(&self, padding: &mut HiddenPadding, output: &mut Vec<u8>) {
         let mut fixed = *self.fixed;
         fixed[3] = UNASSIGNED;
         output.extend_from_slice(&fixed);
@@ -175,7 +175,7 @@ impl FrameHeader<'_> {
         }
     }
 
-    pub(super) fn pass(&self, output: &mut FilterOutput<'_>) {
+    pub(crate) fn pass(&self, output: &mut FilterOutput<'_>) {
         output.pass(self.fixed);
         output.pass(self.prefix);
     }
@@ -183,7 +183,7 @@ impl FrameHeader<'_> {
 
 impl FrameSplitter {
     /// Splits the next bytes into complete frame headers and parts of payloads and padding.
-    pub(super) fn split(&mut self, mut bytes: &[u8], mut visit: impl FnMut(FramePart<'_>)) {
+    pub(crate) fn split(&mut self, mut bytes: &[u8], mut visit: impl FnMut(FramePart<'_>)) {
         loop {
             let payload = take_front(&mut bytes, &mut self.remaining_payload);
             if !payload.is_empty() {
@@ -276,7 +276,7 @@ pub(crate) fn return_window(padding: &mut HiddenPadding, output: &mut Vec<u8>) {
 }
 
 /// Appends a WINDOW_UPDATE frame.
-pub(super) fn push_window_update(stream: u32, bytes: u32, output: &mut Vec<u8>) {
+pub(crate) fn push_window_update(stream: u32, bytes: u32, output: &mut Vec<u8>) {
     output.extend_from_slice(&[0, 0, 4, WINDOW_UPDATE, 0]);
     output.extend_from_slice(&stream.to_be_bytes());
     output.extend_from_slice(&bytes.min(MAX_WINDOW_BYTES).to_be_bytes());

@@ -3,8 +3,8 @@
 use std::cell::{Cell, RefCell, RefMut};
 
 use super::ConnectionMonitor;
-use crate::proxy::server::continue_responses::{ContinuePermit, ContinueQueue};
-use crate::proxy::server::frame_scanner::FrameScan;
+use crate::proxy::client_connection::continue_responses::{ContinuePermit, ContinueQueue};
+use crate::proxy::http2_frames::frame_scanner::FrameScan;
 
 /// What hyper has written, and what is written beside it.
 #[derive(Debug, Default)]
@@ -16,7 +16,7 @@ pub(crate) struct OutputState {
     /// Whether an HTTP/2 request head had a mark.
     pub(crate) has_head_marks: Cell<bool>,
     /// Whether hyper has output that it has not written and flushed.
-    pub(super) has_unflushed: Cell<bool>,
+    pub(crate) has_unflushed: Cell<bool>,
     /// Whether the next output may continue a response: a request began since all output was
     /// flushed. May be `true` for a while after a response.
     pub(crate) may_be_within_response: Cell<bool>,

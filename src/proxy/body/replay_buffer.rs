@@ -12,7 +12,7 @@ const MAX_REPLAY_PARTS: usize = 16;
 
 /// The start of a request body, kept for a retry.
 #[derive(Debug, Default)]
-pub(super) struct ReplayBuffer {
+pub(crate) struct ReplayBuffer {
     parts: SmallVec<[BodyReplayPart; 2]>,
     bytes: usize,
     /// Number of recorded parts handed over since the last rewind.
@@ -39,14 +39,14 @@ enum BodyRecordingState {
 
 impl ReplayBuffer {
     /// Starts recording, unless part of the body was already read.
-    pub(super) fn start_recording(&mut self) {
+    pub(crate) fn start_recording(&mut self) {
         if self.state == BodyRecordingState::Idle {
             self.state = BodyRecordingState::Complete;
         }
     }
 
     /// Stops recording. Parts to be replayed remain until all are handed over.
-    pub(super) fn stop_recording(&mut self) {
+    pub(crate) fn stop_recording(&mut self) {
         if self.state == BodyRecordingState::Complete {
             self.state = BodyRecordingState::Incomplete;
         }
@@ -54,14 +54,14 @@ impl ReplayBuffer {
     }
 
     /// Adds a frame that was read ahead, and is still to be handed over.
-    pub(super) fn append_frame(&mut self, frame: &Frame<Bytes>) {
+    pub(crate) fn append_frame(&mut self, frame: &Frame<Bytes>) {
         self.start_recording();
         self.push_part(frame);
     }
 
     /// Records a frame that is handed over, if recording. A frame that exceeds the maximum stops
     /// the recording.
-    pub(super) fn record_frame(&mut self, frame: &Frame<Bytes>) {
+    pub(crate) fn record_frame(&mut self, frame: &Frame<Bytes>) {
         let length = frame.data_ref().map_or(0, Bytes::len);
         if self.state != BodyRecordingState::Complete {
             self.state = BodyRecordingState::Incomplete;
@@ -105,7 +105,7 @@ impl ReplayBuffer {
     }
 
     /// Returns the next recorded frame to be replayed; `None` if none remains.
-    pub(super) fn next_replay_frame(&mut self) -> Option<Frame<Bytes>> {
+    pub(crate) fn next_replay_frame(&mut self) -> Option<Frame<Bytes>> {
         let part = self.parts.get(self.position)?;
         let frame = match part {
             BodyReplayPart::Data(data) => Frame::data(data.clone()),
@@ -125,12 +125,12 @@ impl ReplayBuffer {
     }
 
     /// Whether no recorded frame remains to be replayed, so that the next is read from the client.
-    pub(super) fn is_fully_replayed(&self) -> bool {
+    pub(crate) fn is_fully_replayed(&self) -> bool {
         self.position == self.parts.len()
     }
 
     /// Number of recorded data bytes that remain to be replayed.
-    pub(super) fn bytes_left_to_replay(&self) -> usize {
+    pub(crate) fn bytes_left_to_replay(&self) -> usize {
         let pending = self.parts.iter().skip(self.position);
         let bytes = pending.map(|part| match part {
             BodyReplayPart::Data(data) => data.len(),
@@ -141,7 +141,7 @@ impl ReplayBuffer {
 
     /// Rewinds to the start of the body. Returns `false`, without a rewind, if the buffer is
     /// incomplete.
-    pub(super) fn rewind(&mut self) -> bool {
+    pub(crate) fn rewind(&mut self) -> bool {
         self.position = if self.state == BodyRecordingState::Incomplete {
             self.position
         } else {

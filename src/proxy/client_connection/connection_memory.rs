@@ -22,7 +22,7 @@ const MAX_DECODED_BYTES: usize = 64 * 1024 / 32 * DECODED_BYTES_PER_BYTE;
 
 /// Maximum field list size (RFC 9113, 6.5.2: 32 bytes more per field) of an HTTP/2 head that is not
 /// counted separately from its stream.
-pub(super) const MAX_UNCOUNTED_LIST_BYTES: usize = 2 * 1024;
+pub(crate) const MAX_UNCOUNTED_LIST_BYTES: usize = 2 * 1024;
 
 /// Unit in which the heads of active requests are counted.
 const HEAD_STEP_BYTES: usize = 4 * 1024;
@@ -31,8 +31,8 @@ const HEAD_STEP_BYTES: usize = 4 * 1024;
 /// request bodies that it may send before a handler reads them. Half of the connection's window is
 /// also what h2 lets small frames take before it ends all streams of the connection, so it is
 /// large: `listen.max_memory` bounds what clients hold.
-pub(super) const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
-pub(super) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
+pub(crate) const H2_STREAM_WINDOW_BYTES: u32 = 256 * 1024;
+pub(crate) const H2_CONNECTION_WINDOW_BYTES: u32 = 256 * 1024 * 1024;
 
 /// What h2 keeps for an unread DATA frame beside its payload.
 pub(crate) const UNREAD_FRAME_BYTES: usize = 256;
@@ -49,7 +49,7 @@ pub(crate) struct ConnectionMemory {
     /// Bytes of the heads of active requests.
     active_head_bytes: Cell<usize>,
     /// Whether an HTTP/2 field list was larger, so that all heads count.
-    pub(super) has_large_lists: Cell<bool>,
+    pub(crate) has_large_lists: Cell<bool>,
     /// Active requests and HTTP/2 tunnels.
     streams: Cell<usize>,
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
@@ -65,16 +65,16 @@ pub(crate) struct ConnectionMemory {
 
 impl ConnectionMemory {
     /// Sets the number of bytes that replace read ones and are not processed.
-    pub(super) fn set_read_ahead(&self, bytes: usize) {
+    pub(crate) fn set_read_ahead(&self, bytes: usize) {
         self.read_ahead_bytes.set(bytes);
     }
 
-    pub(super) fn add_head_bytes(&self, bytes: usize) {
+    pub(crate) fn add_head_bytes(&self, bytes: usize) {
         self.head_bytes.set(self.head_bytes.get() + bytes);
     }
 
     /// Records that an HTTP/2 head is complete.
-    pub(super) fn complete_http2_head(&self) {
+    pub(crate) fn complete_http2_head(&self) {
         let complete = self.complete_head_bytes.get() + self.head_bytes.take();
         self.complete_head_bytes.set(complete);
     }
@@ -111,7 +111,7 @@ impl ConnectionMemory {
     }
 
     /// Number of active requests and HTTP/2 tunnels.
-    pub(super) fn stream_count(&self) -> usize {
+    pub(crate) fn stream_count(&self) -> usize {
         self.streams.get()
     }
 
@@ -132,7 +132,7 @@ impl ConnectionMemory {
 
     /// Records received bytes of trailers, of which `count` begin in them. h2 keeps them decoded
     /// until a handler reads the body to its end.
-    pub(super) fn add_trailers(&self, count: usize, bytes: usize) {
+    pub(crate) fn add_trailers(&self, count: usize, bytes: usize) {
         let decoded = (bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES * count.max(1));
         self.trailers.set(self.trailers.get() + count);
         self.trailer_bytes
@@ -176,13 +176,13 @@ impl ConnectionMemory {
     }
 
     /// Records bytes that TLS received and may keep.
-    pub(super) fn add_tls_input(&self, bytes: usize) {
+    pub(crate) fn add_tls_input(&self, bytes: usize) {
         let kept = self.tls_input_bytes.get() + bytes;
         self.tls_input_bytes.set(kept.min(MAX_TLS_INPUT_BYTES));
     }
 
     /// Records that TLS has read its input, up to a part of a record.
-    pub(super) fn end_tls_input(&self) {
+    pub(crate) fn end_tls_input(&self) {
         self.tls_input_bytes.set(0);
     }
 
@@ -190,7 +190,7 @@ impl ConnectionMemory {
     /// HTTP/1 connection has buffers for a request.
     ///
     /// An incomplete HTTP/2 field block is held twice: as received and decoded.
-    pub(super) fn held_bytes(
+    pub(crate) fn held_bytes(
         &self,
         http2_streams: Option<usize>,
         has_buffers: bool,
