@@ -21,26 +21,27 @@ mod upstream_error;
 pub use body::informational_responses::InformationalForwarder;
 pub use body::tunnel::Tunnel;
 pub use body::{BodyError, RequestBody};
-pub use client_connection::close_reason::ConnectionCloseReason;
+pub use client_connection::ConnectionCloseReason;
 pub use client_connection::connection_load::ServerLoad;
 pub use http::client_cert::is_client_cert_field;
-pub use http::hop_by_hop::is_stripped_before_policies;
+pub use http::header_lines::is_stripped_before_policies;
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
 pub use http::request_validation::{RequestValidationError, normalize_host};
 pub use rate_limit_service::MAX_MESSAGE_BYTES;
-pub use rate_limit_service::call_result::RlsCallResult;
+pub use rate_limit_service::grpc::RlsCallResult;
 pub use server::ProxyServer;
-pub use server::blocking_thread::{BLOCKING_THREAD_KEEP_ALIVE, start_blocking_thread};
+pub use server::ShutdownSignal;
+pub use server::handler::ConnectionPeer;
 pub use server::handler::RequestHandler;
 pub use server::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
-pub use server::peer::ConnectionPeer;
-pub use server::shutdown::ShutdownSignal;
+pub use server::worker::{BLOCKING_THREAD_KEEP_ALIVE, start_blocking_thread};
 pub use service::ProxyService;
 pub use settings::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
     UpstreamScheme, UpstreamSettings, UpstreamUrl,
 };
-pub use upstream::response::ResponseBody;
+pub use upstream::response_body::ResponseBody;
 pub use upstream::response_body::UpstreamBody;
 pub use upstream::{UpstreamClient, UpstreamSharedState, UpstreamUrlError};
+
 pub use upstream_error::{UPSTREAM_FAULTS, UpstreamError, UpstreamErrorKind};

@@ -14,17 +14,16 @@ use http::{
 };
 use tokio::time::Instant;
 
-use super::ResponseBody;
-use super::UpstreamErrorKind;
 use super::body::RequestBody;
-use super::http::mark_header::add_mark_header;
+use super::http::local_replies;
 use super::http::query_escaper::escape_query;
+use super::http::rate_limit_headers::{self, add_mark_header};
 use super::http::request_validation::RequestValidationError;
-use super::http::{local_replies, rate_limit_headers};
-use super::server::peer::ConnectionPeer;
+use super::server::handler::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::{RequestContext, RequestSummary};
 use super::service::validation::ORIGINAL_STATUS_HEADER;
+use super::{ResponseBody, UpstreamErrorKind};
 use crate::enforcer::Verdict;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;

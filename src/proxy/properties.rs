@@ -5,8 +5,8 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, he
 use std::net::IpAddr;
 
 use super::http::client_cert::is_client_cert_field;
+use super::http::header_lines;
 use super::http::headers::{self, AddressText, ForwardingContext};
-use super::http::hop_by_hop;
 use super::http::inbound_request::InboundRequest;
 use super::http::response_cost::JsonPointerScanner;
 use super::http2_frames::frame_scanner::FrameScanner;
@@ -138,7 +138,7 @@ fn assert_hop_by_hop_headers(before: &HeaderMap, fields: &HeaderMap, wants_upgra
     for option in before
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(hop_by_hop::headers_named_in_connection)
+        .flat_map(header_lines::headers_named_in_connection)
     {
         let is_replaced = fields
             .get_all(&option)

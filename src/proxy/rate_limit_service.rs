@@ -4,7 +4,6 @@
 //! store call. If the store fails, the gRPC status is UNAVAILABLE, and Envoy applies its own
 //! `failure_mode_deny`.
 
-pub(crate) mod call_result;
 pub(crate) mod grpc;
 #[allow(
     dead_code,
@@ -21,17 +20,15 @@ use tokio::time::Instant;
 use super::ResponseBody;
 use super::body::RequestBody;
 use super::http::access_log::{AccessLogEntry, classify_verdict};
-use super::http::mark_header::build_mark_value;
-use super::http::rate_limit_headers;
-use super::rate_limit_service::call_result::RlsCallResult;
-use super::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, invalid_argument};
+use super::http::rate_limit_headers::{self, build_mark_value};
+use super::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, RlsCallResult, invalid_argument};
 use super::rate_limit_service::messages::health_check_response::ServingStatus;
 use super::rate_limit_service::messages::rate_limit_response::rate_limit::Unit;
 use super::rate_limit_service::messages::{
     Duration, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest,
     RateLimitResponse, UInt32Value, rate_limit_response as response,
 };
-use super::server::peer::ConnectionPeer;
+use super::server::handler::ConnectionPeer;
 use super::service::ProxyService;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
 use crate::limiter::{Algorithm, CalendarUnit};

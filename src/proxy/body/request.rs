@@ -16,13 +16,12 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
 
-use super::error::BodyError;
 use super::replay_buffer::ReplayBuffer;
 use super::request::http2_rest::discard_http2_rest;
 use super::request::read_ahead::is_message_stream;
-use super::size_hint::add_to_size_hint;
+use super::{BodyError, add_to_size_hint};
 use crate::proxy::UpstreamErrorKind;
-use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
 use crate::proxy::client_connection::connection_monitor::ActiveRequestGuard;
 use crate::proxy::client_connection::continue_responses::ContinuePermit;

@@ -21,7 +21,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::time::Instant;
 
-use super::close_reason::ConnectionCloseReason;
+use super::ConnectionCloseReason;
 use super::connection_load::ServerLoad;
 use super::connection_memory::ConnectionMemory;
 use super::open_connection::OpenConnection;

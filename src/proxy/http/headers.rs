@@ -8,8 +8,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, requ
 use smallvec::SmallVec;
 use std::net::IpAddr;
 
-use super::header_lines::{append_to_list_header, join_cookie_lines, remove_headers};
-use super::hop_by_hop;
+use super::header_lines::{self, append_to_list_header, join_cookie_lines, remove_headers};
 use super::request_validation::RequestTarget;
 use super::upgrade::{self, RequestedProtocolSwitch};
 use crate::policy::client::ClientAddress;
@@ -160,7 +159,7 @@ pub(crate) fn rewrite_response_head(
             parts.version == Version::HTTP_2 && value.as_bytes().trim_ascii().len() < value.len();
         match *name {
             header::CONNECTION => headers_to_remove.extend(
-                hop_by_hop::headers_named_in_connection(value)
+                header_lines::headers_named_in_connection(value)
                     .filter(|name| !is_kept_if_named_in_connection(name)),
             ),
             header::CONTENT_LENGTH => lengths += 1,
@@ -175,7 +174,7 @@ pub(crate) fn rewrite_response_head(
             }
             _ => {}
         }
-        if hop_by_hop::is_hop_by_hop(name) {
+        if header_lines::is_hop_by_hop(name) {
             headers_to_remove.push(name.clone());
         }
     }
@@ -222,12 +221,12 @@ pub(crate) fn rewrite_informational_headers(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
     let connection_options = headers.get_all(header::CONNECTION).iter();
     let connection_options: SmallVec<[HeaderName; 4]> = connection_options
-        .flat_map(hop_by_hop::headers_named_in_connection)
+        .flat_map(header_lines::headers_named_in_connection)
         .collect();
     remove_headers(headers, |name| {
         connection_options.contains(name)
-            || hop_by_hop::is_hop_by_hop(name)
-            || hop_by_hop::is_framing(name)
+            || header_lines::is_hop_by_hop(name)
+            || header_lines::is_framing(name)
     });
     append_to_list_header(headers, &header::VIA, via_value(parts.version));
 }
@@ -416,7 +415,7 @@ fn collapse_content_length(
     if lines == 1 && values.iter().all(|value| !value.as_bytes().contains(&b',')) {
         return Ok(());
     }
-    let mut numbers = values.iter().flat_map(hop_by_hop::list_elements);
+    let mut numbers = values.iter().flat_map(header_lines::list_elements);
     let first = numbers.next().unwrap_or_default();
     if numbers.any(|other| other != first) {
         return Err(ResponseValidationError::ContentLength);

@@ -4,20 +4,16 @@
 //! prefers that. gRPC clients get a gRPC status without a body. A local reply never contains
 //! request data.
 
-mod cors_headers;
 mod own_limits_reply;
 mod problem_reply;
 mod reply_style;
 #[cfg(test)]
 mod tests;
-mod text_encoding;
-mod upstream_error_text;
 
 pub(crate) use own_limits_reply::{
     build_method_not_allowed_reply, build_own_limits_reply, build_unidentified_client_reply,
 };
 pub(crate) use reply_style::ReplyStyle;
-pub(crate) use upstream_error_text::status_error_and_detail;
 
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, Version, header};
@@ -26,9 +22,8 @@ use std::borrow::Cow;
 use super::inbound_request::InboundRequestError;
 use super::local_replies::problem_reply::{
     GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
-    REDUCED_CAPACITY_TYPE,
+    REDUCED_CAPACITY_TYPE, to_sentence,
 };
-use super::local_replies::text_encoding::to_sentence;
 use super::rate_limit_headers;
 use super::request_validation::RequestValidationError;
 use crate::enforcer::{LimitRejection, RejectionReason, RequestOutcome, RetryHint, Verdict};
@@ -211,5 +206,87 @@ fn set_connection_close(response: &mut Response<Bytes>, style: ReplyStyle<'_>) {
         response
             .headers_mut()
             .insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
+}
+
+/// Returns the HTTP status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
+pub(crate) fn status_error_and_detail(
+    kind: UpstreamErrorKind,
+) -> (StatusCode, &'static str, &'static str) {
+    use StatusCode as S;
+    use UpstreamErrorKind as Kind;
+    match kind {
+        Kind::ConnectRefused | Kind::ConnectFailed => (
+            S::BAD_GATEWAY,
+            "connection_refused",
+            "The upstream does not accept connections.",
+        ),
+        Kind::ConnectTimeout => (
+            S::GATEWAY_TIMEOUT,
+            "connection_timeout",
+            "The upstream did not accept a connection in time.",
+        ),
+        Kind::Dns => (
+            S::BAD_GATEWAY,
+            "dns_error",
+            "The upstream's name could not be resolved.",
+        ),
+        Kind::Tls => (
+            S::BAD_GATEWAY,
+            "tls_protocol_error",
+            "No secure connection to the upstream could be made.",
+        ),
+        Kind::ConnectionTerminated | Kind::StreamReset => (
+            S::BAD_GATEWAY,
+            "connection_terminated",
+            "The upstream closed the connection without a response.",
+        ),
+        Kind::Protocol => (
+            S::BAD_GATEWAY,
+            "http_protocol_error",
+            "The upstream sent a response that is not valid.",
+        ),
+        Kind::UpgradeUnsupported => (
+            S::BAD_GATEWAY,
+            "http_upgrade_failed",
+            "The upstream does not support WebSockets over HTTP/2.",
+        ),
+        Kind::ResponseTimeout => (
+            S::GATEWAY_TIMEOUT,
+            "connection_read_timeout",
+            "The upstream did not respond in time.",
+        ),
+        Kind::LocalResources | Kind::QueueFull | Kind::QueueTimeout => (
+            S::SERVICE_UNAVAILABLE,
+            "connection_limit_reached",
+            "Too many requests are waiting, or no connection to the upstream became free in time.",
+        ),
+        Kind::TunnelLimit => (
+            S::TOO_MANY_REQUESTS,
+            "connection_limit_reached",
+            "Too many tunnels (WebSockets) of this client are open. See upstream.max_tunnels_per_client.",
+        ),
+        Kind::RequestBodyTooLarge => (
+            S::PAYLOAD_TOO_LARGE,
+            "http_request_error",
+            "The request body is larger than allowed.",
+        ),
+        Kind::MaxDurationExceeded => (
+            S::GATEWAY_TIMEOUT,
+            "http_response_timeout",
+            "The request took longer than its policy allows.",
+        ),
+        Kind::RequestBodyTimeout => (
+            S::REQUEST_TIMEOUT,
+            "http_request_error",
+            "The request body did not arrive in time.",
+        ),
+        // Only a client that sent an invalid body reads this response; a disconnected client does
+        // not.
+        Kind::ClientDisconnected => (
+            S::BAD_REQUEST,
+            "http_request_error",
+            "The request body is not valid HTTP or is incomplete.",
+        ),
     }
 }

@@ -8,7 +8,7 @@ use base64::engine::general_purpose::STANDARD;
 use http::{HeaderMap, HeaderValue, header};
 use sha1_smol::Sha1;
 
-use super::hop_by_hop::list_elements;
+use super::header_lines::list_elements;
 
 /// `Upgrade` protocol names that continue with HTTP, in cleartext or over TLS.
 const HTTP_PROTOCOL_NAMES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];

@@ -7,6 +7,7 @@ use http::{
 };
 use http_body_util::BodyExt;
 use prost::Message;
+use strum::{IntoStaticStr, VariantNames};
 
 use crate::proxy::ResponseBody;
 use crate::proxy::body::{BodyError, RequestBody};
@@ -94,7 +95,7 @@ pub(crate) async fn read_message<M: Message + Default>(body: RequestBody) -> Res
     M::decode(bytes).map_err(|_undecodable| invalid_argument("the message cannot be decoded"))
 }
 
-pub(super) fn invalid_argument(why: &'static str) -> GrpcError {
+pub(crate) fn invalid_argument(why: &'static str) -> GrpcError {
     GrpcError(GrpcStatusCode::InvalidArgument, why)
 }
 
@@ -129,4 +130,41 @@ pub(crate) fn build_grpc_response(result: Result<Bytes, GrpcError>) -> Response<
         }
     }
     response
+}
+
+/// The result of a call to the rate-limit service. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub enum RlsCallResult {
+    Ok,
+    OverLimit,
+    /// The store was unavailable.
+    Unavailable,
+    /// The request was not a valid gRPC call of the service.
+    Invalid,
+    /// The caller cancelled the call.
+    #[strum(serialize = "given_up")]
+    Cancelled,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_match_discriminants() {
+        assert_eq!(
+            RlsCallResult::VARIANTS.len(),
+            RlsCallResult::Cancelled as usize + 1
+        );
+        for one in [
+            RlsCallResult::Ok,
+            RlsCallResult::OverLimit,
+            RlsCallResult::Unavailable,
+            RlsCallResult::Invalid,
+            RlsCallResult::Cancelled,
+        ] {
+            assert_eq!(RlsCallResult::VARIANTS[one as usize], <&str>::from(one));
+        }
+    }
 }

@@ -15,10 +15,10 @@ use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
 use tokio_util::either::Either;
 
 use super::accept::proxy_header::ProxyHeader;
+use super::handler::ConnectionPeer;
 use super::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
 use super::listener::ListenerConfig;
 use super::monitored_socket::MonitoredSocket;
-use super::peer::ConnectionPeer;
 use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
 use crate::proxy::client_counts::ClientCountGuard;

@@ -9,8 +9,7 @@ use std::pin::pin;
 use tokio::time::Instant;
 
 use super::ProxyService;
-use super::held_exchange::HeldExchange;
-use super::request_deadline::await_until_deadline;
+use super::held_exchange::{HeldExchange, await_until_deadline};
 use super::request_summary::{RequestContext, RequestSummary};
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
 use crate::policy::PolicyTable;
@@ -20,10 +19,10 @@ use crate::proxy::http::client_cert::add_client_cert;
 use crate::proxy::http::headers::{self, ForwardingContext};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::{self, ReplyStyle};
-use crate::proxy::http::mark_header::add_mark_header;
+use crate::proxy::http::rate_limit_headers::{self, add_mark_header};
 use crate::proxy::http::response_cost::CostMeter;
-use crate::proxy::http::{rate_limit_headers, upgrade};
-use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::http::upgrade;
+use crate::proxy::server::handler::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
 

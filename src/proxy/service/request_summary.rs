@@ -12,7 +12,7 @@ use crate::proxy::http::access_log::{AccessLogEntry, classify_verdict};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::ReplyStyle;
 use crate::proxy::http::request_validation::RequestTarget;
-use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::server::handler::ConnectionPeer;
 use crate::telemetry::trace::{self, RequestRecording, TraceId, TraceParent};
 
 /// What all steps of a request use: its client, policies, reply format and arrival.

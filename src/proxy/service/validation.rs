@@ -14,8 +14,7 @@ use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies;
 use crate::proxy::http::request_validation::RequestValidationError;
-use crate::proxy::server::handler::RequestHandler;
-use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::server::handler::{ConnectionPeer, RequestHandler};
 use crate::proxy::{RequestBody, ResponseBody, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
 

@@ -12,12 +12,11 @@ mod connection;
 mod idle;
 mod opening;
 mod share;
-mod stream_slot;
 mod waiting;
 
+pub(super) use connection::StreamSlot;
 pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
 pub(super) use share::ConnectionShare;
-pub(super) use stream_slot::StreamSlot;
 
 use futures_util::future::LocalBoxFuture;
 use std::cell::{Cell, RefCell};
@@ -28,9 +27,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::time::{Instant, sleep_until};
 
-use super::addresses::{self, ResolvedAddresses};
 use super::connector::AlpnOffer;
 use super::http2::{self, Http2Connection};
+use super::pool::idle::ResolvedAddresses;
 use super::pool::waiting::ConnectionWaiter;
 use super::shared_state::UpstreamSharedState;
 use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
@@ -83,7 +82,7 @@ impl UpstreamPool {
             Rc::downgrade(&pool),
             pool.shared.queue_signal.subscribe(),
         ));
-        if addresses::has_dns_name(&pool.shared.settings.url) {
+        if idle::has_dns_name(&pool.shared.settings.url) {
             tokio::task::spawn_local(idle::watch_dns_addresses(Rc::downgrade(&pool)));
         }
         pool

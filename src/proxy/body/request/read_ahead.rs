@@ -5,7 +5,7 @@ use std::future::poll_fn;
 use std::task::{Poll, ready};
 
 use super::{RequestBody, RequestBodyStream, unread_bytes};
-use crate::proxy::body::error::BodyError;
+use crate::proxy::body::BodyError;
 
 /// Start of a body that is read before the request takes a connection that others may need. A
 /// shorter body is read completely, so it cannot occupy a connection by arriving slowly.

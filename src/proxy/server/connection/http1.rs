@@ -9,12 +9,11 @@ use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::Poll;
 
-use super::close::{close_gracefully, close_timed_out_connection};
-use super::driver::ConnectionDriver;
+use super::driver::{ConnectionDriver, close_gracefully, close_timed_out_connection};
 use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_monitor::TimeoutKind;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 

@@ -13,7 +13,7 @@ use super::driver::ConnectionDriver;
 use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
 use crate::proxy::http2_frames::frame_scanner::INVALID_FRAME;
 use crate::proxy::server::monitored_socket::MonitoredSocket;

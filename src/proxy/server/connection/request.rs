@@ -17,17 +17,17 @@ use tokio::time::Instant;
 use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
 use crate::proxy::ResponseBody;
 use crate::proxy::body::informational_responses::InformationalForwarder;
-use crate::proxy::body::size_hint::add_to_size_hint;
-use crate::proxy::body::{BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress};
+use crate::proxy::body::{
+    BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, add_to_size_hint,
+};
 use crate::proxy::client_connection::connection_monitor::{
     ActiveRequestGuard, ConnectionMonitor, StreamProgress,
 };
 use crate::proxy::client_connection::continue_responses::ContinuePermit;
 use crate::proxy::client_connection::unsent_responses::{StreamOutput, UnsentChunkGuard};
-use crate::proxy::http::{header_lines, hop_by_hop};
+use crate::proxy::http::header_lines;
 use crate::proxy::http2_frames::head_marks::{HeadMark, take_head_mark};
-use crate::proxy::server::handler::RequestHandler;
-use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::server::handler::{ConnectionPeer, RequestHandler};
 
 /// Maximum size of a response chunk passed to HTTP/2. Once h2 has taken a chunk, the client reads,
 /// even if slowly.
@@ -280,7 +280,7 @@ impl Body for TrackedResponseBody {
                         self.guard.is_complete = true;
                         let mut trailers = trailers.into_trailers().unwrap_or_default();
                         if self.is_http2 {
-                            hop_by_hop::remove_invalid_trailers(&mut trailers);
+                            header_lines::remove_invalid_trailers(&mut trailers);
                         }
                         return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
                     }

@@ -6,7 +6,7 @@ use std::task::Poll;
 use tokio::time::Instant;
 
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_load::ServerLoad;
 use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, StreamProgress};
 use crate::proxy::connection_io::LazyTimer;

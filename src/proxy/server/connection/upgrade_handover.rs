@@ -14,9 +14,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::close::close_gracefully;
+use super::driver::close_gracefully;
 use crate::proxy::body::tunnel::{Tunnel, TunnelEndReason};
-use crate::proxy::client_connection::close_reason::ConnectionCloseReason;
+use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_monitor::{ActiveRequestGuard, ConnectionMonitor};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 

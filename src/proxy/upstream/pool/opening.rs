@@ -8,8 +8,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::UpstreamPool;
-use super::connection::{ConnectionProtocol, Http1Connection, UpstreamConnection};
-use super::stream_slot::StreamSlot;
+use super::connection::{ConnectionProtocol, Http1Connection, StreamSlot, UpstreamConnection};
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
 use crate::proxy::upstream::http2::{self, Http2Connection};

@@ -6,8 +6,7 @@ use std::sync::atomic::Ordering;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::connection::{ConnectionProtocol, UpstreamConnection};
-use super::stream_slot::StreamSlot;
+use super::connection::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::upstream::connector::AlpnOffer;
 use crate::proxy::upstream::http2::Http2Connection;
