@@ -77,6 +77,18 @@ pub(crate) enum TunnelEndReason {
     ShuttingDown,
 }
 
+impl TunnelEndReason {
+    /// Whether the client did not cause the end, so that its side is to be closed gracefully.
+    pub(crate) fn leaves_client_open(&self) -> bool {
+        let is_client = matches!(self, Self::Completed | Self::ClientDisconnected(_));
+        !is_client && !self.is_stall()
+    }
+
+    pub(crate) fn is_stall(&self) -> bool {
+        matches!(self, Self::ClientStalled | Self::UpstreamStalled)
+    }
+}
+
 impl Tunnel {
     pub(crate) fn new(
         upstream: impl TunnelUpstream + 'static,

@@ -63,18 +63,6 @@ pub(crate) enum TimeoutKind {
     CloseRequested,
 }
 
-impl TimeoutKind {
-    /// Why a connection is cut after the timeout. `None` if the reason was recorded before.
-    pub(crate) fn close_reason(self) -> Option<ConnectionCloseReason> {
-        match self {
-            Self::SlowHead => Some(ConnectionCloseReason::HeaderTimeout),
-            Self::CloseRequested => None,
-            // Idle connections are closed gracefully first.
-            _ => Some(ConnectionCloseReason::SlowRead),
-        }
-    }
-}
-
 /// What a stream of a response waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum StreamProgress {
@@ -240,13 +228,24 @@ impl ConnectionMonitor {
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
-    /// Counts a connection or stream that the server closed for this reason.
-    pub(crate) fn record_close(&self, reason: ConnectionCloseReason) {
-        if let Some(counts) = &self.metrics {
+    /// Counts a connection or stream that the server closed, if it has a reason.
+    pub(crate) fn record_close(&self, reason: impl Into<Option<ConnectionCloseReason>>) {
+        if let (Some(counts), Some(reason)) = (&self.metrics, reason.into()) {
             counts.close_reasons.increment(reason as usize);
         }
     }
 
+    /// Logs and counts a connection that is cut after a timeout.
+    pub(crate) fn record_timeout(&self, overdue: TimeoutKind) {
+        tracing::debug!(?overdue, "client connection timed out");
+        self.record_close(match overdue {
+            TimeoutKind::SlowHead => Some(ConnectionCloseReason::HeaderTimeout),
+            // The reason was recorded before.
+            TimeoutKind::CloseRequested => None,
+            // Idle connections are closed gracefully first.
+            _ => Some(ConnectionCloseReason::SlowRead),
+        });
+    }
     /// Takes the request to close. A connection with requests, or with responses that the client
     /// has not read, closes only to free memory.
     pub(crate) fn take_close_request(&self) -> Option<ConnectionCloseReason> {

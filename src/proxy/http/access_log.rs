@@ -227,11 +227,10 @@ impl AccessLog {
             let all = entry.unenforced_rejections.into_iter();
             all.flat_map(move |all| all.names_in_mode(mode))
         };
-        let is_logged_as_rejected = is_rejected
-            || entry
-                .unenforced_rejections
-                .is_some_and(|all| !all.is_empty());
-        if !self.filter_allows_request(is_logged_as_rejected)
+        let has_unenforced = entry
+            .unenforced_rejections
+            .is_some_and(|all| !all.is_empty());
+        if !self.filter_allows_request(is_rejected || has_unenforced)
             || (self.0.access_sample < 1.0 && fastrand::f64() >= self.0.access_sample)
         {
             return;
@@ -319,9 +318,10 @@ fn format_amounts_in_effect(in_effect: OverrideInEffect) -> [Option<String>; 2] 
 }
 
 fn format_amounts(requests: u64, burst: u64) -> String {
-    match requests == burst {
-        true => requests.to_string(),
-        false => format!("{requests}+{burst}"),
+    if requests == burst {
+        requests.to_string()
+    } else {
+        format!("{requests}+{burst}")
     }
 }
 

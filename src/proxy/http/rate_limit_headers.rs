@@ -32,12 +32,12 @@ pub(crate) fn write_headers(
             .unwrap_or(name)
             .starts_with("ratelimit")
     });
-    if settings.standard
-        && !(has_upstream_headers
-            && headers
-                .get(&RATELIMIT)
-                .is_some_and(is_structured_dictionary))
-    {
+    let has_dictionary = |headers: &HeaderMap| {
+        headers
+            .get(&RATELIMIT)
+            .is_some_and(is_structured_dictionary)
+    };
+    if settings.standard && !(has_upstream_headers && has_dictionary(headers)) {
         write_standard_headers(verdict, headers);
     }
     if settings.legacy {
@@ -57,12 +57,8 @@ static RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 const MAX_STRUCTURED_INTEGER: u64 = 999_999_999_999_999;
 
 pub(crate) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
-    let reported_limits = || {
-        verdict
-            .limits
-            .iter()
-            .filter(|limit| limit.limit.is_reported)
-    };
+    let limits = &verdict.limits;
+    let reported_limits = || limits.iter().filter(|limit| limit.limit.is_reported);
     // Both headers share one buffer, which saves two of four allocations.
     let mut text = Vec::with_capacity(96 * verdict.limits.len());
     for (index, reported) in reported_limits().enumerate() {
@@ -132,11 +128,8 @@ fn push_item_name(out: &mut Vec<u8>, index: usize, name: &str) {
 
 fn push_integer_parameter(out: &mut Vec<u8>, key: &[u8], value: u64) {
     out.extend_from_slice(key);
-    out.extend_from_slice(
-        itoa::Buffer::new()
-            .format(value.min(MAX_STRUCTURED_INTEGER))
-            .as_bytes(),
-    );
+    let value = value.min(MAX_STRUCTURED_INTEGER);
+    out.extend_from_slice(itoa::Buffer::new().format(value).as_bytes());
 }
 
 /// Appends a structured-field String (RFC 9651, 3.3.3). Characters other than printable ASCII
@@ -203,23 +196,20 @@ pub(crate) fn reset_at_us(reported: &LimitReport<'_>, now_us: u64) -> Option<u64
 /// remaining share of its capacity. Of equal limits, the first is returned.
 fn find_tightest_limit<'a, 't>(limits: &'a [LimitReport<'t>]) -> Option<&'a LimitReport<'t>> {
     let reported = limits.iter().filter(|limit| limit.limit.is_reported);
-    reported.reduce(|best, next| {
-        if compare_tightness(next, best) == Ordering::Greater {
-            next
-        } else {
-            best
-        }
+    reported.reduce(|best, next| match compare_tightness(next, best) {
+        Ordering::Greater => next,
+        _ => best,
     })
 }
 
 fn compare_tightness(one: &LimitReport<'_>, two: &LimitReport<'_>) -> Ordering {
-    let refusal_of = |reported: &LimitReport<'_>| reported.status.refusal;
     let scaled_remaining = |limit: &LimitReport<'_>, other: &LimitReport<'_>| {
         u128::from(limit.status.remaining) * u128::from(other.limit_in_effect().capacity().max(1))
     };
-    refusal_of(one)
-        .cmp(&refusal_of(two))
-        .then_with(|| match refusal_of(one) {
+    let refusal = one.status.refusal;
+    refusal
+        .cmp(&two.status.refusal)
+        .then_with(|| match refusal {
             // Compares remaining/capacity of both limits without a division; the lower share is
             // tighter.
             None => scaled_remaining(two, one).cmp(&scaled_remaining(one, two)),
@@ -233,11 +223,11 @@ fn must_keep_upstream_headers(headers: &HeaderMap, remaining: u64) -> bool {
     match headers.get(&LEGACY_REMAINING) {
         None => headers.contains_key(&LEGACY_LIMIT) || headers.contains_key(&LEGACY_RESET),
         Some(value) => {
-            let upstream_remaining = value
+            let own: Option<u64> = value
                 .to_str()
                 .ok()
-                .and_then(|text| text.trim().parse::<u64>().ok());
-            upstream_remaining.is_none_or(|upstream_remaining| upstream_remaining <= remaining)
+                .and_then(|text| text.trim().parse().ok());
+            own.is_none_or(|own| own <= remaining)
         }
     }
 }
@@ -265,13 +255,11 @@ pub(crate) fn add_mark_header(headers: &mut HeaderMap, table: &PolicyTable, verd
 
 /// Builds the value: the names of the policies. Returns `None` if the request is not marked.
 pub(crate) fn build_mark_value(verdict: &Verdict<'_>) -> Option<HeaderValue> {
-    if verdict.unenforced_rejections.is_empty() {
+    let unenforced = &verdict.unenforced_rejections;
+    if unenforced.is_empty() {
         return None;
     }
-    let marked = verdict
-        .unenforced_rejections
-        .names_in_mode(PolicyMode::Mark);
-    let names: Vec<&str> = marked.collect();
+    let names: Vec<&str> = unenforced.names_in_mode(PolicyMode::Mark).collect();
     // Names of policies are letters, digits, `_`, `.` and `-`.
     let value = HeaderValue::try_from(names.join(", ")).ok();
     value.filter(|_| !names.is_empty())

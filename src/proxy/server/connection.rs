@@ -16,7 +16,7 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, ReadBuf};
 
 use super::accept::CompletedHandshake;
-use super::connection::driver::{ConnectionDriver, close_gracefully, close_timed_out_connection};
+use super::connection::driver::{ConnectionDriver, close_gracefully};
 use super::connection::http1::serve_http1;
 use super::connection::http2::serve_http2;
 use super::connection::protocols::WorkerListener;
@@ -92,7 +92,9 @@ pub(crate) async fn serve_connection<H: RequestHandler>(
         // A TLS client treats a close without close_notify as a truncated connection.
         Ok(DetectedProtocol::Disconnected) => close_gracefully(&mut socket).await,
         Err(overdue) => {
-            close_timed_out_connection(socket, overdue, &monitor, record_unreadable).await
+            driver
+                .close_timed_out_connection(socket, overdue, record_unreadable)
+                .await
         }
     }
     protocols.allocator_trim.record_released_connection();

@@ -163,11 +163,6 @@ impl MonitoredSocket {
         }
     }
 
-    /// Records that further input will not be read.
-    pub(crate) fn record_unread_input(&self) {
-        self.monitor.exchange.has_unread_input.set(true);
-    }
-
     /// Writes the queued informational heads before hyper's output.
     fn poll_write_informational_heads(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if !self.monitor.output.has_queued() {
@@ -561,7 +556,7 @@ mod tests {
         let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
         socket.put_back(b"read too early");
-        socket.record_unread_input();
+        monitor.exchange.has_unread_input.set(true);
         let lingers =
             poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
         assert!(lingers);

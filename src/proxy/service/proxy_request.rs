@@ -341,7 +341,7 @@ impl ProxyService {
             table.rate_limit_headers,
             response.headers_mut(),
         );
-        style.expose_rate_limit_fields(response.headers_mut());
+        style.cors.expose_rate_limit_fields(response.headers_mut());
         let responded_at = Instant::now();
         self.log_and_trace_request(summary, verdict, response.status(), responded_at);
         self.metrics

@@ -70,28 +70,29 @@ impl<'a> ProblemReply<'a> {
         custom_response: Option<&RejectResponse>,
         style: ReplyStyle<'_>,
     ) -> Response<Bytes> {
-        let (content_type, body) = match (style.format, custom_response) {
-            (ReplyFormat::Grpc, _) => (None, Bytes::new()),
-            (_, Some(custom)) => (Some(custom.content_type.clone()), custom.body.clone()),
-            (ReplyFormat::Json, None) => {
-                let content_type = HeaderValue::from_static("application/problem+json");
-                (Some(content_type), self.to_json().into())
-            }
-            (ReplyFormat::Text, None) => {
-                let content_type = HeaderValue::from_static("text/plain; charset=utf-8");
-                let text = format!("{}\n{}\n", self.title, self.detail);
-                (Some(content_type), text.into())
-            }
-        };
-        let custom_status = custom_response.and_then(|custom| custom.status);
-        let mut response = match content_type {
-            Some(content_type) => build_response_with_optional_body(
+        let build = |content_type, body| {
+            let custom_status = custom_response.and_then(|custom| custom.status);
+            build_response_with_optional_body(
                 custom_status.unwrap_or(self.status),
                 content_type,
                 body,
                 style,
+            )
+        };
+        let mut response = match (style.format, custom_response) {
+            (ReplyFormat::Grpc, _) => self.to_grpc_response(),
+            (_, Some(custom)) => build(custom.content_type.clone(), custom.body.clone()),
+            (ReplyFormat::Json, None) => build(
+                HeaderValue::from_static("application/problem+json"),
+                self.to_json().into(),
             ),
-            None => self.to_grpc_response(),
+            (ReplyFormat::Text, None) => {
+                let text = format!("{}\n{}\n", self.title, self.detail);
+                build(
+                    HeaderValue::from_static("text/plain; charset=utf-8"),
+                    text.into(),
+                )
+            }
         };
         let headers = response.headers_mut();
         for (name, value) in custom_response.map_or(&[][..], |custom| &custom.headers) {

@@ -38,10 +38,12 @@ impl<'t> ReplyStyle<'t> {
             .next()
             .and_then(|media_type| media_type.as_bytes().get(..GRPC_MEDIA_TYPE_PREFIX.len()))
             .is_some_and(|prefix| prefix.eq_ignore_ascii_case(GRPC_MEDIA_TYPE_PREFIX));
-        let format = match is_grpc {
-            true => ReplyFormat::Grpc,
-            false if prefers_plain_text(&parts.headers) => ReplyFormat::Text,
-            false => ReplyFormat::Json,
+        let format = if is_grpc {
+            ReplyFormat::Grpc
+        } else if prefers_plain_text(&parts.headers) {
+            ReplyFormat::Text
+        } else {
+            ReplyFormat::Json
         };
         Self {
             format,
@@ -51,21 +53,13 @@ impl<'t> ReplyStyle<'t> {
         }
     }
 
-    /// As [`CorsDecision::expose_rate_limit_fields`].
-    pub(crate) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
-        self.cors.expose_rate_limit_fields(headers);
-    }
-
     /// Replaces the gRPC format with JSON, for clients that read the HTTP status: gRPC errors have
     /// HTTP status 200.
-    pub(crate) fn replace_grpc_with_json(self) -> Self {
-        match self.format {
-            ReplyFormat::Grpc => Self {
-                format: ReplyFormat::Json,
-                ..self
-            },
-            ReplyFormat::Json | ReplyFormat::Text => self,
+    pub(crate) fn replace_grpc_with_json(mut self) -> Self {
+        if self.format == ReplyFormat::Grpc {
+            self.format = ReplyFormat::Json;
         }
+        self
     }
 }
 
@@ -86,11 +80,7 @@ fn prefers_plain_text(headers: &HeaderMap) -> bool {
         for element in line.split(',') {
             let mut pieces = element.split(';').map(str::trim);
             let range = pieces.next().unwrap_or("");
-            let weight = pieces.find_map(|piece| {
-                piece
-                    .strip_prefix("q=")
-                    .or_else(|| piece.strip_prefix("Q="))
-            });
+            let weight = pieces.find_map(|piece| piece.strip_prefix(['q', 'Q'])?.strip_prefix('='));
             let Some(weight) = weight.map_or(Some(1000), parse_qvalue) else {
                 return false;
             };

@@ -100,6 +100,27 @@ impl ConnectionDriver {
         .await
     }
 
+    /// Closes a connection that exceeded a timeout: after a 408 response, or with a reset.
+    pub(super) async fn close_timed_out_connection(
+        &self,
+        mut socket: MonitoredSocket,
+        overdue: TimeoutKind,
+        record_unreadable: impl Fn(StatusCode),
+    ) {
+        self.monitor.record_timeout(overdue);
+        if overdue != TimeoutKind::SlowHead {
+            return socket.abort();
+        }
+        record_unreadable(StatusCode::REQUEST_TIMEOUT);
+        self.monitor.exchange.has_unread_input.set(true);
+        let response_sent = timeout(CLOSE_TIMEOUT, async {
+            socket.write_all(REQUEST_TIMEOUT_RESPONSE).await?;
+            socket.shutdown().await
+        });
+        if !matches!(response_sent.await, Ok(Ok(()))) {
+            tracing::debug!("408 response not delivered");
+        }
+    }
     /// Sets the time of the close if the connection was asked to drain.
     fn begin_requested_drain(&mut self) {
         if let Some(drain) = self.monitor.drain.requested.take()
@@ -107,9 +128,10 @@ impl ConnectionDriver {
         {
             let now = Instant::now();
             self.request_delay = drain.request_delay;
-            self.close_at = Some(match self.monitor.is_http2.get() && !self.is_new_in_drain {
-                true => now,
-                false => drain.closes_from.max(now + drain.request_delay),
+            self.close_at = Some(if self.monitor.is_http2.get() && !self.is_new_in_drain {
+                now
+            } else {
+                drain.closes_from.max(now + drain.request_delay)
             });
         }
     }
@@ -166,31 +188,6 @@ const REQUEST_TIMEOUT_RESPONSE: &[u8] =
 
 /// Time limit for writing a final response and closing the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
-
-/// Closes a connection that exceeded a timeout: after a 408 response, or with a reset.
-pub(crate) async fn close_timed_out_connection(
-    mut socket: MonitoredSocket,
-    overdue: TimeoutKind,
-    monitor: &ConnectionMonitor,
-    record_unreadable: impl Fn(StatusCode),
-) {
-    tracing::debug!(?overdue, "client connection timed out");
-    if let Some(reason) = overdue.close_reason() {
-        monitor.record_close(reason);
-    }
-    if overdue != TimeoutKind::SlowHead {
-        return socket.abort();
-    }
-    record_unreadable(StatusCode::REQUEST_TIMEOUT);
-    socket.record_unread_input();
-    let response_sent = timeout(CLOSE_TIMEOUT, async {
-        socket.write_all(REQUEST_TIMEOUT_RESPONSE).await?;
-        socket.shutdown().await
-    });
-    if !matches!(response_sent.await, Ok(Ok(()))) {
-        tracing::debug!("408 response not delivered");
-    }
-}
 
 /// Shuts a connection down within [`CLOSE_TIMEOUT`].
 pub(crate) async fn close_gracefully(socket: &mut (impl AsyncWrite + Unpin)) {
