@@ -40,10 +40,8 @@ pub(crate) enum GrpcStatusCode {
 
 /// Returns the response to a request that is not a gRPC call; `None` for a gRPC call.
 pub(crate) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
-    let content_type = parts
-        .headers
-        .get(header::CONTENT_TYPE)
-        .map_or(&[][..], HeaderValue::as_bytes);
+    let content_type = parts.headers.get(header::CONTENT_TYPE);
+    let content_type = content_type.map_or(&[][..], HeaderValue::as_bytes);
     let status = if parts.version != Version::HTTP_2 {
         StatusCode::HTTP_VERSION_NOT_SUPPORTED
     } else if parts.method != Method::POST {
@@ -59,11 +57,8 @@ pub(crate) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<Respons
 }
 
 fn is_grpc_content_type(content_type: &[u8]) -> bool {
-    let media_type = content_type
-        .split(|byte| *byte == b';')
-        .next()
-        .unwrap_or_default()
-        .trim_ascii();
+    let mut parts = content_type.split(|byte| *byte == b';');
+    let media_type = parts.next().unwrap_or_default().trim_ascii();
     let rest = media_type.split_at_checked(GRPC_MEDIA_TYPE.len());
     rest.is_some_and(|(kind, rest)| {
         kind.eq_ignore_ascii_case(GRPC_MEDIA_TYPE)
@@ -73,24 +68,25 @@ fn is_grpc_content_type(content_type: &[u8]) -> bool {
 
 /// Reads and decodes the one message of a gRPC call.
 pub(crate) async fn read_message<M: Message + Default>(body: RequestBody) -> Result<M, GrpcError> {
+    use GrpcStatusCode::{Cancelled, ResourceExhausted, Unimplemented};
     let body = body.collect().await.map_err(|error| match error {
-        BodyError::TooLarge => GrpcError(
-            GrpcStatusCode::ResourceExhausted,
-            "the message is too large",
-        ),
-        _ => GrpcError(GrpcStatusCode::Cancelled, "the message was cut off"),
+        BodyError::TooLarge => GrpcError(ResourceExhausted, "the message is too large"),
+        _ => GrpcError(Cancelled, "the message was cut off"),
     });
     let mut bytes = body?.to_bytes();
     if bytes.len() < MESSAGE_PREFIX_BYTES {
         return Err(invalid_argument("the call has no message"));
     }
     if bytes.get_u8() != 0 {
-        let why = "compressed messages are not supported";
-        return Err(GrpcError(GrpcStatusCode::Unimplemented, why));
+        return Err(GrpcError(
+            Unimplemented,
+            "compressed messages are not supported",
+        ));
     }
     if usize::try_from(bytes.get_u32()) != Ok(bytes.len()) {
-        let why = "expected exactly one message after its length prefix";
-        return Err(invalid_argument(why));
+        return Err(invalid_argument(
+            "expected exactly one message after its length prefix",
+        ));
     }
     M::decode(bytes).map_err(|_undecodable| invalid_argument("the message cannot be decoded"))
 }
@@ -112,15 +108,13 @@ pub(crate) fn encode_framed_message(message: &impl Message) -> Bytes {
 /// Builds the HTTP response to a gRPC call from an encoded message or an error.
 pub(crate) fn build_grpc_response(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
-    response.headers_mut().insert(
-        header::CONTENT_TYPE,
-        HeaderValue::from_static("application/grpc"),
-    );
+    let grpc = HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert(header::CONTENT_TYPE, grpc);
     match result {
         Ok(message) => {
-            let trailers =
-                HeaderMap::from_iter([(GRPC_STATUS.clone(), HeaderValue::from_static("0"))]);
-            *response.body_mut() = ResponseBody::FullWithTrailers(message, Some(trailers));
+            let status = (GRPC_STATUS.clone(), HeaderValue::from_static("0"));
+            let trailers = Some(HeaderMap::from_iter([status]));
+            *response.body_mut() = ResponseBody::FullWithTrailers(message, trailers);
         }
         // An error response has no message, so the gRPC status is sent in the response head.
         Err(GrpcError(code, why)) => {
