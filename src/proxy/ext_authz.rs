@@ -14,6 +14,7 @@ use http::{
 };
 use tokio::time::Instant;
 
+use super::ResponseBody;
 use super::body::RequestBody;
 use super::http::local_replies;
 use super::http::query_escaper::escape_query;
@@ -23,7 +24,6 @@ use super::server::handler::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::{RequestContext, RequestSummary};
 use super::service::validation::ORIGINAL_STATUS_HEADER;
-use super::ResponseBody;
 use crate::enforcer::Verdict;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;

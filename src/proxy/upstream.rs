@@ -73,11 +73,8 @@ impl UpstreamClient {
     /// proxy errors produce a throttled warning.
     pub(crate) fn log_error(&self, error: &UpstreamError) {
         let throttle = &self.pool.shared.error_log_throttle;
-        let occurrences = match error.kind.is_expected() {
-            true => None,
-            false => throttle.record_occurrence(std::time::Instant::now()),
-        };
-        match occurrences {
+        let record = || throttle.record_occurrence(std::time::Instant::now());
+        match (!error.kind.is_expected()).then(record).flatten() {
             Some(requests) => {
                 let upstream = self.authority().to_str().unwrap_or_default();
                 tracing::warn!(%error, upstream, requests, "requests are not forwarded");

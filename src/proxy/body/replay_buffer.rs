@@ -78,19 +78,14 @@ impl ReplayBuffer {
         if self.parts.len() >= MAX_REPLAY_PARTS {
             self.join_parts();
         }
-        self.bytes += frame.data_ref().map_or(0, Bytes::len);
-        let trailers = || {
-            frame
-                .trailers_ref()
-                .map(|trailers| BodyReplayPart::Trailers(Box::new(trailers.clone())))
-        };
-        self.parts.extend(
-            frame
-                .data_ref()
-                .cloned()
-                .map(BodyReplayPart::Data)
-                .or_else(trailers),
-        );
+        let trailers = frame
+            .trailers_ref()
+            .map(|trailers| BodyReplayPart::Trailers(Box::new(trailers.clone())));
+        if let Some(data) = frame.data_ref() {
+            self.bytes += data.len();
+            self.parts.push(BodyReplayPart::Data(data.clone()));
+        }
+        self.parts.extend(trailers);
     }
 
     /// Joins the parts, which are data: trailers end a body.
@@ -132,22 +127,22 @@ impl ReplayBuffer {
     /// Number of recorded data bytes that remain to be replayed.
     pub(crate) fn bytes_left_to_replay(&self) -> usize {
         let pending = self.parts.iter().skip(self.position);
-        let bytes = pending.map(|part| match part {
-            BodyReplayPart::Data(data) => data.len(),
-            BodyReplayPart::Trailers(_) => 0,
-        });
-        bytes.sum()
+        pending
+            .map(|part| match part {
+                BodyReplayPart::Data(data) => data.len(),
+                BodyReplayPart::Trailers(_) => 0,
+            })
+            .sum()
     }
 
     /// Rewinds to the start of the body. Returns `false`, without a rewind, if the buffer is
     /// incomplete.
     pub(crate) fn rewind(&mut self) -> bool {
-        self.position = if self.state == BodyRecordingState::Incomplete {
-            self.position
-        } else {
-            0
-        };
-        self.state != BodyRecordingState::Incomplete
+        let can_rewind = self.state != BodyRecordingState::Incomplete;
+        if can_rewind {
+            self.position = 0;
+        }
+        can_rewind
     }
 }
 

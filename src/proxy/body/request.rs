@@ -154,18 +154,17 @@ impl RequestBody {
     /// On HTTP/1, a small rest of known length is read in the background, so that the connection
     /// can be reused. Nothing is read if the client waits for `100 Continue`.
     pub fn discard(mut self) {
-        {
-            let Some(body) = &self.0 else { return };
+        let is_discarded = |body: &mut Rc<RefCell<RequestBodyStream>>| {
             let body = body.borrow();
             let is_small = body
                 .size_hint()
                 .upper()
                 .is_some_and(|rest| rest <= MAX_DISCARD_BYTES);
-            if body.expects_continue || body.multiplexed || !is_small {
-                return;
-            }
-        }
-        let Some(body) = self.0.take() else { return };
+            is_small && !body.expects_continue && !body.multiplexed
+        };
+        let Some(body) = self.0.take_if(is_discarded) else {
+            return;
+        };
         let monitor = Rc::clone(body.borrow().active.monitor());
         let rest = timeout(DISCARD_TIMEOUT, async move {
             while let Some(Ok(_)) = poll_fn(|cx| body.borrow_mut().poll_frame(cx)).await {}
@@ -187,9 +186,8 @@ impl RequestBody {
 
     /// The progress of the transfer; `None` without a body.
     pub(crate) fn progress(&self) -> Option<Rc<RequestBodyProgress>> {
-        self.0
-            .as_ref()
-            .map(|body| Rc::clone(&body.borrow().progress))
+        let body = self.0.as_ref();
+        body.map(|body| Rc::clone(&body.borrow().progress))
     }
 
     /// Returns another handle to the same body, for a retry. The body is dropped with its last
@@ -202,9 +200,10 @@ impl RequestBody {
     pub(crate) fn set_replay(&self, is_enabled: bool) {
         if let Some(body) = &self.0 {
             let buffer = &mut body.borrow_mut().replay_buffer;
-            match is_enabled {
-                true => buffer.start_recording(),
-                false => buffer.stop_recording(),
+            if is_enabled {
+                buffer.start_recording();
+            } else {
+                buffer.stop_recording();
             }
         }
     }
@@ -212,9 +211,8 @@ impl RequestBody {
     /// Rewinds the body to its start for a retry. Returns `false` if the start was not recorded, or
     /// the body failed or is too large.
     pub(crate) fn rewind(&self) -> bool {
-        self.0
-            .as_ref()
-            .is_none_or(|body| body.borrow_mut().rewind())
+        let body = self.0.as_ref();
+        body.is_none_or(|body| body.borrow_mut().rewind())
     }
 }
 
@@ -249,9 +247,11 @@ impl RequestBodyStream {
             // Since it was read ahead, the client waited for a connection.
             self.pending_since = None;
             self.progress.last_progress_at.set(Instant::now());
-            self.progress.state.set(match self.is_end_stream() {
-                true => RequestBodyState::Finished,
-                false => RequestBodyState::Transferring,
+            let is_end = self.is_end_stream();
+            self.progress.state.set(if is_end {
+                RequestBodyState::Finished
+            } else {
+                RequestBodyState::Transferring
             });
             return Poll::Ready(Some(Ok(part)));
         }
@@ -279,9 +279,8 @@ impl RequestBodyStream {
             let deadline = *self.pending_since.get_or_insert_with(Instant::now) + allowed;
             return self.idle_timer.poll(deadline, cx).map(|()| {
                 self.record_failure(UpstreamErrorKind::RequestBodyTimeout);
-                self.active
-                    .monitor()
-                    .record_close(ConnectionCloseReason::BodyTimeout);
+                let monitor = self.active.monitor();
+                monitor.record_close(ConnectionCloseReason::BodyTimeout);
                 Some(Err(BodyError::ClientTimeout))
             });
         };
@@ -320,12 +319,9 @@ impl RequestBodyStream {
     }
 
     fn rewind(&mut self) -> bool {
-        match self.progress.state.get() {
-            // No retry after a failure of the body: a truncated body must not look complete.
-            RequestBodyState::Failed(_) => return false,
-            RequestBodyState::AwaitingClient
-            | RequestBodyState::Transferring
-            | RequestBodyState::Finished => {}
+        // No retry after a failure of the body: a truncated body must not look complete.
+        if let RequestBodyState::Failed(_) = self.progress.state.get() {
+            return false;
         }
         let can_replay = self.replay_buffer.rewind();
         if can_replay {
@@ -420,17 +416,15 @@ impl Drop for RequestBodyStream {
         }
     }
 }
-
 impl RequestBodyStream {
     /// Records that the rest of the body is not wanted.
     fn record_drop(&self) {
         self.mark_rest_unread();
         self.active.monitor().exchange.awaits_body.set(false);
-        match self.progress.state.get() {
-            RequestBodyState::AwaitingClient | RequestBodyState::Transferring => {
-                self.progress.state.set(RequestBodyState::Finished)
-            }
-            RequestBodyState::Finished | RequestBodyState::Failed(_) => {}
+        if let RequestBodyState::AwaitingClient | RequestBodyState::Transferring =
+            self.progress.state.get()
+        {
+            self.progress.state.set(RequestBodyState::Finished);
         }
     }
 }
@@ -450,14 +444,14 @@ impl Body for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0
-            .as_ref()
-            .is_none_or(|body| body.borrow().is_end_stream())
+        let body = self.0.as_ref();
+        body.is_none_or(|body| body.borrow().is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0
-            .as_ref()
-            .map_or_else(|| SizeHint::with_exact(0), |body| body.borrow().size_hint())
+        match &self.0 {
+            Some(body) => body.borrow().size_hint(),
+            None => SizeHint::with_exact(0),
+        }
     }
 }

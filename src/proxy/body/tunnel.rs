@@ -8,7 +8,7 @@ use bytes::{Buf, Bytes};
 use std::fmt::Debug;
 use std::future::poll_fn;
 use std::io;
-use std::mem::MaybeUninit;
+use std::mem::{MaybeUninit, take};
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
@@ -187,9 +187,10 @@ impl Tunnel {
         let is_up_pending = up
             .poll_send_close(client, &mut self.upstream, CLOSE_TO_UPSTREAM, cx)
             .is_pending();
-        match is_down_pending || is_up_pending {
-            true => Poll::Pending,
-            false => Poll::Ready(TunnelEndReason::ShuttingDown),
+        if is_down_pending || is_up_pending {
+            Poll::Pending
+        } else {
+            Poll::Ready(TunnelEndReason::ShuttingDown)
         }
     }
 
@@ -199,10 +200,8 @@ impl Tunnel {
         shares_window: bool,
         cx: &mut Context<'_>,
     ) -> Poll<TunnelEndReason> {
-        let (up_progressed, down_progressed) = (
-            self.client_to_upstream.take_progress_flag(),
-            self.upstream_to_client.take_progress_flag(),
-        );
+        let up_progressed = take(&mut self.client_to_upstream.has_progressed);
+        let down_progressed = take(&mut self.upstream_to_client.has_progressed);
         if up_progressed || down_progressed {
             self.last_activity_at = Instant::now();
             self.client_stalled_since = None;
@@ -251,7 +250,7 @@ struct TunnelDirection {
     state: TunnelDirectionState,
     /// Whether the direction waits for the sink instead of the source.
     is_sink_blocked: bool,
-    /// Whether data moved or the state changed since the last `take_progress_flag`.
+    /// Whether data moved or the state changed since the last check of the timeouts.
     has_progressed: bool,
     /// Position of the sink in the frames of a WebSocket.
     frames: Option<WebSocketFrames>,
@@ -393,10 +392,6 @@ impl TunnelDirection {
             self.unsent.advance(written);
         }
         Poll::Ready(Ok(()))
-    }
-
-    fn take_progress_flag(&mut self) -> bool {
-        std::mem::take(&mut self.has_progressed)
     }
 }
 

@@ -70,7 +70,7 @@ impl ConnectionMemory {
     }
 
     pub(crate) fn add_head_bytes(&self, bytes: usize) {
-        self.head_bytes.set(self.head_bytes.get() + bytes);
+        self.head_bytes.update(|value| value + bytes);
     }
 
     /// Records that an HTTP/2 head is complete.
@@ -89,25 +89,23 @@ impl ConnectionMemory {
             false => self.head_bytes.take(),
         };
         let bytes = bytes.max(decoded_bytes);
-        self.active_head_bytes
-            .set(self.active_head_bytes.get() + bytes);
+        self.active_head_bytes.update(|value| value + bytes);
         bytes
     }
 
     /// Records that the request with this size of its head has ended.
     pub(crate) fn end_head(&self, bytes: usize) {
         self.end_stream();
-        self.active_head_bytes
-            .set(self.active_head_bytes.get() - bytes);
+        self.active_head_bytes.update(|value| value - bytes);
     }
 
     /// Records a request, or an HTTP/2 tunnel that has replaced it.
     pub(crate) fn begin_stream(&self) {
-        self.streams.set(self.streams.get() + 1);
+        self.streams.update(|value| value + 1);
     }
 
     pub(crate) fn end_stream(&self) {
-        self.streams.set(self.streams.get() - 1);
+        self.streams.update(|value| value - 1);
     }
 
     /// Number of active requests and HTTP/2 tunnels.
@@ -127,16 +125,16 @@ impl ConnectionMemory {
     /// Records that the handler read DATA frames: their payloads, and [`UNREAD_FRAME_BYTES`] each.
     pub(crate) fn remove_unread_bytes(&self, bytes: usize) {
         self.unread_body_bytes
-            .set(self.unread_body_bytes.get().saturating_sub(bytes));
+            .update(|value| value.saturating_sub(bytes));
     }
 
     /// Records received bytes of trailers, of which `count` begin in them. h2 keeps them decoded
     /// until a handler reads the body to its end.
     pub(crate) fn add_trailers(&self, count: usize, bytes: usize) {
         let decoded = (bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES * count.max(1));
-        self.trailers.set(self.trailers.get() + count);
+        self.trailers.update(|value| value + count);
         self.trailer_bytes
-            .set(self.trailer_bytes.get() + bytes.max(decoded));
+            .update(|value| value + bytes.max(decoded));
     }
 
     /// Records that the handler read trailers. Which ones is unknown, so the mean counts.
@@ -149,12 +147,12 @@ impl ConnectionMemory {
 
     /// Records a new HTTP/2 request body.
     pub(crate) fn begin_http2_body(&self) {
-        self.http2_bodies.set(self.http2_bodies.get() + 1);
+        self.http2_bodies.update(|value| value + 1);
     }
 
     /// Records that an HTTP/2 request body was dropped.
     pub(crate) fn end_http2_body(&self) {
-        self.http2_bodies.set(self.http2_bodies.get() - 1);
+        self.http2_bodies.update(|value| value - 1);
         if self.http2_bodies.get() == 0 {
             self.unread_body_bytes.set(0);
             self.trailers.set(0);

@@ -127,7 +127,7 @@ impl ExchangeState {
         self.is_responding.set(false);
         self.is_close_delimited.set(false);
         self.body_bytes.set(0);
-        self.heads.set(self.heads.get().saturating_add(1));
+        self.heads.update(|value| value.saturating_add(1));
     }
 }
 
@@ -201,7 +201,7 @@ impl ConnectionMonitor {
             self.connection.set_busy();
         }
         self.output.may_be_within_response.set(true);
-        self.active_requests.set(self.active_requests.get() + 1);
+        self.active_requests.update(|value| value + 1);
         ActiveRequestGuard(Rc::clone(self))
     }
 
@@ -384,7 +384,7 @@ impl ActiveRequestGuard {
 
 impl Clone for ActiveRequestGuard {
     fn clone(&self) -> Self {
-        self.0.active_requests.set(self.0.active_requests.get() + 1);
+        self.0.active_requests.update(|value| value + 1);
         Self(Rc::clone(&self.0))
     }
 }
@@ -393,7 +393,7 @@ impl Drop for ActiveRequestGuard {
     fn drop(&mut self) {
         let monitor = &self.0;
         let active_requests = &monitor.active_requests;
-        active_requests.set(active_requests.get() - 1);
+        active_requests.update(|value| value - 1);
         if active_requests.get() == 0 {
             let now = Instant::now();
             monitor.phase.set(ConnectionPhase::Idle(now));

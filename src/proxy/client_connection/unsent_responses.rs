@@ -49,7 +49,7 @@ impl UnsentResponses {
             self.older.set(1);
             return self.generation.get();
         }
-        self.newer.set(self.newer.get() + 1);
+        self.newer.update(|value| value + 1);
         self.generation.get() + 1
     }
 
@@ -58,7 +58,7 @@ impl UnsentResponses {
             true => &self.older,
             false => &self.newer,
         };
-        count.set(count.get() - 1);
+        count.update(|value| value - 1);
         if self.is_empty() {
             self.emptied_at.set(Some(Instant::now()));
         }
@@ -89,7 +89,7 @@ impl UnsentResponses {
         let mut since = self.since.get().unwrap_or(now);
         if self.older.get() == 0 && now >= since + timeout {
             self.older.set(self.newer.take());
-            self.generation.set(self.generation.get() + 1);
+            self.generation.update(|value| value + 1);
             since = now;
         }
         self.since.set(Some(since));
@@ -108,7 +108,7 @@ impl StreamOutput {
 
     /// Counts a chunk as unsent until the guard is dropped.
     pub(crate) fn begin_chunk(&self) -> UnsentChunkGuard {
-        self.0.unsent.set(self.0.unsent.get() + 1);
+        self.0.unsent.update(|value| value + 1);
         UnsentChunkGuard(Rc::clone(&self.0))
     }
 }
@@ -124,7 +124,7 @@ impl Drop for StreamOutput {
 impl Drop for UnsentChunkGuard {
     fn drop(&mut self) {
         let chunks = &self.0;
-        chunks.unsent.set(chunks.unsent.get() - 1);
+        chunks.unsent.update(|value| value - 1);
         if chunks.unsent.get() == 0
             && let Some(generation) = chunks.generation.take()
         {

@@ -83,7 +83,7 @@ impl FrameBudget {
                 .saturating_mul(REFILL_PER_SECOND)
                 / 1000;
             self.remaining
-                .set(self.remaining.get().saturating_add(refill).min(MAX_BUDGET));
+                .update(|value| value.saturating_add(refill).min(MAX_BUDGET));
         }
         match self.remaining.get().checked_sub(frames) {
             Some(left) => self.remaining.set(left),

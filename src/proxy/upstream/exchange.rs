@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use h2::SendStream;
-use http::uri::{Authority, Parts};
+use http::uri::{Authority, Parts, Scheme};
 use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header, request};
 use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
@@ -110,9 +110,7 @@ pub(crate) fn client_error_kind(
 ) -> Option<UpstreamErrorKind> {
     match progress?.state.get() {
         RequestBodyState::Failed(kind) => Some(kind),
-        RequestBodyState::AwaitingClient
-        | RequestBodyState::Transferring
-        | RequestBodyState::Finished => None,
+        _ => None,
     }
 }
 
@@ -157,11 +155,11 @@ impl UpstreamClient {
             let mut answer = pin!(http1.sender.try_send_request(request));
             let poll_response = |cx: &mut Context<'_>| {
                 let answer = answer.as_mut().poll(cx);
-                match informational
-                    .forward_responses(interim, answer.is_pending().then(|| cx.waker()))
-                {
-                    true => answer.map(Some),
-                    false => Poll::Ready(None),
+                let waker = answer.is_pending().then(|| cx.waker());
+                if informational.forward_responses(interim, waker) {
+                    answer.map(Some)
+                } else {
+                    Poll::Ready(None)
                 }
             };
             let response = self
@@ -200,10 +198,8 @@ impl UpstreamClient {
             .map_err(|error| UpstreamErrorKind::ConnectionTerminated.with_cause(&error))?;
         // The connection is dropped only here: its drop aborts the task that hands over the socket.
         drop(connection);
-        let tunnel = Tunnel::new(
-            TokioIo::new(upgraded),
-            self.pool.settings().tunnel_idle_limit(),
-        );
+        let idle_limit = self.pool.settings().tunnel_idle_limit();
+        let tunnel = Tunnel::new(TokioIo::new(upgraded), idle_limit);
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }
 }
@@ -214,23 +210,17 @@ fn exchange_failure_from_hyper(
 ) -> ExchangeError {
     let unsent = failed.take_message();
     let error = failed.into_error();
-    let kind = match client_error_kind(progress) {
-        Some(kind) => kind,
-        None if error.is_parse() => UpstreamErrorKind::Protocol,
-        None => UpstreamErrorKind::ConnectionTerminated,
+    let other = if error.is_parse() {
+        UpstreamErrorKind::Protocol
+    } else {
+        UpstreamErrorKind::ConnectionTerminated
     };
+    let kind = client_error_kind(progress).unwrap_or(other);
     let failure = match unsent {
         Some(request) => ExchangeFailure::NotSent(Some(Box::new(request))),
         None => ExchangeFailure::MaybeProcessed,
     };
     (failure, kind.with_cause(&error))
-}
-
-/// A request whose head was sent and whose body is being uploaded.
-struct StartedRequest {
-    response: Http2ResponseFuture,
-    /// The sending half of a WebSocket request's stream; `None` for other requests.
-    tunnel: Option<SendStream<Bytes>>,
 }
 
 impl UpstreamClient {
@@ -255,21 +245,19 @@ impl UpstreamClient {
             ));
         };
         let websocket_key = self.convert_request_head(&mut head, slot)?;
-        let mut started = start_request(slot, head, body, websocket_key.is_some()).await?;
+        let (mut response, tunnel) =
+            start_request(slot, head, body, websocket_key.is_some()).await?;
         let poll_response = |cx: &mut Context<'_>| {
             while let Poll::Ready(Some(Ok(informational))) =
-                started.response.poll_informational_response(cx)
+                response.poll_informational_response(cx)
             {
                 if !interim.count_received(1) {
                     return Poll::Ready(None);
                 }
-                interim.forward(
-                    informational.status(),
-                    informational.headers(),
-                    Version::HTTP_2,
-                );
+                let (status, headers) = (informational.status(), informational.headers());
+                interim.forward(status, headers, Version::HTTP_2);
             }
-            Pin::new(&mut started.response).poll(cx).map(Some)
+            Pin::new(&mut response).poll(cx).map(Some)
         };
         let response = self
             .await_response(timer, poll_response, progress.as_deref(), sent_at)
@@ -283,7 +271,7 @@ impl UpstreamClient {
                 let failure = classify_failure(&error);
                 (failure, upstream_error_from_h2(&error, progress.as_deref()))
             })?;
-        Ok(self.convert_response(response, websocket_key.zip(started.tunnel), connection))
+        Ok(self.convert_response(response, websocket_key.zip(tunnel), connection))
     }
 
     /// Converts the request head to HTTP/2; a WebSocket request becomes an extended CONNECT.
@@ -295,9 +283,10 @@ impl UpstreamClient {
     ) -> Result<Option<HeaderValue>, ExchangeError> {
         let is_websocket = upgrade::upgrade_names_websocket(&head.headers)
             && slot.connection.supports_extended_connect();
-        let websocket_key = match is_websocket {
-            true => convert_to_extended_connect(head),
-            false => None,
+        let websocket_key = if is_websocket {
+            convert_to_extended_connect(head)
+        } else {
+            None
         };
         let is_secure = self.pool.settings().tls.is_some();
         match convert_request_head_to_http2(head, is_secure) {
@@ -332,28 +321,26 @@ impl UpstreamClient {
     }
 }
 
-/// Sends the request head and the start of the body; a task uploads what exceeds the upstream's
+/// Sends the request head and the start of the body. Returns the response, and the sending half of
+/// a WebSocket request's stream. A task uploads what exceeds the upstream's
 /// window.
 async fn start_request(
     slot: &mut StreamSlot,
     head: request::Parts,
     body: RequestBody,
     is_websocket: bool,
-) -> Result<StartedRequest, ExchangeError> {
-    let declared_trailers = head
-        .headers
-        .get_all(header::TRAILER)
-        .iter()
-        .cloned()
-        .collect();
+) -> Result<(Http2ResponseFuture, Option<SendStream<Bytes>>), ExchangeError> {
+    let trailers = head.headers.get_all(header::TRAILER);
+    let declared_trailers = trailers.iter().cloned().collect();
     let keeps_stream_open = is_websocket || !body.is_empty();
     let (response, send_stream) = slot
         .connection
         .send_request_head(Request::from_parts(head, ()), keeps_stream_open)
         .map_err(|error| {
-            let failure = match slot.connection.closing.get() {
-                true => ExchangeFailure::NotSent(None),
-                false => ExchangeFailure::MaybeProcessed,
+            let failure = if slot.connection.closing.get() {
+                ExchangeFailure::NotSent(None)
+            } else {
+                ExchangeFailure::MaybeProcessed
             };
             (failure, upstream_error_from_h2(&error, None))
         })?;
@@ -365,7 +352,7 @@ async fn start_request(
     {
         slot.upload = Some(upload);
     }
-    Ok(StartedRequest { response, tunnel })
+    Ok((response, tunnel))
 }
 
 fn invalid_request_error(detail: &str) -> ExchangeError {
@@ -405,19 +392,16 @@ pub(crate) fn convert_request_head_to_http2(
     let host = head.headers.remove(header::HOST)?;
     let mut parts = Parts::default();
     parts.scheme = Some(if is_secure {
-        http::uri::Scheme::HTTPS
+        Scheme::HTTPS
     } else {
-        http::uri::Scheme::HTTP
+        Scheme::HTTP
     });
     parts.authority = Some(Authority::try_from(host.as_bytes()).ok()?);
     parts.path_and_query = head.uri.path_and_query().cloned();
     head.uri = Uri::from_parts(parts).ok()?;
     head.version = Version::HTTP_2;
-    for name in [
-        header::CONNECTION,
-        header::TRANSFER_ENCODING,
-        header::UPGRADE,
-    ] {
+    use header::{CONNECTION, TRANSFER_ENCODING, UPGRADE};
+    for name in [CONNECTION, TRANSFER_ENCODING, UPGRADE] {
         head.headers.remove(name);
     }
     Some(())
@@ -439,8 +423,6 @@ pub(crate) fn convert_to_switching_protocols<B>(response: &mut Response<B>, key:
     let headers = response.headers_mut();
     headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
     headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
-    headers.insert(
-        header::SEC_WEBSOCKET_ACCEPT,
-        upgrade::websocket_accept_value(key),
-    );
+    let accept = upgrade::websocket_accept_value(key);
+    headers.insert(header::SEC_WEBSOCKET_ACCEPT, accept);
 }

@@ -161,17 +161,13 @@ impl UpstreamPool {
         now: Instant,
     ) -> Option<Box<UpstreamConnection>> {
         let max_age = self.settings().pool_idle_timeout;
-        let is_young = |http2_connection: &&Rc<Http2Connection>| {
-            http2_connection
-                .idle_since()
-                .is_none_or(|since| now.duration_since(since) < max_age)
+        let is_young = |connection: &&Rc<Http2Connection>| {
+            let since = connection.idle_since();
+            since.is_none_or(|since| now.duration_since(since) < max_age)
         };
-        let slot = self
-            .http2_connections
-            .borrow()
-            .iter()
-            .filter(is_young)
-            .find_map(|http2_connection| StreamSlot::reserve(http2_connection, self));
+        let connections = self.http2_connections.borrow();
+        let mut young = connections.iter().filter(is_young);
+        let slot = young.find_map(|connection| StreamSlot::reserve(connection, self));
         slot.map(|slot| Box::new(UpstreamConnection::new(ConnectionProtocol::Http2(slot))))
             .or_else(|| self.take_idle_http1(now))
     }
@@ -179,8 +175,8 @@ impl UpstreamPool {
     fn take_idle_http1(&self, now: Instant) -> Option<Box<UpstreamConnection>> {
         let mut idle = self.idle_http1.borrow_mut();
         let max_age = self.settings().pool_idle_timeout;
-        std::iter::from_fn(|| idle.pop_back())
-            .find(|connection| connection.is_reusable(max_age, now))
+        let mut newest_first = std::iter::from_fn(|| idle.pop_back());
+        newest_first.find(|connection| connection.is_reusable(max_age, now))
     }
 }
 

@@ -171,11 +171,9 @@ impl UpstreamBody {
     ) -> Poll<Result<bool, UpstreamError>> {
         match self.source.poll_frame(cx)? {
             Poll::Ready(Some(frame)) => {
-                self.first_frame = match frame.into_data() {
+                self.first_frame = match frame.into_data().map_err(Frame::into_trailers) {
                     Ok(data) => FirstFrame::Data(data),
-                    Err(trailers) => {
-                        FirstFrame::Trailers(Box::new(trailers.into_trailers().unwrap_or_default()))
-                    }
+                    Err(trailers) => FirstFrame::Trailers(Box::new(trailers.unwrap_or_default())),
                 };
                 Poll::Ready(self.source.check_received().map(|()| true))
             }
@@ -262,10 +260,8 @@ impl UpstreamBody {
     }
 
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let ends_at = self
-            .slot_guard
-            .as_ref()
-            .and_then(|guard| guard.request_ends_at());
+        let slot_guard = self.slot_guard.as_ref();
+        let ends_at = slot_guard.and_then(|guard| guard.request_ends_at());
         // What was read in time is passed on.
         if matches!(self.first_frame, FirstFrame::None)
             && ends_at.is_some_and(|ends_at| ends_at <= Instant::now())
@@ -326,13 +322,13 @@ impl UpstreamBody {
         let Some(due) = idle_at.into_iter().chain(ends_at).min() else {
             return Poll::Pending;
         };
-        connection
-            .timer
-            .poll(due, cx)
-            .map(|()| match ends_at == Some(due) {
-                true => BodyError::MaxDurationExceeded,
-                false => BodyError::UpstreamTimeout,
-            })
+        connection.timer.poll(due, cx).map(|()| {
+            if ends_at == Some(due) {
+                BodyError::MaxDurationExceeded
+            } else {
+                BodyError::UpstreamTimeout
+            }
+        })
     }
 
     fn fail(&mut self, error: BodyError) -> BodyError {
@@ -449,13 +445,13 @@ impl Body for ResponseBody {
         match self.get_mut() {
             Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
             Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
-            Self::Full(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+
             Self::FullWithTrailers(bytes, trailers) if bytes.is_empty() => Poll::Ready(
                 trailers
                     .take()
                     .map(|trailers| Ok(Frame::trailers(trailers))),
             ),
-            Self::FullWithTrailers(bytes, _) => {
+            Self::Full(bytes) | Self::FullWithTrailers(bytes, _) => {
                 Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
             }
             Self::Upstream(body) => body.poll_frame(cx),

@@ -169,9 +169,8 @@ pub(crate) struct Http2ResponseBody {
 
 impl Http2ResponseBody {
     pub(crate) fn new(stream: ReceivedStream, headers: &HeaderMap) -> Self {
-        let length = headers
-            .get(header::CONTENT_LENGTH)
-            .and_then(|length| length.to_str().ok()?.parse().ok());
+        let length = headers.get(header::CONTENT_LENGTH);
+        let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
         Self {
             stream,
             remaining_bytes: length,
@@ -190,8 +189,7 @@ impl Http2ResponseBody {
                 Some(Ok(data)) => {
                     self.stream.release_capacity(data.len())?;
                     if let Some(remaining) = &mut self.remaining_bytes {
-                        *remaining =
-                            remaining.saturating_sub(u64::try_from(data.len()).unwrap_or(u64::MAX));
+                        *remaining = remaining.saturating_sub(data.len() as u64);
                     }
                     return Poll::Ready(Some(Ok(Frame::data(data))));
                 }
@@ -207,9 +205,10 @@ impl Http2ResponseBody {
     /// # Errors
     /// Fails if the stream has failed by now, also if data before it is unread.
     pub(crate) fn check_received(&self) -> Result<(), h2::Error> {
-        match self.stream.is_end_stream() {
-            true => Ok(()),
-            false => self.stream.check_received(),
+        if self.stream.is_end_stream() {
+            Ok(())
+        } else {
+            self.stream.check_received()
         }
     }
 

@@ -68,10 +68,8 @@ impl UpstreamConnection {
         let ConnectionProtocol::Http1(http1) = &self.protocol else {
             return false;
         };
-        http1.sender.is_ready()
-            && self
-                .idle_since
-                .is_none_or(|since| now.duration_since(since) < max_idle)
+        let is_young = |since| now.duration_since(since) < max_idle;
+        http1.sender.is_ready() && self.idle_since.is_none_or(is_young)
     }
 }
 

@@ -26,7 +26,7 @@ impl UpstreamPool {
             let is_unneeded =
                 http2_connection.idle_since().is_some() && self.waiters.borrow().is_empty();
             if is_unneeded || self.should_yield_to_other_workers() {
-                http2_connection.retire();
+                http2_connection.closing.set(true);
             }
         }
         if http2_connection.closing.get() {
@@ -45,19 +45,16 @@ impl UpstreamPool {
     }
 
     pub(crate) fn remove_http2_connection(&self, http2_connection: &Rc<Http2Connection>) {
-        self.http2_connections
-            .borrow_mut()
-            .retain(|known| !Rc::ptr_eq(known, http2_connection));
+        let mut connections = self.http2_connections.borrow_mut();
+        connections.retain(|known| !Rc::ptr_eq(known, http2_connection));
     }
 
     pub(crate) fn idle_count(&self) -> usize {
-        let http2_idle = self
-            .http2_connections
-            .borrow()
+        let http2 = self.http2_connections.borrow();
+        let http2_idle = http2
             .iter()
-            .filter(|http2_connection| http2_connection.idle_since().is_some())
-            .count();
-        http2_idle + self.idle_http1.borrow().len()
+            .filter(|connection| connection.idle_since().is_some());
+        http2_idle.count() + self.idle_http1.borrow().len()
     }
 
     pub(crate) fn return_connection(&self, mut connection: Box<UpstreamConnection>) {
@@ -92,18 +89,18 @@ impl UpstreamPool {
     pub(crate) fn apply_resolved_addresses(&self, found: Vec<IpAddr>) {
         self.addresses.borrow_mut().record_lookup(found);
         let addresses = self.addresses.borrow();
-        self.idle_http1
-            .borrow_mut()
-            .retain(|connection| match &connection.protocol {
-                ConnectionProtocol::Http1(http1) => !addresses.is_stale(http1.peer),
-                ConnectionProtocol::Http2(_) => true,
-            });
+        let mut idle = self.idle_http1.borrow_mut();
+        idle.retain(|connection| match &connection.protocol {
+            ConnectionProtocol::Http1(http1) => !addresses.is_stale(http1.peer),
+            ConnectionProtocol::Http2(_) => true,
+        });
+        drop(idle);
         self.http2_connections
             .borrow_mut()
             .retain(|http2_connection| {
                 let is_current = !addresses.is_stale(http2_connection.peer);
                 if !is_current {
-                    http2_connection.retire();
+                    http2_connection.closing.set(true);
                 }
                 is_current
             });
@@ -135,16 +132,11 @@ pub(crate) async fn run_idle_sweeper(
     pool: Weak<UpstreamPool>,
     mut queue_signal: watch::Receiver<()>,
 ) {
-    let Some(interval) = pool
-        .upgrade()
-        .map(|pool| pool.settings().pool_idle_timeout / 2)
-    else {
-        return;
-    };
-    let interval = interval.clamp(SWEEP_INTERVAL_RANGE.0, SWEEP_INTERVAL_RANGE.1);
     while let Some(pool) = pool.upgrade() {
         pool.sweep_idle();
+        let interval = pool.settings().pool_idle_timeout / 2;
         drop(pool);
+        let interval = interval.clamp(SWEEP_INTERVAL_RANGE.0, SWEEP_INTERVAL_RANGE.1);
         tokio::select! {
             changed = queue_signal.changed() => if changed.is_err() { return },
             () = sleep(interval) => {}
