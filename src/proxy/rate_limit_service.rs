@@ -312,9 +312,12 @@ fn build_rate_limit_response(
     CallVerdict { verdict, statuses }: &CallVerdict<'_>,
     table: &PolicyTable,
 ) -> RateLimitResponse {
-    let code = |over| match over {
-        true => response::Code::OverLimit,
-        false => response::Code::Ok,
+    let code = |over| {
+        if over {
+            response::Code::OverLimit
+        } else {
+            response::Code::Ok
+        }
     };
     let (headers, body) = headers_and_body_for_client(verdict, table.rate_limit_headers);
     let mark = build_mark_value(verdict).map(|value| (&table.mark_header, value));

@@ -97,10 +97,8 @@ impl ProxyServer {
     /// # Errors
     /// Fails if the server has no listener, or if the system cannot report the socket's address.
     pub fn first_listener_address(&self) -> io::Result<ListenAddress> {
-        let first = self
-            .listeners
-            .first()
-            .ok_or_else(|| io::Error::other("the server has no listener"))?;
+        let first = self.listeners.first();
+        let first = first.ok_or_else(|| io::Error::other("the server has no listener"))?;
         first.socket.address()
     }
 
@@ -184,19 +182,9 @@ impl ProxyServer {
         };
         // A failed acceptor drains without a delay.
         begin_drain(&phase, Duration::ZERO, shutdown.grace);
-        let drained = drain_workers(
-            acceptors,
-            workers,
-            &self.load,
-            shutdown.grace,
-            shutdown_signal,
-            &phase,
-        )
-        .await;
-        match accept_error {
-            Some(error) => Err(error),
-            None => drained,
-        }
+        let (load, grace) = (&self.load, shutdown.grace);
+        let drained = drain_workers(acceptors, workers, load, grace, shutdown_signal, &phase).await;
+        accept_error.map_or(drained, Err)
     }
 }
 
@@ -232,12 +220,11 @@ pub enum ShutdownSignal {
 /// Waits for the state `at_least` or a later one.
 async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least: ShutdownSignal) {
     // A dropped sender requests a drain, but never an immediate stop.
-    if signal
+    let is_dropped = signal
         .wait_for(|current| *current >= at_least)
         .await
-        .is_err()
-        && at_least > ShutdownSignal::Drain
-    {
+        .is_err();
+    if is_dropped && at_least > ShutdownSignal::Drain {
         std::future::pending().await
     }
 }
@@ -270,12 +257,13 @@ async fn drain_workers(
     }
     // The queues are closed: each worker finishes its connections and ends.
     let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
-    let mut joined_workers = tokio::task::spawn_blocking(|| {
+    let join_threads = || {
         threads
             .into_iter()
             .map(JoinHandle::join)
             .collect::<Vec<_>>()
-    });
+    };
+    let mut joined_workers = tokio::task::spawn_blocking(join_threads);
     let joined_in_time = tokio::select! {
         biased;
         () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,

@@ -115,13 +115,10 @@ impl RequestHandler for ProxyService {
 
     fn record_unreadable_request(&self, status: StatusCode, peer: &ConnectionPeer) {
         self.metrics.record_status(status.as_u16());
-        self.metrics
-            .record_request_decision(RequestDecision::Malformed as usize);
-        self.access_log
-            .write(&AccessLogEntry::for_unreadable_request(
-                peer.addr.ip(),
-                status,
-            ));
+        let decision = RequestDecision::Malformed;
+        self.metrics.record_request_decision(decision as usize);
+        let entry = AccessLogEntry::for_unreadable_request(peer.addr.ip(), status);
+        self.access_log.write(&entry);
     }
 
     fn unreadable_request_status(&self, peer: &ConnectionPeer) -> Option<StatusCode> {

@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
-use super::open_connection::OpenConnection;
+use super::open_connection::{ENDED, LARGE_CONNECTION_BYTES, OpenConnection};
 use crate::proxy::client_counts::ClientCounts;
 use crate::telemetry::LogThrottle;
 
@@ -154,7 +154,7 @@ impl ServerLoad {
 
     /// Records the memory of a connection. Above the limit, the largest connections are closed.
     pub(crate) fn set_memory(&self, connection: &OpenConnection, bytes: usize) {
-        let before = connection.replace_memory_bytes(bytes);
+        let before = connection.memory_bytes.swap(bytes, Ordering::Relaxed);
         if connection.is_unclosable() {
             update_sum(&self.0.unclosable_bytes, before, bytes);
         }
@@ -170,14 +170,14 @@ impl ServerLoad {
 
     /// Records that the connection must not be closed to free its memory.
     pub(crate) fn set_unclosable(&self, connection: &OpenConnection) {
-        if !connection.set_unclosable() {
+        if !connection.is_unclosable.swap(true, Ordering::Relaxed) {
             update_sum(&self.0.unclosable_bytes, 0, connection.memory_bytes());
         }
     }
 
-    /// Subtracts the memory of a connection that has ended.
+    /// Subtracts the memory of a connection that has ended. Nothing closes it for memory any more.
     pub(crate) fn remove_memory(&self, connection: &OpenConnection) {
-        let closing = connection.end_memory();
+        let closing = connection.closing_bytes.swap(ENDED, Ordering::AcqRel);
         self.set_memory(connection, 0);
         self.0.closing_bytes.fetch_sub(closing, Ordering::Relaxed);
     }
@@ -201,14 +201,16 @@ impl ServerLoad {
         }
         let (mut freed, mut closed) = (0, 0_u64);
         for (_, connection) in self.find_connections(OpenConnection::memory_close_order) {
-            let surplus = match connection.is_large() {
-                true => limit / 10,
-                false => limit / 100,
-            };
+            let bytes = connection.memory_bytes();
+            let surplus = limit
+                / if bytes > LARGE_CONNECTION_BYTES {
+                    10
+                } else {
+                    100
+                };
             if freed >= excess + surplus {
                 break;
             }
-            let bytes = connection.memory_bytes();
             // Added first: the end of the connection subtracts what it finds.
             self.0.closing_bytes.fetch_add(bytes, Ordering::Relaxed);
             if connection.close_for_memory(bytes) {
@@ -243,9 +245,8 @@ impl ServerLoad {
     }
 
     fn closable_share(&self, limit: usize) -> usize {
-        limit
-            .saturating_sub(load(&self.0.unclosable_bytes))
-            .max(limit / 2)
+        let rest = limit.saturating_sub(load(&self.0.unclosable_bytes));
+        rest.max(limit / 2)
     }
 }
 
@@ -255,13 +256,10 @@ fn load(sum: &AtomicUsize) -> usize {
 
 /// Replaces a part of a sum and returns the sum.
 fn update_sum(sum: &AtomicUsize, before: usize, after: usize) -> usize {
-    match after.checked_sub(before) {
-        Some(more) => sum.fetch_add(more, Ordering::Relaxed) + more,
-        None => {
-            let less = before - after;
-            sum.fetch_sub(less, Ordering::Relaxed) - less
-        }
-    }
+    // Both operations wrap around.
+    let change = after.wrapping_sub(before);
+    sum.fetch_add(change, Ordering::Relaxed)
+        .wrapping_add(change)
 }
 
 /// Keeps a connection in the table, and its connection slot, until it is dropped.

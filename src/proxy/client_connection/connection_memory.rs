@@ -75,8 +75,8 @@ impl ConnectionMemory {
 
     /// Records that an HTTP/2 head is complete.
     pub(crate) fn complete_http2_head(&self) {
-        let complete = self.complete_head_bytes.get() + self.head_bytes.take();
-        self.complete_head_bytes.set(complete);
+        let bytes = self.head_bytes.take();
+        self.complete_head_bytes.update(|complete| complete + bytes);
     }
 
     /// Records that the request of a complete head begins, with the memory of its decoded fields.
@@ -84,11 +84,12 @@ impl ConnectionMemory {
     /// small HTTP/2 head that arrived in one read counts as part of its stream.
     pub(crate) fn begin_head(&self, is_http2: bool, decoded_bytes: usize) -> usize {
         self.begin_stream();
-        let bytes = match is_http2 {
-            true => self.complete_head_bytes.take(),
-            false => self.head_bytes.take(),
+        let head = if is_http2 {
+            &self.complete_head_bytes
+        } else {
+            &self.head_bytes
         };
-        let bytes = bytes.max(decoded_bytes);
+        let bytes = head.take().max(decoded_bytes);
         self.active_head_bytes.update(|value| value + bytes);
         bytes
     }
@@ -117,9 +118,9 @@ impl ConnectionMemory {
     /// no handler reads, such as frames of a stream that was reset, stays counted until no body is
     /// open.
     pub(crate) fn add_unread_frames(&self, frames: usize, bytes: usize) {
-        let unread = self.unread_body_bytes.get() + bytes + frames * UNREAD_FRAME_BYTES;
+        let added = bytes + frames * UNREAD_FRAME_BYTES;
         self.unread_body_bytes
-            .set(unread.min(H2_CONNECTION_WINDOW_BYTES as usize));
+            .update(|unread| (unread + added).min(H2_CONNECTION_WINDOW_BYTES as usize));
     }
 
     /// Records that the handler read DATA frames: their payloads, and [`UNREAD_FRAME_BYTES`] each.
@@ -166,17 +167,15 @@ impl ConnectionMemory {
         if self.http2_bodies.get() == 0 {
             return 0;
         }
-        let window = self
-            .http2_bodies
-            .get()
-            .saturating_mul(H2_STREAM_WINDOW_BYTES as usize * (1 + UNREAD_FRAME_BYTES));
+        let window = H2_STREAM_WINDOW_BYTES as usize * (1 + UNREAD_FRAME_BYTES);
+        let window = self.http2_bodies.get().saturating_mul(window);
         self.unread_body_bytes.get().min(window) + self.trailer_bytes.get()
     }
 
     /// Records bytes that TLS received and may keep.
     pub(crate) fn add_tls_input(&self, bytes: usize) {
-        let kept = self.tls_input_bytes.get() + bytes;
-        self.tls_input_bytes.set(kept.min(MAX_TLS_INPUT_BYTES));
+        self.tls_input_bytes
+            .update(|kept| (kept + bytes).min(MAX_TLS_INPUT_BYTES));
     }
 
     /// Records that TLS has read its input, up to a part of a record.
@@ -200,9 +199,10 @@ impl ConnectionMemory {
         let active_head_bytes = self.active_head_bytes.get() & !(HEAD_STEP_BYTES - 1);
         let kept = self.tls_input_bytes.get() + self.read_ahead_bytes.get();
         let kept_bytes = kept & !(HEAD_STEP_BYTES - 1);
-        let unsent = match is_write_blocked {
-            true => BLOCKED_WRITE_BYTES,
-            false => 0,
+        let unsent = if is_write_blocked {
+            BLOCKED_WRITE_BYTES
+        } else {
+            0
         };
         let received = match http2_streams {
             Some(streams) => {

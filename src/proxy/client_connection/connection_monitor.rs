@@ -173,9 +173,9 @@ impl ConnectionMonitor {
     /// Reports the connection's memory to the budget, if it has changed and the connection stays
     /// open.
     pub(crate) fn report_memory(&self) {
-        let streams = self.is_http2.get().then(|| self.memory.stream_count());
-        let is_write_blocked = !self.has_no_blocked_write();
         let memory = &self.memory;
+        let streams = self.is_http2.get().then(|| memory.stream_count());
+        let is_write_blocked = !self.has_no_blocked_write();
         let held = memory.held_bytes(streams, self.has_buffers.get(), is_write_blocked);
         if held != self.connection.memory_bytes() && !self.connection.is_closed_for_memory() {
             self.load.set_memory(&self.connection, held);
@@ -267,9 +267,10 @@ impl ConnectionMonitor {
     pub(crate) fn update_activity(&self) {
         let is_idle = self.is_idle();
         if is_idle != self.connection.idle_since_ms().is_some() {
-            match is_idle {
-                true => self.connection.set_idle(Instant::now()),
-                false => self.connection.set_busy(),
+            if is_idle {
+                self.connection.set_idle(Instant::now());
+            } else {
+                self.connection.set_busy();
             }
         }
     }
@@ -352,16 +353,12 @@ impl ConnectionMonitor {
 
     /// Records whether a write is blocked.
     pub(crate) fn record_write_result<T>(&self, result: &Poll<io::Result<T>>) {
-        match result {
-            Poll::Pending if self.write_blocked_since.get().is_none() => {
-                self.write_blocked_since.set(Some(Instant::now()))
+        if result.is_ready() {
+            if self.write_blocked_since.take().is_some() {
+                self.write_waiters.take().into_iter().for_each(Waker::wake);
             }
-            Poll::Pending => {}
-            Poll::Ready(_) => {
-                if self.write_blocked_since.take().is_some() {
-                    self.write_waiters.take().into_iter().for_each(Waker::wake);
-                }
-            }
+        } else if self.has_no_blocked_write() {
+            self.write_blocked_since.set(Some(Instant::now()));
         }
     }
 }

@@ -60,11 +60,8 @@ impl ContinueQueue {
     /// Forgets smaller table sizes: a response of h2 begins, which may fill the client's table. An
     /// update to a smaller size would empty it again.
     pub(crate) fn keep_present_table_size(&self) {
-        let present = self
-            .table_bytes
-            .get()
-            .map(|(_, present)| (present, present));
-        self.table_bytes.set(present);
+        self.table_bytes
+            .update(|sizes| sizes.map(|(_, present)| (present, present)));
     }
 
     /// Queues the response, unless it was queued before. Returns whether the task that writes it

@@ -10,10 +10,10 @@ use tokio::time::Instant;
 const BUSY: u64 = u64::MAX;
 
 /// Size above which a connection holds more than an ordinary request needs.
-const LARGE_CONNECTION_BYTES: usize = 32 * 1024;
+pub(super) const LARGE_CONNECTION_BYTES: usize = 32 * 1024;
 
 /// Value of [`OpenConnection::closing_bytes`] after the connection's memory was subtracted.
-const ENDED: usize = usize::MAX;
+pub(super) const ENDED: usize = usize::MAX;
 
 /// Idle time and memory of one connection, and requests to close it. Its worker writes the state;
 /// the acceptor and the other workers read it.
@@ -27,11 +27,11 @@ pub(crate) struct OpenConnection {
     /// End of the last request, or the time of the accept. [`BUSY`] while a request is active.
     idle_since_ms: AtomicU64,
     /// Estimated memory.
-    memory_bytes: AtomicUsize,
+    pub(super) memory_bytes: AtomicUsize,
     /// Part of the memory that is being freed by closing the connection. 0 while it stays open.
-    closing_bytes: AtomicUsize,
+    pub(super) closing_bytes: AtomicUsize,
     /// Whether the connection must not be closed to free its memory.
-    is_unclosable: AtomicBool,
+    pub(super) is_unclosable: AtomicBool,
     /// Whether the peer is a trusted proxy, whose connection carries requests of many clients.
     is_from_trusted_proxy: AtomicBool,
     /// Whether the connection is to make place for another one, if it is idle.
@@ -78,17 +78,6 @@ impl OpenConnection {
         self.memory_bytes.load(Ordering::Relaxed)
     }
 
-    /// Sets the memory and returns the former.
-    pub(crate) fn replace_memory_bytes(&self, bytes: usize) -> usize {
-        self.memory_bytes.swap(bytes, Ordering::Relaxed)
-    }
-
-    /// Records that the connection must not be closed to free its memory. Returns whether it was so
-    /// before.
-    pub(crate) fn set_unclosable(&self) -> bool {
-        self.is_unclosable.swap(true, Ordering::Relaxed)
-    }
-
     pub(crate) fn is_unclosable(&self) -> bool {
         self.is_unclosable.load(Ordering::Relaxed)
     }
@@ -103,10 +92,6 @@ impl OpenConnection {
         self.is_from_trusted_proxy.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn is_large(&self) -> bool {
-        self.memory_bytes() > LARGE_CONNECTION_BYTES
-    }
-
     /// Order in which connections are closed to free memory: large ones first, then idle ones, then
     /// ordinary requests; of these by size, then by idle time; trusted proxies last. `None` if the
     /// connection must not be closed or is being closed.
@@ -115,23 +100,19 @@ impl OpenConnection {
             return None;
         }
         let (bytes, idle_since_ms) = (self.memory_bytes(), self.idle_since_ms());
-        let is_large = bytes > LARGE_CONNECTION_BYTES;
-        let has_request = idle_since_ms.is_none();
-        let rank = (
-            self.is_from_trusted_proxy(),
-            !is_large,
-            !is_large && has_request,
-        );
+        let is_small = bytes <= LARGE_CONNECTION_BYTES;
+        let is_request = is_small && idle_since_ms.is_none();
+        let rank = (self.is_from_trusted_proxy(), is_small, is_request);
         Some((rank, Reverse(bytes), idle_since_ms.unwrap_or(BUSY)))
     }
 
     /// Asks the driving task to close the connection, to free this memory. Returns `false` if it is
     /// being closed already or has ended.
     pub(crate) fn close_for_memory(&self, bytes: usize) -> bool {
-        let order = (Ordering::AcqRel, Ordering::Relaxed);
+        let (success, failure) = (Ordering::AcqRel, Ordering::Relaxed);
         let claim = self
             .closing_bytes
-            .compare_exchange(0, bytes, order.0, order.1);
+            .compare_exchange(0, bytes, success, failure);
         let is_claimed = claim.is_ok() && bytes > 0;
         if is_claimed {
             self.wake_driver();
@@ -142,12 +123,6 @@ impl OpenConnection {
     /// Whether the connection is being closed to free its memory.
     pub(crate) fn is_closed_for_memory(&self) -> bool {
         self.closing_bytes.load(Ordering::Relaxed) > 0
-    }
-
-    /// Ends the accounting of the connection: nothing closes it for memory any more. Returns the
-    /// bytes that closing it was to free.
-    pub(crate) fn end_memory(&self) -> usize {
-        self.closing_bytes.swap(ENDED, Ordering::AcqRel)
     }
 
     /// Asks the driving task to close the connection, unless it has a request meanwhile.

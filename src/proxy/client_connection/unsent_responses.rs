@@ -54,10 +54,8 @@ impl UnsentResponses {
     }
 
     fn remove(&self, generation: u64) {
-        let count = match generation <= self.generation.get() {
-            true => &self.older,
-            false => &self.newer,
-        };
+        let is_older = generation <= self.generation.get();
+        let count = if is_older { &self.older } else { &self.newer };
         count.update(|value| value - 1);
         if self.is_empty() {
             self.emptied_at.set(Some(Instant::now()));

@@ -83,9 +83,11 @@ impl QueryEscaper {
             *after = after.saturating_add(bytes.len() as u64);
             return bytes.len();
         }
-        let head = match self.tail == *EMPTY_LINE {
-            true => Some(bytes.len()),
-            false => find_head_end(before, bytes),
+        let ends_with_head = self.tail == *EMPTY_LINE;
+        let head = if ends_with_head {
+            Some(bytes.len())
+        } else {
+            find_head_end(before, bytes)
         };
         let length = head.filter(|_| self.is_bodiless).unwrap_or(bytes.len());
         self.bytes_after_head = head.and_then(|head| u64::try_from(length - head).ok());
@@ -149,9 +151,10 @@ pub(crate) fn escape_query(target: &[u8]) -> Cow<'_, [u8]> {
         ..QueryEscaper::default()
     };
     let mut escaped = Vec::new();
-    match memchr3(b'"', b'<', b'>', target).is_some() && escaper.scan(target, &mut escaped) {
-        true => Cow::Owned(escaped),
-        false => Cow::Borrowed(target),
+    if memchr3(b'"', b'<', b'>', target).is_some() && escaper.scan(target, &mut escaped) {
+        Cow::Owned(escaped)
+    } else {
+        Cow::Borrowed(target)
     }
 }
 

@@ -139,7 +139,11 @@ impl FieldBlockFilter {
                 encode_field(b"x", b" ", &mut output);
             }
             _ if !self.is_table_unknown => return Ok(None),
-            _ => encode_fields(&fields, &mut output),
+            _ => {
+                for field in &fields.fields {
+                    encode_field(field.name(), field.value(), &mut output);
+                }
+            }
         }
         self.is_table_unknown = true;
         Ok(Some(ReplacedBlock {
@@ -191,10 +195,10 @@ impl<'f> RequestHead<'f> {
         }
         let added = self.path_for_h2.len() - self.path.map_or(0, <[u8]>::len);
         let mark = if self.has_expectation { MARK_BYTES } else { 0 };
-        match added + mark > fields.remaining_bytes {
-            true => Err(RequestValidationError::HeadTooLarge),
-            false => Ok(()),
+        if added + mark > fields.remaining_bytes {
+            return Err(RequestValidationError::HeadTooLarge);
         }
+        Ok(())
     }
 
     fn add_field(&mut self, field: &'f DecodedField) -> Result<(), RequestValidationError> {
@@ -210,10 +214,10 @@ impl<'f> RequestHead<'f> {
                 return self.add_regular_field(field);
             }
         };
-        match was_known || self.has_regular_field {
-            true => Err(RequestValidationError::PseudoFields),
-            false => Ok(()),
+        if was_known || self.has_regular_field {
+            return Err(RequestValidationError::PseudoFields);
         }
+        Ok(())
     }
 
     fn add_regular_field(&mut self, field: &DecodedField) -> Result<(), RequestValidationError> {
@@ -254,10 +258,10 @@ impl<'f> RequestHead<'f> {
             return Err(RequestValidationError::PseudoFields);
         }
         self.authority.map_or(Ok(()), |field| field.check)?;
-        match has_target && !self.has_valid_path() {
-            true => Err(RequestValidationError::Path),
-            false => Ok(()),
+        if has_target && !self.has_valid_path() {
+            return Err(RequestValidationError::Path);
         }
+        Ok(())
     }
 
     fn has_valid_path(&self) -> bool {
@@ -300,11 +304,8 @@ impl<'f> RequestHead<'f> {
         let method = self
             .method
             .filter(|method| Method::from_bytes(method).is_ok() && *method != b"CONNECT");
-        encode_field(
-            b":method",
-            method.filter(is_short).unwrap_or(b"GET"),
-            output,
-        );
+        let method = method.filter(is_short).unwrap_or(b"GET");
+        encode_field(b":method", method, output);
         encode_field(b":scheme", b"http", output);
         if let Some(authority) = self.authority
             && is_short(&authority.value())
@@ -316,12 +317,13 @@ impl<'f> RequestHead<'f> {
         let is_kept = is_short(&path) && self.has_valid_path();
         encode_field(b":path", if is_kept { path } else { b"/" }, output);
         for field in &fields.fields {
+            let (name, value) = (field.name(), field.value());
             let is_kept = matches!(
-                field.name(),
+                name,
                 b"accept" | b"content-type" | b"origin" | b"traceparent"
             );
-            if is_kept && is_short(&field.value()) && field.check.is_ok() {
-                encode_field(field.name(), field.value(), output);
+            if is_kept && is_short(&value) && field.check.is_ok() {
+                encode_field(name, value, output);
             }
         }
         encode_field(b"expect", encode_malformed_mark(error).as_bytes(), output);
@@ -332,12 +334,6 @@ fn are_malformed_trailers(fields: &FieldList) -> bool {
     let is_malformed =
         |field: &DecodedField| field.check.is_err() || field.name().starts_with(b":");
     fields.is_too_large || fields.fields.iter().any(|field| is_malformed(field))
-}
-
-fn encode_fields(fields: &FieldList, output: &mut Vec<u8>) {
-    for field in &fields.fields {
-        encode_field(field.name(), field.value(), output);
-    }
 }
 
 /// Encodes a field as a literal that enters no dynamic table (RFC 7541, 6.2.2).
@@ -357,11 +353,8 @@ pub(crate) fn encode_frames(stream: u32, ends_stream: bool, block: &[u8]) -> Vec
     }
     let mut frames = Vec::with_capacity(block.len() + 64);
     for (index, part) in parts.iter().enumerate() {
-        let mut flags = if index + 1 == parts.len() {
-            END_HEADERS
-        } else {
-            0
-        };
+        let is_last = index + 1 == parts.len();
+        let mut flags = if is_last { END_HEADERS } else { 0 };
         if index == 0 && ends_stream {
             flags |= END_STREAM;
         }

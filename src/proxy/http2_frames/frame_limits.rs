@@ -53,7 +53,7 @@ impl FrameBudget {
     /// Earns credit for a response head or body chunk that was sent.
     pub(crate) fn credit_response(&self) {
         self.remaining
-            .set((self.remaining.get() + RESPONSE_CREDIT).min(MAX_BUDGET));
+            .update(|credit| (credit + RESPONSE_CREDIT).min(MAX_BUDGET));
     }
 
     /// Spends credit for a request that the client cancelled at this `age`, before its response was
@@ -75,13 +75,9 @@ impl FrameBudget {
             // The credit is refilled only when it runs out, so that well-behaved clients cause no
             // clock reads.
             let now = Instant::now();
-            let idle_ms = now
-                .saturating_duration_since(self.refilled_at.replace(now))
-                .as_millis();
-            let refill = u32::try_from(idle_ms)
-                .unwrap_or(u32::MAX)
-                .saturating_mul(REFILL_PER_SECOND)
-                / 1000;
+            let idle = now.saturating_duration_since(self.refilled_at.replace(now));
+            let idle_ms = u32::try_from(idle.as_millis()).unwrap_or(u32::MAX);
+            let refill = idle_ms.saturating_mul(REFILL_PER_SECOND) / 1000;
             self.remaining
                 .update(|value| value.saturating_add(refill).min(MAX_BUDGET));
         }

@@ -125,10 +125,8 @@ impl FieldBlock {
     /// The field block, if all frames are complete.
     fn complete_payload(&mut self) -> &[u8] {
         if self.payload.is_empty() {
-            return self
-                .frames
-                .get(self.last_payload.clone())
-                .unwrap_or_default();
+            let payload = self.frames.get(self.last_payload.clone());
+            return payload.unwrap_or_default();
         }
         self.join_payloads();
         &self.payload
@@ -242,17 +240,22 @@ impl FrameScanner {
         self.remaining_frame = header.remaining_len;
         self.setting.clear();
         let is_tiny = kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
-        let (is_upload, ends_upload) = match is_tiny {
-            true => self.charge_tiny_frame(stream, scan),
-            false => (false, false),
+        let (is_upload, ends_upload) = if is_tiny {
+            self.charge_tiny_frame(stream, scan)
+        } else {
+            (false, false)
         };
         let is_hidden = is_upload && header.is_empty_data() && self.block.is_none();
         let data_frames = usize::from(kind == DATA && !is_hidden);
         scan.data_frames += data_frames;
         scan.data_bytes += data_frames * header.block_len;
-        let cost = u32::from(is_costly_frame_type(kind));
+        // Larger DATA, HEADERS and CONTINUATION spend no credit: they belong to requests, which are
+        // limited as requests or by h2.
+        let cost = u32::from(!matches!(kind, DATA | HEADERS | CONTINUATION));
         scan.costly_frames = scan.costly_frames.saturating_add(cost);
-        scan.connection_wide_frames += u32::from(is_connection_wide(kind, flags));
+        // h2 visits every open stream: SETTINGS may change all windows, GOAWAY may end streams.
+        let is_connection_wide = kind == SETTINGS && flags & ACK == 0 || kind == GOAWAY;
+        scan.connection_wide_frames += u32::from(is_connection_wide);
         // h2 may decode the block of a client's PUSH_PROMISE and go on.
         self.is_filter_disabled |= kind == PUSH_PROMISE;
         let block_kind = self.follow_stream(kind, flags, stream);
@@ -260,10 +263,8 @@ impl FrameScanner {
             self.is_trailer_block = block_kind == FieldBlockKind::Trailers;
             scan.trailers += usize::from(self.is_trailer_block && !header.is_too_short);
         }
-        let continues_block = self
-            .block
-            .as_ref()
-            .is_some_and(|block| kind == CONTINUATION && stream == block.stream);
+        let continues = |block: &FieldBlock| kind == CONTINUATION && stream == block.stream;
+        let continues_block = self.block.as_deref().is_some_and(continues);
         if !continues_block {
             // Another frame within a field block, or a frame too short for its padding, is a
             // connection error.
@@ -349,10 +350,10 @@ impl FrameScanner {
             Err(InvalidFieldBlock) => return self.reject_block(output),
         }
         scan.list_bytes = scan.list_bytes.max(filter.last_list_bytes);
-        let credit = filter.last_list_bytes / LIST_BYTES_PER_CREDIT;
+        let credit = u32::try_from(filter.last_list_bytes / LIST_BYTES_PER_CREDIT);
         scan.costly_frames = scan
             .costly_frames
-            .saturating_add(u32::try_from(credit).unwrap_or(u32::MAX));
+            .saturating_add(credit.unwrap_or(u32::MAX));
         self.block = None;
     }
 
@@ -382,10 +383,8 @@ impl FrameScanner {
             if let [id_high, id_low, a, b, c, d] = *self.setting.as_slice() {
                 if [id_high, id_low] == HEADER_TABLE_SIZE {
                     let bytes = u32::from_be_bytes([a, b, c, d]);
-                    let smallest = scan
-                        .table_bytes
-                        .map_or(bytes, |(known, _)| bytes.min(known));
-                    scan.table_bytes = Some((smallest, bytes));
+                    let known = scan.table_bytes.map_or(bytes, |(known, _)| known);
+                    scan.table_bytes = Some((bytes.min(known), bytes));
                 }
                 self.setting.clear();
             }
@@ -423,26 +422,19 @@ impl FrameScanner {
                 self.is_trailer_block = false;
                 if !ends_stream {
                     self.open_uploads.truncate(MAX_OPEN_UPLOADS - 1);
-                    self.open_uploads.push_front(OpenUpload {
-                        stream,
-                        budget: None,
-                    });
+                    let budget = None;
+                    self.open_uploads.push_front(OpenUpload { stream, budget });
                 }
                 Some(FieldBlockKind::RequestHead)
             }
-            HEADERS => Some(match self.end_upload(stream) {
-                true => FieldBlockKind::Trailers,
-                false => FieldBlockKind::Other,
-            }),
-            DATA if ends_stream => {
-                self.end_upload(stream);
+            HEADERS if self.end_upload(stream) => Some(FieldBlockKind::Trailers),
+            HEADERS => Some(FieldBlockKind::Other),
+            _ => {
+                if kind == RST_STREAM || kind == DATA && ends_stream {
+                    self.end_upload(stream);
+                }
                 None
             }
-            RST_STREAM => {
-                self.end_upload(stream);
-                None
-            }
-            _ => None,
         }
     }
 
@@ -452,18 +444,6 @@ impl FrameScanner {
         let found = uploads.position(|upload| upload.stream == stream);
         found.is_some_and(|at| self.open_uploads.remove(at).is_some())
     }
-}
-
-/// Whether frames of this type spend credit. Larger DATA, HEADERS and CONTINUATION do not: they
-/// belong to requests, which are limited as requests or by h2.
-fn is_costly_frame_type(kind: u8) -> bool {
-    !matches!(kind, DATA | HEADERS | CONTINUATION)
-}
-
-/// Whether h2 visits every open stream for the frame: SETTINGS may change all windows, and GOAWAY
-/// may end streams.
-fn is_connection_wide(kind: u8, flags: u8) -> bool {
-    kind == SETTINGS && flags & ACK == 0 || kind == GOAWAY
 }
 
 #[cfg(test)]

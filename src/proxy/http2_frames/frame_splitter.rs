@@ -110,9 +110,10 @@ impl EmptyFrameFilter {
 impl FilterOutput<'_> {
     /// Passes on these next bytes of the read, or of earlier reads if a difference was recorded.
     pub(crate) fn pass(&mut self, bytes: &[u8]) {
-        match self.is_rewritten {
-            true => self.replacement.extend_from_slice(bytes),
-            false => self.unchanged += bytes.len(),
+        if self.is_rewritten {
+            self.replacement.extend_from_slice(bytes);
+        } else {
+            self.unchanged += bytes.len();
         }
     }
 

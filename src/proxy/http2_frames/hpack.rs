@@ -285,13 +285,11 @@ fn read_string(bytes: &mut &[u8], into: &mut Vec<u8>) -> Result<(), InvalidField
     let length = read_integer(bytes, 7)?;
     let (text, rest) = bytes.split_at_checked(length).ok_or(InvalidFieldBlock)?;
     *bytes = rest;
-    match is_huffman {
-        true => decode_huffman(text, into),
-        false => {
-            into.extend_from_slice(text);
-            Ok(())
-        }
+    if is_huffman {
+        return decode_huffman(text, into);
     }
+    into.extend_from_slice(text);
+    Ok(())
 }
 
 /// Finds the Huffman code at the highest bits of `window`. Returns the length of the code in bits,

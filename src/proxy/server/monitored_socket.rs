@@ -208,11 +208,11 @@ impl MonitoredSocket {
             }
             let now = Instant::now();
             let silence = now.saturating_duration_since(half_close.last_output_at);
-            if silence >= PROBE_DELAY && self.monitor.exchange.awaits_body.get() {
+            let exchange = &self.monitor.exchange;
+            if silence >= PROBE_DELAY && exchange.awaits_body.get() {
                 return Poll::Ready(Ok(()));
             }
-            let can_be_probed = !self.monitor.exchange.is_responding.get()
-                && !self.monitor.exchange.is_close_delimited.get();
+            let can_be_probed = !exchange.is_responding.get() && !exchange.is_close_delimited.get();
             if silence >= PROBE_DELAY && can_be_probed && !half_close.is_probed {
                 half_close.is_probed = true;
                 self.monitor.queue_informational_head(PROBE);
@@ -258,10 +258,12 @@ impl MonitoredSocket {
     fn end_flood(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.monitor.queue_informational_head(GOAWAY_CALM);
         let is_queued = !self.monitor.pending_informational_heads().is_empty();
-        match is_queued && self.poll_write_informational_heads(cx)?.is_ready() {
-            true => Poll::Ready(Ok(())),
-            false => Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into())),
-        }
+        let is_sent = is_queued && self.poll_write_informational_heads(cx)?.is_ready();
+        Poll::Ready(if is_sent {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::QuotaExceeded.into())
+        })
     }
 
     /// Accounts for what was read of HTTP/1 after `before`, and escapes the query of a request line.
@@ -318,19 +320,18 @@ impl MonitoredSocket {
             deadline: Instant::now() + MAX_LINGER_TIME,
             timer: LazyTimer::default(),
         });
+        let has_unread_input = &self.monitor.exchange.has_unread_input;
         let mut scratch = [0; 8192];
         while linger.remaining_bytes > 0 {
             let mut into = ReadBuf::new(&mut scratch);
             match Pin::new(socket_below_tls(&mut self.transport)).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
-                    self.monitor.exchange.has_unread_input.set(true);
-                    linger.remaining_bytes =
-                        linger.remaining_bytes.saturating_sub(into.filled().len());
+                    has_unread_input.set(true);
+                    let discarded = into.filled().len();
+                    linger.remaining_bytes = linger.remaining_bytes.saturating_sub(discarded);
                 }
                 Poll::Ready(_) => return Poll::Ready(()),
-                Poll::Pending if !self.monitor.exchange.has_unread_input.get() => {
-                    return Poll::Ready(());
-                }
+                Poll::Pending if !has_unread_input.get() => return Poll::Ready(()),
                 Poll::Pending => break,
             }
         }

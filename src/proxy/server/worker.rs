@@ -74,8 +74,8 @@ impl WorkerThread {
         let (queue, queued) = mpsc::channel(WORKER_QUEUE_CAPACITY);
         let (ready_tx, ready) = oneshot::channel();
         let load = load.clone();
+        let listeners = listeners.iter();
         let configs: Vec<_> = listeners
-            .iter()
             .map(|listener| Arc::clone(&listener.config))
             .collect();
         let thread = std::thread::Builder::new()
@@ -101,12 +101,10 @@ impl WorkerThread {
                     let handler = make_handler(index).await;
                     drop(ready_tx.send(Ok(())));
                     let trim = Rc::<AllocatorTrim>::default();
-                    let listeners = configs.into_iter();
-                    let listeners = listeners.map(|config| {
-                        let trim = Rc::clone(&trim);
-                        Rc::new(WorkerListener::new(config, load.clone(), trim))
-                    });
-                    let listeners = listeners.collect();
+                    let new_listener = |config| {
+                        Rc::new(WorkerListener::new(config, load.clone(), Rc::clone(&trim)))
+                    };
+                    let listeners = configs.into_iter().map(new_listener).collect();
                     let cut =
                         run_worker(Rc::clone(&handler), listeners, queued, phase, &load).await;
                     // Lets the runtime drop the aborted connection tasks, which releases their
@@ -134,9 +132,8 @@ impl WorkerThread {
 /// Waits until all workers have their handlers.
 pub(crate) async fn wait_until_workers_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
     for worker in workers {
-        (&mut worker.ready)
-            .await
-            .unwrap_or_else(|_dropped| Err(worker_died_error()))?;
+        let ready = (&mut worker.ready).await;
+        ready.unwrap_or_else(|_dropped| Err(worker_died_error()))?;
     }
     Ok(())
 }
@@ -239,10 +236,9 @@ async fn serve_queued_connection<H: RequestHandler>(
         if limit == 0 {
             return Ok(None);
         }
+        let refuse = || monitor.record_close(ConnectionCloseReason::ClientLimit);
         let admitted = load.client_counts().try_acquire(client, limit);
-        admitted
-            .map(Some)
-            .ok_or_else(|| monitor.record_close(ConnectionCloseReason::ClientLimit))
+        admitted.map(Some).ok_or_else(refuse)
     };
     let handshake = {
         let mut handshake = pin!(run_handshake(&listener.config, socket, addr, admit));

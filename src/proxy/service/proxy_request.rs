@@ -215,10 +215,8 @@ impl ProxyService {
             headers::ask_upstream_for_full_identity_body(&mut parts.headers);
         }
         if let Some(recording) = &mut summary.recording {
-            recording.start_upstream_span(
-                &mut parts.headers,
-                self.upstream.authority().to_str().unwrap_or_default(),
-            );
+            let authority = self.upstream.authority().to_str().unwrap_or_default();
+            recording.start_upstream_span(&mut parts.headers, authority);
         }
     }
 
@@ -231,10 +229,11 @@ impl ProxyService {
         summary: &mut RequestSummary<'_>,
     ) -> Response<ResponseBody> {
         let style = summary.context.style;
-        match was_sent {
+        if was_sent {
             // The upstream may have read a part of the body. The rest stays unread.
-            true => body.mark_rest_unread(),
-            false => body.discard(),
+            body.mark_rest_unread();
+        } else {
+            body.discard();
         }
         finish_upstream_span(summary, &result);
         match result {
@@ -276,9 +275,8 @@ impl ProxyService {
                 Response::from_parts(parts, body)
             }
             Err(error) => {
-                self.metrics
-                    .upstream_errors
-                    .increment(UpstreamErrorKind::Protocol as usize);
+                let errors = &self.metrics.upstream_errors;
+                errors.increment(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
                 local_replies::build_proxy_error_reply(UpstreamErrorKind::Protocol, style)
                     .map(ResponseBody::Full)
@@ -336,16 +334,14 @@ impl ProxyService {
         if let ResponseBody::Tunnel(tunnel) = response.body_mut() {
             tunnel.keep(summary.tunnel_count.take());
         }
-        rate_limit_headers::write_headers(
-            verdict,
-            table.rate_limit_headers,
-            response.headers_mut(),
-        );
-        style.cors.expose_rate_limit_fields(response.headers_mut());
+        let headers = response.headers_mut();
+        rate_limit_headers::write_headers(verdict, table.rate_limit_headers, headers);
+        style.cors.expose_rate_limit_fields(headers);
         let responded_at = Instant::now();
         self.log_and_trace_request(summary, verdict, response.status(), responded_at);
+        let status = response.status().as_u16();
         self.metrics
-            .record_response(response.status().as_u16(), responded_at - arrived_at);
+            .record_response(status, responded_at - arrived_at);
         response
     }
 }

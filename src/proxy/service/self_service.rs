@@ -29,13 +29,9 @@ impl ProxyService {
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         }
         let certificate = context.peer.certificate_subject.as_ref();
-        let client = {
-            let facts = inbound.facts(parts, certificate);
-            context
-                .table
-                .client_quotas(&facts, inbound.client.is_peer_trusted)
-        };
-        let Some(client) = client else {
+        let facts = inbound.facts(parts, certificate);
+        let is_trusted = inbound.client.is_peer_trusted;
+        let Some(client) = context.table.client_quotas(&facts, is_trusted) else {
             let reply = local_replies::build_unidentified_client_reply(style);
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         };

@@ -18,14 +18,11 @@ impl ConnectionMonitor {
     pub(crate) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
         // A connection with a blocked write or an incomplete field block is not idle, whatever its
         // requests do.
-        let stalled = self
-            .write_blocked_since
-            .get()
-            .map(|since| (since + self.timeouts.write_stall, TimeoutKind::Stalled));
-        let slow_block = self
-            .field_block_since
-            .get()
-            .map(|since| (since + self.timeouts.request_head, TimeoutKind::SlowHead));
+        let (stall, head) = (self.timeouts.write_stall, self.timeouts.request_head);
+        let stalled = self.write_blocked_since.get();
+        let stalled = stalled.map(|since| (since + stall, TimeoutKind::Stalled));
+        let slow_block = self.field_block_since.get();
+        let slow_block = slow_block.map(|since| (since + head, TimeoutKind::SlowHead));
         if let Some(next) = stalled
             .into_iter()
             .chain(slow_block)
@@ -39,38 +36,34 @@ impl ConnectionMonitor {
         };
         // The client may read the rest of a response, also while the connection closes.
         let unsent = self.unsent_responses.deadline(self.timeouts.write_stall);
-        unsent
-            .map(|at| (at, unsent_kind))
-            .or_else(|| self.phase_deadline())
+        let unsent = unsent.map(|at| (at, unsent_kind));
+        unsent.or_else(|| self.phase_deadline())
     }
 
     /// Deadline of a connection without active requests.
     fn phase_deadline(&self) -> Option<(Instant, TimeoutKind)> {
-        match (
-            self.active_requests.get(),
-            self.phase.get(),
-            self.closing_since.get(),
-        ) {
-            (0, ConnectionPhase::RequestHead(since), _) => {
+        if self.has_active_requests() {
+            return None;
+        }
+        match (self.phase.get(), self.closing_since.get()) {
+            (ConnectionPhase::RequestHead(since), _) => {
                 Some((since + self.timeouts.request_head, TimeoutKind::SlowHead))
             }
-            (0, ConnectionPhase::Idle(since), None)
+            (ConnectionPhase::Idle(since), None)
                 if self.has_buffers.get() && self.timeouts.idle > BUFFER_RELEASE_DELAY =>
             {
                 Some((since + BUFFER_RELEASE_DELAY, TimeoutKind::IdleBuffers))
             }
-            (0, ConnectionPhase::Idle(since), None) => {
+            (ConnectionPhase::Idle(since), None) => {
                 Some((since + self.timeouts.idle, TimeoutKind::Idle))
             }
             // A connection that was asked to close and has no requests gives the client a short
             // time to close.
-            (0, ConnectionPhase::Idle(since), Some(closing_since)) => {
-                let since = closing_since
-                    .max(since)
-                    .max(self.unsent_responses.emptied_at.get().unwrap_or(since));
+            (ConnectionPhase::Idle(since), Some(closing_since)) => {
+                let emptied_at = self.unsent_responses.emptied_at.get().unwrap_or(since);
+                let since = closing_since.max(since).max(emptied_at);
                 Some((since + CLIENT_CLOSE_TIMEOUT, TimeoutKind::Stalled))
             }
-            _ => None,
         }
     }
 }

@@ -61,9 +61,8 @@ impl ConnectionMonitor {
 
     /// Sets the time after which the connection drains.
     pub(crate) fn set_age_limit(&self, limit: Option<Duration>) {
-        self.drain
-            .age_ends_at
-            .set(limit.map(|limit| Instant::now() + limit));
+        let ends_at = limit.map(|limit| Instant::now() + limit);
+        self.drain.age_ends_at.set(ends_at);
     }
 
     /// Starts the drain of a connection that is too old. Without a request it stays open until its
