@@ -1,5 +1,5 @@
 /* memcpy, memmove, memcmp and bcmp of the static binary, in place of musl's slow versions.
- * docs/decisions/0011-single-threaded-workers.md explains why. build.rs compiles this file only for musl on
+ * docs/decisions/0110-allocator-and-memory-functions.md explains why. build.rs compiles this file only for musl on
  * x86-64, where 16 bytes can be read and written at any address. tests/it/musl.rs compares it with
  * naive loops. */
 

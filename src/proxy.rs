@@ -1,8 +1,12 @@
 //! Data path between the client's socket and the upstream's.
 
+mod body;
+mod client_connection;
 mod client_counts;
+mod connection_io;
 mod ext_authz;
 mod http;
+mod http2_frames;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod rate_limit_service;
@@ -12,31 +16,32 @@ mod settings;
 #[cfg(test)]
 mod tests;
 mod upstream;
+mod upstream_error;
 
-pub use http::body::{BodyError, RequestBody, ResponseBody};
+pub use body::informational_responses::InformationalForwarder;
+pub use body::tunnel::Tunnel;
+pub use body::{BodyError, RequestBody};
+pub use client_connection::ConnectionCloseReason;
+pub use client_connection::connection_load::ServerLoad;
 pub use http::client_cert::is_client_cert_field;
-pub use http::hop_by_hop::is_stripped_before_policies;
+pub use http::header_lines::is_stripped_before_policies;
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
-pub use http::informational_responses::InformationalForwarder;
 pub use http::request_validation::{RequestValidationError, normalize_host};
-pub use http::tunnel::Tunnel;
 pub use rate_limit_service::MAX_MESSAGE_BYTES;
-pub use rate_limit_service::call_result::RlsCallResult;
+pub use rate_limit_service::grpc::RlsCallResult;
 pub use server::ProxyServer;
-pub use server::blocking_thread::{BLOCKING_THREAD_KEEP_ALIVE, start_blocking_thread};
-pub use server::close_reason::ConnectionCloseReason;
-pub use server::connection_load::ServerLoad;
+pub use server::ShutdownSignal;
+pub use server::handler::ConnectionPeer;
 pub use server::handler::RequestHandler;
 pub use server::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
-pub use server::peer::ConnectionPeer;
-pub use server::shutdown::ShutdownSignal;
+pub use server::worker::{BLOCKING_THREAD_KEEP_ALIVE, start_blocking_thread};
 pub use service::ProxyService;
 pub use settings::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
     UpstreamScheme, UpstreamSettings, UpstreamUrl,
 };
+pub use upstream::response_body::ResponseBody;
 pub use upstream::response_body::UpstreamBody;
-pub use upstream::{
-    UPSTREAM_FAULTS, UpstreamClient, UpstreamError, UpstreamErrorKind, UpstreamSharedState,
-    UpstreamUrlError,
-};
+pub use upstream::{UpstreamClient, UpstreamSharedState, UpstreamUrlError};
+
+pub use upstream_error::{UPSTREAM_FAULTS, UpstreamError, UpstreamErrorKind};

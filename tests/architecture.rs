@@ -40,6 +40,23 @@ const MODULE_LAYERS: [&str; 19] = [
     "main",
 ];
 
+/// The same inside `proxy`, for the modules and files directly below it.
+const PROXY_LAYERS: [&str; 13] = [
+    "settings",
+    "upstream_error",
+    "client_counts",
+    "connection_io",
+    "http",
+    "http2_frames",
+    "client_connection",
+    "body",
+    "upstream",
+    "server",
+    "service",
+    "rate_limit_service",
+    "ext_authz",
+];
+
 /// Uses of lower layers that are forbidden nevertheless: user, used, reason.
 const FORBIDDEN_USES: [(&str, &str, &str); 5] = [
     (
@@ -288,6 +305,7 @@ fn find_violations(file: &str, code: &str) -> Vec<String> {
             ));
         }
     }
+    violations.extend(find_proxy_violations(file, code));
     for rule in LIBRARY_RULES.iter().filter(|rule| !(rule.is_allowed)(at)) {
         let named = format!(r"(?:^|[^\w:.])(?:{})::|\buse (?:{0})\b", rule.name);
         let named = Regex::new(&named).unwrap();
@@ -300,6 +318,39 @@ fn find_violations(file: &str, code: &str) -> Vec<String> {
         );
     }
     violations
+}
+
+/// Violations of the layers inside `proxy`. The file of `proxy` itself only re-exports.
+fn find_proxy_violations(file: &str, code: &str) -> Vec<String> {
+    let own_path = module_path(file);
+    let [first, own, ..] = own_path.as_slice() else {
+        return Vec::new();
+    };
+    if first != "proxy" {
+        return Vec::new();
+    }
+    let layer_of = |name: &str| PROXY_LAYERS.iter().position(|module| *module == name);
+    let Some(layer) = layer_of(own) else {
+        return vec![format!(
+            "src/{file}: `proxy::{own}` has no layer. Add it to PROXY_LAYERS in tests/architecture.rs."
+        )];
+    };
+    let used = references(file, code)
+        .into_iter()
+        .filter_map(|(line, path)| {
+            let module = path
+                .get(1)
+                .filter(|name| path[0] == "proxy" && is_module_name(name));
+            Some((line, module?.clone()))
+        });
+    used.filter(|(_, used)| used != own && layer_of(used).is_none_or(|other| other > layer))
+        .map(|(line, used)| {
+            format!(
+                "src/{file}:{line}: `proxy::{own}` uses `proxy::{used}`, which is a higher layer. Pass the \
+                 value down as an argument, or move it to a module that both may use."
+            )
+        })
+        .collect()
 }
 
 /// The module of a file; `None` for the crate root, which only declares modules.
@@ -662,6 +713,17 @@ mod checker_tests {
             "`telemetry` uses `limiter`",
         );
         rejects("cli/check.rs", "use tidegate::main;", "`cli` uses `main`");
+        rejects(
+            "proxy/http/headers.rs",
+            "use crate::proxy::server::worker::WorkerThread;",
+            "`proxy::http` uses `proxy::server`",
+        );
+        rejects(
+            "proxy/body.rs",
+            "use super::service;",
+            "`proxy::body` uses `proxy::service`",
+        );
+        rejects("proxy/new.rs", "", "`proxy::new` has no layer");
     }
 
     #[test]

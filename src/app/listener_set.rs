@@ -98,7 +98,7 @@ impl ListenerSet {
         let all_expiries = self.0.iter().flat_map(|(_, _, tls)| {
             tls.load()
                 .as_ref()
-                .map(|tls| tls.certificate_expiries().to_vec())
+                .map(|tls| tls.certificate_expiries.clone())
                 .unwrap_or_default()
         });
         let mut expiries: Vec<_> = all_expiries.collect();

@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// Number of connections or tunnels of each client, shared by all workers. A client is an address
 /// prefix.
 #[derive(Clone, Debug, Default)]
-pub(super) struct ClientCounts(Arc<Mutex<HashMap<IpAddr, usize>>>);
+pub(crate) struct ClientCounts(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
 /// One counted connection or tunnel of a client, until it is dropped.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub(crate) struct ClientCountGuard {
 
 impl ClientCounts {
     /// Counts one more connection or tunnel of the client. `None` if it has `limit` already.
-    pub(super) fn try_acquire(&self, client: IpAddr, limit: usize) -> Option<ClientCountGuard> {
+    pub(crate) fn try_acquire(&self, client: IpAddr, limit: usize) -> Option<ClientCountGuard> {
         let mut counts = self.0.lock();
         let count = counts.entry(client).or_default();
         if *count >= limit {

@@ -6,20 +6,6 @@
 //! pass on client headers that another kind uses. The path of the authorization request therefore
 //! states the kind of proxy, and nothing is guessed.
 
-use super::UpstreamErrorKind;
-use super::http::body::{RequestBody, ResponseBody};
-use super::http::local_replies;
-use super::http::mark_header::add_mark_header;
-use super::http::rate_limit_headers;
-use super::http::request_validation::RequestValidationError;
-use super::server::peer::ConnectionPeer;
-use super::server::query_escaper::escape_query;
-use super::service::ProxyService;
-use super::service::request_summary::{RequestContext, RequestSummary};
-use crate::enforcer::Verdict;
-use crate::policy::PolicyTable;
-use crate::policy::path::ForwardedPath;
-use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{
@@ -28,11 +14,21 @@ use http::{
 };
 use tokio::time::Instant;
 
-/// Response header with the status of a denial before it is translated for the proxy in front.
-pub(super) static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
+use super::ResponseBody;
+use super::body::RequestBody;
+use super::http::local_replies;
+use super::http::query_escaper::escape_query;
+use super::http::rate_limit_headers::{self, add_mark_header};
+use super::http::request_validation::RequestValidationError;
+use super::server::handler::ConnectionPeer;
+use super::service::ProxyService;
+use super::service::request_summary::{RequestContext, RequestSummary};
+use super::service::validation::ORIGINAL_STATUS_HEADER;
+use crate::enforcer::Verdict;
+use crate::policy::PolicyTable;
+use crate::policy::path::ForwardedPath;
+use crate::telemetry::trace::TraceParent;
 
-const NGINX_CHECK_PATH: &str = "/check/nginx";
-const TRAEFIK_CHECK_PATH: &str = "/check/traefik";
 /// Path prefix of Envoy's authorization requests. The original path follows the prefix.
 const ENVOY_CHECK_PATH_PREFIX: &str = "/check/envoy";
 
@@ -100,11 +96,8 @@ impl ProxyService {
                 self.validate_request_head(&mut parts, &context, ForwardedPath::Unchanged, false)
             }
             Err(AuthRequestError::TargetInvalid) => {
-                Err(local_replies::build_invalid_request_reply(
-                    RequestValidationError::Target.into(),
-                    style,
-                )
-                .into())
+                let error = RequestValidationError::Target.into();
+                Err(local_replies::build_invalid_request_reply(error, style).into())
             }
             Err(error) => return reject_invalid_auth_request(error, peer),
         };
@@ -131,9 +124,9 @@ impl ProxyService {
                 // A request that a `leaky_bucket` limit delays waits here as it does in the proxy.
                 None => {
                     let admission = self.upstream.delay_request(verdict.delay, decided_at).await;
-                    admission.err().map(|_full| {
-                        local_replies::build_proxy_error_reply(UpstreamErrorKind::QueueFull, style)
-                    })
+                    admission
+                        .err()
+                        .map(|full| local_replies::build_proxy_error_reply(full.kind, style))
                 }
             };
         let status = denial.as_ref().map_or(StatusCode::OK, Response::status);
@@ -161,13 +154,15 @@ impl ProxyService {
         denial
             .headers_mut()
             .insert(&ORIGINAL_STATUS_HEADER, HeaderValue::from(status.as_u16()));
-        let client_status = self.ext_authz.denied_status.or(match proxy_kind {
-            // Envoy treats 5xx as a failed check, so `failure_mode_allow` would let the rejected
-            // request pass. 429 rejects it, and also permits a retry.
-            AuthProxyKind::Envoy if status.is_server_error() => Some(StatusCode::TOO_MANY_REQUESTS),
-            AuthProxyKind::Nginx | AuthProxyKind::Traefik | AuthProxyKind::Envoy => None,
-        });
-        *denial.status_mut() = client_status.unwrap_or(status);
+        // Envoy treats 5xx as a failed check, so `failure_mode_allow` would let the rejected
+        // request pass. 429 rejects it, and also permits a retry.
+        let is_failed_check = proxy_kind == AuthProxyKind::Envoy && status.is_server_error();
+        let translated = if is_failed_check {
+            StatusCode::TOO_MANY_REQUESTS
+        } else {
+            status
+        };
+        *denial.status_mut() = self.ext_authz.denied_status.unwrap_or(translated);
         denial
     }
 }
@@ -192,10 +187,9 @@ fn reject_invalid_auth_request(
         tracing::warn!(unclear = %error, peer = %peer.addr, "authorization request rejected; configure the proxy in front as docs/ENVOY.md describes");
     });
     let mut response = Response::new(ResponseBody::Full(Bytes::from(format!("{error}\n"))));
-    *response.status_mut() = if error == AuthRequestError::UnknownPath {
-        StatusCode::NOT_FOUND
-    } else {
-        StatusCode::BAD_REQUEST
+    *response.status_mut() = match error {
+        AuthRequestError::UnknownPath => StatusCode::NOT_FOUND,
+        _ => StatusCode::BAD_REQUEST,
     };
     response
 }
@@ -203,12 +197,10 @@ fn reject_invalid_auth_request(
 impl AuthProxyKind {
     fn from_path(path: &str) -> Result<Self, AuthRequestError> {
         match path {
-            NGINX_CHECK_PATH => Ok(Self::Nginx),
-            TRAEFIK_CHECK_PATH => Ok(Self::Traefik),
-            _ => match path.strip_prefix(ENVOY_CHECK_PATH_PREFIX) {
-                Some(rest) if rest.starts_with('/') => Ok(Self::Envoy),
-                _ => Err(AuthRequestError::UnknownPath),
-            },
+            "/check/nginx" => Ok(Self::Nginx),
+            "/check/traefik" => Ok(Self::Traefik),
+            _ if path.starts_with("/check/envoy/") => Ok(Self::Envoy),
+            _ => Err(AuthRequestError::UnknownPath),
         }
     }
 }
@@ -219,20 +211,14 @@ fn restore_original_request(
     proxy_kind: AuthProxyKind,
 ) -> Result<(), AuthRequestError> {
     if let Some(authority) = parts.uri.authority() {
-        match parts.headers.get(header::HOST) {
-            Some(host)
-                if !host
-                    .as_bytes()
-                    .eq_ignore_ascii_case(authority.as_str().as_bytes()) =>
-            {
-                return Err(AuthRequestError::HostMismatch);
-            }
-            Some(_) => {}
-            None => {
-                let host = HeaderValue::from_str(authority.as_str())
-                    .map_err(|_invalid| AuthRequestError::HostMismatch)?;
-                parts.headers.insert(header::HOST, host);
-            }
+        let authority = HeaderValue::from_str(authority.as_str())
+            .map_err(|_invalid| AuthRequestError::HostMismatch)?;
+        let host = parts
+            .headers
+            .entry(header::HOST)
+            .or_insert_with(|| authority.clone());
+        if !host.as_bytes().eq_ignore_ascii_case(authority.as_bytes()) {
+            return Err(AuthRequestError::HostMismatch);
         }
     }
     let (target, method) = match proxy_kind {

@@ -2,18 +2,14 @@
 //! rate-limit headers, bodies and local replies.
 
 pub(crate) mod access_log;
-pub(crate) mod body;
 pub(crate) mod client_cert;
 pub(crate) mod header_lines;
 pub(crate) mod headers;
-pub(crate) mod hop_by_hop;
 pub(crate) mod inbound_request;
-pub(crate) mod informational_responses;
 pub(crate) mod local_replies;
-pub(crate) mod mark_header;
+pub(crate) mod query_escaper;
 pub(crate) mod rate_limit_headers;
 pub(crate) mod request_validation;
 pub(crate) mod response_cost;
-pub(crate) mod tunnel;
+
 pub(crate) mod upgrade;
-mod websocket_frames;

@@ -1,16 +1,17 @@
 //! Properties of the proxy's parsers for arbitrary bytes, checked by the tests and by the targets
 //! in `fuzz/`.
 
-use super::http::client_cert::is_client_cert_field;
-use super::http::headers::{self, AddressText, ForwardingContext};
-use super::http::hop_by_hop;
-use super::http::inbound_request::InboundRequest;
-use super::http::response_cost::JsonPointerScanner;
-use super::server::accept::proxy_header::properties as proxy_header;
-use super::server::frame_scanner::FrameScanner;
-use crate::policy::{JsonPointer, PolicyTable};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
 use std::net::IpAddr;
+
+use super::http::client_cert::is_client_cert_field;
+use super::http::header_lines;
+use super::http::headers::{self, AddressText, ForwardingContext};
+use super::http::inbound_request::InboundRequest;
+use super::http::response_cost::JsonPointerScanner;
+use super::http2_frames::frame_scanner::FrameScanner;
+use super::server::accept::proxy_header::properties as proxy_header;
+use crate::policy::{JsonPointer, PolicyTable};
 
 /// Headers that must not reach an upstream unless the proxy rebuilds them.
 const HOP_BY_HOP_FIELDS: [&str; 7] = [
@@ -137,7 +138,7 @@ fn assert_hop_by_hop_headers(before: &HeaderMap, fields: &HeaderMap, wants_upgra
     for option in before
         .get_all(header::CONNECTION)
         .iter()
-        .flat_map(hop_by_hop::headers_named_in_connection)
+        .flat_map(header_lines::headers_named_in_connection)
     {
         let is_replaced = fields
             .get_all(&option)

@@ -4,7 +4,6 @@
 //! store call. If the store fails, the gRPC status is UNAVAILABLE, and Envoy applies its own
 //! `failure_mode_deny`.
 
-pub(crate) mod call_result;
 pub(crate) mod grpc;
 #[allow(
     dead_code,
@@ -14,13 +13,22 @@ pub(crate) mod grpc;
 )]
 mod messages;
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
+use tokio::time::Instant;
+
+use super::ResponseBody;
+use super::body::RequestBody;
 use super::http::access_log::{AccessLogEntry, classify_verdict};
-use super::http::body::{RequestBody, ResponseBody};
-use super::http::mark_header::build_mark_value;
-use super::http::rate_limit_headers;
-use super::rate_limit_service::call_result::RlsCallResult;
-use super::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, invalid_argument};
-use super::server::peer::ConnectionPeer;
+use super::http::rate_limit_headers::{self, build_mark_value};
+use super::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, RlsCallResult, invalid_argument};
+use super::rate_limit_service::messages::health_check_response::ServingStatus;
+use super::rate_limit_service::messages::rate_limit_response::rate_limit::Unit;
+use super::rate_limit_service::messages::{
+    Duration, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest,
+    RateLimitResponse, UInt32Value, rate_limit_response as response,
+};
+use super::server::handler::ConnectionPeer;
 use super::service::ProxyService;
 use crate::enforcer::{CallVerdict, DescriptorVerdict, LimitReport, RequestOutcome, Verdict};
 use crate::limiter::{Algorithm, CalendarUnit};
@@ -29,14 +37,6 @@ use crate::policy::{
 };
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::telemetry::trace::{TraceId, TraceParent};
-use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
-use messages::rate_limit_response::{self as response, rate_limit::Unit};
-use messages::{
-    Duration, HealthCheckRequest, HealthCheckResponse, RateLimitDescriptor, RateLimitRequest,
-    RateLimitResponse, UInt32Value, health_check_response::ServingStatus,
-};
-use tokio::time::Instant;
 
 const SHOULD_RATE_LIMIT_PATH: &str = "/envoy.service.ratelimit.v3.RateLimitService/ShouldRateLimit";
 const HEALTH_CHECK_PATH: &str = "/grpc.health.v1.Health/Check";
@@ -67,9 +67,8 @@ impl ProxyService {
         let arrived_at = Instant::now();
         let (parts, body) = request.into_parts();
         if let Some(response) = grpc::reject_non_grpc(&parts) {
-            self.metrics
-                .rls_calls
-                .increment(RlsCallResult::Invalid as usize);
+            let calls = &self.metrics.rls_calls;
+            calls.increment(RlsCallResult::Invalid as usize);
             tracing::debug!(status = %response.status(), peer = %peer.addr, "request is not a gRPC call");
             body.discard();
             return response;
@@ -113,9 +112,8 @@ impl ProxyService {
         } else {
             ServingStatus::Serving
         };
-        Ok(grpc::encode_framed_message(&HealthCheckResponse {
-            status: status.into(),
-        }))
+        let status = status.into();
+        Ok(grpc::encode_framed_message(&HealthCheckResponse { status }))
     }
 
     async fn answer_should_rate_limit(
@@ -126,12 +124,14 @@ impl ProxyService {
         trace: Option<TraceId>,
     ) -> Result<(RlsCallResult, Bytes), GrpcError> {
         let call: RateLimitRequest = grpc::read_message(body).await?;
-        validate_rate_limit_request(&call)?;
-        let entries = call
-            .descriptors
-            .iter()
-            .map(borrow_descriptor_entries)
-            .collect::<Vec<_>>();
+        if call.domain.is_empty() {
+            return Err(invalid_argument("the domain is missing"));
+        }
+        if call.descriptors.is_empty() {
+            return Err(invalid_argument("the call has no descriptors"));
+        }
+        let messages = call.descriptors.iter();
+        let entries: Vec<_> = messages.map(borrow_descriptor_entries).collect();
         let (positions, descriptors) = build_descriptors(&call, &entries)?;
         let snapshot = self.enforcer.policy_snapshot();
         let mut call_verdict = self
@@ -145,22 +145,20 @@ impl ProxyService {
             restore_positions(call_verdict.statuses, &positions, call.descriptors.len());
         let unmatched = call_verdict.statuses.iter().filter(|one| !one.is_matched);
         self.metrics.record_unmatched_descriptors(unmatched.count());
-        if let RequestOutcome::Unavailable { .. } = call_verdict.verdict.outcome {
+        let outcome = &call_verdict.verdict.outcome;
+        if let RequestOutcome::Unavailable { .. } = outcome {
             return Err(GrpcError(
                 GrpcStatusCode::Unavailable,
                 "the store gave no answer",
             ));
         }
-        let over = call_verdict.verdict.outcome.rejects_client();
-        let call = if over {
+        let result = if outcome.rejects_client() {
             RlsCallResult::OverLimit
         } else {
             RlsCallResult::Ok
         };
-        Ok((
-            call,
-            grpc::encode_framed_message(&build_rate_limit_response(&call_verdict, &snapshot.table)),
-        ))
+        let response = build_rate_limit_response(&call_verdict, &snapshot.table);
+        Ok((result, grpc::encode_framed_message(&response)))
     }
 
     fn log_rate_limit_call(
@@ -176,19 +174,15 @@ impl ProxyService {
             RequestOutcome::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::TOO_MANY_REQUESTS,
         };
-        let over_limit = statuses
-            .iter()
-            .zip(descriptors)
-            .find(|(status, _)| status.is_over_limit);
-        let logged_descriptor = over_limit
+        let mut decided = statuses.iter().zip(descriptors);
+        let over_limit = decided.find(|(status, _)| status.is_over_limit);
+        let logged = over_limit
             .map(|(_, descriptor)| descriptor)
             .or(descriptors.first());
         self.access_log.write(&AccessLogEntry {
             method: "RLS",
-            host: logged_descriptor.map_or("", |descriptor| descriptor.domain),
-            path: &logged_descriptor
-                .map(Descriptor::canonical_text)
-                .unwrap_or_default(),
+            host: logged.map_or("", |descriptor| descriptor.domain),
+            path: &logged.map(Descriptor::canonical_text).unwrap_or_default(),
             time_to_head: arrived_at.elapsed(),
             trace_id: trace,
             ..AccessLogEntry::for_verdict(verdict, peer.addr.ip(), status, arrived_at)
@@ -208,17 +202,6 @@ impl Drop for RateLimitCallCountGuard<'_> {
     }
 }
 
-/// Checks the required fields of a rate-limit call.
-fn validate_rate_limit_request(call: &RateLimitRequest) -> Result<(), GrpcError> {
-    if call.domain.is_empty() {
-        return Err(invalid_argument("the domain is missing"));
-    }
-    if call.descriptors.is_empty() {
-        return Err(invalid_argument("the call has no descriptors"));
-    }
-    Ok(())
-}
-
 /// Builds the descriptors to decide, with their positions in the call. A descriptor that cannot be
 /// decided leaves the other ones of the call limited: an error would let Envoy pass all of them.
 ///
@@ -233,18 +216,17 @@ fn build_descriptors<'a>(
     let (mut positions, mut descriptors) = (Vec::new(), Vec::new());
     let mut first_error = None;
     for (position, (message, entries)) in call.descriptors.iter().zip(entries).enumerate() {
-        let built = match descriptors.len() < MAX_DESCRIPTORS_PER_CALL {
-            true => build_descriptor(call, message, entries),
-            false => Err(invalid_argument("the call has more than 64 descriptors")),
+        let built = if descriptors.len() < MAX_DESCRIPTORS_PER_CALL {
+            build_descriptor(call, message, entries)
+        } else {
+            Err(invalid_argument("the call has more than 64 descriptors"))
         };
         match built {
             Ok(descriptor) => {
                 positions.push(position);
                 descriptors.push(descriptor);
             }
-            Err(error) => {
-                first_error.get_or_insert(error);
-            }
+            Err(error) => _ = first_error.get_or_insert(error),
         }
     }
     match first_error {
@@ -271,20 +253,19 @@ fn restore_positions<'t>(
         return verdicts;
     }
     let mut verdicts = positions.iter().zip(verdicts).peekable();
+    let mut restore = |position| verdicts.next_if(|(at, _)| **at == position);
     (0..count)
-        .map(
-            |position| match verdicts.next_if(|(at, _)| **at == position) {
-                Some((_, verdict)) => verdict,
-                None => DescriptorVerdict::default(),
-            },
-        )
+        .map(|position| {
+            restore(position)
+                .map(|(_, verdict)| verdict)
+                .unwrap_or_default()
+        })
         .collect()
 }
 
 fn borrow_descriptor_entries(message: &RateLimitDescriptor) -> Vec<(&str, &str)> {
-    message
-        .entries
-        .iter()
+    let entries = message.entries.iter();
+    entries
         .map(|entry| (&*entry.key, canonicalize_descriptor_value(&entry.value)))
         .collect()
 }
@@ -301,18 +282,14 @@ fn build_descriptor<'a>(
         return Err(invalid_argument("a descriptor has more than 64 entries"));
     }
     // `hits_addend` 0 means "not set" in a call, but is a value in a descriptor.
-    let hits = message
-        .hits_addend
-        .as_ref()
-        .map_or(u64::from(call.hits_addend.max(1)), |hits| hits.value);
-    let limit_override = match &message.limit {
-        None => None,
-        Some(limit) => {
-            let per_s = unit_period_s(limit.unit())
-                .ok_or(invalid_argument("the limit has no unit of time"))?;
-            Some((limit.requests_per_unit, per_s * SECOND_US))
-        }
-    };
+    let call_hits = u64::from(call.hits_addend.max(1));
+    let hits = message.hits_addend.map_or(call_hits, |hits| hits.value);
+    let no_unit = invalid_argument("the limit has no unit of time");
+    let limit_override = message.limit.map(|limit| {
+        let per_s = unit_period_s(limit.unit()).ok_or(no_unit)?;
+        Ok((limit.requests_per_unit, per_s * SECOND_US))
+    });
+    let limit_override = limit_override.transpose()?;
     Ok(Descriptor::new(&call.domain, entries, hits, limit_override))
 }
 
@@ -366,9 +343,10 @@ fn build_descriptor_status(
     code: response::Code,
     now_us: u64,
 ) -> response::DescriptorStatus {
+    let code = code.into();
     let Some(reported) = &status.tightest_limit else {
         return response::DescriptorStatus {
-            code: code.into(),
+            code,
             ..Default::default()
         };
     };
@@ -381,7 +359,7 @@ fn build_descriptor_status(
         }
     };
     response::DescriptorStatus {
-        code: code.into(),
+        code,
         current_limit: Some(build_current_limit(reported)),
         limit_remaining: u32::try_from(reported.status.remaining).unwrap_or(u32::MAX),
         duration_until_reset: reset_at_us.map(duration_until),
@@ -394,10 +372,8 @@ fn build_current_limit(reported: &LimitReport<'_>) -> response::RateLimit {
     let units = [Unit::Day, Unit::Hour, Unit::Minute, Unit::Second];
     let fitting = units.into_iter().find_map(|unit| {
         let unit_us = unit_period_s(unit)? * SECOND_US;
-        limit
-            .per_us
-            .is_multiple_of(unit_us)
-            .then_some((unit, limit.per_us / unit_us))
+        let times = limit.per_us / unit_us;
+        (times * unit_us == limit.per_us).then_some((unit, times))
     });
     let (unit, times) = match limit.algorithm {
         Algorithm::CalendarWindow { calendar } => match calendar.unit() {
@@ -444,15 +420,11 @@ fn headers_and_body_for_client(
             headers.append(name, value.clone());
         }
     }
-    (
-        headers
-            .iter()
-            .filter_map(|(name, value)| to_header_message(name, value))
-            .collect(),
-        custom_response
-            .map(|custom| custom.body.clone())
-            .unwrap_or_default(),
-    )
+    let messages = headers
+        .iter()
+        .filter_map(|(name, value)| to_header_message(name, value));
+    let body = custom_response.map(|custom| custom.body.clone());
+    (messages.collect(), body.unwrap_or_default())
 }
 
 /// Returns `None` for a value that is not visible ASCII.

@@ -8,50 +8,33 @@
 pub(crate) mod accept;
 mod acceptor;
 mod allocator_trim;
-pub(crate) mod blocking_thread;
-pub(crate) mod close_reason;
 mod connection;
-pub(crate) mod connection_load;
-pub(crate) mod connection_memory;
-pub(crate) mod connection_monitor;
-pub(crate) mod continue_responses;
-mod field_block_filter;
-mod field_check;
-pub(crate) mod frame_limits;
-pub(crate) mod frame_scanner;
-pub(crate) mod frame_splitter;
 pub(crate) mod handler;
 pub(crate) mod handshake_error;
-mod head_marks;
-mod hpack;
-pub(crate) mod lazy_timer;
 mod listener;
 mod monitored_socket;
-mod open_connection;
 mod parse_error_reply;
-pub(crate) mod peer;
-pub(crate) mod query_escaper;
-pub(crate) mod shutdown;
-pub(super) mod transport;
-mod unsent_responses;
-mod worker;
+pub(crate) mod transport;
+pub(crate) mod worker;
 
-use futures_util::future::select_all;
+use futures_util::future::{join_all, select_all};
 use std::future::Future;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
+use super::client_connection::connection_load::ServerLoad;
+use super::client_connection::connection_monitor::ConnectionDrain;
 use super::server::acceptor::ListenerAcceptor;
-use super::server::connection_load::ServerLoad;
-use super::server::connection_monitor::ConnectionDrain;
 use super::server::handler::RequestHandler;
 use super::server::listener::{ListenerConfig, ServerListener};
-use super::server::shutdown::{ShutdownSignal, drain_workers, wait_for_signal};
-use super::server::worker::{WorkerPhase, WorkerThread, wait_until_workers_ready};
+use super::server::worker::{
+    WorkerPhase, WorkerThread, wait_until_workers_ready, worker_died_error,
+};
 use super::settings::{ListenSettings, ListenerKind, ShutdownSettings};
 use crate::listen::ListenAddress;
 use crate::tls::ReloadableServerTls;
@@ -114,15 +97,13 @@ impl ProxyServer {
     /// # Errors
     /// Fails if the server has no listener, or if the system cannot report the socket's address.
     pub fn first_listener_address(&self) -> io::Result<ListenAddress> {
-        let first = self
-            .listeners
-            .first()
-            .ok_or_else(|| io::Error::other("the server has no listener"))?;
+        let first = self.listeners.first();
+        let first = first.ok_or_else(|| io::Error::other("the server has no listener"))?;
         first.socket.address()
     }
 
     /// Starts listening. Connections wait in the kernel's backlog until they are accepted.
-    pub(super) fn listen(&self) -> io::Result<()> {
+    pub(crate) fn listen(&self) -> io::Result<()> {
         self.listeners
             .iter()
             .try_for_each(|listener| listener.socket.listen(listener::LISTEN_BACKLOG))?;
@@ -201,19 +182,9 @@ impl ProxyServer {
         };
         // A failed acceptor drains without a delay.
         begin_drain(&phase, Duration::ZERO, shutdown.grace);
-        let drained = drain_workers(
-            acceptors,
-            workers,
-            &self.load,
-            shutdown.grace,
-            shutdown_signal,
-            &phase,
-        )
-        .await;
-        match accept_error {
-            Some(error) => Err(error),
-            None => drained,
-        }
+        let (load, grace) = (&self.load, shutdown.grace);
+        let drained = drain_workers(acceptors, workers, load, grace, shutdown_signal, &phase).await;
+        accept_error.map_or(drained, Err)
     }
 }
 
@@ -233,4 +204,80 @@ fn begin_drain(phase: &watch::Sender<WorkerPhase>, delay: Duration, grace: Durat
         }
         is_serving
     });
+}
+
+/// Requested run state of the server. The state only moves forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum ShutdownSignal {
+    Run,
+    /// Finish active requests within the limits of
+    /// [`ShutdownSettings`](crate::proxy::ShutdownSettings).
+    Drain,
+    /// Stop immediately and cut all connections.
+    Immediate,
+}
+
+/// Waits for the state `at_least` or a later one.
+async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least: ShutdownSignal) {
+    // A dropped sender requests a drain, but never an immediate stop.
+    let is_dropped = signal
+        .wait_for(|current| *current >= at_least)
+        .await
+        .is_err();
+    if is_dropped && at_least > ShutdownSignal::Drain {
+        std::future::pending().await
+    }
+}
+
+/// Closes the listeners, dispatches the last connections, and waits until all workers have ended.
+/// After `grace`, or at [`ShutdownSignal::Immediate`], makes the workers cut their connections by
+/// [`WorkerPhase::Cut`]. Returns the number of cut connections.
+async fn drain_workers(
+    acceptors: Vec<ListenerAcceptor>,
+    workers: Vec<WorkerThread>,
+    load: &ServerLoad,
+    grace: Duration,
+    mut shutdown_signal: watch::Receiver<ShutdownSignal>,
+    phase: &watch::Sender<WorkerPhase>,
+) -> io::Result<usize> {
+    // Waiting for a busy worker counts against the grace period.
+    let drain_started = Instant::now();
+    let acceptors = acceptors.into_iter();
+    let dispatch_pending = join_all(acceptors.map(|acceptor| acceptor.drain_backlog(load)));
+    tokio::select! {
+        biased;
+        () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}
+        dispatched = timeout(grace, dispatch_pending) => {
+            if dispatched.is_err() {
+                tracing::warn!(
+                    "accepted connections dropped at shutdown; no worker took them within the grace period"
+                );
+            }
+        }
+    }
+    // The queues are closed: each worker finishes its connections and ends.
+    let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
+    let join_threads = || {
+        threads
+            .into_iter()
+            .map(JoinHandle::join)
+            .collect::<Vec<_>>()
+    };
+    let mut joined_workers = tokio::task::spawn_blocking(join_threads);
+    let joined_in_time = tokio::select! {
+        biased;
+        () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
+        ended = timeout_at(drain_started + grace, &mut joined_workers) => ended.ok(),
+    };
+    let counts = match joined_in_time {
+        Some(counts) => counts,
+        None => {
+            phase.send_replace(WorkerPhase::Cut);
+            joined_workers.await
+        }
+    };
+    counts?
+        .into_iter()
+        .map(|count| count.map_err(|_panic| worker_died_error()))
+        .sum()
 }

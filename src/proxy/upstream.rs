@@ -3,20 +3,19 @@
 //! Each worker has one [`UpstreamClient`] with its own connections, so a request never changes
 //! threads. [`UpstreamSharedState`] holds the limits and counters that all workers share.
 
-mod addresses;
 mod connector;
-pub(crate) mod error;
 mod exchange;
 mod http2;
 mod informational_responses;
 mod pool;
 mod read_limit;
 pub(crate) mod response_body;
-mod retry;
 mod shared_state;
 pub(crate) mod tunnel_io;
 
-use http::{HeaderValue, Request, Response, Version};
+pub use shared_state::{UpstreamSharedState, UpstreamUrlError};
+
+use http::{HeaderName, HeaderValue, Method, Request, Response, Uri, Version};
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::net::IpAddr;
@@ -26,17 +25,16 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::UpstreamSettings;
+use super::body::informational_responses::InformationalForwarder;
+use super::body::request::RequestBody;
 use super::client_counts::ClientCountGuard;
-use super::http::body::request::RequestBody;
-use super::http::body::response::ResponseBody;
-use super::http::informational_responses::InformationalForwarder;
 use super::http::upgrade;
-use exchange::{ExchangeFailure, client_error_kind};
-use pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
-use retry::RetryRequest;
-
-pub use error::{UPSTREAM_FAULTS, UpstreamError, UpstreamErrorKind};
-pub use shared_state::{UpstreamSharedState, UpstreamUrlError};
+use super::upstream::exchange::{ExchangeFailure, client_error_kind};
+use super::upstream::pool::{
+    ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool,
+};
+use super::upstream::response_body::ResponseBody;
+use super::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 /// Maximum retries of a request after GOAWAY. A connection closed under load fails many requests at
 /// once, and each retry may meet another closing connection.
@@ -62,24 +60,21 @@ impl UpstreamClient {
         }
     }
 
-    pub(super) fn settings(&self) -> &UpstreamSettings {
+    pub(crate) fn settings(&self) -> &UpstreamSettings {
         self.pool.settings()
     }
 
     /// The upstream's authority, as used in a `Host` header.
-    pub(super) fn authority(&self) -> &HeaderValue {
+    pub(crate) fn authority(&self) -> &HeaderValue {
         &self.pool.shared.authority
     }
 
     /// Logs why a request was not forwarded. Expected errors go to the debug log; upstream and
     /// proxy errors produce a throttled warning.
-    pub(super) fn log_error(&self, error: &UpstreamError) {
+    pub(crate) fn log_error(&self, error: &UpstreamError) {
         let throttle = &self.pool.shared.error_log_throttle;
-        let occurrences = match error.kind.is_expected() {
-            true => None,
-            false => throttle.record_occurrence(std::time::Instant::now()),
-        };
-        match occurrences {
+        let record = || throttle.record_occurrence(std::time::Instant::now());
+        match (!error.kind.is_expected()).then(record).flatten() {
             Some(requests) => {
                 let upstream = self.authority().to_str().unwrap_or_default();
                 tracing::warn!(%error, upstream, requests, "requests are not forwarded");
@@ -92,7 +87,7 @@ impl UpstreamClient {
     ///
     /// # Errors
     /// Fails if the client has as many tunnels already.
-    pub(super) fn count_tunnel(
+    pub(crate) fn count_tunnel(
         &self,
         client: IpAddr,
     ) -> Result<Option<ClientCountGuard>, UpstreamError> {
@@ -113,7 +108,7 @@ impl UpstreamClient {
     ///
     /// # Errors
     /// Fails immediately if `max_requests_waiting` requests already wait.
-    pub(super) async fn delay_request(
+    pub(crate) async fn delay_request(
         &self,
         delay: Duration,
         since: Instant,
@@ -354,7 +349,109 @@ impl RetryBudget {
             connects: settings.retry_connect,
             goaways: MAX_GOAWAY_RETRIES,
             may_retry_refused: true,
-            may_retry_idempotent: settings.retry_idempotent && retry::is_retryable(request),
+            may_retry_idempotent: settings.retry_idempotent && is_retryable(request),
+        }
+    }
+}
+
+/// A copy of a request, for a retry. Copying the headers as text costs a third of cloning their
+/// map; few copies are ever converted back.
+pub(crate) struct RetryRequest {
+    method: Method,
+    uri: Uri,
+    /// `name:value\n` for each header. Names contain no colon, and values no line feed.
+    header_lines: Vec<u8>,
+    /// Another handle to the body of the original request.
+    pub(crate) body: RequestBody,
+}
+
+impl RetryRequest {
+    pub(crate) fn from_request(request: &Request<RequestBody>) -> Self {
+        // Most heads are no longer.
+        let mut header_lines = Vec::with_capacity(512);
+        for (name, value) in request.headers() {
+            header_lines.extend_from_slice(name.as_str().as_bytes());
+            header_lines.push(b':');
+            header_lines.extend_from_slice(value.as_bytes());
+            header_lines.push(b'\n');
+        }
+        Self {
+            method: request.method().clone(),
+            uri: request.uri().clone(),
+            header_lines,
+            body: request.body().clone_handle(),
+        }
+    }
+
+    pub(crate) fn into_request(self) -> Request<RequestBody> {
+        let mut request = Request::new(self.body);
+        *request.method_mut() = self.method;
+        *request.uri_mut() = self.uri;
+        for line in self.header_lines.split(|byte| *byte == b'\n') {
+            let mut halves = line.splitn(2, |byte| *byte == b':');
+            let name = halves.next().map(HeaderName::from_bytes);
+            let value = halves.next().map(HeaderValue::from_bytes);
+            if let (Some(Ok(name)), Some(Ok(value))) = (name, value) {
+                request.headers_mut().append(name, value);
+            }
+        }
+        request
+    }
+}
+
+/// Whether a request may be processed twice: its method is idempotent (RFC 9110, 9.2.2) and it has
+/// no body.
+pub(crate) fn is_retryable(request: &Request<RequestBody>) -> bool {
+    let method = request.method();
+    request.body().is_empty()
+        && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{RequestBody, RetryRequest, is_retryable};
+    use http::Request;
+
+    #[test]
+    fn retry_request_equals_the_original() {
+        let head = || {
+            Request::put("/a?b")
+                .header("x-b", ": 1:2")
+                .header("host", "h")
+                .header("x-b", "")
+        };
+        let request = || {
+            head()
+                .header("x-\u{7e}", &b"\xff\t"[..])
+                .body(RequestBody::default())
+                .unwrap()
+        };
+        let (first, retried) = (
+            request(),
+            RetryRequest::from_request(&request()).into_request(),
+        );
+        assert_eq!(
+            (retried.method(), retried.uri()),
+            (first.method(), first.uri())
+        );
+        assert_eq!(retried.headers(), first.headers());
+        assert_eq!(retried.headers().iter().count(), 4);
+    }
+
+    #[test]
+    fn only_idempotent_requests_are_retryable() {
+        let repeatable = |method| {
+            let request = Request::builder()
+                .method(method)
+                .body(RequestBody::default())
+                .unwrap();
+            is_retryable(&request)
+        };
+        for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {
+            assert!(repeatable(method), "{method}");
+        }
+        for method in ["POST", "PATCH", "CONNECT", "PURGE", "get"] {
+            assert!(!repeatable(method), "{method}");
         }
     }
 }

@@ -67,8 +67,8 @@ pub struct ServerIdentity {
 /// TLS server settings: a set of certificates and one session ticket key.
 pub struct ServerTls {
     pub config: Arc<ServerConfig>,
-    /// Source and expiry of each certificate.
-    certificate_expiries: Vec<(String, u64)>,
+    /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix epoch.
+    pub certificate_expiries: Vec<(String, u64)>,
     /// Whether the application gets the client's certificate.
     pub forwards_client_cert: bool,
     /// Digest of all inputs, for comparison.
@@ -92,14 +92,9 @@ impl ServerIdentity {
     pub fn from_pem(chain_pem: &[u8], key_pem: &[u8]) -> Result<Self, IdentityError> {
         let chain = parse_certificates(chain_pem).map_err(IdentityError::Certificate)?;
         let mut parsed_certificates = chain.iter().map(|der| ParsedCertificate::from_der(der));
-        let certificate = match parsed_certificates.next() {
-            Some(first) => first.map_err(IdentityError::Certificate)?,
-            None => {
-                return Err(IdentityError::Certificate(
-                    "there is no certificate in it".to_owned(),
-                ));
-            }
-        };
+        let no_certificate = || Err("there is no certificate in it".to_owned());
+        let certificate = parsed_certificates.next().unwrap_or_else(no_certificate);
+        let certificate = certificate.map_err(IdentityError::Certificate)?;
         let expiry = parsed_certificates
             .filter_map(|issuer| Some(issuer.ok()?.validity_s.1))
             .fold(certificate.validity_s.1, u64::min);
@@ -137,10 +132,8 @@ impl ServerIdentity {
     }
 
     fn has_common_signature_scheme(&self, hello: &ClientHello<'_>) -> bool {
-        self.key
-            .key
-            .choose_scheme(hello.signature_schemes())
-            .is_some()
+        let scheme = self.key.key.choose_scheme(hello.signature_schemes());
+        scheme.is_some()
     }
 }
 
@@ -192,23 +185,14 @@ impl ServerTls {
         }
         hash.update([clients.auth as u8, u8::from(clients.forwards_certificate)]);
         hash.update(digest_texts([clients.ca.as_deref().unwrap_or_default()]));
-        hash.update(digest_texts(
-            clients
-                .crl
-                .iter()
-                .flat_map(|crl| &crl.lists)
-                .map(AsRef::as_ref),
-        ));
+        let lists = clients.crl.iter().flat_map(|crl| &crl.lists);
+        hash.update(digest_texts(lists.map(AsRef::as_ref)));
         let certificate_expiries = identities
             .iter()
             .map(|(name, identity)| (name.clone(), identity.expiry_s))
             .collect();
-        let resolver = Arc::new(CertificateResolver(
-            identities
-                .into_iter()
-                .map(|(_, identity)| identity)
-                .collect(),
-        ));
+        let identities = identities.into_iter().map(|(_, identity)| identity);
+        let resolver = Arc::new(CertificateResolver(identities.collect()));
         let config = build_server_config(resolver, clients)?;
         Ok(Self {
             config: Arc::new(config),
@@ -216,12 +200,6 @@ impl ServerTls {
             forwards_client_cert: clients.forwards_certificate,
             digest: hash.finalize().into(),
         })
-    }
-
-    /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix
-    /// epoch.
-    pub fn certificate_expiries(&self) -> &[(String, u64)] {
-        &self.certificate_expiries
     }
 }
 
@@ -255,17 +233,14 @@ fn build_server_config(
                 Arc::clone(&trusted.roots),
                 Arc::clone(&provider),
             );
-            let builder = if auth == ClientAuth::Optional {
-                builder.allow_unauthenticated()
-            } else {
-                builder
-            };
-            let builder = match &clients.crl {
-                Some(crl) => builder
-                    .with_crls(crl.lists.iter().cloned())
-                    .enforce_revocation_expiration(),
-                None => builder,
-            };
+            let mut builder = builder;
+            if auth == ClientAuth::Optional {
+                builder = builder.allow_unauthenticated();
+            }
+            if let Some(crl) = &clients.crl {
+                let lists = crl.lists.iter().cloned();
+                builder = builder.with_crls(lists).enforce_revocation_expiration();
+            }
             let issuer_verifier = builder.build().map_err(|error| error.to_string())?;
             match &clients.crl {
                 None => Arc::new(TrustedClientVerifier {
@@ -315,15 +290,14 @@ impl CertificateResolver {
     ) -> Option<&ServerIdentity> {
         let name = name.strip_suffix('.').unwrap_or(name);
         let matching = |matches: fn(&ServerIdentity, &str) -> bool| {
-            self.0
-                .iter()
-                .filter(move |identity| matches(identity, name))
+            let identities = self.0.iter();
+            identities.filter(move |identity| matches(identity, name))
         };
         let candidates = matching(ServerIdentity::has_dns_name)
             .chain(matching(ServerIdentity::has_wildcard_for));
         let fallback = || candidates.clone().next().or(self.0.first());
-        candidates
-            .clone()
+        let mut supported = candidates.clone();
+        supported
             .find(|identity| is_supported(identity))
             .or_else(fallback)
     }

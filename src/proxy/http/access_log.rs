@@ -3,13 +3,6 @@
 //! Values from clients are log fields, never part of the message, so that the formatter escapes
 //! them.
 
-use crate::enforcer::{
-    DecisionSource, LimitReport, RequestDecision, RequestOutcome, UnenforcedRejections, Verdict,
-};
-use crate::limiter::{Key, OverrideInEffect};
-use crate::policy::PolicyMode;
-use crate::telemetry::trace::TraceId;
-use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 use http::StatusCode;
 use parking_lot::Mutex;
 use std::cmp::Reverse;
@@ -18,6 +11,14 @@ use std::net::IpAddr;
 use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep_until};
+
+use crate::enforcer::{
+    DecisionSource, LimitReport, RequestDecision, RequestOutcome, UnenforcedRejections, Verdict,
+};
+use crate::limiter::{Key, OverrideInEffect};
+use crate::policy::PolicyMode;
+use crate::telemetry::trace::TraceId;
+use crate::telemetry::{AccessLogFilter, LogSettings, shorten_client_text};
 
 /// Lines about rejections per second, if only those are logged: a client can cause any number. With
 /// [`REJECTION_LINE_BURST`], a process writes at most 10 lines per second, over 10 seconds.
@@ -226,11 +227,10 @@ impl AccessLog {
             let all = entry.unenforced_rejections.into_iter();
             all.flat_map(move |all| all.names_in_mode(mode))
         };
-        let is_logged_as_rejected = is_rejected
-            || entry
-                .unenforced_rejections
-                .is_some_and(|all| !all.is_empty());
-        if !self.filter_allows_request(is_logged_as_rejected)
+        let has_unenforced = entry
+            .unenforced_rejections
+            .is_some_and(|all| !all.is_empty());
+        if !self.filter_allows_request(is_rejected || has_unenforced)
             || (self.0.access_sample < 1.0 && fastrand::f64() >= self.0.access_sample)
         {
             return;
@@ -318,9 +318,10 @@ fn format_amounts_in_effect(in_effect: OverrideInEffect) -> [Option<String>; 2] 
 }
 
 fn format_amounts(requests: u64, burst: u64) -> String {
-    match requests == burst {
-        true => requests.to_string(),
-        false => format!("{requests}+{burst}"),
+    if requests == burst {
+        requests.to_string()
+    } else {
+        format!("{requests}+{burst}")
     }
 }
 

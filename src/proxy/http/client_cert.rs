@@ -1,12 +1,13 @@
 //! `Client-Cert` and `Client-Cert-Chain` (RFC 9440): the client's TLS certificate for the upstream.
 
-use crate::policy::PolicyTable;
-use crate::policy::client::ClientAddress;
-use crate::tls;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tokio_rustls::rustls::pki_types::CertificateDer;
+
+use crate::policy::PolicyTable;
+use crate::policy::client::ClientAddress;
+use crate::tls;
 
 static CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
 static CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");

@@ -3,15 +3,15 @@
 //!
 //! [`super::request_validation`] has already removed hop-by-hop headers from requests.
 
-use super::header_lines::{append_to_list_header, join_cookie_lines, remove_headers};
-use super::hop_by_hop;
-use super::request_validation::RequestTarget;
-use super::upgrade::{self, RequestedProtocolSwitch};
-use crate::policy::client::ClientAddress;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, request, response};
 use smallvec::SmallVec;
 use std::net::IpAddr;
+
+use super::header_lines::{self, append_to_list_header, join_cookie_lines, remove_headers};
+use super::request_validation::RequestTarget;
+use super::upgrade::{self, RequestedProtocolSwitch};
+use crate::policy::client::ClientAddress;
 
 /// Properties of a request, its client and the upstream that determine the forwarded headers.
 #[derive(Clone, Copy, Debug)]
@@ -87,10 +87,8 @@ pub(crate) fn rewrite_request_headers(
         && !headers.contains_key(header::TRANSFER_ENCODING)
     {
         // Without a framing header, hyper drops the body of a GET.
-        headers.insert(
-            header::TRANSFER_ENCODING,
-            HeaderValue::from_static("chunked"),
-        );
+        let chunked = HeaderValue::from_static("chunked");
+        headers.insert(header::TRANSFER_ENCODING, chunked);
     }
     // Reserving space once is cheaper than growing the map for each added header.
     headers.reserve(6);
@@ -108,13 +106,12 @@ pub(crate) fn rewrite_request_headers(
     append_x_forwarded_for(headers, hop);
     append_forwarded_element(headers, target, hop, proto);
     headers.entry(&X_FORWARDED_PROTO).or_insert(proto_value);
-    if let Some(authority) = target.authority() {
-        headers
-            .entry(&X_FORWARDED_HOST)
-            .or_insert_with(|| authority.clone());
+    if let Some(authority) = &target.authority {
+        let host = headers.entry(&X_FORWARDED_HOST);
+        host.or_insert_with(|| authority.clone());
     }
     append_to_list_header(headers, &header::VIA, via_value(hop.version_in));
-    if !hop.preserve_host || target.authority().is_none() {
+    if !hop.preserve_host || target.authority.is_none() {
         headers.insert(header::HOST, hop.upstream_authority.clone());
     }
 }
@@ -125,10 +122,8 @@ pub(crate) fn rewrite_request_headers(
 /// Without this change, a client could prevent settlement by asking for a content coding or a
 /// range.
 pub(crate) fn ask_upstream_for_full_identity_body(headers: &mut HeaderMap) {
-    headers.insert(
-        header::ACCEPT_ENCODING,
-        HeaderValue::from_static("identity"),
-    );
+    let identity = HeaderValue::from_static("identity");
+    headers.insert(header::ACCEPT_ENCODING, identity);
     headers.remove(header::RANGE);
     headers.remove(header::IF_RANGE);
 }
@@ -159,7 +154,7 @@ pub(crate) fn rewrite_response_head(
             parts.version == Version::HTTP_2 && value.as_bytes().trim_ascii().len() < value.len();
         match *name {
             header::CONNECTION => headers_to_remove.extend(
-                hop_by_hop::headers_named_in_connection(value)
+                header_lines::headers_named_in_connection(value)
                     .filter(|name| !is_kept_if_named_in_connection(name)),
             ),
             header::CONTENT_LENGTH => lengths += 1,
@@ -174,7 +169,7 @@ pub(crate) fn rewrite_response_head(
             }
             _ => {}
         }
-        if hop_by_hop::is_hop_by_hop(name) {
+        if header_lines::is_hop_by_hop(name) {
             headers_to_remove.push(name.clone());
         }
     }
@@ -221,12 +216,12 @@ pub(crate) fn rewrite_informational_headers(parts: &mut response::Parts) {
     let headers = &mut parts.headers;
     let connection_options = headers.get_all(header::CONNECTION).iter();
     let connection_options: SmallVec<[HeaderName; 4]> = connection_options
-        .flat_map(hop_by_hop::headers_named_in_connection)
+        .flat_map(header_lines::headers_named_in_connection)
         .collect();
     remove_headers(headers, |name| {
         connection_options.contains(name)
-            || hop_by_hop::is_hop_by_hop(name)
-            || hop_by_hop::is_framing(name)
+            || header_lines::is_hop_by_hop(name)
+            || header_lines::is_framing(name)
     });
     append_to_list_header(headers, &header::VIA, via_value(parts.version));
 }
@@ -276,15 +271,14 @@ fn upgrade_values_for_client(
     if version_in != Version::HTTP_11 || !may_carry_upgrade {
         return SmallVec::new();
     }
-    let list: SmallVec<_> = parts
-        .headers
-        .get_all(header::UPGRADE)
-        .iter()
-        .cloned()
-        .collect();
-    Some(list)
-        .filter(|list| upgrade::is_forwardable_upgrade(list))
-        .unwrap_or_default()
+    let values = parts.headers.get_all(header::UPGRADE);
+    let list: SmallVec<_> = values.iter().cloned().collect();
+    let is_forwardable = upgrade::is_forwardable_upgrade(&list);
+    if is_forwardable {
+        list
+    } else {
+        SmallVec::new()
+    }
 }
 
 /// Formats an integer as a header value with one allocation; the `http` crate's conversion needs
@@ -338,7 +332,8 @@ fn append_forwarded_element(
         .map(format_forwarded_for_parameter);
     let (client, comma) = client.as_deref().map_or(("", ""), |client| (client, ", "));
     let authority = target
-        .authority()
+        .authority
+        .as_ref()
         .and_then(|authority| authority.to_str().ok());
     // The host is quoted because of colons and brackets; a validated host has nothing to escape.
     let [host, authority, quote] =
@@ -355,11 +350,8 @@ fn append_forwarded_element(
     ]
     .concat();
     let element = HeaderValue::from_maybe_shared(Bytes::from(element));
-    append_to_list_header(
-        headers,
-        &header::FORWARDED,
-        element.expect("the element is visible ASCII only"),
-    );
+    let element = element.expect("the element is visible ASCII only");
+    append_to_list_header(headers, &header::FORWARDED, element);
 }
 
 /// Returns the client's address if a trusted peer forwarded the request for another address.
@@ -415,7 +407,7 @@ fn collapse_content_length(
     if lines == 1 && values.iter().all(|value| !value.as_bytes().contains(&b',')) {
         return Ok(());
     }
-    let mut numbers = values.iter().flat_map(hop_by_hop::list_elements);
+    let mut numbers = values.iter().flat_map(header_lines::list_elements);
     let first = numbers.next().unwrap_or_default();
     if numbers.any(|other| other != first) {
         return Err(ResponseValidationError::ContentLength);

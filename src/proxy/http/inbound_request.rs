@@ -1,5 +1,8 @@
 //! A validated request as policies see it: target, client, path interpretations and token.
 
+use http::{HeaderName, Uri, request};
+use std::net::IpAddr;
+
 use super::client_cert::{is_client_cert_field, remove_untrusted_client_cert};
 use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
@@ -8,8 +11,6 @@ use crate::policy::jwt::{RequestToken, TokenError};
 use crate::policy::path::{self, ForwardedPath, PathError, PathInterpretations};
 use crate::policy::{Facts, HeaderValueError, PolicyTable};
 use crate::tls::CertificateSubject;
-use http::{HeaderName, Uri, request};
-use std::net::IpAddr;
 
 /// Request properties for policies, except the headers. The properties are owned, so that the
 /// request head can still change.

@@ -4,35 +4,31 @@
 //! prefers that. gRPC clients get a gRPC status without a body. A local reply never contains
 //! request data.
 
-mod cors_headers;
 mod own_limits_reply;
 mod problem_reply;
 mod reply_style;
 #[cfg(test)]
 mod tests;
-mod text_encoding;
-mod upstream_error_text;
 
 pub(crate) use own_limits_reply::{
     build_method_not_allowed_reply, build_own_limits_reply, build_unidentified_client_reply,
 };
 pub(crate) use reply_style::ReplyStyle;
-pub(crate) use upstream_error_text::status_error_and_detail;
 
-use self::problem_reply::{
-    GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
-    REDUCED_CAPACITY_TYPE,
-};
-use self::text_encoding::to_sentence;
+use bytes::Bytes;
+use http::{HeaderValue, Response, StatusCode, Version, header};
+use std::borrow::Cow;
+
 use super::inbound_request::InboundRequestError;
+use super::local_replies::problem_reply::{
+    GRPC_PERMISSION_DENIED, GRPC_RESOURCE_EXHAUSTED, ProblemReply, QUOTA_EXCEEDED_TYPE,
+    REDUCED_CAPACITY_TYPE, to_sentence,
+};
 use super::rate_limit_headers;
 use super::request_validation::RequestValidationError;
 use crate::enforcer::{LimitRejection, RejectionReason, RequestOutcome, RetryHint, Verdict};
 use crate::policy::RateLimitHeaderSettings;
 use crate::proxy::UpstreamErrorKind;
-use bytes::Bytes;
-use http::{HeaderValue, Response, StatusCode, Version, header};
-use std::borrow::Cow;
 
 /// Builds the reply to a request that the verdict does not forward, with rate-limit headers: status
 /// 400, 403, 429 or 503, or a policy's custom response. Returns `None` if the verdict forwards the
@@ -50,9 +46,11 @@ pub(crate) fn build_verdict_reply(
             is_reported,
             custom_response,
         } => {
-            let policy = (*policy, *is_reported);
-            let mut problem =
-                new_policy_problem(StatusCode::FORBIDDEN, policy, "denies this request.");
+            let mut problem = new_policy_problem(
+                StatusCode::FORBIDDEN,
+                (policy, *is_reported),
+                "denies this request.",
+            );
             problem.error = "http_request_denied";
             problem.grpc_status = GRPC_PERMISSION_DENIED;
             problem.build_custom_or_standard(*custom_response, style)
@@ -63,19 +61,20 @@ pub(crate) fn build_verdict_reply(
             error,
         } => {
             let what = format!("cannot determine the quota of this request: {error}.");
-            let policy = (*policy, *is_reported);
-            new_policy_problem(StatusCode::BAD_REQUEST, policy, &what).build_standard(style)
+            new_policy_problem(StatusCode::BAD_REQUEST, (policy, *is_reported), &what)
+                .build_standard(style)
         }
         RequestOutcome::Unavailable {
             policy,
             is_reported,
             retry_after_us,
         } => {
-            let (policy, what) = (
-                (*policy, *is_reported),
-                "cannot be evaluated at the moment.",
+            let what = "cannot be evaluated at the moment.";
+            let mut problem = new_policy_problem(
+                StatusCode::SERVICE_UNAVAILABLE,
+                (policy, *is_reported),
+                what,
             );
-            let mut problem = new_policy_problem(StatusCode::SERVICE_UNAVAILABLE, policy, what);
             problem.error = "proxy_internal_error";
             problem.type_uri = REDUCED_CAPACITY_TYPE;
             problem.retry = Some(RetryHint::After(*retry_after_us));
@@ -101,9 +100,10 @@ fn new_policy_problem<'v>(
 
 /// The subject of a sentence about the policy, with its name if the response may contain it.
 fn describe_policy(policy: &str, is_reported: bool) -> Cow<'static, str> {
-    match is_reported {
-        true => format!("Policy \"{policy}\"").into(),
-        false => "A policy".into(),
+    if is_reported {
+        format!("Policy \"{policy}\"").into()
+    } else {
+        "A policy".into()
     }
 }
 
@@ -160,24 +160,19 @@ pub(crate) fn build_invalid_request_reply(
     error: InboundRequestError,
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
-    let status = match error {
-        InboundRequestError::Validation(error) => error.status(),
-        InboundRequestError::Path(_)
-        | InboundRequestError::RepeatedTokenHeader
-        | InboundRequestError::HeaderValue(_)
-        | InboundRequestError::AmbiguousToken => StatusCode::BAD_REQUEST,
+    let validation_error = match error {
+        InboundRequestError::Validation(error) => Some(error),
+        _ => None,
     };
-    let problem = ProblemReply::new(
-        status,
-        "http_request_error",
-        to_sentence(&error.to_string()),
-    );
-    let mut response = problem.build_standard(style);
+    let status = validation_error.map_or(StatusCode::BAD_REQUEST, RequestValidationError::status);
+    let detail = to_sentence(&error.to_string());
+    let mut response =
+        ProblemReply::new(status, "http_request_error", detail).build_standard(style);
     // A head with too many lines was read to its end.
-    if error != InboundRequestError::Validation(RequestValidationError::TooManyHeaders) {
+    if validation_error != Some(RequestValidationError::TooManyHeaders) {
         set_connection_close(&mut response, style);
     }
-    if error == InboundRequestError::Validation(RequestValidationError::Connect) {
+    if validation_error == Some(RequestValidationError::Connect) {
         let allowed =
             HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS, TRACE");
         response.headers_mut().insert(header::ALLOW, allowed);
@@ -211,4 +206,55 @@ fn set_connection_close(response: &mut Response<Bytes>, style: ReplyStyle<'_>) {
             .headers_mut()
             .insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
+}
+
+/// Returns the HTTP status, the `Proxy-Status` error type (RFC 9209, 2.3) and the detail text.
+pub(crate) fn status_error_and_detail(
+    kind: UpstreamErrorKind,
+) -> (StatusCode, &'static str, &'static str) {
+    use StatusCode as S;
+    use UpstreamErrorKind as Kind;
+    let (status, error) = match kind {
+        Kind::ConnectRefused | Kind::ConnectFailed => (S::BAD_GATEWAY, "connection_refused"),
+        Kind::ConnectTimeout => (S::GATEWAY_TIMEOUT, "connection_timeout"),
+        Kind::Dns => (S::BAD_GATEWAY, "dns_error"),
+        Kind::Tls => (S::BAD_GATEWAY, "tls_protocol_error"),
+        Kind::ConnectionTerminated | Kind::StreamReset => (S::BAD_GATEWAY, "connection_terminated"),
+        Kind::Protocol => (S::BAD_GATEWAY, "http_protocol_error"),
+        Kind::UpgradeUnsupported => (S::BAD_GATEWAY, "http_upgrade_failed"),
+        Kind::ResponseTimeout => (S::GATEWAY_TIMEOUT, "connection_read_timeout"),
+        Kind::LocalResources | Kind::QueueFull | Kind::QueueTimeout => {
+            (S::SERVICE_UNAVAILABLE, "connection_limit_reached")
+        }
+        Kind::TunnelLimit => (S::TOO_MANY_REQUESTS, "connection_limit_reached"),
+        Kind::RequestBodyTooLarge => (S::PAYLOAD_TOO_LARGE, "http_request_error"),
+        Kind::MaxDurationExceeded => (S::GATEWAY_TIMEOUT, "http_response_timeout"),
+        Kind::RequestBodyTimeout => (S::REQUEST_TIMEOUT, "http_request_error"),
+        Kind::ClientDisconnected => (S::BAD_REQUEST, "http_request_error"),
+    };
+    let detail = match kind {
+        Kind::ConnectRefused | Kind::ConnectFailed => "The upstream does not accept connections.",
+        Kind::ConnectTimeout => "The upstream did not accept a connection in time.",
+        Kind::Dns => "The upstream's name could not be resolved.",
+        Kind::Tls => "No secure connection to the upstream could be made.",
+        Kind::ConnectionTerminated | Kind::StreamReset => {
+            "The upstream closed the connection without a response."
+        }
+        Kind::Protocol => "The upstream sent a response that is not valid.",
+        Kind::UpgradeUnsupported => "The upstream does not support WebSockets over HTTP/2.",
+        Kind::ResponseTimeout => "The upstream did not respond in time.",
+        Kind::LocalResources | Kind::QueueFull | Kind::QueueTimeout => {
+            "Too many requests are waiting, or no connection to the upstream became free in time."
+        }
+        Kind::TunnelLimit => {
+            "Too many tunnels (WebSockets) of this client are open. See upstream.max_tunnels_per_client."
+        }
+        Kind::RequestBodyTooLarge => "The request body is larger than allowed.",
+        Kind::MaxDurationExceeded => "The request took longer than its policy allows.",
+        Kind::RequestBodyTimeout => "The request body did not arrive in time.",
+        // Only a client that sent an invalid body reads this response; a disconnected client does
+        // not.
+        Kind::ClientDisconnected => "The request body is not valid HTTP or is incomplete.",
+    };
+    (status, error, detail)
 }

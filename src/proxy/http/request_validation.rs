@@ -21,18 +21,20 @@ pub use error::RequestValidationError;
 pub(crate) use header_scan::has_outer_white_space;
 pub use host::normalize_host;
 
-use self::header_scan::RequestHeaderScan;
-use self::host::{NormalizedHost, determine_authority_and_host};
-use super::upgrade::{self, RequestedProtocolSwitch};
 use http::uri::PathAndQuery;
 use http::{HeaderName, HeaderValue, Method, Uri, Version, header, request};
 use hyper::ext::Protocol;
+
+use super::request_validation::header_scan::RequestHeaderScan;
+use super::request_validation::host::{NormalizedHost, determine_authority_and_host};
+use super::upgrade::{self, RequestedProtocolSwitch};
 
 /// Validated target of a request, with its content length and protocol switch. The data is owned,
 /// so that the request head can still change.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestTarget {
-    authority: Option<HeaderValue>,
+    /// Host and port as the client sent them.
+    pub(crate) authority: Option<HeaderValue>,
     host: NormalizedHost,
     pub(crate) path_and_query: PathAndQuery,
     /// Declared length of the body in bytes; `None` without `Content-Length` (chunked, HTTP/2 or no
@@ -57,12 +59,8 @@ pub(crate) fn validate_and_rewrite_request(
 ) -> Result<RequestTarget, RequestValidationError> {
     // Lowercase methods are rejected: methods are case-sensitive (RFC 9110, 9.1), also for
     // policies, but some frameworks treat `post` as POST.
-    if parts
-        .method
-        .as_str()
-        .bytes()
-        .any(|byte| byte.is_ascii_lowercase())
-    {
+    let method = parts.method.as_str();
+    if method.bytes().any(|byte| byte.is_ascii_lowercase()) {
         return Err(RequestValidationError::LowercaseMethod);
     }
     let websocket_key = if parts.method == Method::CONNECT {
@@ -109,19 +107,13 @@ impl RequestTarget {
     /// shortest form, in brackets. The host of an HTTP/1.0 request can be empty.
     pub(crate) fn host(&self) -> &str {
         match (&self.host, &self.authority) {
-            (NormalizedHost::AuthorityRange(range), Some(authority)) => authority
-                .to_str()
-                .ok()
-                .and_then(|text| text.get(range.clone()))
-                .unwrap_or(""),
+            (NormalizedHost::AuthorityRange(range), Some(authority)) => {
+                let text = authority.to_str().unwrap_or_default();
+                text.get(range.clone()).unwrap_or_default()
+            }
             (NormalizedHost::OwnedText(text), _) => text,
             (NormalizedHost::AuthorityRange(_), None) => "",
         }
-    }
-
-    /// Host and port as the client sent them.
-    pub(crate) fn authority(&self) -> Option<&HeaderValue> {
-        self.authority.as_ref()
     }
 
     /// The path for policies, as the client sent it. `*` (`OPTIONS *`) becomes `/`.
@@ -157,10 +149,8 @@ impl RequestTarget {
 fn convert_websocket_connect_to_get(
     parts: &mut request::Parts,
 ) -> Result<HeaderValue, RequestValidationError> {
-    let protocol = parts
-        .extensions
-        .remove::<Protocol>()
-        .filter(|_| parts.version == Version::HTTP_2);
+    let protocol = parts.extensions.remove::<Protocol>();
+    let protocol = protocol.filter(|_| parts.version == Version::HTTP_2);
     let protocol = protocol.ok_or(RequestValidationError::Connect)?;
     if !protocol.as_str().eq_ignore_ascii_case("websocket") {
         return Err(RequestValidationError::ConnectProtocol);
@@ -237,9 +227,7 @@ fn rebuild_connection_headers(
         (false, Some(_)) => "upgrade",
         (false, None) => return upgrade_request,
     };
-    headers.insert(
-        header::CONNECTION,
-        HeaderValue::from_static(connection_value),
-    );
+    let connection = HeaderValue::from_static(connection_value);
+    headers.insert(header::CONNECTION, connection);
     upgrade_request
 }

@@ -5,14 +5,16 @@
 
 mod json_scanner;
 
-pub(crate) use super::response_cost::json_scanner::JsonPointerScanner;
-use crate::enforcer::EstimatedCharge;
-use crate::limiter::MAX_UNITS;
-use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
+pub(crate) use json_scanner::JsonPointerScanner;
+
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, header, response};
 use http_body::Frame;
 use std::sync::Arc;
+
+use crate::enforcer::EstimatedCharge;
+use crate::limiter::MAX_UNITS;
+use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
 
 /// Estimated charges of one request that the response body or trailers will settle.
 ///
@@ -66,10 +68,8 @@ impl CostMeter {
 impl Drop for CostMeter {
     fn drop(&mut self) {
         for (reader, estimate) in self.0.drain(..) {
-            if let Some(units) = reader
-                .known_units()
-                .filter(|units| *units > estimate.estimated_units())
-            {
+            let is_more = |units: &u64| *units > estimate.estimated_units();
+            if let Some(units) = reader.known_units().filter(is_more) {
                 estimate.settle(units);
             }
         }
@@ -103,10 +103,10 @@ impl ResponseCostReader {
             ActualCostSource::Status(_) => {
                 ResponseCostState::Known(cost.units_of_status(response.status))
             }
-            ActualCostSource::Json(_) => JsonBodyReader::from_response(response)
-                .map_or(ResponseCostState::Known(None), |reader| {
-                    ResponseCostState::ReadingBody(Box::new(reader))
-                }),
+            ActualCostSource::Json(_) => match JsonBodyReader::from_response(response) {
+                Some(reader) => ResponseCostState::ReadingBody(Box::new(reader)),
+                None => ResponseCostState::Known(None),
+            },
         };
         Self { cost, state }
     }
@@ -186,12 +186,8 @@ impl JsonBodyReader {
     fn from_response(response: &response::Parts) -> Option<Self> {
         let headers = &response.headers;
         let mut codings = headers.get_all(header::CONTENT_ENCODING).iter();
-        let is_unencoded = codings.all(|coding| {
-            coding
-                .as_bytes()
-                .trim_ascii()
-                .eq_ignore_ascii_case(b"identity")
-        });
+        let is_identity = |coding: &[u8]| coding.trim_ascii().eq_ignore_ascii_case(b"identity");
+        let is_unencoded = codings.all(|coding| is_identity(coding.as_bytes()));
         if !is_unencoded || response.status == StatusCode::PARTIAL_CONTENT {
             return None;
         }

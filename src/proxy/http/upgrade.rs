@@ -3,11 +3,12 @@
 //! After an upgrade, no policy sees the bytes of the connection. Upgrades to a protocol that can
 //! carry HTTP requests are not forwarded, since a client could bypass every limit with them.
 
-use super::hop_by_hop::list_elements;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use http::{HeaderMap, HeaderValue, header};
 use sha1_smol::Sha1;
+
+use super::header_lines::list_elements;
 
 /// `Upgrade` protocol names that continue with HTTP, in cleartext or over TLS.
 const HTTP_PROTOCOL_NAMES: [&[u8]; 4] = [b"h2c", b"h2", b"http", b"tls"];
@@ -40,16 +41,11 @@ pub(crate) fn selects_only_offered_protocols(
     offered: &[HeaderValue],
     response: &HeaderMap,
 ) -> bool {
-    let mut chosen = response
-        .get_all(header::UPGRADE)
-        .iter()
-        .flat_map(list_elements)
-        .peekable();
+    let chosen = response.get_all(header::UPGRADE).iter();
+    let mut chosen = chosen.flat_map(list_elements).peekable();
     let is_offered = |protocol: &[u8]| {
-        offered
-            .iter()
-            .flat_map(list_elements)
-            .any(|offered| offered.eq_ignore_ascii_case(protocol))
+        let mut offered = offered.iter().flat_map(list_elements);
+        offered.any(|offered| offered.eq_ignore_ascii_case(protocol))
     };
     chosen.peek().is_some() && chosen.all(is_offered)
 }
@@ -102,20 +98,14 @@ fn is_protocol_token(text: &[u8]) -> bool {
 }
 
 fn is_http_protocol(protocol: &[u8]) -> bool {
-    let name = protocol
-        .split(|byte| *byte == b'/')
-        .next()
-        .unwrap_or_default();
-    let has_prefix = |prefix: &[u8]| {
+    let mut parts = protocol.split(|byte| *byte == b'/');
+    let name = parts.next().unwrap_or_default();
+    let is_start = |prefix: &&[u8]| {
         name.get(..prefix.len())
             .is_some_and(|start| start.eq_ignore_ascii_case(prefix))
     };
-    HTTP_PROTOCOL_NAMES
-        .iter()
-        .any(|known| name.eq_ignore_ascii_case(known))
-        || HTTP_PROTOCOL_PREFIXES
-            .iter()
-            .any(|prefix| has_prefix(prefix))
+    let is_name = |known: &&[u8]| name.eq_ignore_ascii_case(known);
+    HTTP_PROTOCOL_NAMES.iter().any(is_name) || HTTP_PROTOCOL_PREFIXES.iter().any(is_start)
 }
 
 #[cfg(test)]

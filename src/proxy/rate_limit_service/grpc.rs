@@ -1,13 +1,16 @@
 //! Unary gRPC calls: a POST, a five-byte prefix before each message, and the status in the trailers
 //! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>).
 
-use crate::proxy::http::body::{BodyError, RequestBody, ResponseBody};
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request,
 };
 use http_body_util::BodyExt;
 use prost::Message;
+use strum::{IntoStaticStr, VariantNames};
+
+use crate::proxy::ResponseBody;
+use crate::proxy::body::{BodyError, RequestBody};
 
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
@@ -37,10 +40,8 @@ pub(crate) enum GrpcStatusCode {
 
 /// Returns the response to a request that is not a gRPC call; `None` for a gRPC call.
 pub(crate) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<ResponseBody>> {
-    let content_type = parts
-        .headers
-        .get(header::CONTENT_TYPE)
-        .map_or(&[][..], HeaderValue::as_bytes);
+    let content_type = parts.headers.get(header::CONTENT_TYPE);
+    let content_type = content_type.map_or(&[][..], HeaderValue::as_bytes);
     let status = if parts.version != Version::HTTP_2 {
         StatusCode::HTTP_VERSION_NOT_SUPPORTED
     } else if parts.method != Method::POST {
@@ -56,11 +57,8 @@ pub(crate) fn reject_non_grpc(parts: &request::Parts) -> Option<Response<Respons
 }
 
 fn is_grpc_content_type(content_type: &[u8]) -> bool {
-    let media_type = content_type
-        .split(|byte| *byte == b';')
-        .next()
-        .unwrap_or_default()
-        .trim_ascii();
+    let mut parts = content_type.split(|byte| *byte == b';');
+    let media_type = parts.next().unwrap_or_default().trim_ascii();
     let rest = media_type.split_at_checked(GRPC_MEDIA_TYPE.len());
     rest.is_some_and(|(kind, rest)| {
         kind.eq_ignore_ascii_case(GRPC_MEDIA_TYPE)
@@ -70,29 +68,30 @@ fn is_grpc_content_type(content_type: &[u8]) -> bool {
 
 /// Reads and decodes the one message of a gRPC call.
 pub(crate) async fn read_message<M: Message + Default>(body: RequestBody) -> Result<M, GrpcError> {
+    use GrpcStatusCode::{Cancelled, ResourceExhausted, Unimplemented};
     let body = body.collect().await.map_err(|error| match error {
-        BodyError::TooLarge => GrpcError(
-            GrpcStatusCode::ResourceExhausted,
-            "the message is too large",
-        ),
-        _ => GrpcError(GrpcStatusCode::Cancelled, "the message was cut off"),
+        BodyError::TooLarge => GrpcError(ResourceExhausted, "the message is too large"),
+        _ => GrpcError(Cancelled, "the message was cut off"),
     });
     let mut bytes = body?.to_bytes();
     if bytes.len() < MESSAGE_PREFIX_BYTES {
         return Err(invalid_argument("the call has no message"));
     }
     if bytes.get_u8() != 0 {
-        let why = "compressed messages are not supported";
-        return Err(GrpcError(GrpcStatusCode::Unimplemented, why));
+        return Err(GrpcError(
+            Unimplemented,
+            "compressed messages are not supported",
+        ));
     }
     if usize::try_from(bytes.get_u32()) != Ok(bytes.len()) {
-        let why = "expected exactly one message after its length prefix";
-        return Err(invalid_argument(why));
+        return Err(invalid_argument(
+            "expected exactly one message after its length prefix",
+        ));
     }
     M::decode(bytes).map_err(|_undecodable| invalid_argument("the message cannot be decoded"))
 }
 
-pub(super) fn invalid_argument(why: &'static str) -> GrpcError {
+pub(crate) fn invalid_argument(why: &'static str) -> GrpcError {
     GrpcError(GrpcStatusCode::InvalidArgument, why)
 }
 
@@ -109,15 +108,13 @@ pub(crate) fn encode_framed_message(message: &impl Message) -> Bytes {
 /// Builds the HTTP response to a gRPC call from an encoded message or an error.
 pub(crate) fn build_grpc_response(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::Empty);
-    response.headers_mut().insert(
-        header::CONTENT_TYPE,
-        HeaderValue::from_static("application/grpc"),
-    );
+    let grpc = HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert(header::CONTENT_TYPE, grpc);
     match result {
         Ok(message) => {
-            let trailers =
-                HeaderMap::from_iter([(GRPC_STATUS.clone(), HeaderValue::from_static("0"))]);
-            *response.body_mut() = ResponseBody::FullWithTrailers(message, Some(trailers));
+            let status = (GRPC_STATUS.clone(), HeaderValue::from_static("0"));
+            let trailers = Some(HeaderMap::from_iter([status]));
+            *response.body_mut() = ResponseBody::FullWithTrailers(message, trailers);
         }
         // An error response has no message, so the gRPC status is sent in the response head.
         Err(GrpcError(code, why)) => {
@@ -127,4 +124,41 @@ pub(crate) fn build_grpc_response(result: Result<Bytes, GrpcError>) -> Response<
         }
     }
     response
+}
+
+/// The result of a call to the rate-limit service. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub enum RlsCallResult {
+    Ok,
+    OverLimit,
+    /// The store was unavailable.
+    Unavailable,
+    /// The request was not a valid gRPC call of the service.
+    Invalid,
+    /// The caller cancelled the call.
+    #[strum(serialize = "given_up")]
+    Cancelled,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_match_discriminants() {
+        assert_eq!(
+            RlsCallResult::VARIANTS.len(),
+            RlsCallResult::Cancelled as usize + 1
+        );
+        for one in [
+            RlsCallResult::Ok,
+            RlsCallResult::OverLimit,
+            RlsCallResult::Unavailable,
+            RlsCallResult::Invalid,
+            RlsCallResult::Cancelled,
+        ] {
+            assert_eq!(RlsCallResult::VARIANTS[one as usize], <&str>::from(one));
+        }
+    }
 }

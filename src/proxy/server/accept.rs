@@ -15,10 +15,10 @@ use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
 use tokio_util::either::Either;
 
 use super::accept::proxy_header::ProxyHeader;
+use super::handler::ConnectionPeer;
 use super::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
 use super::listener::ListenerConfig;
 use super::monitored_socket::MonitoredSocket;
-use super::peer::ConnectionPeer;
 use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
 use crate::proxy::client_counts::ClientCountGuard;
@@ -153,10 +153,8 @@ async fn run_tls_handshake(
         }
     };
     // Set after the handshake: rustls would cut its own messages.
-    stream
-        .get_mut()
-        .1
-        .set_buffer_limit(Some(TLS_SEND_BUFFER_BYTES));
+    let session = stream.get_mut().1;
+    session.set_buffer_limit(Some(TLS_SEND_BUFFER_BYTES));
     let (_, session) = stream.get_ref();
     let http2 = session.alpn_protocol().map(|protocol| protocol == b"h2");
     let certificate = checked_client_certificate_subject(session).map_err(|error| {
@@ -182,10 +180,10 @@ async fn run_tls_handshake(
 
 /// Classifies a handshake error. Returns `None` if the client sent nothing, as a port probe does.
 fn classify_tls_error(error: &io::Error, socket: &SocketBelowTls) -> Option<TlsHandshakeError> {
-    let Some(error) = error
+    let error = error
         .get_ref()
-        .and_then(|error| error.downcast_ref::<TlsError>())
-    else {
+        .and_then(|error| error.downcast_ref::<TlsError>());
+    let Some(error) = error else {
         return socket.has_received.then_some(TlsHandshakeError::Closed);
     };
     Some(match error {
@@ -235,10 +233,8 @@ impl FailedHandshake {
         let monitor = Rc::clone(&socket.monitor);
         monitor.exchange.has_unread_input.set(true);
         let mut socket = MonitoredSocket::new(Either::Left(socket), monitor, 0);
-        if !matches!(
-            timeout(TLS_ALERT_TIMEOUT, socket.shutdown()).await,
-            Ok(Ok(()))
-        ) {
+        let shutdown = timeout(TLS_ALERT_TIMEOUT, socket.shutdown());
+        if !matches!(shutdown.await, Ok(Ok(()))) {
             tracing::debug!("TLS alert not delivered before the connection closed");
         }
     }

@@ -1,19 +1,18 @@
 //! Accepts the connections of one listener and dispatches them to the workers.
 
 use rustix::io::Errno;
-use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use std::vec;
+use std::{io, vec};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::time::{sleep, timeout};
 
-use super::connection_load::ServerLoad;
 use super::listener::{AcceptedSocket, ServerListener};
-use super::open_connection::OpenConnection;
 use super::worker::{QueuedConnection, WorkerThread, worker_died_error};
 use crate::listen::SocketListener;
+use crate::proxy::client_connection::connection_load::ServerLoad;
+use crate::proxy::client_connection::open_connection::OpenConnection;
 use crate::telemetry::LogThrottle;
 
 /// Delay before accepting again after an error such as running out of file descriptors.

@@ -37,8 +37,7 @@ impl AllocatorTrim {
     /// Records a connection that ended, or became idle and released its buffers. Schedules a trim
     /// after a burst of such connections.
     pub(crate) fn record_released_connection(self: &Rc<Self>) {
-        self.released_connections
-            .set(self.released_connections.get() + 1);
+        self.released_connections.update(|value| value + 1);
         if self.released_connections.get() >= TRIM_THRESHOLD_CONNECTIONS
             && !self.is_scheduled.replace(true)
         {

@@ -1,33 +1,30 @@
 //! Serves one client connection: protocol detection, HTTP/1, HTTP/2, timeouts and drain.
 
-mod close;
 mod driver;
 mod http1;
 mod http2;
-mod protocol_detection;
-pub(super) mod protocols;
+pub(crate) mod protocols;
 mod request;
 mod streams;
 mod upgrade_handover;
 
 use hyper::service::service_fn;
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::task::{Context, Poll};
+use tokio::io::{AsyncRead, ReadBuf};
 
 use super::accept::CompletedHandshake;
-use super::connection::close::{close_gracefully, close_timed_out_connection};
-use super::connection::driver::ConnectionDriver;
+use super::connection::driver::{ConnectionDriver, close_gracefully};
 use super::connection::http1::serve_http1;
 use super::connection::http2::serve_http2;
-use super::connection::protocol_detection::{
-    DetectedProtocol, HTTP2_PREFACE, poll_detect_protocol,
-};
 use super::connection::protocols::WorkerListener;
 use super::connection::request::handle_request;
 use super::connection::upgrade_handover::UpgradeHandover;
-use super::connection_monitor::ConnectionMonitor;
 use super::handler::RequestHandler;
 use super::monitored_socket::MonitoredSocket;
+use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
 
 /// Serves one connection until it ends.
 pub(crate) async fn serve_connection<H: RequestHandler>(
@@ -95,8 +92,56 @@ pub(crate) async fn serve_connection<H: RequestHandler>(
         // A TLS client treats a close without close_notify as a truncated connection.
         Ok(DetectedProtocol::Disconnected) => close_gracefully(&mut socket).await,
         Err(overdue) => {
-            close_timed_out_connection(socket, overdue, &monitor, record_unreadable).await
+            driver
+                .close_timed_out_connection(socket, overdue, record_unreadable)
+                .await
         }
     }
     protocols.allocator_trim.record_released_connection();
+}
+
+/// HTTP/2 client connection preface (RFC 9113, 3.4).
+pub(crate) const HTTP2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+pub(crate) enum DetectedProtocol {
+    Http1,
+    Http2,
+    /// The client disconnected, or the connection was asked to close, before any byte arrived.
+    Disconnected,
+}
+
+/// Reads until the first bytes are, or cannot be, the HTTP/2 preface. If `close` is true, it does
+/// not wait for the first byte.
+pub(crate) fn poll_detect_protocol(
+    socket: &mut MonitoredSocket,
+    first_bytes: &mut Vec<u8>,
+    cx: &mut Context<'_>,
+    close: bool,
+) -> Poll<DetectedProtocol> {
+    loop {
+        let mut bytes = [0; HTTP2_PREFACE.len()];
+        let unfilled = bytes.get_mut(first_bytes.len()..).unwrap_or_default();
+        let mut into = ReadBuf::new(unfilled);
+        match Pin::new(&mut *socket).poll_read(cx, &mut into) {
+            Poll::Pending if close && first_bytes.is_empty() => {
+                return Poll::Ready(DetectedProtocol::Disconnected);
+            }
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(Err(_)) => return Poll::Ready(DetectedProtocol::Disconnected),
+            Poll::Ready(Ok(())) if into.filled().is_empty() && first_bytes.is_empty() => {
+                return Poll::Ready(DetectedProtocol::Disconnected);
+            }
+            // A truncated request is left to hyper's HTTP/1 parser.
+            Poll::Ready(Ok(())) if into.filled().is_empty() => {
+                return Poll::Ready(DetectedProtocol::Http1);
+            }
+            Poll::Ready(Ok(())) => first_bytes.extend_from_slice(into.filled()),
+        }
+        if !HTTP2_PREFACE.starts_with(first_bytes) {
+            return Poll::Ready(DetectedProtocol::Http1);
+        }
+        if first_bytes.len() == HTTP2_PREFACE.len() {
+            return Poll::Ready(DetectedProtocol::Http2);
+        }
+    }
 }

@@ -1,7 +1,5 @@
 //! Listening sockets and the sockets that they accept.
 
-#[cfg(target_os = "linux")]
-use socket2::SockFilter;
 use socket2::{Socket, TcpKeepalive};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -15,6 +13,9 @@ use super::transport::ClientSocket;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 use crate::tls::ReloadableServerTls;
+
+#[cfg(target_os = "linux")]
+use socket2::SockFilter;
 
 /// Length of the kernel's backlog of completed connections.
 pub(crate) const LISTEN_BACKLOG: i32 = 4096;

@@ -10,14 +10,14 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Instant;
 
-use super::connection_memory::MAX_UNCOUNTED_LIST_BYTES;
-use super::connection_monitor::ConnectionMonitor;
-use super::frame_scanner::{FrameScan, FrameScanner};
-use super::frame_splitter::return_window;
-use super::lazy_timer::LazyTimer;
 use super::parse_error_reply::describe_parse_error;
-use super::query_escaper::QueryEscaper;
-use super::transport::{ClientTransport, move_buffered_bytes, poll_write_all, socket_below_tls};
+use super::transport::{ClientTransport, socket_below_tls};
+use crate::proxy::client_connection::connection_memory::MAX_UNCOUNTED_LIST_BYTES;
+use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
+use crate::proxy::connection_io::{LazyTimer, move_buffered_bytes, poll_write_all};
+use crate::proxy::http::query_escaper::QueryEscaper;
+use crate::proxy::http2_frames::frame_scanner::{FrameScan, FrameScanner};
+use crate::proxy::http2_frames::frame_splitter::return_window;
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
 /// can destroy the last response before the client reads it. After these bytes the client has to
@@ -163,11 +163,6 @@ impl MonitoredSocket {
         }
     }
 
-    /// Records that further input will not be read.
-    pub(crate) fn record_unread_input(&self) {
-        self.monitor.exchange.has_unread_input.set(true);
-    }
-
     /// Writes the queued informational heads before hyper's output.
     fn poll_write_informational_heads(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         if !self.monitor.output.has_queued() {
@@ -213,11 +208,11 @@ impl MonitoredSocket {
             }
             let now = Instant::now();
             let silence = now.saturating_duration_since(half_close.last_output_at);
-            if silence >= PROBE_DELAY && self.monitor.exchange.awaits_body.get() {
+            let exchange = &self.monitor.exchange;
+            if silence >= PROBE_DELAY && exchange.awaits_body.get() {
                 return Poll::Ready(Ok(()));
             }
-            let can_be_probed = !self.monitor.exchange.is_responding.get()
-                && !self.monitor.exchange.is_close_delimited.get();
+            let can_be_probed = !exchange.is_responding.get() && !exchange.is_close_delimited.get();
             if silence >= PROBE_DELAY && can_be_probed && !half_close.is_probed {
                 half_close.is_probed = true;
                 self.monitor.queue_informational_head(PROBE);
@@ -263,10 +258,12 @@ impl MonitoredSocket {
     fn end_flood(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         self.monitor.queue_informational_head(GOAWAY_CALM);
         let is_queued = !self.monitor.pending_informational_heads().is_empty();
-        match is_queued && self.poll_write_informational_heads(cx)?.is_ready() {
-            true => Poll::Ready(Ok(())),
-            false => Poll::Ready(Err(io::ErrorKind::QuotaExceeded.into())),
-        }
+        let is_sent = is_queued && self.poll_write_informational_heads(cx)?.is_ready();
+        Poll::Ready(if is_sent {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::QuotaExceeded.into())
+        })
     }
 
     /// Accounts for what was read of HTTP/1 after `before`, and escapes the query of a request line.
@@ -323,19 +320,18 @@ impl MonitoredSocket {
             deadline: Instant::now() + MAX_LINGER_TIME,
             timer: LazyTimer::default(),
         });
+        let has_unread_input = &self.monitor.exchange.has_unread_input;
         let mut scratch = [0; 8192];
         while linger.remaining_bytes > 0 {
             let mut into = ReadBuf::new(&mut scratch);
             match Pin::new(socket_below_tls(&mut self.transport)).poll_read(cx, &mut into) {
                 Poll::Ready(Ok(())) if !into.filled().is_empty() => {
-                    self.monitor.exchange.has_unread_input.set(true);
-                    linger.remaining_bytes =
-                        linger.remaining_bytes.saturating_sub(into.filled().len());
+                    has_unread_input.set(true);
+                    let discarded = into.filled().len();
+                    linger.remaining_bytes = linger.remaining_bytes.saturating_sub(discarded);
                 }
                 Poll::Ready(_) => return Poll::Ready(()),
-                Poll::Pending if !self.monitor.exchange.has_unread_input.get() => {
-                    return Poll::Ready(());
-                }
+                Poll::Pending if !has_unread_input.get() => return Poll::Ready(()),
                 Poll::Pending => break,
             }
         }
@@ -496,9 +492,11 @@ impl AsyncWrite for MonitoredSocket {
 #[cfg(test)]
 mod tests {
     use super::MonitoredSocket;
-    use crate::proxy::server::connection_load::ServerLoad;
-    use crate::proxy::server::connection_load::tests::add_connection;
-    use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
+    use crate::proxy::client_connection::connection_load::ServerLoad;
+    use crate::proxy::client_connection::connection_load::tests::add_connection;
+    use crate::proxy::client_connection::connection_monitor::{
+        ConnectionMonitor, ConnectionTimeouts,
+    };
     use crate::proxy::server::transport::SocketBelowTls;
     use std::future::poll_fn;
     use std::pin::Pin;
@@ -559,7 +557,7 @@ mod tests {
         let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
         socket.put_back(b"read too early");
-        socket.record_unread_input();
+        monitor.exchange.has_unread_input.set(true);
         let lingers =
             poll_fn(|cx| Poll::Ready(Pin::new(&mut socket).poll_shutdown(cx).is_pending())).await;
         assert!(lingers);

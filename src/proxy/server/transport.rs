@@ -4,13 +4,14 @@ use bytes::Bytes;
 use std::io;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
-use super::connection_monitor::ConnectionMonitor;
+use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
+use crate::proxy::connection_io::move_buffered_bytes;
 
 /// Client socket, TCP or Unix.
 pub(crate) type ClientSocket = Either<TcpStream, UnixStream>;
@@ -77,28 +78,6 @@ impl SocketBelowTls {
             Either::Right(_) => Ok(()),
         }
     }
-}
-
-/// Moves bytes from the front of `bytes` into `into`, as many as fit.
-pub(crate) fn move_buffered_bytes(bytes: &mut Bytes, into: &mut ReadBuf<'_>) {
-    let n = bytes.len().min(into.remaining());
-    into.put_slice(&bytes.split_to(n));
-}
-
-/// Writes all of `bytes`, and removes what was written.
-pub(crate) fn poll_write_all(
-    transport: &mut (impl AsyncWrite + Unpin),
-    cx: &mut Context<'_>,
-    bytes: &mut Vec<u8>,
-) -> Poll<io::Result<()>> {
-    while !bytes.is_empty() {
-        let written = ready!(Pin::new(&mut *transport).poll_write(cx, bytes))?;
-        if written == 0 {
-            return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
-        }
-        bytes.drain(..written);
-    }
-    Poll::Ready(Ok(()))
 }
 
 impl AsyncRead for SocketBelowTls {

@@ -8,24 +8,22 @@ use std::net::SocketAddr;
 use std::pin::pin;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::{JoinError, JoinSet, spawn_blocking};
 
 use super::accept::run_handshake;
 use super::allocator_trim::AllocatorTrim;
-use super::blocking_thread::{
-    BLOCKING_THREAD_KEEP_ALIVE, describe_spawn_error, start_blocking_thread,
-};
-use super::close_reason::ConnectionCloseReason;
 use super::connection::protocols::WorkerListener;
 use super::connection::serve_connection;
-use super::connection_load::{ConnectionEntry, ServerLoad};
-use super::connection_monitor::{ConnectionDrain, ConnectionMonitor};
 use super::handler::RequestHandler;
 use super::listener::{AcceptedSocket, ServerListener};
 use super::transport::SocketBelowTls;
+use crate::proxy::client_connection::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_load::{ConnectionEntry, ServerLoad};
+use crate::proxy::client_connection::connection_monitor::{ConnectionDrain, ConnectionMonitor};
 
 /// Capacity of a worker's queue of accepted connections.
 const WORKER_QUEUE_CAPACITY: usize = 256;
@@ -34,15 +32,15 @@ const WORKER_QUEUE_CAPACITY: usize = 256;
 const DNS_LOOKUP_THREADS: usize = 16;
 
 /// Accepted connection on its way to a worker.
-pub(super) struct QueuedConnection {
-    pub(super) socket: AcceptedSocket,
-    pub(super) addr: SocketAddr,
-    pub(super) entry: ConnectionEntry,
+pub(crate) struct QueuedConnection {
+    pub(crate) socket: AcceptedSocket,
+    pub(crate) addr: SocketAddr,
+    pub(crate) entry: ConnectionEntry,
 }
 
 /// What the workers do with their connections. The phase only moves forward.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum WorkerPhase {
+pub(crate) enum WorkerPhase {
     Serve,
     /// New connections are accepted, and each response is the last one of its connection.
     Drain(ConnectionDrain),
@@ -51,10 +49,10 @@ pub(super) enum WorkerPhase {
 }
 
 /// Handle of a worker thread.
-pub(super) struct WorkerThread {
+pub(crate) struct WorkerThread {
     /// Returns the number of connections that it cut.
-    pub(super) thread: JoinHandle<usize>,
-    pub(super) queue: mpsc::Sender<QueuedConnection>,
+    pub(crate) thread: JoinHandle<usize>,
+    pub(crate) queue: mpsc::Sender<QueuedConnection>,
     ready: oneshot::Receiver<io::Result<()>>,
 }
 
@@ -76,8 +74,8 @@ impl WorkerThread {
         let (queue, queued) = mpsc::channel(WORKER_QUEUE_CAPACITY);
         let (ready_tx, ready) = oneshot::channel();
         let load = load.clone();
+        let listeners = listeners.iter();
         let configs: Vec<_> = listeners
-            .iter()
             .map(|listener| Arc::clone(&listener.config))
             .collect();
         let thread = std::thread::Builder::new()
@@ -103,12 +101,10 @@ impl WorkerThread {
                     let handler = make_handler(index).await;
                     drop(ready_tx.send(Ok(())));
                     let trim = Rc::<AllocatorTrim>::default();
-                    let listeners = configs.into_iter();
-                    let listeners = listeners.map(|config| {
-                        let trim = Rc::clone(&trim);
-                        Rc::new(WorkerListener::new(config, load.clone(), trim))
-                    });
-                    let listeners = listeners.collect();
+                    let new_listener = |config| {
+                        Rc::new(WorkerListener::new(config, load.clone(), Rc::clone(&trim)))
+                    };
+                    let listeners = configs.into_iter().map(new_listener).collect();
                     let cut =
                         run_worker(Rc::clone(&handler), listeners, queued, phase, &load).await;
                     // Lets the runtime drop the aborted connection tasks, which releases their
@@ -134,16 +130,15 @@ impl WorkerThread {
 }
 
 /// Waits until all workers have their handlers.
-pub(super) async fn wait_until_workers_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
+pub(crate) async fn wait_until_workers_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
     for worker in workers {
-        (&mut worker.ready)
-            .await
-            .unwrap_or_else(|_dropped| Err(worker_died_error()))?;
+        let ready = (&mut worker.ready).await;
+        ready.unwrap_or_else(|_dropped| Err(worker_died_error()))?;
     }
     Ok(())
 }
 
-pub(super) fn worker_died_error() -> io::Error {
+pub(crate) fn worker_died_error() -> io::Error {
     io::Error::other("a worker thread ended unexpectedly")
 }
 
@@ -241,10 +236,9 @@ async fn serve_queued_connection<H: RequestHandler>(
         if limit == 0 {
             return Ok(None);
         }
+        let refuse = || monitor.record_close(ConnectionCloseReason::ClientLimit);
         let admitted = load.client_counts().try_acquire(client, limit);
-        admitted
-            .map(Some)
-            .ok_or_else(|| monitor.record_close(ConnectionCloseReason::ClientLimit))
+        admitted.map(Some).ok_or_else(refuse)
     };
     let handshake = {
         let mut handshake = pin!(run_handshake(&listener.config, socket, addr, admit));
@@ -291,3 +285,28 @@ fn record_connection_panic(ended: Result<(), JoinError>, load: &ServerLoad) {
 
 /// Monitors of a worker's connections, by connection id.
 type ConnectionMonitors = Rc<RefCell<HashMap<u64, Weak<ConnectionMonitor>>>>;
+
+/// Idle time after which a thread for blocking work ends. The first one has to stay: tokio panics
+/// where it has none and cannot start one, for instance in a pod that is out of process ids.
+pub const BLOCKING_THREAD_KEEP_ALIVE: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Starts the first thread for blocking work of the current runtime.
+///
+/// # Errors
+/// Fails if the system has no more threads.
+pub fn start_blocking_thread() -> io::Result<()> {
+    // Unlike tokio, this returns an error.
+    let probe = thread::Builder::new().spawn(|| ());
+    let probe =
+        probe.map_err(|error| describe_spawn_error("a thread for files and DNS", &error))?;
+    drop(probe.join());
+    drop(spawn_blocking(|| ()));
+    Ok(())
+}
+
+pub(crate) fn describe_spawn_error(what: &str, error: &io::Error) -> io::Error {
+    let text = format!(
+        "cannot start {what}: {error}; lower listen.threads, or raise the limit on threads (ulimit -u, pids.max of the container)"
+    );
+    io::Error::new(error.kind(), text)
+}

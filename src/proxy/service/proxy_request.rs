@@ -1,24 +1,5 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
-use super::ProxyService;
-use super::held_exchange::HeldExchange;
-use super::request_deadline::await_until_deadline;
-use super::request_summary::{RequestContext, RequestSummary};
-use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
-use crate::policy::PolicyTable;
-use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::http::client_cert::add_client_cert;
-use crate::proxy::http::headers::{self, ForwardingContext};
-use crate::proxy::http::inbound_request::InboundRequest;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::http::local_replies::{self, ReplyStyle};
-use crate::proxy::http::mark_header::add_mark_header;
-use crate::proxy::http::rate_limit_headers;
-use crate::proxy::http::response_cost::CostMeter;
-use crate::proxy::http::upgrade;
-use crate::proxy::server::peer::ConnectionPeer;
-use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
-use crate::telemetry::trace::TraceParent;
 use bytes::Bytes;
 use http::{Request, Response, request};
 use http_body::Body as _;
@@ -26,6 +7,24 @@ use std::cell::Cell;
 use std::net::IpAddr;
 use std::pin::pin;
 use tokio::time::Instant;
+
+use super::ProxyService;
+use super::held_exchange::{HeldExchange, await_until_deadline};
+use super::request_summary::{RequestContext, RequestSummary};
+use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
+use crate::policy::PolicyTable;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::client_counts::ClientCountGuard;
+use crate::proxy::http::client_cert::add_client_cert;
+use crate::proxy::http::headers::{self, ForwardingContext};
+use crate::proxy::http::inbound_request::InboundRequest;
+use crate::proxy::http::local_replies::{self, ReplyStyle};
+use crate::proxy::http::rate_limit_headers::{self, add_mark_header};
+use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::http::upgrade;
+use crate::proxy::server::handler::ConnectionPeer;
+use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
+use crate::telemetry::trace::TraceParent;
 
 impl ProxyService {
     pub(super) async fn handle_proxy_request(
@@ -216,10 +215,8 @@ impl ProxyService {
             headers::ask_upstream_for_full_identity_body(&mut parts.headers);
         }
         if let Some(recording) = &mut summary.recording {
-            recording.start_upstream_span(
-                &mut parts.headers,
-                self.upstream.authority().to_str().unwrap_or_default(),
-            );
+            let authority = self.upstream.authority().to_str().unwrap_or_default();
+            recording.start_upstream_span(&mut parts.headers, authority);
         }
     }
 
@@ -232,10 +229,11 @@ impl ProxyService {
         summary: &mut RequestSummary<'_>,
     ) -> Response<ResponseBody> {
         let style = summary.context.style;
-        match was_sent {
+        if was_sent {
             // The upstream may have read a part of the body. The rest stays unread.
-            true => body.mark_rest_unread(),
-            false => body.discard(),
+            body.mark_rest_unread();
+        } else {
+            body.discard();
         }
         finish_upstream_span(summary, &result);
         match result {
@@ -277,9 +275,8 @@ impl ProxyService {
                 Response::from_parts(parts, body)
             }
             Err(error) => {
-                self.metrics
-                    .upstream_errors
-                    .increment(UpstreamErrorKind::Protocol as usize);
+                let errors = &self.metrics.upstream_errors;
+                errors.increment(UpstreamErrorKind::Protocol as usize);
                 tracing::warn!(fault = %error, "upstream response rejected");
                 local_replies::build_proxy_error_reply(UpstreamErrorKind::Protocol, style)
                     .map(ResponseBody::Full)
@@ -337,16 +334,14 @@ impl ProxyService {
         if let ResponseBody::Tunnel(tunnel) = response.body_mut() {
             tunnel.keep(summary.tunnel_count.take());
         }
-        rate_limit_headers::write_headers(
-            verdict,
-            table.rate_limit_headers,
-            response.headers_mut(),
-        );
-        style.expose_rate_limit_fields(response.headers_mut());
+        let headers = response.headers_mut();
+        rate_limit_headers::write_headers(verdict, table.rate_limit_headers, headers);
+        style.cors.expose_rate_limit_fields(headers);
         let responded_at = Instant::now();
         self.log_and_trace_request(summary, verdict, response.status(), responded_at);
+        let status = response.status().as_u16();
         self.metrics
-            .record_response(response.status().as_u16(), responded_at - arrived_at);
+            .record_response(status, responded_at - arrived_at);
         response
     }
 }

@@ -1,5 +1,8 @@
 //! What logs, metrics and traces record about a request.
 
+use http::{HeaderValue, Method, StatusCode, request};
+use tokio::time::Instant;
+
 use super::ProxyService;
 use crate::enforcer::{DecisionSource, LimitReport, RequestOutcome, Verdict};
 use crate::policy::PolicyTable;
@@ -9,10 +12,8 @@ use crate::proxy::http::access_log::{AccessLogEntry, classify_verdict};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::ReplyStyle;
 use crate::proxy::http::request_validation::RequestTarget;
-use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::server::handler::ConnectionPeer;
 use crate::telemetry::trace::{self, RequestRecording, TraceId, TraceParent};
-use http::{HeaderValue, Method, StatusCode, request};
-use tokio::time::Instant;
 
 /// What all steps of a request use: its client, policies, reply format and arrival.
 #[derive(Clone, Copy)]
@@ -64,11 +65,8 @@ impl<'r> RequestSummary<'r> {
         trace: Option<TraceParent>,
         recording: Option<Box<RequestRecording>>,
     ) -> Self {
-        let trace_id = recording
-            .as_ref()
-            .map(|recording| recording.context())
-            .or(trace)
-            .map(|context| context.trace);
+        let recorded = recording.as_ref().map(|recording| recording.context());
+        let trace_id = recorded.or(trace).map(|context| context.trace);
         let InboundRequest { target, client, .. } = inbound;
         Self {
             context,
@@ -100,11 +98,12 @@ impl ProxyService {
             client: inbound.client.ip,
             is_https: context.peer.is_https,
         };
+        let arrived_at = context.arrived_at;
         tracer.start_recording_if_sampled(
             incoming_trace,
             &parts.headers,
             &traced_request,
-            context.arrived_at,
+            arrived_at,
         )
     }
 
@@ -148,16 +147,13 @@ impl ProxyService {
         self.access_log.write(&entry);
         if let Some(recording) = &mut summary.recording {
             let tightest = LimitReport::find_tightest_limit(&verdict.limits);
+            let source = verdict.source.as_ref();
             recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
                 decision: entry.decision,
                 policy: entry.policy,
                 limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.status.remaining)),
-                source: verdict
-                    .source
-                    .as_ref()
-                    .map(DecisionSource::into_str)
-                    .zip(verdict.decided_at),
+                source: source.map(DecisionSource::into_str).zip(verdict.decided_at),
             });
         }
     }

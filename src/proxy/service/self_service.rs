@@ -1,5 +1,8 @@
 //! Answers clients that ask for their own limits. Such requests are not forwarded.
 
+use http::{Method, Response, request};
+use tokio::time::Instant;
+
 use super::ProxyService;
 use super::request_summary::{RequestContext, RequestSummary};
 use crate::policy::SelfServiceSettings;
@@ -7,8 +10,6 @@ use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies;
 use crate::proxy::{RequestBody, ResponseBody};
 use crate::telemetry::trace::TraceParent;
-use http::{Method, Response, request};
-use tokio::time::Instant;
 
 impl ProxyService {
     /// Answers a client that asks for its limits. The caller boxes the future: every request's
@@ -28,13 +29,9 @@ impl ProxyService {
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         }
         let certificate = context.peer.certificate_subject.as_ref();
-        let client = {
-            let facts = inbound.facts(parts, certificate);
-            context
-                .table
-                .client_quotas(&facts, inbound.client.is_peer_trusted)
-        };
-        let Some(client) = client else {
+        let facts = inbound.facts(parts, certificate);
+        let is_trusted = inbound.client.is_peer_trusted;
+        let Some(client) = context.table.client_quotas(&facts, is_trusted) else {
             let reply = local_replies::build_unidentified_client_reply(style);
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         };

@@ -1,23 +1,25 @@
 //! Validation of request heads, and the responses to requests that fail it.
 
+use bytes::Bytes;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, header, request};
+use ipnet::IpNet;
+use std::time::Duration;
+
 use super::ProxyService;
 use super::request_summary::RequestContext;
 use crate::enforcer::RequestDecision;
 use crate::policy::PolicyTable;
 use crate::policy::path::ForwardedPath;
-use crate::proxy::ext_authz::ORIGINAL_STATUS_HEADER;
 use crate::proxy::http::access_log::AccessLogEntry;
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies;
 use crate::proxy::http::request_validation::RequestValidationError;
-use crate::proxy::server::handler::RequestHandler;
-use crate::proxy::server::peer::ConnectionPeer;
+use crate::proxy::server::handler::{ConnectionPeer, RequestHandler};
 use crate::proxy::{RequestBody, ResponseBody, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
-use bytes::Bytes;
-use http::{HeaderMap, HeaderValue, Method, Request, Response, header, request};
-use ipnet::IpNet;
-use std::time::Duration;
+
+/// Response header with the status of a denial before it is translated for the proxy in front.
+pub(crate) static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
 
 impl ProxyService {
     /// Validates the request head, or returns the error response. `has_body` is false if the body
@@ -43,19 +45,14 @@ impl ProxyService {
             tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
             local_replies::build_invalid_request_reply(error, style)
         })?;
-        if self
-            .max_body_bytes
-            .is_some_and(|most| inbound.target.content_length > Some(most))
-        {
-            return Err(local_replies::build_proxy_error_reply(
-                UpstreamErrorKind::RequestBodyTooLarge,
-                style,
-            )
-            .into());
+        let is_too_large = |most| inbound.target.content_length > Some(most);
+        if self.max_body_bytes.is_some_and(is_too_large) {
+            let kind = UpstreamErrorKind::RequestBodyTooLarge;
+            return Err(local_replies::build_proxy_error_reply(kind, style).into());
         }
         if table.ignores_forwarding_headers(&inbound.client, &parts.headers) {
-            self.metrics
-                .record_untrusted_forwarding(peer.addr.ip().to_canonical());
+            let ip = peer.addr.ip().to_canonical();
+            self.metrics.record_untrusted_forwarding(ip);
             warn_once_about_untrusted_proxy(peer, table);
         }
         Ok(inbound)
@@ -93,16 +90,15 @@ impl ProxyService {
         reply: Response<Bytes>,
     ) -> Response<ResponseBody> {
         let elapsed = context.arrived_at.elapsed();
-        self.metrics
-            .record_request_decision(RequestDecision::Malformed as usize);
+        let decision = RequestDecision::Malformed;
+        self.metrics.record_request_decision(decision as usize);
+        let host = parts
+            .headers
+            .get(header::HOST)
+            .and_then(|host| host.to_str().ok());
         self.access_log.write(&AccessLogEntry {
             method: parts.method.as_str(),
-            host: parts
-                .headers
-                .get(header::HOST)
-                .and_then(|host| host.to_str().ok())
-                .or_else(|| parts.uri.host())
-                .unwrap_or_default(),
+            host: host.or_else(|| parts.uri.host()).unwrap_or_default(),
             path: parts.uri.path(),
             time_to_head: elapsed,
             trace_id: TraceParent::from_headers(&parts.headers).map(|context| context.trace),
@@ -128,14 +124,8 @@ impl ProxyService {
 /// Whether there are too many header lines. hyper limits header lines for HTTP/1 only. HTTP/2
 /// clients may send one line per cookie; all cookie lines count as one.
 fn exceeds_header_count(headers: &HeaderMap, max: usize) -> bool {
-    let cookies = || {
-        headers
-            .get_all(header::COOKIE)
-            .iter()
-            .count()
-            .saturating_sub(1)
-    };
-    headers.len() > max && headers.len() - cookies() > max
+    let cookies = || headers.get_all(header::COOKIE).iter().count();
+    headers.len() > max && headers.len() - cookies().saturating_sub(1) > max
 }
 
 /// Warns once per process that the forwarding header of an untrusted proxy is ignored.

@@ -19,11 +19,11 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
-use super::error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use super::read_limit::{ReadAllowance, ReadLimit};
 use super::shared_state::UpstreamSharedState;
-use crate::proxy::server::frame_splitter::{EmptyFrameFilter, return_window};
-use crate::proxy::server::transport::{move_buffered_bytes, poll_write_all};
+use crate::proxy::connection_io::{move_buffered_bytes, poll_write_all};
+use crate::proxy::http2_frames::frame_splitter::{EmptyFrameFilter, return_window};
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind, format_error_chain};
 use crate::proxy::{UpstreamScheme, UpstreamUrl};
 use crate::tls::{ClientTls, describe_tls_error};
 

@@ -1,22 +1,35 @@
 //! Shared code of HTTP/1.1 and HTTP/2 for one attempt to send a request and receive a response
 //! head.
 
-mod http1;
-mod http2;
-
-use http::Request;
-use std::future::poll_fn;
+use bytes::Bytes;
+use h2::SendStream;
+use http::uri::{Authority, Parts, Scheme};
+use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header, request};
+use hyper::body::Incoming;
+use hyper::client::conn::TrySendError;
+use hyper_util::rt::TokioIo;
+use smallvec::SmallVec;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Context, Poll};
+use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::UpstreamClient;
-use super::error::{UpstreamError, UpstreamErrorKind};
-use super::pool::UpstreamConnection;
-use super::response_body::{UpstreamBody, UpstreamBodySource};
-use crate::proxy::http::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
-use crate::proxy::http::body::response::ResponseBody;
-use crate::proxy::server::lazy_timer::LazyTimer;
+use super::http2::Http2ResponseFuture;
+use super::http2::body_upload::BodyUpload;
+use super::http2::received_stream::{Http2ResponseBody, ReceivedStream};
+use super::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
+use super::response_body::{ResponseBody, UpstreamBody, UpstreamBodySource};
+use super::tunnel_io::Http2TunnelIo;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
+use crate::proxy::body::tunnel::Tunnel;
+use crate::proxy::connection_io::LazyTimer;
+use crate::proxy::http::upgrade;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 /// How far a request without a response got; decides whether it may be retried.
 pub(crate) enum ExchangeFailure {
@@ -92,13 +105,324 @@ impl UpstreamClient {
 }
 
 /// Returns the error kind if the request failed because of the client's body; otherwise `None`.
-pub(super) fn client_error_kind(
+pub(crate) fn client_error_kind(
     progress: Option<&RequestBodyProgress>,
 ) -> Option<UpstreamErrorKind> {
     match progress?.state.get() {
         RequestBodyState::Failed(kind) => Some(kind),
-        RequestBodyState::AwaitingClient
-        | RequestBodyState::Transferring
-        | RequestBodyState::Finished => None,
+        _ => None,
     }
+}
+
+impl UpstreamClient {
+    /// Sends the request once on `connection`, of either HTTP version, and awaits the response
+    /// head.
+    ///
+    /// With `yield_first`, the runtime polls the HTTP/1.1 socket before the request is written, so
+    /// that a close by the upstream is detected first. Requests that cannot be retried need this.
+    #[allow(
+        clippy::manual_async_fn,
+        reason = "an async fn stores and copies its arguments twice"
+    )]
+    pub(crate) fn exchange_request(
+        &self,
+        mut connection: Box<UpstreamConnection>,
+        mut request: Request<RequestBody>,
+        sent_at: Instant,
+        interim: &mut InformationalForwarder,
+        (is_upgrade, yield_first): (bool, bool),
+    ) -> impl Future<Output = Result<Response<ResponseBody>, ExchangeError>> {
+        async move {
+            let UpstreamConnection {
+                protocol: ConnectionProtocol::Http1(http1),
+                timer,
+                ..
+            } = &mut *connection
+            else {
+                return Box::pin(self.exchange_http2(connection, request, sent_at, interim)).await;
+            };
+            if yield_first {
+                yield_now().await;
+            }
+            let informational = Arc::clone(&http1.informational);
+            informational.attach_to_request(&mut request);
+            let progress = request.body().progress();
+            let mut requested_protocols: SmallVec<[_; 1]> = SmallVec::new();
+            if is_upgrade {
+                let names = request.headers().get_all(header::UPGRADE);
+                requested_protocols.extend(names.iter().cloned());
+            }
+            let mut answer = pin!(http1.sender.try_send_request(request));
+            let poll_response = |cx: &mut Context<'_>| {
+                let answer = answer.as_mut().poll(cx);
+                let waker = answer.is_pending().then(|| cx.waker());
+                if informational.forward_responses(interim, waker) {
+                    answer.map(Some)
+                } else {
+                    Poll::Ready(None)
+                }
+            };
+            let response = self
+                .await_response(timer, poll_response, progress.as_deref(), sent_at)
+                .await?
+                .map_err(|failed| exchange_failure_from_hyper(failed, progress.as_deref()))?;
+            if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                let switched = Box::pin(self.convert_connection_to_tunnel(
+                    response,
+                    connection,
+                    &requested_protocols,
+                ))
+                .await;
+                return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
+            }
+            Ok(response.map(|incoming| {
+                self.build_response_body(UpstreamBodySource::Http1(incoming), connection)
+            }))
+        }
+    }
+
+    /// Turns the connection into a tunnel for the protocol that the upstream switched to. The
+    /// tunnel holds the connection's `max_connections` permit until the socket is closed.
+    async fn convert_connection_to_tunnel(
+        &self,
+        mut response: Response<Incoming>,
+        connection: Box<UpstreamConnection>,
+        requested_protocols: &[HeaderValue],
+    ) -> Result<Response<ResponseBody>, UpstreamError> {
+        if !upgrade::selects_only_offered_protocols(requested_protocols, response.headers()) {
+            return Err(UpstreamErrorKind::Protocol
+                .with_detail("the upstream switched to a protocol that the client did not offer"));
+        }
+        let upgraded = hyper::upgrade::on(&mut response)
+            .await
+            .map_err(|error| UpstreamErrorKind::ConnectionTerminated.with_cause(&error))?;
+        // The connection is dropped only here: its drop aborts the task that hands over the socket.
+        drop(connection);
+        let idle_limit = self.pool.settings().tunnel_idle_limit();
+        let tunnel = Tunnel::new(TokioIo::new(upgraded), idle_limit);
+        Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
+    }
+}
+
+fn exchange_failure_from_hyper(
+    mut failed: TrySendError<Request<RequestBody>>,
+    progress: Option<&RequestBodyProgress>,
+) -> ExchangeError {
+    let unsent = failed.take_message();
+    let error = failed.into_error();
+    let other = if error.is_parse() {
+        UpstreamErrorKind::Protocol
+    } else {
+        UpstreamErrorKind::ConnectionTerminated
+    };
+    let kind = client_error_kind(progress).unwrap_or(other);
+    let failure = match unsent {
+        Some(request) => ExchangeFailure::NotSent(Some(Box::new(request))),
+        None => ExchangeFailure::MaybeProcessed,
+    };
+    (failure, kind.with_cause(&error))
+}
+
+impl UpstreamClient {
+    /// Sends the request once, as a stream of an HTTP/2 connection, and awaits the response head.
+    pub(crate) async fn exchange_http2(
+        &self,
+        mut connection: Box<UpstreamConnection>,
+        request: Request<RequestBody>,
+        sent_at: Instant,
+        interim: &mut InformationalForwarder,
+    ) -> Result<Response<ResponseBody>, ExchangeError> {
+        let (mut head, body) = request.into_parts();
+        let progress = body.progress();
+        let UpstreamConnection {
+            protocol: ConnectionProtocol::Http2(slot),
+            timer,
+            ..
+        } = &mut *connection
+        else {
+            return Err(invalid_request_error(
+                "the connection does not speak HTTP/2",
+            ));
+        };
+        let websocket_key = self.convert_request_head(&mut head, slot)?;
+        let (mut response, tunnel) =
+            start_request(slot, head, body, websocket_key.is_some()).await?;
+        let poll_response = |cx: &mut Context<'_>| {
+            while let Poll::Ready(Some(Ok(informational))) =
+                response.poll_informational_response(cx)
+            {
+                if !interim.count_received(1) {
+                    return Poll::Ready(None);
+                }
+                let (status, headers) = (informational.status(), informational.headers());
+                interim.forward(status, headers, Version::HTTP_2);
+            }
+            Pin::new(&mut response).poll(cx).map(Some)
+        };
+        let response = self
+            .await_response(timer, poll_response, progress.as_deref(), sent_at)
+            .await
+            .inspect_err(|(_, error)| {
+                if error.kind == UpstreamErrorKind::ResponseTimeout {
+                    slot.connection.mark_suspect();
+                }
+            })?
+            .map_err(|error| {
+                let failure = classify_failure(&error);
+                (failure, upstream_error_from_h2(&error, progress.as_deref()))
+            })?;
+        Ok(self.convert_response(response, websocket_key.zip(tunnel), connection))
+    }
+
+    /// Converts the request head to HTTP/2; a WebSocket request becomes an extended CONNECT.
+    /// Returns the `Sec-WebSocket-Key` of a WebSocket request.
+    fn convert_request_head(
+        &self,
+        head: &mut request::Parts,
+        slot: &StreamSlot,
+    ) -> Result<Option<HeaderValue>, ExchangeError> {
+        let is_websocket = upgrade::upgrade_names_websocket(&head.headers)
+            && slot.connection.supports_extended_connect();
+        let websocket_key = if is_websocket {
+            convert_to_extended_connect(head)
+        } else {
+            None
+        };
+        let is_secure = self.pool.settings().tls.is_some();
+        match convert_request_head_to_http2(head, is_secure) {
+            Some(()) => Ok(websocket_key),
+            None => Err(invalid_request_error(
+                "the request's Host is not a valid authority",
+            )),
+        }
+    }
+
+    /// Builds the response from an HTTP/2 response. `websocket` is the key and the sending half of
+    /// a WebSocket request; a success status turns its stream into a tunnel with status 101.
+    fn convert_response(
+        &self,
+        response: Response<ReceivedStream>,
+        websocket: Option<(HeaderValue, SendStream<Bytes>)>,
+        connection: Box<UpstreamConnection>,
+    ) -> Response<ResponseBody> {
+        let (head, recv_stream) = response.into_parts();
+        let mut response = Response::from_parts(head, ResponseBody::Empty);
+        if let (Some((key, send_stream)), true) = (websocket, response.status().is_success()) {
+            convert_to_switching_protocols(&mut response, &key);
+            let io = Http2TunnelIo::new(send_stream, recv_stream, connection);
+            let tunnel = Tunnel::new(io, self.pool.settings().tunnel_idle_limit());
+            *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
+            return response;
+        }
+        let body = Http2ResponseBody::new(recv_stream, response.headers());
+        *response.body_mut() =
+            self.build_response_body(UpstreamBodySource::Http2(body), connection);
+        response
+    }
+}
+
+/// Sends the request head and the start of the body. Returns the response, and the sending half of
+/// a WebSocket request's stream. A task uploads what exceeds the upstream's
+/// window.
+async fn start_request(
+    slot: &mut StreamSlot,
+    head: request::Parts,
+    body: RequestBody,
+    is_websocket: bool,
+) -> Result<(Http2ResponseFuture, Option<SendStream<Bytes>>), ExchangeError> {
+    let trailers = head.headers.get_all(header::TRAILER);
+    let declared_trailers = trailers.iter().cloned().collect();
+    let keeps_stream_open = is_websocket || !body.is_empty();
+    let (response, send_stream) = slot
+        .connection
+        .send_request_head(Request::from_parts(head, ()), keeps_stream_open)
+        .map_err(|error| {
+            let failure = if slot.connection.closing.get() {
+                ExchangeFailure::NotSent(None)
+            } else {
+                ExchangeFailure::MaybeProcessed
+            };
+            (failure, upstream_error_from_h2(&error, None))
+        })?;
+    let mut tunnel = None;
+    if is_websocket {
+        tunnel = Some(send_stream);
+    } else if keeps_stream_open
+        && let Some(upload) = BodyUpload::start(body, send_stream, declared_trailers).await
+    {
+        slot.upload = Some(upload);
+    }
+    Ok((response, tunnel))
+}
+
+fn invalid_request_error(detail: &str) -> ExchangeError {
+    let error = UpstreamErrorKind::Protocol.with_detail(detail);
+    (ExchangeFailure::MaybeProcessed, error)
+}
+
+fn upstream_error_from_h2(
+    error: &h2::Error,
+    progress: Option<&RequestBodyProgress>,
+) -> UpstreamError {
+    let kind = client_error_kind(progress).unwrap_or_else(|| UpstreamErrorKind::from_h2(error));
+    kind.with_cause(error)
+}
+
+/// Classifies an h2 error by whether the upstream states that it did not process the request
+/// (RFC 9113, 8.7).
+fn classify_failure(error: &h2::Error) -> ExchangeFailure {
+    match error.is_remote() {
+        true if error.is_go_away() => ExchangeFailure::GoAway,
+        true if error.reason() == Some(h2::Reason::REFUSED_STREAM) => {
+            ExchangeFailure::RefusedStream
+        }
+        _ => ExchangeFailure::MaybeProcessed,
+    }
+}
+
+/// Converts an HTTP/1.1 request head to HTTP/2 (RFC 9113, 8.2.2 and 8.3.1). The target becomes an
+/// absolute URI, and the connection headers except `te` are removed.
+///
+/// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. This does
+/// not occur after request validation.
+pub(crate) fn convert_request_head_to_http2(
+    head: &mut request::Parts,
+    is_secure: bool,
+) -> Option<()> {
+    let host = head.headers.remove(header::HOST)?;
+    let mut parts = Parts::default();
+    parts.scheme = Some(if is_secure {
+        Scheme::HTTPS
+    } else {
+        Scheme::HTTP
+    });
+    parts.authority = Some(Authority::try_from(host.as_bytes()).ok()?);
+    parts.path_and_query = head.uri.path_and_query().cloned();
+    head.uri = Uri::from_parts(parts).ok()?;
+    head.version = Version::HTTP_2;
+    use header::{CONNECTION, TRANSFER_ENCODING, UPGRADE};
+    for name in [CONNECTION, TRANSFER_ENCODING, UPGRADE] {
+        head.headers.remove(name);
+    }
+    Some(())
+}
+
+/// Converts a WebSocket GET to an extended CONNECT (RFC 8441, 5). Removes and returns the
+/// `Sec-WebSocket-Key`, from which the `Sec-WebSocket-Accept` of the response is computed.
+pub(crate) fn convert_to_extended_connect(head: &mut request::Parts) -> Option<HeaderValue> {
+    head.method = Method::CONNECT;
+    head.extensions
+        .insert(h2::ext::Protocol::from_static("websocket"));
+    head.headers.remove(header::CONTENT_LENGTH);
+    head.headers.remove(header::SEC_WEBSOCKET_KEY)
+}
+
+/// Converts the successful response to an extended CONNECT to HTTP/1.1 `101 Switching Protocols`.
+pub(crate) fn convert_to_switching_protocols<B>(response: &mut Response<B>, key: &HeaderValue) {
+    *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    let headers = response.headers_mut();
+    headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
+    headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+    let accept = upgrade::websocket_accept_value(key);
+    headers.insert(header::SEC_WEBSOCKET_ACCEPT, accept);
 }

@@ -7,11 +7,8 @@
 pub(super) mod body_upload;
 mod connection;
 mod driver;
-mod handshake;
-pub(super) mod head_conversion;
-mod ping_monitor;
 pub(super) mod received_stream;
-pub(super) mod response_body;
 
 pub(super) use connection::{Http2Connection, Http2ResponseFuture, MAX_CONCURRENT_STREAMS};
-pub(super) use handshake::perform_http2_handshake;
+
+pub(super) use driver::perform_http2_handshake;

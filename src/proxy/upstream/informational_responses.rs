@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::task::Waker;
 
-use crate::proxy::http::informational_responses::{
+use crate::proxy::body::informational_responses::{
     InformationalForwarder, MAX_INFORMATIONAL_RESPONSES,
 };
 

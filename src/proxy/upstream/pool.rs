@@ -12,8 +12,11 @@ mod connection;
 mod idle;
 mod opening;
 mod share;
-mod stream_slot;
 mod waiting;
+
+pub(super) use connection::StreamSlot;
+pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
+pub(super) use share::ConnectionShare;
 
 use futures_util::future::LocalBoxFuture;
 use std::cell::{Cell, RefCell};
@@ -24,17 +27,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::time::{Instant, sleep_until};
 
-use super::addresses::{self, ResolvedAddresses};
 use super::connector::AlpnOffer;
-use super::error::{UpstreamError, UpstreamErrorKind};
 use super::http2::{self, Http2Connection};
+use super::pool::idle::ResolvedAddresses;
+use super::pool::waiting::ConnectionWaiter;
 use super::shared_state::UpstreamSharedState;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
-use waiting::ConnectionWaiter;
-
-pub(super) use connection::{ConnectionProtocol, UpstreamConnection};
-pub(super) use share::ConnectionShare;
-pub(super) use stream_slot::StreamSlot;
 
 #[derive(Debug)]
 pub(super) struct UpstreamPool {
@@ -83,7 +82,7 @@ impl UpstreamPool {
             Rc::downgrade(&pool),
             pool.shared.queue_signal.subscribe(),
         ));
-        if addresses::has_dns_name(&pool.shared.settings.url) {
+        if idle::has_dns_name(&pool.shared.settings.url) {
             tokio::task::spawn_local(idle::watch_dns_addresses(Rc::downgrade(&pool)));
         }
         pool
@@ -162,17 +161,13 @@ impl UpstreamPool {
         now: Instant,
     ) -> Option<Box<UpstreamConnection>> {
         let max_age = self.settings().pool_idle_timeout;
-        let is_young = |http2_connection: &&Rc<Http2Connection>| {
-            http2_connection
-                .idle_since()
-                .is_none_or(|since| now.duration_since(since) < max_age)
+        let is_young = |connection: &&Rc<Http2Connection>| {
+            let since = connection.idle_since();
+            since.is_none_or(|since| now.duration_since(since) < max_age)
         };
-        let slot = self
-            .http2_connections
-            .borrow()
-            .iter()
-            .filter(is_young)
-            .find_map(|http2_connection| StreamSlot::reserve(http2_connection, self));
+        let connections = self.http2_connections.borrow();
+        let mut young = connections.iter().filter(is_young);
+        let slot = young.find_map(|connection| StreamSlot::reserve(connection, self));
         slot.map(|slot| Box::new(UpstreamConnection::new(ConnectionProtocol::Http2(slot))))
             .or_else(|| self.take_idle_http1(now))
     }
@@ -180,8 +175,8 @@ impl UpstreamPool {
     fn take_idle_http1(&self, now: Instant) -> Option<Box<UpstreamConnection>> {
         let mut idle = self.idle_http1.borrow_mut();
         let max_age = self.settings().pool_idle_timeout;
-        std::iter::from_fn(|| idle.pop_back())
-            .find(|connection| connection.is_reusable(max_age, now))
+        let mut newest_first = std::iter::from_fn(|| idle.pop_back());
+        newest_first.find(|connection| connection.is_reusable(max_age, now))
     }
 }
 

@@ -14,13 +14,13 @@ use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout_at};
 
-use super::error::{UpstreamError, UpstreamErrorKind};
-use super::http2::response_body::Http2ResponseBody;
+use super::http2::received_stream::Http2ResponseBody;
 use super::pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use crate::enforcer::ConcurrencySlotGuard;
-use crate::proxy::http::body::error::BodyError;
-use crate::proxy::http::body::size_hint::add_to_size_hint;
+use crate::proxy::body::tunnel::Tunnel;
+use crate::proxy::body::{BodyError, add_to_size_hint};
 use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
 
@@ -30,7 +30,7 @@ const FIRST_FRAME_WAIT: Duration = Duration::from_millis(250);
 
 /// HTTP-version-specific part of a streamed response body.
 #[derive(Debug, Default)]
-pub(super) enum UpstreamBodySource {
+pub(crate) enum UpstreamBodySource {
     Http1(Incoming),
     Http2(Http2ResponseBody),
     /// The body was moved elsewhere.
@@ -65,7 +65,7 @@ impl UpstreamBodySource {
         }
     }
 
-    pub(super) fn is_end_stream(&self) -> bool {
+    pub(crate) fn is_end_stream(&self) -> bool {
         match self {
             Self::Http1(incoming) => incoming.is_end_stream(),
             Self::Http2(body) => body.is_end_stream(),
@@ -165,17 +165,15 @@ impl UpstreamBody {
     ///
     /// # Errors
     /// Fails if the body is invalid or ends too early.
-    pub(super) fn poll_first_frame(
+    pub(crate) fn poll_first_frame(
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Result<bool, UpstreamError>> {
         match self.source.poll_frame(cx)? {
             Poll::Ready(Some(frame)) => {
-                self.first_frame = match frame.into_data() {
+                self.first_frame = match frame.into_data().map_err(Frame::into_trailers) {
                     Ok(data) => FirstFrame::Data(data),
-                    Err(trailers) => {
-                        FirstFrame::Trailers(Box::new(trailers.into_trailers().unwrap_or_default()))
-                    }
+                    Err(trailers) => FirstFrame::Trailers(Box::new(trailers.unwrap_or_default())),
                 };
                 Poll::Ready(self.source.check_received().map(|()| true))
             }
@@ -195,7 +193,7 @@ impl UpstreamBody {
     }
 
     /// Keeps the share of the connections until the body ends.
-    pub(super) fn attach_share(&mut self, share: ConnectionShare) {
+    pub(crate) fn attach_share(&mut self, share: ConnectionShare) {
         if let Some(connection) = &mut self.connection {
             connection.share = Some(share);
         }
@@ -262,10 +260,8 @@ impl UpstreamBody {
     }
 
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
-        let ends_at = self
-            .slot_guard
-            .as_ref()
-            .and_then(|guard| guard.request_ends_at());
+        let slot_guard = self.slot_guard.as_ref();
+        let ends_at = slot_guard.and_then(|guard| guard.request_ends_at());
         // What was read in time is passed on.
         if matches!(self.first_frame, FirstFrame::None)
             && ends_at.is_some_and(|ends_at| ends_at <= Instant::now())
@@ -326,13 +322,13 @@ impl UpstreamBody {
         let Some(due) = idle_at.into_iter().chain(ends_at).min() else {
             return Poll::Pending;
         };
-        connection
-            .timer
-            .poll(due, cx)
-            .map(|()| match ends_at == Some(due) {
-                true => BodyError::MaxDurationExceeded,
-                false => BodyError::UpstreamTimeout,
-            })
+        connection.timer.poll(due, cx).map(|()| {
+            if ends_at == Some(due) {
+                BodyError::MaxDurationExceeded
+            } else {
+                BodyError::UpstreamTimeout
+            }
+        })
     }
 
     fn fail(&mut self, error: BodyError) -> BodyError {
@@ -381,6 +377,103 @@ impl Drop for UpstreamBody {
                 rest.discard_until(held_until).await;
                 drop(slot_guard);
             });
+        }
+    }
+}
+
+/// A response body, sent to the client.
+#[derive(Debug, Default)]
+pub enum ResponseBody {
+    #[default]
+    Empty,
+    /// A locally generated body.
+    Full(Bytes),
+    /// A locally generated body with trailers.
+    FullWithTrailers(Bytes, Option<HeaderMap>),
+    /// A body streamed from the upstream.
+    Upstream(UpstreamBody),
+    /// No body: after the response head, a tunnel copies bytes of another protocol.
+    Tunnel(Box<Tunnel>),
+}
+
+impl ResponseBody {
+    /// Attaches the concurrency slot and the trace recording to the body, to end with it. For a
+    /// local body, which is already complete, they end immediately.
+    pub(crate) fn attach_guards(
+        &mut self,
+        slot_guard: Option<ConcurrencySlotGuard>,
+        recording: Option<Box<RequestRecording>>,
+    ) {
+        match self {
+            Self::Upstream(body) => body.attach_guards(slot_guard, recording),
+            Self::Tunnel(tunnel) => {
+                tunnel.attach_slot_guard(slot_guard);
+                tunnel.keep(recording);
+            }
+            Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
+        }
+    }
+
+    /// Attaches the request's metrics to the body, to end with it. For a local body, they end
+    /// immediately.
+    pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
+        match self {
+            Self::Upstream(body) => body.attach_active_request(active),
+            Self::Tunnel(tunnel) => tunnel.keep(active),
+            Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
+        }
+    }
+
+    /// Takes the tunnel of a response that switches protocols.
+    pub(crate) fn take_tunnel(&mut self) -> Option<Box<Tunnel>> {
+        let Self::Tunnel(_) = self else { return None };
+        match std::mem::take(self) {
+            Self::Tunnel(tunnel) => Some(tunnel),
+            _ => None,
+        }
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match self.get_mut() {
+            Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
+            Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
+
+            Self::FullWithTrailers(bytes, trailers) if bytes.is_empty() => Poll::Ready(
+                trailers
+                    .take()
+                    .map(|trailers| Ok(Frame::trailers(trailers))),
+            ),
+            Self::Full(bytes) | Self::FullWithTrailers(bytes, _) => {
+                Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
+            }
+            Self::Upstream(body) => body.poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Empty | Self::Tunnel(_) => true,
+            Self::Full(bytes) => bytes.is_empty(),
+            Self::FullWithTrailers(bytes, trailers) => bytes.is_empty() && trailers.is_none(),
+            Self::Upstream(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Empty | Self::Tunnel(_) => SizeHint::with_exact(0),
+            Self::Full(bytes) | Self::FullWithTrailers(bytes, _) => {
+                SizeHint::with_exact(u64::try_from(bytes.len()).unwrap_or(u64::MAX))
+            }
+            Self::Upstream(body) => body.size_hint(),
         }
     }
 }

@@ -2,9 +2,6 @@
 
 use bytes::{Buf, Bytes};
 use h2::SendStream;
-use hyper::upgrade::Upgraded;
-use hyper_util::rt::TokioIo;
-use std::fmt::Debug;
 use std::io;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -16,12 +13,6 @@ use super::pool::UpstreamConnection;
 
 /// Maximum size of one write to the HTTP/2 stream of a tunnel.
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
-
-/// The upstream side of a tunnel: an HTTP/1.1 connection or an [`Http2TunnelIo`].
-pub(crate) trait TunnelUpstream: AsyncRead + AsyncWrite + Debug + Unpin {}
-
-impl TunnelUpstream for TokioIo<Upgraded> {}
-impl TunnelUpstream for Http2TunnelIo {}
 
 /// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions have ended
 /// resets the HTTP/2 stream.

@@ -1,15 +1,16 @@
 //! The reply to a client that asks for its own limits.
 
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+use serde_json::{Value, json};
+use std::time::Duration;
+
 use super::problem_reply::{ProblemReply, build_response_with_optional_body};
 use super::reply_style::ReplyStyle;
 use crate::enforcer::{LimitReport, OwnLimits};
 use crate::limiter::Algorithm;
 use crate::policy::RateLimitHeaderSettings;
 use crate::proxy::http::rate_limit_headers;
-use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Response, StatusCode, header};
-use serde_json::{Value, json};
-use std::time::Duration;
 
 /// The reply has the standard fields, whatever fields other responses have.
 const HEADER_SETTINGS: RateLimitHeaderSettings = RateLimitHeaderSettings {

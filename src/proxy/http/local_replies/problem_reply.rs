@@ -1,12 +1,13 @@
 //! A local reply as problem details (RFC 9457), plain text, gRPC status or custom rejection.
 
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Response, StatusCode, header};
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+
 use super::reply_style::{ReplyFormat, ReplyStyle};
-use super::text_encoding::{percent_encode_grpc_message, push_us_as_seconds};
 use crate::enforcer::RetryHint;
 use crate::policy::RejectResponse;
 use crate::proxy::http::headers::integer_header_value;
-use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Response, StatusCode, header};
 
 static PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
 static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
@@ -17,34 +18,34 @@ static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const TYPICAL_HEADER_COUNT: usize = 10;
 
 const ABOUT_BLANK_TYPE: &str = "about:blank";
-pub(super) const QUOTA_EXCEEDED_TYPE: &str =
+pub(crate) const QUOTA_EXCEEDED_TYPE: &str =
     "https://iana.org/assignments/http-problem-types#quota-exceeded";
-pub(super) const REDUCED_CAPACITY_TYPE: &str =
+pub(crate) const REDUCED_CAPACITY_TYPE: &str =
     "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
 
 /// gRPC status code `PERMISSION_DENIED`.
-pub(super) const GRPC_PERMISSION_DENIED: u8 = 7;
+pub(crate) const GRPC_PERMISSION_DENIED: u8 = 7;
 /// gRPC status code `RESOURCE_EXHAUSTED`.
-pub(super) const GRPC_RESOURCE_EXHAUSTED: u8 = 8;
+pub(crate) const GRPC_RESOURCE_EXHAUSTED: u8 = 8;
 
 /// Contents of a local reply.
-pub(super) struct ProblemReply<'a> {
-    pub(super) status: StatusCode,
-    pub(super) type_uri: &'static str,
-    pub(super) title: &'static str,
-    pub(super) detail: String,
+pub(crate) struct ProblemReply<'a> {
+    pub(crate) status: StatusCode,
+    pub(crate) type_uri: &'static str,
+    pub(crate) title: &'static str,
+    pub(crate) detail: String,
     /// Error type in `Proxy-Status` (RFC 9209, 2.3).
-    pub(super) error: &'static str,
-    pub(super) grpc_status: u8,
-    pub(super) policy: Option<&'a str>,
+    pub(crate) error: &'static str,
+    pub(crate) grpc_status: u8,
+    pub(crate) policy: Option<&'a str>,
     /// Names of the limits that refused. The JSON calls limits policies, as the rate-limit header
     /// draft does.
-    pub(super) violated_limits: &'a [&'a str],
-    pub(super) retry: Option<RetryHint>,
+    pub(crate) violated_limits: &'a [&'a str],
+    pub(crate) retry: Option<RetryHint>,
 }
 
 impl<'a> ProblemReply<'a> {
-    pub(super) fn new(status: StatusCode, error: &'static str, detail: String) -> Self {
+    pub(crate) fn new(status: StatusCode, error: &'static str, detail: String) -> Self {
         Self {
             status,
             type_uri: ABOUT_BLANK_TYPE,
@@ -58,39 +59,40 @@ impl<'a> ProblemReply<'a> {
         }
     }
 
-    pub(super) fn build_standard(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
+    pub(crate) fn build_standard(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
         self.build_custom_or_standard(None, style)
     }
 
     /// Builds the reply with the policy's custom response, or the standard reply if that is `None`.
     /// A gRPC client always gets a gRPC status.
-    pub(super) fn build_custom_or_standard(
+    pub(crate) fn build_custom_or_standard(
         &self,
         custom_response: Option<&RejectResponse>,
         style: ReplyStyle<'_>,
     ) -> Response<Bytes> {
-        let (content_type, body) = match (style.format, custom_response) {
-            (ReplyFormat::Grpc, _) => (None, Bytes::new()),
-            (_, Some(custom)) => (Some(custom.content_type.clone()), custom.body.clone()),
-            (ReplyFormat::Json, None) => {
-                let content_type = HeaderValue::from_static("application/problem+json");
-                (Some(content_type), self.to_json().into())
-            }
-            (ReplyFormat::Text, None) => {
-                let content_type = HeaderValue::from_static("text/plain; charset=utf-8");
-                let text = format!("{}\n{}\n", self.title, self.detail);
-                (Some(content_type), text.into())
-            }
-        };
-        let custom_status = custom_response.and_then(|custom| custom.status);
-        let mut response = match content_type {
-            Some(content_type) => build_response_with_optional_body(
+        let build = |content_type, body| {
+            let custom_status = custom_response.and_then(|custom| custom.status);
+            build_response_with_optional_body(
                 custom_status.unwrap_or(self.status),
                 content_type,
                 body,
                 style,
+            )
+        };
+        let mut response = match (style.format, custom_response) {
+            (ReplyFormat::Grpc, _) => self.to_grpc_response(),
+            (_, Some(custom)) => build(custom.content_type.clone(), custom.body.clone()),
+            (ReplyFormat::Json, None) => build(
+                HeaderValue::from_static("application/problem+json"),
+                self.to_json().into(),
             ),
-            None => self.to_grpc_response(),
+            (ReplyFormat::Text, None) => {
+                let text = format!("{}\n{}\n", self.title, self.detail);
+                build(
+                    HeaderValue::from_static("text/plain; charset=utf-8"),
+                    text.into(),
+                )
+            }
         };
         let headers = response.headers_mut();
         for (name, value) in custom_response.map_or(&[][..], |custom| &custom.headers) {
@@ -156,7 +158,7 @@ impl<'a> ProblemReply<'a> {
     }
 }
 
-pub(super) fn build_response_with_optional_body(
+pub(crate) fn build_response_with_optional_body(
     status: StatusCode,
     content_type: HeaderValue,
     body: Bytes,
@@ -190,5 +192,63 @@ fn grpc_status_from_http(status: StatusCode) -> u8 {
         StatusCode::PAYLOAD_TOO_LARGE => GRPC_RESOURCE_EXHAUSTED,
         status if status.is_client_error() => INVALID_ARGUMENT,
         _ => UNAVAILABLE,
+    }
+}
+
+/// Appends microseconds as decimal seconds with six places, exact where a float would round.
+pub(crate) fn push_us_as_seconds(out: &mut Vec<u8>, us: u64) {
+    let mut buffer = itoa::Buffer::new();
+    out.extend_from_slice(buffer.format(us / 1_000_000).as_bytes());
+    out.push(b'.');
+    let fraction = buffer.format(us % 1_000_000).as_bytes();
+    out.extend((fraction.len()..6).map(|_| b'0'));
+    out.extend_from_slice(fraction);
+}
+
+/// Bytes that are escaped in a `grpc-message`, apart from those outside ASCII.
+const GRPC_ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
+
+/// Percent-encodes a `grpc-message`: keeps spaces and visible ASCII other than `%`, and encodes
+/// every other byte.
+pub(crate) fn percent_encode_grpc_message(text: &str) -> String {
+    utf8_percent_encode(text, GRPC_ESCAPED).to_string()
+}
+
+/// Capitalizes an error text and adds a full stop.
+pub(crate) fn to_sentence(text: &str) -> String {
+    let mut chars = text.chars();
+    chars
+        .next()
+        .into_iter()
+        .flat_map(char::to_uppercase)
+        .chain(chars)
+        .chain(['.'])
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn grpc_messages_are_percent_encoded() {
+        assert_eq!(
+            percent_encode_grpc_message("100% \u{e9}\n"),
+            "100%25 %C3%A9%0A"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn push_us_as_seconds_is_exact(us: u64) {
+            let mut out = Vec::new();
+            push_us_as_seconds(&mut out, us);
+            let out = String::from_utf8(out).unwrap();
+            let (whole, fraction) = out.split_once('.').unwrap();
+            prop_assert_eq!(fraction.len(), 6);
+            let back = whole.parse::<u128>().unwrap() * 1_000_000 + fraction.parse::<u128>().unwrap();
+            prop_assert_eq!(back, u128::from(us));
+        }
     }
 }

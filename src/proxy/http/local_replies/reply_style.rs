@@ -1,9 +1,9 @@
 //! Format of a local reply, chosen from the request head.
 
-use super::cors_headers::CorsDecision;
-use crate::policy::CorsOrigins;
-use crate::proxy::http::header_lines::header_values;
 use http::{HeaderMap, HeaderValue, Method, Version, header, request};
+
+use crate::policy::CorsOrigins;
+use crate::proxy::http::header_lines::{header_values, list_elements};
 
 /// Prefix of all media types of gRPC.
 const GRPC_MEDIA_TYPE_PREFIX: &[u8] = b"application/grpc";
@@ -12,15 +12,15 @@ const GRPC_MEDIA_TYPE_PREFIX: &[u8] = b"application/grpc";
 /// validation changes the request head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ReplyStyle<'t> {
-    pub(super) format: ReplyFormat,
-    pub(super) is_head_request: bool,
+    pub(crate) format: ReplyFormat,
+    pub(crate) is_head_request: bool,
     /// The client's HTTP version; validation replaces the version in the request head.
     pub(crate) version: Version,
-    pub(super) cors: CorsDecision<'t>,
+    pub(crate) cors: CorsDecision<'t>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ReplyFormat {
+pub(crate) enum ReplyFormat {
     Json,
     Text,
     Grpc,
@@ -38,10 +38,12 @@ impl<'t> ReplyStyle<'t> {
             .next()
             .and_then(|media_type| media_type.as_bytes().get(..GRPC_MEDIA_TYPE_PREFIX.len()))
             .is_some_and(|prefix| prefix.eq_ignore_ascii_case(GRPC_MEDIA_TYPE_PREFIX));
-        let format = match is_grpc {
-            true => ReplyFormat::Grpc,
-            false if prefers_plain_text(&parts.headers) => ReplyFormat::Text,
-            false => ReplyFormat::Json,
+        let format = if is_grpc {
+            ReplyFormat::Grpc
+        } else if prefers_plain_text(&parts.headers) {
+            ReplyFormat::Text
+        } else {
+            ReplyFormat::Json
         };
         Self {
             format,
@@ -51,21 +53,13 @@ impl<'t> ReplyStyle<'t> {
         }
     }
 
-    /// As [`CorsDecision::expose_rate_limit_fields`].
-    pub(crate) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
-        self.cors.expose_rate_limit_fields(headers);
-    }
-
     /// Replaces the gRPC format with JSON, for clients that read the HTTP status: gRPC errors have
     /// HTTP status 200.
-    pub(crate) fn replace_grpc_with_json(self) -> Self {
-        match self.format {
-            ReplyFormat::Grpc => Self {
-                format: ReplyFormat::Json,
-                ..self
-            },
-            ReplyFormat::Json | ReplyFormat::Text => self,
+    pub(crate) fn replace_grpc_with_json(mut self) -> Self {
+        if self.format == ReplyFormat::Grpc {
+            self.format = ReplyFormat::Json;
         }
+        self
     }
 }
 
@@ -86,11 +80,7 @@ fn prefers_plain_text(headers: &HeaderMap) -> bool {
         for element in line.split(',') {
             let mut pieces = element.split(';').map(str::trim);
             let range = pieces.next().unwrap_or("");
-            let weight = pieces.find_map(|piece| {
-                piece
-                    .strip_prefix("q=")
-                    .or_else(|| piece.strip_prefix("Q="))
-            });
+            let weight = pieces.find_map(|piece| piece.strip_prefix(['q', 'Q'])?.strip_prefix('='));
             let Some(weight) = weight.map_or(Some(1000), parse_qvalue) else {
                 return false;
             };
@@ -123,6 +113,102 @@ fn parse_qvalue(text: &str) -> Option<u16> {
     }
     let weight = format!("{whole}{places:0<3}").parse().ok()?;
     (weight <= 1000).then_some(weight)
+}
+
+/// The fields with the client's quota.
+const RATE_LIMIT_FIELDS: [&str; 5] = [
+    "RateLimit",
+    "RateLimit-Policy",
+    "X-RateLimit-Limit",
+    "X-RateLimit-Remaining",
+    "X-RateLimit-Reset",
+];
+
+/// Whether a browser script of the request's origin may read a local reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CorsDecision<'t> {
+    /// No origins are configured; local replies have no CORS headers.
+    NotConfigured,
+    /// The request has no `Origin` header, or an origin that is not configured.
+    NotAllowed,
+    /// The origin has access. Contains the value of `Access-Control-Allow-Origin`: the origin or
+    /// `*`.
+    Allowed(&'t HeaderValue),
+}
+
+impl<'t> CorsDecision<'t> {
+    /// Looks up the request's `Origin` in the configured origins.
+    pub(crate) fn from_origin(origin: Option<&'t HeaderValue>, origins: &'t CorsOrigins) -> Self {
+        if origins.is_empty() {
+            return Self::NotConfigured;
+        }
+        origin
+            .and_then(|origin| origins.match_origin(origin))
+            .map_or(Self::NotAllowed, Self::Allowed)
+    }
+
+    /// Lets scripts of an allowed origin read the rate-limit fields of the upstream's response.
+    /// Keeps what the upstream exposes; whether the response may be read at all is its decision.
+    /// A cache must not serve the response to another origin, whether that one is allowed or not.
+    pub(crate) fn expose_rate_limit_fields(self, headers: &mut HeaderMap) {
+        if self == Self::NotConfigured {
+            return;
+        }
+        let own = headers.get_all(header::ACCESS_CONTROL_EXPOSE_HEADERS);
+        let mut exposed: Vec<&str> = own.iter().filter_map(|line| line.to_str().ok()).collect();
+        let is_exposed = |name: &str| {
+            let mut names = exposed.iter().flat_map(|line| line.split(','));
+            names.any(|exposed| exposed.trim().eq_ignore_ascii_case(name))
+        };
+        let added = RATE_LIMIT_FIELDS.into_iter();
+        let added: Vec<_> = added
+            .filter(|name| headers.contains_key(*name) && !is_exposed(name))
+            .collect();
+        if added.is_empty() {
+            return;
+        }
+        exposed.extend(added);
+        let exposed = HeaderValue::try_from(exposed.join(", "));
+        add_vary_origin(headers);
+        if let (Self::Allowed(_), Ok(exposed)) = (self, exposed) {
+            headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, exposed);
+        }
+    }
+
+    /// Adds the CORS headers of the decision, unless the reply already has
+    /// `Access-Control-Allow-Origin`.
+    pub(crate) fn write_headers(self, headers: &mut HeaderMap) {
+        const EXPOSED_HEADERS: HeaderValue = HeaderValue::from_static(
+            "Retry-After, RateLimit, RateLimit-Policy, X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset, \
+             Proxy-Status, Grpc-Status, Grpc-Message",
+        );
+        // CORS headers from a policy's custom response take precedence.
+        if self == Self::NotConfigured || headers.contains_key(header::ACCESS_CONTROL_ALLOW_ORIGIN)
+        {
+            return;
+        }
+        add_vary_origin(headers);
+        let Self::Allowed(origin) = self else { return };
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
+        headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, EXPOSED_HEADERS);
+        if origin != "*" {
+            // Requests with credentials need this header; browsers do not accept it together with
+            // `*`.
+            headers.insert(
+                header::ACCESS_CONTROL_ALLOW_CREDENTIALS,
+                HeaderValue::from_static("true"),
+            );
+        }
+    }
+}
+
+/// States that the response depends on the origin of the request, unless it does already.
+fn add_vary_origin(headers: &mut HeaderMap) {
+    let lines = headers.get_all(header::VARY).iter();
+    let is_origin = |field: &[u8]| field == b"*" || field.eq_ignore_ascii_case(b"origin");
+    if !lines.flat_map(list_elements).any(is_origin) {
+        headers.append(header::VARY, HeaderValue::from_static("Origin"));
+    }
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
-use super::cors_headers::CorsDecision;
-use super::reply_style::ReplyFormat;
 use super::*;
-use crate::enforcer::{RejectionReason, UnenforcedRejections};
-use crate::policy::path::PathError;
-use crate::policy::{KeyError, RejectResponse};
-use crate::proxy::UpstreamErrorKind;
 use http::HeaderName;
 use serde_json::{Value, json};
 use smallvec::{SmallVec, smallvec};
 use std::time::Duration;
+
+use super::reply_style::{CorsDecision, ReplyFormat};
+use crate::enforcer::{RejectionReason, UnenforcedRejections};
+use crate::policy::path::PathError;
+use crate::policy::{KeyError, RejectResponse};
+use crate::proxy::UpstreamErrorKind;
 
 const JSON_STYLE: ReplyStyle<'_> = ReplyStyle {
     format: ReplyFormat::Json,

@@ -1,11 +1,12 @@
 //! One pass over the headers of a request: framing, hop-by-hop headers and protected names.
 
+use http::{HeaderMap, HeaderName, HeaderValue, header};
+use smallvec::SmallVec;
+
 use super::error::RequestValidationError;
 use crate::policy::{dashed_name, parse_whole_number};
 use crate::proxy::http::client_cert::is_client_cert_field;
-use crate::proxy::http::hop_by_hop::{headers_named_in_connection, is_hop_by_hop, list_elements};
-use http::{HeaderMap, HeaderName, HeaderValue, header};
-use smallvec::SmallVec;
+use crate::proxy::http::header_lines::{headers_named_in_connection, is_hop_by_hop, list_elements};
 
 /// Result of one pass over the request headers.
 #[derive(Default)]

@@ -1,11 +1,12 @@
 //! The host of a request: parsing, comparison and normalization.
 
-use super::error::RequestValidationError;
-use crate::policy::parse_whole_number;
 use http::{HeaderValue, Version, request};
 use std::borrow::Cow;
 use std::net::Ipv6Addr;
 use std::ops::Range;
+
+use super::error::RequestValidationError;
+use crate::policy::parse_whole_number;
 
 /// Host for policies: lowercase, without port and trailing dot.
 #[derive(Clone, Debug)]
@@ -47,11 +48,8 @@ pub(super) fn determine_authority_and_host(
             (value, authority)
         }
         (Some(value), target) => {
-            let authority = value
-                .to_str()
-                .ok()
-                .and_then(AuthorityParts::parse)
-                .ok_or(RequestValidationError::HostInvalid)?;
+            let authority = value.to_str().ok().and_then(AuthorityParts::parse);
+            let authority = authority.ok_or(RequestValidationError::HostInvalid)?;
             if let Some(target) = target {
                 let target =
                     AuthorityParts::parse(target).ok_or(RequestValidationError::HostInvalid)?;
@@ -83,17 +81,11 @@ impl<'a> AuthorityParts<'a> {
                 None if after.is_empty() => "",
                 None => return None,
             };
-            (
-                text.get(..address.len() + 2)?,
-                port,
-                Some(address.parse().ok()?),
-            )
+            let host = text.get(..address.len() + 2)?;
+            (host, port, Some(address.parse().ok()?))
         } else {
-            let colon = text
-                .bytes()
-                .position(|byte| byte == b':')
-                .unwrap_or(text.len());
-            let (host, port) = text.split_at_checked(colon)?;
+            let colon = text.bytes().position(|byte| byte == b':');
+            let (host, port) = text.split_at_checked(colon.unwrap_or(text.len()))?;
             if !is_host_name(host) {
                 return None;
             }

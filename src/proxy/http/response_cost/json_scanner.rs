@@ -133,10 +133,8 @@ impl JsonPointerScanner {
             self.is_value_on_path = true;
         } else if self.object_bits & 1 == 0 {
             let index = Some(self.array_index);
-            self.set_value_on_path(
-                self.expected_token(pointer)
-                    .is_some_and(|token| token.index == index),
-            );
+            let token = self.expected_token(pointer);
+            self.set_value_on_path(token.is_some_and(|token| token.index == index));
         }
         match byte {
             b'{' | b'[' => self.open_container(byte == b'{', pointer),
@@ -177,10 +175,8 @@ impl JsonPointerScanner {
             self.path_depth = self.depth;
             // Restores the index in a parent array: the closed container was its element on the
             // path.
-            self.array_index = self
-                .expected_token(pointer)
-                .and_then(|token| token.index)
-                .unwrap_or_default();
+            let token = self.expected_token(pointer);
+            self.array_index = token.and_then(|token| token.index).unwrap_or_default();
         }
         self.finish_value();
     }
@@ -217,9 +213,9 @@ impl JsonPointerScanner {
             }
             (b'"', JsonStringRole::Value) => self.finish_value(),
             (b'"', JsonStringRole::Key) => {
-                let is_on_path = self
-                    .expected_token(pointer)
-                    .is_some_and(|token| key_matches(&self.buffer, &token.name));
+                let token = self.expected_token(pointer);
+                let matches = |token: &JsonPointerToken| key_matches(&self.buffer, &token.name);
+                let is_on_path = token.is_some_and(matches);
                 self.set_value_on_path(is_on_path);
                 self.state = JsonScanState::Colon;
             }
@@ -262,8 +258,8 @@ impl JsonPointerScanner {
         let index = self
             .depth
             .checked_sub(1)
-            .filter(|_| self.is_container_on_path())?;
-        pointer.tokens().get(index)
+            .filter(|_| self.is_container_on_path());
+        pointer.tokens().get(index?)
     }
 
     fn buffer_key_part(&mut self, role: JsonStringRole, part: &[u8], pointer: &JsonPointer) {

@@ -64,10 +64,11 @@ pub(super) fn parse_proxy_header(bytes: &[u8]) -> Result<Option<ProxyHeader>, Pr
 fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
     let line = bytes.get(..V1_MAX_BYTES).unwrap_or(bytes);
     let Some(end) = line.iter().position(|byte| matches!(byte, b'\r' | b'\n')) else {
-        return if line.len() < V1_MAX_BYTES {
-            Ok(None)
-        } else {
+        let is_too_long = line.len() == V1_MAX_BYTES;
+        return if is_too_long {
             Err(ProxyHeaderError::TooLong)
+        } else {
+            Ok(None)
         };
     };
     match line.get(end..) {
@@ -76,9 +77,8 @@ fn parse_v1(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
         Some([b'\r']) => return Err(ProxyHeaderError::TooLong),
         _ => return Err(ProxyHeaderError::Malformed),
     }
-    let fields = line
-        .get(V1_PREFIX.len()..end)
-        .ok_or(ProxyHeaderError::Malformed)?;
+    let fields = line.get(V1_PREFIX.len()..end);
+    let fields = fields.ok_or(ProxyHeaderError::Malformed)?;
     let source = if fields == b"UNKNOWN" || fields.starts_with(b"UNKNOWN ") {
         None
     } else {
@@ -141,9 +141,7 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
     let Some(header) = bytes.get(..len) else {
         return Ok(None);
     };
-    let block = header
-        .get(V2_FIXED_PART_BYTES..)
-        .ok_or(ProxyHeaderError::Malformed)?;
+    let block = header.get(V2_FIXED_PART_BYTES..).unwrap_or_default();
     let (source, is_tls) = match family >> 4 {
         // "the receiver must … discard the protocol block including the family which is ignored"
         _ if is_local => (None, None),
@@ -155,9 +153,8 @@ fn parse_v2(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
                 2 => V2_INET6_ADDRESSES_BYTES,
                 _ => V2_UNIX_ADDRESSES_BYTES,
             };
-            let (addresses, extensions) = block
-                .split_at_checked(address_bytes)
-                .ok_or(ProxyHeaderError::Malformed)?;
+            let parts = block.split_at_checked(address_bytes);
+            let (addresses, extensions) = parts.ok_or(ProxyHeaderError::Malformed)?;
             // Addresses of datagrams do not apply to a connection and are ignored.
             let addresses = Some(addresses).filter(|_| family & 0xf == 1);
             let source = addresses.and_then(parse_v2_source_address);
@@ -176,10 +173,8 @@ fn parse_v2_source_address(addresses: &[u8]) -> Option<SocketAddr> {
     if let Ok([a, b, c, d, _, _, _, _, high, low, _, _]) =
         <[u8; V2_INET_ADDRESSES_BYTES]>::try_from(addresses)
     {
-        return Some(SocketAddr::new(
-            Ipv4Addr::new(a, b, c, d).into(),
-            u16::from_be_bytes([high, low]),
-        ));
+        let ip = Ipv4Addr::new(a, b, c, d);
+        return Some(SocketAddr::new(ip.into(), u16::from_be_bytes([high, low])));
     }
     if addresses.len() != V2_INET6_ADDRESSES_BYTES {
         return None;
@@ -195,9 +190,8 @@ fn read_extensions(header: &[u8], extensions: &[u8]) -> Result<Option<bool>, Pro
     let (mut rest, mut is_tls) = (extensions, None);
     while let Some((&[kind, high, low], behind)) = rest.split_first_chunk::<3>() {
         let len = usize::from(u16::from_be_bytes([high, low]));
-        let (value, further) = behind
-            .split_at_checked(len)
-            .ok_or(ProxyHeaderError::Malformed)?;
+        let parts = behind.split_at_checked(len);
+        let (value, further) = parts.ok_or(ProxyHeaderError::Malformed)?;
         if kind == TLV_TYPE_CRC32C {
             let stated =
                 <[u8; 4]>::try_from(value).map_err(|_length| ProxyHeaderError::Malformed)?;
@@ -220,11 +214,9 @@ fn read_extensions(header: &[u8], extensions: &[u8]) -> Result<Option<bool>, Pro
         }
         rest = further;
     }
-    if rest.is_empty() {
-        Ok(is_tls)
-    } else {
-        Err(ProxyHeaderError::Malformed)
-    }
+    rest.is_empty()
+        .then_some(is_tls)
+        .ok_or(ProxyHeaderError::Malformed)
 }
 
 /// CRC-32C (RFC 3720, appendix B.4), computed bit by bit. Most PROXY headers have at most one

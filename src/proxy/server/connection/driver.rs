@@ -1,18 +1,21 @@
 //! Drives a connection's work until it ends, times out or drains.
 
+use http::StatusCode;
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::io::{AsyncWrite, AsyncWriteExt};
+use tokio::time::{Instant, timeout};
 
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::{ConnectionMonitor, TimeoutKind};
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::client_connection::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, TimeoutKind};
+use crate::proxy::connection_io::LazyTimer;
+use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
-pub(super) struct ConnectionDriver {
-    pub(super) monitor: Rc<ConnectionMonitor>,
+pub(crate) struct ConnectionDriver {
+    pub(crate) monitor: Rc<ConnectionMonitor>,
     timer: LazyTimer,
     /// Time at which the work is asked to close.
     close_at: Option<Instant>,
@@ -25,7 +28,7 @@ pub(super) struct ConnectionDriver {
 }
 
 impl ConnectionDriver {
-    pub(super) fn new(monitor: Rc<ConnectionMonitor>) -> Self {
+    pub(crate) fn new(monitor: Rc<ConnectionMonitor>) -> Self {
         Self {
             is_new_in_drain: monitor.drain.requested.get().is_some(),
             monitor,
@@ -38,7 +41,7 @@ impl ConnectionDriver {
 
     /// Polls `work` until it is ready or a timeout expires. `work` is called with `true` once, when
     /// it should close gracefully.
-    pub(super) async fn drive<T>(
+    pub(crate) async fn drive<T>(
         &mut self,
         mut work: impl FnMut(&mut Context<'_>, bool) -> Poll<T>,
     ) -> Result<T, TimeoutKind> {
@@ -97,6 +100,27 @@ impl ConnectionDriver {
         .await
     }
 
+    /// Closes a connection that exceeded a timeout: after a 408 response, or with a reset.
+    pub(super) async fn close_timed_out_connection(
+        &self,
+        mut socket: MonitoredSocket,
+        overdue: TimeoutKind,
+        record_unreadable: impl Fn(StatusCode),
+    ) {
+        self.monitor.record_timeout(overdue);
+        if overdue != TimeoutKind::SlowHead {
+            return socket.abort();
+        }
+        record_unreadable(StatusCode::REQUEST_TIMEOUT);
+        self.monitor.exchange.has_unread_input.set(true);
+        let response_sent = timeout(CLOSE_TIMEOUT, async {
+            socket.write_all(REQUEST_TIMEOUT_RESPONSE).await?;
+            socket.shutdown().await
+        });
+        if !matches!(response_sent.await, Ok(Ok(()))) {
+            tracing::debug!("408 response not delivered");
+        }
+    }
     /// Sets the time of the close if the connection was asked to drain.
     fn begin_requested_drain(&mut self) {
         if let Some(drain) = self.monitor.drain.requested.take()
@@ -104,9 +128,10 @@ impl ConnectionDriver {
         {
             let now = Instant::now();
             self.request_delay = drain.request_delay;
-            self.close_at = Some(match self.monitor.is_http2.get() && !self.is_new_in_drain {
-                true => now,
-                false => drain.closes_from.max(now + drain.request_delay),
+            self.close_at = Some(if self.monitor.is_http2.get() && !self.is_new_in_drain {
+                now
+            } else {
+                drain.closes_from.max(now + drain.request_delay)
             });
         }
     }
@@ -155,5 +180,18 @@ impl ConnectionDriver {
         self.is_closing = true;
         self.monitor.set_closing();
         work(cx, true)
+    }
+}
+
+const REQUEST_TIMEOUT_RESPONSE: &[u8] =
+    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+
+/// Time limit for writing a final response and closing the connection.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// Shuts a connection down within [`CLOSE_TIMEOUT`].
+pub(crate) async fn close_gracefully(socket: &mut (impl AsyncWrite + Unpin)) {
+    if !matches!(timeout(CLOSE_TIMEOUT, socket.shutdown()).await, Ok(Ok(()))) {
+        tracing::debug!("client did not close within the limit");
     }
 }

@@ -9,13 +9,12 @@ use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::Poll;
 
-use super::close::{close_gracefully, close_timed_out_connection};
-use super::driver::ConnectionDriver;
+use super::driver::{ConnectionDriver, close_gracefully};
 use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::TimeoutKind;
+use crate::proxy::client_connection::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_monitor::TimeoutKind;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Serves HTTP/1 until the connection ends. hyper and its buffers, about 20 KiB, exist only while
@@ -59,13 +58,9 @@ pub(super) async fn serve_http1<S>(
             Ok(true) => {}
             Ok(false) => return close_gracefully(&mut socket).await,
             Err(overdue) => {
-                return close_timed_out_connection(
-                    socket,
-                    overdue,
-                    &driver.monitor,
-                    record_unreadable,
-                )
-                .await;
+                return driver
+                    .close_timed_out_connection(socket, overdue, record_unreadable)
+                    .await;
             }
         }
     }
@@ -93,30 +88,29 @@ where
         }
         Pin::new(&mut connection).poll(cx)
     });
-    match end.await {
-        Ok(Ok(())) => {
-            let Parts { io, read_buf, .. } = connection.into_parts();
-            let mut socket = io.into_inner();
-            socket.put_back(&read_buf);
-            drop(read_buf);
-            match handover.request.take() {
-                // Until the 101 head is written, the client cannot read tunnel bytes.
-                Some(upgraded) if driver.monitor.has_no_blocked_write() => {
-                    // Boxed, so that the connection's future has no space for the tunnel's.
-                    Box::pin(
-                        upgraded.serve_http1_tunnel(
-                            socket,
-                            protocols.config.settings.body_idle_timeout,
-                        ),
-                    )
-                    .await;
-                }
-                // hyper leaves the socket open after a request that could have been upgraded, so it
-                // is closed here.
-                None if handover.was_upgrade_requested.get() => close_gracefully(&mut socket).await,
-                _ => {}
+    let end = end.await;
+    let Parts {
+        io,
+        read_buf,
+        service,
+        ..
+    } = connection.into_parts();
+    let mut socket = io.into_inner();
+    socket.put_back(&read_buf);
+    drop(read_buf);
+    match end {
+        Ok(Ok(())) => match handover.request.take() {
+            // Until the 101 head is written, the client cannot read tunnel bytes.
+            Some(upgraded) if driver.monitor.has_no_blocked_write() => {
+                let stall_timeout = protocols.config.settings.body_idle_timeout;
+                // Boxed, so that the connection's future has no space for the tunnel's.
+                Box::pin(upgraded.serve_http1_tunnel(socket, stall_timeout)).await;
             }
-        }
+            // hyper leaves the socket open after a request that could have been upgraded, so it is
+            // closed here.
+            None if handover.was_upgrade_requested.get() => close_gracefully(&mut socket).await,
+            _ => {}
+        },
         Ok(Err(error)) => {
             tracing::debug!(%error, "client connection failed");
             if let Some(status) = status_of_parse_error(&error) {
@@ -124,28 +118,14 @@ where
                 record_unreadable(status);
             }
             if error.is_user() && driver.monitor.exchange.is_close_delimited.get() {
-                connection.into_parts().io.into_inner().abort();
+                socket.abort();
             }
         }
-        Err(TimeoutKind::IdleBuffers) => {
-            let Parts {
-                io,
-                read_buf,
-                service,
-                ..
-            } = connection.into_parts();
-            let mut socket = io.into_inner();
-            socket.put_back(&read_buf);
-            return Some((socket, service));
-        }
+        Err(TimeoutKind::IdleBuffers) => return Some((socket, service)),
         Err(overdue) => {
-            close_timed_out_connection(
-                connection.into_parts().io.into_inner(),
-                overdue,
-                &driver.monitor,
-                record_unreadable,
-            )
-            .await;
+            driver
+                .close_timed_out_connection(socket, overdue, record_unreadable)
+                .await
         }
     }
     None

@@ -13,9 +13,9 @@ use super::driver::ConnectionDriver;
 use super::protocols::WorkerListener;
 use super::request::TrackedResponseBody;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::ConnectionMonitor;
-use crate::proxy::server::frame_scanner::INVALID_FRAME;
+use crate::proxy::client_connection::ConnectionCloseReason;
+
+use crate::proxy::http2_frames::frame_scanner::INVALID_FRAME;
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Serves HTTP/2 until the connection ends.
@@ -38,33 +38,24 @@ pub(super) async fn serve_http2<S>(
         Pin::new(&mut connection).poll(cx)
     });
     match end.await {
-        Ok(Ok(())) if driver.monitor.frame_budget.is_exhausted.get() => {
-            driver.monitor.record_close(ConnectionCloseReason::Flood);
+        Ok(result) => {
+            let is_flood = driver.monitor.frame_budget.is_exhausted.get();
+            let flood = is_flood.then_some(ConnectionCloseReason::Flood);
+            let reason = match result {
+                Ok(()) => flood,
+                Err(error) => {
+                    tracing::debug!(%error, "client connection failed");
+                    flood.or_else(|| classify_connection_error(&error))
+                }
+            };
+            driver.monitor.record_close(reason);
         }
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => {
-            tracing::debug!(%error, "client connection failed");
-            if let Some(reason) = classify_connection_error(&error, &driver.monitor) {
-                driver.monitor.record_close(reason);
-            }
-        }
-        Err(overdue) => {
-            tracing::debug!(?overdue, "client connection timed out");
-            if let Some(reason) = overdue.close_reason() {
-                driver.monitor.record_close(reason);
-            }
-        }
+        Err(overdue) => driver.monitor.record_timeout(overdue),
     }
 }
 
 /// Classifies the error of an HTTP/2 connection. Returns `None` if the client did not cause it.
-fn classify_connection_error(
-    error: &hyper::Error,
-    monitor: &ConnectionMonitor,
-) -> Option<ConnectionCloseReason> {
-    if monitor.frame_budget.is_exhausted.get() {
-        return Some(ConnectionCloseReason::Flood);
-    }
+fn classify_connection_error(error: &hyper::Error) -> Option<ConnectionCloseReason> {
     let error = error
         .source()?
         .downcast_ref::<h2::Error>()

@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use super::streams::StreamTaskExecutor;
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::http::body::RequestBodyLimits;
+use crate::proxy::body::RequestBodyLimits;
+use crate::proxy::client_connection::connection_load::ServerLoad;
+use crate::proxy::client_connection::connection_memory::{
+    H2_CONNECTION_WINDOW_BYTES, H2_STREAM_WINDOW_BYTES,
+};
+use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
 use crate::proxy::server::allocator_trim::AllocatorTrim;
-use crate::proxy::server::connection_load::ServerLoad;
-use crate::proxy::server::connection_memory::{H2_CONNECTION_WINDOW_BYTES, H2_STREAM_WINDOW_BYTES};
-use crate::proxy::server::connection_monitor::{ConnectionMonitor, ConnectionTimeouts};
 use crate::proxy::server::listener::ListenerConfig;
 
 /// Header limit for which hyper's parser keeps the headers on the stack. Any other header limit
@@ -56,15 +58,9 @@ impl WorkerListener {
     ) -> Self {
         let settings = &config.settings;
         let mut http1 = http1::Builder::new();
-        http1
-            .half_close(false)
-            .max_header_size(settings.max_header_bytes);
-        http1.max_buf_size(
-            settings
-                .max_header_bytes
-                .saturating_add(1)
-                .max(MIN_HTTP1_BUFFER_LIMIT_BYTES),
-        );
+        let max_head = settings.max_header_bytes;
+        http1.half_close(false).max_header_size(max_head);
+        http1.max_buf_size(max_head.saturating_add(1).max(MIN_HTTP1_BUFFER_LIMIT_BYTES));
         if settings.max_headers != HYPER_MAX_STACK_HEADERS {
             http1.max_headers(settings.max_headers);
         }
@@ -104,13 +100,11 @@ impl WorkerListener {
     /// timeouts of milliseconds, and carry many clients, of which one must not end the requests of
     /// others.
     fn reset_limits(&self, monitor: &ConnectionMonitor) -> (usize, Option<usize>) {
-        match self.config.kind.is_public() && !monitor.connection.is_from_trusted_proxy() {
-            true => (H2_MAX_PENDING_RESETS, Some(H2_MAX_LOCAL_RESETS)),
-            false => {
-                let streams = usize::try_from(self.config.settings.max_concurrent_streams);
-                (streams.unwrap_or(usize::MAX), None)
-            }
+        if self.config.kind.is_public() && !monitor.connection.is_from_trusted_proxy() {
+            return (H2_MAX_PENDING_RESETS, Some(H2_MAX_LOCAL_RESETS));
         }
+        let streams = usize::try_from(self.config.settings.max_concurrent_streams);
+        (streams.unwrap_or(usize::MAX), None)
     }
 
     pub(super) fn http2_builder(
@@ -125,13 +119,13 @@ impl WorkerListener {
         };
         let mut http2 = http2::Builder::new(tasks);
         let (max_pending_resets, max_local_resets) = self.reset_limits(monitor);
+        let settings = &self.config.settings;
+        let max_head = u32::try_from(settings.max_header_bytes);
         http2
             .timer(TokioTimer::new())
             .enable_connect_protocol()
-            .max_concurrent_streams(self.config.settings.max_concurrent_streams)
-            .max_header_list_size(
-                u32::try_from(self.config.settings.max_header_bytes).unwrap_or(u32::MAX),
-            )
+            .max_concurrent_streams(settings.max_concurrent_streams)
+            .max_header_list_size(max_head.unwrap_or(u32::MAX))
             .initial_stream_window_size(H2_STREAM_WINDOW_BYTES)
             .initial_connection_window_size(H2_CONNECTION_WINDOW_BYTES)
             .max_send_buf_size(H2_STREAM_SEND_BUFFER_BYTES)

@@ -15,21 +15,19 @@ use std::task::{Context, Poll, ready};
 use tokio::time::Instant;
 
 use super::upgrade_handover::{UpgradeHandover, UpgradedRequest};
-use crate::proxy::http::body::size_hint::add_to_size_hint;
-use crate::proxy::http::body::{
-    BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, ResponseBody,
+use crate::proxy::ResponseBody;
+use crate::proxy::body::informational_responses::InformationalForwarder;
+use crate::proxy::body::{
+    BodyError, RequestBody, RequestBodyLimits, RequestBodyProgress, add_to_size_hint,
 };
-use crate::proxy::http::header_lines;
-use crate::proxy::http::hop_by_hop;
-use crate::proxy::http::informational_responses::InformationalForwarder;
-use crate::proxy::server::connection_monitor::{
+use crate::proxy::client_connection::connection_monitor::{
     ActiveRequestGuard, ConnectionMonitor, StreamProgress,
 };
-use crate::proxy::server::continue_responses::ContinuePermit;
-use crate::proxy::server::handler::RequestHandler;
-use crate::proxy::server::head_marks::{HeadMark, take_head_mark};
-use crate::proxy::server::peer::ConnectionPeer;
-use crate::proxy::server::unsent_responses::{StreamOutput, UnsentChunkGuard};
+use crate::proxy::client_connection::continue_responses::ContinuePermit;
+use crate::proxy::client_connection::unsent_responses::{StreamOutput, UnsentChunkGuard};
+use crate::proxy::http::header_lines;
+use crate::proxy::http2_frames::head_marks::{HeadMark, take_head_mark};
+use crate::proxy::server::handler::{ConnectionPeer, RequestHandler};
 
 /// Maximum size of a response chunk passed to HTTP/2. Once h2 has taken a chunk, the client reads,
 /// even if slowly.
@@ -88,22 +86,28 @@ pub(super) fn handle_request<H: RequestHandler>(
             polled
         });
         let mut response = response.await;
-        guard.record_response_start();
         let monitor = guard.request.monitor();
+        if let Some(body) = &guard.body {
+            body.record_response_start();
+        }
+        monitor.record_response_start();
         if !is_http2
             && (monitor.drain.is_draining.get() || monitor.exchange.has_unread_input.get())
             && response.status() != StatusCode::SWITCHING_PROTOCOLS
         {
-            announce_close(&mut response);
+            // A request that the client sends after the last response is lost unless that response
+            // has this header. hyper would add it too late: it is asked to close only when no more
+            // input is expected, and notices an unread body later.
+            let close = HeaderValue::from_static("close");
+            response.headers_mut().insert(header::CONNECTION, close);
         }
         if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
             let active = guard.request.clone();
-            let upgraded = UpgradedRequest {
+            handover.request.replace(Some(UpgradedRequest {
                 tunnel,
                 client,
                 active,
-            };
-            handover.request.replace(Some(upgraded));
+            }));
         }
         Ok(track_response(response, guard, is_http2, is_head))
     }
@@ -138,14 +142,6 @@ fn track_response(
     })
 }
 
-/// A request that the client sends after the last response is lost unless that response has
-/// `connection: close`. hyper would add the header too late: it is asked to close only when no more
-/// input is expected, and notices an unread body later.
-fn announce_close(response: &mut Response<ResponseBody>) {
-    let close = HeaderValue::from_static("close");
-    response.headers_mut().insert(header::CONNECTION, close);
-}
-
 /// Takes the mark of an HTTP/2 head. Returns the permit if the client expects `100 Continue`. The
 /// error of a malformed head becomes an extension and, if `charges_faults`, spends frame credit.
 fn take_mark(
@@ -170,14 +166,12 @@ fn take_mark(
 
 /// Counts the memory of a head until [`RequestGuard`] is dropped. Returns its size.
 fn count_head(monitor: &ConnectionMonitor, head: &mut request::Parts, is_http2: bool) -> usize {
-    let decoded_bytes = match is_http2 && monitor.memory.has_large_lists.get() {
-        true => {
-            let target = head.uri.path_and_query().map_or("", PathAndQuery::as_str);
-            let authority = head.uri.authority().map_or("", Authority::as_str);
-            let uri_bytes = target.len() + authority.len();
-            header_lines::compact_header_map(&mut head.headers) + uri_bytes
-        }
-        false => 0,
+    let decoded_bytes = if is_http2 && monitor.memory.has_large_lists.get() {
+        let target = head.uri.path_and_query().map_or("", PathAndQuery::as_str);
+        let authority = head.uri.authority().map_or("", Authority::as_str);
+        header_lines::compact_header_map(&mut head.headers) + target.len() + authority.len()
+    } else {
+        0
     };
     monitor.memory.begin_head(is_http2, decoded_bytes)
 }
@@ -195,15 +189,6 @@ struct RequestGuard {
     /// expire.
     arrived_at: Option<Instant>,
     is_complete: bool,
-}
-
-impl RequestGuard {
-    fn record_response_start(&self) {
-        if let Some(body) = &self.body {
-            body.record_response_start();
-        }
-        self.request.monitor().record_response_start();
-    }
 }
 
 impl Drop for RequestGuard {
@@ -282,7 +267,7 @@ impl Body for TrackedResponseBody {
                         self.guard.is_complete = true;
                         let mut trailers = trailers.into_trailers().unwrap_or_default();
                         if self.is_http2 {
-                            hop_by_hop::remove_invalid_trailers(&mut trailers);
+                            header_lines::remove_invalid_trailers(&mut trailers);
                         }
                         return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
                     }
@@ -298,15 +283,14 @@ impl Body for TrackedResponseBody {
         monitor
             .stream_progress
             .set(Some(StreamProgress::AwaitsClient));
-        let (max_bytes, unsent) = match self.is_http2 {
-            true => {
-                let responses = Rc::clone(&monitor.unsent_responses);
-                let output = self
-                    .output
-                    .get_or_insert_with(|| StreamOutput::new(&responses));
-                (H2_MAX_CHUNK_BYTES, Some(output.begin_chunk()))
-            }
-            false => (usize::MAX, None),
+        let (max_bytes, unsent) = if self.is_http2 {
+            let responses = Rc::clone(&monitor.unsent_responses);
+            let output = self
+                .output
+                .get_or_insert_with(|| StreamOutput::new(&responses));
+            (H2_MAX_CHUNK_BYTES, Some(output.begin_chunk()))
+        } else {
+            (usize::MAX, None)
         };
         let chunk_bytes = max_bytes.min(self.remainder.len());
         let chunk = ResponseChunk {

@@ -6,10 +6,10 @@ use std::task::Poll;
 use tokio::time::Instant;
 
 use super::upgrade_handover::UpgradeHandover;
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_load::ServerLoad;
-use crate::proxy::server::connection_monitor::{ConnectionMonitor, StreamProgress};
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::client_connection::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_load::ServerLoad;
+use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, StreamProgress};
+use crate::proxy::connection_io::LazyTimer;
 
 /// Runs each stream of an HTTP/2 connection in its own task and resets streams that make no
 /// progress. A client can keep the connection active and still grant one stream no flow-control

@@ -14,10 +14,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use super::close::close_gracefully;
-use crate::proxy::http::tunnel::{Tunnel, TunnelEndReason};
-use crate::proxy::server::close_reason::ConnectionCloseReason;
-use crate::proxy::server::connection_monitor::{ActiveRequestGuard, ConnectionMonitor};
+use super::driver::close_gracefully;
+use crate::proxy::body::tunnel::{Tunnel, TunnelEndReason};
+use crate::proxy::client_connection::ConnectionCloseReason;
+use crate::proxy::client_connection::connection_monitor::{ActiveRequestGuard, ConnectionMonitor};
 use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Slot in which a request leaves its tunnel for the connection driver or the stream task.
@@ -55,17 +55,12 @@ impl UpgradedRequest {
             .run(&mut socket, self.active.monitor(), stall_timeout, false)
             .await;
         record_tunnel_end(&end_reason, self.active.monitor());
-        match end_reason {
-            TunnelEndReason::Completed | TunnelEndReason::ClientDisconnected(_) => {}
-            TunnelEndReason::ClientStalled | TunnelEndReason::UpstreamStalled => socket.abort(),
-            TunnelEndReason::UpstreamDisconnected(_)
-            | TunnelEndReason::IdleTimeout
-            | TunnelEndReason::MaxDurationExceeded
-            | TunnelEndReason::ShuttingDown => {
-                socket.is_half_close = false;
-                socket.record_unread_input();
-                close_gracefully(&mut socket).await;
-            }
+        if end_reason.leaves_client_open() {
+            socket.is_half_close = false;
+            self.active.monitor().exchange.has_unread_input.set(true);
+            close_gracefully(&mut socket).await;
+        } else if end_reason.is_stall() {
+            socket.abort();
         }
     }
 
@@ -94,13 +89,7 @@ impl UpgradedRequest {
             .run(&mut stream, &monitor, stall_timeout, true)
             .await;
         record_tunnel_end(&end_reason, stream.active.monitor());
-        if matches!(
-            end_reason,
-            TunnelEndReason::UpstreamDisconnected(_)
-                | TunnelEndReason::IdleTimeout
-                | TunnelEndReason::MaxDurationExceeded
-                | TunnelEndReason::ShuttingDown
-        ) {
+        if end_reason.leaves_client_open() {
             close_gracefully(&mut stream).await;
         }
     }
@@ -113,11 +102,7 @@ fn record_tunnel_end(end_reason: &TunnelEndReason, monitor: &ConnectionMonitor) 
         TunnelEndReason::IdleTimeout | TunnelEndReason::UpstreamStalled => {
             monitor.record_close(ConnectionCloseReason::TunnelIdle)
         }
-        TunnelEndReason::Completed
-        | TunnelEndReason::ClientDisconnected(_)
-        | TunnelEndReason::UpstreamDisconnected(_)
-        | TunnelEndReason::MaxDurationExceeded
-        | TunnelEndReason::ShuttingDown => {}
+        _ => {}
     }
 }
 

@@ -10,9 +10,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use tokio::task::AbortHandle;
 
-use crate::proxy::http::body::request::RequestBody;
-use crate::proxy::http::header_lines::remove_headers;
-use crate::proxy::http::hop_by_hop;
+use crate::proxy::body::request::RequestBody;
+use crate::proxy::http::header_lines::{self, remove_headers};
 
 /// Handle of a request body upload. Dropping it aborts the upload.
 #[derive(Debug)]
@@ -117,7 +116,7 @@ impl BodyUploadFuture {
         let mut trailers = frame.into_trailers().unwrap_or_default();
         remove_headers(&mut trailers, |name| {
             let declared = self.declared_trailers.iter();
-            let mut declared = declared.flat_map(hop_by_hop::list_elements);
+            let mut declared = declared.flat_map(header_lines::list_elements);
             !declared.any(|item| item.eq_ignore_ascii_case(name.as_str().as_bytes()))
         });
         if trailers.is_empty() {

@@ -15,7 +15,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::received_stream::{ReceivedStream, ReceivedStreams};
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::connection_io::LazyTimer;
 
 /// Maximum streams per connection, even if the upstream allows more.
 pub(crate) const MAX_CONCURRENT_STREAMS: usize = 100;
@@ -86,22 +86,22 @@ impl Http2Connection {
 
     /// Reserves a stream if the connection has capacity. Returns whether a stream was reserved.
     pub(crate) fn try_reserve_stream(&self) -> bool {
+        let max_streams = self
+            .sender
+            .current_max_send_streams()
+            .min(MAX_CONCURRENT_STREAMS);
         let is_available = !self.closing.get()
             && !self.is_suspect.get()
-            && self.active_streams.get()
-                < self
-                    .sender
-                    .current_max_send_streams()
-                    .min(MAX_CONCURRENT_STREAMS);
+            && self.active_streams.get() < max_streams;
         if is_available {
-            self.active_streams.set(self.active_streams.get() + 1);
+            self.active_streams.update(|value| value + 1);
         }
         is_available
     }
 
     /// Releases a stream that [`Http2Connection::try_reserve_stream`] reserved.
     pub(crate) fn release_stream(&self) {
-        self.active_streams.set(self.active_streams.get() - 1);
+        self.active_streams.update(|value| value - 1);
         if self.active_streams.get() == 0 {
             self.idle_since.set(Instant::now());
         }
@@ -127,7 +127,7 @@ impl Http2Connection {
         let mut sender = self.sender.clone();
         if let Poll::Ready(Err(error)) = sender.poll_ready(&mut Context::from_waker(Waker::noop()))
         {
-            self.retire();
+            self.closing.set(true);
             return Err(error);
         }
         let (response, send_stream) = sender.send_request(request, !has_body)?;
@@ -148,36 +148,25 @@ impl Http2Connection {
     /// Maximum concurrent streams that both the upstream and the proxy allow on this connection, at
     /// least 1.
     pub(crate) fn max_streams(&self) -> usize {
-        self.sender
-            .current_max_send_streams()
-            .clamp(1, MAX_CONCURRENT_STREAMS)
-    }
-
-    /// Stops adding requests to the connection. The connection closes after its last request.
-    pub(crate) fn retire(&self) {
-        self.closing.set(true);
+        let allowed = self.sender.current_max_send_streams();
+        allowed.clamp(1, MAX_CONCURRENT_STREAMS)
     }
 
     /// Cancels a request, or defers the cancellation if the cancellation budget is used up.
     fn cancel_or_defer_request(&self, request: ResponseFuture) {
-        match self.cancellation_budget.get() {
-            0 => {
-                let mut deferred = self.deferred_cancels.borrow_mut();
-                deferred.requests.push(request);
-                if deferred.since.is_none() {
-                    deferred.since = Some(Instant::now());
-                    self.wake_driver();
-                }
+        let Some(remaining) = self.cancellation_budget.get().checked_sub(1) else {
+            let mut deferred = self.deferred_cancels.borrow_mut();
+            deferred.requests.push(request);
+            if deferred.since.is_none() {
+                deferred.since = Some(Instant::now());
+                self.wake_driver();
             }
-            remaining => {
-                self.cancellation_budget.set(remaining - 1);
-                if remaining == 1 {
-                    tracing::debug!(
-                        "upstream connection retired after too many cancelled requests"
-                    );
-                    self.retire();
-                }
-            }
+            return;
+        };
+        self.cancellation_budget.set(remaining);
+        if remaining == 0 {
+            tracing::debug!("upstream connection retired after too many cancelled requests");
+            self.closing.set(true);
         }
     }
 
@@ -196,10 +185,8 @@ impl Http2Connection {
     pub(super) fn collect_unread_frames(&self) {
         self.received_streams.collect();
         let mut cx = Context::from_waker(Waker::noop());
-        let mut deferred = self.deferred_cancels.borrow_mut();
-        deferred
-            .requests
-            .retain_mut(|request| Pin::new(request).poll(&mut cx).is_pending());
+        let requests = &mut self.deferred_cancels.borrow_mut().requests;
+        requests.retain_mut(|request| Pin::new(request).poll(&mut cx).is_pending());
     }
 
     fn wake_driver(&self) {

@@ -5,7 +5,8 @@
 
 use bytes::{Bytes, BytesMut};
 use h2::RecvStream;
-use http::HeaderMap;
+use http::{HeaderMap, header};
+use http_body::{Frame, SizeHint};
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::{Rc, Weak};
@@ -15,7 +16,7 @@ use crate::proxy::upstream::read_limit::READ_ALLOWANCE_BYTES;
 
 /// Budget of h2 for the overhead of unread DATA frames, 256 bytes each. Two allowances of the
 /// smallest frames, which have 10 bytes, do not exhaust it.
-pub(super) const DATA_FRAME_BUDGET_BYTES: usize = 2 * READ_ALLOWANCE_BYTES / 10 * 256;
+pub(crate) const DATA_FRAME_BUDGET_BYTES: usize = 2 * READ_ALLOWANCE_BYTES / 10 * 256;
 
 /// Size up to which an unread frame is copied. h2 passes slices of its read buffer, which stays
 /// allocated as long as one slice.
@@ -26,7 +27,7 @@ const MIN_LISTED_STREAMS: usize = 256;
 
 /// The streams of one connection whose data has not ended.
 #[derive(Debug, Default)]
-pub(super) struct ReceivedStreams(RefCell<Vec<Weak<RefCell<StreamState>>>>);
+pub(crate) struct ReceivedStreams(RefCell<Vec<Weak<RefCell<StreamState>>>>);
 
 /// The receiving half of a stream, for the reader of its data.
 #[derive(Debug)]
@@ -46,7 +47,7 @@ struct StreamState {
 }
 
 impl ReceivedStreams {
-    pub(super) fn add(&self, stream: RecvStream) -> ReceivedStream {
+    pub(crate) fn add(&self, stream: RecvStream) -> ReceivedStream {
         let state = Rc::new(RefCell::new(StreamState {
             stream,
             collected: VecDeque::new(),
@@ -63,7 +64,7 @@ impl ReceivedStreams {
     }
 
     /// Takes the unread frames of all streams out of h2. Flow control bounds their bytes.
-    pub(super) fn collect(&self) {
+    pub(crate) fn collect(&self) {
         self.0.borrow_mut().retain(|stream| {
             let Some(stream) = stream.upgrade() else {
                 return false;
@@ -154,5 +155,69 @@ impl StreamState {
                 }
             }
         }
+    }
+}
+
+/// A response body, received from an HTTP/2 stream.
+#[derive(Debug)]
+pub(crate) struct Http2ResponseBody {
+    stream: ReceivedStream,
+    /// Unreceived bytes of the declared `Content-Length`; `None` without a length.
+    remaining_bytes: Option<u64>,
+    data_ended: bool,
+}
+
+impl Http2ResponseBody {
+    pub(crate) fn new(stream: ReceivedStream, headers: &HeaderMap) -> Self {
+        let length = headers.get(header::CONTENT_LENGTH);
+        let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
+        Self {
+            stream,
+            remaining_bytes: length,
+            data_ended: false,
+        }
+    }
+
+    /// Polls for the next frame. A stream reset is an error whatever its reason code, because only
+    /// END_STREAM ends a body.
+    pub(crate) fn poll_frame(
+        &mut self,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
+        if !self.data_ended {
+            match ready!(self.stream.poll_data(cx)) {
+                Some(Ok(data)) => {
+                    self.stream.release_capacity(data.len())?;
+                    if let Some(remaining) = &mut self.remaining_bytes {
+                        *remaining = remaining.saturating_sub(data.len() as u64);
+                    }
+                    return Poll::Ready(Some(Ok(Frame::data(data))));
+                }
+                Some(Err(error)) => return Poll::Ready(Some(Err(error))),
+                None => self.data_ended = true,
+            }
+        }
+        self.stream
+            .poll_trailers(cx)
+            .map(|trailers| trailers.map(|some| some.map(Frame::trailers)).transpose())
+    }
+
+    /// # Errors
+    /// Fails if the stream has failed by now, also if data before it is unread.
+    pub(crate) fn check_received(&self) -> Result<(), h2::Error> {
+        if self.stream.is_end_stream() {
+            Ok(())
+        } else {
+            self.stream.check_received()
+        }
+    }
+
+    pub(crate) fn is_end_stream(&self) -> bool {
+        self.stream.is_end_stream()
+    }
+
+    pub(crate) fn size_hint(&self) -> SizeHint {
+        self.remaining_bytes
+            .map_or_else(SizeHint::default, SizeHint::with_exact)
     }
 }

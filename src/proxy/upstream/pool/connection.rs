@@ -2,15 +2,18 @@
 
 use hyper::client::conn::http1::SendRequest;
 use std::net::IpAddr;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
+use super::UpstreamPool;
 use super::share::ConnectionShare;
-use super::stream_slot::StreamSlot;
-use crate::proxy::http::body::request::RequestBody;
-use crate::proxy::server::lazy_timer::LazyTimer;
+use crate::proxy::body::request::RequestBody;
+use crate::proxy::connection_io::LazyTimer;
+use crate::proxy::upstream::http2::Http2Connection;
+use crate::proxy::upstream::http2::body_upload::BodyUpload;
 use crate::proxy::upstream::informational_responses::InformationalResponseQueue;
 use crate::proxy::upstream::read_limit::ResponseRate;
 
@@ -24,7 +27,7 @@ pub(crate) struct UpstreamConnection {
     /// The client's share, as long as the response body uses the connection.
     pub(crate) share: Option<ConnectionShare>,
     /// Time of an HTTP/1.1 connection's last return to the pool; `None` if there was none.
-    pub(super) idle_since: Option<Instant>,
+    pub(crate) idle_since: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -39,12 +42,12 @@ pub(crate) struct Http1Connection {
     pub(crate) sender: SendRequest<RequestBody>,
     pub(crate) informational: Arc<InformationalResponseQueue>,
     pub(crate) response_rate: ResponseRate,
-    pub(super) peer: Option<IpAddr>,
-    pub(super) task: AbortHandle,
+    pub(crate) peer: Option<IpAddr>,
+    pub(crate) task: AbortHandle,
 }
 
 impl UpstreamConnection {
-    pub(super) fn new(protocol: ConnectionProtocol) -> Self {
+    pub(crate) fn new(protocol: ConnectionProtocol) -> Self {
         Self {
             protocol,
             timer: LazyTimer::default(),
@@ -61,14 +64,12 @@ impl UpstreamConnection {
     }
 
     /// Whether an idle HTTP/1.1 connection is open and was idle for less than `max_idle`.
-    pub(super) fn is_reusable(&self, max_idle: Duration, now: Instant) -> bool {
+    pub(crate) fn is_reusable(&self, max_idle: Duration, now: Instant) -> bool {
         let ConnectionProtocol::Http1(http1) = &self.protocol else {
             return false;
         };
-        http1.sender.is_ready()
-            && self
-                .idle_since
-                .is_none_or(|since| now.duration_since(since) < max_idle)
+        let is_young = |since| now.duration_since(since) < max_idle;
+        http1.sender.is_ready() && self.idle_since.is_none_or(is_young)
     }
 }
 
@@ -76,5 +77,37 @@ impl Drop for Http1Connection {
     fn drop(&mut self) {
         // Without this abort, hyper would wait for the rest of an unneeded request or response.
         self.task.abort();
+    }
+}
+
+/// A reserved stream on an [`Http2Connection`]. Dropping it ends the request.
+#[derive(Debug)]
+pub(crate) struct StreamSlot {
+    pub(crate) connection: Rc<Http2Connection>,
+    pool: Rc<UpstreamPool>,
+    pub(crate) is_reused: bool,
+    pub(crate) upload: Option<BodyUpload>,
+}
+
+impl StreamSlot {
+    /// Reserves a stream of `connection`, if it has capacity.
+    pub(super) fn reserve(
+        connection: &Rc<Http2Connection>,
+        pool: &Rc<UpstreamPool>,
+    ) -> Option<Self> {
+        connection.try_reserve_stream().then(|| Self {
+            is_reused: connection.was_used.replace(true),
+            connection: Rc::clone(connection),
+            pool: Rc::clone(pool),
+            upload: None,
+        })
+    }
+}
+
+impl Drop for StreamSlot {
+    fn drop(&mut self) {
+        self.upload = None;
+        self.connection.release_stream();
+        self.pool.handle_stream_end(&self.connection);
     }
 }

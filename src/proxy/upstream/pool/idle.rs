@@ -5,12 +5,13 @@ use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+use tokio::net::lookup_host;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
 use super::UpstreamPool;
 use super::connection::{ConnectionProtocol, UpstreamConnection};
-use crate::proxy::upstream::addresses;
+use crate::proxy::UpstreamUrl;
 use crate::proxy::upstream::http2::Http2Connection;
 
 /// Minimum and maximum interval between sweeps that close idle connections.
@@ -20,12 +21,12 @@ const SWEEP_INTERVAL_RANGE: (Duration, Duration) =
 impl UpstreamPool {
     /// Updates the pool after a request on `http2_connection`, or the connection itself, has ended:
     /// drops, retires or reuses the connection.
-    pub(super) fn handle_stream_end(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
+    pub(crate) fn handle_stream_end(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
         if self.shared.queued_requests.load(Ordering::SeqCst) > 0 {
             let is_unneeded =
                 http2_connection.idle_since().is_some() && self.waiters.borrow().is_empty();
             if is_unneeded || self.should_yield_to_other_workers() {
-                http2_connection.retire();
+                http2_connection.closing.set(true);
             }
         }
         if http2_connection.closing.get() {
@@ -43,20 +44,17 @@ impl UpstreamPool {
         }
     }
 
-    pub(super) fn remove_http2_connection(&self, http2_connection: &Rc<Http2Connection>) {
-        self.http2_connections
-            .borrow_mut()
-            .retain(|known| !Rc::ptr_eq(known, http2_connection));
+    pub(crate) fn remove_http2_connection(&self, http2_connection: &Rc<Http2Connection>) {
+        let mut connections = self.http2_connections.borrow_mut();
+        connections.retain(|known| !Rc::ptr_eq(known, http2_connection));
     }
 
-    pub(super) fn idle_count(&self) -> usize {
-        let http2_idle = self
-            .http2_connections
-            .borrow()
+    pub(crate) fn idle_count(&self) -> usize {
+        let http2 = self.http2_connections.borrow();
+        let http2_idle = http2
             .iter()
-            .filter(|http2_connection| http2_connection.idle_since().is_some())
-            .count();
-        http2_idle + self.idle_http1.borrow().len()
+            .filter(|connection| connection.idle_since().is_some());
+        http2_idle.count() + self.idle_http1.borrow().len()
     }
 
     pub(crate) fn return_connection(&self, mut connection: Box<UpstreamConnection>) {
@@ -78,7 +76,7 @@ impl UpstreamPool {
         }
     }
 
-    pub(super) fn keep_idle(&self, connection: Box<UpstreamConnection>) {
+    pub(crate) fn keep_idle(&self, connection: Box<UpstreamConnection>) {
         let mut idle = self.idle_http1.borrow_mut();
         idle.push_back(connection);
         if idle.len() > self.shared.max_idle_per_worker {
@@ -88,21 +86,21 @@ impl UpstreamPool {
 
     /// Records the latest DNS result and stops using connections to addresses removed from DNS,
     /// even if they still work.
-    pub(super) fn apply_resolved_addresses(&self, found: Vec<IpAddr>) {
+    pub(crate) fn apply_resolved_addresses(&self, found: Vec<IpAddr>) {
         self.addresses.borrow_mut().record_lookup(found);
         let addresses = self.addresses.borrow();
-        self.idle_http1
-            .borrow_mut()
-            .retain(|connection| match &connection.protocol {
-                ConnectionProtocol::Http1(http1) => !addresses.is_stale(http1.peer),
-                ConnectionProtocol::Http2(_) => true,
-            });
+        let mut idle = self.idle_http1.borrow_mut();
+        idle.retain(|connection| match &connection.protocol {
+            ConnectionProtocol::Http1(http1) => !addresses.is_stale(http1.peer),
+            ConnectionProtocol::Http2(_) => true,
+        });
+        drop(idle);
         self.http2_connections
             .borrow_mut()
             .retain(|http2_connection| {
                 let is_current = !addresses.is_stale(http2_connection.peer);
                 if !is_current {
-                    http2_connection.retire();
+                    http2_connection.closing.set(true);
                 }
                 is_current
             });
@@ -110,7 +108,7 @@ impl UpstreamPool {
 
     /// Closes idle connections that are dead or idle for too long, and those whose permits waiting
     /// requests need.
-    pub(super) fn sweep_idle(&self) {
+    pub(crate) fn sweep_idle(&self) {
         let (max_age, now) = (self.settings().pool_idle_timeout, Instant::now());
         let mut idle = self.idle_http1.borrow_mut();
         idle.retain(|connection| connection.is_reusable(max_age, now));
@@ -130,20 +128,15 @@ impl UpstreamPool {
     }
 }
 
-pub(super) async fn run_idle_sweeper(
+pub(crate) async fn run_idle_sweeper(
     pool: Weak<UpstreamPool>,
     mut queue_signal: watch::Receiver<()>,
 ) {
-    let Some(interval) = pool
-        .upgrade()
-        .map(|pool| pool.settings().pool_idle_timeout / 2)
-    else {
-        return;
-    };
-    let interval = interval.clamp(SWEEP_INTERVAL_RANGE.0, SWEEP_INTERVAL_RANGE.1);
     while let Some(pool) = pool.upgrade() {
         pool.sweep_idle();
+        let interval = pool.settings().pool_idle_timeout / 2;
         drop(pool);
+        let interval = interval.clamp(SWEEP_INTERVAL_RANGE.0, SWEEP_INTERVAL_RANGE.1);
         tokio::select! {
             changed = queue_signal.changed() => if changed.is_err() { return },
             () = sleep(interval) => {}
@@ -153,15 +146,76 @@ pub(super) async fn run_idle_sweeper(
 
 /// Resolves the upstream's name periodically and applies the result, for as long as the pool
 /// exists.
-pub(super) async fn watch_dns_addresses(pool: Weak<UpstreamPool>) {
+pub(crate) async fn watch_dns_addresses(pool: Weak<UpstreamPool>) {
     loop {
-        sleep(addresses::DNS_LOOKUP_INTERVAL).await;
+        sleep(DNS_LOOKUP_INTERVAL).await;
         let Some(shared) = pool.upgrade().map(|pool| Arc::clone(&pool.shared)) else {
             return;
         };
-        let found = addresses::resolve_addresses(&shared.settings.url).await;
+        let found = resolve_addresses(&shared.settings.url).await;
         if let (Some(found), Some(pool)) = (found, pool.upgrade()) {
             pool.apply_resolved_addresses(found);
         }
+    }
+}
+
+/// Interval of the periodic DNS lookups that find removed addresses.
+pub(crate) const DNS_LOOKUP_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Addresses found by the last two DNS lookups. Two lookups are kept because some name servers
+/// return only a subset of the addresses each time.
+#[derive(Debug, Default)]
+pub(crate) struct ResolvedAddresses {
+    previous: Vec<IpAddr>,
+    latest: Vec<IpAddr>,
+}
+
+impl ResolvedAddresses {
+    pub(crate) fn record_lookup(&mut self, resolved: Vec<IpAddr>) {
+        self.previous = std::mem::replace(&mut self.latest, resolved);
+    }
+
+    /// Whether neither of the last two DNS lookups returned the address. `false` before two
+    /// lookups, or for `None` (a Unix socket).
+    pub(crate) fn is_stale(&self, address: Option<IpAddr>) -> bool {
+        let Some(address) = address else { return false };
+        [&self.previous, &self.latest]
+            .iter()
+            .all(|found| !found.is_empty() && !found.contains(&address))
+    }
+}
+
+/// Whether the upstream URL contains a host name instead of an IP address, so that its addresses
+/// may change.
+pub(crate) fn has_dns_name(url: &UpstreamUrl) -> bool {
+    matches!(url, UpstreamUrl::Net { host, .. } if host.parse::<IpAddr>().is_err())
+}
+
+/// Resolves the upstream's host name. Returns `None` if the lookup fails or finds no address.
+pub(crate) async fn resolve_addresses(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
+    let UpstreamUrl::Net { host, port, .. } = url else {
+        return None;
+    };
+    let found = lookup_host((host.as_str(), *port)).await.ok()?;
+    Some(found.map(|address| address.ip()).collect()).filter(|found: &Vec<_>| !found.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::ResolvedAddresses;
+    use std::net::IpAddr;
+
+    #[test]
+    fn address_is_stale_after_two_lookups_without_it() {
+        let mut addresses = ResolvedAddresses::default();
+        let [old, new]: [IpAddr; 2] =
+            ["10.0.0.1", "10.0.0.2"].map(|address| address.parse().unwrap());
+        let mut stale = Vec::new();
+        for found in [vec![old], vec![new], vec![old, new], vec![new], vec![new]] {
+            addresses.record_lookup(found);
+            stale.push([Some(old), Some(new), None].map(|address| addresses.is_stale(address)));
+        }
+        let none = [false; 3];
+        assert_eq!(stale, [none, none, none, none, [true, false, false]]);
     }
 }

@@ -8,13 +8,12 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use super::UpstreamPool;
-use super::connection::{ConnectionProtocol, Http1Connection, UpstreamConnection};
-use super::stream_slot::StreamSlot;
+use super::connection::{ConnectionProtocol, Http1Connection, StreamSlot, UpstreamConnection};
 use crate::proxy::upstream::MAX_RESPONSE_HEAD_BYTES;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
-use crate::proxy::upstream::error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::upstream::http2::{self, Http2Connection};
 use crate::proxy::upstream::read_limit::ResponseRate;
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 /// Maximum header lines of an HTTP/1.1 response. hyper's default of 100 is too few for frameworks
 /// that send one line per cookie or preload.
@@ -22,27 +21,20 @@ const MAX_RESPONSE_HEADERS: usize = 256;
 
 impl UpstreamPool {
     pub(super) fn open_http2_if_needed(self: &Rc<Self>) {
-        let waiter_count = {
-            let mut waiters = self.waiters.borrow_mut();
-            waiters.retain(|waiter| !waiter.is_closed());
-            waiters.len()
-        };
-        if self
-            .opening_http2_connections
-            .get()
-            .saturating_mul(self.streams_per_connection.get())
-            >= waiter_count
-        {
+        self.waiters
+            .borrow_mut()
+            .retain(|waiter| !waiter.is_closed());
+        let streams = self.streams_per_connection.get();
+        let expected = self.opening_http2_connections.get().saturating_mul(streams);
+        if expected >= self.waiters.borrow().len() {
             return;
         }
-        self.opening_http2_connections
-            .set(self.opening_http2_connections.get() + 1);
+        self.opening_http2_connections.update(|value| value + 1);
         let pool = Rc::clone(self);
         tokio::task::spawn_local(async move {
             let mut retries = pool.settings().retry_connect;
             let opened = pool.open_new(&mut retries, AlpnOffer::Http2AndHttp1).await;
-            pool.opening_http2_connections
-                .set(pool.opening_http2_connections.get() - 1);
+            pool.opening_http2_connections.update(|value| value - 1);
             match opened {
                 Ok(connection) => pool.distribute_connection(connection),
                 // The waiting requests stay queued for streams of the other connections.
@@ -73,8 +65,8 @@ impl UpstreamPool {
             match opened {
                 Ok(protocol) => {
                     if offer == AlpnOffer::Http2AndHttp1 {
-                        self.negotiated_http2
-                            .set(Some(matches!(protocol, ConnectionProtocol::Http2(_))));
+                        let is_http2 = matches!(protocol, ConnectionProtocol::Http2(_));
+                        self.negotiated_http2.set(Some(is_http2));
                     }
                     return Ok(Box::new(UpstreamConnection::new(protocol)));
                 }
@@ -103,36 +95,28 @@ impl UpstreamPool {
         };
         let stream = stream.with_permit(connection_permit);
         if stream.is_http2 {
-            let limit = self
-                .settings()
-                .connect_timeout
-                .saturating_sub(started_at.elapsed());
+            let limit = self.settings().connect_timeout;
+            let limit = limit.saturating_sub(started_at.elapsed());
             let (http2_connection, driver) = http2::perform_http2_handshake(stream, limit).await?;
             self.spawn_driver(&http2_connection, driver);
             self.streams_per_connection
                 .set(http2_connection.max_streams());
-            self.http2_connections
-                .borrow_mut()
-                .push(Rc::clone(&http2_connection));
-            return StreamSlot::reserve(&http2_connection, self)
-                .map(ConnectionProtocol::Http2)
-                .ok_or_else(|| {
-                    UpstreamErrorKind::Protocol
-                        .with_detail("the upstream allows no concurrent streams")
-                });
+            let slot = StreamSlot::reserve(&http2_connection, self).map(ConnectionProtocol::Http2);
+            self.http2_connections.borrow_mut().push(http2_connection);
+            let no_streams = "the upstream allows no concurrent streams";
+            return slot.ok_or_else(|| UpstreamErrorKind::Protocol.with_detail(no_streams));
         }
-        let (peer, response_rate) = (
-            stream.peer_ip(),
-            ResponseRate::new(stream.read_limit.clone()),
-        );
+        let peer = stream.peer_ip();
+        let response_rate = ResponseRate::new(stream.read_limit.clone());
         let handshake = http1::Builder::new()
             .max_buf_size(MAX_RESPONSE_HEAD_BYTES as usize)
             .max_headers(MAX_RESPONSE_HEADERS)
             .handshake(TokioIo::new(stream))
             .await;
-        let (sender, connection) = handshake.map_err(|error| {
+        let failed = |error: hyper::Error| {
             UpstreamErrorKind::ConnectionTerminated.with_detail(error.to_string())
-        })?;
+        };
+        let (sender, connection) = handshake.map_err(failed)?;
         let task = tokio::task::spawn_local(async move {
             if let Err(error) = connection.with_upgrades().await {
                 tracing::debug!(%error, "upstream connection closed");
@@ -175,7 +159,7 @@ impl UpstreamPool {
         let task = tokio::task::spawn_local(async move {
             driver.await;
             if let (Some(connection), Some(pool)) = (weak_connection.upgrade(), pool.upgrade()) {
-                connection.retire();
+                connection.closing.set(true);
                 pool.handle_stream_end(&connection);
             }
         });

@@ -11,8 +11,8 @@ use tokio::time::timeout;
 
 use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::shared_state::UpstreamSharedState;
+use crate::proxy::upstream_error::UpstreamError;
 
 /// Smallest `max_connections` that is divided into shares.
 const MIN_SHARED_CONNECTIONS: usize = 4;

@@ -6,12 +6,11 @@ use std::sync::atomic::Ordering;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::connection::{ConnectionProtocol, UpstreamConnection};
-use super::stream_slot::StreamSlot;
+use super::connection::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::upstream::connector::AlpnOffer;
-use crate::proxy::upstream::error::UpstreamError;
 use crate::proxy::upstream::http2::Http2Connection;
+use crate::proxy::upstream_error::UpstreamError;
 
 /// While requests of other workers wait, one of this many freed connections is closed, which frees
 /// its permit for them.
@@ -88,13 +87,8 @@ impl UpstreamPool {
     ) -> Result<Option<Box<UpstreamConnection>>, UpstreamError> {
         let (waiter, offered) = oneshot::channel();
         let is_full = !self.http2_connections.borrow().is_empty();
-        let _slot = if is_full {
-            Some(QueueSlotGuard::acquire(self, |shared| {
-                &shared.queued_requests
-            })?)
-        } else {
-            None
-        };
+        let slot = || QueueSlotGuard::acquire(self, |shared| &shared.queued_requests);
+        let _slot = is_full.then(slot).transpose()?;
         self.waiters.borrow_mut().push_back(waiter);
         self.open_http2_if_needed();
         let offered = if is_full {
@@ -147,11 +141,9 @@ impl UpstreamPool {
     /// Counts a freed connection, and returns whether to close it for the requests of other
     /// workers: true for one in [`HANDOVERS_PER_CLOSE`] if any wait.
     pub(super) fn should_yield_to_other_workers(&self) -> bool {
-        self.handover_count
-            .set(self.handover_count.get().wrapping_add(1));
-        let others_wait =
-            self.shared.queued_requests.load(Ordering::SeqCst) > self.waiters.borrow().len();
-        others_wait
+        self.handover_count.update(|value| value.wrapping_add(1));
+        let queued = self.shared.queued_requests.load(Ordering::SeqCst);
+        queued > self.waiters.borrow().len()
             && self
                 .handover_count
                 .get()

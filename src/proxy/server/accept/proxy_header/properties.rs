@@ -1,10 +1,11 @@
 //! Properties of the PROXY header parser for arbitrary bytes.
 
+use std::net::{IpAddr, SocketAddr};
+
 use super::{
     ProxyHeaderError, TLV_TYPE_CRC32C, TLV_TYPE_SSL, V2_MAX_BYTES, V2_SIGNATURE, crc32c,
     parse_proxy_header,
 };
-use std::net::{IpAddr, SocketAddr};
 
 /// Checks that the parser's first result is final however the bytes are split, and that it covers
 /// only bytes of the header.

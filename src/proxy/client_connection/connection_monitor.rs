@@ -1,0 +1,689 @@
+//! State and deadlines of a client connection.
+//!
+//! hyper has only one timeout, which cuts idle connections as well. Instead, the socket and the
+//! requests of a connection record their state in a [`ConnectionMonitor`], from which the driving
+//! task reads the next deadline. The state consists of cells on one thread: the request path never
+//! touches a timer.
+
+pub(crate) mod deadlines;
+pub(crate) mod drain;
+pub(crate) mod output;
+
+pub(crate) use drain::{ConnectionDrain, DrainState};
+pub(crate) use output::OutputState;
+
+use std::cell::{Cell, RefCell};
+use std::future::poll_fn;
+use std::io;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+use tokio::time::Instant;
+
+use super::ConnectionCloseReason;
+use super::connection_load::ServerLoad;
+use super::connection_memory::ConnectionMemory;
+use super::open_connection::OpenConnection;
+use super::unsent_responses::UnsentResponses;
+use crate::proxy::http::query_escaper::ParsedInput;
+use crate::proxy::http2_frames::frame_limits::FrameBudget;
+use crate::proxy::http2_frames::frame_scanner::FrameScan;
+use crate::telemetry::metrics::WorkerMetrics;
+
+/// Timeouts of a client connection.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ConnectionTimeouts {
+    /// Time limit for a connection without a request.
+    pub(crate) idle: Duration,
+    /// Time limit from the first byte of a request to the end of its head.
+    pub(crate) request_head: Duration,
+    /// Time limit for a client that reads none of the pending output.
+    pub(crate) write_stall: Duration,
+}
+
+/// Kind of a connection timeout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TimeoutKind {
+    /// No request arrived for a short time: the connection stays open but releases its request
+    /// buffers.
+    IdleBuffers,
+    /// No request arrived for too long: the connection closes gracefully.
+    Idle,
+    /// The request head is not complete in time.
+    SlowHead,
+    /// The client does not read, or does not close its end.
+    Stalled,
+    /// The client grants no window for the rest of a complete HTTP/2 response: the connection
+    /// closes gracefully, and after the same time by force.
+    UnsentResponse,
+    /// The connection is older than `max_connection_age`: its next response is the last one.
+    Age,
+    /// The connection was asked to close early and does not end by itself.
+    CloseRequested,
+}
+
+/// What a stream of a response waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamProgress {
+    /// The next part of the response is not available yet.
+    AwaitsUpstream,
+    /// A part was passed to hyper.
+    AwaitsClient,
+}
+
+/// State of one connection, from which its next deadline follows.
+#[derive(Debug)]
+pub(crate) struct ConnectionMonitor {
+    pub(crate) timeouts: ConnectionTimeouts,
+    phase: Cell<ConnectionPhase>,
+    /// Requests with an unfinished handler, request body or response body.
+    active_requests: Cell<usize>,
+    write_blocked_since: Cell<Option<Instant>>,
+    /// Start of an incomplete HTTP/2 field block: the head or the trailers of a request.
+    field_block_since: Cell<Option<Instant>>,
+    /// Tasks whose response bodies wait for the end of a blocked write.
+    write_waiters: RefCell<Vec<Waker>>,
+    closing_since: Cell<Option<Instant>>,
+    pub(crate) is_http2: Cell<bool>,
+    /// Whether the connection holds buffers that it can release when it is idle.
+    pub(crate) has_buffers: Cell<bool>,
+    pub(crate) exchange: ExchangeState,
+    /// Last progress of a stream, until the driving task takes it.
+    pub(crate) stream_progress: Cell<Option<StreamProgress>>,
+    pub(crate) unsent_responses: Rc<UnsentResponses>,
+    pub(crate) drain: DrainState,
+    /// Credit of an HTTP/2 client for costly frames.
+    pub(crate) frame_budget: FrameBudget,
+    metrics: Option<Arc<WorkerMetrics>>,
+    pub(crate) output: OutputState,
+    /// The connection, as other threads see it.
+    pub(crate) connection: Arc<OpenConnection>,
+    pub(crate) memory: ConnectionMemory,
+    load: ServerLoad,
+}
+
+/// State of the active HTTP/1 request and its response.
+#[derive(Debug, Default)]
+pub(crate) struct ExchangeState {
+    /// Whether the client sends input that will not be read.
+    pub(crate) has_unread_input: Cell<bool>,
+    /// Whether the rest of the request's body is still expected.
+    pub(crate) awaits_body: Cell<bool>,
+    /// Whether the response has begun.
+    pub(crate) is_responding: Cell<bool>,
+    /// Whether the client may take the end of the connection as the end of the response (HTTP/1.0).
+    pub(crate) is_close_delimited: Cell<bool>,
+    /// Received bytes of the request's body.
+    pub(crate) body_bytes: Cell<u64>,
+    /// Heads since the last request line that was found in the input.
+    pub(crate) heads: Cell<u32>,
+}
+
+impl ExchangeState {
+    fn reset(&self) {
+        self.has_unread_input.set(false);
+        self.awaits_body.set(false);
+        self.is_responding.set(false);
+        self.is_close_delimited.set(false);
+        self.body_bytes.set(0);
+        self.heads.update(|value| value.saturating_add(1));
+    }
+}
+
+/// Phase of a connection without active requests.
+#[derive(Clone, Copy, Debug)]
+enum ConnectionPhase {
+    Idle(Instant),
+    RequestHead(Instant),
+}
+
+impl ConnectionMonitor {
+    /// `metrics` counts the connections that the server closes.
+    pub(crate) fn new(
+        timeouts: ConnectionTimeouts,
+        metrics: Option<Arc<WorkerMetrics>>,
+        connection: Arc<OpenConnection>,
+        load: ServerLoad,
+    ) -> Rc<Self> {
+        let now = Instant::now();
+        Rc::new(Self {
+            timeouts,
+            phase: Cell::new(ConnectionPhase::Idle(now)),
+            active_requests: Cell::new(0),
+            write_blocked_since: Cell::new(None),
+            field_block_since: Cell::new(None),
+            write_waiters: RefCell::default(),
+            closing_since: Cell::new(None),
+            is_http2: Cell::new(false),
+            has_buffers: Cell::new(false),
+            exchange: ExchangeState::default(),
+            stream_progress: Cell::new(None),
+            unsent_responses: Rc::default(),
+            drain: DrainState::default(),
+            frame_budget: FrameBudget::new(now),
+            metrics,
+            output: OutputState::default(),
+            memory: ConnectionMemory::default(),
+            connection,
+            load,
+        })
+    }
+
+    /// Reports the connection's memory to the budget, if it has changed and the connection stays
+    /// open.
+    pub(crate) fn report_memory(&self) {
+        let memory = &self.memory;
+        let streams = self.is_http2.get().then(|| memory.stream_count());
+        let is_write_blocked = !self.has_no_blocked_write();
+        let held = memory.held_bytes(streams, self.has_buffers.get(), is_write_blocked);
+        if held != self.connection.memory_bytes() && !self.connection.is_closed_for_memory() {
+            self.load.set_memory(&self.connection, held);
+        }
+    }
+
+    /// Exempts the connection from the memory budget: it is neither closed nor paused to free
+    /// memory. Used for tunnels and for connections to the `[rls]` and `[check]` listeners.
+    pub(crate) fn set_unclosable(&self) {
+        self.load.set_unclosable(&self.connection);
+    }
+
+    /// Whether the budget is exceeded while connections are being closed for it, and the connection
+    /// has to wait.
+    pub(crate) fn is_budget_being_freed(&self) -> bool {
+        self.load.is_memory_being_freed() && !self.connection.is_unclosable()
+    }
+
+    /// Registers a request as active until all clones of the returned guard are dropped.
+    pub(crate) fn begin_request(self: &Rc<Self>) -> ActiveRequestGuard {
+        if self.active_requests.get() == 0 || !self.is_http2.get() {
+            self.exchange.reset();
+            self.connection.set_busy();
+        }
+        self.output.may_be_within_response.set(true);
+        self.active_requests.update(|value| value + 1);
+        ActiveRequestGuard(Rc::clone(self))
+    }
+
+    /// Whether any request is active.
+    pub(crate) fn has_active_requests(&self) -> bool {
+        self.active_requests.get() > 0
+    }
+
+    /// Whether the head of an HTTP/1 response was passed on, and its end was not.
+    pub(crate) fn is_within_http1_response(&self) -> bool {
+        self.exchange.is_responding.get() && self.has_active_requests() && !self.is_http2.get()
+    }
+
+    /// Records the end of the handshake, which starts the idle timeout.
+    pub(crate) fn record_handshake_end(&self) {
+        self.memory.end_tls_input();
+        self.phase.set(ConnectionPhase::Idle(Instant::now()));
+    }
+
+    /// Records that the connection is HTTP/2: received bytes are frames and do not begin a request
+    /// head.
+    pub(crate) fn set_http2(&self) {
+        self.is_http2.set(true);
+        self.phase.set(ConnectionPhase::Idle(Instant::now()));
+    }
+
+    /// Counts a connection or stream that the server closed, if it has a reason.
+    pub(crate) fn record_close(&self, reason: impl Into<Option<ConnectionCloseReason>>) {
+        if let (Some(counts), Some(reason)) = (&self.metrics, reason.into()) {
+            counts.close_reasons.increment(reason as usize);
+        }
+    }
+
+    /// Logs and counts a connection that is cut after a timeout.
+    pub(crate) fn record_timeout(&self, overdue: TimeoutKind) {
+        tracing::debug!(?overdue, "client connection timed out");
+        self.record_close(match overdue {
+            TimeoutKind::SlowHead => Some(ConnectionCloseReason::HeaderTimeout),
+            // The reason was recorded before.
+            TimeoutKind::CloseRequested => None,
+            // Idle connections are closed gracefully first.
+            _ => Some(ConnectionCloseReason::SlowRead),
+        });
+    }
+    /// Takes the request to close. A connection with requests, or with responses that the client
+    /// has not read, closes only to free memory.
+    pub(crate) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
+        if self.connection.is_closed_for_memory() {
+            return Some(ConnectionCloseReason::Memory);
+        }
+        let is_closed = self.connection.take_idle_close_request() && self.is_idle();
+        is_closed.then_some(ConnectionCloseReason::ConnectionLimit)
+    }
+
+    /// Whether the connection has neither requests nor responses that the client has not read.
+    fn is_idle(&self) -> bool {
+        !self.has_active_requests()
+            && self.has_no_blocked_write()
+            && self.unsent_responses.is_empty()
+    }
+
+    /// Updates what the acceptor knows: it closes a connection that is idle for a new one.
+    pub(crate) fn update_activity(&self) {
+        let is_idle = self.is_idle();
+        if is_idle != self.connection.idle_since_ms().is_some() {
+            if is_idle {
+                self.connection.set_idle(Instant::now());
+            } else {
+                self.connection.set_busy();
+            }
+        }
+    }
+
+    /// Waits for a request to close, before the connection has a driver.
+    pub(crate) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
+        poll_fn(|cx| {
+            self.connection.set_driver_waker(cx.waker());
+            self.take_close_request().map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+
+    /// Records that the connection was asked to close.
+    pub(crate) fn set_closing(&self) {
+        self.closing_since
+            .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
+    }
+
+    /// Returns ready while no write is blocked. A pending task is woken when the write succeeds.
+    pub(crate) fn poll_write_progress(&self, cx: &Context<'_>) -> Poll<()> {
+        if self.has_no_blocked_write() {
+            return Poll::Ready(());
+        }
+        let mut waiters = self.write_waiters.borrow_mut();
+        if !waiters.iter().any(|waiter| waiter.will_wake(cx.waker())) {
+            waiters.push(cx.waker().clone());
+        }
+        Poll::Pending
+    }
+
+    /// Whether no write is blocked.
+    pub(crate) fn has_no_blocked_write(&self) -> bool {
+        self.write_blocked_since.get().is_none()
+    }
+
+    /// Sets whether hyper has written and flushed all its output.
+    pub(crate) fn set_flushed(&self, is_flushed: bool) {
+        self.output.has_unflushed.set(!is_flushed);
+        if is_flushed && !self.has_active_requests() {
+            self.output.may_be_within_response.set(false);
+        }
+    }
+
+    /// Input of an HTTP/1 connection that hyper has parsed. `None` if the next bytes belong to a
+    /// body, or are not read.
+    pub(crate) fn parsed_input(&self) -> Option<ParsedInput> {
+        let exchange = &self.exchange;
+        let is_within_body = exchange.awaits_body.get() || exchange.has_unread_input.get();
+        (!is_within_body).then(|| ParsedInput {
+            heads: exchange.heads.get(),
+            body_bytes: exchange.body_bytes.get(),
+            is_idle: self.active_requests.get() == 0,
+        })
+    }
+
+    /// Records received bytes, which may belong to a request head.
+    pub(crate) fn record_read(&self, bytes: usize) {
+        if self.active_requests.get() == 0 && !self.is_http2.get() {
+            self.memory.add_head_bytes(bytes);
+            if matches!(self.phase.get(), ConnectionPhase::Idle(_)) {
+                self.phase.set(ConnectionPhase::RequestHead(Instant::now()));
+            }
+        }
+    }
+
+    /// Records whether the received HTTP/2 frames end within a field block. More frames of the same
+    /// block do not extend its deadline.
+    pub(crate) fn record_field_block(&self, is_incomplete: bool, scan: &FrameScan) {
+        if !is_incomplete || scan.ends_field_block {
+            self.memory.complete_http2_head();
+        }
+        if is_incomplete {
+            self.memory.add_head_bytes(scan.field_block_bytes);
+        }
+        if is_incomplete != self.field_block_since.get().is_some() {
+            self.field_block_since.set(is_incomplete.then(Instant::now));
+        }
+    }
+
+    /// Records whether a write is blocked.
+    pub(crate) fn record_write_result<T>(&self, result: &Poll<io::Result<T>>) {
+        if result.is_ready() {
+            if self.write_blocked_since.take().is_some() {
+                self.write_waiters.take().into_iter().for_each(Waker::wake);
+            }
+        } else if self.has_no_blocked_write() {
+            self.write_blocked_since.set(Some(Instant::now()));
+        }
+    }
+}
+
+impl Drop for ConnectionMonitor {
+    fn drop(&mut self) {
+        self.load.remove_memory(&self.connection);
+    }
+}
+
+/// Guard that keeps a request active until all its clones are dropped.
+#[derive(Debug)]
+pub(crate) struct ActiveRequestGuard(Rc<ConnectionMonitor>);
+
+impl ActiveRequestGuard {
+    pub(crate) fn monitor(&self) -> &Rc<ConnectionMonitor> {
+        &self.0
+    }
+}
+
+impl Clone for ActiveRequestGuard {
+    fn clone(&self) -> Self {
+        self.0.active_requests.update(|value| value + 1);
+        Self(Rc::clone(&self.0))
+    }
+}
+
+impl Drop for ActiveRequestGuard {
+    fn drop(&mut self) {
+        let monitor = &self.0;
+        let active_requests = &monitor.active_requests;
+        active_requests.update(|value| value - 1);
+        if active_requests.get() == 0 {
+            let now = Instant::now();
+            monitor.phase.set(ConnectionPhase::Idle(now));
+            monitor.connection.set_idle(now);
+            // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
+            // deadline.
+            if monitor.is_http2.get() {
+                monitor.connection.wake_driver();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::deadlines::BUFFER_RELEASE_DELAY;
+    use super::{
+        ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts, FrameScan, TimeoutKind,
+    };
+    use crate::proxy::client_connection::connection_load::ServerLoad;
+    use crate::proxy::client_connection::connection_load::tests::add_connection;
+    use crate::proxy::client_connection::unsent_responses::StreamOutput;
+    use std::rc::Rc;
+    use std::sync::Arc;
+    use std::task::Poll;
+    use std::time::Duration;
+    use tokio::time::{Instant, advance};
+
+    const TIMEOUTS: ConnectionTimeouts = ConnectionTimeouts {
+        idle: Duration::from_secs(75),
+        request_head: Duration::from_secs(10),
+        write_stall: Duration::from_secs(30),
+    };
+
+    fn new_monitor(timeouts: ConnectionTimeouts) -> Rc<ConnectionMonitor> {
+        let load = ServerLoad::new(1);
+        let connection = Arc::clone(&add_connection(&load, 0).connection);
+        ConnectionMonitor::new(timeouts, None, connection, load)
+    }
+
+    /// Frames that end within a field block, of which these bytes have arrived.
+    fn scan_of(field_block_bytes: usize) -> FrameScan {
+        FrameScan {
+            field_block_bytes,
+            ..FrameScan::default()
+        }
+    }
+
+    fn seconds_to_next_deadline(monitor: &ConnectionMonitor) -> Option<(u64, TimeoutKind)> {
+        monitor
+            .next_deadline()
+            .map(|(at, kind)| ((at - Instant::now()).as_secs(), kind))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_phase_has_its_own_deadline() {
+        let monitor = new_monitor(TIMEOUTS);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
+        advance(Duration::from_secs(5)).await;
+        monitor.record_read(10);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((10, TimeoutKind::SlowHead))
+        );
+        advance(Duration::from_secs(4)).await;
+        monitor.record_read(10);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((6, TimeoutKind::SlowHead)),
+            "more bytes do not extend the deadline"
+        );
+        let request = monitor.begin_request();
+        assert_eq!(seconds_to_next_deadline(&monitor), None);
+        let body = request.clone();
+        drop(request);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            None,
+            "a body keeps its request active"
+        );
+        drop(body);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_idle_connection_releases_its_buffers_before_its_timeout() {
+        let monitor = new_monitor(TIMEOUTS);
+        monitor.has_buffers.set(true);
+        assert_eq!(
+            monitor.next_deadline(),
+            Some((
+                Instant::now() + BUFFER_RELEASE_DELAY,
+                TimeoutKind::IdleBuffers
+            ))
+        );
+        let request = monitor.begin_request();
+        assert_eq!(seconds_to_next_deadline(&monitor), None);
+        drop(request);
+        monitor.set_closing();
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((2, TimeoutKind::Stalled)),
+            "a closing connection does not release its buffers"
+        );
+        let short_idle = new_monitor(ConnectionTimeouts {
+            idle: BUFFER_RELEASE_DELAY,
+            ..TIMEOUTS
+        });
+        short_idle.has_buffers.set(true);
+        assert_eq!(
+            short_idle.next_deadline(),
+            Some((Instant::now() + BUFFER_RELEASE_DELAY, TimeoutKind::Idle))
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_blocked_write_has_a_deadline_in_any_phase() {
+        let monitor = new_monitor(TIMEOUTS);
+        let request = monitor.begin_request();
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        advance(Duration::from_secs(10)).await;
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((20, TimeoutKind::Stalled))
+        );
+        drop(request);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((20, TimeoutKind::Stalled))
+        );
+        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
+    }
+
+    /// In HTTP/1, guards of the previous request may still live when a request begins.
+    #[tokio::test(start_paused = true)]
+    async fn a_request_that_begins_before_the_last_guard_is_dropped_starts_anew() {
+        let monitor = new_monitor(TIMEOUTS);
+        let first = monitor.begin_request();
+        monitor.exchange.is_responding.set(true);
+        let body = first.clone();
+        drop(first);
+        assert!(monitor.exchange.is_responding.get());
+        let second = monitor.begin_request();
+        assert!(!monitor.exchange.is_responding.get());
+        monitor.exchange.is_responding.set(true);
+        drop(body);
+        assert!(monitor.has_active_requests());
+        drop(second.clone());
+        assert!(monitor.exchange.is_responding.get());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_incomplete_field_block_has_a_deadline_beside_active_requests() {
+        let monitor = new_monitor(TIMEOUTS);
+        monitor.set_http2();
+        let _request = monitor.begin_request();
+        monitor.record_field_block(true, &scan_of(9));
+        advance(Duration::from_secs(4)).await;
+        monitor.record_field_block(true, &scan_of(9));
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((6, TimeoutKind::SlowHead))
+        );
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((6, TimeoutKind::SlowHead)),
+            "a client that does not read gains no time"
+        );
+        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        monitor.record_field_block(false, &scan_of(0));
+        assert_eq!(seconds_to_next_deadline(&monitor), None);
+    }
+
+    #[tokio::test]
+    async fn a_close_for_memory_is_not_replaced() {
+        let monitor = new_monitor(TIMEOUTS);
+        let _request = monitor.begin_request();
+        monitor.connection.close_if_idle();
+        assert_eq!(monitor.take_close_request(), None);
+        assert!(monitor.connection.close_for_memory(1));
+        monitor.connection.close_if_idle();
+        let closed = Some(ConnectionCloseReason::Memory);
+        assert_eq!(monitor.take_close_request(), closed);
+    }
+
+    #[tokio::test]
+    async fn heads_and_unread_bodies_count_until_their_requests_end() {
+        let monitor = new_monitor(TIMEOUTS);
+        monitor.has_buffers.set(true);
+        let kib = || {
+            monitor.report_memory();
+            monitor.connection.memory_bytes() / 1024
+        };
+        monitor.record_read(60 * 1024);
+        assert_eq!(kib(), 80);
+        let request = monitor.begin_request();
+        let head = monitor.memory.begin_head(false, 0);
+        assert_eq!(kib(), 80, "the request holds its head");
+        monitor.memory.end_head(head);
+        drop(request);
+        assert_eq!(kib(), 20);
+        monitor.set_http2();
+        monitor.record_field_block(true, &scan_of(40 * 1024));
+        assert_eq!(kib(), 60 + 288, "decoded fields count");
+        monitor.record_field_block(false, &scan_of(0));
+        let request = monitor.begin_request();
+        let _body = request.clone();
+        let head = monitor.memory.begin_head(true, 0);
+        assert_eq!(kib(), 68, "a request with a body is one stream");
+        monitor.memory.end_head(head);
+        let _stream = monitor.memory.begin_head(true, 0);
+        monitor.memory.begin_http2_body();
+        for _ in 0..100 {
+            monitor.memory.add_unread_frames(100 * 1024, 100 * 1024);
+        }
+        assert_eq!(kib(), 28 + 256 * 257, "frames of one byte fill the window");
+        monitor.memory.end_http2_body();
+        monitor.memory.begin_http2_body();
+        assert_eq!(kib(), 28);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn http2_frames_start_no_head_timeout_and_closing_has_a_deadline() {
+        let monitor = new_monitor(TIMEOUTS);
+        monitor.set_http2();
+        monitor.record_read(10);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((75, TimeoutKind::Idle))
+        );
+        monitor.set_closing();
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((2, TimeoutKind::Stalled))
+        );
+    }
+
+    /// A client that reads slowly may read the rest of its response.
+    #[tokio::test(start_paused = true)]
+    async fn a_closing_connection_waits_for_unsent_responses() {
+        let monitor = new_monitor(TIMEOUTS);
+        monitor.set_http2();
+        let unsent = StreamOutput::new(&monitor.unsent_responses).begin_chunk();
+        monitor.set_closing();
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((30, TimeoutKind::Stalled))
+        );
+        advance(Duration::from_secs(20)).await;
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((10, TimeoutKind::Stalled))
+        );
+        drop(unsent);
+        assert_eq!(
+            seconds_to_next_deadline(&monitor),
+            Some((2, TimeoutKind::Stalled))
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_slow_reader_is_not_closed_for_a_new_connection() {
+        let monitor = new_monitor(TIMEOUTS);
+        let is_kept = || {
+            monitor.update_activity();
+            monitor.connection.close_if_idle();
+            let is_kept = monitor.take_close_request().is_none();
+            assert_eq!(monitor.connection.idle_since_ms().is_none(), is_kept);
+            is_kept
+        };
+        assert!(!is_kept());
+        let unsent = StreamOutput::new(&monitor.unsent_responses).begin_chunk();
+        assert!(is_kept());
+        drop(unsent);
+        assert!(!is_kept());
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert!(is_kept());
+        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        assert!(!is_kept());
+        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        assert!(monitor.connection.close_for_memory(1));
+        assert!(monitor.take_close_request().is_some());
+    }
+}
