@@ -492,11 +492,11 @@ mod tests {
 
     #[test]
     fn marks_ranked_entries_of_shadow_policies() {
-        let ranked =
-            |policy: &str| json!({ "policy": policy, "key": "p/ann", "path": "/a", "count": 1 });
+        let ranked = |policy: &str| json!({ "policy": policy, "key": "p/ann", "count": 1 });
+        let path = json!({ "policy": "candidate", "path": "/b", "count": 1 });
         let response = json!({
             "policies": { "policies": [{ "name": "api" }, { "name": "candidate", "mode": "shadow" }] },
-            "top": { "keys": { "entries": [ranked("candidate"), ranked("api")] }, "paths": { "entries": [ranked("candidate")] } },
+            "top": { "keys": { "entries": [ranked("candidate"), ranked("api")] }, "paths": { "entries": [path] } },
         });
         let text = render_plain_text(&load(response), &ViewState::default());
         let ranked = text
@@ -507,7 +507,7 @@ mod tests {
             [
                 "            1 candidate (shadow)  ann",
                 "            1 api  ann",
-                "            1 candidate (shadow)  /a",
+                "            1 candidate (shadow)  /b",
             ]
         );
     }

@@ -146,8 +146,8 @@ fn every_screen_size_shows_the_policies_and_the_keys_of_the_terminal() {
         scroll_offset: 7,
         ..live_view()
     };
-    for width in 0..140 {
-        for height in 0..60 {
+    for width in (0..60).chain((60..140).step_by(9)) {
+        for height in (0..24).chain((24..60).step_by(7)) {
             let lines = screen_lines(&data, &view, width, height);
             if width == 0 || height == 0 {
                 continue;
@@ -225,7 +225,7 @@ fn a_screen_of_80_columns_shows_names_keys_and_problems() {
     ]);
     overview["problems"] = json!([{ "level": "warning" }]);
     let seconds = &mut overview["requests"]["seconds"];
-    seconds["allowed"][0] = json!(815);
+    seconds["allowed"][0] = json!(845);
     seconds["rejected"][0] = json!(20);
     (seconds["degraded"], seconds["degraded_refused"]) = (json!([50]), json!([30]));
     response["policies"]["policies"][2]["name"] = json!(long_name);
@@ -240,8 +240,8 @@ fn a_screen_of_80_columns_shows_names_keys_and_problems() {
 tidegate 1.2.3  ready  instance abc  on orders-7d4f9c-x2k  up 1h2m  generation 2
 ! 81 % of the requests of the last minute were refused (81 of 100): unless this
   is an attack, a limit is too low
-requests 17/s  refused 5.5%  (of 945 in 1m0s)  connections 4/1000
-store redis r:6379 up  instances 3  without it: admitted 2.1%, refused 3.2%
+requests 17/s  refused 5.5%  (of 1000 in 1m0s)  connections 4/1000
+store redis r:6379 up  instances 3  without it: admitted 2.0%, refused 3.0%
 decisions in the last minute:  redis 9, 50% in 400us, 99% in 12.5ms
 
 POLICY                            passed/s refused/s    passed   refused   share
@@ -255,9 +255,7 @@ POLICY                            passed/s refused/s    passed   refused   share
     }
     assert!(screen.contains("a-policy-with-a-long-name~"), "{screen}");
     assert!(
-        screen.contains(" a-policy~  tenant-of-many-letters/user-of-many-letters/203.0.113.7")
-            || screen
-                .contains(" a-polic~  tenant-of-many-letters/user-of-many-letters/203.0.113.7"),
+        screen.contains(" a-policy~  tenant-of-many-letters/user-of-many-letters/203.0.113.7"),
         "{screen}"
     );
     assert!(screen.ends_with("q quit  ? help  p pause  s sort: refused  up/down scroll"));
