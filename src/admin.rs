@@ -25,7 +25,6 @@ pub use documents::{
 };
 pub use listener::AdminListener;
 pub(crate) use parameters::{get_string_field, reject_unknown_fields};
-pub(crate) use problems::REFUSED_REQUEST_COUNTERS;
 pub(crate) use queries::REFUSED_SERIES;
 pub(crate) use responses::{add_fields, escape_json_for_display};
 

@@ -27,10 +27,6 @@ const MAX_NAMED_PATHS: usize = 3;
 /// Largest difference to the clock of Redis that is not reported.
 const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
 
-/// Counters of the refused requests among all requests. `degraded_refused` is a part of `degraded`.
-pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
-    ["rejected", "blocked", "denied", "degraded_refused"];
-
 /// A problem and its remedy, in words.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Problem {

@@ -2,22 +2,18 @@
 //! a table or JSON.
 
 mod fleet;
-mod format;
 mod frame;
-mod help;
+mod instance;
 mod screen;
-mod screen_line;
-mod snapshot;
-mod sparkline;
 
 use super::admin_client::AdminClient;
 use super::output::CommandError;
 use crate::admin::{FleetDocument, escape_json_for_display};
 use crate::config::{ConfigSources, parse_duration};
 use frame::{TopData, ViewState};
+use instance::InstanceData;
 use serde_json::{Value, json};
-use snapshot::{AdminApiSnapshot, escape_texts};
-use sparkline::SparklineGlyphs;
+use std::env;
 use std::io::IsTerminal;
 use std::time::Duration;
 
@@ -25,8 +21,6 @@ use std::time::Duration;
 const MAX_POLICIES: usize = 200;
 /// Number of keys and of paths to fetch.
 const MAX_RANKED_ENTRIES: usize = 30;
-/// Maximum width of the table in columns if stdout is not a terminal.
-const MAX_PIPE_WIDTH: usize = 120;
 
 #[derive(clap::Args, Debug)]
 pub(super) struct TopFlags {
@@ -69,18 +63,21 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
     }
     let mut data: Box<dyn TopData> = match flags.fleet {
         true => Box::new(FleetDocument::default()),
-        false => Box::new(AdminApiSnapshot::default()),
+        false => Box::new(InstanceData::default()),
     };
     escape_texts(&mut response);
     data.update(response);
     let mut view = ViewState {
-        glyphs: SparklineGlyphs::from_locale(),
+        has_blocks: is_utf8_locale(),
+        // https://no-color.org: any value but an empty one.
+        has_colours: env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
         ..ViewState::default()
     };
-    let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+    let is_dumb = env::var_os("TERM").is_none_or(|term| term == "dumb");
     if flags.once || is_dumb || !std::io::stdout().is_terminal() {
-        return Ok(frame::render_plain_text(&*data, &view, MAX_PIPE_WIDTH));
+        return Ok(frame::render_plain_text(&*data, &view));
     }
+    view.is_live = true;
     view.address = client.address().to_string();
     let fetch_escaped = move || {
         let mut response = fetch(&client)?;
@@ -90,6 +87,41 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
     screen::run_screen(fetch_escaped, data, view, flags.every)
         .map_err(|error| format!("error: the terminal can't be used: {error}\n"))?;
     Ok(String::new())
+}
+
+/// Whether the terminal shows UTF-8, by the variables of the locale.
+fn is_utf8_locale() -> bool {
+    let names = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter();
+    let mut values = names.filter_map(|name| env::var(name).ok());
+    let locale = values.find(|value| !value.is_empty()).unwrap_or_default();
+    let locale = locale.to_ascii_lowercase();
+    locale.contains("utf-8") || locale.contains("utf8")
+}
+
+/// Escapes all texts of a response, so that clients cannot send control characters to the terminal.
+fn escape_texts(value: &mut Value) {
+    match value {
+        Value::String(text) => *text = escape_text(text),
+        Value::Array(values) => values.iter_mut().for_each(escape_texts),
+        Value::Object(fields) => {
+            let escape = |(name, mut value): (String, Value)| {
+                escape_texts(&mut value);
+                (escape_text(&name), value)
+            };
+            *fields = std::mem::take(fields).into_iter().map(escape).collect();
+        }
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+/// Escapes all characters except printable ASCII. Each character of the result is one column wide,
+/// and none controls the terminal.
+fn escape_text(text: &str) -> String {
+    let escape = |letter: char| match letter {
+        ' '..='~' => letter.to_string(),
+        _ => letter.escape_default().to_string(),
+    };
+    text.chars().map(escape).collect()
 }
 
 /// Fetches all displayed data by three requests, one immediately after the other.

@@ -14,10 +14,8 @@ mod otlp_output;
 mod output;
 mod page;
 mod policy_counters;
-mod process;
 mod registry;
 mod status;
-mod store;
 mod worker;
 
 pub use exporter::{MetricExportSettings, MetricExporter};

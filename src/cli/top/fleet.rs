@@ -1,28 +1,31 @@
 //! `tidegate top --fleet`: all instances that share the limits, and their rankings together.
 
-use super::format::{format_rate, format_short_duration};
-use super::frame::{TopData, ViewState, ranking_lines};
-use super::screen_line::{LineStyle, ScreenLine};
-use super::snapshot::list_refused;
+use super::frame::{
+    ALERT, DIM, MAX_PIPE_RANKING_HEIGHT, TITLE, TopData, TopTable, ViewState, draw_ranking,
+    ranking_height,
+};
 use crate::admin::{FleetDocument, FleetInstanceDocument};
-use crate::text::truncate_text;
+use crate::text::{format_rate, format_short_duration};
+use ratatui::buffer::Buffer;
+use ratatui::layout::{Alignment, Constraint, Layout, Rect};
+use ratatui::style::Style;
+use ratatui::text::Line;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Number of entries of each ranking in a pipe.
-const PIPE_RANKING_LINES: usize = 10;
+/// Width of the columns between the name and the address, with the spaces around them.
+const NUMBER_COLUMNS_WIDTH: usize = 45;
 
 impl TopData for FleetDocument {
     fn update(&mut self, response: Value) {
         *self = Self::deserialize(response).unwrap_or_default();
     }
 
-    fn render_lines(
-        &self,
-        view: &ViewState,
-        width: usize,
-        height: Option<usize>,
-    ) -> Vec<ScreenLine> {
+    fn row_count(&self) -> usize {
+        self.instances.len()
+    }
+
+    fn header(&self, view: &ViewState, _width: usize) -> Vec<Line<'static>> {
         let counted = match self.shared {
             true if self.total == 1 => "1 instance: no other shares the limits".to_owned(),
             true => format!(
@@ -37,89 +40,89 @@ impl TopData for FleetDocument {
             self.store,
             format_rate(self.decisions_per_s)
         );
-        let mut lines = vec![ScreenLine::new(LineStyle::Title, title)];
+        let mut lines = vec![Line::styled(title, TITLE)];
         lines.extend(view.error_line());
-        if let Some(problem) = &self.problem {
-            let problem = format!("! {problem}");
-            lines.push(ScreenLine::new(LineStyle::Alert, problem));
-        }
-        let names = self.instances.iter().map(|one| display_name(one).len());
-        let name_width = names.max().unwrap_or(0).clamp(8, 40);
-        let titles = ["state", "share", "per s", "up", "version"];
-        let titles = instance_row(name_width, "instance", titles, "admin");
-        lines.extend([
-            ScreenLine::default(),
-            ScreenLine::new(LineStyle::TableHeader, titles),
-        ]);
-        // Half of a screen is for the rankings.
-        let max_instances = height.map_or(usize::MAX, |height| {
-            (height / 2).saturating_sub(lines.len()).max(1)
-        });
-        lines.extend(self.instances.iter().take(max_instances).map(|one| {
-            let text = truncate_text(&describe_instance(one, name_width), width, '~');
-            let style = match one.not_asked {
-                None => LineStyle::Plain,
-                Some(_) => LineStyle::Dim,
-            };
-            ScreenLine::new(style, text)
-        }));
-        let hidden = self.instances.len().saturating_sub(max_instances);
-        if hidden > 0 {
-            lines.push(ScreenLine::new(
-                LineStyle::Dim,
-                format!("and {hidden} more"),
-            ));
-        }
-        let left = height.map_or(usize::MAX, |height| height.saturating_sub(lines.len()));
-        let ranking_height = (left / 2).saturating_sub(2).min(PIPE_RANKING_LINES);
-        for (title, ranking) in [("keys", &self.keys), ("paths", &self.paths)] {
-            let ranking = list_refused(ranking, &[]);
-            lines.push(ScreenLine::default());
-            lines.extend(ranking_lines(title, &ranking, ranking_height, width));
-        }
+        let problem = self.problem.as_ref();
+        lines.extend(problem.map(|problem| Line::styled(format!("! {problem}"), ALERT)));
+        lines.push(Line::default());
         lines
+    }
+
+    fn draw_body(&self, view: &ViewState, area: Rect, buffer: &mut Buffer) {
+        let rows: Vec<_> = self.instances.iter().map(describe_instance).collect();
+        let names = rows.iter().filter_map(|(_, texts)| texts.first());
+        let name_width = names.map(String::len).max().unwrap_or(0).clamp(8, 40);
+        let fixed_width = name_width + NUMBER_COLUMNS_WIDTH;
+        let table = TopTable {
+            columns: vec![
+                ("instance", name_width, Alignment::Left),
+                ("state", 10, Alignment::Left),
+                ("share", 6, Alignment::Right),
+                ("per s", 7, Alignment::Right),
+                ("up", 7, Alignment::Right),
+                ("version", 9, Alignment::Left),
+                (
+                    "admin",
+                    usize::from(area.width).saturating_sub(fixed_width),
+                    Alignment::Left,
+                ),
+            ],
+            rows,
+            omitted: 0,
+            more: "and",
+        };
+        // Half of a screen is for the rankings.
+        let table_height = match view.is_live {
+            true => table.height().min((area.height / 2).max(2)),
+            false => table.height(),
+        };
+        let left = area.height.saturating_sub(table_height);
+        let half = (left / 2).saturating_sub(1).min(MAX_PIPE_RANKING_HEIGHT);
+        let rankings = [("keys", &self.keys), ("paths", &self.paths)];
+        let [keys_height, paths_height] =
+            rankings.map(|(_, ranking)| Constraint::Length(ranking_height(ranking).min(half)));
+        let [table_area, keys_area, paths_area] =
+            Layout::vertical([Constraint::Length(table_height), keys_height, paths_height])
+                .spacing(1)
+                .areas(area);
+        table.draw(0, table_area, buffer);
+        for ((title, ranking), area) in rankings.into_iter().zip([keys_area, paths_area]) {
+            draw_ranking(title, ranking, |_| None, area, buffer);
+        }
     }
 }
 
-/// The name, or the start of the id of an instance that has none; `*` marks the asked one.
-fn display_name(instance: &FleetInstanceDocument) -> String {
+/// The style and the columns of an instance. `*` marks the name of the asked one. An instance
+/// without a name has the start of its id.
+fn describe_instance(instance: &FleetInstanceDocument) -> (Style, Vec<String>) {
     let id = instance.id.get(..8).unwrap_or(&instance.id);
     let name = instance.name.as_deref().unwrap_or(id);
-    format!("{name}{}", if instance.is_self { "*" } else { "" })
-}
-
-fn describe_instance(instance: &FleetInstanceDocument, name_width: usize) -> String {
-    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     let state = match instance.figures.store.as_deref() {
         Some("degraded") => "degraded",
         _ => &instance.state,
     };
-    let share = format!("{:.1}%", instance.share * 100.0);
-    let rate = or_dash(instance.figures.decisions_per_s.map(format_rate));
-    let uptime = or_dash(instance.figures.uptime_s.map(format_short_duration));
-    let version = or_dash(instance.version.clone());
-    let admin = instance.not_asked.clone().or(instance.admin.clone());
-    let columns = [state, &share, &rate, &uptime, &version];
-    instance_row(
-        name_width,
-        &display_name(instance),
-        columns,
-        &or_dash(admin),
-    )
-}
-
-fn instance_row(name_width: usize, name: &str, columns: [&str; 5], last: &str) -> String {
-    let [state, share, rate, uptime, version] = columns;
-    format!(
-        "{:<name_width$} {state:<10} {share:>6} {rate:>7} {uptime:>7} {version:<9} {last}",
-        truncate_text(name, name_width, '~')
-    )
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+    let style = match instance.not_asked {
+        None => Style::new(),
+        Some(_) => DIM,
+    };
+    let texts = vec![
+        format!("{name}{}", if instance.is_self { "*" } else { "" }),
+        state.to_owned(),
+        format!("{:.1}%", instance.share * 100.0),
+        or_dash(instance.figures.decisions_per_s.map(format_rate)),
+        or_dash(instance.figures.uptime_s.map(format_short_duration)),
+        or_dash(instance.version.clone()),
+        or_dash(instance.not_asked.clone().or(instance.admin.clone())),
+    ];
+    (style, texts)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::frame::{render_plain_text, render_screen};
-    use super::super::snapshot::escape_texts;
+    use super::super::escape_texts;
+    use super::super::frame::render_plain_text;
+    use super::super::frame::tests::screen_lines;
     use super::*;
     use serde_json::json;
 
@@ -146,7 +149,7 @@ mod tests {
 
     #[test]
     fn shows_every_instance_and_why_one_was_not_asked() {
-        let text = render_plain_text(&sample_snapshot(), &ViewState::default(), 120);
+        let text = render_plain_text(&sample_snapshot(), &ViewState::default());
         let line = |part: &str| text.lines().find(|line| line.contains(part)).unwrap();
         assert!(line("tidegate fleet").contains("3 instances share the limits, 2 answered  30/s"));
         let own = line("orders-0*");
@@ -165,9 +168,18 @@ mod tests {
             ..ViewState::default()
         };
         for (width, height) in [(80, 24), (48, 10), (200, 50)] {
-            let lines = render_screen(&sample_snapshot(), &view, width, height);
-            assert_eq!(lines.len(), height);
-            assert!(lines.iter().all(|line| line.text.chars().count() <= width));
+            let lines = screen_lines(&sample_snapshot(), &view, width, height);
+            assert_eq!(lines.len(), usize::from(height));
+            let part = |text: &str| lines.iter().any(|line| line.contains(text));
+            for text in [
+                "tidegate fleet",
+                "! no answer",
+                "instance",
+                "orders-0*",
+                "q quit",
+            ] {
+                assert!(part(text), "{width}x{height}: {text}: {lines:?}");
+            }
         }
     }
 }

@@ -1,25 +1,20 @@
 //! The live terminal view. It restores the terminal on exit, on a signal and on a panic.
 
-use super::frame::{self, TopData, ViewState};
-use super::screen_line::{LineStyle, ScreenLine};
-use crossterm::cursor::{Hide, MoveTo, Show};
-use crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
-use crossterm::style::{
-    Attribute, Attributes, Color, ContentStyle, PrintStyledContent, ResetColor, SetAttribute,
-};
-use crossterm::terminal::{
-    self, BeginSynchronizedUpdate, Clear, ClearType, EndSynchronizedUpdate, EnterAlternateScreen,
-    LeaveAlternateScreen,
-};
-use crossterm::{execute, queue};
+use super::frame::{self, PolicySortOrder, TopData, ViewState};
+use futures_util::future::select_all;
+use ratatui::Frame;
+use ratatui::crossterm::SynchronizedUpdate;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use serde_json::Value;
-use std::io::{self, IsTerminal, Stdout, Write};
+use std::io::{self, IsTerminal};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Once};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 use std::time::Duration;
+use strum::IntoEnumIterator;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::timeout;
 
 /// Maximum delay before a key, a signal or a response is handled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -36,9 +31,10 @@ pub(super) fn run_screen(
     mut view: ViewState,
     interval: Duration,
 ) -> io::Result<()> {
-    let stop_requested = Arc::new(AtomicBool::new(false));
-    watch_signals_and_terminal(&stop_requested)?;
-    let mut screen = TerminalScreen::open()?;
+    let stop_requested = watch_signals_and_terminal()?;
+    // Dropped after `terminal`, which shows the cursor again.
+    let _mode = TerminalMode;
+    let mut terminal = ratatui::try_init()?;
     // Fetches run on another thread, so that keys are handled during a fetch, which may take
     // seconds.
     let responses = spawn_poller(fetch, interval);
@@ -51,7 +47,12 @@ pub(super) fn run_screen(
             needs_redraw = true;
         }
         if needs_redraw {
-            screen.draw(&*data, &view)?;
+            io::stdout().sync_update(|_| {
+                let draw = |frame: &mut Frame<'_>| {
+                    frame::draw_screen(&*data, &view, frame.buffer_mut());
+                };
+                terminal.draw(draw).map(drop)
+            })??;
             needs_redraw = false;
         }
         if event::poll(POLL_INTERVAL)? {
@@ -79,6 +80,9 @@ fn handle_event(event: &Event, view: &mut ViewState, policy_count: usize) -> Inp
         _ => return InputReaction::Nothing,
     };
     let last = policy_count.saturating_sub(1);
+    let offset = view.scroll_offset;
+    let mut scroll_by =
+        |lines: isize| view.scroll_offset = offset.saturating_add_signed(lines).min(last);
     match key.code {
         KeyCode::Char('c' | 'd') if key.modifiers.contains(KeyModifiers::CONTROL) => {
             return InputReaction::Quit;
@@ -87,15 +91,14 @@ fn handle_event(event: &Event, view: &mut ViewState, policy_count: usize) -> Inp
         KeyCode::Esc if view.shows_help => view.shows_help = false,
         KeyCode::Char('q') | KeyCode::Esc => return InputReaction::Quit,
         KeyCode::Char('p' | ' ') => view.is_paused = !view.is_paused,
-        KeyCode::Char('s') => (view.sort_order, view.scroll_offset) = (view.sort_order.next(), 0),
-        KeyCode::Up | KeyCode::Char('k') => {
-            view.scroll_offset = view.scroll_offset.saturating_sub(1)
+        KeyCode::Char('s') => {
+            let next = PolicySortOrder::iter().nth(view.sort_order as usize + 1);
+            (view.sort_order, view.scroll_offset) = (next.unwrap_or_default(), 0);
         }
-        KeyCode::Down | KeyCode::Char('j') => {
-            view.scroll_offset = (view.scroll_offset + 1).min(last)
-        }
-        KeyCode::PageUp => view.scroll_offset = view.scroll_offset.saturating_sub(10),
-        KeyCode::PageDown => view.scroll_offset = (view.scroll_offset + 10).min(last),
+        KeyCode::Up | KeyCode::Char('k') => scroll_by(-1),
+        KeyCode::Down | KeyCode::Char('j') => scroll_by(1),
+        KeyCode::PageUp => scroll_by(-10),
+        KeyCode::PageDown => scroll_by(10),
         KeyCode::Home => view.scroll_offset = 0,
         KeyCode::End => view.scroll_offset = last,
         _ => return InputReaction::Nothing,
@@ -109,7 +112,7 @@ fn spawn_poller(
     fetch: impl Fn() -> Result<Value, String> + Send + 'static,
     interval: Duration,
 ) -> Receiver<Result<Value, String>> {
-    let (sender, receiver): (SyncSender<_>, _) = sync_channel(1);
+    let (sender, receiver) = sync_channel(1);
     thread::spawn(move || {
         loop {
             thread::sleep(interval);
@@ -125,143 +128,54 @@ fn spawn_poller(
     receiver
 }
 
-/// Sets `stop_requested` on a termination signal, so that the view ends as after the quit key. Also
-/// starts a thread that exits the process when the terminal closes.
-fn watch_signals_and_terminal(stop_requested: &Arc<AtomicBool>) -> io::Result<()> {
+/// Returns a flag that is set on a termination signal, so that the view ends as after the quit key.
+/// The process exits when the terminal has closed: crossterm retries at the end of the terminal
+/// input forever, so the main thread would never end.
+fn watch_signals_and_terminal() -> io::Result<Arc<AtomicBool>> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let signals = {
-        let _runtime_context = runtime.enter();
-        [
-            SignalKind::terminate(),
-            SignalKind::hangup(),
-            SignalKind::interrupt(),
-            SignalKind::quit(),
-        ]
-        .map(signal)
-    };
-    for stream in signals {
-        let (mut stream, stop_requested) = (stream?, Arc::clone(stop_requested));
-        runtime.spawn(async move {
-            while stream.recv().await.is_some() {
-                stop_requested.store(true, Ordering::Relaxed);
+    let runtime_context = runtime.enter();
+    let kinds = [
+        SignalKind::terminate(),
+        SignalKind::hangup(),
+        SignalKind::interrupt(),
+        SignalKind::quit(),
+    ];
+    let signals: io::Result<Vec<_>> = kinds.map(signal).into_iter().collect();
+    let mut signals = signals?;
+    drop(runtime_context);
+    let stop_requested = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&stop_requested);
+    let watch = async move {
+        loop {
+            let next = select_all(signals.iter_mut().map(|stream| Box::pin(stream.recv())));
+            if timeout(TERMINAL_CHECK_INTERVAL, next).await.is_ok() {
+                stop.store(true, Ordering::Relaxed);
             }
-        });
-    }
-    thread::spawn(move || runtime.block_on(exit_when_terminal_closes()));
-    Ok(())
-}
-
-/// Exits the process when the terminal has closed. crossterm retries at the end of the terminal
-/// input forever, so the main thread would never end.
-async fn exit_when_terminal_closes() {
-    let mut checks = tokio::time::interval(TERMINAL_CHECK_INTERVAL);
-    loop {
-        checks.tick().await;
-        if !io::stdout().is_terminal() {
-            std::process::exit(1);
+            if !io::stdout().is_terminal() {
+                std::process::exit(1);
+            }
         }
-    }
+    };
+    thread::spawn(move || runtime.block_on(watch));
+    Ok(stop_requested)
 }
 
-/// The terminal in raw mode on the alternate screen. Dropping it restores the terminal.
-struct TerminalScreen {
-    out: Stdout,
-    has_colours: bool,
-}
+/// Restores the terminal when dropped. Errors are ignored because there is nowhere left to report
+/// them.
+struct TerminalMode;
 
-impl TerminalScreen {
-    fn open() -> io::Result<Self> {
-        install_terminal_panic_hook();
-        terminal::enable_raw_mode()?;
-        // From here on, dropping `screen` restores the terminal.
-        let mut screen = Self {
-            out: io::stdout(),
-            // https://no-color.org: any value but an empty one.
-            has_colours: std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
-        };
-        execute!(
-            screen.out,
-            EnterAlternateScreen,
-            Hide,
-            Clear(ClearType::All)
-        )?;
-        Ok(screen)
-    }
-
-    fn draw(&mut self, data: &dyn TopData, view: &ViewState) -> io::Result<()> {
-        let (width, height) = terminal::size()?;
-        let lines = frame::render_screen(data, view, width.into(), height.into());
-        queue!(self.out, BeginSynchronizedUpdate)?;
-        for (row, ScreenLine { style, text }) in (0..).zip(lines) {
-            let styled = self.content_style(style).apply(text);
-            queue!(
-                self.out,
-                MoveTo(0, row),
-                PrintStyledContent(styled),
-                Clear(ClearType::UntilNewLine)
-            )?;
-        }
-        queue!(self.out, EndSynchronizedUpdate)?;
-        self.out.flush()
-    }
-
-    fn content_style(&self, style: LineStyle) -> ContentStyle {
-        let (attribute, colour) = match style {
-            LineStyle::Plain => (None, None),
-            LineStyle::Title => (Some(Attribute::Bold), Some(Color::Cyan)),
-            LineStyle::TableHeader => (Some(Attribute::Underlined), Some(Color::Cyan)),
-            LineStyle::Dim => (Some(Attribute::Dim), None),
-            LineStyle::Alert => (Some(Attribute::Bold), Some(Color::Red)),
-            LineStyle::Warning => (None, Some(Color::Yellow)),
-            LineStyle::Good => (None, Some(Color::Green)),
-        };
-        ContentStyle {
-            foreground_color: colour.filter(|_| self.has_colours),
-            attributes: attribute.map_or(Attributes::none(), Attributes::from),
-            ..ContentStyle::new()
-        }
-    }
-}
-
-impl Drop for TerminalScreen {
+impl Drop for TerminalMode {
     fn drop(&mut self) {
-        restore_terminal();
+        ratatui::try_restore().ok();
     }
-}
-
-/// Restores the terminal. Errors are ignored because there is nowhere left to report them.
-fn restore_terminal() {
-    execute!(
-        io::stdout(),
-        SetAttribute(Attribute::Reset),
-        ResetColor,
-        Show,
-        LeaveAlternateScreen
-    )
-    .ok();
-    terminal::disable_raw_mode().ok();
-}
-
-/// Installs a panic hook that restores the terminal first. Without this hook, the panic message
-/// would be lost with the alternate screen.
-fn install_terminal_panic_hook() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        let default_hook = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |panic| {
-            restore_terminal();
-            default_hook(panic);
-        }));
-    });
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::frame::PolicySortOrder;
     use super::*;
-    use crossterm::event::KeyEvent;
+    use ratatui::crossterm::event::KeyEvent;
 
     #[test]
     fn handles_the_keys_named_in_the_help_line() {

@@ -3,9 +3,7 @@
 use super::registry::Metrics;
 use super::status::ProcessStatus;
 use crate::clock::Clock;
-use crate::telemetry::otlp::{
-    CollectorClient, CollectorSettings, ExportError, OtlpSignal, ResourceAttributes,
-};
+use crate::telemetry::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
 use bytes::Bytes;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use std::sync::Arc;
@@ -105,7 +103,7 @@ impl MetricExportWorker {
         }
     }
 
-    async fn export(&mut self) -> Result<(), ExportError> {
+    async fn export(&mut self) -> Result<(), String> {
         let (metrics, read_status) = (Arc::clone(&self.metrics), Arc::clone(&self.read_status));
         let (started_ns, now_ns) = (self.started_ns, self.clock.now_us().saturating_mul(1000));
         let resource = Arc::clone(&self.resource);
@@ -131,7 +129,7 @@ impl MetricExportWorker {
         encoder.await.map_err(|error| error.to_string())
     }
 
-    fn record_result(&mut self, result: Result<(), ExportError>) {
+    fn record_result(&mut self, result: Result<(), String>) {
         let had_failed = std::mem::replace(&mut self.has_failed, result.is_err());
         if let Some(counts) = &self.metrics.export_counts {
             let count = match result {

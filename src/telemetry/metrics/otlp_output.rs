@@ -322,10 +322,9 @@ mod tests {
             messages.push((message, written.get()));
             messages.len() < max_messages
         });
-        let writer: &mut dyn MetricOutput = &mut output;
-        let mut family = writer.counter("tidegate_requests", "Help.");
+        output.write_family(MetricKind::Counter, "tidegate_requests", "Help.");
         for value in 0..count as u64 {
-            family.write_sample(&[("policy", "p")], value);
+            output.write_sample(&[("policy", "p")], SampleValue::Number(value));
             written.set(written.get() + 1);
         }
         output.finish_message();

@@ -28,53 +28,22 @@ pub(super) trait MetricOutput {
     fn write_sample(&mut self, labels: &[(&str, &str)], value: SampleValue<'_>);
 }
 
-/// Writes the samples of one metric, which must be consecutive.
-pub(super) struct MetricFamily<'o>(&'o mut dyn MetricOutput);
-
-impl dyn MetricOutput + '_ {
-    pub(super) fn counter(&mut self, name: &'static str, help: &str) -> MetricFamily<'_> {
-        self.write_family(MetricKind::Counter, name, help);
-        MetricFamily(self)
-    }
-
-    pub(super) fn gauge(&mut self, name: &'static str, help: &str) -> MetricFamily<'_> {
-        self.write_family(MetricKind::Gauge, name, help);
-        MetricFamily(self)
-    }
-
-    pub(super) fn histogram(&mut self, name: &'static str, help: &str) -> MetricFamily<'_> {
-        self.write_family(MetricKind::Histogram, name, help);
-        MetricFamily(self)
-    }
-}
-
-impl MetricFamily<'_> {
-    pub(super) fn write_sample(&mut self, labels: &[(&str, &str)], value: u64) {
-        self.0.write_sample(labels, SampleValue::Number(value));
-    }
-
-    /// Writes a sample for each value of a label.
-    pub(super) fn write_counts<'v>(
-        &mut self,
-        label: &str,
-        counts: impl IntoIterator<Item = (&'v str, u64)>,
-    ) {
-        for (value, count) in counts {
-            self.write_sample(&[(label, value)], count);
+/// Writes metrics to a [`MetricOutput`]: each with one number, or `by` a label with pairs of a label
+/// value and a number.
+macro_rules! write_metrics {
+    ($output:expr; $($kind:ident $name:literal $(by $label:literal)? = $value:expr, $help:literal;)*) => {
+        $(
+            $output.write_family(MetricKind::$kind, $name, $help);
+            write_metrics!(@samples $output, $value $(, $label)?);
+        )*
+    };
+    (@samples $output:expr, $value:expr) => {
+        $output.write_sample(&[], SampleValue::Number($value));
+    };
+    (@samples $output:expr, $counts:expr, $label:literal) => {
+        for (value, count) in $counts {
+            $output.write_sample(&[($label, value)], SampleValue::Number(count));
         }
-    }
-
-    /// Writes one sample, given in microseconds, as seconds.
-    pub(super) fn write_micros_as_seconds(&mut self, value_us: i64) {
-        self.0.write_sample(&[], SampleValue::Micros(value_us));
-    }
-
-    pub(super) fn write_histogram(
-        &mut self,
-        labels: &[(&str, &str)],
-        histogram: &HistogramSnapshot,
-    ) {
-        self.0
-            .write_sample(labels, SampleValue::Histogram(histogram));
-    }
+    };
 }
+pub(super) use write_metrics;

@@ -1,11 +1,9 @@
-//! The metrics page for Prometheus.
+//! The metrics that tidegate defines itself, and the page of them for Prometheus.
 
 use super::exposition::{ExpositionFormat, ExpositionWriter};
-use super::output::MetricOutput;
-use super::process::write_process_metrics;
+use super::output::{MetricKind, MetricOutput, SampleValue, write_metrics};
 use super::registry::Metrics;
-use super::status::ProcessStatus;
-use super::store::write_store_metrics;
+use super::status::{ProcessStatus, RedisServerMetrics};
 use crate::telemetry::log_writer::dropped_log_lines;
 use std::sync::atomic::Ordering;
 
@@ -22,158 +20,218 @@ impl Metrics {
         self.write_policy_metrics(page);
         self.write_request_metrics(page);
         self.write_connection_metrics(page, status);
-        self.write_client_trust_metrics(page);
-        self.write_rate_limit_service_metrics(page);
         write_store_metrics(page, status);
-        page.counter(
-            "tidegate_settlements_lost",
-            "Settlements of actual costs that could not be sent to the store. The estimate stands.",
-        )
-        .write_sample(&[], self.sum_counter(|worker| &worker.lost_settlements));
-        self.write_export_metrics(page);
+        write_metrics! { page;
+            Counter "tidegate_settlements_lost" = self.sum_counter(|worker| &worker.lost_settlements),
+                "Settlements of actual costs that could not be sent to the store. The estimate stands.";
+        }
+        if let Some(counts) = &self.export_counts {
+            let successes = counts.successes.load(Ordering::Relaxed);
+            let failures = counts.failures.load(Ordering::Relaxed);
+            write_metrics! { page;
+                Counter "tidegate_metric_exports" by "result" = [("success", successes), ("failure", failures)],
+                    "Exports of metrics by OTLP, by result.";
+            }
+        }
         write_process_metrics(page, status);
-    }
-
-    fn write_export_metrics(&self, page: &mut dyn MetricOutput) {
-        let Some(counts) = &self.export_counts else {
-            return;
-        };
-        let results = [
-            ("success", counts.successes.load(Ordering::Relaxed)),
-            ("failure", counts.failures.load(Ordering::Relaxed)),
-        ];
-        page.counter(
-            "tidegate_metric_exports",
-            "Exports of metrics by OTLP, by result.",
-        )
-        .write_counts("result", results);
     }
 
     fn write_policy_metrics(&self, page: &mut dyn MetricOutput) {
         // A copy: the lock is not held while an export waits for its collector.
         let counters = self.policy_counters.lock().clone();
-        let mut requests = page.counter(
-            "tidegate_requests",
-            "Requests by policy and decision. A shadow policy counts requests that it would admit as allowed.",
-        );
-        for (policy, policy_counters) in counters.iter() {
-            for (decision, count) in policy_counters.requests_by_label(self.labels.policy_decisions)
-            {
-                requests.write_sample(&[("policy", policy), ("decision", decision)], count);
-            }
-        }
-        let mut degraded = page.counter(
-            "tidegate_degraded",
-            "Requests that an enforced policy decided without the store, by the outcome of its on_store_failure.",
-        );
-        for (policy, policy_counters) in counters.iter() {
-            for (outcome, count) in policy_counters.requests_by_label(self.labels.degraded_outcomes)
-            {
-                degraded.write_sample(&[("policy", policy), ("outcome", outcome)], count);
+        let families = [
+            (
+                "tidegate_requests",
+                "Requests by policy and decision. A shadow policy counts requests that it would admit as allowed.",
+                ("decision", self.labels.policy_decisions),
+            ),
+            (
+                "tidegate_degraded",
+                "Requests that an enforced policy decided without the store, by the outcome of its on_store_failure.",
+                ("outcome", self.labels.degraded_outcomes),
+            ),
+        ];
+        for (name, help, (label, indices)) in families {
+            page.write_family(MetricKind::Counter, name, help);
+            for (policy, counts) in &counters {
+                for (value, count) in counts.requests_by_label(indices) {
+                    let labels = [("policy", &**policy), (label, value)];
+                    page.write_sample(&labels, SampleValue::Number(count));
+                }
             }
         }
         drop(counters);
-        let mut seconds = page.histogram(
+        page.write_family(
+            MetricKind::Histogram,
             "tidegate_decision_seconds",
             "Time from a request's arrival to the decision on its limits, by decision source.",
         );
         for (source, durations) in self.decision_durations() {
-            seconds.write_histogram(&[("source", source)], &durations);
+            page.write_sample(&[("source", source)], SampleValue::Histogram(&durations));
         }
     }
 
     fn write_request_metrics(&self, page: &mut dyn MetricOutput) {
-        let mut requests = page.counter("tidegate_http_requests", "Responses by status code.");
+        let help = "Responses by status code.";
+        page.write_family(MetricKind::Counter, "tidegate_http_requests", help);
         for (code, count) in self.status_counts() {
-            requests.write_sample(&[("code", itoa::Buffer::new().format(code))], count);
+            let mut digits = itoa::Buffer::new();
+            let labels = [("code", digits.format(code))];
+            page.write_sample(&labels, SampleValue::Number(count));
         }
-        let mut seconds = page.histogram(
-            "tidegate_http_request_seconds",
-            "Time from a request's arrival to the head of its response.",
-        );
-        seconds.write_histogram(&[], &self.response_durations());
-        page.counter(
-            "tidegate_app_errors",
-            "Responses of the upstream with a status from 500 on.",
-        )
-        .write_sample(&[], self.app_error_count());
-        page.counter(
-            "tidegate_upstream_errors",
-            "Requests without a response from the upstream, by kind.",
-        )
-        .write_counts("kind", self.upstream_error_counts());
+        let help = "Time from a request's arrival to the head of its response.";
+        page.write_family(MetricKind::Histogram, "tidegate_http_request_seconds", help);
+        page.write_sample(&[], SampleValue::Histogram(&self.response_durations()));
+        write_metrics! { page;
+            Counter "tidegate_app_errors" = self.app_error_count(),
+                "Responses of the upstream with a status from 500 on.";
+            Counter "tidegate_upstream_errors" by "kind" = self.upstream_error_counts(),
+                "Requests without a response from the upstream, by kind.";
+        }
     }
 
     fn write_connection_metrics(&self, page: &mut dyn MetricOutput, status: &ProcessStatus) {
-        page.gauge("tidegate_connections_active", "Open client connections.")
-            .write_sample(&[], status.open_connections as u64);
-        let counts = self.sum_by_label(|worker| &worker.tls_errors);
-        page.counter(
-            "tidegate_tls_handshake_errors",
-            "Client connections that failed in the TLS handshake, by kind.",
-        )
-        .write_counts("kind", counts);
-        let counts = self.sum_by_label(|worker| &worker.proxy_header_errors);
-        page.counter(
-            "tidegate_proxy_protocol_errors",
-            "Client connections that were closed because of their PROXY header, by kind.",
-        )
-        .write_counts("kind", counts);
-        page.gauge(
-            "tidegate_connections_max",
-            "Maximum number of open client connections (listen.max_connections).",
-        )
-        .write_sample(&[], status.max_connections as u64);
-        page.counter(
-            "tidegate_connections_full",
-            "New connections that found listen.max_connections open: another one was closed, or they waited.",
-        )
-        .write_sample(&[], status.connection_limit_hits);
-        page.counter(
-            "tidegate_panics",
-            "Connections and HTTP/2 requests that ended in a panic. Each panic is a bug in tidegate.",
-        )
-        .write_sample(&[], status.panics);
-        page.counter(
-            "tidegate_log_lines_dropped",
-            "Log lines dropped because stderr was read too slowly.",
-        )
-        .write_sample(&[], dropped_log_lines());
-        let counts = self.sum_by_label(|worker| &worker.close_reasons);
-        page.counter(
-            "tidegate_connections_closed",
-            "Client connections and HTTP/2 streams that tidegate closed, by reason.",
-        )
-        .write_counts("reason", counts);
+        write_metrics! { page;
+            Gauge "tidegate_connections_active" = status.open_connections as u64,
+                "Open client connections.";
+            Counter "tidegate_tls_handshake_errors" by "kind" = self.sum_by_label(|worker| &worker.tls_errors),
+                "Client connections that failed in the TLS handshake, by kind.";
+            Counter "tidegate_proxy_protocol_errors" by "kind" = self.sum_by_label(|worker| &worker.proxy_header_errors),
+                "Client connections that were closed because of their PROXY header, by kind.";
+            Gauge "tidegate_connections_max" = status.max_connections as u64,
+                "Maximum number of open client connections (listen.max_connections).";
+            Counter "tidegate_connections_full" = status.connection_limit_hits,
+                "New connections that found listen.max_connections open: another one was closed, or they waited.";
+            Counter "tidegate_panics" = status.panics,
+                "Connections and HTTP/2 requests that ended in a panic. Each panic is a bug in tidegate.";
+            Counter "tidegate_log_lines_dropped" = dropped_log_lines(),
+                "Log lines dropped because stderr was read too slowly.";
+            Counter "tidegate_connections_closed" by "reason" = self.sum_by_label(|worker| &worker.close_reasons),
+                "Client connections and HTTP/2 streams that tidegate closed, by reason.";
+            Counter "tidegate_untrusted_forwarding" = self.untrusted_forwarding_count(),
+                "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy depends on the client's address.";
+            Counter "tidegate_tokens_refused" = self.sum_counter(|worker| &worker.rejected_tokens),
+                "Requests with a rejected token, while a policy reads a claim.";
+            Counter "tidegate_rls_calls" by "result" = self.sum_by_label(|worker| &worker.rls_calls),
+                "Calls of the rate-limit service by result. given_up: cancelled before the answer. It is less than the calls that Envoy let pass: Envoy counts those in cluster.NAME.ratelimit.failure_mode_allowed.";
+            Counter "tidegate_rls_descriptors_unmet" = self.sum_counter(|worker| &worker.unmatched_descriptors),
+                "Descriptors in calls of the rate-limit service that no policy matches, or that cannot be decided: negative hits, more than 64 entries, or beyond the first 64 of a call. They are not limited.";
+        }
     }
+}
 
-    fn write_client_trust_metrics(&self, page: &mut dyn MetricOutput) {
-        page.counter(
-            "tidegate_untrusted_forwarding",
-            "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy depends on the client's address.",
-        )
-        .write_sample(&[], self.untrusted_forwarding_count());
-        page.counter(
-            "tidegate_tokens_refused",
-            "Requests with a rejected token, while a policy reads a claim.",
-        )
-        .write_sample(&[], self.sum_counter(|worker| &worker.rejected_tokens));
+fn write_store_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
+    write_metrics! { page;
+        Gauge "tidegate_store_up" = status.store_up.into(),
+            "Whether the store is available (1) or not (0).";
+        Gauge "tidegate_breaker_open" = status.breaker_open.into(),
+            "Whether the circuit breaker blocks calls to Redis (1) or not (0).";
+        Counter "tidegate_store_errors" by "kind" = status.store_errors.iter().copied(),
+            "Store errors by kind.";
     }
+    if let Some(instances) = status.instance_count {
+        write_metrics! { page;
+            Gauge "tidegate_instances" = instances.into(),
+                "Instances that share the limits, as last read from Redis; before the first read, store.redis.instances.";
+        }
+    }
+    if let Some(units) = status.lease_units_lost {
+        write_metrics! { page;
+            Counter "tidegate_lease_units_lost" = units,
+                "Unused leased units that could not be returned to Redis. They stay charged until they expire.";
+        }
+    }
+    if let Some(redis) = &status.redis {
+        write_redis_metrics(page, redis);
+    }
+    if let Some(memory) = status.memory {
+        write_metrics! { page;
+            Gauge "tidegate_store_memory_keys" = memory.keys as u64,
+                "Counters in the memory store.";
+            Gauge "tidegate_store_memory_bytes" = memory.bytes as u64,
+                "Estimated size of the counters in the memory store in bytes.";
+            Counter "tidegate_store_memory_evictions" = memory.evictions,
+                "Counters that the memory store evicted before they expired.";
+        }
+    }
+}
 
-    fn write_rate_limit_service_metrics(&self, page: &mut dyn MetricOutput) {
-        let counts = self.sum_by_label(|worker| &worker.rls_calls);
-        page.counter(
-            "tidegate_rls_calls",
-            "Calls of the rate-limit service by result. given_up: cancelled before the answer. It is less than the calls that Envoy let pass: Envoy counts those in cluster.NAME.ratelimit.failure_mode_allowed.",
-        )
-        .write_counts("result", counts);
-        page.counter(
-            "tidegate_rls_descriptors_unmet",
-            "Descriptors in calls of the rate-limit service that no policy matches, or that cannot be decided: negative hits, more than 64 entries, or beyond the first 64 of a call. They are not limited.",
-        )
-        .write_sample(
-            &[],
-            self.sum_counter(|worker| &worker.unmatched_descriptors),
-        );
+fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) {
+    write_metrics! { page;
+        Counter "tidegate_redis_calls" = redis.calls,
+            "Calls of this instance to Redis, for requests and in the background. One call may decide several requests.";
+        Counter "tidegate_redis_sentinel_disagreements" = redis.sentinel_disagreements,
+            "Checks, four per second and worker, that found sentinels with different masters.";
+        Counter "tidegate_override_changes" = redis.override_changes,
+            "Changes of key overrides that this instance noticed in Redis: set, replaced, removed, expired, or seen for the first time since the start or an eviction from its cache.";
+        Counter "tidegate_foreign_overrides" = redis.foreign_overrides,
+            "Decisions that ignored a foreign value in the Redis key of an override.";
+    }
+    if let Some(bytes) = redis.memory_bytes {
+        write_metrics! { page;
+            Gauge "tidegate_redis_memory_bytes" = bytes,
+                "Memory used by Redis in bytes; in a cluster, the sum over its masters.";
+        }
+    }
+    if let Some(bytes) = redis.memory_max_bytes {
+        write_metrics! { page;
+            Gauge "tidegate_redis_memory_max_bytes" = bytes,
+                "maxmemory of Redis in bytes, if configured; in a cluster, the sum over its masters.";
+        }
+    }
+    if let Some(may_evict) = redis.may_evict {
+        write_metrics! { page;
+            Gauge "tidegate_redis_may_evict" = may_evict.into(),
+                "Whether the maxmemory-policy of Redis may evict counters when memory is full (1) or not (0).";
+        }
+    }
+    if let Some(skew_us) = redis.clock_skew_us {
+        let help = "Clock of this machine minus the clock of Redis, corrected by half a round trip; in a cluster, the largest difference.";
+        page.write_family(MetricKind::Gauge, "tidegate_redis_clock_skew_seconds", help);
+        page.write_sample(&[], SampleValue::Micros(skew_us));
+    }
+}
+
+fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
+    let expiries = status.certificates.iter();
+    write_metrics! { page;
+        Gauge "tidegate_certificate_expiry_seconds" by "file" = expiries.map(|(file, at)| (&**file, *at)),
+            "Expiry of a server certificate, or of its chain if that expires earlier, in seconds since the Unix epoch.";
+    }
+    if let Some(spans) = status.spans {
+        let counts = [
+            ("exported", spans.exported),
+            ("dropped", spans.dropped),
+            ("failed", spans.failed),
+        ];
+        write_metrics! { page;
+            Counter "tidegate_trace_spans" by "result" = counts, "Spans by export result.";
+        }
+    }
+    if !status.key_fetches.is_empty() {
+        let help = "Fetches of the keys of token issuers, by configured URL and result.";
+        page.write_family(MetricKind::Counter, "tidegate_jwks_fetches", help);
+    }
+    for fetches in &status.key_fetches {
+        for (result, count) in [("success", fetches.succeeded), ("failure", fetches.failed)] {
+            let labels = [("url", &*fetches.url), ("result", result)];
+            page.write_sample(&labels, SampleValue::Number(count));
+        }
+    }
+    let successes = status.config_generation.saturating_sub(1);
+    let reloads = [("success", successes), ("failure", status.rejected_reloads)];
+    write_metrics! { page;
+        Counter "tidegate_config_reloads" by "result" = reloads,
+            "New configurations by result: success took effect, failure changed nothing.";
+        Gauge "tidegate_config_generation" = status.config_generation,
+            "Number of the configuration in effect, starting at 1.";
+        Gauge "tidegate_config_last_reload_success_timestamp_seconds" = status.config_applied_at_s,
+            "Time when the configuration in effect was applied, in seconds since the Unix epoch.";
+        Gauge "tidegate_config_last_reload_successful" = status.reload_errors.is_empty().into(),
+            "Whether the newest configuration files are in effect (1) or not (0).";
+        Gauge "tidegate_config_hash" = status.config_hash,
+            "Hash of the configuration in effect, without listen, admin, log, trace, metrics and shutdown. Equal configurations have equal hashes.";
+        Gauge "tidegate_build_info" by "version" = [(env!("CARGO_PKG_VERSION"), 1)],
+            "Always 1; the labels identify the build.";
     }
 }

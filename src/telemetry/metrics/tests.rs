@@ -1,6 +1,6 @@
 use super::exposition::ExpositionWriter;
 use super::histogram::{DECISION_TIME_BOUNDS, RESPONSE_TIME_BOUNDS};
-use super::output::MetricOutput;
+use super::output::{MetricKind, MetricOutput, SampleValue};
 use super::*;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -260,9 +260,8 @@ fn only_observed_status_codes_have_a_line() {
 #[test]
 fn escapes_label_values() {
     let mut page = ExpositionWriter::new(ExpositionFormat::OpenMetrics);
-    (&mut page as &mut dyn MetricOutput)
-        .gauge("x", "Help.")
-        .write_sample(&[("l", "a\"} 9\n\\")], 1);
+    page.write_family(MetricKind::Gauge, "x", "Help.");
+    page.write_sample(&[("l", "a\"} 9\n\\")], SampleValue::Number(1));
     assert_eq!(
         page.finish(),
         "# HELP x Help.\n# TYPE x gauge\nx{l=\"a\\\"} 9\\n\\\\\"} 1\n# EOF\n"

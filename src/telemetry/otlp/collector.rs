@@ -46,10 +46,8 @@ pub struct CollectorSettings {
 /// The address and protocol of a collector.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectorUrl {
-    /// Its authority has a port.
+    /// Its authority has a port. A path selects OTLP over HTTP, an empty path gRPC.
     pub endpoint: HttpUrl,
-    /// Path of OTLP over HTTP; `None` selects gRPC.
-    http_path: Option<String>,
 }
 
 /// A collector and its connection.
@@ -63,9 +61,6 @@ enum CollectorConnection {
     Grpc(http2::SendRequest<Full<Bytes>>),
     Http(http1::SendRequest<Full<Bytes>>),
 }
-
-/// Why an export failed, for the log.
-pub(crate) type ExportError = String;
 
 impl OtlpSignal {
     fn grpc_path(self) -> &'static str {
@@ -120,15 +115,16 @@ impl CollectorUrl {
         if !endpoint.authority.ends_with(&port) {
             endpoint.authority.push_str(&port);
         }
-        let http_path = match &*endpoint.path_and_query {
-            "/" if endpoint.port == HTTP_PORT => Some(signal.http_path().to_owned()),
-            "/" => None,
-            path => Some(path.to_owned()),
-        };
-        Ok(Self {
-            endpoint,
-            http_path,
-        })
+        if endpoint.path_and_query == "/" {
+            let is_http = endpoint.port == HTTP_PORT;
+            let path = if is_http { signal.http_path() } else { "" };
+            path.clone_into(&mut endpoint.path_and_query);
+        }
+        Ok(Self { endpoint })
+    }
+
+    fn is_grpc(&self) -> bool {
+        self.endpoint.path_and_query.is_empty()
     }
 }
 
@@ -143,13 +139,13 @@ impl CollectorClient {
 
     /// Exports an encoded request of the client's signal, and returns the number of rejected spans
     /// or data points. A dropped or late export closes the connection.
-    pub(crate) async fn export(&mut self, message: Bytes) -> Result<u64, ExportError> {
+    pub(crate) async fn export(&mut self, message: Bytes) -> Result<u64, String> {
         timeout(EXPORT_TIMEOUT, self.export_without_timeout(message))
             .await
             .unwrap_or_else(|_elapsed| Err("export timed out".to_owned()))
     }
 
-    async fn export_without_timeout(&mut self, message: Bytes) -> Result<u64, ExportError> {
+    async fn export_without_timeout(&mut self, message: Bytes) -> Result<u64, String> {
         let mut connection = match self.connection.take() {
             Some(connection) if connection.is_open() => connection,
             _ => self.connect().await?,
@@ -160,9 +156,9 @@ impl CollectorClient {
         rejected
     }
 
-    async fn connect(&self) -> Result<CollectorConnection, ExportError> {
+    async fn connect(&self) -> Result<CollectorConnection, String> {
         let CollectorSettings { url, tls, .. } = &self.settings;
-        let is_grpc = url.http_path.is_none();
+        let is_grpc = url.is_grpc();
         let protocol = if is_grpc { "h2" } else { "http/1.1" };
         let stream = http_client::connect(&url.endpoint, tls.as_ref(), &[protocol]).await?;
         let stream = TokioIo::new(stream);
@@ -178,22 +174,21 @@ impl CollectorClient {
         }
     }
 
-    fn build_request(&self, message: Bytes) -> Result<Request<Full<Bytes>>, ExportError> {
-        let CollectorUrl {
-            endpoint,
-            http_path,
-        } = &self.settings.url;
-        let (scheme, authority) = (endpoint.scheme(), &endpoint.authority);
-        let (uri, content_type, (name, value), body) = match http_path {
-            Some(path) => {
-                let host = (HOST, authority.as_str());
-                (path.clone(), "application/x-protobuf", host, message)
-            }
-            None => {
-                let uri = format!("{scheme}://{authority}{}", self.signal.grpc_path());
-                let body = frame_grpc_message(&message)?;
-                (uri, "application/grpc", (TE, "trailers"), body)
-            }
+    fn build_request(&self, message: Bytes) -> Result<Request<Full<Bytes>>, String> {
+        let HttpUrl {
+            authority,
+            path_and_query,
+            ..
+        } = &self.settings.url.endpoint;
+        let (uri, content_type, (name, value), body) = if self.settings.url.is_grpc() {
+            let (scheme, path) = (self.settings.url.endpoint.scheme(), self.signal.grpc_path());
+            let uri = format!("{scheme}://{authority}{path}");
+            let body = frame_grpc_message(&message)?;
+            (uri, "application/grpc", (TE, "trailers"), body)
+        } else {
+            let host = (HOST, authority.as_str());
+            let path = path_and_query.clone();
+            (path, "application/x-protobuf", host, message)
         };
         let request = Request::builder()
             .method(Method::POST)
@@ -209,7 +204,7 @@ impl CollectorClient {
 }
 
 /// The message with the prefix of gRPC: not compressed, and its length.
-fn frame_grpc_message(message: &[u8]) -> Result<Bytes, ExportError> {
+fn frame_grpc_message(message: &[u8]) -> Result<Bytes, String> {
     let mut body = BytesMut::with_capacity(5 + message.len());
     body.put_u8(0);
     body.put_u32(u32::try_from(message.len()).map_err(to_export_error)?);
@@ -230,7 +225,7 @@ impl CollectorConnection {
 async fn call_collector(
     connection: &mut CollectorConnection,
     request: Request<Full<Bytes>>,
-) -> Result<u64, ExportError> {
+) -> Result<u64, String> {
     let (is_grpc, response) = match connection {
         CollectorConnection::Grpc(sender) => (true, sender.send_request(request).await),
         CollectorConnection::Http(sender) => (false, sender.send_request(request).await),
@@ -279,18 +274,13 @@ fn header_text<'h>(fields: &'h HeaderMap, name: &str) -> &'h str {
         .unwrap_or_default()
 }
 
-fn to_export_error(error: impl fmt::Display) -> ExportError {
+fn to_export_error(error: impl fmt::Display) -> String {
     error.to_string()
 }
 
 impl fmt::Display for CollectorUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            endpoint,
-            http_path,
-        } = self;
-        let path = http_path.as_deref().unwrap_or_default();
-        write!(f, "{}://{}{path}", endpoint.scheme(), endpoint.authority)
+        self.endpoint.fmt(f)
     }
 }
 
@@ -320,7 +310,7 @@ mod tests {
         ] {
             let url = CollectorUrl::parse(text, OtlpSignal::Traces).unwrap();
             assert_eq!(
-                (url.to_string().as_str(), url.http_path.is_none()),
+                (url.to_string().as_str(), url.is_grpc()),
                 (shown, is_grpc),
                 "{text}"
             );
