@@ -8,7 +8,10 @@ use axum::extract::rejection::BytesRejection;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
 use http::{HeaderMap, StatusCode};
-use serde_json::Value;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -116,7 +119,7 @@ pub(super) fn parse_key_query(query: Option<&str>, further: &[&str]) -> Result<K
 pub(super) fn parse_json_object(
     headers: &HeaderMap,
     body: Result<Bytes, BytesRejection>,
-) -> Result<serde_json::Map<String, Value>, ProblemDetails> {
+) -> Result<Map<String, Value>, ProblemDetails> {
     let content_type = headers
         .get(CONTENT_TYPE)
         .and_then(|kind| kind.to_str().ok())
@@ -146,9 +149,7 @@ pub(super) fn parse_json_object(
 const EXPLAIN_FIELDS: [&str; 5] = ["method", "url", "headers", "ip", "client_cert"];
 
 /// Parses the described request in the body of `POST /explain`.
-pub(super) fn parse_explain_request(
-    object: &serde_json::Map<String, Value>,
-) -> Result<ExplainRequest, String> {
+pub(super) fn parse_explain_request(object: &Map<String, Value>) -> Result<ExplainRequest, String> {
     reject_unknown_fields(object, "", &EXPLAIN_FIELDS)?;
     let Some(url) = get_string_field(object, "url")? else {
         return Err(
@@ -161,31 +162,45 @@ pub(super) fn parse_explain_request(
             .parse()
             .map_err(|error| format!("ip {text:?}: {error}"))?,
     };
-    let certificate = match object.get("client_cert") {
-        None | Some(Value::Null) => None,
-        Some(Value::Object(certificate)) => {
-            reject_unknown_fields(certificate, "client_cert: ", &["san", "cn"])?;
-            Some(certificate)
-        }
-        Some(_) => {
-            return Err("client_cert: expected an object with san and cn".to_owned());
-        }
-    };
-    let certificate_name =
-        |name| certificate.map_or(Ok(None), |certificate| get_string_field(certificate, name));
+    let certificate = get_field(object, "client_cert", "an object with san and cn")?;
+    let certificate: Map<String, Value> = certificate.unwrap_or_default();
+    reject_unknown_fields(&certificate, "client_cert: ", &["san", "cn"])?;
+    let expected = "an object of texts, or of lists of texts";
+    let headers: Option<BTreeMap<String, OneOrMany>> = get_field(object, "headers", expected)?;
+    let headers = headers.into_iter().flatten().flat_map(|(name, values)| {
+        let values = values.into_vec().into_iter();
+        values.map(move |value| (name.clone(), value))
+    });
     Ok(ExplainRequest {
         method: get_string_field(object, "method")?.unwrap_or_else(|| "GET".to_owned()),
         url,
-        headers: parse_headers(object.get("headers"))?,
+        headers: headers.collect(),
         peer_ip: ip,
-        client_cert_san: certificate_name("san")?,
-        client_cert_cn: certificate_name("cn")?,
+        client_cert_san: get_string_field(&certificate, "san")?,
+        client_cert_cn: get_string_field(&certificate, "cn")?,
     })
+}
+
+/// A text or a list of texts.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    pub(crate) fn into_vec(self) -> Vec<String> {
+        match self {
+            Self::One(text) => vec![text],
+            Self::Many(texts) => texts,
+        }
+    }
 }
 
 /// `place` precedes the message.
 pub(crate) fn reject_unknown_fields(
-    object: &serde_json::Map<String, Value>,
+    object: &Map<String, Value>,
     place: &str,
     known: &[&str],
 ) -> Result<(), String> {
@@ -199,35 +214,21 @@ pub(crate) fn reject_unknown_fields(
 }
 
 pub(crate) fn get_string_field(
-    object: &serde_json::Map<String, Value>,
+    object: &Map<String, Value>,
     name: &str,
 ) -> Result<Option<String>, String> {
-    match object.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(format!("{name}: expected a string")),
-    }
+    get_field(object, name, "a string")
 }
 
-/// Parses the headers of a described request: `{"name": "value"}`, with a list for a repeated
-/// header.
-fn parse_headers(value: Option<&Value>) -> Result<Vec<(String, String)>, String> {
-    let expected = || "headers: expected an object of texts, or of lists of texts".to_owned();
-    let object = match value {
-        None | Some(Value::Null) => return Ok(Vec::new()),
-        Some(value) => value.as_object().ok_or_else(expected)?,
-    };
-    let mut headers = Vec::new();
-    for (name, value) in object {
-        let values = value
-            .as_array()
-            .map_or(std::slice::from_ref(value), Vec::as_slice);
-        for value in values {
-            headers.push((
-                name.clone(),
-                value.as_str().ok_or_else(expected)?.to_owned(),
-            ));
-        }
-    }
-    Ok(headers)
+/// Returns a field, or `None` if it is absent or null.
+///
+/// # Errors
+/// That the field has another type, and which one is `expected`.
+pub(crate) fn get_field<T: DeserializeOwned>(
+    object: &Map<String, Value>,
+    name: &str,
+    expected: &str,
+) -> Result<Option<T>, String> {
+    let value = object.get(name).map_or(Ok(None), Option::deserialize);
+    value.map_err(|_other| format!("{name}: expected {expected}"))
 }

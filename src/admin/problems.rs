@@ -4,7 +4,7 @@
 use super::AdminBackend;
 use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics};
 use crate::telemetry::top_rejections::RejectionDimension;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// Number of seconds that the rules about traffic cover. The current, incomplete second is added.
@@ -32,14 +32,14 @@ pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
     ["rejected", "blocked", "denied", "degraded_refused"];
 
 /// A problem and its remedy, in words.
-#[derive(Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Problem {
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
     /// Names the rule; the dashboard has its own texts for some rules.
-    id: &'static str,
+    pub id: Cow<'static, str>,
     /// `error` or `warning`.
-    level: &'static str,
-    title: Cow<'static, str>,
-    remedy: Cow<'static, str>,
+    pub level: Cow<'static, str>,
+    pub title: Cow<'static, str>,
+    pub remedy: Cow<'static, str>,
 }
 
 /// Counts of the requests in the last minute.
@@ -65,8 +65,8 @@ impl Problem {
         remedy: impl Into<Cow<'static, str>>,
     ) -> Self {
         Self {
-            id,
-            level: "error",
+            id: id.into(),
+            level: "error".into(),
             title: title.into(),
             remedy: remedy.into(),
         }
@@ -78,7 +78,7 @@ impl Problem {
         remedy: impl Into<Cow<'static, str>>,
     ) -> Self {
         Self {
-            level: "warning",
+            level: "warning".into(),
             ..Self::error(id, title, remedy)
         }
     }
@@ -323,8 +323,8 @@ fn percent(part: u64, all: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn ids(problems: &[Problem]) -> Vec<&'static str> {
-        problems.iter().map(|problem| problem.id).collect()
+    fn ids(problems: &[Problem]) -> Vec<&str> {
+        problems.iter().map(|problem| &*problem.id).collect()
     }
 
     fn traffic(requests: u64, refused: u64, failed: u64) -> Vec<Problem> {

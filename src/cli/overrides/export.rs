@@ -1,11 +1,13 @@
 //! `tidegate overrides export`: writes all overrides in a form that `import` reads.
 
 use super::store_client::StoreClient;
-use crate::app::overrides::{format_time_ms, override_to_json};
+use crate::app::overrides::{describe_stored_override, format_time_ms};
+use crate::cli::output::CommandError;
 use crate::config::Config;
 use crate::limiter::KeyOverride;
 use crate::policy::PolicyAction;
 use crate::store::StoredOverride;
+use serde_json::json;
 use std::io::{self, Write};
 
 #[derive(clap::Args, Debug)]
@@ -31,7 +33,7 @@ pub(super) async fn export_overrides(
     store: &StoreClient,
     config: &Config,
     arguments: &ExportArguments,
-) -> Result<(), String> {
+) -> Result<(), CommandError> {
     let mut output = io::BufWriter::new(io::stdout().lock());
     let mut written: io::Result<()> = Ok(());
     let is_included = |stored: &StoredOverride| {
@@ -42,7 +44,7 @@ pub(super) async fn export_overrides(
         ExportFormat::Jsonl => {
             let visited = store.visit(|stored| {
                 if is_included(&stored) {
-                    written = writeln!(output, "{}", override_to_json(&stored));
+                    written = writeln!(output, "{}", json!(describe_stored_override(&stored)));
                 }
                 written.is_ok()
             });
@@ -67,7 +69,7 @@ pub(super) async fn export_overrides(
         }
     }
     let flushed = written.and_then(|()| output.flush());
-    flushed.map_err(|error| format!("stdout: {error}"))
+    Ok(flushed.map_err(|error| format!("stdout: {error}"))?)
 }
 
 /// The most values of a key of a policy with overrides.

@@ -8,8 +8,9 @@ use super::csv_records::{CsvRecordReader, LineRange, MAX_RECORD_BYTES};
 use super::store_client::StoreClient;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
-    FIELD_NAMES, OverrideInput, limits_to_json, override_from_json, resolve_override,
+    FIELD_NAMES, OverrideInput, amounts_by_limit, override_from_json, resolve_override,
 };
+use crate::cli::output::CommandError;
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::limiter::{KeyOverride, MAX_UNITS};
@@ -56,7 +57,7 @@ pub(super) async fn import_file(
     config: &Config,
     arguments: &ImportArguments,
     mut report_error: impl FnMut(LineRange, &str),
-) -> Result<ImportReport, String> {
+) -> Result<ImportReport, CommandError> {
     let now_us = Clock::system().now_us();
     let records = open_records(&arguments.file, now_us)?;
     let progress = new_progress_bar();
@@ -104,15 +105,15 @@ async fn set_chunk(
     arguments: &ImportArguments,
     chunk: &mut Vec<(u64, StoredOverride)>,
     progress: &ProgressBar,
-) -> Result<u64, String> {
+) -> Result<u64, CommandError> {
     let (numbers, overrides): (Vec<u64>, Vec<StoredOverride>) = chunk.drain(..).unzip();
     if !arguments.dry_run {
         let results = store.set_many(&overrides, progress).await;
         for (number, result) in numbers.iter().zip(results) {
-            result.map_err(|why| {
+            result.map_err(|error| {
+                let (file, why) = (arguments.file.display(), error.cause());
                 format!(
-                    "{}: stopped at line {number}: {why}; continue with --from-line {number}",
-                    arguments.file.display()
+                    "{file}: stopped at line {number}: {why}; continue with --from-line {number}"
                 )
             })?;
         }
@@ -302,11 +303,11 @@ fn read_record(
             },
             "limits" => match parse_override_rule(text) {
                 Some(KeyOverride::Limits(amounts)) => {
-                    let by_name = limits_to_json(&amounts);
-                    if by_name.as_object().map(Map::len) != Some(amounts.len()) {
+                    let by_name = amounts_by_limit(&amounts);
+                    if by_name.len() != amounts.len() {
                         return Err(format!("limits: {text:?}; expected each limit once"));
                     }
-                    by_name
+                    json!(by_name)
                 }
                 _ => {
                     return Err(format!(

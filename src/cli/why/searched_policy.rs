@@ -244,7 +244,7 @@ impl<'t> SearchedPolicy<'t> {
         }
         match &self.stored {
             Ok(stored) => Some(format!("now {}", describe_override(stored.as_ref()?))),
-            Err(error) => Some(format!("its override cannot be read: {}", error.trim_end())),
+            Err(error) => Some(format!("its override cannot be read: {error}")),
         }
     }
 
