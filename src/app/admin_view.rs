@@ -2,7 +2,7 @@
 
 use super::SharedState;
 use super::doctor::StoreExaminations;
-use super::explanation::{self, ExplainError};
+use super::explanation;
 use super::instance_name::instance_name;
 use super::key_status::{self, ResolvedKey};
 use super::limit_documents::{describe_limit, micros_to_seconds};
@@ -313,13 +313,8 @@ impl AdminViewState {
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
         let snapshot = self.shared.active_policies.load_snapshot();
         let backend = &self.shared.store_backend;
-        match explanation::explain_request(backend, &snapshot.table, description).await {
-            Ok(explained) => Ok(json!(explained.describe(true))),
-            Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
-            Err(ExplainError::RequestRejected(reason)) => {
-                Ok(json!(explanation::describe_rejection(reason)))
-            }
-        }
+        let explained = explanation::explain_request(backend, &snapshot.table, description).await?;
+        Ok(json!(explained.describe(true)))
     }
 
     /// Examines Redis, or returns the report of the last examination if that was recent.

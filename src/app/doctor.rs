@@ -103,31 +103,32 @@ pub(crate) async fn examine_store(
     table: &PolicyTable,
     serves_rate_limit_service: bool,
 ) -> DoctorReport {
-    let mut findings = FindingList::default();
     let Some(settings) = redis else {
-        findings.add_ok(
-            "store",
-            "store.kind is \"memory\": each instance counts by itself, and there is no Redis to examine",
-        );
-        return DoctorReport::new(ExaminedStore::Memory, findings);
+        let found = "store.kind is \"memory\": each instance counts by itself, and there is no Redis to examine";
+        return DoctorReport::new(ExaminedStore::Memory, vec![ok("store", found)]);
     };
     let diagnosis = Box::pin(diagnose_redis(settings, &configured_algorithms(table))).await;
-    store_findings::judge_configuration(&mut findings, settings, serves_rate_limit_service);
-    store_findings::judge_topology(&mut findings, settings, &diagnosis);
+    let mut findings = Vec::new();
+    findings
+        .extend(serves_rate_limit_service.then(|| store_findings::judge_service_timeout(settings)));
+    findings.extend(store_findings::judge_topology(settings, &diagnosis));
     let policies = estimate_policy_memory(&diagnosis);
     let mut examined = Vec::new();
     for server in diagnosis.servers {
-        let mut server_findings = FindingList::default();
-        match server.result {
+        let of_server = match server.result {
             Ok(facts) => {
-                server_findings::judge_server(&mut server_findings, settings, &facts);
+                let of_server = server_findings::judge_server(settings, &facts);
                 examined.push((server.address.clone(), facts));
+                of_server
             }
-            Err(error) => server_findings.add_error("connection", "no connection", &error),
-        }
-        findings.extend_for_server(&server.address, server_findings);
+            Err(error) => vec![failure("connection", "no connection", &error)],
+        };
+        findings.extend(of_server.into_iter().map(|finding| DoctorFinding {
+            server: Some(server.address.clone()),
+            ..finding
+        }));
     }
-    store_findings::judge_clocks_between_servers(&mut findings, &examined);
+    findings.extend(store_findings::judge_clocks_between_servers(&examined));
     let servers = examined
         .iter()
         .map(|(address, facts)| server_to_json(address, facts));
@@ -171,7 +172,7 @@ impl StoreExaminations {
 }
 
 impl DoctorReport {
-    fn new(store: ExaminedStore, FindingList(findings): FindingList) -> Self {
+    fn new(store: ExaminedStore, findings: Vec<DoctorFinding>) -> Self {
         let count = |level| findings.iter().filter(|one| one.level == level).count();
         let (faults, unknown) = (count(FindingLevel::Fault), count(FindingLevel::Unknown));
         Self {
@@ -188,62 +189,60 @@ impl DoctorReport {
     }
 }
 
-/// Collects findings.
-#[derive(Debug, Default)]
-struct FindingList(Vec<DoctorFinding>);
+fn ok(check: &'static str, found: impl Into<String>) -> DoctorFinding {
+    finding(FindingLevel::Ok, check, found, "")
+}
 
-impl FindingList {
-    fn add_ok(&mut self, check: &'static str, found: impl Into<String>) {
-        self.add(FindingLevel::Ok, check, found.into(), "");
-    }
+fn warning(check: &'static str, found: impl Into<String>, advice: &str) -> DoctorFinding {
+    finding(FindingLevel::Warning, check, found, advice)
+}
 
-    /// Adds that a check has no result, and why.
-    fn add_unknown(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
-        let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
-        let advice = match error.remedy() {
-            PERMISSION_REMEDY => PERMISSION_ADVICE,
-            _ => {
-                "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)"
-            }
-        };
-        self.add(FindingLevel::Unknown, check, found, advice);
-    }
+fn fault(check: &'static str, found: impl Into<String>, advice: &str) -> DoctorFinding {
+    finding(FindingLevel::Fault, check, found, advice)
+}
 
-    fn add_warning(&mut self, check: &'static str, found: String, advice: &str) {
-        self.add(FindingLevel::Warning, check, found, advice);
-    }
+/// A check without a result, and why.
+fn unknown(check: &'static str, what: &str, error: &RedisConnectionError) -> DoctorFinding {
+    let advice = match error.remedy() {
+        PERMISSION_REMEDY => PERMISSION_ADVICE,
+        _ => {
+            "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)"
+        }
+    };
+    finding(
+        FindingLevel::Unknown,
+        check,
+        quote_error(what, error),
+        advice,
+    )
+}
 
-    fn add_fault(&mut self, check: &'static str, found: String, advice: &str) {
-        self.add(FindingLevel::Fault, check, found, advice);
-    }
+/// A fault that quotes the error of the server or the system, with advice for its kind.
+fn failure(check: &'static str, what: &str, error: &RedisConnectionError) -> DoctorFinding {
+    let advice = match error.remedy() {
+        PERMISSION_REMEDY => PERMISSION_ADVICE,
+        remedy => remedy,
+    };
+    fault(check, quote_error(what, error), advice)
+}
 
-    /// Adds a fault that quotes the error of the server or the system, with advice for its kind.
-    fn add_error(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
-        let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
-        let advice = match error.remedy() {
-            PERMISSION_REMEDY => PERMISSION_ADVICE,
-            remedy => remedy,
-        };
-        self.add_fault(check, found, advice);
-    }
+fn quote_error(what: &str, error: &RedisConnectionError) -> String {
+    format!("{what} ({}): {}", error.kind.into_str(), error.message)
+}
 
-    /// Adds a finding. The advice counts unless the level is `Ok`.
-    fn add(&mut self, level: FindingLevel, check: &'static str, found: String, advice: &str) {
-        self.0.push(DoctorFinding {
-            level,
-            check,
-            server: None,
-            found,
-            advice: (level != FindingLevel::Ok).then(|| advice.to_owned()),
-        });
-    }
-
-    fn extend_for_server(&mut self, address: &str, findings: Self) {
-        self.0
-            .extend(findings.0.into_iter().map(|finding| DoctorFinding {
-                server: Some(address.to_owned()),
-                ..finding
-            }));
+/// The advice counts unless the level is `Ok`.
+fn finding(
+    level: FindingLevel,
+    check: &'static str,
+    found: impl Into<String>,
+    advice: &str,
+) -> DoctorFinding {
+    DoctorFinding {
+        level,
+        check,
+        server: None,
+        found: found.into(),
+        advice: (level != FindingLevel::Ok).then(|| advice.to_owned()),
     }
 }
 

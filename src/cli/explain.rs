@@ -10,7 +10,7 @@ use crate::admin::{
     ExpectedOutcome, ExplainRequest, ExplanationDocument, OverviewDocument, add_fields,
 };
 use crate::app::StoreBackend;
-use crate::app::explanation::{self, ExplainError};
+use crate::app::explanation;
 use crate::config::{self, Config, ConfigSources, FileSource};
 use crate::enforcer::{PolicyExplanation, PolicyStep};
 use crate::store::StoredOverride;
@@ -53,35 +53,25 @@ pub(super) fn explain_request(
             false => copy_overrides(sources, &config, &backend, &request).await,
         };
         let mut explained =
-            explanation::explain_request(&backend, &config.policy_table, &request).await;
-        if let Ok(explained) = &mut explained {
-            clear_instance_statuses(&mut explained.explanation);
-            if let Some(why) = &mut explained.store_error
-                && let Some(outage_s) = outage_of_running_proxy(sources)
-            {
-                why.push_str(&format!(
-                    "; the proxy on this machine has been without Redis for {outage_s} s"
-                ));
-            }
-            if let Err(error) = copied {
-                let why = format!(
-                    "overrides of keys are known only to the running proxy: {}",
-                    error.cause()
-                );
-                explained.store_error = Some(why);
-            }
+            explanation::explain_request(&backend, &config.policy_table, &request).await?;
+        clear_instance_statuses(&mut explained.explanation);
+        if let Some(why) = &mut explained.store_error
+            && let Some(outage_s) = outage_of_running_proxy(sources)
+        {
+            why.push_str(&format!(
+                "; the proxy on this machine has been without Redis for {outage_s} s"
+            ));
         }
-        let document = match explained {
-            Ok(explained) => explained.describe(is_redis),
-            Err(ExplainError::InvalidRequest(why)) => return Err(why.into()),
-            Err(ExplainError::RequestRejected(why)) if as_json => {
-                explanation::describe_rejection(why)
-            }
-            Err(ExplainError::RequestRejected(why)) => {
-                eprint!("{title}");
-                return Err(why.into());
-            }
-        };
+        if let Err(error) = copied {
+            let why = error.cause();
+            let why = format!("overrides of keys are known only to the running proxy: {why}");
+            explained.store_error = Some(why);
+        }
+        if let (false, Some(why)) = (as_json, &explained.rejection) {
+            eprint!("{title}");
+            return Err(why.as_str().into());
+        }
+        let document = explained.describe(is_redis);
         let mut fields = json!(document);
         let request =
             json!({ "method": request.method, "url": request.url, "ip": request.peer_ip });
@@ -111,8 +101,8 @@ async fn copy_overrides(
     backend: &StoreBackend,
     request: &ExplainRequest,
 ) -> Result<(), CommandError> {
-    let explained = explanation::explain_request(backend, &config.policy_table, request).await;
-    for (policy, step) in explained.iter().flat_map(|one| &one.explanation.steps) {
+    let explained = explanation::explain_request(backend, &config.policy_table, request).await?;
+    for (policy, step) in &explained.explanation.steps {
         if let PolicyStep::Limits(limits) = step
             && policy.quota().is_some_and(|quota| quota.is_dynamic)
         {
