@@ -1,14 +1,12 @@
 //! Handlers that act on one key or request, and handlers that change the state of the process.
 
-use super::parameters::{self, BackendAndQuery, QueryParameters};
+use super::parameters::{self, BackendAndQuery, JsonObject, QueryParameters};
 use super::responses::{JsonResult, ProblemDetails, json_response};
 use super::{AdminBackend, LogLevelDocument, OverrideRequest, StoreRequest};
 use crate::telemetry::{self, LogLevel};
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
 use axum::extract::{Path, RawQuery, State};
 use axum::response::Response;
-use http::{HeaderMap, Method, StatusCode};
+use http::{Method, StatusCode};
 
 async fn query_store(view: AdminBackend, request: StoreRequest) -> JsonResult {
     let answer = view.state.handle_store_request(request).await?;
@@ -49,10 +47,8 @@ pub(super) async fn set_override(
     State(view): State<AdminBackend>,
     Path(policy): Path<String>,
     method: Method,
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
+    JsonObject(fields): JsonObject,
 ) -> JsonResult {
-    let fields = parameters::parse_json_object(&headers, body)?;
     let request = OverrideRequest::Set {
         policy,
         fields,
@@ -74,11 +70,9 @@ pub(super) async fn remove_override(
 
 pub(super) async fn explain_request(
     State(view): State<AdminBackend>,
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
+    JsonObject(description): JsonObject,
 ) -> JsonResult {
-    let request =
-        parameters::parse_explain_request(&parameters::parse_json_object(&headers, body)?)?;
+    let request = parameters::parse_explain_request(&description)?;
     query_store(view, StoreRequest::Explain(request)).await
 }
 
@@ -103,11 +97,7 @@ pub(super) async fn get_log_level() -> Response {
 /// Expects the body `{"level": "info,tidegate::proxy=debug"}`, with a level as in the
 /// configuration.
 #[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn set_log_level(
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
-) -> JsonResult {
-    let object = parameters::parse_json_object(&headers, body)?;
+pub(super) async fn set_log_level(JsonObject(object): JsonObject) -> JsonResult {
     parameters::reject_unknown_fields(&object, "", &["level"])?;
     let text = parameters::get_string_field(&object, "level")?;
     let text = text.ok_or_else(|| "level is missing".to_owned())?;

@@ -2,6 +2,9 @@
 //!
 //! Missing fields are no error, so that the answers of an older proxy can be shown.
 
+#[cfg(test)]
+mod tests;
+
 use super::problems::Problem;
 use crate::telemetry::metrics::{MemoryStoreUsage, StoreOutage};
 use crate::telemetry::top_rejections::RejectionRanking;
@@ -9,6 +12,21 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+
+/// Counters of the refused requests among all requests. `degraded_refused` is a part of `degraded`.
+pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
+    ["rejected", "blocked", "denied", "degraded_refused"];
+
+/// Series of refused requests in the history of a policy: also those that a policy in mode `shadow`
+/// or `mark` would refuse.
+pub(crate) const REFUSED_SERIES: [&str; 6] = [
+    "rejected",
+    "blocked",
+    "denied",
+    "degraded_refused",
+    "shadow_rejected",
+    "marked",
+];
 
 /// Numbers by name.
 pub type NamedCounts = BTreeMap<String, u64>;
@@ -209,12 +227,13 @@ pub struct TopDocument {
 }
 
 /// Whether requests are served.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ReadinessDocument {
     /// The phase of the process.
-    pub status: &'static str,
+    pub status: String,
     /// `up` or `degraded`.
-    pub store: &'static str,
+    pub store: String,
     pub generation: u64,
     pub reload_errors: Vec<String>,
     pub untrusted_forwarding: u64,
@@ -231,7 +250,7 @@ pub struct DrainDocument {
 }
 
 /// The level of the log, as in the configuration.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct LogLevelDocument {
     pub level: Option<String>,
 }
@@ -392,7 +411,8 @@ pub struct CounterDocument {
 }
 
 /// What each policy does with a request, and the expected result.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ExplanationDocument {
     pub expected: ExpectedOutcome,
     pub policies: Vec<ExplainedPolicy>,
@@ -403,12 +423,13 @@ pub struct ExplanationDocument {
 }
 
 /// The expected result for the client.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ExpectedOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<u16>,
     /// `None` if the counters cannot be read, or the request is rejected before policies apply.
-    pub decision: Option<&'static str>,
+    pub decision: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub by: Option<Vec<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -416,12 +437,12 @@ pub struct ExpectedOutcome {
 }
 
 /// What one policy does with a request.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct ExplainedPolicy {
     pub policy: String,
-    pub mode: &'static str,
+    pub mode: String,
     pub shadow: bool,
-    pub result: &'static str,
+    pub result: String,
     pub why: Option<String>,
     /// The result in words.
     #[serde(skip)]
@@ -431,11 +452,11 @@ pub struct ExplainedPolicy {
 }
 
 /// The key of a request in one policy, and its limits.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct ExplainedKey {
     pub key: String,
     pub key_hash: String,
-    pub scope: &'static str,
+    pub scope: String,
     pub cost: u64,
     pub limits: Vec<LimitDocument>,
     pub blocked_s: Option<f64>,

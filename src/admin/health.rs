@@ -38,8 +38,8 @@ pub(super) async fn get_readiness(
         return (status, format!("{phase}; store {store}\n{hints}")).into_response();
     }
     let body = ReadinessDocument {
-        status: phase_label(observed.phase),
-        store,
+        status: phase_label(observed.phase).to_owned(),
+        store: store.to_owned(),
         generation: observed.config_generation,
         reload_errors: observed.reload_errors,
         untrusted_forwarding: view.metrics.untrusted_forwarding_count(),

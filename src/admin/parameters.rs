@@ -3,11 +3,10 @@
 use super::responses::ProblemDetails;
 use super::{AdminBackend, ExplainRequest, KeyQuery};
 use axum::body::Bytes;
-use axum::extract::FromRequestParts;
-use axum::extract::rejection::BytesRejection;
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use http::StatusCode;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -115,34 +114,37 @@ pub(super) fn parse_key_query(query: Option<&str>, further: &[&str]) -> Result<K
     })
 }
 
-/// Reads a JSON object from a body of type `application/json`.
-pub(super) fn parse_json_object(
-    headers: &HeaderMap,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<Map<String, Value>, ProblemDetails> {
-    let content_type = headers
-        .get(CONTENT_TYPE)
-        .and_then(|kind| kind.to_str().ok())
-        .unwrap_or_default();
-    let media_type = content_type.split(';').next().unwrap_or_default().trim();
-    // Only this type is accepted, because it cannot be sent cross-site without a CORS preflight.
-    if !media_type.eq_ignore_ascii_case("application/json") {
-        return Err(ProblemDetails::new(
-            StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            format!("expected Content-Type: application/json, found {media_type:?}"),
-        ));
-    }
-    let body = body.map_err(|rejection| match rejection.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => ProblemDetails::new(
-            StatusCode::PAYLOAD_TOO_LARGE,
-            format!("the body is too large: at most {MAX_BODY_BYTES} bytes"),
-        ),
-        _ => "the body ended early".to_owned().into(),
-    })?;
-    match serde_json::from_slice(&body) {
-        Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err("expected a JSON object".to_owned().into()),
-        Err(error) => Err(format!("the body is not JSON: {error}").into()),
+/// The JSON object in a body of type `application/json`.
+pub(super) struct JsonObject(pub(super) Map<String, Value>);
+
+impl FromRequest<AdminBackend> for JsonObject {
+    type Rejection = ProblemDetails;
+
+    async fn from_request(request: Request, view: &AdminBackend) -> Result<Self, ProblemDetails> {
+        let content_type = request.headers().get(CONTENT_TYPE);
+        let content_type = content_type.and_then(|kind| kind.to_str().ok());
+        let media_type = content_type.unwrap_or_default().split(';').next();
+        let media_type = media_type.unwrap_or_default().trim();
+        // Only this type is accepted, because it cannot be sent cross-site without a CORS preflight.
+        if !media_type.eq_ignore_ascii_case("application/json") {
+            return Err(ProblemDetails::new(
+                StatusCode::UNSUPPORTED_MEDIA_TYPE,
+                format!("expected Content-Type: application/json, found {media_type:?}"),
+            ));
+        }
+        let body = Bytes::from_request(request, view).await;
+        let body = body.map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => ProblemDetails::new(
+                StatusCode::PAYLOAD_TOO_LARGE,
+                format!("the body is too large: at most {MAX_BODY_BYTES} bytes"),
+            ),
+            _ => "the body ended early".to_owned().into(),
+        })?;
+        match serde_json::from_slice(&body) {
+            Ok(Value::Object(object)) => Ok(Self(object)),
+            Ok(_) => Err("expected a JSON object".to_owned().into()),
+            Err(error) => Err(format!("the body is not JSON: {error}").into()),
+        }
     }
 }
 

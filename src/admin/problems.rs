@@ -1,7 +1,7 @@
 //! Problems that need attention: one rule each, for `/readyz`, the overview, the dashboard and
 //! `tidegate top`. docs/operations/observe.md lists the rules.
 
-use super::AdminBackend;
+use super::{AdminBackend, REFUSED_REQUEST_COUNTERS};
 use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics};
 use crate::telemetry::top_rejections::RejectionDimension;
 use serde::{Deserialize, Serialize};
@@ -26,10 +26,6 @@ const MAX_NAMED_POLICIES: usize = 5;
 const MAX_NAMED_PATHS: usize = 3;
 /// Largest difference to the clock of Redis that is not reported.
 const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
-
-/// Counters of the refused requests among all requests. `degraded_refused` is a part of `degraded`.
-pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
-    ["rejected", "blocked", "denied", "degraded_refused"];
 
 /// A problem and its remedy, in words.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -295,8 +291,8 @@ impl RecentTraffic {
                 .map(|count| u64::from(*count))
                 .sum()
         };
-        let refused = sum(&["rejected", "blocked", "denied"]);
         let (degraded, degraded_refused) = (sum(&["degraded"]), sum(&["degraded_refused"]));
+        let refused = sum(&REFUSED_REQUEST_COUNTERS).saturating_sub(degraded_refused);
         let admitted = sum(&["allowed", "delayed"]) + degraded;
         let forwarded = admitted.saturating_sub(degraded_refused);
         let [failed, app_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {

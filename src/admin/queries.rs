@@ -6,7 +6,7 @@
 use super::documents::{
     CertificateExpiry, ConnectionCounts, DurationQuantiles, HttpCounts, LastReload,
     LatencyDocument, NamedCounts, OverviewDocument, OverviewInstance, OverviewStore,
-    PoliciesDocument, RequestCounts, TopDocument,
+    PoliciesDocument, REFUSED_SERIES, RequestCounts, TopDocument,
 };
 use super::health::phase_label;
 use super::parameters::{BackendAndQuery, QueryParameters};
@@ -35,17 +35,6 @@ const DEFAULT_RANKING_ENTRIES: usize = 20;
 const MAX_RANKING_ENTRIES: usize = 500;
 /// Seconds of history in an overview by default.
 const DEFAULT_HISTORY_SECONDS: usize = 120;
-
-/// Series of refused requests in the history of a policy. `degraded_refused` is a part of
-/// `degraded`.
-pub(crate) const REFUSED_SERIES: [&str; 6] = [
-    "rejected",
-    "blocked",
-    "denied",
-    "shadow_rejected",
-    "marked",
-    "degraded_refused",
-];
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
 

@@ -7,7 +7,7 @@ use super::instance_name::instance_name;
 use super::key_status::{self, ResolvedKey};
 use super::limit_documents::{describe_limit, micros_to_seconds};
 use super::listener_set::ListenerSet;
-use super::override_store::describe_key_override;
+use super::override_store::inspect_key;
 use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
@@ -269,13 +269,9 @@ impl AdminViewState {
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        let status = resolved_key.read_status(&self.shared.store_backend).await?;
-        let now_us = status.now_us;
-        let words =
-            describe_key_override(&self.shared.store_backend, &resolved_key, now_us).await?;
         Ok(json!(KeyDocument {
             counters: Some(self.redis_counter_keys(&resolved_key)),
-            ..resolved_key.describe_status(&status, words)
+            ..inspect_key(&self.shared.store_backend, &resolved_key).await?
         }))
     }
 

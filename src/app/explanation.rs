@@ -173,7 +173,7 @@ fn new_outcome(
     let by: Vec<String> = by.into();
     ExpectedOutcome {
         status,
-        decision,
+        decision: decision.map(str::to_owned),
         by: (!by.is_empty()).then_some(by),
         why: None,
     }
@@ -267,9 +267,9 @@ fn describe_step(
     let mode = effective_mode(policy, step);
     ExplainedPolicy {
         policy: policy.name.to_string(),
-        mode: mode.name(),
+        mode: mode.name().to_owned(),
         shadow: mode == PolicyMode::Shadow,
-        result,
+        result: result.to_owned(),
         why,
         words: words + mode.suffix(),
         limited: match step {
@@ -300,7 +300,7 @@ fn describe_key(
     ExplainedKey {
         key: limited.own.key.to_readable_string(),
         key_hash: format!("{:032x}", limited.own.key.id()),
-        scope: limited.own.key.scope().name(),
+        scope: limited.own.key.scope().name().to_owned(),
         cost: limited.cost,
         limits: limits.collect(),
         blocked_s: blocked.map(|(until, now)| micros_to_seconds(until.saturating_sub(now))),

@@ -3,7 +3,7 @@
 use super::key_status::ResolvedKey;
 use super::overrides::{describe_override, describe_rule, format_time_ms, merge_amounts};
 use super::store_backend::StoreBackend;
-use crate::admin::AdminError;
+use crate::admin::{AdminError, KeyDocument};
 use crate::limiter::Key;
 use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
@@ -222,24 +222,26 @@ fn override_table_full_error() -> AdminError {
     ))
 }
 
-/// Describes the key's override in the store, if it has one.
+/// Reads and describes the status of a key, and its override in the store.
 ///
 /// # Errors
 /// If Redis does not answer.
-pub(crate) async fn describe_key_override(
+pub(crate) async fn inspect_key(
     stores: &StoreBackend,
     resolved: &ResolvedKey<'_>,
-    now_us: u64,
-) -> Result<Option<String>, AdminError> {
-    if !resolved.quota.is_dynamic {
-        return Ok(None);
-    }
-    let stored = OverrideStore::open(stores)
-        .await?
-        .find(&resolved.key)
-        .await?;
-    let current = stored.filter(|stored| !stored.is_expired(now_us));
-    Ok(current.as_ref().map(describe_override))
+) -> Result<KeyDocument, AdminError> {
+    let status = resolved.read_status(stores).await?;
+    let stored = match resolved.quota.is_dynamic {
+        true => {
+            OverrideStore::open(stores)
+                .await?
+                .find(&resolved.key)
+                .await?
+        }
+        false => None,
+    };
+    let current = stored.filter(|stored| !stored.is_expired(status.now_us));
+    Ok(resolved.describe_status(&status, current.as_ref().map(describe_override)))
 }
 
 /// Up to `max_listed` of the overrides that were found, by key, and whether there are more.

@@ -194,15 +194,16 @@ pub(crate) fn merge_amounts(
     let kept: Vec<LimitAmounts> = before.iter().filter(is_kept).cloned().collect();
     if !kept.is_empty() && previous.expires_at_ms != stored.expires_at_ms {
         let names: Vec<&str> = kept.iter().map(|amounts| &*amounts.limit).collect();
-        let at = |expires_at_ms: Option<u64>| expires_at_ms.and_then(format_time_ms);
-        let (old, new) = (at(previous.expires_at_ms), at(stored.expires_at_ms));
+        let [old, new] =
+            [previous.expires_at_ms, stored.expires_at_ms].map(|at| at.and_then(format_time_ms));
         let describe = |at: &Option<String>| match at {
             Some(at) => format!("end at {at}"),
             None => "never end".to_owned(),
         };
-        let expected = old
-            .as_ref()
-            .map_or_else(|| "no --expires".to_owned(), |at| format!("--expires {at}"));
+        let expected = match &old {
+            Some(at) => format!("--expires {at}"),
+            None => "no --expires".to_owned(),
+        };
         return Err(format!(
             "the override of this key has other limits ({}), which {}; the new amounts would {}; \
              expected {expected}, or remove the override first",

@@ -169,7 +169,7 @@ fn format_explanation(document: &ExplanationDocument, is_redis: bool) -> String 
 /// Describes the expected outcome for the client.
 fn describe_expected_outcome(expected: &ExpectedOutcome) -> String {
     let by = expected.by.as_ref().map(|names| names.join(", "));
-    let words = match (expected.decision, expected.status, by) {
+    let words = match (expected.decision.as_deref(), expected.status, by) {
         (Some("denied"), _, Some(by)) => format!("Denied by {by}: 403"),
         (Some("degraded"), Some(_), Some(by)) => format!(
             "Rejected by {by} while Redis is unavailable (on_store_failure = \"closed\"): 503"

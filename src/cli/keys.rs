@@ -11,7 +11,7 @@ use crate::admin::{
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
 use crate::app::limit_documents::micros_to_seconds;
-use crate::app::override_store::describe_key_override;
+use crate::app::override_store::inspect_key;
 use crate::config::{self, Config, ConfigSources, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
@@ -86,9 +86,7 @@ pub(super) fn run(
             }
             KeysCommand::Show(selector) => {
                 let found = selector.resolve_against_config(&config)?;
-                let state = found.read_status(&stores).await?;
-                let words = describe_key_override(&stores, &found, state.now_us).await?;
-                let status = found.describe_status(&state, words);
+                let status = inspect_key(&stores, &found).await?;
                 Ok(format_answer(&status, format_key_status, as_json))
             }
             KeysCommand::Reset { key, limit } => {

@@ -165,7 +165,7 @@ impl<'t> SearchedPolicy<'t> {
     /// Whether a refusal without the hashes of its key's values may be of the client.
     pub(super) fn is_undecided(&self, request: &LoggedRequest) -> bool {
         match self.values {
-            Some(_) => request.key_id.is_none() && !self.is_key_in_line(request),
+            Some(_) => request.key_id.is_none() && self.read_logged_key_id(request).is_none(),
             None => request.key_parts.is_empty(),
         }
     }
@@ -200,11 +200,6 @@ impl<'t> SearchedPolicy<'t> {
             has_same_key && other.find_limit(limit).is_some()
         });
         enforced.map(|other| other.has_key_of(request)).max()
-    }
-
-    /// Whether the line of a request contains all values of the policy's key.
-    pub(super) fn is_key_in_line(&self, request: &LoggedRequest) -> bool {
-        self.read_logged_key_id(request).is_some()
     }
 
     /// The client's key, with the values that each line contains taken from this one.
