@@ -163,31 +163,24 @@ impl AdminState for AdminViewState {
             .iter()
             .map(|described| (&*described.policy, described.sentence.as_str()))
             .collect();
-        let active = snapshot
-            .table
-            .policies()
-            .iter()
-            .zip(snapshot.counters())
-            .filter(|(p, _)| is_selected(&p.name));
-        let disabled = descriptions
-            .iter()
-            .filter(|described| described.is_off && is_selected(&described.policy));
-        let active = active.map(|(policy, counters)| {
-            let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-            (&*policy.name, sentence, Some((policy, counters)))
-        });
-        let disabled =
-            disabled.map(|described| (&*described.policy, described.sentence.as_str(), None));
-        let mut selected: Vec<_> = active.chain(disabled).collect();
+        let policies = snapshot.table.policies().iter();
+        let active = policies.zip(snapshot.counters());
+        let active = active.map(|(policy, counters)| (&*policy.name, Some((policy, counters))));
+        let disabled = descriptions.iter().filter(|described| described.is_off);
+        let disabled = disabled.map(|described| (&*described.policy, None));
+        let mut selected: Vec<_> = active
+            .chain(disabled)
+            .filter(|(name, _)| is_selected(name))
+            .collect();
         let last = usize::MAX;
-        selected.sort_by_key(|(name, ..)| selection.ranks.get(*name).map_or(last, |at| *at));
+        selected.sort_by_key(|(name, _)| selection.ranks.get(*name).map_or(last, |at| *at));
         let total = selected.len();
         let page = selected.into_iter().skip(selection.offset);
-        let page = page.take(selection.limit).map(|(name, sentence, active)| {
+        let page = page.take(selection.limit).map(|(name, active)| {
             let described = PolicyDocument {
                 name: name.to_owned(),
                 mode: "off".to_owned(),
-                words: sentence.to_owned(),
+                words: sentences.get(name).copied().unwrap_or_default().to_owned(),
                 ..PolicyDocument::default()
             };
             match active {

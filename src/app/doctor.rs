@@ -7,9 +7,11 @@ mod server_report;
 mod store_findings;
 
 pub(crate) use server_findings::format_bytes;
-use server_report::server_to_json;
+use server_report::describe_server;
 
-use crate::admin::DOCTOR_INTERVAL;
+use crate::admin::{
+    DOCTOR_INTERVAL, DoctorFinding, DoctorReport, ExaminedStore, FindingLevel, PolicyMemory,
+};
 use crate::clock;
 use crate::limiter::Algorithm;
 use crate::policy::{Policy, PolicyTable};
@@ -18,84 +20,12 @@ use crate::store::redis::{
     diagnose_redis,
 };
 use parking_lot::Mutex;
-use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
-use strum::IntoStaticStr;
 
 /// Advice for a check that failed because of a missing permission.
 const PERMISSION_ADVICE: &str = "grant what the findings about permissions name";
-
-/// What was examined and found.
-#[derive(Debug, Serialize)]
-pub(crate) struct DoctorReport {
-    /// Whether every check has a result and none is a fault.
-    ok: bool,
-    pub(crate) faults: usize,
-    pub(crate) warnings: usize,
-    pub(crate) unknown: usize,
-    checked_at_s: u64,
-    pub(crate) store: ExaminedStore,
-    /// By server, in the order of the checks.
-    pub(crate) findings: Vec<DoctorFinding>,
-    servers: Vec<Value>,
-    /// The counters of each policy, over all servers.
-    pub(crate) policies: Vec<PolicyMemory>,
-}
-
-/// The store of the configuration.
-#[derive(Debug, Serialize)]
-#[serde(tag = "kind", rename_all = "lowercase")]
-pub(crate) enum ExaminedStore {
-    Memory,
-    Redis { address: String, key_prefix: String },
-}
-
-/// The result of one check.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct DoctorFinding {
-    pub(crate) level: FindingLevel,
-    /// A stable name, such as `eviction`.
-    pub(crate) check: &'static str,
-    /// `None` if the finding is about the configuration or all servers.
-    pub(crate) server: Option<String>,
-    pub(crate) found: String,
-    pub(crate) advice: Option<String>,
-}
-
-/// How serious a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, Serialize)]
-#[strum(serialize_all = "lowercase", const_into_str)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum FindingLevel {
-    Ok,
-    /// The check has no result: Redis did not answer in time.
-    Unknown,
-    /// Works now, and may fail or lose usage in some event.
-    Warning,
-    /// Decisions fail, or limits are not kept.
-    Fault,
-}
-
-impl FindingLevel {
-    fn warning_if(is_warning: bool) -> Self {
-        match is_warning {
-            true => Self::Warning,
-            false => Self::Ok,
-        }
-    }
-}
-
-/// Counters and memory of one policy, estimated from a sample.
-#[derive(Debug, Serialize)]
-pub(crate) struct PolicyMemory {
-    /// `None` for counters whose names are too long to contain the policy.
-    pub(crate) policy: Option<String>,
-    pub(crate) counters: u64,
-    pub(crate) bytes: u64,
-    pub(crate) without_expiry: u64,
-}
 
 /// Examines the servers of `redis`, or reports that the store is memory.
 pub(crate) async fn examine_store(
@@ -105,7 +35,7 @@ pub(crate) async fn examine_store(
 ) -> DoctorReport {
     let Some(settings) = redis else {
         let found = "store.kind is \"memory\": each instance counts by itself, and there is no Redis to examine";
-        return DoctorReport::new(ExaminedStore::Memory, vec![ok("store", found)]);
+        return new_report(ExaminedStore::Memory, vec![ok("store", found)]);
     };
     let diagnosis = Box::pin(diagnose_redis(settings, &configured_algorithms(table))).await;
     let mut findings = Vec::new();
@@ -131,7 +61,7 @@ pub(crate) async fn examine_store(
     findings.extend(store_findings::judge_clocks_between_servers(&examined));
     let servers = examined
         .iter()
-        .map(|(address, facts)| server_to_json(address, facts));
+        .map(|(address, facts)| describe_server(address, facts));
     let store = ExaminedStore::Redis {
         address: settings.to_string(),
         key_prefix: settings.key_prefix.clone(),
@@ -139,7 +69,7 @@ pub(crate) async fn examine_store(
     DoctorReport {
         servers: servers.collect(),
         policies,
-        ..DoctorReport::new(store, findings)
+        ..new_report(store, findings)
     }
 }
 
@@ -171,21 +101,19 @@ impl StoreExaminations {
     }
 }
 
-impl DoctorReport {
-    fn new(store: ExaminedStore, findings: Vec<DoctorFinding>) -> Self {
-        let count = |level| findings.iter().filter(|one| one.level == level).count();
-        let (faults, unknown) = (count(FindingLevel::Fault), count(FindingLevel::Unknown));
-        Self {
-            ok: faults == 0 && unknown == 0,
-            faults,
-            warnings: count(FindingLevel::Warning),
-            unknown,
-            checked_at_s: clock::unix_time_s(),
-            store,
-            findings,
-            servers: Vec::new(),
-            policies: Vec::new(),
-        }
+fn new_report(store: ExaminedStore, findings: Vec<DoctorFinding>) -> DoctorReport {
+    let count = |level| findings.iter().filter(|one| one.level == level).count();
+    let (faults, unknown) = (count(FindingLevel::Fault), count(FindingLevel::Unknown));
+    DoctorReport {
+        ok: faults == 0 && unknown == 0,
+        faults,
+        warnings: count(FindingLevel::Warning),
+        unknown,
+        checked_at_s: clock::unix_time_s(),
+        store,
+        findings,
+        servers: Vec::new(),
+        policies: Vec::new(),
     }
 }
 
@@ -239,7 +167,7 @@ fn finding(
 ) -> DoctorFinding {
     DoctorFinding {
         level,
-        check,
+        check: check.into(),
         server: None,
         found: found.into(),
         advice: (level != FindingLevel::Ok).then(|| advice.to_owned()),

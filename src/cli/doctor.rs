@@ -1,9 +1,8 @@
 //! `tidegate doctor`: examines Redis for this use, and gives advice.
 
 use super::output::{CheckOptions, CommandError, CommandOutput, block_on, format_answer};
-use crate::app::doctor::{
-    self, DoctorFinding, DoctorReport, ExaminedStore, PolicyMemory, format_bytes,
-};
+use crate::admin::{DoctorFinding, DoctorReport, ExaminedStore, PolicyMemory};
+use crate::app::doctor::{self, format_bytes};
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::proxy::ListenerKind;
 use crate::text::{count_noun, escape_unprintable, wrap_text};

@@ -10,7 +10,7 @@ fn sample(openapi: &Value, schema: &Value) -> Value {
     }
     if let Some(variants) = schema["anyOf"].as_array().or(schema["enum"].as_array()) {
         return match schema["enum"].is_array() {
-            true => variants[0].clone(),
+            true => variants[variants.len() - 1].clone(),
             false => sample(openapi, &variants[0]),
         };
     }
@@ -58,6 +58,7 @@ fn documents_have_the_fields_of_the_openapi_document() {
     reads_and_writes_all_fields::<OverrideDocument>("Override");
     reads_and_writes_all_fields::<OverrideListDocument>("Overrides");
     reads_and_writes_all_fields::<OverrideRemovalDocument>("RemovedOverride");
+    reads_and_writes_all_fields::<DoctorReport>("Doctor");
     reads_and_writes_all_fields::<FleetDocument>("Fleet");
     reads_and_writes_all_fields::<InstanceSummary>("InstanceSummary");
 }

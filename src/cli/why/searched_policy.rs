@@ -19,7 +19,7 @@ pub(super) struct SearchedPolicy<'t> {
     pub(super) quota: &'t Quota,
     /// One value per position of the key; `None` where each request's line has it. `None` if the
     /// values are only a part of the key.
-    values: Option<Vec<Option<String>>>,
+    pub(super) values: Option<Vec<Option<String>>>,
     /// If fewer values than the key has are given: the hash of each of them at each position.
     /// `None` where the value is invalid.
     part_ids: Vec<Vec<Option<u64>>>,
@@ -212,11 +212,6 @@ impl<'t> SearchedPolicy<'t> {
 
     fn read_logged_key_id(&self, request: &LoggedRequest) -> Option<u128> {
         self.key_id_from_line(request, &vec![None; self.quota.key.value_count()])
-    }
-
-    /// Whether only a part of the key is given.
-    pub(super) fn is_partial_only(&self) -> bool {
-        self.values.is_none()
     }
 
     /// The parts of the key at these positions.
