@@ -18,13 +18,9 @@ mod responses;
 mod routes;
 
 pub use advertised_address::AdvertisedAddress;
-pub use documents::{
-    ExpectedOutcome, ExplainedKey, ExplainedPolicy, ExplanationDocument, FleetDocument,
-    FleetInstanceDocument, InstanceFigures, InstanceSummary, KeyDocument, KeyResetDocument,
-    LimitDocument, LimitUsage,
-};
+pub use documents::*;
 pub use listener::AdminListener;
-pub(crate) use parameters::{get_string_field, reject_unknown_fields};
+pub(crate) use parameters::{OneOrMany, get_field, get_string_field, reject_unknown_fields};
 pub(crate) use queries::REFUSED_SERIES;
 pub(crate) use responses::{add_fields, escape_json_for_display};
 
@@ -87,7 +83,7 @@ pub trait AdminState: Send + Sync {
     fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers>;
 
     /// Starts the same drain as SIGTERM, unless one has begun.
-    fn start_drain(&self) -> DrainSchedule;
+    fn start_drain(&self) -> DrainDocument;
 }
 
 /// A request that the store answers.
@@ -144,17 +140,8 @@ pub struct PolicySelection {
 pub struct PolicyPage {
     /// Number of selected policies before `offset` and `limit`.
     pub total: usize,
-    pub policies: Vec<PolicySummary>,
-}
-
-/// One policy and its counters.
-#[derive(Debug)]
-pub struct PolicySummary {
-    pub name: Box<str>,
-    /// JSON fields that describe the policy.
-    pub description: Value,
-    /// `None` if the policy is off.
-    pub counters: Option<Arc<PolicyCounters>>,
+    /// The policies and their counters; `None` if a policy is off.
+    pub policies: Vec<(PolicyDocument, Option<Arc<PolicyCounters>>)>,
 }
 
 /// A key, given by its policy and values: one value per position of the key, empty if absent.
@@ -229,15 +216,6 @@ pub enum AdminError {
     /// The store is unavailable.
     #[error("{0}")]
     Unavailable(String),
-}
-
-/// Duration of the first phase of a drain, and maximum duration of the second.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DrainSchedule {
-    /// First phase: readiness fails, and new requests are still served.
-    pub delay: Duration,
-    /// Second phase: the maximum time for requests in flight to finish.
-    pub grace: Duration,
 }
 
 impl FleetInstanceDocument {

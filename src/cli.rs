@@ -22,7 +22,7 @@ mod why;
 use crate::config;
 use clap::{Parser, Subcommand};
 use flags::{HiddenJsonFlag, OverrideFlags, SharedFlags};
-use output::{CheckOptions, CommandError, print_error, print_result, print_usage};
+use output::{CheckOptions, CommandError, CommandOutput, print_error, print_usage};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -251,13 +251,16 @@ pub fn main() -> ExitCode {
     match CommandLine::try_parse() {
         Ok(command_line) => {
             let as_json = command_line.shared.json;
-            run_command(command_line).unwrap_or_else(|error| print_error(&error, as_json))
+            match run_command(command_line) {
+                Ok(output) => output.print(),
+                Err(error) => print_error(&error, as_json),
+            }
         }
         Err(error) => print_usage(&error, std::env::args_os().any(|arg| arg == "--json")),
     }
 }
 
-fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
+fn run_command(command_line: CommandLine) -> Result<CommandOutput, CommandError> {
     let CommandLine {
         command,
         shared,
@@ -266,11 +269,9 @@ fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
     let json = shared.json;
     let sources = || shared.to_sources_without_upstream();
     let with_policies = || shared.to_sources_with_policies();
-    let printed = match command.unwrap_or(CliCommand::Run(overrides)) {
-        CliCommand::Run(overrides) => {
-            return run::run_proxy(shared.to_sources(overrides)?, |_| {});
-        }
-        CliCommand::Demo(flags) => return demo::run(flags, &shared),
+    Ok(match command.unwrap_or(CliCommand::Run(overrides)) {
+        CliCommand::Run(overrides) => run::run_proxy(shared.to_sources(overrides)?, |_| {})?.into(),
+        CliCommand::Demo(flags) => demo::run(flags, &shared)?.into(),
         CliCommand::Check {
             files,
             strict,
@@ -281,29 +282,29 @@ fn run_command(command_line: CommandLine) -> Result<ExitCode, CommandError> {
             for file in &mut sources {
                 file.skips_key_files = no_files;
             }
-            return Ok(check::run(
+            check::run(
                 &sources,
                 CheckOptions { json, strict },
                 &mut std::io::stdout(),
                 &mut std::io::stderr(),
-            ));
+            )
+            .into()
         }
-        CliCommand::Schema => Ok(config::json_schema()),
-        CliCommand::Completions { shell, .. } => Ok(completions::generate_completions(shell)),
-        CliCommand::Man(_) => completions::generate_manual().map_err(CommandError::from),
-        CliCommand::Doctor { strict } => {
-            return doctor::run(&sources()?, CheckOptions { json, strict });
-        }
-        CliCommand::Health => return health::run(&sources()?, json),
+        CliCommand::Schema => config::json_schema().into(),
+        CliCommand::Completions { shell, .. } => completions::generate_completions(shell).into(),
+        CliCommand::Man(_) => completions::generate_manual()?.into(),
+        CliCommand::Doctor { strict } => doctor::run(&sources()?, CheckOptions { json, strict })?,
+        CliCommand::Health => health::run(&sources()?, json)?,
         CliCommand::Drain { timeout } => {
-            drain::run(&sources()?, timeout.map(Duration::from_secs), json)
+            drain::run(&sources()?, timeout.map(Duration::from_secs), json)?.into()
         }
-        CliCommand::Explain(request) => explain::explain_request(&sources()?, &request, json),
-        CliCommand::Replay(arguments) => replay::run_replay(&with_policies()?, &arguments),
-        CliCommand::Why(arguments) => why::run(&with_policies()?, &arguments),
-        CliCommand::Top(flags) => top::run(&sources()?, &flags),
-        CliCommand::Keys(command) => keys::run(&sources()?, &command, json),
-        CliCommand::Overrides(command) => overrides::run(&with_policies()?, &command, json),
-    };
-    Ok(print_result(printed, json))
+        CliCommand::Explain(request) => {
+            explain::explain_request(&sources()?, &request, json)?.into()
+        }
+        CliCommand::Replay(arguments) => replay::run_replay(&with_policies()?, &arguments)?.into(),
+        CliCommand::Why(arguments) => why::run(&with_policies()?, &arguments)?.into(),
+        CliCommand::Top(flags) => top::run(&sources()?, &flags)?.into(),
+        CliCommand::Keys(command) => keys::run(&sources()?, &command, json)?.into(),
+        CliCommand::Overrides(command) => overrides::run(&with_policies()?, &command, json)?.into(),
+    })
 }

@@ -1,18 +1,16 @@
 //! Handlers that act on one key or request, and handlers that change the state of the process.
 
-use super::parameters::{self, BackendAndQuery, QueryParameters};
-use super::responses::{JsonResponse, JsonResult, ProblemDetails};
-use super::{AdminBackend, DrainSchedule, OverrideRequest, StoreRequest};
+use super::parameters::{self, BackendAndQuery, JsonObject, QueryParameters};
+use super::responses::{JsonResult, ProblemDetails, json_response};
+use super::{AdminBackend, LogLevelDocument, OverrideRequest, StoreRequest};
 use crate::telemetry::{self, LogLevel};
-use axum::body::Bytes;
-use axum::extract::rejection::BytesRejection;
 use axum::extract::{Path, RawQuery, State};
-use http::{HeaderMap, Method, StatusCode};
-use serde_json::json;
+use axum::response::Response;
+use http::{Method, StatusCode};
 
 async fn query_store(view: AdminBackend, request: StoreRequest) -> JsonResult {
     let answer = view.state.handle_store_request(request).await?;
-    Ok(JsonResponse(StatusCode::OK, answer))
+    Ok(json_response(StatusCode::OK, &answer))
 }
 
 pub(super) async fn inspect_key(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
@@ -49,10 +47,8 @@ pub(super) async fn set_override(
     State(view): State<AdminBackend>,
     Path(policy): Path<String>,
     method: Method,
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
+    JsonObject(fields): JsonObject,
 ) -> JsonResult {
-    let fields = parameters::parse_json_object(&headers, body)?;
     let request = OverrideRequest::Set {
         policy,
         fields,
@@ -74,11 +70,9 @@ pub(super) async fn remove_override(
 
 pub(super) async fn explain_request(
     State(view): State<AdminBackend>,
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
+    JsonObject(description): JsonObject,
 ) -> JsonResult {
-    let request =
-        parameters::parse_explain_request(&parameters::parse_json_object(&headers, body)?)?;
+    let request = parameters::parse_explain_request(&description)?;
     query_store(view, StoreRequest::Explain(request)).await
 }
 
@@ -90,33 +84,29 @@ pub(super) async fn examine_store(BackendAndQuery(view, query): BackendAndQuery)
 #[allow(clippy::unused_async, reason = "a handler is async")]
 pub(super) async fn start_drain(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     QueryParameters::parse(query.as_deref(), &[])?;
-    let DrainSchedule { delay, grace } = view.state.start_drain();
-    let body = json!({ "status": "stopping", "delay_s": delay.as_secs_f64(), "grace_s": grace.as_secs_f64() });
-    Ok(JsonResponse(StatusCode::ACCEPTED, body))
+    let schedule = view.state.start_drain();
+    Ok(json_response(StatusCode::ACCEPTED, &schedule))
 }
 
 #[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn get_log_level() -> JsonResponse {
-    JsonResponse(
-        StatusCode::OK,
-        json!({ "level": telemetry::log_level().map(|level| level.to_string()) }),
-    )
+pub(super) async fn get_log_level() -> Response {
+    let level = telemetry::log_level().map(|level| level.to_string());
+    json_response(StatusCode::OK, &LogLevelDocument { level })
 }
 
 /// Expects the body `{"level": "info,tidegate::proxy=debug"}`, with a level as in the
 /// configuration.
 #[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn set_log_level(
-    headers: HeaderMap,
-    body: Result<Bytes, BytesRejection>,
-) -> JsonResult {
-    let object = parameters::parse_json_object(&headers, body)?;
+pub(super) async fn set_log_level(JsonObject(object): JsonObject) -> JsonResult {
     parameters::reject_unknown_fields(&object, "", &["level"])?;
     let text = parameters::get_string_field(&object, "level")?;
     let text = text.ok_or_else(|| "level is missing".to_owned())?;
     let level = LogLevel::parse(&text).map_err(|why| format!("level {text:?}: {why}"))?;
     match telemetry::set_log_level(level) {
-        true => Ok(JsonResponse(StatusCode::OK, json!({ "level": text }))),
+        true => {
+            let level = Some(text);
+            Ok(json_response(StatusCode::OK, &LogLevelDocument { level }))
+        }
         false => Err(ProblemDetails::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "the log level cannot change: logging is not initialized",

@@ -2,9 +2,81 @@
 //!
 //! Missing fields are no error, so that the answers of an older proxy can be shown.
 
+mod doctor;
+mod overview;
+#[cfg(test)]
+mod tests;
+
+pub use doctor::*;
+pub use overview::*;
+
 use crate::telemetry::top_rejections::RejectionRanking;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// Counters of the refused requests among all requests. `degraded_refused` is a part of `degraded`.
+pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
+    ["rejected", "blocked", "denied", "degraded_refused"];
+
+/// Series of refused requests in the history of a policy: also those that a policy in mode `shadow`
+/// or `mark` would refuse.
+pub(crate) const REFUSED_SERIES: [&str; 6] = [
+    "rejected",
+    "blocked",
+    "denied",
+    "degraded_refused",
+    "shadow_rejected",
+    "marked",
+];
+
+/// An override of a key in the store.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OverrideDocument {
+    pub policy: String,
+    /// The values of the key.
+    pub key: Vec<String>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub unlimited: bool,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub blocked: bool,
+    /// The amounts by the names of their limits.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub limits: Option<BTreeMap<String, AmountsDocument>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub author: Option<String>,
+}
+
+/// The amounts of one limit in an override.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AmountsDocument {
+    pub requests: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub burst: Option<u64>,
+}
+
+/// Overrides, and whether there are more.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OverrideListDocument {
+    pub overrides: Vec<OverrideDocument>,
+    pub more: bool,
+}
+
+/// Result of removing an override.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct OverrideRemovalDocument {
+    pub policy: String,
+    pub key: Vec<String>,
+    /// Whether there was one.
+    pub removed: bool,
+}
 
 /// A limit, and its status if that is known.
 #[derive(Debug, Default, Serialize, Deserialize)]
@@ -87,8 +159,35 @@ pub struct KeyResetDocument {
     pub blocked_s: Option<f64>,
 }
 
+/// Counters in Redis, and whether there are more.
+#[derive(Debug, Serialize)]
+pub struct CounterListDocument {
+    pub counters: Vec<CounterDocument>,
+    pub more: bool,
+}
+
+/// A counter in Redis.
+#[derive(Debug, Serialize)]
+pub struct CounterDocument {
+    /// The Redis key.
+    pub key: String,
+    /// The policy and the values of the key, if the Redis key contains them.
+    pub readable: Option<String>,
+    pub algorithm: &'static str,
+    pub per_s: f64,
+    pub used: u64,
+    /// Seconds until units become available; `None` if none is used.
+    pub frees_in_s: Option<f64>,
+    /// The unit and the time zone of a calendar period.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub per: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tz: Option<String>,
+}
+
 /// What each policy does with a request, and the expected result.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ExplanationDocument {
     pub expected: ExpectedOutcome,
     pub policies: Vec<ExplainedPolicy>,
@@ -99,12 +198,13 @@ pub struct ExplanationDocument {
 }
 
 /// The expected result for the client.
-#[derive(Debug, Default, Serialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct ExpectedOutcome {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<u16>,
     /// `None` if the counters cannot be read, or the request is rejected before policies apply.
-    pub decision: Option<&'static str>,
+    pub decision: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub by: Option<Vec<String>>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -112,12 +212,12 @@ pub struct ExpectedOutcome {
 }
 
 /// What one policy does with a request.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct ExplainedPolicy {
     pub policy: String,
-    pub mode: &'static str,
+    pub mode: String,
     pub shadow: bool,
-    pub result: &'static str,
+    pub result: String,
     pub why: Option<String>,
     /// The result in words.
     #[serde(skip)]
@@ -127,11 +227,11 @@ pub struct ExplainedPolicy {
 }
 
 /// The key of a request in one policy, and its limits.
-#[derive(Debug, Serialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct ExplainedKey {
     pub key: String,
     pub key_hash: String,
-    pub scope: &'static str,
+    pub scope: String,
     pub cost: u64,
     pub limits: Vec<LimitDocument>,
     pub blocked_s: Option<f64>,

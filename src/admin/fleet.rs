@@ -12,19 +12,19 @@ mod summary;
 pub(super) use credential::derive_instance_credential;
 
 use super::parameters::{BackendAndQuery, QueryParameters};
-use super::responses::{JsonResponse, JsonResult, ProblemDetails, run_blocking};
+use super::responses::{JsonResult, ProblemDetails, respond_blocking, run_blocking};
 use super::{
-    AdminBackend, FleetDocument, FleetInstanceDocument, FleetMembers, ReloadableAdminToken,
+    AdminBackend, FleetDocument, FleetInstanceDocument, FleetMembers, InstanceSummary,
+    ReloadableAdminToken,
 };
 use axum::Extension;
-use axum::body::Bytes;
 use axum::extract::{RawQuery, State};
-use futures_util::future::join_all;
+use futures_util::StreamExt as _;
+use futures_util::stream;
 use http::StatusCode;
-use merge::{AskedInstance, FleetAnswers, build_fleet_view};
+use merge::{FleetSum, parse_summary};
 use parking_lot::Mutex;
 use peer_client::PeerClient;
-use serde_json::json;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -87,9 +87,8 @@ impl FleetReader {
         // A task of its own, so that the other callers get the view if this one gives up.
         let building = tokio::spawn(async move {
             let _permit = permit;
-            let answers = reader.ask_instances(&backend).await?;
-            let built =
-                run_blocking(move || Arc::new(build_fleet_view(&backend, &answers))).await?;
+            let sum = reader.ask_instances(&backend).await?;
+            let built = run_blocking(move || Arc::new(sum.into_document())).await?;
             *reader.last_view.lock() = Some((Instant::now(), Arc::clone(&built)));
             Ok(built)
         });
@@ -116,65 +115,56 @@ impl FleetReader {
         (last_members.unwrap_or_default(), Some(problem))
     }
 
-    async fn ask_instances(&self, view: &AdminBackend) -> Result<FleetAnswers, ProblemDetails> {
+    async fn ask_instances(&self, view: &AdminBackend) -> Result<FleetSum, ProblemDetails> {
         let deadline = Instant::now() + VIEW_TIMEOUT;
         let (mut members, problem) = self.list_members(view).await;
         let own_id = view.instance.id;
         // The own heartbeat may be missing while the store is unavailable.
         if !members.instances.iter().any(|one| one.id == own_id) {
-            members
-                .instances
-                .insert(0, FleetInstanceDocument::without_heartbeat(&view.instance));
+            let own = FleetInstanceDocument::without_heartbeat(&view.instance);
+            members.instances.insert(0, own);
             members.total += 1;
         }
         let backend = view.clone();
         let own_summary =
             run_blocking(move || build_summary(&backend, MAX_SUMMARY_ENTRIES)).await?;
         let repeated_ids = find_repeated_ids(&members.instances);
-        let permits = Semaphore::new(MAX_CONCURRENT_REQUESTS);
+        let mut sum = FleetSum::new(&view.instance, members.total, problem);
         let instances = members.instances.into_iter().enumerate();
         let answers = instances.map(|(at, instance)| {
             let is_repeated = repeated_ids.contains(&instance.id);
-            let (permits, own_summary) = (&permits, &own_summary);
+            let own_summary = &own_summary;
             async move {
-                if instance.id == own_id {
-                    return AskedInstance::from_own_summary(instance, own_summary.clone());
-                }
                 let answer = match find_address(&instance, at, is_repeated) {
-                    Ok(address) => {
-                        self.ask_instance(&instance.id, address, permits, deadline)
-                            .await
-                    }
+                    _ if instance.id == own_id => Ok(own_summary.clone()),
+                    Ok(address) => self.ask_instance(&instance.id, address, deadline).await,
                     Err(reason) => Err(reason),
                 };
-                AskedInstance::from_answer(instance, answer)
+                (at, instance, answer)
             }
         });
-        Ok(FleetAnswers {
-            instances: join_all(answers).await,
-            total: members.total,
-            problem,
-        })
+        // Each summary is added at once, because it takes more memory than its bytes.
+        let mut answers = stream::iter(answers).buffer_unordered(MAX_CONCURRENT_REQUESTS);
+        while let Some((at, instance, answer)) = answers.next().await {
+            sum.add(at, instance, answer);
+        }
+        Ok(sum)
     }
 
     async fn ask_instance(
         &self,
         id: &str,
         address: &str,
-        permits: &Semaphore,
         deadline: Instant,
-    ) -> Result<Bytes, String> {
+    ) -> Result<InstanceSummary, String> {
         let token = self.token.load();
         let credential = token
             .as_ref()
             .map(|token| derive_instance_credential(token, id));
-        let answer = async {
-            let _permit = permits.acquire().await;
-            self.peers.fetch_summary(address, credential.as_ref()).await
-        };
-        timeout_at(deadline, answer)
-            .await
-            .unwrap_or_else(|_elapsed| Err("it did not answer in time".to_owned()))
+        let answer = self.peers.fetch_summary(address, credential.as_ref());
+        let answer = timeout_at(deadline, answer).await;
+        let late = |_elapsed| Err("it did not answer in time".to_owned());
+        parse_summary(&answer.unwrap_or_else(late)?, id)
     }
 }
 
@@ -212,11 +202,11 @@ pub(super) async fn get_fleet(
     let query = QueryParameters::parse(query.as_deref(), &["n"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
     let fleet = reader.read_view(&view).await?;
-    run_blocking(move || {
+    respond_blocking(move || {
         let mut fleet = (*fleet).clone();
         fleet.keys.entries.truncate(limit);
         fleet.paths.entries.truncate(limit);
-        JsonResponse(StatusCode::OK, json!(fleet))
+        fleet
     })
     .await
 }
@@ -227,7 +217,7 @@ pub(super) async fn get_instance_summary(
 ) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["n"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;
-    run_blocking(move || JsonResponse(StatusCode::OK, json!(build_summary(&view, limit)))).await
+    respond_blocking(move || build_summary(&view, limit)).await
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
 //! Liveness, readiness and metrics: the routes that reveal no request data.
 
 use super::AdminBackend;
+use super::documents::ReadinessDocument;
 use super::problems::{Problem, find_problems};
-use super::responses::{JsonResponse, run_blocking};
+use super::responses::{json_response, run_blocking};
 use crate::telemetry::metrics::{ExpositionFormat, ProcessPhase};
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::header::{ACCEPT, CONTENT_TYPE};
 use http::{HeaderMap, StatusCode};
-use serde_json::json;
 
 #[allow(clippy::unused_async, reason = "a handler is async")]
 pub(super) async fn get_liveness() -> &'static str {
@@ -37,15 +37,15 @@ pub(super) async fn get_readiness(
         let hints: String = hints.iter().map(|hint| format!("- {hint}\n")).collect();
         return (status, format!("{phase}; store {store}\n{hints}")).into_response();
     }
-    let body = json!({
-        "status": phase_label(observed.phase),
-        "store": store,
-        "generation": observed.config_generation,
-        "reload_errors": observed.reload_errors,
-        "untrusted_forwarding": view.metrics.untrusted_forwarding_count(),
-        "hints": hints,
-    });
-    JsonResponse(status, body).into_response()
+    let body = ReadinessDocument {
+        status: phase_label(observed.phase).to_owned(),
+        store: store.to_owned(),
+        generation: observed.config_generation,
+        reload_errors: observed.reload_errors,
+        untrusted_forwarding: view.metrics.untrusted_forwarding_count(),
+        hints,
+    };
+    json_response(status, &body)
 }
 
 fn accept_header(headers: &HeaderMap) -> &str {

@@ -95,14 +95,12 @@ impl AdminListener {
             let router = self.router.clone();
             let accepted = match &self.acceptor {
                 SocketListener::Tcp(listener) => listener.accept().await.map(|(socket, peer)| {
-                    connections.make_room();
                     let peer = AdminPeer(peer.ip().to_canonical());
-                    connections.spawn(peer, serve_connection(socket, peer, router));
+                    connections.open(peer, serve_connection(socket, peer, router));
                 }),
                 SocketListener::Unix { listener, .. } => {
-                    listener.accept().await.map(|(socket, _nameless)| {
-                        connections.make_room();
-                        connections.spawn(LOCAL_PEER, serve_connection(socket, LOCAL_PEER, router));
+                    listener.accept().await.map(|(socket, _)| {
+                        connections.open(LOCAL_PEER, serve_connection(socket, LOCAL_PEER, router));
                     })
                 }
             };
@@ -120,6 +118,12 @@ impl AdminListener {
 struct OpenConnections(Vec<(AdminPeer, JoinHandle<()>)>);
 
 impl OpenConnections {
+    /// Serves a connection in its own task.
+    fn open(&mut self, peer: AdminPeer, serving: impl Future<Output = ()> + Send + 'static) {
+        self.make_room();
+        self.0.push((peer, tokio::spawn(serving)));
+    }
+
     /// Closes the oldest connection of the peer with the most, if the limit is reached.
     fn make_room(&mut self) {
         self.0.retain(|(_, serving)| !serving.is_finished());
@@ -134,11 +138,6 @@ impl OpenConnections {
             tracing::debug!(peer = %peer.0, "too many admin connections; oldest one closed");
             self.0.remove(index).1.abort();
         }
-    }
-
-    /// Serves a connection in its own task.
-    fn spawn(&mut self, peer: AdminPeer, serving: impl Future<Output = ()> + Send + 'static) {
-        self.0.push((peer, tokio::spawn(serving)));
     }
 }
 
@@ -182,13 +181,11 @@ mod tests {
     async fn the_peer_with_the_most_connections_loses_its_oldest() {
         let mut connections = OpenConnections::default();
         let peer = |last| AdminPeer(Ipv4Addr::new(10, 0, 0, last).into());
-        connections.spawn(peer(1), pending());
+        connections.open(peer(1), pending());
         for _ in 2..MAX_CONNECTIONS {
-            connections.make_room();
-            connections.spawn(peer(2), pending());
+            connections.open(peer(2), pending());
         }
-        connections.make_room();
-        connections.spawn(peer(1), pending());
+        connections.open(peer(1), pending());
         assert_eq!(connections.0.len(), MAX_CONNECTIONS);
         let oldest_of_most = connections.0[1].1.abort_handle();
         connections.make_room();

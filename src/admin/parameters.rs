@@ -3,12 +3,14 @@
 use super::responses::ProblemDetails;
 use super::{AdminBackend, ExplainRequest, KeyQuery};
 use axum::body::Bytes;
-use axum::extract::FromRequestParts;
-use axum::extract::rejection::BytesRejection;
+use axum::extract::{FromRequest, FromRequestParts, Request};
+use http::StatusCode;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use http::{HeaderMap, StatusCode};
-use serde_json::Value;
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -112,43 +114,44 @@ pub(super) fn parse_key_query(query: Option<&str>, further: &[&str]) -> Result<K
     })
 }
 
-/// Reads a JSON object from a body of type `application/json`.
-pub(super) fn parse_json_object(
-    headers: &HeaderMap,
-    body: Result<Bytes, BytesRejection>,
-) -> Result<serde_json::Map<String, Value>, ProblemDetails> {
-    let content_type = headers
-        .get(CONTENT_TYPE)
-        .and_then(|kind| kind.to_str().ok())
-        .unwrap_or_default();
-    let media_type = content_type.split(';').next().unwrap_or_default().trim();
-    // Only this type is accepted, because it cannot be sent cross-site without a CORS preflight.
-    if !media_type.eq_ignore_ascii_case("application/json") {
-        return Err(ProblemDetails::new(
-            StatusCode::UNSUPPORTED_MEDIA_TYPE,
-            format!("expected Content-Type: application/json, found {media_type:?}"),
-        ));
-    }
-    let body = body.map_err(|rejection| match rejection.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => ProblemDetails::new(
-            StatusCode::PAYLOAD_TOO_LARGE,
-            format!("the body is too large: at most {MAX_BODY_BYTES} bytes"),
-        ),
-        _ => "the body ended early".to_owned().into(),
-    })?;
-    match serde_json::from_slice(&body) {
-        Ok(Value::Object(object)) => Ok(object),
-        Ok(_) => Err("expected a JSON object".to_owned().into()),
-        Err(error) => Err(format!("the body is not JSON: {error}").into()),
+/// The JSON object in a body of type `application/json`.
+pub(super) struct JsonObject(pub(super) Map<String, Value>);
+
+impl FromRequest<AdminBackend> for JsonObject {
+    type Rejection = ProblemDetails;
+
+    async fn from_request(request: Request, view: &AdminBackend) -> Result<Self, ProblemDetails> {
+        let content_type = request.headers().get(CONTENT_TYPE);
+        let content_type = content_type.and_then(|kind| kind.to_str().ok());
+        let media_type = content_type.unwrap_or_default().split(';').next();
+        let media_type = media_type.unwrap_or_default().trim();
+        // Only this type is accepted, because it cannot be sent cross-site without a CORS preflight.
+        if !media_type.eq_ignore_ascii_case("application/json") {
+            return Err(ProblemDetails::new(
+                StatusCode::UNSUPPORTED_MEDIA_TYPE,
+                format!("expected Content-Type: application/json, found {media_type:?}"),
+            ));
+        }
+        let body = Bytes::from_request(request, view).await;
+        let body = body.map_err(|rejection| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => ProblemDetails::new(
+                StatusCode::PAYLOAD_TOO_LARGE,
+                format!("the body is too large: at most {MAX_BODY_BYTES} bytes"),
+            ),
+            _ => "the body ended early".to_owned().into(),
+        })?;
+        match serde_json::from_slice(&body) {
+            Ok(Value::Object(object)) => Ok(Self(object)),
+            Ok(_) => Err("expected a JSON object".to_owned().into()),
+            Err(error) => Err(format!("the body is not JSON: {error}").into()),
+        }
     }
 }
 
 const EXPLAIN_FIELDS: [&str; 5] = ["method", "url", "headers", "ip", "client_cert"];
 
 /// Parses the described request in the body of `POST /explain`.
-pub(super) fn parse_explain_request(
-    object: &serde_json::Map<String, Value>,
-) -> Result<ExplainRequest, String> {
+pub(super) fn parse_explain_request(object: &Map<String, Value>) -> Result<ExplainRequest, String> {
     reject_unknown_fields(object, "", &EXPLAIN_FIELDS)?;
     let Some(url) = get_string_field(object, "url")? else {
         return Err(
@@ -161,31 +164,45 @@ pub(super) fn parse_explain_request(
             .parse()
             .map_err(|error| format!("ip {text:?}: {error}"))?,
     };
-    let certificate = match object.get("client_cert") {
-        None | Some(Value::Null) => None,
-        Some(Value::Object(certificate)) => {
-            reject_unknown_fields(certificate, "client_cert: ", &["san", "cn"])?;
-            Some(certificate)
-        }
-        Some(_) => {
-            return Err("client_cert: expected an object with san and cn".to_owned());
-        }
-    };
-    let certificate_name =
-        |name| certificate.map_or(Ok(None), |certificate| get_string_field(certificate, name));
+    let certificate = get_field(object, "client_cert", "an object with san and cn")?;
+    let certificate: Map<String, Value> = certificate.unwrap_or_default();
+    reject_unknown_fields(&certificate, "client_cert: ", &["san", "cn"])?;
+    let expected = "an object of texts, or of lists of texts";
+    let headers: Option<BTreeMap<String, OneOrMany>> = get_field(object, "headers", expected)?;
+    let headers = headers.into_iter().flatten().flat_map(|(name, values)| {
+        let values = values.into_vec().into_iter();
+        values.map(move |value| (name.clone(), value))
+    });
     Ok(ExplainRequest {
         method: get_string_field(object, "method")?.unwrap_or_else(|| "GET".to_owned()),
         url,
-        headers: parse_headers(object.get("headers"))?,
+        headers: headers.collect(),
         peer_ip: ip,
-        client_cert_san: certificate_name("san")?,
-        client_cert_cn: certificate_name("cn")?,
+        client_cert_san: get_string_field(&certificate, "san")?,
+        client_cert_cn: get_string_field(&certificate, "cn")?,
     })
+}
+
+/// A text or a list of texts.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(crate) enum OneOrMany {
+    One(String),
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    pub(crate) fn into_vec(self) -> Vec<String> {
+        match self {
+            Self::One(text) => vec![text],
+            Self::Many(texts) => texts,
+        }
+    }
 }
 
 /// `place` precedes the message.
 pub(crate) fn reject_unknown_fields(
-    object: &serde_json::Map<String, Value>,
+    object: &Map<String, Value>,
     place: &str,
     known: &[&str],
 ) -> Result<(), String> {
@@ -199,35 +216,21 @@ pub(crate) fn reject_unknown_fields(
 }
 
 pub(crate) fn get_string_field(
-    object: &serde_json::Map<String, Value>,
+    object: &Map<String, Value>,
     name: &str,
 ) -> Result<Option<String>, String> {
-    match object.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(Value::String(text)) => Ok(Some(text.clone())),
-        Some(_) => Err(format!("{name}: expected a string")),
-    }
+    get_field(object, name, "a string")
 }
 
-/// Parses the headers of a described request: `{"name": "value"}`, with a list for a repeated
-/// header.
-fn parse_headers(value: Option<&Value>) -> Result<Vec<(String, String)>, String> {
-    let expected = || "headers: expected an object of texts, or of lists of texts".to_owned();
-    let object = match value {
-        None | Some(Value::Null) => return Ok(Vec::new()),
-        Some(value) => value.as_object().ok_or_else(expected)?,
-    };
-    let mut headers = Vec::new();
-    for (name, value) in object {
-        let values = value
-            .as_array()
-            .map_or(std::slice::from_ref(value), Vec::as_slice);
-        for value in values {
-            headers.push((
-                name.clone(),
-                value.as_str().ok_or_else(expected)?.to_owned(),
-            ));
-        }
-    }
-    Ok(headers)
+/// Returns a field, or `None` if it is absent or null.
+///
+/// # Errors
+/// That the field has another type, and which one is `expected`.
+pub(crate) fn get_field<T: DeserializeOwned>(
+    object: &Map<String, Value>,
+    name: &str,
+    expected: &str,
+) -> Result<Option<T>, String> {
+    let value = object.get(name).map_or(Ok(None), Option::deserialize);
+    value.map_err(|_other| format!("{name}: expected {expected}"))
 }

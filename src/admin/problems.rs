@@ -1,10 +1,10 @@
 //! Problems that need attention: one rule each, for `/readyz`, the overview, the dashboard and
 //! `tidegate top`. docs/operations/observe.md lists the rules.
 
-use super::AdminBackend;
+use super::{AdminBackend, REFUSED_REQUEST_COUNTERS};
 use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics};
 use crate::telemetry::top_rejections::RejectionDimension;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// Number of seconds that the rules about traffic cover. The current, incomplete second is added.
@@ -28,14 +28,14 @@ const MAX_NAMED_PATHS: usize = 3;
 const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
 
 /// A problem and its remedy, in words.
-#[derive(Debug, PartialEq, Eq, Serialize)]
-pub(super) struct Problem {
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Problem {
     /// Names the rule; the dashboard has its own texts for some rules.
-    id: &'static str,
+    pub id: Cow<'static, str>,
     /// `error` or `warning`.
-    level: &'static str,
-    title: Cow<'static, str>,
-    remedy: Cow<'static, str>,
+    pub level: Cow<'static, str>,
+    pub title: Cow<'static, str>,
+    pub remedy: Cow<'static, str>,
 }
 
 /// Counts of the requests in the last minute.
@@ -61,8 +61,8 @@ impl Problem {
         remedy: impl Into<Cow<'static, str>>,
     ) -> Self {
         Self {
-            id,
-            level: "error",
+            id: id.into(),
+            level: "error".into(),
             title: title.into(),
             remedy: remedy.into(),
         }
@@ -74,7 +74,7 @@ impl Problem {
         remedy: impl Into<Cow<'static, str>>,
     ) -> Self {
         Self {
-            level: "warning",
+            level: "warning".into(),
             ..Self::error(id, title, remedy)
         }
     }
@@ -291,8 +291,8 @@ impl RecentTraffic {
                 .map(|count| u64::from(*count))
                 .sum()
         };
-        let refused = sum(&["rejected", "blocked", "denied"]);
         let (degraded, degraded_refused) = (sum(&["degraded"]), sum(&["degraded_refused"]));
+        let refused = sum(&REFUSED_REQUEST_COUNTERS).saturating_sub(degraded_refused);
         let admitted = sum(&["allowed", "delayed"]) + degraded;
         let forwarded = admitted.saturating_sub(degraded_refused);
         let [failed, app_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {
@@ -319,8 +319,8 @@ fn percent(part: u64, all: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn ids(problems: &[Problem]) -> Vec<&'static str> {
-        problems.iter().map(|problem| problem.id).collect()
+    fn ids(problems: &[Problem]) -> Vec<&str> {
+        problems.iter().map(|problem| &*problem.id).collect()
     }
 
     fn traffic(requests: u64, refused: u64, failed: u64) -> Vec<Problem> {

@@ -3,24 +3,25 @@
 //! Rendering ten thousand policies takes milliseconds, so responses are rendered on another thread.
 //! The thread that runs the handlers must stay free to accept connections.
 
+use super::documents::{
+    CertificateExpiry, ConnectionCounts, DurationQuantiles, HttpCounts, LastReload,
+    LatencyDocument, NamedCounts, OverviewDocument, OverviewInstance, OverviewStore,
+    PoliciesDocument, REFUSED_SERIES, RequestCounts, TopDocument,
+};
 use super::health::phase_label;
 use super::parameters::{BackendAndQuery, QueryParameters};
 use super::problems::{Problem, find_problems};
 use super::responses::{
-    JsonResponse, JsonResult, ProblemDetails, add_fields, escape_json_for_display, run_blocking,
+    JsonResult, ProblemDetails, escape_json_for_display, respond_blocking, run_blocking,
 };
 use super::{AdminBackend, PolicySelection};
-use crate::telemetry::history::{
-    DecisionCounts, DurationHistograms, PolicyTimeline, SECONDS_KEPT, STATUS_CLASS_COUNT,
-    SecondCounts, TimelineAxis,
-};
-use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices, ProcessStatus};
+use crate::telemetry::history::{DecisionCounts, SECONDS_KEPT, STATUS_CLASS_COUNT, SecondCounts};
+use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices};
 use crate::telemetry::top_rejections::RejectionDimension;
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
 use http::header::CONTENT_TYPE;
-use serde_json::{Map, Value, json};
-use std::collections::HashMap;
+use serde_json::json;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,17 +35,6 @@ const DEFAULT_RANKING_ENTRIES: usize = 20;
 const MAX_RANKING_ENTRIES: usize = 500;
 /// Seconds of history in an overview by default.
 const DEFAULT_HISTORY_SECONDS: usize = 120;
-
-/// Series of refused requests in the history of a policy. `degraded_refused` is a part of
-/// `degraded`.
-pub(crate) const REFUSED_SERIES: [&str; 6] = [
-    "rejected",
-    "blocked",
-    "denied",
-    "shadow_rejected",
-    "marked",
-    "degraded_refused",
-];
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
 
@@ -91,43 +81,40 @@ pub(super) async fn get_policies(BackendAndQuery(view, query): BackendAndQuery) 
         offset,
         limit,
     };
-    run_blocking(move || {
+    respond_blocking(move || {
         selection.ranks = order.rank_policies(&view);
-        let selected = view.state.select_policies(&selection);
+        let page = view.state.select_policies(&selection);
         let labels = view.metrics.labels();
-        let names = selected.policies.iter().map(|policy| &*policy.name);
+        let names = page.policies.iter().map(|(policy, _)| policy.name.as_str());
         let (axis, timelines) = view.history.policy_timelines(names);
-        let policies = selected
-            .policies
-            .iter()
-            .zip(timelines)
-            .map(|(policy, past)| {
-                let mut summary = policy.description.clone();
-                if let Some(tally) = &policy.counters {
-                    let decisions = tally.requests_by_label(labels.policy_decisions);
-                    add_fields(&mut summary, counts_to_json(decisions));
-                    let outcomes = tally.requests_by_label(labels.degraded_outcomes);
-                    let degraded_by = json!({ "degraded_by": counts_to_json(outcomes) });
-                    add_fields(&mut summary, degraded_by);
-                }
-                if with_history {
-                    let history = policy_history_json(&labels.policy_history, past.as_ref());
-                    add_fields(&mut summary, history);
-                }
-                summary
-            });
-        let policies: Vec<Value> = policies.collect();
-        let mut body = json!({
-            "generation": view.state.read_status().config_generation,
-            "total": selected.total,
-            "offset": selection.offset,
-            "policies": policies,
+        let policies = page.policies.into_iter().zip(timelines);
+        let policies = policies.map(|((mut policy, counters), past)| {
+            if let Some(tally) = counters {
+                let decisions = tally.requests_by_label(labels.policy_decisions);
+                policy.decisions = decisions
+                    .map(|(label, count)| (label.to_owned(), json!(count)))
+                    .collect();
+                let outcomes = tally.requests_by_label(labels.degraded_outcomes);
+                policy.degraded_by = Some(to_counts(outcomes));
+            }
+            if with_history {
+                let series = |parts| decision_series(&labels.policy_history, parts);
+                let (minutes, hours) = past
+                    .as_ref()
+                    .map_or((&[][..], &[][..]), |past| (&past.minutes, &past.hours));
+                policy.last_hour = Some(series(minutes));
+                policy.last_day = Some(series(hours));
+            }
+            policy
         });
-        if with_history {
-            let TimelineAxis { minutes, hours } = axis;
-            add_fields(&mut body, json!({ "minutes": minutes, "hours": hours }));
+        PoliciesDocument {
+            generation: view.state.read_status().config_generation,
+            total: page.total,
+            offset: selection.offset,
+            policies: policies.collect(),
+            minutes: with_history.then_some(axis.minutes),
+            hours: with_history.then_some(axis.hours),
         }
-        JsonResponse(StatusCode::OK, body)
     })
     .await
 }
@@ -178,152 +165,142 @@ impl PolicyOrder {
     }
 }
 
-/// Returns one series of counts per decision that occurred. All policies of a response share one
-/// time axis.
-fn policy_history_json(
+/// Returns one series of counts per decision that occurred.
+fn decision_series(
     labels: &[LabelledCounterIndices],
-    timeline: Option<&PolicyTimeline>,
-) -> Value {
-    let series = |parts: &[DecisionCounts]| {
-        let columns = labels.iter().enumerate().filter_map(|(at, (name, _))| {
-            let column: Vec<u32> = parts
-                .iter()
-                .filter_map(|did| did.get(at).copied())
-                .collect();
-            column
-                .iter()
-                .any(|count| *count > 0)
-                .then(|| ((*name).to_owned(), json!(column)))
-        });
-        Value::Object(columns.collect())
-    };
-    let (minutes, hours) = timeline.map_or((&[][..], &[][..]), |past| (&past.minutes, &past.hours));
-    json!({ "last_hour": series(minutes), "last_day": series(hours) })
+    parts: &[DecisionCounts],
+) -> BTreeMap<String, Vec<u32>> {
+    let columns = labels.iter().enumerate().map(|(at, (name, _))| {
+        let column = parts.iter().filter_map(|did| did.get(at).copied());
+        ((*name).to_owned(), column.collect::<Vec<u32>>())
+    });
+    columns
+        .filter(|(_, column)| column.iter().any(|count| *count > 0))
+        .collect()
 }
 
 /// Returns the overview of the dashboard: status, store, traffic, latency and problems.
 pub(super) async fn get_overview(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["seconds"])?;
     let seconds = query.get_number("seconds", DEFAULT_HISTORY_SECONDS, SECONDS_KEPT)?;
-    run_blocking(move || JsonResponse(StatusCode::OK, build_overview(&view, seconds))).await
+    respond_blocking(move || build_overview(&view, seconds)).await
 }
 
-fn build_overview(view: &AdminBackend, max_seconds: usize) -> Value {
+fn build_overview(view: &AdminBackend, max_seconds: usize) -> OverviewDocument {
     let observed = view.state.read_status();
-    let (from_s, seconds) = view.history.last_seconds(max_seconds);
-    let (window_s, times) = view.history.recent_durations();
-    let untrusted = view.metrics.untrusted_forwarding_count();
     let problems = find_problems(view, &observed);
+    let (from_s, seconds) = view.history.last_seconds(max_seconds);
     let labels = &view.metrics.labels().request_decisions;
-    let totals = labels
-        .iter()
-        .map(|(label, _)| *label)
-        .zip(view.metrics.request_decision_counts());
-    json!({
-        "instance": {
-            "id": view.instance.id,
-            "host": view.instance.host,
-            "version": env!("CARGO_PKG_VERSION"),
-            "started_s": view.instance.started_s,
-            "uptime_s": observed.uptime_s,
-            "workers": view.instance.workers,
+    let totals = labels.iter().map(|(label, _)| *label);
+    let codes = view.metrics.status_counts().into_iter();
+    let certificates = observed.certificates.into_iter();
+    let instance = &view.instance;
+    OverviewDocument {
+        instance: OverviewInstance {
+            id: instance.id.to_owned(),
+            host: instance.host.clone(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            started_s: instance.started_s,
+            uptime_s: observed.uptime_s,
+            workers: instance.workers,
         },
-        "status": phase_label(observed.phase),
-        "policies": observed.policy_count,
-        "generation": observed.config_generation,
-        "last_reload": {
-            "at_s": observed.last_load_at_s,
-            "refused": observed.rejected_reloads,
-            "errors": observed.reload_errors,
-            "pending_restart": observed.pending_restart,
+        status: phase_label(observed.phase).to_owned(),
+        policies: observed.policy_count,
+        generation: observed.config_generation,
+        last_reload: LastReload {
+            at_s: observed.last_load_at_s,
+            refused: observed.rejected_reloads,
+            errors: observed.reload_errors,
+            pending_restart: observed.pending_restart,
         },
-        "warnings": observed.config_warnings,
-        "store": store_json(view, &observed),
-        "connections": {
-            "open": observed.open_connections,
-            "max": observed.max_connections,
-            "full": observed.connection_limit_hits,
+        warnings: observed.config_warnings,
+        store: OverviewStore {
+            kind: instance.store.to_owned(),
+            address: instance.store_address.clone(),
+            up: observed.store_up,
+            breaker_open: observed.breaker_open,
+            outage: observed.store_outage,
+            errors: to_counts(observed.store_errors),
+            instances: observed.instance_count,
+            lease_units_lost: observed.lease_units_lost,
+            memory: observed.memory,
         },
-        "requests": {
-            "total": counts_to_json(totals),
-            "seconds": traffic_history_json(labels, from_s, &seconds),
+        connections: ConnectionCounts {
+            open: observed.open_connections,
+            max: observed.max_connections,
+            full: observed.connection_limit_hits,
         },
-        "http": {
-            "codes": view.metrics.status_counts().into_iter()
-                .map(|(code, count)| (code.to_string(), count)).collect::<Value>(),
-            "upstream_errors": counts_to_json(view.metrics.upstream_error_counts()),
-            "app_errors": view.metrics.app_error_count(),
+        requests: RequestCounts {
+            total: to_counts(totals.zip(view.metrics.request_decision_counts())),
+            seconds: traffic_columns(labels, from_s, &seconds),
         },
-        "latency": latency_json(window_s, &times),
-        "certificates": observed.certificates.iter()
-            .map(|(file, at)| json!({ "file": file, "ends_s": at })).collect::<Vec<_>>(),
-        "untrusted_forwarding": untrusted,
-        "untrusted_peers": view.metrics.last_untrusted_peers(),
-        "hints": problems.iter().map(Problem::to_hint).collect::<Vec<_>>(),
-        "problems": problems,
-    })
-}
-
-fn store_json(view: &AdminBackend, observed: &ProcessStatus) -> Value {
-    json!({
-        "kind": view.instance.store,
-        "address": view.instance.store_address,
-        "up": observed.store_up,
-        "breaker_open": observed.breaker_open,
-        "outage": observed.store_outage,
-        "errors": counts_to_json(observed.store_errors.iter().copied()),
-        "instances": observed.instance_count,
-        "lease_units_lost": observed.lease_units_lost,
-        "memory": observed.memory,
-    })
+        http: HttpCounts {
+            codes: codes
+                .map(|(code, count)| (code.to_string(), count))
+                .collect(),
+            upstream_errors: to_counts(view.metrics.upstream_error_counts()),
+            app_errors: view.metrics.app_error_count(),
+        },
+        latency: read_latency(view),
+        certificates: certificates
+            .map(|(file, ends_s)| CertificateExpiry { file, ends_s })
+            .collect(),
+        untrusted_forwarding: view.metrics.untrusted_forwarding_count(),
+        untrusted_peers: view.metrics.last_untrusted_peers(),
+        hints: problems.iter().map(Problem::to_hint).collect(),
+        problems,
+    }
 }
 
 /// Returns the traffic by second as columns for charts. The last second is incomplete.
-fn traffic_history_json(
+fn traffic_columns(
     labels: &[LabelledCounterIndices],
     from_s: u64,
     seconds: &[SecondCounts],
-) -> Value {
-    let at: Vec<u64> = (from_s..).zip(seconds).map(|(at, _)| at).collect();
-    let mut columns = Map::new();
-    columns.insert("at".to_owned(), json!(at));
-    for (at, (label, _)) in labels.iter().enumerate() {
+) -> BTreeMap<String, Vec<u64>> {
+    let times = (from_s..).zip(seconds).map(|(at, _)| at).collect();
+    let decisions = labels.iter().enumerate().map(|(at, (label, _))| {
         let column = seconds.iter().filter_map(|second| second.decisions.get(at));
-        columns.insert((*label).to_owned(), json!(column.collect::<Vec<_>>()));
-    }
-    for class in 0..STATUS_CLASS_COUNT {
+        ((*label).to_owned(), column.map(|n| u64::from(*n)).collect())
+    });
+    let classes = (0..STATUS_CLASS_COUNT).map(|class| {
         let column = seconds
             .iter()
             .filter_map(|second| second.status_classes.get(class));
-        columns.insert(
-            format!("{}xx", class + 1),
-            json!(column.collect::<Vec<_>>()),
-        );
+        let column = column.map(|n| u64::from(*n)).collect();
+        (format!("{}xx", class + 1), column)
+    });
+    std::iter::once(("at".to_owned(), times))
+        .chain(decisions)
+        .chain(classes)
+        .collect()
+}
+
+fn read_latency(view: &AdminBackend) -> LatencyDocument {
+    let (window_s, times) = view.history.recent_durations();
+    let decisions = times.decisions.iter();
+    let decisions = decisions.filter(|(_, buckets)| buckets.count() > 0);
+    LatencyDocument {
+        window_s,
+        decisions: decisions
+            .map(|(source, buckets)| ((*source).to_owned(), read_quantiles(buckets)))
+            .collect(),
+        responses: read_quantiles(&times.responses),
     }
-    Value::Object(columns)
 }
 
-fn latency_json(window_s: u64, times: &DurationHistograms) -> Value {
-    let decisions = times
-        .decisions
-        .iter()
-        .filter(|(_, buckets)| buckets.count() > 0);
-    json!({
-        "window_s": window_s,
-        "decisions": decisions
-            .map(|(source, buckets)| (*source, quantiles_json(buckets))).collect::<Value>(),
-        "responses": quantiles_json(&times.responses),
-    })
-}
-
-fn quantiles_json(buckets: &HistogramSnapshot) -> Value {
+fn read_quantiles(buckets: &HistogramSnapshot) -> DurationQuantiles {
     let at = |share| {
-        buckets
-            .quantile_bound(share)
-            .as_ref()
-            .map(Duration::as_secs_f64)
+        let bound = buckets.quantile_bound(share);
+        bound.as_ref().map(Duration::as_secs_f64)
     };
-    json!({ "count": buckets.count(), "p50_s": at(0.5), "p90_s": at(0.9), "p99_s": at(0.99), "p999_s": at(0.999) })
+    DurationQuantiles {
+        count: buckets.count(),
+        p50_s: at(0.5),
+        p90_s: at(0.9),
+        p99_s: at(0.99),
+        p999_s: at(0.999),
+    }
 }
 
 /// Returns the most rejected keys and paths.
@@ -333,21 +310,21 @@ pub(super) async fn get_top_rejections(
     let query = QueryParameters::parse(query.as_deref(), &["n", "policy"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_RANKING_ENTRIES)?;
     let policy = query.get_one("policy")?.map(str::to_owned);
-    run_blocking(move || {
+    respond_blocking(move || {
         let rejections = view.metrics.top_rejections();
         let rank = |dimension| rejections.ranking(dimension, policy.as_deref(), limit);
-        JsonResponse(
-            StatusCode::OK,
-            json!({
-                "keys": rank(RejectionDimension::Keys),
-                "paths": rank(RejectionDimension::Paths),
-                "app_errors": rank(RejectionDimension::AppErrors),
-            }),
-        )
+        TopDocument {
+            keys: rank(RejectionDimension::Keys),
+            paths: rank(RejectionDimension::Paths),
+            app_errors: rank(RejectionDimension::AppErrors),
+        }
     })
     .await
 }
 
-fn counts_to_json<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> Value {
-    pairs.into_iter().collect()
+fn to_counts<'n>(pairs: impl IntoIterator<Item = (&'n str, u64)>) -> NamedCounts {
+    let pairs = pairs.into_iter();
+    pairs
+        .map(|(name, count)| (name.to_owned(), count))
+        .collect()
 }

@@ -9,14 +9,12 @@ use http::header::{
     X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use http::{HeaderName, HeaderValue, StatusCode};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
 
-/// A JSON response.
-pub(super) struct JsonResponse(pub(super) StatusCode, pub(super) Value);
-
 /// The result of a handler that answers in JSON.
-pub(super) type JsonResult = Result<JsonResponse, ProblemDetails>;
+pub(super) type JsonResult = Result<Response, ProblemDetails>;
 
 /// An error as `application/problem+json` (RFC 9457). The detail of a problem says what would be
 /// right.
@@ -52,16 +50,14 @@ impl From<AdminError> for ProblemDetails {
     }
 }
 
-impl IntoResponse for JsonResponse {
-    fn into_response(self) -> Response {
-        let Self(status, value) = self;
-        (
-            status,
-            [(CONTENT_TYPE, "application/json")],
-            escape_json_for_display(&format!("{value}\n")),
-        )
-            .into_response()
-    }
+/// A JSON response. Fields of objects are in alphabetical order.
+pub(super) fn json_response(status: StatusCode, document: &impl Serialize) -> Response {
+    render_json(status, "application/json", document)
+}
+
+fn render_json(status: StatusCode, media_type: &str, document: &impl Serialize) -> Response {
+    let body = escape_json_for_display(&format!("{}\n", json!(document)));
+    (status, [(CONTENT_TYPE, media_type)], body).into_response()
 }
 
 impl IntoResponse for ProblemDetails {
@@ -69,9 +65,16 @@ impl IntoResponse for ProblemDetails {
         let Self { status, detail } = self;
         let title = status.canonical_reason().unwrap_or("Error");
         let body = json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
-        let body = escape_json_for_display(&format!("{body}\n"));
-        (status, [(CONTENT_TYPE, "application/problem+json")], body).into_response()
+        render_json(status, "application/problem+json", &body)
     }
+}
+
+/// Builds a document and its response on another thread, so that connections are accepted
+/// meanwhile.
+pub(super) async fn respond_blocking<D: Serialize>(
+    build: impl FnOnce() -> D + Send + 'static,
+) -> JsonResult {
+    run_blocking(move || json_response(StatusCode::OK, &build())).await
 }
 
 /// Runs `work` on another thread, so that connections are accepted meanwhile.

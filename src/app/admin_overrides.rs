@@ -2,11 +2,10 @@
 
 use super::admin_view::AdminViewState;
 use super::key_status::{find_limiting_policy, resolve_override_key};
-use super::override_store::{OverrideChange, OverrideListing, OverrideStore};
-use super::overrides::{override_from_json, override_to_json, resolve_override};
-use crate::admin::{AdminError, OverrideRequest};
+use super::override_store::{OverrideChange, OverrideStore, sort_listing};
+use super::overrides::{describe_stored_override, override_from_json, resolve_override};
+use crate::admin::{AdminError, OverrideListDocument, OverrideRemovalDocument, OverrideRequest};
 use crate::clock::Clock;
-use crate::limiter::Key;
 use crate::store::StoredOverride;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -28,19 +27,22 @@ impl AdminViewState {
         match request {
             OverrideRequest::List { policy, limit } => {
                 find_limiting_policy(table, policy)?;
-                let mut listing = OverrideListing::new(Some(policy), *limit);
-                let visited = store.visit(|stored| listing.push(stored));
+                let mut found = Vec::new();
+                let visited = store.visit(|stored| {
+                    if stored.key.policy_name() == policy {
+                        found.push(stored);
+                    }
+                    found.len() <= *limit
+                });
                 let visited = timeout(LISTING_TIMEOUT, visited).await;
                 visited.map_err(listing_timeout_error)??;
-                let (listed, has_more) = listing.finish();
-                let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
-                Ok(json!({ "overrides": listed, "more": has_more }))
+                let (listed, has_more) = sort_listing(found, *limit);
+                Ok(list_to_json(&listed, has_more))
             }
             OverrideRequest::Find { policy, values } => {
                 let key = resolve_override_key(table, policy, values)?;
                 let found = store.find(&key).await?;
-                let listed: Vec<Value> = found.iter().map(override_to_json).collect();
-                Ok(json!({ "overrides": listed, "more": false }))
+                Ok(list_to_json(found.as_slice(), false))
             }
             OverrideRequest::Set {
                 policy,
@@ -57,28 +59,36 @@ impl AdminViewState {
                     )));
                 }
                 input.policy.clone_from(policy);
-                let mut stored = resolve_override(table, &input, now_us)?;
-                let old = if *keeps_other_limits {
-                    let merged = store.merge(&stored, now_us).await?;
-                    stored = merged.1;
-                    merged.0
-                } else {
-                    let old = store.find(&stored.key).await.unwrap_or_default();
-                    store.set(&stored).await?;
-                    old
+                let entered = resolve_override(table, &input, now_us)?;
+                let (stored, change) = match keeps_other_limits {
+                    true => store.merge(&entered, now_us).await?,
+                    false => {
+                        let change = store.set(&entered).await?;
+                        (entered, change)
+                    }
                 };
-                log_change(&stored.key, old.as_ref(), Some(&stored));
-                Ok(override_to_json(&stored))
+                change.iter().for_each(OverrideChange::log);
+                Ok(json!(describe_stored_override(&stored)))
             }
             OverrideRequest::Remove { policy, values } => {
                 let key = resolve_override_key(table, policy, values)?;
-                let old = store.find(&key).await.unwrap_or_default();
-                let is_removed = store.remove(&key).await?;
-                log_change(&key, old.as_ref().filter(|_| is_removed), None);
-                Ok(json!({ "policy": policy, "key": key.value_texts(), "removed": is_removed }))
+                let (removed, change) = store.remove(&key).await?;
+                change.iter().for_each(OverrideChange::log);
+                Ok(json!(OverrideRemovalDocument {
+                    policy: policy.clone(),
+                    key: key.value_texts(),
+                    removed,
+                }))
             }
         }
     }
+}
+
+fn list_to_json(listed: &[StoredOverride], more: bool) -> Value {
+    json!(OverrideListDocument {
+        overrides: listed.iter().map(describe_stored_override).collect(),
+        more,
+    })
 }
 
 fn listing_timeout_error(_elapsed: Elapsed) -> AdminError {
@@ -87,10 +97,4 @@ fn listing_timeout_error(_elapsed: Elapsed) -> AdminError {
          expected a single key, or the command `tidegate overrides list`, which has no timeout",
         LISTING_TIMEOUT.as_secs()
     ))
-}
-
-fn log_change(key: &Key, old: Option<&StoredOverride>, new: Option<&StoredOverride>) {
-    if let Some(change) = OverrideChange::new(key, old, new) {
-        change.log();
-    }
 }

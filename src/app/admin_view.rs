@@ -2,22 +2,22 @@
 
 use super::SharedState;
 use super::doctor::StoreExaminations;
-use super::explanation::{self, ExplainError};
+use super::explanation;
 use super::instance_name::instance_name;
 use super::key_status::{self, ResolvedKey};
 use super::limit_documents::{describe_limit, micros_to_seconds};
 use super::listener_set::ListenerSet;
-use super::override_store::describe_key_override;
+use super::override_store::inspect_key;
 use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
 use crate::admin::{
-    AdminBackend, AdminError, AdminFuture, AdminState, DrainSchedule, ExplainRequest,
-    FleetInstanceDocument, FleetMembers, InstanceDescription, KeyDocument, KeyQuery,
-    OverrideRequest, PolicyPage, PolicySelection, PolicySummary, StoreRequest, add_fields,
+    AdminBackend, AdminError, AdminFuture, AdminState, DrainDocument, ExplainRequest,
+    FleetInstanceDocument, FleetMembers, InstanceDescription, KeyDocument, KeyQuery, LeaseDocument,
+    OverrideRequest, PolicyDocument, PolicyPage, PolicySelection, QuotaDocument, StoreRequest,
 };
 use crate::clock;
 use crate::config::Config;
-use crate::policy::{OnStoreFailure, Policy, PolicyAction};
+use crate::policy::{OnStoreFailure, Policy, PolicyAction, Quota};
 use crate::proxy::{ListenerKind, ServerLoad, ShutdownSignal};
 use crate::reload;
 use crate::store::MemoryStore;
@@ -138,11 +138,13 @@ impl AdminState for AdminViewState {
         }
     }
 
-    fn start_drain(&self) -> DrainSchedule {
+    fn start_drain(&self) -> DrainDocument {
         self.shutdown_handle.begin_drain("admin");
-        DrainSchedule {
-            delay: self.config.shutdown.delay,
-            grace: self.config.shutdown.grace,
+        let shutdown = &self.config.shutdown;
+        DrainDocument {
+            status: "stopping".to_owned(),
+            delay_s: shutdown.delay.as_secs_f64(),
+            grace_s: shutdown.grace.as_secs_f64(),
         }
     }
 
@@ -161,35 +163,32 @@ impl AdminState for AdminViewState {
             .iter()
             .map(|described| (&*described.policy, described.sentence.as_str()))
             .collect();
-        let active = snapshot
-            .table
-            .policies()
-            .iter()
-            .zip(snapshot.counters())
-            .filter(|(p, _)| is_selected(&p.name));
-        let disabled = descriptions
-            .iter()
-            .filter(|described| described.is_off && is_selected(&described.policy));
-        let active = active.map(|(policy, counters)| {
-            let sentence = sentences.get(&*policy.name).copied().unwrap_or_default();
-            (&*policy.name, sentence, Some((policy, counters)))
-        });
-        let disabled =
-            disabled.map(|described| (&*described.policy, described.sentence.as_str(), None));
-        let mut selected: Vec<_> = active.chain(disabled).collect();
+        let policies = snapshot.table.policies().iter();
+        let active = policies.zip(snapshot.counters());
+        let active = active.map(|(policy, counters)| (&*policy.name, Some((policy, counters))));
+        let disabled = descriptions.iter().filter(|described| described.is_off);
+        let disabled = disabled.map(|described| (&*described.policy, None));
+        let mut selected: Vec<_> = active
+            .chain(disabled)
+            .filter(|(name, _)| is_selected(name))
+            .collect();
         let last = usize::MAX;
-        selected.sort_by_key(|(name, ..)| selection.ranks.get(*name).map_or(last, |at| *at));
+        selected.sort_by_key(|(name, _)| selection.ranks.get(*name).map_or(last, |at| *at));
         let total = selected.len();
         let page = selected.into_iter().skip(selection.offset);
-        let page = page.take(selection.limit).map(|(name, sentence, active)| {
-            let description = match active {
-                Some((policy, _)) => policy_to_json(policy, sentence),
-                None => json!({ "name": name, "mode": "off", "words": sentence }),
+        let page = page.take(selection.limit).map(|(name, active)| {
+            let described = PolicyDocument {
+                name: name.to_owned(),
+                mode: "off".to_owned(),
+                words: sentences.get(name).copied().unwrap_or_default().to_owned(),
+                ..PolicyDocument::default()
             };
-            PolicySummary {
-                name: name.into(),
-                description,
-                counters: active.map(|(_, counters)| Arc::clone(counters)),
+            match active {
+                Some((policy, counters)) => (
+                    describe_policy(policy, described),
+                    Some(Arc::clone(counters)),
+                ),
+                None => (described, None),
             }
         });
         PolicyPage {
@@ -240,8 +239,8 @@ impl AdminViewState {
             policies.map(|policy| policy.name.to_string()).collect()
         };
         Some(StoreOutage {
-            kind: cause.kind.into_str(),
-            remedy: cause.remedy(),
+            kind: cause.kind.into_str().into(),
+            remedy: cause.remedy().into(),
             lasts_s: since.elapsed().as_secs(),
             closed: select(OnStoreFailure::Closed),
             local: select(OnStoreFailure::Local),
@@ -263,13 +262,9 @@ impl AdminViewState {
     async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
         let snapshot = self.shared.active_policies.load_snapshot();
         let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        let status = resolved_key.read_status(&self.shared.store_backend).await?;
-        let now_us = status.now_us;
-        let words =
-            describe_key_override(&self.shared.store_backend, &resolved_key, now_us).await?;
         Ok(json!(KeyDocument {
             counters: Some(self.redis_counter_keys(&resolved_key)),
-            ..resolved_key.describe_status(&status, words)
+            ..inspect_key(&self.shared.store_backend, &resolved_key).await?
         }))
     }
 
@@ -307,13 +302,8 @@ impl AdminViewState {
     async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
         let snapshot = self.shared.active_policies.load_snapshot();
         let backend = &self.shared.store_backend;
-        match explanation::explain_request(backend, &snapshot.table, description).await {
-            Ok(explained) => Ok(json!(explained.describe(true))),
-            Err(ExplainError::InvalidRequest(reason)) => Err(AdminError::InvalidRequest(reason)),
-            Err(ExplainError::RequestRejected(reason)) => {
-                Ok(json!(explanation::describe_rejection(reason)))
-            }
-        }
+        let explained = explanation::explain_request(backend, &snapshot.table, description).await?;
+        Ok(json!(explained.describe(true)))
     }
 
     /// Examines Redis, or returns the report of the last examination if that was recent.
@@ -377,49 +367,40 @@ fn to_fleet_members(list: MemberList) -> FleetMembers {
     }
 }
 
-fn policy_to_json(policy: &Policy, sentence: &str) -> Value {
+fn describe_policy(policy: &Policy, described: PolicyDocument) -> PolicyDocument {
     let action = match policy.action {
         PolicyAction::Allow => "allow",
         PolicyAction::Deny => "deny",
         PolicyAction::Limit(_) => "limit",
     };
-    let mut fields = json!({
-        "name": policy.name,
-        "mode": policy.mode.name(),
-        "words": sentence,
-        "priority": policy.priority,
-        "action": action,
-    });
-    let Some(quota) = policy.quota() else {
-        return fields;
-    };
-    let limits = quota.limits.iter().map(describe_limit);
+    PolicyDocument {
+        mode: policy.mode.name().to_owned(),
+        priority: Some(policy.priority),
+        action: Some(action.to_owned()),
+        quota: policy.quota().map(|quota| describe_quota(policy, quota)),
+        ..described
+    }
+}
+
+fn describe_quota(policy: &Policy, quota: &Quota) -> QuotaDocument {
     let on_store_failure = match policy.on_store_failure {
         _ if quota.is_instance_scoped() => None,
         OnStoreFailure::Open => Some("open"),
         OnStoreFailure::Closed => Some("closed"),
         OnStoreFailure::Local => Some("local"),
     };
-    let block = quota.block.map(|block| micros_to_seconds(block.per_us));
-    let lease = quota.lease.map(|lease| {
-        json!({
-            "size": lease.size.map_or_else(|| json!("auto"), |size| json!(size)),
-            "ttl_s": micros_to_seconds(lease.ttl_us),
-        })
-    });
-    add_fields(
-        &mut fields,
-        json!({
-            "key": quota.key.describe_positions(),
-            "limits": limits.collect::<Vec<_>>(),
-            "overrides": quota.overrides.as_slice().len(),
-            "dynamic": quota.is_dynamic,
-            "scope": quota.key.scope.name(),
-            "counter": quota.key.counter_name(),
-            "on_store_failure": on_store_failure,
-            "block_s": block,
-            "lease": lease,
+    QuotaDocument {
+        key: quota.key.describe_positions(),
+        limits: quota.limits.iter().map(describe_limit).collect(),
+        overrides: quota.overrides.as_slice().len(),
+        dynamic: quota.is_dynamic,
+        scope: quota.key.scope.name().to_owned(),
+        counter: quota.key.counter_name().map(str::to_owned),
+        on_store_failure: on_store_failure.map(str::to_owned),
+        block_s: quota.block.map(|block| micros_to_seconds(block.per_us)),
+        lease: quota.lease.map(|lease| LeaseDocument {
+            size: lease.size.map_or(json!("auto"), |size| json!(size)),
+            ttl_s: micros_to_seconds(lease.ttl_us),
         }),
-    );
-    fields
+    }
 }

@@ -7,9 +7,11 @@ mod server_report;
 mod store_findings;
 
 pub(crate) use server_findings::format_bytes;
-use server_report::server_to_json;
+use server_report::describe_server;
 
-use crate::admin::DOCTOR_INTERVAL;
+use crate::admin::{
+    DOCTOR_INTERVAL, DoctorFinding, DoctorReport, ExaminedStore, FindingLevel, PolicyMemory,
+};
 use crate::clock;
 use crate::limiter::Algorithm;
 use crate::policy::{Policy, PolicyTable};
@@ -18,84 +20,12 @@ use crate::store::redis::{
     diagnose_redis,
 };
 use parking_lot::Mutex;
-use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
-use strum::IntoStaticStr;
 
 /// Advice for a check that failed because of a missing permission.
 const PERMISSION_ADVICE: &str = "grant what the findings about permissions name";
-
-/// What was examined and found.
-#[derive(Debug, Serialize)]
-pub(crate) struct DoctorReport {
-    /// Whether every check has a result and none is a fault.
-    ok: bool,
-    pub(crate) faults: usize,
-    pub(crate) warnings: usize,
-    pub(crate) unknown: usize,
-    checked_at_s: u64,
-    pub(crate) store: ExaminedStore,
-    /// By server, in the order of the checks.
-    pub(crate) findings: Vec<DoctorFinding>,
-    servers: Vec<Value>,
-    /// The counters of each policy, over all servers.
-    pub(crate) policies: Vec<PolicyMemory>,
-}
-
-/// The store of the configuration.
-#[derive(Debug, Serialize)]
-#[serde(tag = "kind", rename_all = "lowercase")]
-pub(crate) enum ExaminedStore {
-    Memory,
-    Redis { address: String, key_prefix: String },
-}
-
-/// The result of one check.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct DoctorFinding {
-    pub(crate) level: FindingLevel,
-    /// A stable name, such as `eviction`.
-    pub(crate) check: &'static str,
-    /// `None` if the finding is about the configuration or all servers.
-    pub(crate) server: Option<String>,
-    pub(crate) found: String,
-    pub(crate) advice: Option<String>,
-}
-
-/// How serious a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, Serialize)]
-#[strum(serialize_all = "lowercase", const_into_str)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum FindingLevel {
-    Ok,
-    /// The check has no result: Redis did not answer in time.
-    Unknown,
-    /// Works now, and may fail or lose usage in some event.
-    Warning,
-    /// Decisions fail, or limits are not kept.
-    Fault,
-}
-
-impl FindingLevel {
-    fn warning_if(is_warning: bool) -> Self {
-        match is_warning {
-            true => Self::Warning,
-            false => Self::Ok,
-        }
-    }
-}
-
-/// Counters and memory of one policy, estimated from a sample.
-#[derive(Debug, Serialize)]
-pub(crate) struct PolicyMemory {
-    /// `None` for counters whose names are too long to contain the policy.
-    pub(crate) policy: Option<String>,
-    pub(crate) counters: u64,
-    pub(crate) bytes: u64,
-    pub(crate) without_expiry: u64,
-}
 
 /// Examines the servers of `redis`, or reports that the store is memory.
 pub(crate) async fn examine_store(
@@ -103,34 +33,35 @@ pub(crate) async fn examine_store(
     table: &PolicyTable,
     serves_rate_limit_service: bool,
 ) -> DoctorReport {
-    let mut findings = FindingList::default();
     let Some(settings) = redis else {
-        findings.add_ok(
-            "store",
-            "store.kind is \"memory\": each instance counts by itself, and there is no Redis to examine",
-        );
-        return DoctorReport::new(ExaminedStore::Memory, findings);
+        let found = "store.kind is \"memory\": each instance counts by itself, and there is no Redis to examine";
+        return new_report(ExaminedStore::Memory, vec![ok("store", found)]);
     };
     let diagnosis = Box::pin(diagnose_redis(settings, &configured_algorithms(table))).await;
-    store_findings::judge_configuration(&mut findings, settings, serves_rate_limit_service);
-    store_findings::judge_topology(&mut findings, settings, &diagnosis);
+    let mut findings = Vec::new();
+    findings
+        .extend(serves_rate_limit_service.then(|| store_findings::judge_service_timeout(settings)));
+    findings.extend(store_findings::judge_topology(settings, &diagnosis));
     let policies = estimate_policy_memory(&diagnosis);
     let mut examined = Vec::new();
     for server in diagnosis.servers {
-        let mut server_findings = FindingList::default();
-        match server.result {
+        let of_server = match server.result {
             Ok(facts) => {
-                server_findings::judge_server(&mut server_findings, settings, &facts);
+                let of_server = server_findings::judge_server(settings, &facts);
                 examined.push((server.address.clone(), facts));
+                of_server
             }
-            Err(error) => server_findings.add_error("connection", "no connection", &error),
-        }
-        findings.extend_for_server(&server.address, server_findings);
+            Err(error) => vec![failure("connection", "no connection", &error)],
+        };
+        findings.extend(of_server.into_iter().map(|finding| DoctorFinding {
+            server: Some(server.address.clone()),
+            ..finding
+        }));
     }
-    store_findings::judge_clocks_between_servers(&mut findings, &examined);
+    findings.extend(store_findings::judge_clocks_between_servers(&examined));
     let servers = examined
         .iter()
-        .map(|(address, facts)| server_to_json(address, facts));
+        .map(|(address, facts)| describe_server(address, facts));
     let store = ExaminedStore::Redis {
         address: settings.to_string(),
         key_prefix: settings.key_prefix.clone(),
@@ -138,7 +69,7 @@ pub(crate) async fn examine_store(
     DoctorReport {
         servers: servers.collect(),
         policies,
-        ..DoctorReport::new(store, findings)
+        ..new_report(store, findings)
     }
 }
 
@@ -170,80 +101,76 @@ impl StoreExaminations {
     }
 }
 
-impl DoctorReport {
-    fn new(store: ExaminedStore, FindingList(findings): FindingList) -> Self {
-        let count = |level| findings.iter().filter(|one| one.level == level).count();
-        let (faults, unknown) = (count(FindingLevel::Fault), count(FindingLevel::Unknown));
-        Self {
-            ok: faults == 0 && unknown == 0,
-            faults,
-            warnings: count(FindingLevel::Warning),
-            unknown,
-            checked_at_s: clock::unix_time_s(),
-            store,
-            findings,
-            servers: Vec::new(),
-            policies: Vec::new(),
-        }
+fn new_report(store: ExaminedStore, findings: Vec<DoctorFinding>) -> DoctorReport {
+    let count = |level| findings.iter().filter(|one| one.level == level).count();
+    let (faults, unknown) = (count(FindingLevel::Fault), count(FindingLevel::Unknown));
+    DoctorReport {
+        ok: faults == 0 && unknown == 0,
+        faults,
+        warnings: count(FindingLevel::Warning),
+        unknown,
+        checked_at_s: clock::unix_time_s(),
+        store,
+        findings,
+        servers: Vec::new(),
+        policies: Vec::new(),
     }
 }
 
-/// Collects findings.
-#[derive(Debug, Default)]
-struct FindingList(Vec<DoctorFinding>);
+fn ok(check: &'static str, found: impl Into<String>) -> DoctorFinding {
+    finding(FindingLevel::Ok, check, found, "")
+}
 
-impl FindingList {
-    fn add_ok(&mut self, check: &'static str, found: impl Into<String>) {
-        self.add(FindingLevel::Ok, check, found.into(), "");
-    }
+fn warning(check: &'static str, found: impl Into<String>, advice: &str) -> DoctorFinding {
+    finding(FindingLevel::Warning, check, found, advice)
+}
 
-    /// Adds that a check has no result, and why.
-    fn add_unknown(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
-        let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
-        let advice = match error.remedy() {
-            PERMISSION_REMEDY => PERMISSION_ADVICE,
-            _ => {
-                "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)"
-            }
-        };
-        self.add(FindingLevel::Unknown, check, found, advice);
-    }
+fn fault(check: &'static str, found: impl Into<String>, advice: &str) -> DoctorFinding {
+    finding(FindingLevel::Fault, check, found, advice)
+}
 
-    fn add_warning(&mut self, check: &'static str, found: String, advice: &str) {
-        self.add(FindingLevel::Warning, check, found, advice);
-    }
+/// A check without a result, and why.
+fn unknown(check: &'static str, what: &str, error: &RedisConnectionError) -> DoctorFinding {
+    let advice = match error.remedy() {
+        PERMISSION_REMEDY => PERMISSION_ADVICE,
+        _ => {
+            "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)"
+        }
+    };
+    finding(
+        FindingLevel::Unknown,
+        check,
+        quote_error(what, error),
+        advice,
+    )
+}
 
-    fn add_fault(&mut self, check: &'static str, found: String, advice: &str) {
-        self.add(FindingLevel::Fault, check, found, advice);
-    }
+/// A fault that quotes the error of the server or the system, with advice for its kind.
+fn failure(check: &'static str, what: &str, error: &RedisConnectionError) -> DoctorFinding {
+    let advice = match error.remedy() {
+        PERMISSION_REMEDY => PERMISSION_ADVICE,
+        remedy => remedy,
+    };
+    fault(check, quote_error(what, error), advice)
+}
 
-    /// Adds a fault that quotes the error of the server or the system, with advice for its kind.
-    fn add_error(&mut self, check: &'static str, what: &str, error: &RedisConnectionError) {
-        let found = format!("{what} ({}): {}", error.kind.into_str(), error.message);
-        let advice = match error.remedy() {
-            PERMISSION_REMEDY => PERMISSION_ADVICE,
-            remedy => remedy,
-        };
-        self.add_fault(check, found, advice);
-    }
+fn quote_error(what: &str, error: &RedisConnectionError) -> String {
+    format!("{what} ({}): {}", error.kind.into_str(), error.message)
+}
 
-    /// Adds a finding. The advice counts unless the level is `Ok`.
-    fn add(&mut self, level: FindingLevel, check: &'static str, found: String, advice: &str) {
-        self.0.push(DoctorFinding {
-            level,
-            check,
-            server: None,
-            found,
-            advice: (level != FindingLevel::Ok).then(|| advice.to_owned()),
-        });
-    }
-
-    fn extend_for_server(&mut self, address: &str, findings: Self) {
-        self.0
-            .extend(findings.0.into_iter().map(|finding| DoctorFinding {
-                server: Some(address.to_owned()),
-                ..finding
-            }));
+/// The advice counts unless the level is `Ok`.
+fn finding(
+    level: FindingLevel,
+    check: &'static str,
+    found: impl Into<String>,
+    advice: &str,
+) -> DoctorFinding {
+    DoctorFinding {
+        level,
+        check: check.into(),
+        server: None,
+        found: found.into(),
+        advice: (level != FindingLevel::Ok).then(|| advice.to_owned()),
     }
 }
 

@@ -3,8 +3,8 @@
 use super::limit_documents::{describe_limit, describe_limit_status, micros_to_seconds};
 use super::store_backend::StoreBackend;
 use crate::admin::{
-    ExpectedOutcome, ExplainRequest, ExplainedKey, ExplainedPolicy, ExplanationDocument,
-    LimitDocument,
+    AdminError, ExpectedOutcome, ExplainRequest, ExplainedKey, ExplainedPolicy,
+    ExplanationDocument, LimitDocument,
 };
 use crate::enforcer::{self, PolicyExplanation, PolicyLimits, PolicyStep};
 use crate::limiter::LimitStatus;
@@ -17,54 +17,55 @@ use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
 #[derive(Debug)]
 pub(crate) struct ExplainedRequest<'t> {
     pub(crate) explanation: PolicyExplanation<'t>,
+    /// Why the proxy rejects the request before policies apply.
+    pub(crate) rejection: Option<String>,
     pub(crate) token_error: Option<String>,
     /// Why the counters cannot be read, and what to do.
     pub(crate) store_error: Option<String>,
-}
-
-/// Why a request cannot be explained, with a message for the operator.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum ExplainError {
-    /// The description is not a valid request.
-    #[error("{0}")]
-    InvalidRequest(String),
-    /// The proxy rejects the request before policies apply.
-    #[error("{0}")]
-    RequestRejected(String),
 }
 
 /// Explains the decision of `table` about a request, with the counters of a store. No counter is
 /// changed.
 ///
 /// # Errors
-/// Returns an [`ExplainError`] with a message for the operator.
+/// If the description is not a valid request.
 pub(crate) async fn explain_request<'t>(
     backend: &StoreBackend,
     table: &'t PolicyTable,
     description: &ExplainRequest,
-) -> Result<ExplainedRequest<'t>, ExplainError> {
-    let mut parts = build_request_head(description).map_err(ExplainError::InvalidRequest)?;
+) -> Result<ExplainedRequest<'t>, AdminError> {
+    let mut parts = build_request_head(description).map_err(AdminError::InvalidRequest)?;
     let text = |text: &Option<String>| text.as_deref().map(Into::into);
     let certificate = CertificateSubject {
         san: text(&description.client_cert_san),
         cn: text(&description.client_cert_cn),
     };
-    let inbound = InboundRequest::validate_and_rewrite(
+    let inbound = match InboundRequest::validate_and_rewrite(
         &mut parts,
         description.peer_ip,
         table,
         table.path.forward,
-    )
-    .map_err(|error| {
-        ExplainError::RequestRejected(format!(
-            "the request is rejected before policies apply: {error}"
-        ))
-    })?;
+    ) {
+        Ok(inbound) => inbound,
+        Err(error) => {
+            let rejection = format!("the request is rejected before policies apply: {error}");
+            return Ok(ExplainedRequest {
+                explanation: PolicyExplanation {
+                    steps: Vec::new(),
+                    store: Ok(None),
+                },
+                rejection: Some(rejection),
+                token_error: None,
+                store_error: None,
+            });
+        }
+    };
     let store = backend.open_for_inspection().await;
     let explanation =
         enforcer::explain_request(&store, table, &inbound.facts(&parts, Some(&certificate))).await;
     let store_error = explanation.store.as_ref().err();
     Ok(ExplainedRequest {
+        rejection: None,
         token_error: inbound.token_error().map(|error| error.to_string()),
         store_error: store_error.map(|error| backend.describe_failure(&store, error)),
         explanation,
@@ -172,7 +173,7 @@ fn new_outcome(
     let by: Vec<String> = by.into();
     ExpectedOutcome {
         status,
-        decision,
+        decision: decision.map(str::to_owned),
         by: (!by.is_empty()).then_some(by),
         why: None,
     }
@@ -192,8 +193,13 @@ impl ExplainedRequest<'_> {
         let explanation = &self.explanation;
         let now_us = explanation.store.as_ref().ok().copied().flatten();
         let steps = explanation.steps.iter();
+        let rejected = self.rejection.as_ref().map(|why| ExpectedOutcome {
+            status: Some(400),
+            why: Some(why.clone()),
+            ..ExpectedOutcome::default()
+        });
         ExplanationDocument {
-            expected: predict_outcome(explanation, is_usage_known),
+            expected: rejected.unwrap_or_else(|| predict_outcome(explanation, is_usage_known)),
             policies: steps
                 .map(|(policy, step)| describe_step(policy, step, now_us, is_usage_known))
                 .collect(),
@@ -261,9 +267,9 @@ fn describe_step(
     let mode = effective_mode(policy, step);
     ExplainedPolicy {
         policy: policy.name.to_string(),
-        mode: mode.name(),
+        mode: mode.name().to_owned(),
         shadow: mode == PolicyMode::Shadow,
-        result,
+        result: result.to_owned(),
         why,
         words: words + mode.suffix(),
         limited: match step {
@@ -294,21 +300,9 @@ fn describe_key(
     ExplainedKey {
         key: limited.own.key.to_readable_string(),
         key_hash: format!("{:032x}", limited.own.key.id()),
-        scope: limited.own.key.scope().name(),
+        scope: limited.own.key.scope().name().to_owned(),
         cost: limited.cost,
         limits: limits.collect(),
         blocked_s: blocked.map(|(until, now)| micros_to_seconds(until.saturating_sub(now))),
-    }
-}
-
-/// Describes a request that is rejected before policies apply.
-pub(crate) fn describe_rejection(why: String) -> ExplanationDocument {
-    ExplanationDocument {
-        expected: ExpectedOutcome {
-            status: Some(400),
-            why: Some(why),
-            ..ExpectedOutcome::default()
-        },
-        ..ExplanationDocument::default()
     }
 }

@@ -31,7 +31,7 @@ pub(crate) struct ResolvedKey<'t> {
 
 /// Status of a key's limits at one moment.
 #[derive(Debug)]
-pub(crate) struct KeyStatus {
+pub(super) struct KeyStatus {
     /// Time of the store's clock, in microseconds.
     pub(crate) now_us: u64,
     pub(crate) blocked_until_us: Option<u64>,
@@ -126,7 +126,7 @@ pub(crate) fn find_limiting_policy<'t>(
 impl ResolvedKey<'_> {
     /// Returns charges of cost 0 on all counters of the key, the block first. They serve to read or
     /// delete the counters.
-    pub(crate) fn zero_cost_charges(&self) -> PolicyCharges<'_> {
+    fn zero_cost_charges(&self) -> PolicyCharges<'_> {
         let name_of_block = self.limits.first().map(|named| &named.name);
         let block = self.quota.block.iter().map(|block| (block, name_of_block));
         let limits = self.limits.iter();
@@ -162,7 +162,7 @@ impl ResolvedKey<'_> {
     ///
     /// # Errors
     /// If Redis does not answer.
-    pub(crate) async fn read_status(&self, stores: &StoreBackend) -> Result<KeyStatus, AdminError> {
+    pub(super) async fn read_status(&self, stores: &StoreBackend) -> Result<KeyStatus, AdminError> {
         let store = match self.key.is_instance_scoped() {
             true => Store::Memory(Arc::clone(stores.memory())),
             false => stores.open_for_inspection().await,
@@ -183,7 +183,7 @@ impl ResolvedKey<'_> {
     }
 
     /// Whether a request of the lowest cost would be rejected.
-    pub(crate) fn is_exhausted(&self, status: &KeyStatus) -> bool {
+    fn is_exhausted(&self, status: &KeyStatus) -> bool {
         let min_cost = self.quota.cost.min_units();
         status.blocked_until_us.is_some()
             || status
@@ -193,7 +193,7 @@ impl ResolvedKey<'_> {
     }
 
     /// Describes the status of the key. `override_words` describes its override in the store.
-    pub(crate) fn describe_status(
+    pub(super) fn describe_status(
         &self,
         status: &KeyStatus,
         override_words: Option<String>,

@@ -3,7 +3,7 @@
 use super::key_status::ResolvedKey;
 use super::overrides::{describe_override, describe_rule, format_time_ms, merge_amounts};
 use super::store_backend::StoreBackend;
-use crate::admin::AdminError;
+use crate::admin::{AdminError, KeyDocument};
 use crate::limiter::Key;
 use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
@@ -54,30 +54,39 @@ impl OverrideStore {
     ///
     /// # Errors
     /// If Redis does not answer, or the memory store has no room.
-    pub(crate) async fn set(&self, stored: &StoredOverride) -> Result<(), AdminError> {
+    pub(crate) async fn set(
+        &self,
+        stored: &StoredOverride,
+    ) -> Result<Option<OverrideChange>, AdminError> {
+        let old = self.find(&stored.key).await.unwrap_or_default();
         match self {
-            Self::Memory(memory) => match memory.set_override(stored.clone()) {
-                true => Ok(()),
-                false => Err(override_table_full_error()),
-            },
-            Self::Redis(inspector) => Ok(inspector.set_override(stored).await?),
+            Self::Memory(memory) if memory.set_override(stored.clone()) => {}
+            Self::Memory(_) => return Err(override_table_full_error()),
+            Self::Redis(inspector) => inspector.set_override(stored).await?,
         }
+        Ok(OverrideChange::new(&stored.key, old.as_ref(), Some(stored)))
     }
 
     /// Removes the override of a key. Returns whether there was one.
     ///
     /// # Errors
     /// If Redis does not answer.
-    pub(crate) async fn remove(&self, key: &Key) -> Result<bool, AdminError> {
-        match self {
-            Self::Memory(memory) => Ok(memory.remove_override(key).is_some()),
-            Self::Redis(inspector) => Ok(inspector.remove_override(key).await?),
-        }
+    pub(crate) async fn remove(
+        &self,
+        key: &Key,
+    ) -> Result<(bool, Option<OverrideChange>), AdminError> {
+        let old = self.find(key).await.unwrap_or_default();
+        let is_removed = match self {
+            Self::Memory(memory) => memory.remove_override(key).is_some(),
+            Self::Redis(inspector) => inspector.remove_override(key).await?,
+        };
+        let change = OverrideChange::new(key, old.as_ref().filter(|_| is_removed), None);
+        Ok((is_removed, change))
     }
 
-    /// Sets the amounts that an operator entered. Returns the override before and after. Other
-    /// limits of the key's override stay. Replaces the override only if it is unchanged since it
-    /// was read, and retries otherwise.
+    /// Sets the amounts that an operator entered. Returns the override that results. Other limits
+    /// of the key's override stay. Replaces the override only if it is unchanged since it was read,
+    /// and retries otherwise.
     ///
     /// # Errors
     /// If that would change when the other limits end, or the store does not answer.
@@ -85,7 +94,7 @@ impl OverrideStore {
         &self,
         entered: &StoredOverride,
         now_us: u64,
-    ) -> Result<(Option<StoredOverride>, StoredOverride), AdminError> {
+    ) -> Result<(StoredOverride, Option<OverrideChange>), AdminError> {
         for _ in 0..MAX_ATTEMPTS {
             let previous = self.find(&entered.key).await?;
             let mut stored = entered.clone();
@@ -93,7 +102,8 @@ impl OverrideStore {
                 merge_amounts(previous, &mut stored).map_err(AdminError::InvalidRequest)?;
             }
             if self.replace(previous.as_ref(), &stored).await? {
-                return Ok((previous, stored));
+                let change = OverrideChange::new(&stored.key, previous.as_ref(), Some(&stored));
+                return Ok((stored, change));
             }
         }
         Err(AdminError::Unavailable(
@@ -155,11 +165,7 @@ pub(crate) struct OverrideChange {
 
 impl OverrideChange {
     /// The change from the override `old` of a key to `new`. `None` if there was and is none.
-    pub(crate) fn new(
-        key: &Key,
-        old: Option<&StoredOverride>,
-        new: Option<&StoredOverride>,
-    ) -> Option<Self> {
+    fn new(key: &Key, old: Option<&StoredOverride>, new: Option<&StoredOverride>) -> Option<Self> {
         let rule = |stored: Option<&StoredOverride>| {
             stored.map_or_else(|| "none".to_owned(), |stored| describe_rule(&stored.rule))
         };
@@ -216,62 +222,35 @@ fn override_table_full_error() -> AdminError {
     ))
 }
 
-/// Describes the key's override in the store, if it has one.
+/// Reads and describes the status of a key, and its override in the store.
 ///
 /// # Errors
 /// If Redis does not answer.
-pub(crate) async fn describe_key_override(
+pub(crate) async fn inspect_key(
     stores: &StoreBackend,
     resolved: &ResolvedKey<'_>,
-    now_us: u64,
-) -> Result<Option<String>, AdminError> {
-    if !resolved.quota.is_dynamic {
-        return Ok(None);
-    }
-    let stored = OverrideStore::open(stores)
-        .await?
-        .find(&resolved.key)
-        .await?;
-    let current = stored.filter(|stored| !stored.is_expired(now_us));
-    Ok(current.as_ref().map(describe_override))
+) -> Result<KeyDocument, AdminError> {
+    let status = resolved.read_status(stores).await?;
+    let stored = match resolved.quota.is_dynamic {
+        true => {
+            OverrideStore::open(stores)
+                .await?
+                .find(&resolved.key)
+                .await?
+        }
+        false => None,
+    };
+    let current = stored.filter(|stored| !stored.is_expired(status.now_us));
+    Ok(resolved.describe_status(&status, current.as_ref().map(describe_override)))
 }
 
-/// Collects the overrides of all policies, or of one, up to a maximum.
-pub(crate) struct OverrideListing<'p> {
-    policy: Option<&'p str>,
+/// Up to `max_listed` of the overrides that were found, by key, and whether there are more.
+pub(crate) fn sort_listing(
+    mut found: Vec<StoredOverride>,
     max_listed: usize,
-    listed: Vec<StoredOverride>,
-    has_more: bool,
-}
-
-impl<'p> OverrideListing<'p> {
-    pub(crate) fn new(policy: Option<&'p str>, max_listed: usize) -> Self {
-        Self {
-            policy,
-            max_listed,
-            listed: Vec::new(),
-            has_more: false,
-        }
-    }
-
-    /// Adds an override. Returns false if there are more than can be listed.
-    pub(crate) fn push(&mut self, stored: StoredOverride) -> bool {
-        if self
-            .policy
-            .is_none_or(|policy| stored.key.policy_name() == policy)
-        {
-            self.has_more = self.listed.len() >= self.max_listed;
-            if !self.has_more {
-                self.listed.push(stored);
-            }
-        }
-        !self.has_more
-    }
-
-    /// The overrides by key, and whether there are more.
-    pub(crate) fn finish(mut self) -> (Vec<StoredOverride>, bool) {
-        self.listed
-            .sort_by_cached_key(|stored| stored.key.to_readable_string());
-        (self.listed, self.has_more)
-    }
+) -> (Vec<StoredOverride>, bool) {
+    let has_more = found.len() > max_listed;
+    found.truncate(max_listed);
+    found.sort_by_cached_key(|stored| stored.key.to_readable_string());
+    (found, has_more)
 }

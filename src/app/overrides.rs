@@ -1,13 +1,17 @@
 //! Overrides of keys as operators enter and read them: checks against the policies, and JSON.
 
 use super::key_status::find_limiting_policy;
-use crate::admin::{AdminError, add_fields, get_string_field, reject_unknown_fields};
+use crate::admin::{
+    AdminError, AmountsDocument, OneOrMany, OverrideDocument, get_field, get_string_field,
+    reject_unknown_fields,
+};
 use crate::config::parse_duration;
 use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, LimitAmounts, ListedValue, MAX_UNITS};
 use crate::policy::{NamedLimit, PolicyTable};
 use crate::replay::parse_rfc3339;
 use crate::store::{MAX_OVERRIDE_EXPIRY_MS, MAX_REMARK_BYTES, StoredOverride};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
@@ -190,15 +194,16 @@ pub(crate) fn merge_amounts(
     let kept: Vec<LimitAmounts> = before.iter().filter(is_kept).cloned().collect();
     if !kept.is_empty() && previous.expires_at_ms != stored.expires_at_ms {
         let names: Vec<&str> = kept.iter().map(|amounts| &*amounts.limit).collect();
-        let at = |expires_at_ms: Option<u64>| expires_at_ms.and_then(format_time_ms);
-        let (old, new) = (at(previous.expires_at_ms), at(stored.expires_at_ms));
+        let [old, new] =
+            [previous.expires_at_ms, stored.expires_at_ms].map(|at| at.and_then(format_time_ms));
         let describe = |at: &Option<String>| match at {
             Some(at) => format!("end at {at}"),
             None => "never end".to_owned(),
         };
-        let expected = old
-            .as_ref()
-            .map_or_else(|| "no --expires".to_owned(), |at| format!("--expires {at}"));
+        let expected = match &old {
+            Some(at) => format!("--expires {at}"),
+            None => "no --expires".to_owned(),
+        };
         return Err(format!(
             "the override of this key has other limits ({}), which {}; the new amounts would {}; \
              expected {expected}, or remove the override first",
@@ -223,14 +228,11 @@ pub(crate) fn override_from_json(
 ) -> Result<OverrideInput, String> {
     reject_unknown_fields(object, "", &FIELD_NAMES)?;
     let text = |name: &str| get_string_field(object, name);
-    let flag = |name: &str| match object.get(name) {
-        None | Some(Value::Null) => Ok(false),
-        Some(Value::Bool(flag)) => Ok(*flag),
-        Some(_) => Err(format!("{name}: expected true or false")),
-    };
+    let flag = |name| get_field(object, name, "true or false").map(Option::unwrap_or_default);
+    let values: Option<OneOrMany> = get_field(object, "key", "a string, or an array of strings")?;
     Ok(OverrideInput {
         policy: text("policy")?.unwrap_or_default(),
-        values: key_values_from_json(object.get("key"))?,
+        values: values.map_or(Vec::new(), OneOrMany::into_vec),
         limits: limits_from_json(object)?,
         is_unlimited: flag("unlimited")?,
         is_blocked: flag("blocked")?,
@@ -279,13 +281,13 @@ fn named_amounts_from_json(name: &str, amounts: &Value) -> Result<LimitAmounts, 
 }
 
 fn amounts_from_json(limit: &str, object: &Map<String, Value>) -> Result<LimitAmounts, String> {
-    let amount = |name: &str| match object.get(name) {
-        None | Some(Value::Null) => Ok(None),
-        Some(value) => value
-            .as_u64()
-            .filter(|amount| *amount <= MAX_UNITS)
-            .map(Some)
-            .ok_or_else(|| format!("{name}: expected an integer from 0 to {MAX_UNITS}")),
+    let amount = |name: &str| {
+        let expected = format!("an integer from 0 to {MAX_UNITS}");
+        let amount: Option<u64> = get_field(object, name, &expected)?;
+        match amount {
+            Some(too_many) if too_many > MAX_UNITS => Err(format!("{name}: expected {expected}")),
+            amount => Ok(amount),
+        }
     };
     Ok(LimitAmounts {
         limit: limit.into(),
@@ -294,48 +296,36 @@ fn amounts_from_json(limit: &str, object: &Map<String, Value>) -> Result<LimitAm
     })
 }
 
-/// Reads an override that [`override_to_json`] wrote. It may have expired, and name a limit or a
-/// policy that the configuration does not have.
+/// Reads an override that [`describe_stored_override`] described. It may have expired, and name a
+/// limit or a policy that the configuration does not have.
 ///
 /// # Errors
-/// Which field is wrong.
-pub(crate) fn listed_override_from_json(
-    object: &Map<String, Value>,
-    now_us: u64,
-) -> Result<StoredOverride, String> {
-    let input = override_from_json(object, now_us)?;
-    let mut key = KeyBuilder::new(&input.policy);
-    for text in &input.values {
+/// If the expiry is no time.
+pub(crate) fn override_from_document(document: OverrideDocument) -> Result<StoredOverride, String> {
+    let mut key = KeyBuilder::new(&document.policy);
+    for text in &document.key {
         match ListedValue::parse(text) {
             ListedValue::Digest(digest) => key.push_digest(&digest),
             ListedValue::Plain(text) => key.push_key_value(Some(text.as_bytes())),
         }
     }
-    let rule = match (input.is_unlimited, input.is_blocked) {
-        (true, _) => KeyOverride::Unlimited,
-        (false, true) => KeyOverride::Blocked,
-        (false, false) => KeyOverride::Limits(input.limits),
-    };
+    let limits = document.limits.into_iter().flatten();
+    let limits = limits.map(|(limit, amounts)| LimitAmounts {
+        limit: limit.into(),
+        requests: amounts.requests,
+        burst: amounts.burst,
+    });
     Ok(StoredOverride {
         key: key.finish(),
-        rule,
-        expires_at_ms: input.expires_at_ms,
-        author: input.author.map(Into::into),
-        note: input.note.map(Into::into),
+        rule: match (document.unlimited, document.blocked) {
+            (true, _) => KeyOverride::Unlimited,
+            (false, true) => KeyOverride::Blocked,
+            (false, false) => KeyOverride::Limits(limits.collect()),
+        },
+        expires_at_ms: parse_expiry(None, document.expires_at.as_deref(), 0)?,
+        author: document.author.map(Into::into),
+        note: document.note.map(Into::into),
     })
-}
-
-fn key_values_from_json(value: Option<&Value>) -> Result<Vec<String>, String> {
-    let expected = || "key: expected a string, or an array of strings".to_owned();
-    match value {
-        None | Some(Value::Null) => Ok(Vec::new()),
-        Some(Value::String(text)) => Ok(vec![text.clone()]),
-        Some(Value::Array(values)) => values
-            .iter()
-            .map(|value| value.as_str().map(str::to_owned).ok_or_else(expected))
-            .collect(),
-        Some(_) => Err(expected()),
-    }
 }
 
 /// Reads when an override ends: after a duration such as `30d`, or at a time.
@@ -370,39 +360,31 @@ pub(crate) fn parse_expiry(
     }
 }
 
-/// Returns an override as JSON, which [`override_from_json`] reads.
-pub(crate) fn override_to_json(stored: &StoredOverride) -> Value {
-    let mut fields = json!({
-        "policy": stored.key.policy_name(),
-        "key": stored.key.value_texts(),
-    });
-    let rule = match &stored.rule {
-        KeyOverride::Unlimited => json!({ "unlimited": true }),
-        KeyOverride::Blocked => json!({ "blocked": true }),
-        KeyOverride::Limits(limits) => json!({ "limits": limits_to_json(limits) }),
-    };
-    add_fields(&mut fields, rule);
-    let expires_at = stored.expires_at_ms.and_then(format_time_ms);
-    for (name, text) in [
-        ("expires_at", expires_at.as_deref()),
-        ("note", stored.note.as_deref()),
-        ("author", stored.author.as_deref()),
-    ] {
-        if let Some(text) = text {
-            add_fields(&mut fields, json!({ name: text }));
-        }
+/// Describes an override in the form that [`override_from_json`] reads.
+pub(crate) fn describe_stored_override(stored: &StoredOverride) -> OverrideDocument {
+    OverrideDocument {
+        policy: stored.key.policy_name().to_owned(),
+        key: stored.key.value_texts(),
+        unlimited: stored.rule == KeyOverride::Unlimited,
+        blocked: stored.rule == KeyOverride::Blocked,
+        limits: match &stored.rule {
+            KeyOverride::Limits(limits) => Some(amounts_by_limit(limits)),
+            KeyOverride::Unlimited | KeyOverride::Blocked => None,
+        },
+        expires_at: stored.expires_at_ms.and_then(format_time_ms),
+        note: stored.note.as_deref().map(str::to_owned),
+        author: stored.author.as_deref().map(str::to_owned),
     }
-    fields
 }
 
-/// The amounts by the names of their limits.
-pub(crate) fn limits_to_json(limits: &[LimitAmounts]) -> Value {
+pub(crate) fn amounts_by_limit(limits: &[LimitAmounts]) -> BTreeMap<String, AmountsDocument> {
     let limits = limits.iter().map(|amounts| {
-        let mut fields = json!({ "requests": amounts.requests });
-        if let Some(burst) = amounts.burst {
-            add_fields(&mut fields, json!({ "burst": burst }));
-        }
-        (amounts.limit.to_string(), fields)
+        let LimitAmounts {
+            limit,
+            requests,
+            burst,
+        } = amounts.clone();
+        (limit.into(), AmountsDocument { requests, burst })
     });
     limits.collect()
 }

@@ -12,7 +12,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
 /// Timeout for connecting, for each write, and for a response that needs no work.
-const IO_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const IO_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout for a response that needs work: the JSON API limits a request to 10 s.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(12);
 /// Maximum response size, larger than any response that a command reads.
@@ -38,11 +38,45 @@ impl AdminClient {
     /// # Errors
     /// A message for the user if the admin settings are invalid or the configured port is 0.
     pub(super) fn from_sources(sources: &ConfigSources) -> Result<Self, CommandError> {
+        let AdminSettings { address, token, .. } = config::load_admin_settings(sources)?;
+        Self::new(address, "admin.address", token)
+    }
+
+    /// Creates a client for `admin.probes`, or for `admin.address` if that is not set.
+    ///
+    /// # Errors
+    /// As [`Self::from_sources`].
+    pub(super) fn for_probes(sources: &ConfigSources) -> Result<Self, CommandError> {
         let settings = config::load_admin_settings(sources)?;
-        Ok(Self {
-            address: admin_address(&settings)?,
-            token: settings.token,
-        })
+        match settings.probes {
+            Some(probes) => Self::new(ListenAddress::Ip(probes), "admin.probes", None),
+            None => Self::new(settings.address, "admin.address", None),
+        }
+    }
+
+    /// Connects to loopback if the address is unspecified.
+    fn new(
+        mut address: ListenAddress,
+        config_key: &str,
+        token: Option<AdminToken>,
+    ) -> Result<Self, CommandError> {
+        if let ListenAddress::Ip(address) = &mut address {
+            if address.port() == 0 {
+                return Err(CommandError::Message(format!(
+                    "{config_key} has port 0, so the real port is unknown; expected a fixed port"
+                )));
+            }
+            match address.ip() {
+                IpAddr::V4(ip) if ip.is_unspecified() => {
+                    address.set_ip(Ipv4Addr::LOCALHOST.into());
+                }
+                IpAddr::V6(ip) if ip.is_unspecified() => {
+                    address.set_ip(Ipv6Addr::LOCALHOST.into());
+                }
+                _ => {}
+            }
+        }
+        Ok(Self { address, token })
     }
 
     pub(super) fn address(&self) -> &ListenAddress {
@@ -86,38 +120,68 @@ impl AdminClient {
         target: &str,
         body: &str,
     ) -> Result<Value, String> {
-        let address = &self.address;
-        let token = self.token.as_ref();
-        let response =
-            send_request_within(response_timeout, address, (method, target), body, token)
-                .map_err(|error| format!("error: {address}: {}\n", describe_failure(&error)))?;
+        let response = self.send(response_timeout, method, target, body);
+        let response = response
+            .map_err(|error| format!("error: {}: {}\n", self.address, describe_failure(&error)))?;
         match (response.status, response.parse_json()) {
             (200, Some(json)) => Ok(json),
-            _ => Err(response.describe_refusal(address)),
+            _ => Err(self.describe_refusal(&response)),
         }
-    }
-}
-
-impl AdminClientResponse {
-    pub(super) fn parse_json(&self) -> Option<Value> {
-        serde_json::from_str(&self.body).ok()
     }
 
     /// The message about another status than expected: with the detail of the problem document (RFC
     /// 9457), and where commands find their token.
-    pub(super) fn describe_refusal(&self, address: &ListenAddress) -> String {
-        let mut text = format!("error: {address}: answered {}", self.status);
-        let body = &self.parse_json().unwrap_or_default();
+    pub(super) fn describe_refusal(&self, response: &AdminClientResponse) -> String {
+        let status = response.status;
+        let mut text = format!("error: {}: answered {status}", self.address);
+        let body = &response.parse_json().unwrap_or_default();
         if let Some(detail) = body["detail"].as_str() {
             text.push_str(&format!(": {}", escape_unprintable(detail)));
         }
-        if matches!(self.status, 401 | 403) {
+        if matches!(status, 401 | 403) {
             text.push_str(
                 "; commands send the token of admin.token_file, as the proxy has it \
                  (--config, or TIDEGATE_ADMIN__TOKEN_FILE)",
             );
         }
         text + "\n"
+    }
+
+    /// Sends one request on a new connection and reads the response within `response_timeout`.
+    ///
+    /// # Errors
+    /// If the connection fails or times out, or the response is not HTTP.
+    pub(super) fn send(
+        &self,
+        response_timeout: Duration,
+        method: &str,
+        target: &str,
+        body: &str,
+    ) -> io::Result<AdminClientResponse> {
+        let mut socket = connect(&self.address)?;
+        socket.set_write_timeout(Some(IO_TIMEOUT))?;
+        let token = self.token.as_ref().map_or_else(String::new, |token| {
+            format!("Authorization: Bearer {}\r\n", token.expose())
+        });
+        let head = format!(
+            "{method} {target} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
+            body.len()
+        );
+        socket.write_all(head.as_bytes())?;
+        let bytes = read_to_end(&mut socket, response_timeout)?;
+        parse_response(&bytes).ok_or_else(|| {
+            let start = String::from_utf8_lossy(bytes.get(..64).unwrap_or(&bytes)).into_owned();
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("answered {:?}", start.lines().next().unwrap_or("")),
+            )
+        })
+    }
+}
+
+impl AdminClientResponse {
+    pub(super) fn parse_json(&self) -> Option<Value> {
+        serde_json::from_str(&self.body).ok()
     }
 }
 
@@ -128,31 +192,6 @@ pub(super) fn build_target<'p>(
 ) -> String {
     let mut query = form_urlencoded::Serializer::new(String::new());
     format!("{path}?{}", query.extend_pairs(parameters).finish())
-}
-
-/// Returns the address to connect to. Replaces an unspecified IP address by loopback.
-///
-/// # Errors
-/// A message for the user if the configured port is 0.
-pub(super) fn reachable_address(
-    address: &ListenAddress,
-    config_key: &str,
-) -> Result<ListenAddress, String> {
-    let ListenAddress::Ip(mut address) = *address else {
-        return Ok(address.clone());
-    };
-    if address.port() == 0 {
-        return Err(format!(
-            "error: {config_key} has port 0, so the real port is unknown; expected a fixed port\n"
-        ));
-    }
-    if address.ip().is_unspecified() {
-        address.set_ip(match address.ip() {
-            IpAddr::V4(_) => Ipv4Addr::LOCALHOST.into(),
-            IpAddr::V6(_) => Ipv6Addr::LOCALHOST.into(),
-        });
-    }
-    Ok(ListenAddress::Ip(address))
 }
 
 /// Describes why there is no answer, and what to do.
@@ -167,78 +206,30 @@ pub(super) fn describe_failure(error: &io::Error) -> String {
     format!("{error}{remedy}")
 }
 
-/// Returns the address for connecting to the admin port, or an error if the configured port is 0.
-pub(super) fn admin_address(settings: &AdminSettings) -> Result<ListenAddress, String> {
-    reachable_address(&settings.address, "admin.address")
-}
-
-/// Sends one request without a body on a new connection and reads the response, which the server
-/// must send at once.
-///
-/// # Errors
-/// If the connection fails or times out, or the response is not HTTP.
-pub(super) fn send_request(
-    address: &ListenAddress,
-    method: &str,
-    target: &str,
-    token: Option<&AdminToken>,
-) -> io::Result<AdminClientResponse> {
-    send_request_within(IO_TIMEOUT, address, (method, target), "", token)
-}
-
-/// Like [`send_request`], with a timeout for the whole response.
-fn send_request_within(
-    response_timeout: Duration,
-    address: &ListenAddress,
-    (method, target): (&str, &str),
-    body: &str,
-    token: Option<&AdminToken>,
-) -> io::Result<AdminClientResponse> {
-    let mut socket = connect(address)?;
-    socket.set_write_timeout(Some(IO_TIMEOUT))?;
-    let token = token.map_or_else(String::new, |token| {
-        format!("Authorization: Bearer {}\r\n", token.expose())
-    });
-    let head = format!(
-        "{method} {target} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-        body.len()
-    );
-    socket.write_all(head.as_bytes())?;
+fn read_to_end(socket: &mut Socket, response_timeout: Duration) -> io::Result<Vec<u8>> {
+    let late_error = || {
+        let message = format!("no answer within {} s", response_timeout.as_secs());
+        io::Error::new(io::ErrorKind::TimedOut, message)
+    };
     let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
     let deadline = Instant::now() + response_timeout;
     while bytes.len() < MAX_RESPONSE_BYTES {
         let remaining = deadline.saturating_duration_since(Instant::now());
         if remaining.is_zero() {
-            return Err(late_response_error(response_timeout));
+            return Err(late_error());
         }
         socket.set_read_timeout(Some(remaining))?;
         match socket.read(&mut chunk) {
             Ok(0) => break,
             Ok(read) => bytes.extend(chunk.iter().take(read)),
             // The system reports a read timeout as either of these.
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
-                ) =>
-            {
-                return Err(late_response_error(response_timeout));
-            }
-            Err(error) => return Err(error),
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => return Err(late_error()),
+                _ => return Err(error),
+            },
         }
     }
-    parse_response(&bytes).ok_or_else(|| {
-        let start = String::from_utf8_lossy(bytes.get(..64).unwrap_or(&bytes)).into_owned();
-        io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("answered {:?}", start.lines().next().unwrap_or("")),
-        )
-    })
-}
-
-fn late_response_error(response_timeout: Duration) -> io::Error {
-    let message = format!("no answer within {} s", response_timeout.as_secs());
-    io::Error::new(io::ErrorKind::TimedOut, message)
+    Ok(bytes)
 }
 
 /// Connects to the address, or to its substitute on a machine without its address family: the proxy
@@ -288,8 +279,8 @@ mod tests {
             socket.shutdown(std::net::Shutdown::Write).unwrap();
             drop(io::copy(&mut socket, &mut io::sink()));
         });
-        let response =
-            send_request_within(RESPONSE_TIMEOUT, &address, ("GET", "/fleet"), "", None).unwrap();
+        let client = AdminClient::new(address, "admin.address", None).unwrap();
+        let response = client.send(RESPONSE_TIMEOUT, "GET", "/fleet", "").unwrap();
         assert_eq!((response.status, &*response.body), (200, "ok"));
         server.join().unwrap();
     }

@@ -22,7 +22,7 @@ pub(super) fn generate_manual() -> Result<String, String> {
     let mut program = super::CommandLine::command();
     program.build();
     let mut page = Vec::new();
-    let format_error = |error: std::io::Error| format!("error: {error}\n");
+    let format_error = |error: std::io::Error| error.to_string();
     clap_mangen::Man::new(program.clone())
         .render(&mut page)
         .map_err(format_error)?;

@@ -43,18 +43,17 @@ pub(super) struct DemoFlags {
 /// # Errors
 /// A message if the sample upstream cannot listen, or the errors of the configuration.
 pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, CommandError> {
-    let upstream = start_sample_upstream().map_err(|error| {
-        format!("error: the sample upstream cannot listen on 127.0.0.1: {error}\n")
-    })?;
+    let upstream = start_sample_upstream()
+        .map_err(|error| format!("the sample upstream cannot listen on 127.0.0.1: {error}"))?;
     let admin_address = flags.admin.unwrap_or_else(free_admin_address);
     for (flag, address) in [("--listen", &flags.listen), ("--admin", &admin_address)] {
         if let Err(error) = TcpListener::bind(address)
             && error.kind() == std::io::ErrorKind::AddrInUse
         {
+            let address = address.escape_debug();
             return Err(CommandError::Message(format!(
-                "error: cannot listen on {}: {error}; choose another address, or a free port by \
-                 tidegate demo {flag} 127.0.0.1:0\n",
-                address.escape_debug()
+                "cannot listen on {address}: {error}; choose another address, or a free port by \
+                 tidegate demo {flag} 127.0.0.1:0"
             )));
         }
     }

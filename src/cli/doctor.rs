@@ -1,15 +1,11 @@
 //! `tidegate doctor`: examines Redis for this use, and gives advice.
 
-use super::output::{CheckOptions, CommandError, block_on, format_json};
-use crate::admin::escape_json_for_display;
-use crate::app::doctor::{
-    self, DoctorFinding, DoctorReport, ExaminedStore, PolicyMemory, format_bytes,
-};
+use super::output::{CheckOptions, CommandError, CommandOutput, block_on, format_answer};
+use crate::admin::{DoctorFinding, DoctorReport, ExaminedStore, PolicyMemory};
+use crate::app::doctor::{self, format_bytes};
 use crate::config::{self, Config, ConfigSources, StoreSettings};
 use crate::proxy::ListenerKind;
 use crate::text::{count_noun, escape_unprintable, wrap_text};
-use serde_json::json;
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 /// Width of the texts of findings.
@@ -18,29 +14,26 @@ const TEXT_WIDTH: usize = 84;
 /// Exit code if no fault was found, but some checks have no result.
 const INCOMPLETE_EXIT_CODE: u8 = 3;
 
-/// Examines the store of a configuration and prints the report. Fails on faults, and on warnings if
-/// `options.strict` is set. Checks without a result have an exit code of their own.
+/// Examines the store of a configuration and returns the report. Fails on faults, and on warnings
+/// if `options.strict` is set. Checks without a result have an exit code of their own.
 ///
 /// # Errors
 /// A message for the user if the configuration is invalid.
 pub(super) fn run(
     sources: &ConfigSources,
     options: CheckOptions,
-) -> Result<ExitCode, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let config = config::load(sources)?;
     let report = block_on(examine_configured_store(&config))?;
-    let text = if options.json {
-        escape_json_for_display(&format_json(&json!(report)))
-    } else {
-        render_text(&report)
-    };
-    let has_failed = report.faults > 0 || options.strict && report.warnings > 0;
-    // If the output is a closed pipe, the command fails without a message.
-    let printed = io::stdout().write_all(text.as_bytes());
-    Ok(match printed {
-        Ok(()) if !has_failed && report.unknown > 0 => ExitCode::from(INCOMPLETE_EXIT_CODE),
-        Ok(()) if !has_failed => ExitCode::SUCCESS,
-        _ => ExitCode::FAILURE,
+    Ok(CommandOutput {
+        text: format_answer(&report, render_text, options.json),
+        code: if report.faults > 0 || options.strict && report.warnings > 0 {
+            ExitCode::FAILURE
+        } else if report.unknown > 0 {
+            ExitCode::from(INCOMPLETE_EXIT_CODE)
+        } else {
+            ExitCode::SUCCESS
+        },
     })
 }
 

@@ -1,9 +1,9 @@
 //! `tidegate drain`: shuts the proxy on this machine down gracefully and waits for its exit.
 
-use super::admin_client::{AdminClientResponse, admin_address, describe_failure, send_request};
+use super::admin_client::{AdminClient, IO_TIMEOUT, describe_failure};
 use super::output::CommandError;
-use crate::config::{self, ConfigSources};
-use crate::listen::ListenAddress;
+use crate::admin::DrainDocument;
+use crate::config::ConfigSources;
 use serde_json::json;
 use std::io;
 use std::thread::sleep;
@@ -26,19 +26,19 @@ pub(super) fn run(
     timeout: Option<Duration>,
     as_json: bool,
 ) -> Result<String, CommandError> {
-    let settings = config::load_admin_settings(sources)?;
-    let address = admin_address(&settings)?;
+    let client = AdminClient::from_sources(sources)?;
+    let address = client.address();
     let requested_at = Instant::now();
-    let response = send_request(&address, "POST", "/drain", settings.token.as_ref())
-        .map_err(|error| format!("error: {address}: {}\n", describe_failure(&error)))?;
+    let response = client
+        .send(IO_TIMEOUT, "POST", "/drain", "")
+        .map_err(|error| format!("{address}: {}", describe_failure(&error)))?;
     if response.status != 202 {
-        return Err(CommandError::Message(response.describe_refusal(&address)));
+        return Err(client.describe_refusal(&response).into());
     }
-    let timeout = timeout
-        .or_else(|| announced_drain_time(&response))
-        .unwrap_or(TIMEOUT_MARGIN);
+    let announced = || announced_drain_time(&serde_json::from_str(&response.body).ok()?);
+    let timeout = timeout.or_else(announced).unwrap_or(TIMEOUT_MARGIN);
     while requested_at.elapsed() < timeout {
-        if is_process_gone(&address) {
+        if is_process_gone(&client) {
             let seconds = requested_at.elapsed().as_secs_f64();
             return Ok(if as_json {
                 format!("{}\n", json!({ "drained": true, "seconds": seconds }))
@@ -49,26 +49,26 @@ pub(super) fn run(
         sleep(POLL_INTERVAL);
     }
     Err(CommandError::Message(format!(
-        "error: {address}: still running after {:.1} s\n",
+        "{address}: still running after {:.1} s",
         timeout.as_secs_f64()
     )))
 }
 
 /// Returns the maximum shutdown time from the response, plus [`TIMEOUT_MARGIN`].
-fn announced_drain_time(response: &AdminClientResponse) -> Option<Duration> {
-    let body = response.parse_json()?;
-    let seconds = |name| body.get(name)?.as_f64();
-    Duration::try_from_secs_f64(seconds("delay_s")? + seconds("grace_s")?)
+fn announced_drain_time(response: &DrainDocument) -> Option<Duration> {
+    Duration::try_from_secs_f64(response.delay_s + response.grace_s)
         .ok()?
         .checked_add(TIMEOUT_MARGIN)
 }
 
-fn is_process_gone(address: &ListenAddress) -> bool {
+fn is_process_gone(client: &AdminClient) -> bool {
     // `NotFound` means that the file of a Unix socket has been removed.
     let gone = [
         io::ErrorKind::ConnectionRefused,
         io::ErrorKind::ConnectionReset,
         io::ErrorKind::NotFound,
     ];
-    send_request(address, "GET", "/livez", None).is_err_and(|error| gone.contains(&error.kind()))
+    client
+        .send(IO_TIMEOUT, "GET", "/livez", "")
+        .is_err_and(|error| gone.contains(&error.kind()))
 }

@@ -3,17 +3,19 @@
 use super::admin_client::AdminClient;
 use super::flags::NO_POLICIES;
 use super::limit_status;
-use super::output::{CommandError, block_on, describe_cause, format_json};
-use super::overrides::open_store;
+use super::output::{CommandError, block_on, format_answer};
+use super::overrides::store_client::StoreClient;
 use super::request::RequestArguments;
-use crate::admin::{ExpectedOutcome, ExplainRequest, ExplanationDocument, add_fields};
+use crate::admin::{
+    ExpectedOutcome, ExplainRequest, ExplanationDocument, OverviewDocument, add_fields,
+};
 use crate::app::StoreBackend;
-use crate::app::explanation::{self, ExplainError};
+use crate::app::explanation;
 use crate::config::{self, Config, ConfigSources, FileSource};
 use crate::enforcer::{PolicyExplanation, PolicyStep};
 use crate::store::StoredOverride;
 use crate::text::escape_unprintable;
-use serde_json::json;
+use serde_json::{Value, json};
 
 /// Explains the matching policies, the keys and limits of the request, and their state, as text or
 /// as the JSON of the admin API. Notes about ignored parts of the request go to stderr.
@@ -30,9 +32,7 @@ pub(super) fn explain_request(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
-    let (request, mut notes) = arguments
-        .to_request()
-        .map_err(|error| format!("error: {error}\n"))?;
+    let (request, mut notes) = arguments.to_request()?;
     if matches!(sources.file, FileSource::None) {
         notes.push(NO_POLICIES.to_owned());
     }
@@ -47,48 +47,38 @@ pub(super) fn explain_request(
     );
     let backend = StoreBackend::new(&config.store);
     let is_redis = backend.redis().is_some();
-    let printed: Result<String, String> = block_on(async {
+    block_on(async {
         let copied = match is_redis {
             true => Ok(()),
             false => copy_overrides(sources, &config, &backend, &request).await,
         };
         let mut explained =
-            explanation::explain_request(&backend, &config.policy_table, &request).await;
-        if let Ok(explained) = &mut explained {
-            clear_instance_statuses(&mut explained.explanation);
-            if let Some(why) = &mut explained.store_error
-                && let Some(outage_s) = outage_of_running_proxy(sources)
-            {
-                why.push_str(&format!(
-                    "; the proxy on this machine has been without Redis for {outage_s} s"
-                ));
-            }
-            if let Err(error) = copied {
-                let why = format!("overrides of keys are known only to the running proxy: {error}");
-                explained.store_error = Some(why);
-            }
+            explanation::explain_request(&backend, &config.policy_table, &request).await?;
+        clear_instance_statuses(&mut explained.explanation);
+        if let Some(why) = &mut explained.store_error
+            && let Some(outage_s) = outage_of_running_proxy(sources)
+        {
+            why.push_str(&format!(
+                "; the proxy on this machine has been without Redis for {outage_s} s"
+            ));
         }
-        let (document, rejection) = match explained {
-            Ok(explained) => (explained.describe(is_redis), None),
-            Err(ExplainError::InvalidRequest(why)) => return Err(format!("error: {why}\n")),
-            Err(ExplainError::RequestRejected(why)) => {
-                let text = format!("{title}error: {why}\n");
-                (explanation::describe_rejection(why), Some(text))
-            }
-        };
-        if as_json {
-            let mut fields = json!(document);
-            let request =
-                json!({ "method": request.method, "url": request.url, "ip": request.peer_ip });
-            add_fields(&mut fields, json!({ "request": request }));
-            return Ok(format_json(&fields));
+        if let Err(error) = copied {
+            let why = error.cause();
+            let why = format!("overrides of keys are known only to the running proxy: {why}");
+            explained.store_error = Some(why);
         }
-        match rejection {
-            Some(text) => Err(text),
-            None => Ok(title + &format_explanation(&document, is_redis)),
+        if let (false, Some(why)) = (as_json, &explained.rejection) {
+            eprint!("{title}");
+            return Err(why.as_str().into());
         }
-    })?;
-    Ok(printed?)
+        let document = explained.describe(is_redis);
+        let mut fields = json!(document);
+        let request =
+            json!({ "method": request.method, "url": request.url, "ip": request.peer_ip });
+        add_fields(&mut fields, json!({ "request": request }));
+        let format_text = |_: &Value| title + &format_explanation(&document, is_redis);
+        Ok(format_answer(&fields, format_text, as_json))
+    })?
 }
 
 /// For how many seconds the running proxy has been without the store. `None` if it is not, or does
@@ -96,7 +86,8 @@ pub(super) fn explain_request(
 fn outage_of_running_proxy(sources: &ConfigSources) -> Option<u64> {
     let client = AdminClient::from_sources(sources).ok()?;
     let overview = client.request_json_at_once("GET", "/overview?seconds=1");
-    overview.ok()?.pointer("/store/outage/lasts_s")?.as_u64()
+    let overview: OverviewDocument = serde_json::from_value(overview.ok()?).ok()?;
+    Some(overview.store.outage?.lasts_s)
 }
 
 /// Copies the overrides of the request's keys from the memory of the running proxy to the memory
@@ -109,19 +100,14 @@ async fn copy_overrides(
     config: &Config,
     backend: &StoreBackend,
     request: &ExplainRequest,
-) -> Result<(), String> {
-    let explained = explanation::explain_request(backend, &config.policy_table, request).await;
-    for (policy, step) in explained.iter().flat_map(|one| &one.explanation.steps) {
+) -> Result<(), CommandError> {
+    let explained = explanation::explain_request(backend, &config.policy_table, request).await?;
+    for (policy, step) in &explained.explanation.steps {
         if let PolicyStep::Limits(limits) = step
             && policy.quota().is_some_and(|quota| quota.is_dynamic)
         {
-            let store = open_store(sources, config).await;
-            let found = match store {
-                Ok(store) => store.find(&limits.own.key).await,
-                Err(error) => Err(error),
-            };
-            let found = found.map_err(|error| describe_cause(&error).to_owned())?;
-            if let Some(stored) = found {
+            let store = StoreClient::open(sources, config).await?;
+            if let Some(stored) = store.find(&limits.own.key).await? {
                 // The listed key lacks the kinds of its values.
                 let key = limits.own.key.clone();
                 backend
@@ -183,7 +169,7 @@ fn format_explanation(document: &ExplanationDocument, is_redis: bool) -> String 
 /// Describes the expected outcome for the client.
 fn describe_expected_outcome(expected: &ExpectedOutcome) -> String {
     let by = expected.by.as_ref().map(|names| names.join(", "));
-    let words = match (expected.decision, expected.status, by) {
+    let words = match (expected.decision.as_deref(), expected.status, by) {
         (Some("denied"), _, Some(by)) => format!("Denied by {by}: 403"),
         (Some("degraded"), Some(_), Some(by)) => format!(
             "Rejected by {by} while Redis is unavailable (on_store_failure = \"closed\"): 503"

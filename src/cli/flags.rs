@@ -57,9 +57,7 @@ impl SharedFlags {
         overrides: OverrideFlags,
     ) -> Result<ConfigSources, CommandError> {
         if self.config.len() > 1 {
-            let message =
-                "error: --config is given several times; only check reads several files\n";
-            return Err(CommandError::Message(message.to_owned()));
+            return Err("--config is given several times; only check reads several files".into());
         }
         let file = match self.config.first() {
             Some(path) => read_file_source(path)?,
@@ -85,7 +83,7 @@ impl SharedFlags {
     pub(super) fn to_sources_with_policies(&self) -> Result<ConfigSources, CommandError> {
         let sources = self.to_sources_without_upstream()?;
         match sources.file {
-            FileSource::None => Err(format!("error: {NO_POLICIES}\n").into()),
+            FileSource::None => Err(NO_POLICIES.into()),
             _ => Ok(sources),
         }
     }
@@ -136,7 +134,7 @@ fn read_file_source(path: &Path) -> Result<FileSource, CommandError> {
     let read = std::io::stdin()
         .take(MAX_STDIN_BYTES)
         .read_to_string(&mut text);
-    read.map_err(|error| CommandError::Message(format!("error: stdin: can't be read: {error}\n")))?;
+    read.map_err(|error| format!("stdin: can't be read: {error}"))?;
     Ok(FileSource::Text {
         name: FileSource::STDIN_NAME.to_owned(),
         text,

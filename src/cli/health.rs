@@ -1,10 +1,9 @@
 //! `tidegate health`: liveness check of the proxy on this machine.
 
-use super::admin_client::{describe_failure, reachable_address, send_request};
-use super::output::{CommandError, print_result};
+use super::admin_client::{AdminClient, IO_TIMEOUT, describe_failure};
+use super::output::{CommandError, CommandOutput};
 use crate::admin::escape_json_for_display;
-use crate::config::{self, ConfigSources};
-use crate::listen::ListenAddress;
+use crate::config::ConfigSources;
 use serde_json::json;
 use std::process::ExitCode;
 
@@ -12,39 +11,29 @@ use std::process::ExitCode;
 /// `as_json`, prints `{"healthy", "address", "status", "error"}`, also if the proxy is not alive.
 ///
 /// # Errors
-/// The errors of the configuration.
-pub(super) fn run(sources: &ConfigSources, as_json: bool) -> Result<ExitCode, CommandError> {
-    let address = probe_or_admin_address(sources)?;
-    let (status, error) = match send_request(&address, "GET", "/livez", None) {
+/// The errors of the configuration, or without `as_json` that the proxy is not alive.
+pub(super) fn run(sources: &ConfigSources, as_json: bool) -> Result<CommandOutput, CommandError> {
+    let client = AdminClient::for_probes(sources)?;
+    let address = client.address().to_string();
+    let (status, error) = match client.send(IO_TIMEOUT, "GET", "/livez", "") {
         Ok(response) => (
             Some(response.status),
             (response.status != 200).then(|| format!("answered {}", response.status)),
         ),
         Err(error) => (None, Some(describe_failure(&error))),
     };
-    if !as_json {
-        let result = match error {
-            None => Ok("ok\n".to_owned()),
-            Some(error) => Err(format!("error: {address}: {error}\n")),
-        };
-        return Ok(print_result(result, false));
+    if as_json {
+        let result = json!({ "healthy": error.is_none(), "address": address, "status": status, "error": error });
+        return Ok(CommandOutput {
+            text: escape_json_for_display(&format!("{result}\n")),
+            code: match error {
+                None => ExitCode::SUCCESS,
+                Some(_) => ExitCode::FAILURE,
+            },
+        });
     }
-    let result = json!({ "healthy": error.is_none(), "address": address.to_string(), "status": status, "error": error });
-    let text = escape_json_for_display(&format!("{result}\n"));
-    let printed = print_result(Ok::<_, CommandError>(text), true);
-    Ok(if error.is_none() {
-        printed
-    } else {
-        ExitCode::FAILURE
-    })
-}
-
-/// Returns the address of the probe port, or of the admin port if there is none.
-fn probe_or_admin_address(sources: &ConfigSources) -> Result<ListenAddress, CommandError> {
-    let admin = config::load_admin_settings(sources)?;
-    let address = match admin.probes {
-        Some(probes) => reachable_address(&ListenAddress::Ip(probes), "admin.probes"),
-        None => reachable_address(&admin.address, "admin.address"),
-    };
-    Ok(address?)
+    match error {
+        None => Ok("ok\n".to_owned().into()),
+        Some(error) => Err(CommandError::Message(format!("{address}: {error}"))),
+    }
 }

@@ -4,17 +4,18 @@
 
 use super::admin_client::{AdminClient, build_target};
 use super::limit_status::{format_block, format_key_status, format_wait};
-use super::output::{CommandAnswer, CommandError, block_on, format_answer, print_audit_line};
-use crate::admin::{KeyDocument, KeyResetDocument, add_fields};
+use super::output::{CommandError, block_on, format_answer, print_audit_line};
+use crate::admin::{
+    AdminError, CounterDocument, CounterListDocument, KeyResetDocument, TopDocument,
+};
 use crate::app::StoreBackend;
 use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
 use crate::app::limit_documents::micros_to_seconds;
-use crate::app::override_store::describe_key_override;
+use crate::app::override_store::inspect_key;
 use crate::config::{self, Config, ConfigSources, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
 use crate::store::redis::{CounterInspector, RedisCounter};
-use crate::telemetry::top_rejections::RejectionRanking;
 use crate::text::count_noun;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -70,26 +71,39 @@ pub(super) fn run(
     } = command
         && !config.policy_table.policies().is_empty()
     {
-        find_limiting_policy(&config.policy_table, name).map_err(format_error)?;
+        find_limiting_policy(&config.policy_table, name)?;
     }
     let stores = StoreBackend::new(&config.store);
-    let answer = match stores.redis() {
-        Some(redis) if !command.reads_instance_counters(&config) => block_on(async {
-            match command {
-                KeysCommand::List { policy, most } => {
-                    let inspector = stores.connect_inspector(redis).await;
-                    let inspector = inspector.map_err(format_error)?;
-                    list_counters(&config, &inspector, policy.as_deref(), *most).await
-                }
-                KeysCommand::Show(selector) => show_key(&config, &stores, selector).await,
-                KeysCommand::Reset { key, limit } => {
-                    reset_key(&config, &stores, key, limit.as_deref()).await
-                }
-            }
-        })?,
-        _ => run_by_admin_port(&AdminClient::from_sources(sources)?, command),
+    let redis = stores.redis();
+    let Some(redis) = redis.filter(|_| !command.reads_instance_counters(&config)) else {
+        return run_by_admin_port(&AdminClient::from_sources(sources)?, command, as_json);
     };
-    Ok(format_answer(answer?, as_json))
+    block_on(async {
+        match command {
+            KeysCommand::List { policy, most } => {
+                let inspector = stores.connect_inspector(redis).await?;
+                list_counters(&config, &inspector, policy.as_deref(), *most, as_json).await
+            }
+            KeysCommand::Show(selector) => {
+                let found = selector.resolve_against_config(&config)?;
+                let status = inspect_key(&stores, &found).await?;
+                Ok(format_answer(&status, format_key_status, as_json))
+            }
+            KeysCommand::Reset { key, limit } => {
+                let found = key.resolve_against_config(&config)?;
+                let reset = found.reset_counters(&stores, limit.as_deref()).await?;
+                // As the proxy logs it, without the values of the key.
+                print_audit_line(json!({
+                    "message": "key reset by an operator",
+                    "policy": reset.policy,
+                    "key": format!("{:032x}", found.key.id()),
+                    "limit": limit,
+                    "counters": reset.counters_forgotten,
+                }));
+                Ok(format_answer(&reset, format_reset, as_json))
+            }
+        }
+    })?
 }
 
 /// The first part of the keys of a policy: its name, or the counter that it shares.
@@ -112,101 +126,74 @@ async fn list_counters(
     inspector: &CounterInspector,
     policy: Option<&str>,
     max_counters: usize,
-) -> Result<CommandAnswer, String> {
+    as_json: bool,
+) -> Result<String, CommandError> {
     let namespace = policy.map(|name| key_namespace(config, name));
-    let (mut counters, has_more) = inspector
-        .list_counters(namespace, max_counters)
-        .await
-        .map_err(format_error)?;
+    let listed = inspector.list_counters(namespace, max_counters).await;
+    let (mut counters, has_more) = listed.map_err(AdminError::from)?;
     counters.sort_by(|a, b| {
         b.used_units
             .cmp(&a.used_units)
             .then_with(|| a.key.cmp(&b.key))
     });
-    let mut text = format!(
-        "{:>10}  {:<24} {:<14} KEY\n",
-        "USED", "COUNTED BY", "FREES IN"
-    );
-    for counter in &counters {
-        text.push_str(&format!(
-            "{:>10}  {:<24} {:<14} {}\n",
-            counter.used_units,
-            describe_algorithm_and_period(counter),
-            if counter.used_units == 0 {
-                "-".to_owned()
-            } else {
-                format_wait(counter.next_release_in_us)
-            },
-            counter
-                .readable_key
-                .as_deref()
-                .unwrap_or(&counter.key)
-                .escape_debug(),
-        ));
-    }
-    let instance_policies = instance_policy_names(config);
-    if policy.is_none() && !instance_policies.is_empty() {
-        text.push_str(&format!(
-            "Not listed: {}, counted per instance in memory; --policy NAME queries the proxy at admin.address.\n",
-            instance_policies.join(", ")
-        ));
-    }
-    if has_more {
-        text.push_str(&format!(
-            "There are more counters; read {} (--most).\n",
-            counters.len()
-        ));
-    }
-    let counters: Vec<Value> = counters.iter().map(counter_to_json).collect();
-    Ok((json!({ "counters": counters, "more": has_more }), text))
+    let document = CounterListDocument {
+        counters: counters.iter().map(describe_counter).collect(),
+        more: has_more,
+    };
+    let format_text = |_: &CounterListDocument| {
+        let mut text = format!(
+            "{:>10}  {:<24} {:<14} KEY\n",
+            "USED", "COUNTED BY", "FREES IN"
+        );
+        text.extend(counters.iter().map(format_counter));
+        let instance_policies = instance_policy_names(config);
+        if policy.is_none() && !instance_policies.is_empty() {
+            text.push_str(&format!(
+                "Not listed: {}, counted per instance in memory; --policy NAME queries the proxy at admin.address.\n",
+                instance_policies.join(", ")
+            ));
+        }
+        if has_more {
+            text.push_str(&format!(
+                "There are more counters; read {} (--most).\n",
+                counters.len()
+            ));
+        }
+        text
+    };
+    Ok(format_answer(&document, format_text, as_json))
 }
 
-fn counter_to_json(counter: &RedisCounter) -> Value {
-    let mut fields = json!({
-        "key": counter.key,
-        "readable": counter.readable_key,
-        "algorithm": counter.limit.algorithm.into_str(),
-        "per_s": micros_to_seconds(counter.limit.per_us),
-        "used": counter.used_units,
-        "frees_in_s": (counter.used_units > 0).then(|| micros_to_seconds(counter.next_release_in_us)),
-    });
-    if let Algorithm::CalendarWindow { calendar } = counter.limit.algorithm {
-        let period = json!({ "per": calendar.unit().as_str(), "tz": calendar.zone_name() });
-        add_fields(&mut fields, period);
+fn format_counter(counter: &RedisCounter) -> String {
+    let frees_in = match counter.used_units {
+        0 => "-".to_owned(),
+        _ => format_wait(counter.next_release_in_us),
+    };
+    let key = counter.readable_key.as_deref().unwrap_or(&counter.key);
+    format!(
+        "{:>10}  {:<24} {frees_in:<14} {}\n",
+        counter.used_units,
+        describe_algorithm_and_period(counter),
+        key.escape_debug()
+    )
+}
+
+fn describe_counter(counter: &RedisCounter) -> CounterDocument {
+    let calendar = match counter.limit.algorithm {
+        Algorithm::CalendarWindow { calendar } => Some(calendar),
+        _ => None,
+    };
+    let frees_in_s = micros_to_seconds(counter.next_release_in_us);
+    CounterDocument {
+        key: counter.key.clone(),
+        readable: counter.readable_key.clone(),
+        algorithm: counter.limit.algorithm.into_str(),
+        per_s: micros_to_seconds(counter.limit.per_us),
+        used: counter.used_units,
+        frees_in_s: (counter.used_units > 0).then_some(frees_in_s),
+        per: calendar.map(|calendar| calendar.unit().as_str()),
+        tz: calendar.map(|calendar| calendar.zone_name().to_owned()),
     }
-    fields
-}
-
-async fn show_key(
-    config: &Config,
-    stores: &StoreBackend,
-    selector: &KeySelector,
-) -> Result<CommandAnswer, String> {
-    let found = selector.resolve_against_config(config)?;
-    let state = found.read_status(stores).await.map_err(format_error)?;
-    let words = describe_key_override(stores, &found, state.now_us).await;
-    let status = found.describe_status(&state, words.map_err(format_error)?);
-    Ok((json!(status), format_key_status(&status)))
-}
-
-async fn reset_key(
-    config: &Config,
-    stores: &StoreBackend,
-    selector: &KeySelector,
-    limit: Option<&str>,
-) -> Result<CommandAnswer, String> {
-    let found = selector.resolve_against_config(config)?;
-    let reset = found.reset_counters(stores, limit).await;
-    let reset = reset.map_err(format_error)?;
-    // As the proxy logs it, without the values of the key.
-    print_audit_line(json!({
-        "message": "key reset by an operator",
-        "policy": reset.policy,
-        "key": format!("{:032x}", found.key.id()),
-        "limit": limit,
-        "counters": reset.counters_forgotten,
-    }));
-    Ok((json!(reset), format_reset(&reset)))
 }
 
 fn format_reset(reset: &KeyResetDocument) -> String {
@@ -232,36 +219,39 @@ fn format_reset(reset: &KeyResetDocument) -> String {
 }
 
 /// Runs the command by the admin API of the proxy whose memory holds the counters.
-fn run_by_admin_port(client: &AdminClient, command: &KeysCommand) -> Result<CommandAnswer, String> {
-    Ok(match command {
+fn run_by_admin_port(
+    client: &AdminClient,
+    command: &KeysCommand,
+    as_json: bool,
+) -> Result<String, CommandError> {
+    let (method, target, format_text): (_, _, fn(&Value) -> String) = match command {
         KeysCommand::List { policy, most } => {
             let most = most.min(&MAX_RANKED_KEYS).to_string();
             let policy = policy.iter().map(|policy| ("policy", &**policy));
             let target = build_target("/top", policy.chain([("n", &*most)]));
-            let response = client.request_json("GET", &target)?;
-            let text = format_rejected_keys(&response);
-            (response, text)
+            ("GET", target, |answer| format_rejected_keys(&read(answer)))
         }
-        KeysCommand::Show(selector) => {
-            let response = client.request_json("GET", &selector.query_target(None))?;
-            let status = KeyDocument::deserialize(&response).unwrap_or_default();
-            let text = format_key_status(&status);
-            (response, text)
-        }
+        KeysCommand::Show(key) => ("GET", key.query_target(None), |answer| {
+            format_key_status(&read(answer))
+        }),
         KeysCommand::Reset { key, limit } => {
             let target = key.query_target(limit.as_deref());
-            let response = client.request_json("DELETE", &target)?;
-            let reset = KeyResetDocument::deserialize(&response).unwrap_or_default();
-            (response, format_reset(&reset))
+            ("DELETE", target, |answer| format_reset(&read(answer)))
         }
-    })
+    };
+    let answer = client.request_json(method, &target)?;
+    Ok(format_answer(&answer, format_text, as_json))
 }
 
-/// Formats the most rejected keys of a `GET /top` response.
-fn format_rejected_keys(response: &Value) -> String {
+/// Reads an answer of the admin port. An unknown form is shown as if it were empty.
+fn read<'a, T: Deserialize<'a> + Default>(answer: &'a Value) -> T {
+    T::deserialize(answer).unwrap_or_default()
+}
+
+/// Formats the most rejected keys.
+fn format_rejected_keys(top: &TopDocument) -> String {
     let mut text = format!("{:>10}  {:<24} KEY\n", "REJECTED", "POLICY");
-    let ranking = RejectionRanking::deserialize(&response["keys"]).unwrap_or_default();
-    for entry in ranking.entries {
+    for entry in &top.keys.entries {
         text.push_str(&format!(
             "{:>10}  {:<24} {}\n",
             entry.count,
@@ -273,10 +263,6 @@ fn format_rejected_keys(response: &Value) -> String {
         "Only keys with rejected requests are listed, because these counters are in memory.\n",
     );
     text
-}
-
-fn format_error(error: impl std::fmt::Display) -> String {
-    format!("error: {error}\n")
 }
 
 impl KeysCommand {
@@ -303,8 +289,11 @@ impl KeySelector {
         build_target("/keys", policy.chain(values).chain(limit))
     }
 
-    fn resolve_against_config<'c>(&self, config: &'c Config) -> Result<ResolvedKey<'c>, String> {
-        resolve_key(&config.policy_table, &self.policy, &self.values).map_err(format_error)
+    fn resolve_against_config<'c>(
+        &self,
+        config: &'c Config,
+    ) -> Result<ResolvedKey<'c>, AdminError> {
+        resolve_key(&config.policy_table, &self.policy, &self.values)
     }
 }
 

@@ -47,15 +47,12 @@ pub(super) fn format_limit_status(limit: &LimitDocument) -> String {
     if let Some(kind @ ("unlimited" | "blocked")) = limit.override_kind.as_deref() {
         return format!("{name:<16} {kind} by an override");
     }
-    let (requests, algorithm) = (limit.requests, limit.algorithm.escape_debug());
-    let quota = match &limit.per {
-        Some(per) => {
-            let period = format!("{per} {}", limit.tz.as_deref().unwrap_or_default());
-            let period = period.trim_end().escape_debug();
-            format!("{requests} per {period}, {algorithm}")
-        }
-        None => format!("{requests} at a time, {algorithm}"),
-    };
+    let period = limit.per.as_ref().map(|per| {
+        let period = format!("{per} {}", limit.tz.as_deref().unwrap_or_default());
+        period.trim_end().escape_debug().to_string()
+    });
+    let algorithm = limit.algorithm.escape_debug().to_string();
+    let quota = format_quota(limit.requests, period.as_deref(), &algorithm);
     let source = match &limit.override_kind {
         Some(_) => ", by an override",
         None if limit.is_stated => ", as the request states",
@@ -93,15 +90,20 @@ fn seconds_to_micros(seconds: f64) -> u64 {
 
 /// Formats a limit: `5 per 1m, sliding_log`.
 pub(super) fn format_limit(limit: &Limit) -> String {
-    if let Algorithm::Concurrency { .. } = limit.algorithm {
-        return format!("{} at a time, concurrency", limit.requests);
-    }
-    format!(
-        "{} per {}, {}",
+    let has_period = !matches!(limit.algorithm, Algorithm::Concurrency { .. });
+    let period = has_period.then(|| format_period(limit));
+    format_quota(
         limit.requests,
-        format_period(limit),
-        limit.algorithm.into_str()
+        period.as_deref(),
+        limit.algorithm.into_str(),
     )
+}
+
+fn format_quota(requests: u64, period: Option<&str>, algorithm: &str) -> String {
+    match period {
+        Some(period) => format!("{requests} per {period}, {algorithm}"),
+        None => format!("{requests} at a time, {algorithm}"),
+    }
 }
 
 /// Formats a duration in at most two units: `1.5 s`, `12 m 30 s`, `3 h 5 m`.

@@ -1,9 +1,10 @@
 //! Results and errors of commands: text, or one JSON object on stdout with `--json`.
 
-use crate::admin::{add_fields, escape_json_for_display};
+use crate::admin::{AdminError, add_fields, escape_json_for_display};
 use crate::app::overrides::format_time_ms;
 use crate::clock::Clock;
 use crate::config::{ConfigDiagnostic, ConfigErrors};
+use serde::Serialize;
 use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -23,18 +24,36 @@ pub(super) enum CommandError {
     /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigErrors),
-    /// A message for the user: `error: …` with a newline.
-    #[error("{0}")]
+    /// The cause, as a message for the user.
+    #[error("error: {0}\n")]
     Message(String),
 }
 
+/// A message, or one that has the prefix `error: ` and ends with a newline.
 impl From<String> for CommandError {
     fn from(message: String) -> Self {
-        Self::Message(message)
+        Self::Message(strip_error_prefix(&message).to_owned())
+    }
+}
+
+impl From<&str> for CommandError {
+    fn from(message: &str) -> Self {
+        message.to_owned().into()
+    }
+}
+
+impl From<AdminError> for CommandError {
+    fn from(error: AdminError) -> Self {
+        Self::Message(error.to_string())
     }
 }
 
 impl CommandError {
+    /// The message without its prefix.
+    pub(super) fn cause(&self) -> String {
+        strip_error_prefix(&self.to_string()).to_owned()
+    }
+
     fn to_json(&self) -> Value {
         let errors: Vec<Value> = match self {
             Self::Config(errors) => errors.diagnostics.iter().map(diagnostic_to_json).collect(),
@@ -44,45 +63,66 @@ impl CommandError {
     }
 }
 
+fn strip_error_prefix(message: &str) -> &str {
+    message
+        .strip_prefix("error: ")
+        .unwrap_or(message)
+        .trim_end()
+}
+
+/// What a command prints to stdout, and its exit code.
+#[derive(Debug)]
+pub(super) struct CommandOutput {
+    pub(super) text: String,
+    pub(super) code: ExitCode,
+}
+
+impl From<String> for CommandOutput {
+    fn from(text: String) -> Self {
+        let code = ExitCode::SUCCESS;
+        Self { text, code }
+    }
+}
+
+/// A command that has printed everything itself.
+impl From<ExitCode> for CommandOutput {
+    fn from(code: ExitCode) -> Self {
+        let text = String::new();
+        Self { text, code }
+    }
+}
+
+impl CommandOutput {
+    /// Prints the text and returns the exit code.
+    pub(super) fn print(&self) -> ExitCode {
+        // A closed pipe fails without a message, as with other Unix tools.
+        match io::stdout().write_all(self.text.as_bytes()) {
+            Ok(()) => self.code,
+            Err(_) => ExitCode::FAILURE,
+        }
+    }
+}
+
 /// Runs the asynchronous part of a command on this thread.
 ///
 /// # Errors
 /// A message for the user if the system has no resources for a runtime.
 pub(super) fn block_on<T>(future: impl Future<Output = T>) -> Result<T, CommandError> {
     let runtime = Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| format!("error: {error}\n"))?;
+    let runtime = runtime.map_err(|error| error.to_string())?;
     Ok(runtime.block_on(future))
 }
 
-/// The result of a command as JSON on several lines.
-pub(super) fn format_json(result: &Value) -> String {
-    format!("{result:#}\n")
-}
-
-/// The result of a command: as JSON, and as text.
-pub(super) type CommandAnswer = (Value, String);
-
-/// The form of a result that the user asked for.
-pub(super) fn format_answer((json, text): CommandAnswer, as_json: bool) -> String {
-    match as_json {
-        true => escape_json_for_display(&format_json(&json)),
-        false => text,
-    }
-}
-
-/// Prints a result to stdout and returns the exit code. An error goes to stderr, or with `as_json`
-/// to stdout as `{"ok": false, "errors": […]}`.
-pub(super) fn print_result<E: Into<CommandError>>(
-    result: Result<String, E>,
+/// The result of a command in the form that the user asked for: as text, or as JSON on several
+/// lines.
+pub(super) fn format_answer<T: Serialize>(
+    answer: &T,
+    format_text: impl FnOnce(&T) -> String,
     as_json: bool,
-) -> ExitCode {
-    match result.map_err(Into::into) {
-        // A closed pipe fails without a message, as with other Unix tools.
-        Ok(text) => match io::stdout().write_all(text.as_bytes()) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::FAILURE,
-        },
-        Err(error) => print_error(&error, as_json),
+) -> String {
+    match as_json {
+        true => escape_json_for_display(&format!("{:#}\n", json!(answer))),
+        false => format_text(answer),
     }
 }
 
@@ -128,14 +168,6 @@ pub(super) fn print_audit_line(change: Value) {
     eprintln!("{}", escape_json_for_display(&line.to_string()));
 }
 
-/// The cause in a message for the user.
-pub(super) fn describe_cause(message: &str) -> &str {
-    message
-        .strip_prefix("error: ")
-        .unwrap_or(message)
-        .trim_end()
-}
-
 /// The JSON of one error or warning of a configuration.
 pub(super) fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
     let position = diagnostic.span.position.as_ref();
@@ -150,6 +182,6 @@ pub(super) fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
 
 /// An error that is not about a configuration has the fields of [`diagnostic_to_json`] too.
 fn message_to_json(message: &str) -> Value {
-    let problem = describe_cause(message);
+    let problem = strip_error_prefix(message);
     json!({ "source": null, "line": null, "column": null, "key": "", "problem": problem })
 }

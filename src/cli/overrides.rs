@@ -6,16 +6,16 @@ mod export;
 mod import;
 pub(super) mod store_client;
 
-use super::admin_client::AdminClient;
-use super::output::{CommandAnswer, CommandError, block_on, format_answer};
-use crate::app::StoreBackend;
+use super::output::{CommandError, block_on, format_answer};
+use crate::admin::{AdminError, OverrideListDocument, OverrideRemovalDocument};
 use crate::app::key_status::{find_limiting_policy, resolve_override_key};
-use crate::app::override_store::{OverrideListing, OverrideStore};
+use crate::app::override_store::sort_listing;
 use crate::app::overrides::{
-    OverrideInput, describe_rule, format_time_ms, override_to_json, parse_expiry, resolve_override,
+    OverrideInput, describe_rule, describe_stored_override, format_time_ms, parse_expiry,
+    resolve_override,
 };
 use crate::clock::Clock;
-use crate::config::{self, Config, ConfigSources, StoreSettings};
+use crate::config::{self, Config, ConfigSources};
 use crate::limiter::{Key, LimitAmounts};
 use crate::store::StoredOverride;
 use crate::text::{count_noun, escape_unprintable};
@@ -23,7 +23,6 @@ use csv_records::LineRange;
 use export::{ExportArguments, export_overrides};
 use import::{ImportArguments, ImportReport, import_file};
 use serde_json::{Value, json};
-use std::sync::Arc;
 use store_client::StoreClient;
 
 #[derive(clap::Subcommand, Debug)]
@@ -106,7 +105,7 @@ pub(super) fn run(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
-    let printed = block_on(async {
+    block_on(async {
         if let OverridesCommand::List {
             policy: Some(name), ..
         }
@@ -114,113 +113,86 @@ pub(super) fn run(
             policy: Some(name), ..
         }) = command
         {
-            let found = find_limiting_policy(&config.policy_table, name);
-            found.map_err(|error| error.to_string())?;
+            find_limiting_policy(&config.policy_table, name)?;
         }
-        let store = open_store(sources, &config).await?;
-        let answer = match command {
-            OverridesCommand::Set(arguments) => set_override(&store, &config, arguments).await,
-            OverridesCommand::Remove(key) => remove_override(&store, &config, key).await,
-            OverridesCommand::Show(key) => show_override(&store, &config, key).await,
+        let store = StoreClient::open(sources, &config).await?;
+        match command {
+            OverridesCommand::Set(arguments) => {
+                let now_us = Clock::system().now_us();
+                let input = arguments.to_input(now_us)?;
+                let entered = resolve_override(&config.policy_table, &input, now_us)?;
+                let stored = store.set_and_merge(&entered, now_us).await?;
+                Ok(format_stored_override(&stored, as_json))
+            }
+            OverridesCommand::Remove(key) => {
+                let key = key.resolve(&config)?;
+                let removal = OverrideRemovalDocument {
+                    removed: store.remove(&key).await?,
+                    policy: key.policy_name().to_owned(),
+                    key: key.value_texts(),
+                };
+                let format_text = |removal: &OverrideRemovalDocument| match removal.removed {
+                    true => format!("{key}: override removed\n"),
+                    false => format!("{key}: had no override\n"),
+                };
+                Ok(format_answer(&removal, format_text, as_json))
+            }
+            OverridesCommand::Show(key) => {
+                let key = key.resolve(&config)?;
+                Ok(match store.find(&key).await? {
+                    Some(stored) => format_stored_override(&stored, as_json),
+                    None => format_answer(&(), |()| format!("{key}: no override\n"), as_json),
+                })
+            }
             OverridesCommand::List { policy, most } => {
-                list_overrides(&store, policy.as_deref(), *most).await
+                list_overrides(&store, policy.as_deref(), *most, as_json).await
             }
             OverridesCommand::Import(arguments) => {
-                import_overrides(&store, &config, arguments).await
+                import_overrides(&store, &config, arguments, as_json).await
             }
             OverridesCommand::Export(arguments) => {
-                let exported = export_overrides(&store, &config, arguments).await;
-                return exported.map(|()| String::new());
+                export_overrides(&store, &config, arguments).await?;
+                Ok(String::new())
             }
-        };
-        answer.map(|answer| format_answer(answer, as_json))
-    })?;
-    Ok(printed.map_err(|why| match why.starts_with("error: ") {
-        true => why,
-        false => format!("error: {why}\n"),
-    })?)
-}
-
-/// Opens the overrides of the configured store.
-pub(super) async fn open_store(
-    sources: &ConfigSources,
-    config: &Config,
-) -> Result<StoreClient, String> {
-    match &config.store {
-        StoreSettings::Redis(_) => {
-            let store = OverrideStore::open(&StoreBackend::new(&config.store)).await;
-            store
-                .map(StoreClient::Redis)
-                .map_err(|error| error.to_string())
         }
-        StoreSettings::Memory(_) => {
-            let client = AdminClient::from_sources(sources).map_err(|error| error.to_string())?;
-            Ok(StoreClient::AdminPort(
-                client,
-                Arc::clone(&config.policy_table),
-            ))
-        }
-    }
-}
-
-async fn set_override(
-    store: &StoreClient,
-    config: &Config,
-    arguments: &SetArguments,
-) -> Result<CommandAnswer, String> {
-    let now_us = Clock::system().now_us();
-    let input = arguments.to_input(now_us)?;
-    let entered = resolve_override(&config.policy_table, &input, now_us);
-    let entered = entered.map_err(|error| error.to_string())?;
-    let stored = store.set_and_merge(&entered, now_us).await?;
-    Ok((override_to_json(&stored), format_override(&stored)))
-}
-
-async fn remove_override(
-    store: &StoreClient,
-    config: &Config,
-    key: &OverrideKey,
-) -> Result<CommandAnswer, String> {
-    let key = key.resolve(config)?;
-    let is_removed = store.remove(&key).await?;
-    let text = match is_removed {
-        true => format!("{key}: override removed\n"),
-        false => format!("{key}: had no override\n"),
-    };
-    let result =
-        json!({ "policy": key.policy_name(), "key": key.value_texts(), "removed": is_removed });
-    Ok((result, text))
-}
-
-async fn show_override(
-    store: &StoreClient,
-    config: &Config,
-    key: &OverrideKey,
-) -> Result<CommandAnswer, String> {
-    let key = key.resolve(config)?;
-    Ok(match store.find(&key).await? {
-        Some(stored) => (override_to_json(&stored), format_override(&stored)),
-        None => (Value::Null, format!("{key}: no override\n")),
-    })
+    })?
 }
 
 async fn list_overrides(
     store: &StoreClient,
     policy: Option<&str>,
     max_listed: usize,
-) -> Result<CommandAnswer, String> {
-    let mut listing = OverrideListing::new(policy, max_listed);
-    store.visit(|stored| listing.push(stored)).await?;
-    let (listed, has_more) = listing.finish();
-    let mut text: String = listed.iter().map(format_override).collect();
-    if has_more {
-        text.push_str(&format!(
-            "There are more overrides; listed {} (--most).\n",
-            listed.len()
-        ));
-    }
-    let listed: Vec<Value> = listed.iter().map(override_to_json).collect();
-    Ok((json!({ "overrides": listed, "more": has_more }), text))
+    as_json: bool,
+) -> Result<String, CommandError> {
+    let mut found = Vec::new();
+    let add = |stored: StoredOverride| {
+        if policy.is_none_or(|policy| stored.key.policy_name() == policy) {
+            found.push(stored);
+        }
+        found.len() <= max_listed
+    };
+    store.visit(add).await?;
+    let (listed, more) = sort_listing(found, max_listed);
+    let format_text = |_: &OverrideListDocument| {
+        let mut text: String = listed.iter().map(format_override).collect();
+        if more {
+            text.push_str(&format!(
+                "There are more overrides; listed {} (--most).\n",
+                listed.len()
+            ));
+        }
+        text
+    };
+    let document = OverrideListDocument {
+        overrides: listed.iter().map(describe_stored_override).collect(),
+        more,
+    };
+    Ok(format_answer(&document, format_text, as_json))
+}
+
+fn format_stored_override(stored: &StoredOverride, as_json: bool) -> String {
+    let document = describe_stored_override(stored);
+    format_answer(&document, |_| format_override(stored), as_json)
 }
 
 /// Imports a file. Each wrong record is an error on stderr, and the command fails after all
@@ -230,7 +202,8 @@ async fn import_overrides(
     store: &StoreClient,
     config: &Config,
     arguments: &ImportArguments,
-) -> Result<CommandAnswer, String> {
+    as_json: bool,
+) -> Result<String, CommandError> {
     let report_error =
         |lines: LineRange, why: &str| eprintln!("{lines}: {}", escape_unprintable(why));
     let report = import_file(store, config, arguments, report_error).await?;
@@ -247,10 +220,11 @@ async fn import_overrides(
             1 => "1 override was set".to_owned(),
             many => format!("{many} overrides were set"),
         };
-        return Err(format!("{wrong}; {set}"));
+        return Err(CommandError::Message(format!("{wrong}; {set}")));
     }
-    let text = format!("{} set\n", count_noun(set_count, "override"));
-    Ok((json!({ "set": set_count }), text))
+    let format_text = |_: &Value| format!("{} set\n", count_noun(set_count, "override"));
+    let answer = json!({ "set": set_count });
+    Ok(format_answer(&answer, format_text, as_json))
 }
 
 /// One line: the key, the rule, and what else is known.
@@ -274,9 +248,8 @@ fn format_override(stored: &StoredOverride) -> String {
 }
 
 impl OverrideKey {
-    fn resolve(&self, config: &Config) -> Result<Key, String> {
+    fn resolve(&self, config: &Config) -> Result<Key, AdminError> {
         resolve_override_key(&config.policy_table, &self.policy, &self.values)
-            .map_err(|error| error.to_string())
     }
 }
 

@@ -106,7 +106,7 @@ pub(super) fn run_replay(
     let report = report?;
     if let Some(path) = &arguments.html {
         fs::write(path, report.render_html())
-            .map_err(|error| format!("error: {}: {error}\n", path.display()))?;
+            .map_err(|error| format!("{}: {error}", path.display()))?;
     }
     if arguments.json {
         return Ok(report.render_json());

@@ -7,7 +7,7 @@ mod report_text;
 mod searched_policy;
 
 use super::output::{CommandError, block_on};
-use super::overrides::open_store;
+use super::overrides::store_client::StoreClient;
 use super::replay::new_progress_bar;
 use crate::clock::{self, Clock};
 use crate::config::{self, Config, ConfigSources, parse_duration};
@@ -125,8 +125,7 @@ pub(super) fn run(
 ) -> Result<String, CommandError> {
     let config = config::load(sources)?;
     let table = &config.policy_table;
-    let (searched, skipped) = select_policies(table, arguments.policy.as_deref(), &arguments.key)
-        .map_err(|error| format!("error: {error}\n"))?;
+    let (searched, skipped) = select_policies(table, arguments.policy.as_deref(), &arguments.key)?;
     let mut report = WhyReport {
         values: &arguments.key,
         searched,
@@ -167,13 +166,13 @@ fn read_overrides(
         return Ok(());
     }
     block_on(async {
-        let store = open_store(sources, config).await;
+        let store = StoreClient::open(sources, config).await;
         let now_us = Clock::system().now_us();
         for policy in dynamic {
             if let Some(key) = &policy.key {
                 let stored = match &store {
-                    Ok(store) => store.find(key).await,
-                    Err(error) => Err(error.clone()),
+                    Ok(store) => store.find(key).await.map_err(|error| error.cause()),
+                    Err(error) => Err(error.cause()),
                 };
                 let is_current = |stored: &StoredOverride| !stored.is_expired(now_us);
                 policy.stored = stored.map(|stored| stored.filter(is_current));
@@ -187,7 +186,7 @@ fn read_logs(logs: &[PathBuf], since_us: u64, report: &mut WhyReport<'_>) -> Res
     let logs = if logs.is_empty() { &stdin } else { logs };
     if logs.iter().any(|path| path == Path::new("-")) && io::stdin().is_terminal() {
         return Err(
-            "error: stdin is a terminal; expected a LOG, or the log on stdin: kubectl logs … | tidegate why …\n"
+            "stdin is a terminal; expected a LOG, or the log on stdin: kubectl logs … | tidegate why …"
                 .to_owned(),
         );
     }
@@ -195,7 +194,7 @@ fn read_logs(logs: &[PathBuf], since_us: u64, report: &mut WhyReport<'_>) -> Res
     let bytes_read = Rc::new(Cell::new(0));
     for path in logs {
         let mut log = AccessLogReader::open(path, Rc::clone(&bytes_read))
-            .map_err(|error| format!("error: {}: {error}\n", path.display()))?;
+            .map_err(|error| format!("{}: {error}", path.display()))?;
         let mut number = 0;
         loop {
             let record = match log.next_line() {
@@ -366,13 +365,11 @@ impl LineCounts {
     fn describe_foreign_input(&self) -> String {
         match (&self.first_unreadable, self.read_errors.first()) {
             (Some((log, number, quoted)), _) => format!(
-                "error: {log}:{number}: {quoted} is not a line of tidegate's JSON log; expected log.format = \"json\", and none of {} is one\n",
+                "{log}:{number}: {quoted} is not a line of tidegate's JSON log; expected log.format = \"json\", and none of {} is one",
                 count_noun(self.total, "line")
             ),
-            (None, Some(error)) => format!("error: {error}\n"),
-            (None, None) => {
-                "error: the log is empty; expected lines of tidegate's JSON log\n".to_owned()
-            }
+            (None, Some(error)) => error.clone(),
+            (None, None) => "the log is empty; expected lines of tidegate's JSON log".to_owned(),
         }
     }
 }

@@ -4,35 +4,20 @@
 //! absent, and every text is bounded by the size of a summary.
 
 use super::summary::MAX_SUMMARY_ENTRIES;
-use crate::admin::{AdminBackend, FleetDocument, FleetInstanceDocument, InstanceSummary};
+use crate::admin::{FleetDocument, FleetInstanceDocument, InstanceDescription, InstanceSummary};
 use crate::telemetry::top_rejections::{RejectedText, RejectionEntry, RejectionRanking};
-use bytes::Bytes;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 
-/// An instance, and its answer.
+/// The instances that have answered or failed so far, added up.
 #[derive(Debug)]
-pub(super) struct AskedInstance {
-    instance: FleetInstanceDocument,
-    answer: Result<InstanceAnswer, String>,
-}
-
-/// The answers of all instances, not yet merged.
-#[derive(Debug)]
-pub(super) struct FleetAnswers {
-    pub(super) instances: Vec<AskedInstance>,
-    /// The number of instances, of which not all may be listed.
-    pub(super) total: usize,
-    /// Why the heartbeats could not be read.
-    pub(super) problem: Option<String>,
-}
-
-#[derive(Debug)]
-enum InstanceAnswer {
-    /// The summary of this process.
-    Own(Box<InstanceSummary>),
-    /// A response body, not yet parsed.
-    Body(Bytes),
+pub(super) struct FleetSum {
+    own: InstanceDescription,
+    document: FleetDocument,
+    /// The instances with their positions in the list.
+    instances: Vec<(usize, FleetInstanceDocument)>,
+    keys: RankingSum,
+    paths: RankingSum,
 }
 
 /// A ranking of the fleet. The text of an entry is a key or a path.
@@ -54,103 +39,94 @@ struct RankedSum {
     seen_bounds: u64,
 }
 
-impl AskedInstance {
-    pub(super) fn from_own_summary(
-        instance: FleetInstanceDocument,
-        summary: InstanceSummary,
-    ) -> Self {
+impl FleetSum {
+    /// `problem` is why the heartbeats could not be read.
+    pub(super) fn new(own: &InstanceDescription, total: usize, problem: Option<String>) -> Self {
         Self {
-            instance,
-            answer: Ok(InstanceAnswer::Own(Box::new(summary))),
+            document: FleetDocument {
+                store: own.store.to_owned(),
+                shared: own.store != "memory",
+                total,
+                problem,
+                ..FleetDocument::default()
+            },
+            own: own.clone(),
+            instances: Vec::new(),
+            keys: RankingSum::default(),
+            paths: RankingSum::default(),
         }
     }
 
-    pub(super) fn from_answer(
+    #[allow(clippy::cast_precision_loss, reason = "a count of instances is small")]
+    pub(super) fn add(
+        &mut self,
+        position: usize,
         instance: FleetInstanceDocument,
-        answer: Result<Bytes, String>,
-    ) -> Self {
-        Self {
-            instance,
-            answer: answer.map(InstanceAnswer::Body),
-        }
-    }
-
-    /// Parses the answer. `own_host` is the host of this process.
-    fn read_summary(&self, own_host: &str) -> Result<InstanceSummary, String> {
-        self.parse_answer().map_err(|reason| {
-            let address = self.instance.admin.as_deref().unwrap_or_default();
-            match is_loopback(address) && self.instance.name.as_deref() != Some(own_host) {
-                true => format!("{reason} (its address is loopback: see admin.advertise)"),
-                false => reason,
-            }
-        })
-    }
-
-    fn parse_answer(&self) -> Result<InstanceSummary, String> {
-        let summary = match &self.answer {
-            Ok(InstanceAnswer::Own(summary)) => return Ok((**summary).clone()),
-            Ok(InstanceAnswer::Body(body)) => serde_json::from_slice::<InstanceSummary>(body)
-                .map_err(|_invalid| "its answer is not a summary".to_owned())?,
-            Err(reason) => return Err(reason.clone()),
+        answer: Result<InstanceSummary, String>,
+    ) {
+        let (summary, not_asked) = match answer {
+            Ok(summary) => (summary, None),
+            Err(reason) => (
+                InstanceSummary::default(),
+                Some(self.explain_failure(&instance, reason)),
+            ),
         };
-        // Another process may have the address by now.
-        if summary.id == self.instance.id {
-            Ok(summary)
-        } else {
-            Err("another instance answered at its address".to_owned())
+        let fleet = &mut self.document;
+        fleet.answered += usize::from(not_asked.is_none());
+        fleet.decisions_per_s += summary.figures.decisions_per_s.unwrap_or_default();
+        self.keys.add(&summary.keys);
+        self.paths.add(&summary.paths);
+        let instance = FleetInstanceDocument {
+            is_self: instance.id == self.own.id,
+            state: summary.status.unwrap_or(instance.state),
+            share: 1.0 / summary.instances.unwrap_or(fleet.total as u64).max(1) as f64,
+            figures: summary.figures,
+            not_asked,
+            ..instance
+        };
+        self.instances.push((position, instance));
+    }
+
+    fn explain_failure(&self, instance: &FleetInstanceDocument, reason: String) -> String {
+        let address = instance.admin.as_deref().unwrap_or_default();
+        match is_loopback(address) && instance.name.as_ref() != Some(&self.own.host) {
+            true => format!("{reason} (its address is loopback: see admin.advertise)"),
+            false => reason,
         }
+    }
+
+    /// Returns the body of `GET /fleet`, with rankings of [`MAX_SUMMARY_ENTRIES`].
+    pub(super) fn into_document(mut self) -> FleetDocument {
+        self.instances.sort_by_key(|(position, _)| *position);
+        let instances = self.instances.into_iter().map(|(_, instance)| instance);
+        let instances: Vec<_> = instances.collect();
+        FleetDocument {
+            listed: instances.len(),
+            instances,
+            keys: self.keys.into_ranking(),
+            paths: self.paths.into_ranking(),
+            ..self.document
+        }
+    }
+}
+
+/// Parses the answer of the instance `id`.
+///
+/// # Errors
+/// Returns the reason, as a sentence about the instance.
+pub(super) fn parse_summary(body: &[u8], id: &str) -> Result<InstanceSummary, String> {
+    let summary = serde_json::from_slice::<InstanceSummary>(body);
+    let summary = summary.map_err(|_invalid| "its answer is not a summary".to_owned())?;
+    // Another process may have the address by now.
+    match summary.id == id {
+        true => Ok(summary),
+        false => Err("another instance answered at its address".to_owned()),
     }
 }
 
 fn is_loopback(address: &str) -> bool {
     let ip = address.parse::<SocketAddr>().map(|address| address.ip());
     ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
-}
-
-/// Builds the body of `GET /fleet`, with rankings of [`MAX_SUMMARY_ENTRIES`].
-#[allow(clippy::cast_precision_loss, reason = "a count of instances is small")]
-pub(super) fn build_fleet_view(view: &AdminBackend, answers: &FleetAnswers) -> FleetDocument {
-    let FleetAnswers {
-        instances: asked,
-        total,
-        problem,
-    } = answers;
-    let (mut keys, mut paths) = (RankingSum::default(), RankingSum::default());
-    let (mut answered, mut decisions_per_s) = (0_usize, 0.0);
-    // One summary is parsed at a time, because it takes more memory than its bytes.
-    let mut read_instance = |one: &AskedInstance| {
-        let (summary, not_asked) = match one.read_summary(&view.instance.host) {
-            Ok(summary) => (summary, None),
-            Err(reason) => (InstanceSummary::default(), Some(reason)),
-        };
-        answered += usize::from(not_asked.is_none());
-        decisions_per_s += summary.figures.decisions_per_s.unwrap_or_default();
-        keys.add(&summary.keys);
-        paths.add(&summary.paths);
-        let share = 1.0 / summary.instances.unwrap_or(*total as u64).max(1) as f64;
-        let instance = one.instance.clone();
-        FleetInstanceDocument {
-            is_self: instance.id == view.instance.id,
-            state: summary.status.unwrap_or(instance.state),
-            share,
-            figures: summary.figures,
-            not_asked,
-            ..instance
-        }
-    };
-    let instances: Vec<_> = asked.iter().map(&mut read_instance).collect();
-    FleetDocument {
-        store: view.instance.store.to_owned(),
-        shared: view.instance.store != "memory",
-        total: *total,
-        listed: instances.len(),
-        answered,
-        problem: problem.clone(),
-        decisions_per_s,
-        instances,
-        keys: keys.into_ranking(),
-        paths: paths.into_ranking(),
-    }
 }
 
 impl RankingSum {
@@ -236,13 +212,7 @@ mod tests {
 
     #[test]
     fn another_instance_at_the_address_is_not_counted() {
-        let answer_with = |body: &'static str| {
-            let instance = FleetInstanceDocument {
-                id: "a".to_owned(),
-                ..FleetInstanceDocument::default()
-            };
-            AskedInstance::from_answer(instance, Ok(Bytes::from(body))).read_summary("")
-        };
+        let answer_with = |body: &str| parse_summary(body.as_bytes(), "a");
         assert!(answer_with(r#"{"id": "a"}"#).is_ok());
         for (body, part) in [
             (r#"{"id": "b"}"#, "another instance"),

@@ -1,7 +1,10 @@
 //! Judges the facts about one server.
 
-use super::store_findings::{add_clock_finding, format_seconds};
-use super::{FindingLevel, FindingList, join_names};
+use super::store_findings::{format_seconds, judge_clock_difference};
+use super::{
+    DoctorFinding, FindingLevel, failure, fault, finding, join_names, ok, quote_error, unknown,
+    warning,
+};
 use crate::config::format_duration;
 use crate::store::redis::{
     ClockReading, DenialReason, DeniedCommand, InfoFields, RedisConnectionError, RedisErrorKind,
@@ -22,54 +25,51 @@ const CLIENTS_WARNING_PERCENT: u64 = 80;
 const MAX_REPLICA_LAG_S: u64 = 2;
 const MAX_REPLICA_BEHIND_BYTES: u64 = 1 << 20;
 
-pub(super) fn judge_server(
-    findings: &mut FindingList,
-    settings: &RedisSettings,
-    facts: &ServerFacts,
-) {
+pub(super) fn judge_server(settings: &RedisSettings, facts: &ServerFacts) -> Vec<DoctorFinding> {
+    let mut findings = Vec::new();
     if facts.is_proxy {
-        findings.add_warning(
+        findings.push(warning(
             "proxy",
-            "this looks like a Redis proxy: the servers behind it cannot be examined, and EVAL sends scripts that it does not load".to_owned(),
+            "this looks like a Redis proxy: the servers behind it cannot be examined, and EVAL sends scripts that it does not load",
             "examine each server by a url of its own; a decision goes to the server of its first counter (docs/operations/redis.md, \"Redis proxies\")",
-        );
-        return judge_decision(findings, settings, facts);
+        ));
+        findings.push(judge_decision(settings, facts));
+        return findings;
     }
     match &facts.info {
         Ok(info) => {
-            judge_version(findings, info);
-            judge_role(findings, settings, info);
-            judge_memory(findings, info);
-            judge_eviction(findings, info);
-            judge_persistence(findings, info);
-            judge_replicas(findings, settings, info);
-            judge_clients(findings, info);
+            findings.extend(judge_version(info));
+            findings.extend(judge_mode(settings, info));
+            findings.extend(judge_role(info));
+            findings.extend(judge_memory(info));
+            findings.extend(judge_eviction(info));
+            findings.push(judge_persistence(info));
+            findings.extend(judge_replicas(settings, info));
+            findings.extend(judge_clients(info));
         }
-        Err(error) => findings.add_warning(
-            "info",
-            format!("INFO is refused, so version, memory, eviction, persistence and replicas are unknown ({}): {}", error.kind.into_str(), error.message),
-            "grant +info",
-        ),
+        Err(error) => {
+            let what = "INFO is refused, so version, memory, eviction, persistence and replicas are unknown";
+            findings.push(warning("info", quote_error(what, error), "grant +info"));
+        }
     }
     match &facts.denied_commands {
-        Ok(denied) => judge_permissions(findings, settings, denied),
-        Err(error) => findings.add_unknown("permissions", "they are not known", error),
+        Ok(denied) => findings.extend(judge_permissions(settings, denied)),
+        Err(error) => findings.push(unknown("permissions", "they are not known", error)),
     }
-    judge_decision(findings, settings, facts);
-    match &facts.clock {
-        Ok(clock) => judge_clock(findings, *clock),
-        Err(error) => findings.add_unknown("clock", "the server's clock is not known", error),
-    }
-    judge_counters(findings, facts);
+    findings.push(judge_decision(settings, facts));
+    findings.push(match &facts.clock {
+        Ok(clock) => judge_clock(*clock),
+        Err(error) => unknown("clock", "the server's clock is not known", error),
+    });
+    findings.push(judge_counters(facts));
+    findings
 }
 
-fn judge_decision(findings: &mut FindingList, settings: &RedisSettings, facts: &ServerFacts) {
+fn judge_decision(settings: &RedisSettings, facts: &ServerFacts) -> DoctorFinding {
     match &facts.latency {
-        Ok(latency) => judge_latency(findings, settings, *latency),
-        Err(error) if is_missing_reply(error) => {
-            findings.add_unknown("latency", "it was not measured", error);
-        }
-        Err(error) => findings.add_error("decision", "a decision fails", error),
+        Ok(latency) => judge_latency(settings, *latency),
+        Err(error) if is_missing_reply(error) => unknown("latency", "it was not measured", error),
+        Err(error) => failure("decision", "a decision fails", error),
     }
 }
 
@@ -81,7 +81,7 @@ fn is_missing_reply(error: &RedisConnectionError) -> bool {
     )
 }
 
-fn judge_clock(findings: &mut FindingList, clock: ClockReading) {
+fn judge_clock(clock: ClockReading) -> DoctorFinding {
     let difference_us = clock.ahead_us.unsigned_abs();
     let direction = match clock.ahead_us {
         ..0 => "behind",
@@ -94,18 +94,12 @@ fn judge_clock(findings: &mut FindingList, clock: ClockReading) {
     );
     // The part that the measurement cannot explain.
     let certain_us = difference_us.saturating_sub(clock.error_us);
-    add_clock_finding(
-        findings,
-        certain_us,
-        found,
-        "synchronize both clocks (NTP): limits follow the server's clock; logs, tokens and reset times in responses follow this machine's",
-    );
+    let advice = "synchronize both clocks (NTP): limits follow the server's clock; logs, tokens and reset times in responses follow this machine's";
+    judge_clock_difference(certain_us, found, advice)
 }
 
-fn judge_version(findings: &mut FindingList, info: &InfoFields) {
-    let Some(version) = info.text("redis_version") else {
-        return;
-    };
+fn judge_version(info: &InfoFields) -> Option<DoctorFinding> {
+    let version = info.text("redis_version")?;
     let name = match info.text("valkey_version") {
         Some(valkey) => format!("Valkey {valkey} (compatible with Redis {version})"),
         None => format!("Redis {version}"),
@@ -114,93 +108,83 @@ fn judge_version(findings: &mut FindingList, info: &InfoFields) {
         .split('.')
         .map(|part| part.parse::<u64>().unwrap_or(0));
     let number = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    match number < MIN_VERSION {
-        true => findings.add_fault(
+    Some(match number < MIN_VERSION {
+        true => fault(
             "version",
             format!("{name} is too old: the scripts need SET with PXAT"),
             "upgrade to Redis 6.2 or newer, or to Valkey",
         ),
-        false => findings.add_ok("version", name),
-    }
+        false => ok("version", name),
+    })
 }
 
-fn judge_role(findings: &mut FindingList, settings: &RedisSettings, info: &InfoFields) {
-    let mode = info.text("redis_mode").unwrap_or("standalone");
-    match (mode, &settings.topology) {
-        ("sentinel", _) => findings.add_fault(
+fn judge_mode(settings: &RedisSettings, info: &InfoFields) -> Option<DoctorFinding> {
+    match (info.text("redis_mode")?, &settings.topology) {
+        ("sentinel", _) => Some(fault(
             "topology",
-            "the server is a sentinel, and holds no counters".to_owned(),
+            "the server is a sentinel, and holds no counters",
             "set topology = \"sentinel\", sentinel_master, and the sentinels' urls",
-        ),
-        ("cluster", RedisTopology::Standalone) => findings.add_fault(
+        )),
+        ("cluster", RedisTopology::Standalone) => Some(fault(
             "topology",
-            "the server is a node of a cluster, and topology is \"standalone\"".to_owned(),
+            "the server is a node of a cluster, and topology is \"standalone\"",
             "set topology = \"cluster\"",
-        ),
-        _ => {}
-    }
-    match info.text("role") {
-        Some("slave") => findings.add_fault(
-            "role",
-            format!(
-                "the server is a replica of {}:{}: it rejects writes",
-                info.text("master_host").unwrap_or("?"),
-                info.text("master_port").unwrap_or("?")
-            ),
-            "set url to the master, or use topology = \"sentinel\"",
-        ),
-        Some(role) => findings.add_ok("role", role.to_owned()),
-        None => {}
+        )),
+        _ => None,
     }
 }
 
-fn judge_memory(findings: &mut FindingList, info: &InfoFields) {
-    let Some(used) = info.number("used_memory") else {
-        return;
-    };
+fn judge_role(info: &InfoFields) -> Option<DoctorFinding> {
+    Some(match info.text("role")? {
+        "slave" => {
+            let part = |name| info.text(name).unwrap_or("?");
+            let (host, port) = (part("master_host"), part("master_port"));
+            fault(
+                "role",
+                format!("the server is a replica of {host}:{port}: it rejects writes"),
+                "set url to the master, or use topology = \"sentinel\"",
+            )
+        }
+        role => ok("role", role),
+    })
+}
+
+fn judge_memory(info: &InfoFields) -> Option<DoctorFinding> {
+    let used = info.number("used_memory")?;
     let max = info.number("maxmemory").unwrap_or(0);
+    let (used_text, max_text) = (format_bytes(used), format_bytes(max));
     let Some(percent) = used.saturating_mul(100).checked_div(max) else {
-        findings.add_ok(
-            "memory",
-            format!("{} used, no maxmemory", format_bytes(used)),
-        );
-        return;
+        return Some(ok("memory", format!("{used_text} used, no maxmemory")));
     };
-    let found = format!(
-        "{} of {} used ({percent} %)",
-        format_bytes(used),
-        format_bytes(max)
-    );
+    let found = format!("{used_text} of {max_text} used ({percent} %)");
     let advice = "raise maxmemory, shorten periods, or use an algorithm with less memory than sliding_log (docs/ALGORITHMS.md)";
     let level = match percent {
         MEMORY_FAULT_PERCENT.. => FindingLevel::Fault,
         MEMORY_WARNING_PERCENT.. => FindingLevel::Warning,
         _ => FindingLevel::Ok,
     };
-    findings.add(level, "memory", found, advice);
+    Some(finding(level, "memory", found, advice))
 }
 
-fn judge_eviction(findings: &mut FindingList, info: &InfoFields) {
-    let advice = "CONFIG SET maxmemory-policy noeviction, and set it in redis.conf or in the provider's parameter group";
-    match info.text("maxmemory_policy") {
-        Some("noeviction") => findings.add_ok("eviction", "maxmemory-policy is noeviction"),
-        Some(policy) => findings.add_fault(
+fn judge_eviction(info: &InfoFields) -> Vec<DoctorFinding> {
+    let policy = info.text("maxmemory_policy").map(|policy| match policy {
+        "noeviction" => ok("eviction", "maxmemory-policy is noeviction"),
+        policy => fault(
             "eviction",
             format!("maxmemory-policy is {policy}: a full server evicts counters, and their clients get a fresh quota"),
-            advice,
+            "CONFIG SET maxmemory-policy noeviction, and set it in redis.conf or in the provider's parameter group",
         ),
-        None => {}
-    }
-    if let Some(evicted @ 1..) = info.number("evicted_keys") {
-        findings.add_warning(
-            "eviction",
-            format!("{evicted} keys were evicted since the server's start"),
-            "raise maxmemory; CONFIG RESETSTAT resets this figure",
-        );
-    }
+    });
+    let evicted = info.number("evicted_keys").filter(|evicted| *evicted > 0);
+    let evicted = evicted.map(|evicted| {
+        let found = format!("{evicted} keys were evicted since the server's start");
+        let advice = "raise maxmemory; CONFIG RESETSTAT resets this figure";
+        warning("eviction", found, advice)
+    });
+    policy.into_iter().chain(evicted).collect()
 }
 
-fn judge_persistence(findings: &mut FindingList, info: &InfoFields) {
+fn judge_persistence(info: &InfoFields) -> DoctorFinding {
     let failed: Vec<&str> = [
         "rdb_last_bgsave_status",
         "aof_last_bgrewrite_status",
@@ -210,35 +194,39 @@ fn judge_persistence(findings: &mut FindingList, info: &InfoFields) {
     .filter(|name| info.text(name).is_some_and(|status| status != "ok"))
     .collect();
     if !failed.is_empty() {
-        findings.add_fault(
+        return fault(
             "persistence",
-            format!("the server failed to persist its data: {}", failed.join(", ")),
+            format!(
+                "the server failed to persist its data: {}",
+                failed.join(", ")
+            ),
             "check the server's disk and log: it rejects writes while stop-writes-on-bgsave-error is yes",
         );
-        return;
     }
     let has_replica = info.replicas().any(|replica| replica.state == "online");
     // Redis counts snapshots since 7.0; before, the time of the last one is known.
     let has_snapshots = info.number("rdb_saves").is_some_and(|saves| saves > 0)
         || info.number("rdb_last_bgsave_time_sec").is_some();
     match (info.text("aof_enabled"), has_snapshots, has_replica) {
-        (Some("1"), ..) => findings.add_ok("persistence", "append-only file"),
-        (_, true, _) => findings.add_ok("persistence", "snapshots: a crash loses the usage since the last one"),
-        (_, _, true) => findings.add_ok("persistence", "none seen; a replica has the data"),
-        _ => findings.add_warning(
+        (Some("1"), ..) => ok("persistence", "append-only file"),
+        (_, true, _) => ok(
             "persistence",
-            "no append-only file, no snapshot since the start, no replica: a restart gives each key a fresh quota".to_owned(),
+            "snapshots: a crash loses the usage since the last one",
+        ),
+        (_, _, true) => ok("persistence", "none seen; a replica has the data"),
+        _ => warning(
+            "persistence",
+            "no append-only file, no snapshot since the start, no replica: a restart gives each key a fresh quota",
             "set appendonly yes or add a replica, unless one further limit per key after a restart is acceptable (docs/GUARANTEE.md)",
         ),
     }
 }
 
-fn judge_replicas(findings: &mut FindingList, settings: &RedisSettings, info: &InfoFields) {
+fn judge_replicas(settings: &RedisSettings, info: &InfoFields) -> Vec<DoctorFinding> {
     if info.text("role") != Some("master") {
-        return;
+        return Vec::new();
     }
-    let replicas: Vec<_> = info.replicas().collect();
-    for replica in &replicas {
+    let replicas = info.replicas().map(|replica| {
         let lag = replica
             .lag_s
             .map_or("unknown".to_owned(), |lag_s| format!("{lag_s} s"));
@@ -253,65 +241,63 @@ fn judge_replicas(findings: &mut FindingList, settings: &RedisSettings, info: &I
         let level = FindingLevel::warning_if(replica.state != "online" || is_late);
         let advice =
             "a failover to this replica loses the usage that it lacks: check its load and network";
-        findings.add(level, "replication", found, advice);
-    }
-    if replicas.is_empty() {
-        match settings.topology {
-            RedisTopology::Standalone => findings.add_ok("replication", "no replica"),
-            _ => findings.add_warning(
+        finding(level, "replication", found, advice)
+    });
+    let mut findings: Vec<DoctorFinding> = replicas.collect();
+    if findings.is_empty() {
+        findings.push(match settings.topology {
+            RedisTopology::Standalone => ok("replication", "no replica"),
+            _ => warning(
                 "replication",
-                "no replica: nothing takes over if this master fails".to_owned(),
+                "no replica: nothing takes over if this master fails",
                 "add a replica",
             ),
-        }
+        });
     }
+    findings
 }
 
-fn judge_clients(findings: &mut FindingList, info: &InfoFields) {
-    let (Some(clients), Some(max)) = (info.number("connected_clients"), info.number("maxclients"))
-    else {
-        return;
-    };
+fn judge_clients(info: &InfoFields) -> Option<DoctorFinding> {
+    let (clients, max) = (
+        info.number("connected_clients")?,
+        info.number("maxclients")?,
+    );
     let found = format!("{clients} of {max} connections (maxclients)");
     let is_near = clients.saturating_mul(100) >= max.saturating_mul(CLIENTS_WARNING_PERCENT);
     let advice = "raise maxclients: at least 2 × instances × workers + 100";
-    findings.add(FindingLevel::warning_if(is_near), "clients", found, advice);
+    Some(finding(
+        FindingLevel::warning_if(is_near),
+        "clients",
+        found,
+        advice,
+    ))
 }
 
-fn judge_permissions(
-    findings: &mut FindingList,
-    settings: &RedisSettings,
-    denied: &[DeniedCommand],
-) {
+fn judge_permissions(settings: &RedisSettings, denied: &[DeniedCommand]) -> Vec<DoctorFinding> {
+    if denied.is_empty() {
+        let found = "the user may run all commands that tidegate uses";
+        return vec![ok("permissions", found)];
+    }
     // Without these, scripts are sent as texts.
     let (scripts, others): (Vec<_>, Vec<_>) = denied.iter().partition(|one| {
         one.command == "SCRIPT" || one.command == "EVALSHA" && one.reason == DenialReason::Unknown
     });
     let (required, optional): (Vec<_>, Vec<_>) =
         others.into_iter().partition(|command| command.is_required);
-    if denied.is_empty() {
-        findings.add_ok(
-            "permissions",
-            "the user may run all commands that tidegate uses",
-        );
-        return;
-    }
-    let prefix = &settings.key_prefix;
-    let mut advice = if denied
-        .iter()
-        .any(|command| command.reason == DenialReason::Unknown)
-    {
-        "the server or its provider has removed or renamed these commands: use one that has them"
-            .to_owned()
-    } else {
-        format_grant(settings, denied)
+    let is_unknown = |one: &DeniedCommand| one.reason == DenialReason::Unknown;
+    let mut advice = match denied.iter().any(is_unknown) {
+        true => "the server or its provider has removed or renamed these commands: use one that has them".to_owned(),
+        false => format_grant(settings, denied),
     };
     let is_key_denied = |one: &&DeniedCommand| one.reason == DenialReason::Key;
     let lacking = match required.iter().all(is_key_denied) {
-        true => format!("the user may not access keys that start with {prefix}: "),
+        true => {
+            let prefix = &settings.key_prefix;
+            format!("the user may not access keys that start with {prefix}: ")
+        }
         false => "decisions need commands that the user may not run: ".to_owned(),
     };
-    for (level, commands, effect) in [
+    let groups = [
         (FindingLevel::Fault, required, &*lacking),
         (
             FindingLevel::Warning,
@@ -323,15 +309,16 @@ fn judge_permissions(
             optional,
             "without these commands, metrics, `tidegate keys` or parts of this report are missing: ",
         ),
-    ] {
-        if let Some(first) = commands.first() {
-            let names = join_names(commands.iter().map(|one| one.command));
-            let found = format!("{effect}{names} ({})", first.message);
-            // One rule grants all of them.
-            let advice = std::mem::replace(&mut advice, "as above".to_owned());
-            findings.add(level, "permissions", found, &advice);
-        }
-    }
+    ];
+    let findings = groups.into_iter().filter_map(|(level, commands, effect)| {
+        let first = commands.first()?;
+        let names = join_names(commands.iter().map(|one| one.command));
+        let found = format!("{effect}{names} ({})", first.message);
+        // One rule grants all of them.
+        let advice = std::mem::replace(&mut advice, "as above".to_owned());
+        Some(finding(level, "permissions", found, &advice))
+    });
+    findings.collect()
 }
 
 /// The ACL rule that grants what is missing.
@@ -342,16 +329,13 @@ fn format_grant(settings: &RedisSettings, denied: &[DeniedCommand]) -> String {
         .as_deref()
         .unwrap_or("default");
     let mut rule = format!("ACL SETUSER {user}");
-    if denied
+    let (keys, commands): (Vec<&DeniedCommand>, Vec<&DeniedCommand>) = denied
         .iter()
-        .any(|command| command.reason == DenialReason::Key)
-    {
+        .partition(|command| command.reason == DenialReason::Key);
+    if !keys.is_empty() {
         rule.push_str(&format!(" ~{}:*", settings.key_prefix));
     }
-    for command in denied
-        .iter()
-        .filter(|command| command.reason != DenialReason::Key)
-    {
+    for command in commands {
         let name = match command.command {
             "CLUSTER" => "cluster|slots",
             "SCRIPT" => "script|load",
@@ -363,7 +347,7 @@ fn format_grant(settings: &RedisSettings, denied: &[DeniedCommand]) -> String {
     rule + " (docs/operations/redis.md has the whole rule)"
 }
 
-fn judge_latency(findings: &mut FindingList, settings: &RedisSettings, latency: ScriptLatency) {
+fn judge_latency(settings: &RedisSettings, latency: ScriptLatency) -> DoctorFinding {
     let timeout = format_duration(settings.timeout);
     let found = format!(
         "a decision takes {} (p50) and {} (p99) of {} calls; store.redis.timeout is {timeout}",
@@ -377,61 +361,44 @@ fn judge_latency(findings: &mut FindingList, settings: &RedisSettings, latency: 
         p99_us if p99_us >= timeout_us => FindingLevel::Fault,
         p99_us => FindingLevel::warning_if(p99_us >= timeout_us / 2),
     };
-    findings.add(level, "latency", found, advice);
+    finding(level, "latency", found, advice)
 }
 
-fn judge_counters(findings: &mut FindingList, facts: &ServerFacts) {
+fn judge_counters(facts: &ServerFacts) -> DoctorFinding {
     let sample = match &facts.keys {
         Ok(sample) => sample,
         Err(error) if is_missing_reply(error) => {
             let what = "the counters were not scanned: expiry and memory per policy are not known";
-            findings.add_unknown("expiry", what, error);
-            return;
+            return unknown("expiry", what, error);
         }
         Err(error) => {
-            findings.add_warning(
-                "expiry",
-                format!(
-                    "the counters could not be scanned ({}): {}",
-                    error.kind.into_str(),
-                    error.message
-                ),
-                "grant +@read",
-            );
-            return;
+            let found = quote_error("the counters could not be scanned", error);
+            return warning("expiry", found, "grant +@read");
         }
     };
-    let keys: u64 = sample.policies.values().map(|policy| policy.keys).sum();
-    let unexpiring: u64 = sample
-        .policies
-        .values()
-        .map(|policy| policy.unexpiring_keys)
-        .sum();
+    let policies = || sample.policies.values();
+    let keys: u64 = policies().map(|policy| policy.keys).sum();
+    let unexpiring: u64 = policies().map(|policy| policy.unexpiring_keys).sum();
     if unexpiring > 0 {
-        findings.add_fault(
+        let examples = sample.unexpiring.iter().map(|key| format!("{key:?}"));
+        let examples = examples.collect::<Vec<_>>().join(", ");
+        return fault(
             "expiry",
-            format!(
-                "{unexpiring} of {keys} counters have no expiry, for example {}",
-                sample.unexpiring.iter().map(|key| format!("{key:?}")).collect::<Vec<_>>().join(", ")
-            ),
+            format!("{unexpiring} of {keys} counters have no expiry, for example {examples}"),
             "tidegate always sets one, so another program has changed these keys (PERSIST, a restored copy): delete them with DEL or `tidegate keys reset`",
         );
-        return;
     }
-    let coverage = if sample.scanned_share < 1.0 {
-        format!(
-            " (about {:.0} % of the keys were scanned)",
-            sample.scanned_share * 100.0
-        )
-    } else {
-        String::new()
+    let percent = sample.scanned_share * 100.0;
+    let coverage = match sample.scanned_share < 1.0 {
+        true => format!(" (about {percent:.0} % of the keys were scanned)"),
+        false => String::new(),
     };
     let found = format!("all {keys} counters expire{coverage}");
     match &sample.interruption {
-        None => findings.add_ok("expiry", found),
+        None => ok("expiry", found),
         Some(error) => {
             let what = format!("the scan ended early, and until then {found}");
-            findings.add_unknown("expiry", &what, error);
+            unknown("expiry", &what, error)
         }
     }
 }

@@ -1,10 +1,10 @@
-//! Reads the records of a CSV file, with the lines that each of them covers.
+//! Reads the records of a CSV or JSON Lines file, with the lines that each of them covers.
 
 use std::fmt;
 use std::io::{self, BufRead};
 
 /// Maximum length of a record, in bytes.
-pub(super) const MAX_RECORD_BYTES: usize = 64 << 10;
+const MAX_RECORD_BYTES: usize = 64 << 10;
 
 /// The lines of a file that one record covers. Numbers start at 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,15 +26,18 @@ impl fmt::Display for LineRange {
 pub(super) type CsvRecord = (LineRange, Result<Vec<String>, String>);
 
 /// Reads records one by one. Blank lines are left out.
-pub(super) struct CsvRecordReader<R> {
+pub(super) struct RecordReader<R> {
     input: R,
+    /// Whether each line is a record with one value.
+    is_lines: bool,
     next_line: u64,
 }
 
-impl<R: BufRead> CsvRecordReader<R> {
-    pub(super) fn new(input: R) -> Self {
+impl<R: BufRead> RecordReader<R> {
+    pub(super) fn new(input: R, is_lines: bool) -> Self {
         Self {
             input,
+            is_lines,
             next_line: 1,
         }
     }
@@ -45,7 +48,10 @@ impl<R: BufRead> CsvRecordReader<R> {
     /// If the file can't be read.
     pub(super) fn read_record(&mut self) -> io::Result<Option<CsvRecord>> {
         loop {
-            let mut record = RecordParser::default();
+            let mut record = RecordParser {
+                is_line: self.is_lines,
+                ..RecordParser::default()
+            };
             let first = self.next_line;
             if !self.parse_into(&mut record)? {
                 return Ok(None);
@@ -104,6 +110,8 @@ enum QuoteState {
 
 #[derive(Debug, Default)]
 struct RecordParser {
+    /// Whether quotes and commas are part of the value.
+    is_line: bool,
     state: QuoteState,
     /// The values before the one that is being read.
     values: Vec<Vec<u8>>,
@@ -120,6 +128,10 @@ impl RecordParser {
         }
         self.len = self.len.saturating_add(1);
         self.state = match (self.state, byte) {
+            _ if self.is_line => {
+                self.push_to_value(byte);
+                QuoteState::Unquoted
+            }
             (QuoteState::Quoted, b'"') => QuoteState::QuoteInQuoted,
             (QuoteState::QuoteInQuoted, b'"') | (QuoteState::Quoted, _) => {
                 self.push_to_value(byte);
@@ -193,7 +205,7 @@ mod tests {
 
     /// Reads with a buffer of `capacity` bytes.
     fn read_all(text: &[u8], capacity: usize) -> Vec<ReadRecord> {
-        let mut reader = CsvRecordReader::new(io::BufReader::with_capacity(capacity, text));
+        let mut reader = RecordReader::new(io::BufReader::with_capacity(capacity, text), false);
         std::iter::from_fn(|| reader.read_record().unwrap())
             .map(|(lines, values)| (lines.first, lines.last, values))
             .collect()

@@ -1,11 +1,12 @@
 //! `tidegate overrides export`: writes all overrides in a form that `import` reads.
 
 use super::store_client::StoreClient;
-use crate::app::overrides::{format_time_ms, override_to_json};
+use crate::app::overrides::describe_stored_override;
+use crate::cli::output::CommandError;
 use crate::config::Config;
-use crate::limiter::KeyOverride;
 use crate::policy::PolicyAction;
 use crate::store::StoredOverride;
+use serde_json::json;
 use std::io::{self, Write};
 
 #[derive(clap::Args, Debug)]
@@ -31,7 +32,7 @@ pub(super) async fn export_overrides(
     store: &StoreClient,
     config: &Config,
     arguments: &ExportArguments,
-) -> Result<(), String> {
+) -> Result<(), CommandError> {
     let mut output = io::BufWriter::new(io::stdout().lock());
     let mut written: io::Result<()> = Ok(());
     let is_included = |stored: &StoredOverride| {
@@ -42,7 +43,7 @@ pub(super) async fn export_overrides(
         ExportFormat::Jsonl => {
             let visited = store.visit(|stored| {
                 if is_included(&stored) {
-                    written = writeln!(output, "{}", override_to_json(&stored));
+                    written = writeln!(output, "{}", json!(describe_stored_override(&stored)));
                 }
                 written.is_ok()
             });
@@ -67,7 +68,7 @@ pub(super) async fn export_overrides(
         }
     }
     let flushed = written.and_then(|()| output.flush());
-    flushed.map_err(|error| format!("stdout: {error}"))
+    Ok(flushed.map_err(|error| format!("stdout: {error}"))?)
 }
 
 /// The most values of a key of a policy with overrides.
@@ -80,49 +81,40 @@ fn max_value_count(config: &Config) -> usize {
     counts.max().unwrap_or(1).max(1)
 }
 
+/// The fields after the key.
+const CSV_FIELDS: [&str; 6] = [
+    "limits",
+    "unlimited",
+    "blocked",
+    "expires_at",
+    "note",
+    "author",
+];
+
 fn csv_header(width: usize) -> Vec<String> {
-    let keys = (1..=width).map(|position| match position {
-        1 => "key".to_owned(),
-        position => format!("key{position}"),
-    });
-    let fields = [
-        "limits",
-        "unlimited",
-        "blocked",
-        "expires_at",
-        "note",
-        "author",
-    ];
-    let fields = fields.map(str::to_owned);
-    std::iter::once("policy".to_owned())
-        .chain(keys)
-        .chain(fields)
+    let further_keys = (2..=width).map(|position| format!("key{position}"));
+    ["policy", "key"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain(further_keys)
+        .chain(CSV_FIELDS.map(str::to_owned))
         .collect()
 }
 
 fn csv_record(stored: &StoredOverride, width: usize) -> Vec<String> {
-    let mut record = vec![stored.key.policy_name().to_owned()];
-    let mut values = stored.key.value_texts();
-    values.resize(width.max(values.len()), String::new());
-    record.extend(values);
-    let flag = |rule: &KeyOverride| match stored.rule == *rule {
-        true => "true".to_owned(),
-        false => String::new(),
-    };
-    record.push(match &stored.rule {
-        KeyOverride::Limits(_) => stored.format_rule(),
-        _ => String::new(),
-    });
-    record.push(flag(&KeyOverride::Unlimited));
-    record.push(flag(&KeyOverride::Blocked));
-    record.push(
-        stored
-            .expires_at_ms
-            .and_then(format_time_ms)
-            .unwrap_or_default(),
-    );
-    for remark in [&stored.note, &stored.author] {
-        record.push(remark.as_deref().unwrap_or_default().to_owned());
-    }
+    let document = describe_stored_override(stored);
+    let mut record = vec![document.policy];
+    record.extend(document.key);
+    record.resize(record.len().max(width + 1), String::new());
+    let flag = |is_set: bool| is_set.then(|| "true".to_owned());
+    let fields: [Option<String>; CSV_FIELDS.len()] = [
+        document.limits.map(|_| stored.format_rule()),
+        flag(document.unlimited),
+        flag(document.blocked),
+        document.expires_at,
+        document.note,
+        document.author,
+    ];
+    record.extend(fields.map(Option::unwrap_or_default));
     record
 }

@@ -4,12 +4,13 @@
 //! is set. A run that a store failure stops prints the line to continue from; setting an override
 //! twice changes nothing.
 
-use super::csv_records::{CsvRecordReader, LineRange, MAX_RECORD_BYTES};
+use super::csv_records::{CsvRecord, LineRange, RecordReader};
 use super::store_client::StoreClient;
 use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
-    FIELD_NAMES, OverrideInput, limits_to_json, override_from_json, resolve_override,
+    FIELD_NAMES, OverrideInput, amounts_by_limit, override_from_json, resolve_override,
 };
+use crate::cli::output::CommandError;
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::limiter::{KeyOverride, MAX_UNITS};
@@ -18,7 +19,7 @@ use crate::store::{StoredOverride, parse_override_rule};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::{Map, Value, json};
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 /// Overrides that are set at once.
@@ -56,7 +57,7 @@ pub(super) async fn import_file(
     config: &Config,
     arguments: &ImportArguments,
     mut report_error: impl FnMut(LineRange, &str),
-) -> Result<ImportReport, String> {
+) -> Result<ImportReport, CommandError> {
     let now_us = Clock::system().now_us();
     let records = open_records(&arguments.file, now_us)?;
     let progress = new_progress_bar();
@@ -104,15 +105,15 @@ async fn set_chunk(
     arguments: &ImportArguments,
     chunk: &mut Vec<(u64, StoredOverride)>,
     progress: &ProgressBar,
-) -> Result<u64, String> {
+) -> Result<u64, CommandError> {
     let (numbers, overrides): (Vec<u64>, Vec<StoredOverride>) = chunk.drain(..).unzip();
     if !arguments.dry_run {
         let results = store.set_many(&overrides, progress).await;
         for (number, result) in numbers.iter().zip(results) {
-            result.map_err(|why| {
+            result.map_err(|error| {
+                let (file, why) = (arguments.file.display(), error.cause());
                 format!(
-                    "{}: stopped at line {number}: {why}; continue with --from-line {number}",
-                    arguments.file.display()
+                    "{file}: stopped at line {number}: {why}; continue with --from-line {number}"
                 )
             })?;
         }
@@ -131,63 +132,49 @@ fn new_progress_bar() -> ProgressBar {
     bar
 }
 
+/// JSON Lines if the name ends in `.jsonl`, else CSV.
 fn open_records(
     path: &Path,
     now_us: u64,
-) -> Result<Box<dyn Iterator<Item = Result<ParsedRecord, String>>>, String> {
-    let describe = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-    let file = File::open(path).map_err(|error| describe(&error))?;
+) -> Result<impl Iterator<Item = Result<ParsedRecord, String>>, String> {
+    let describe = |error: io::Error| format!("{}: {error}", path.display());
+    let mut file = BufReader::new(File::open(path).map_err(describe)?);
     let is_json = path
         .extension()
         .is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"));
-    match is_json {
-        true => Ok(Box::new(read_json_lines(BufReader::new(file), now_us))),
-        false => match read_csv(BufReader::new(file), now_us) {
-            Ok(records) => Ok(Box::new(records)),
-            Err(error) => Err(describe(&error)),
-        },
+    let byte_order_mark = "\u{feff}".as_bytes();
+    if !is_json
+        && file
+            .fill_buf()
+            .map_err(describe)?
+            .starts_with(byte_order_mark)
+    {
+        file.consume(byte_order_mark.len());
     }
-}
-
-fn read_json_lines(
-    mut file: impl BufRead,
-    now_us: u64,
-) -> impl Iterator<Item = Result<ParsedRecord, String>> {
-    let mut number = 0;
-    std::iter::from_fn(move || {
-        loop {
-            let mut line = Vec::new();
-            let read = file
-                .by_ref()
-                .take(MAX_RECORD_BYTES as u64)
-                .read_until(b'\n', &mut line);
-            match read {
-                Ok(0) => return None,
-                Ok(_) => number += 1,
-                Err(error) => return Some(Err(format!("line {}: {error}", number + 1))),
-            }
-            let is_too_long = line.len() == MAX_RECORD_BYTES && !line.ends_with(b"\n");
-            if is_too_long && let Err(error) = file.skip_until(b'\n') {
-                return Some(Err(format!("line {number}: {error}")));
-            }
-            if line.trim_ascii().is_empty() {
-                continue;
-            }
-            let input = match is_too_long {
-                true => Err(format!("longer than {MAX_RECORD_BYTES} bytes")),
-                false => parse_json_line(&line, now_us),
-            };
-            let lines = LineRange {
-                first: number,
-                last: number,
-            };
-            return Some(Ok((lines, input)));
+    let mut reader = RecordReader::new(file, is_json);
+    let columns = match is_json {
+        true => None,
+        false => {
+            let header = reader.read_record().map_err(describe)?;
+            let columns = parse_header(header);
+            Some(columns.map_err(|why| format!("{}: {why}", path.display()))?)
         }
-    })
+    };
+    Ok(std::iter::from_fn(move || match reader.read_record() {
+        Ok(None) => None,
+        Ok(Some((lines, values))) => Some(Ok((
+            lines,
+            values.and_then(|values| match &columns {
+                Some(columns) => read_record(&values, columns, now_us),
+                None => parse_json_line(&values.concat(), now_us),
+            }),
+        ))),
+        Err(error) => Some(Err(error.to_string())),
+    }))
 }
 
-fn parse_json_line(line: &[u8], now_us: u64) -> Result<OverrideInput, String> {
-    match serde_json::from_slice(line) {
+fn parse_json_line(line: &str, now_us: u64) -> Result<OverrideInput, String> {
+    match serde_json::from_str(line) {
         Ok(Value::Object(object)) => override_from_json(&object, now_us),
         Ok(_) => Err("expected a JSON object".to_owned()),
         Err(error) => Err(format!("invalid JSON: {error}")),
@@ -203,36 +190,14 @@ enum CsvColumn {
     Key(usize),
 }
 
-fn read_csv(
-    mut file: impl BufRead,
-    now_us: u64,
-) -> Result<impl Iterator<Item = Result<ParsedRecord, String>>, String> {
-    let byte_order_mark = "\u{feff}".as_bytes();
-    let start = file.fill_buf().map_err(|error| error.to_string())?;
-    if start.starts_with(byte_order_mark) {
-        file.consume(byte_order_mark.len());
-    }
-    let mut reader = CsvRecordReader::new(file);
-    let header = reader.read_record().map_err(|error| error.to_string())?;
+/// `key` is the first value of the key, `key2` the second one.
+fn parse_header(header: Option<CsvRecord>) -> Result<Vec<CsvColumn>, String> {
     let header = match header {
         Some((lines, values)) => values.map_err(|why| format!("{lines}: {why}"))?,
         None => Vec::new(),
     };
-    let columns = parse_header(&header)?;
-    Ok(std::iter::from_fn(move || match reader.read_record() {
-        Ok(None) => None,
-        Ok(Some((lines, values))) => Some(Ok((
-            lines,
-            values.and_then(|values| read_record(&values, &columns, now_us)),
-        ))),
-        Err(error) => Some(Err(error.to_string())),
-    }))
-}
-
-/// `key` is the first value of the key, `key2` the second one.
-fn parse_header(header: &[String]) -> Result<Vec<CsvColumn>, String> {
     let mut columns = Vec::new();
-    for name in header {
+    for name in &header {
         let name = name.trim();
         let known = FIELD_NAMES.iter().find(|field| **field == name);
         let position = match name.strip_prefix("key") {
@@ -302,11 +267,11 @@ fn read_record(
             },
             "limits" => match parse_override_rule(text) {
                 Some(KeyOverride::Limits(amounts)) => {
-                    let by_name = limits_to_json(&amounts);
-                    if by_name.as_object().map(Map::len) != Some(amounts.len()) {
+                    let by_name = amounts_by_limit(&amounts);
+                    if by_name.len() != amounts.len() {
                         return Err(format!("limits: {text:?}; expected each limit once"));
                     }
-                    by_name
+                    json!(by_name)
                 }
                 _ => {
                     return Err(format!(

@@ -1,18 +1,19 @@
 //! The overrides of the configured store: in Redis, or in the memory of the proxy on this machine,
 //! by its admin port.
 
-use crate::admin::AdminError;
-use crate::app::key_status::find_limiting_policy;
+use crate::admin::{OverrideDocument, OverrideListDocument, OverrideRemovalDocument};
+use crate::app::StoreBackend;
 use crate::app::override_store::{OverrideChange, OverrideStore};
-use crate::app::overrides::{listed_override_from_json, override_to_json};
+use crate::app::overrides::{describe_stored_override, override_from_document};
 use crate::cli::admin_client::{AdminClient, build_target};
-use crate::cli::output::print_audit_line;
-use crate::clock::Clock;
+use crate::cli::output::{CommandError, print_audit_line};
+use crate::config::{Config, ConfigSources, StoreSettings};
 use crate::limiter::Key;
-use crate::policy::PolicyTable;
+use crate::policy::{Policy, PolicyTable};
 use crate::store::StoredOverride;
 use futures_util::future::join_all;
 use indicatif::ProgressBar;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -25,12 +26,31 @@ pub(crate) enum StoreClient {
 }
 
 impl StoreClient {
-    pub(crate) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, String> {
+    /// Opens the overrides of the configured store.
+    pub(crate) async fn open(
+        sources: &ConfigSources,
+        config: &Config,
+    ) -> Result<Self, CommandError> {
+        match &config.store {
+            StoreSettings::Redis(_) => {
+                let backend = StoreBackend::new(&config.store);
+                Ok(Self::Redis(OverrideStore::open(&backend).await?))
+            }
+            StoreSettings::Memory(_) => {
+                let client = AdminClient::from_sources(sources)?;
+                Ok(Self::AdminPort(client, Arc::clone(&config.policy_table)))
+            }
+        }
+    }
+
+    pub(crate) async fn find(&self, key: &Key) -> Result<Option<StoredOverride>, CommandError> {
         match self {
-            Self::Redis(store) => store.find(key).await.map_err(to_message),
+            Self::Redis(store) => Ok(store.find(key).await?),
             Self::AdminPort(client, _) => {
                 let response = client.request_json("GET", &key_target(key))?;
-                Ok(parse_list(&response)?.0.pop())
+                let listed: OverrideListDocument = parse_answer(response)?;
+                let found = listed.overrides.into_iter().next();
+                Ok(found.map(override_from_document).transpose()?)
             }
         }
     }
@@ -41,19 +61,16 @@ impl StoreClient {
         &self,
         entered: &StoredOverride,
         now_us: u64,
-    ) -> Result<StoredOverride, String> {
+    ) -> Result<StoredOverride, CommandError> {
         match self {
             Self::Redis(store) => {
-                let (old, new) = store.merge(entered, now_us).await.map_err(to_message)?;
-                print_change(&new.key, old.as_ref(), Some(&new));
-                Ok(new)
+                let (stored, change) = store.merge(entered, now_us).await?;
+                change.iter().for_each(print_change);
+                Ok(stored)
             }
             Self::AdminPort(client, _) => {
-                let response = send_override(client, "PATCH", entered)?;
-                let fields = response
-                    .as_object()
-                    .ok_or("the admin port sent no override")?;
-                listed_override_from_json(fields, now_us)
+                let set: OverrideDocument = parse_answer(send_override(client, "PATCH", entered)?)?;
+                Ok(override_from_document(set)?)
             }
         }
     }
@@ -63,35 +80,33 @@ impl StoreClient {
         &self,
         overrides: &[StoredOverride],
         progress: &ProgressBar,
-    ) -> Vec<Result<(), String>> {
+    ) -> Vec<Result<(), CommandError>> {
         match self {
             Self::Redis(store) => {
                 let set = async |stored: &StoredOverride| {
-                    let old = store.find(&stored.key).await.unwrap_or_default();
-                    store.set(stored).await.map_err(to_message)?;
-                    progress.suspend(|| print_change(&stored.key, old.as_ref(), Some(stored)));
+                    let change = store.set(stored).await?;
+                    progress.suspend(|| change.iter().for_each(print_change));
                     Ok(())
                 };
                 join_all(overrides.iter().map(set)).await
             }
-            Self::AdminPort(client, _) => overrides
-                .iter()
-                .map(|stored| send_override(client, "PUT", stored).map(drop))
-                .collect(),
+            Self::AdminPort(client, _) => {
+                let set = |stored| Ok(send_override(client, "PUT", stored).map(drop)?);
+                overrides.iter().map(set).collect()
+            }
         }
     }
 
-    pub(super) async fn remove(&self, key: &Key) -> Result<bool, String> {
+    pub(super) async fn remove(&self, key: &Key) -> Result<bool, CommandError> {
         match self {
             Self::Redis(store) => {
-                let old = store.find(key).await.unwrap_or_default();
-                let is_removed = store.remove(key).await.map_err(to_message)?;
-                print_change(key, old.as_ref().filter(|_| is_removed), None);
+                let (is_removed, change) = store.remove(key).await?;
+                change.iter().for_each(print_change);
                 Ok(is_removed)
             }
             Self::AdminPort(client, _) => {
-                let response = &client.request_json("DELETE", &key_target(key))?;
-                Ok(response["removed"] == true)
+                let response = client.request_json("DELETE", &key_target(key))?;
+                Ok(parse_answer::<OverrideRemovalDocument>(response)?.removed)
             }
         }
     }
@@ -100,44 +115,34 @@ impl StoreClient {
     pub(super) async fn visit(
         &self,
         mut visit: impl FnMut(StoredOverride) -> bool,
-    ) -> Result<(), String> {
-        match self {
-            Self::Redis(store) => store.visit(visit).await.map_err(to_message),
-            Self::AdminPort(client, table) => {
-                for policy in table.policies() {
-                    let Ok((_, quota)) = find_limiting_policy(table, &policy.name) else {
-                        continue;
-                    };
-                    if !quota.is_dynamic {
-                        continue;
-                    }
-                    let max = MAX_LISTED_BY_ADMIN_PORT.to_string();
-                    let target = build_target(&overrides_path(&policy.name), [("n", &*max)]);
-                    let (listed, has_more) = parse_list(&client.request_json("GET", &target)?)?;
-                    if has_more {
-                        return Err(format!(
-                            "{} has more than {MAX_LISTED_BY_ADMIN_PORT} overrides in memory, the most that the admin port lists",
-                            policy.name
-                        ));
-                    }
-                    if !listed.into_iter().all(&mut visit) {
-                        return Ok(());
-                    }
+    ) -> Result<(), CommandError> {
+        let (client, table) = match self {
+            Self::Redis(store) => return Ok(store.visit(visit).await?),
+            Self::AdminPort(client, table) => (client, table),
+        };
+        let is_dynamic = |policy: &&Policy| policy.quota().is_some_and(|quota| quota.is_dynamic);
+        for policy in table.policies().iter().filter(is_dynamic) {
+            let max = MAX_LISTED_BY_ADMIN_PORT.to_string();
+            let target = build_target(&overrides_path(&policy.name), [("n", &*max)]);
+            let listed: OverrideListDocument = parse_answer(client.request_json("GET", &target)?)?;
+            if listed.more {
+                return Err(CommandError::Message(format!(
+                    "{} has more than {max} overrides in memory, the most that the admin port lists",
+                    policy.name
+                )));
+            }
+            for document in listed.overrides {
+                if !visit(override_from_document(document)?) {
+                    return Ok(());
                 }
-                Ok(())
             }
         }
+        Ok(())
     }
 }
 
-fn print_change(key: &Key, old: Option<&StoredOverride>, new: Option<&StoredOverride>) {
-    if let Some(change) = OverrideChange::new(key, old, new) {
-        print_audit_line(json!(change));
-    }
-}
-
-fn to_message(error: AdminError) -> String {
-    error.to_string()
+fn print_change(change: &OverrideChange) {
+    print_audit_line(json!(change));
 }
 
 fn send_override(
@@ -146,7 +151,8 @@ fn send_override(
     stored: &StoredOverride,
 ) -> Result<Value, String> {
     let target = overrides_path(stored.key.policy_name());
-    client.send_json(method, &target, &override_to_json(stored))
+    let document = describe_stored_override(stored);
+    client.send_json(method, &target, &json!(document))
 }
 
 fn overrides_path(policy: &str) -> String {
@@ -159,12 +165,7 @@ fn key_target(key: &Key) -> String {
     build_target(&path, values.iter().map(|value| ("key", &**value)))
 }
 
-/// Parses the overrides of a response, and whether there are more.
-fn parse_list(response: &Value) -> Result<(Vec<StoredOverride>, bool), String> {
-    let now_us = Clock::system().now_us();
-    let listed = response["overrides"].as_array().into_iter().flatten();
-    let listed = listed.filter_map(Value::as_object);
-    let listed = listed.map(|fields| listed_override_from_json(fields, now_us));
-    let listed = listed.collect::<Result<Vec<_>, String>>()?;
-    Ok((listed, response["more"] == true))
+fn parse_answer<T: DeserializeOwned>(response: Value) -> Result<T, CommandError> {
+    serde_json::from_value(response)
+        .map_err(|error| CommandError::Message(format!("unexpected answer: {error}")))
 }

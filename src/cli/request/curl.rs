@@ -27,16 +27,16 @@ const IGNORED_VALUE_OPTIONS: &str = "--aws-sigv4 --cacert --capath --cert --cert
 --key-type --limit-rate --local-port --max-filesize --max-redirs --max-time --netrc-file --noproxy --output \
 --output-dir --parallel-max --pass --pinnedpubkey --proto --proto-default --proto-redir --proxy --proxy-header --proxy-user --rate \
 --resolve --retry --retry-delay --retry-max-time --socks5 --socks5-hostname --speed-limit --speed-time --stderr \
---tls-max --tls13-ciphers --trace --trace-ascii --unix-socket --write-out";
-const IGNORED_SHORT_VALUE_OPTIONS: &str = "cCDEKmoPQtUwxyYz";
+--tls-max --tls13-ciphers --trace --trace-ascii --unix-socket --write-out \
+-c -C -D -E -K -m -o -P -Q -t -U -w -x -y -Y -z";
 
 /// Options without a value that do not affect the parts of a request that policies match.
 const IGNORED_FLAGS: &str = "--anyauth --basic --cert-status --compressed-ssh --digest --disable --fail --fail-early --fail-with-body \
 --globoff --http0.9 --http1.0 --http1.1 --http2 --http2-prior-knowledge --http3 --include --insecure --ipv4 --ipv6 --location \
 --location-trusted --netrc --next --no-buffer --no-keepalive --no-progress-meter --parallel --path-as-is --post301 --post302 --post303 \
 --progress-bar --proxy-insecure --remote-name --remote-header-name --retry-all-errors --retry-connrefused --show-error --show-headers --silent --ssl-reqd \
---styled-output --tcp-nodelay --tlsv1 --tlsv1.0 --tlsv1.1 --tlsv1.2 --tlsv1.3 --tr-encoding --trace-time --verbose";
-const IGNORED_SHORT_FLAGS: &str = "0123456afgijJkLMnNOpqRsSvZ#";
+--styled-output --tcp-nodelay --tlsv1 --tlsv1.0 --tlsv1.1 --tlsv1.2 --tlsv1.3 --tr-encoding --trace-time --verbose \
+-0 -1 -2 -3 -4 -5 -6 -a -f -g -i -j -J -k -L -M -n -N -O -p -q -R -s -S -v -Z -#";
 
 /// Percent-encodes all bytes except the unreserved characters of RFC 3986.
 const FORM_ENCODE_SET: AsciiSet = NON_ALPHANUMERIC
@@ -88,11 +88,8 @@ pub(crate) fn parse_curl_words(words: &[String]) -> Result<ImportedRequest, Stri
     while let Some(word) = words.next() {
         match word {
             "--" if allows_options => allows_options = false,
-            _ if allows_options && word.starts_with("--") => {
-                options.apply_long_option(word, &mut words)?
-            }
             _ if allows_options && word.starts_with('-') && word.len() > 1 => {
-                options.apply_short_options(word, &mut words)?
+                options.apply_options(word, &mut words)?
             }
             _ => options.set_first_url(word),
         }
@@ -126,63 +123,58 @@ impl CurlOptions {
         }
     }
 
-    fn apply_short_options<'w>(
+    /// Applies a word with one long option, or with short ones. `rest` are the words after it.
+    fn apply_options<'w>(
         &mut self,
         word: &'w str,
         rest: &mut impl Iterator<Item = &'w str>,
     ) -> Result<(), String> {
+        if word.starts_with("--") {
+            return self.apply_option(word, word, "", rest).map(drop);
+        }
         let mut letters = word.chars();
         letters.next();
         while let Some(letter) = letters.next() {
-            if IGNORED_SHORT_FLAGS.contains(letter) {
-                continue;
+            let short = format!("-{letter}");
+            let mut known = SHORT_OPTIONS.iter();
+            let long = known.find(|(known, _)| *known == letter);
+            let name = long.map_or(&*short, |(_, long)| long);
+            if self.apply_option(name, &short, letters.as_str(), rest)? {
+                break;
             }
-            let long = SHORT_OPTIONS
-                .iter()
-                .find(|(short, _)| *short == letter)
-                .map(|(_, long)| *long);
-            let takes_value = long.is_some_and(option_takes_value)
-                || IGNORED_SHORT_VALUE_OPTIONS.contains(letter);
-            if !takes_value {
-                self.apply_flag(long.unwrap_or(&format!("-{letter}")));
-                continue;
-            }
-            let value = match letters.as_str() {
-                "" => rest
-                    .next()
-                    .ok_or_else(|| format!("-{letter} needs a value"))?,
-                joined => joined,
-            };
-            return match long {
-                Some(long) => self.apply_value_option(long, value),
-                None => Ok(()),
-            };
         }
         Ok(())
     }
 
-    fn apply_long_option<'w>(
+    /// Applies one option, which was written as `written`. Its value is `joined`, or the next word.
+    /// Returns whether it has a value.
+    fn apply_option<'w>(
         &mut self,
-        word: &'w str,
+        name: &str,
+        written: &str,
+        joined: &'w str,
         rest: &mut impl Iterator<Item = &'w str>,
-    ) -> Result<(), String> {
-        let is_ignored = IGNORED_VALUE_OPTIONS.split(' ').any(|known| known == word);
-        if option_takes_value(word) || is_ignored {
-            let value = rest.next().ok_or_else(|| format!("{word} needs a value"))?;
-            return if is_ignored {
-                Ok(())
-            } else {
-                self.apply_value_option(word, value)
+    ) -> Result<bool, String> {
+        let has_known_value = is_listed(VALUE_OPTIONS, name);
+        if has_known_value || is_listed(IGNORED_VALUE_OPTIONS, name) {
+            let value = match joined {
+                "" => rest
+                    .next()
+                    .ok_or_else(|| format!("{written} needs a value"))?,
+                joined => joined,
             };
+            if has_known_value {
+                self.apply_value_option(name, value)?;
+            }
+            return Ok(true);
         }
-        let positive = word.strip_prefix("--no-").map(|name| format!("--{name}"));
-        if !IGNORED_FLAGS
-            .split(' ')
-            .any(|known| known == word || positive.as_deref() == Some(known))
-        {
-            self.apply_flag(word);
+        let positive = name.strip_prefix("--no-").map(|name| format!("--{name}"));
+        let is_ignored = is_listed(IGNORED_FLAGS, name)
+            || positive.is_some_and(|positive| is_listed(IGNORED_FLAGS, &positive));
+        if !is_ignored {
+            self.apply_flag(name);
         }
-        Ok(())
+        Ok(false)
     }
 
     fn apply_flag(&mut self, name: &str) {
@@ -320,9 +312,8 @@ impl CurlOptions {
     }
 }
 
-/// Returns whether a supported option takes a value.
-fn option_takes_value(long: &str) -> bool {
-    VALUE_OPTIONS.split(' ').any(|known| known == long)
+fn is_listed(options: &str, name: &str) -> bool {
+    options.split(' ').any(|known| known == name)
 }
 
 /// Encodes the value of `--data-urlencode`: `content`, `=content` or `name=content`.

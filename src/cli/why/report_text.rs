@@ -115,7 +115,7 @@ fn render_heading(report: &WhyReport<'_>) -> String {
     for searched in &report.searched {
         let key = match &searched.key {
             Some(key) => format!("key {key}, in the log {:032x}", key.id()),
-            None if searched.is_partial_only() => "part of a key: any key with it".to_owned(),
+            None if searched.values.is_none() => "part of a key: any key with it".to_owned(),
             None => "the key depends on each request".to_owned(),
         };
         let mode = searched.policy.mode.suffix();

@@ -19,7 +19,7 @@ pub(super) struct SearchedPolicy<'t> {
     pub(super) quota: &'t Quota,
     /// One value per position of the key; `None` where each request's line has it. `None` if the
     /// values are only a part of the key.
-    values: Option<Vec<Option<String>>>,
+    pub(super) values: Option<Vec<Option<String>>>,
     /// If fewer values than the key has are given: the hash of each of them at each position.
     /// `None` where the value is invalid.
     part_ids: Vec<Vec<Option<u64>>>,
@@ -165,7 +165,7 @@ impl<'t> SearchedPolicy<'t> {
     /// Whether a refusal without the hashes of its key's values may be of the client.
     pub(super) fn is_undecided(&self, request: &LoggedRequest) -> bool {
         match self.values {
-            Some(_) => request.key_id.is_none() && !self.is_key_in_line(request),
+            Some(_) => request.key_id.is_none() && self.read_logged_key_id(request).is_none(),
             None => request.key_parts.is_empty(),
         }
     }
@@ -202,11 +202,6 @@ impl<'t> SearchedPolicy<'t> {
         enforced.map(|other| other.has_key_of(request)).max()
     }
 
-    /// Whether the line of a request contains all values of the policy's key.
-    pub(super) fn is_key_in_line(&self, request: &LoggedRequest) -> bool {
-        self.read_logged_key_id(request).is_some()
-    }
-
     /// The client's key, with the values that each line contains taken from this one.
     fn wanted_key_id(&self, request: &LoggedRequest) -> Option<u128> {
         match &self.key {
@@ -217,11 +212,6 @@ impl<'t> SearchedPolicy<'t> {
 
     fn read_logged_key_id(&self, request: &LoggedRequest) -> Option<u128> {
         self.key_id_from_line(request, &vec![None; self.quota.key.value_count()])
-    }
-
-    /// Whether only a part of the key is given.
-    pub(super) fn is_partial_only(&self) -> bool {
-        self.values.is_none()
     }
 
     /// The parts of the key at these positions.
@@ -244,7 +234,7 @@ impl<'t> SearchedPolicy<'t> {
         }
         match &self.stored {
             Ok(stored) => Some(format!("now {}", describe_override(stored.as_ref()?))),
-            Err(error) => Some(format!("its override cannot be read: {}", error.trim_end())),
+            Err(error) => Some(format!("its override cannot be read: {error}")),
         }
     }
 

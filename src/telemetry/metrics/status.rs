@@ -1,6 +1,7 @@
 //! State of the process, its store and its configuration, read when the metrics are requested.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 
 /// State of the process that is read on request instead of counted by workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,13 +56,13 @@ pub struct ProcessStatus {
 }
 
 /// Why the store is unavailable, and what policies do until it is back.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreOutage {
     /// Stable name of the failure.
-    pub kind: &'static str,
+    pub kind: Cow<'static, str>,
     /// The message of the server or of the operating system.
     pub reason: String,
-    pub remedy: &'static str,
+    pub remedy: Cow<'static, str>,
     pub lasts_s: u64,
     /// The policies that reject requests, count in this process, and admit requests.
     #[serde(skip)]
@@ -102,7 +103,7 @@ pub struct KeyFetchCounts {
 }
 
 /// Usage of the memory store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryStoreUsage {
     pub keys: usize,
     pub bytes: usize,
