@@ -79,18 +79,9 @@ fn build_policy(
     let conditions = conditions.map(|table| match_conditions::build_matcher(&table, context));
     let matches_descriptors = conditions
         .as_ref()
-<<<<<<< HEAD
-        .is_some_and(|matcher| matcher.descriptor_conditions.is_some());
+        .is_some_and(|matcher| matcher.is_for_descriptors());
     report! { reader;
         Error("mode") if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow => "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"";
-=======
-        .is_some_and(|matcher| matcher.is_for_descriptors());
-    if mode == PolicyMode::Mark && action_kind == PolicyActionKind::Allow {
-        reader.report_error(
-            "mode",
-            "a policy with action = \"allow\" has no limit to mark; expected \"enforce\", \"shadow\" or \"off\"",
-        );
->>>>>>> policy
     }
     let is_instance_scoped = reader
         .get("scope")

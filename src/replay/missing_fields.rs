@@ -82,37 +82,19 @@ pub(super) fn describe_missing_fields(
              the replay counts as one instance",
         ));
     }
-<<<<<<< HEAD
     let (requests, hidden) = (coverage.requests, coverage.hidden_clients);
     let without_peer = requests - coverage.with_peer;
-    if table.depends_on_client_ip() && without_peer > 0 {
+    if table.depends_on_client_ip && without_peer > 0 {
         sentences.push(format!(
             "{without_peer} of {requests} requests have no client address in the log; all count as the client 0.0.0.0"
         ));
     }
-    if table.depends_on_client_ip() && hidden > 0 {
+    if table.depends_on_client_ip && hidden > 0 {
         let header = &table.client.ip_header;
         sentences.push(format!(
             "{hidden} of {requests} requests came from a trusted proxy without {header} in the log; all clients behind \
              a proxy count as one client. If the log has the header in another field, use --header-from {header}=FIELD"
         ));
-=======
-    if table.depends_on_client_ip {
-        if coverage.with_peer < coverage.requests {
-            let missing = coverage.requests - coverage.with_peer;
-            sentences.push(format!(
-                "{missing} of {} requests have no client address in the log; all count as the client 0.0.0.0",
-                coverage.requests
-            ));
-        }
-        if coverage.hidden_clients > 0 {
-            sentences.push(format!(
-                "{} of {} requests came from a trusted proxy without {} in the log; all clients behind a proxy count as \
-                 one client. If the log has the header in another field, use --header-from {}=FIELD",
-                coverage.hidden_clients, coverage.requests, table.client.ip_header, table.client.ip_header
-            ));
-        }
->>>>>>> policy
     }
     sentences
 }
@@ -139,13 +121,10 @@ impl<'a> MissingFieldCheck<'a> {
             table,
             coverage,
             required_headers,
-<<<<<<< HEAD
-=======
             token_header: table
                 .token_reader
                 .as_ref()
                 .map(|reader| &reader.settings.header),
->>>>>>> policy
         }
     }
 

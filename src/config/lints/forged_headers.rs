@@ -274,19 +274,12 @@ fn misses_header(matcher: &Matcher, met: &PartCondition) -> bool {
         }
         _ => false,
     };
-<<<<<<< HEAD
-    let mut values = matcher.values.iter();
-    let not = matcher.not.as_deref();
-    values.any(|one| one.part == met.part && differs(one))
-        || not.is_some_and(|not| not.requires_part(&met.part))
-=======
     let mut conditions = matcher.conditions.iter();
     conditions.any(|one| one.part == met.part && differs(one))
         || matcher
             .not
             .as_deref()
             .is_some_and(|not| not.requires_part(&met.part))
->>>>>>> policy
 }
 
 /// Whether two matchers are for the same requests, apart from their conditions on a header.

@@ -22,7 +22,6 @@ const LONG_MEMORY_PERIOD: Duration = Duration::from_secs(86_400);
 const LONG_DELAY: Duration = Duration::from_secs(60);
 
 pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext<'_>) {
-<<<<<<< HEAD
     let PolicyWithReader { reader, policy } = spanned;
     let (matcher, mode) = (&policy.matcher, policy.mode.name());
     let overrides = spanned.quota().map(|quota| &quota.overrides);
@@ -30,27 +29,13 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
     let is_watching = !policy.is_enforced() && !enforces_override;
     let is_exemption = matches!(policy.action, PolicyAction::Allow);
     let is_shown = !is_exemption && policy.mode != PolicyMode::Shadow;
-    let is_for_envoy = matcher.descriptor_conditions.is_some();
+    let is_for_envoy = matcher.is_for_descriptors();
     report! { reader;
         Warning("match") if matcher.never_matches() => "matches no request: `not` excludes everything that the other conditions match";
         Warning("match") if is_for_envoy && !context.has_rls => "never used: the rate-limit service is not configured; expected [rls] with its address";
         Warning("reject") if is_watching && reader.contains_key("reject") => "without effect: a policy in mode \"{mode}\" rejects no request";
         Warning("on_store_failure") if is_watching && reader.contains_key("on_store_failure") => "without effect: a policy in mode \"{mode}\" admits every request";
         Warning("report") if !policy.is_reported && !is_shown => "without effect: no response has this policy";
-=======
-    let reader = &spanned.reader;
-    if spanned.policy.matcher.never_matches() {
-        reader.report_warning(
-            "match",
-            "matches no request: `not` excludes everything that the other conditions match",
-        );
-    }
-    if spanned.policy.matcher.is_for_descriptors() && !context.has_rls {
-        reader.report_warning(
-            "match",
-            "never used: the rate-limit service is not configured; expected [rls] with its address",
-        );
->>>>>>> policy
     }
     if let Some(table) = reader.get_optional_table("match") {
         check_conditions(&table, matcher, context);
@@ -77,9 +62,12 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
 }
 
 fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintContext<'_>) {
-<<<<<<< HEAD
     let settings = &context.policy_context.path;
-    if let Some(regex) = matcher.path_regex.as_ref().map(|regex| regex.as_str()) {
+    let path_regex = (matcher.conditions.iter()).find_map(|one| match (&one.part, &one.condition) {
+        (KeyPart::WholePath, ValueCondition::Regex(regex)) => Some(regex.0.as_str()),
+        _ => None,
+    });
+    if let Some(regex) = path_regex {
         if let Some(pattern) = path_regex::path_pattern_from_regex(regex) {
             report! { reader;
                 Warning("path_regex") => "path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request";
@@ -92,47 +80,15 @@ fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintC
             }
         }
     }
-    for PartCondition { part, condition } in &matcher.values {
+    for PartCondition { part, condition } in &matcher.conditions {
         let has_escape = condition.texts().any(path_regex::has_escape);
         let (key, problem) = match (part, condition) {
             (KeyPart::Query(_), _) if has_escape => ("query", DECODED_VALUE_WARNING),
             (KeyPart::Cookie(_), _) if has_escape => ("cookies", DECODED_VALUE_WARNING),
             (KeyPart::Header(name), ValueCondition::Regex(regex))
-                if needs_removed_space(name, regex.as_str()) =>
+                if needs_removed_space(name, regex.0.as_str()) =>
             {
                 ("headers", REMOVED_SPACE_WARNING)
-=======
-    let mut conditions = matcher.conditions.iter();
-    let path_regex = conditions.find_map(|one| match (&one.part, &one.condition) {
-        (KeyPart::WholePath, ValueCondition::Regex(regex)) => Some(regex.0.as_str()),
-        _ => None,
-    });
-    if let Some(pattern) = path_regex.and_then(path_regex::path_pattern_from_regex) {
-        reader.report_warning(
-            "path_regex",
-            &format!("path = \"{pattern}\" is equivalent and faster: patterns are indexed, expressions are tried on each request"),
-        );
-    }
-    let settings = &context.policy_context.path;
-    let regex = path_regex.filter(|_| settings.normalize);
-    let unusual = regex.and_then(|regex| path_regex::find_unusual_spelling(regex, settings));
-    if let Some((part, canonical)) = unusual {
-        reader.report_warning(
-            "path_regex",
-            &format!("no path contains \"{part}\": expressions are tried on normalized paths, in which it is \"{canonical}\""),
-        );
-    }
-    for one in &matcher.conditions {
-        let key = match &one.part {
-            KeyPart::Query(_) => "query",
-            KeyPart::Cookie(_) => "cookies",
-            KeyPart::Header(name) => {
-                if matches!(&one.condition, ValueCondition::Regex(regex) if needs_removed_space(name, regex.0.as_str()))
-                {
-                    reader.report_warning("headers", REMOVED_SPACE_WARNING);
-                }
-                continue;
->>>>>>> policy
             }
             _ => continue,
         };
@@ -360,28 +316,6 @@ fn is_impossible_value(
     if value.is_empty() {
         return missing != MissingKeyAction::Shared;
     }
-<<<<<<< HEAD
-    match part {
-        KeyPart::Const(text) => **text != *value,
-        KeyPart::Host => {
-            let hosts = &matcher.hosts;
-            !hosts.is_empty() && !hosts.iter().any(|host| host.matches(value))
-        }
-        KeyPart::Method => {
-            let method = value.parse();
-            method.is_ok_and(|method| !matcher.methods.contains(&method))
-        }
-        KeyPart::ClientIp => {
-            let net: Result<IpNet, _> = value.parse();
-            let net = net.or_else(|_| value.parse::<IpAddr>().map(IpNet::from));
-            let allowed = &matcher.client_ips;
-            let overlaps = |net: IpNet| {
-                allowed
-                    .iter()
-                    .any(|one| one.contains(&net) || net.contains(one))
-            };
-            !allowed.is_empty() && net.is_ok_and(|net| !overlaps(net))
-=======
     match (part, matcher.condition_on(part)) {
         (KeyPart::Const(text), _) => **text != *value,
         (KeyPart::Host, Some(ValueCondition::Hosts(hosts))) => {
@@ -399,7 +333,6 @@ fn is_impossible_value(
                 networks.any(|allowed| allowed.contains(net) || net.contains(allowed))
             };
             net.is_ok_and(|net| !overlaps(&net))
->>>>>>> policy
         }
         (KeyPart::Query(_) | KeyPart::Cookie(_), _) => path_regex::has_escape(value),
         _ => false,

@@ -114,7 +114,6 @@ fn find_difference(
             .iter()
             .zip(other_keys)
             .all(|(one, other)| (&one.values, one.rule) == (&other.values, other.rule));
-<<<<<<< HEAD
     let (policy, other) = (&one.policy, &other.policy);
     let is_local = policy.on_store_failure == OnStoreFailure::Local;
     macro_rules! expect_same {
@@ -123,43 +122,6 @@ fn find_difference(
                 return Some(concat!("expected the same ", $what).to_owned());
             }
         )+};
-=======
-    let settings = [
-        (
-            have_same_parts(quota, other_quota),
-            "key (header names and ;hash included)",
-        ),
-        (
-            one.policy.mode == other.policy.mode,
-            "mode; policies that do not reject count separately",
-        ),
-        (quota.key.scope == other_quota.key.scope, "scope"),
-        (
-            one.policy.on_store_failure == other.policy.on_store_failure,
-            "on_store_failure",
-        ),
-        (quota.shards == other_quota.shards, "shards"),
-        (quota.lease == other_quota.lease, "lease"),
-        (
-            quota.count_rejected == other_quota.count_rejected,
-            "count_rejected",
-        ),
-        (
-            quota.block == other_quota.block,
-            "block_for; a block holds for all of them",
-        ),
-        (
-            quota.cost.as_estimate() == other_quota.cost.as_estimate(),
-            "cost or count_when; the response settles it",
-        ),
-        (
-            has_same_overrides,
-            "[[policy.override]] keys, actions and modes, in the same order",
-        ),
-    ];
-    if let Some((_, what)) = settings.iter().find(|(is_same, _)| !is_same) {
-        return Some(format!("expected the same {what}"));
->>>>>>> policy
     }
     expect_same! {
         have_same_parts(quota, other_quota) => "key (header names and ;hash included)";

@@ -56,28 +56,6 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         Error("any") if reader.contains_key("any") && any.is_empty() => "nothing matches; expected at least one table";
         Error("jwt") if has_jwt && context.claim_trust.is_none() => "{NO_TRUSTED_TOKENS_ERROR}";
     }
-<<<<<<< HEAD
-    let values = VALUE_KEYS.iter().flat_map(|(key, parse_part)| {
-        parse_conditions(reader, key, context, parse_part, |one, _| Some(one))
-    });
-    Matcher {
-        methods: MethodSet::new(reader.get_list("methods", parse_method)),
-        hosts: reader.get_list("hosts", HostPattern::parse),
-        paths: reader.get_list("path", |text| PathPattern::parse(text, &context.path)),
-        path_regex: reader
-            .get_parsed("path_regex", |text| {
-                let is_caseless = context.path.normalize && !context.path.case_sensitive;
-                values::parse_regex(text, is_caseless)
-            })
-            .map(ConditionRegex),
-        client_ips: reader.get_list("client_ips", |text| {
-            let net = values::parse_network(text)?;
-            context.client.check_client_network(net)
-        }),
-        values: values.collect(),
-        descriptor_conditions: matches_descriptors
-            .then(|| parse_descriptor_conditions(reader, context)),
-=======
     let mut conditions = parse_request_conditions(reader, context);
     for (key, parse_part) in VALUE_KEYS {
         let adjust = |condition, _: &ConfigValue<'_>| Some(condition);
@@ -91,7 +69,6 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
     Matcher {
         conditions,
         accepted_entries,
->>>>>>> policy
         any: any.iter().map(|one| build_matcher(one, context)).collect(),
         not: not.map(|not| Box::new(build_matcher(&not, context))),
     }
@@ -155,20 +132,6 @@ fn parse_descriptor_conditions(
     report! { reader;
         Error("descriptors_match") if reader.contains_key("descriptors_match") && !has_entries => "no entries to match; expected descriptors beside it";
     }
-<<<<<<< HEAD
-    let accepts_more_entries = reader.is_keyword("descriptors_match", "subset") == Some(true);
-    let entries = has_entries.then(|| {
-        let adjust = |condition, item: &ConfigValue<'_>| {
-            adjust_entry_condition(condition, item, accepts_more_entries)
-        };
-        parse_conditions(reader, "descriptors", context, parse_entry, adjust)
-    });
-    DescriptorConditions {
-        domain: reader.get_parsed("domain", parse_nonempty_name),
-        entries,
-        accepts_more_entries,
-    }
-=======
     let accepted = match reader.is_keyword("descriptors_match", "subset") {
         _ if !has_entries => AcceptedEntries::Any,
         Some(true) => AcceptedEntries::More,
@@ -179,7 +142,6 @@ fn parse_descriptor_conditions(
     };
     let entries = parse_conditions(reader, "descriptors", context, parse_entry, adjust);
     (accepted, entries)
->>>>>>> policy
 }
 
 /// Error of a claim in a key or match without `[client.jwt]`.

@@ -25,22 +25,10 @@ pub(super) fn build_quota(
     let parts = read_key_components(reader, context);
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
-<<<<<<< HEAD
-    let key = KeyTemplate::from_components(parts, context.key_hasher.clone())
-        .with_scope(reader.read("scope").unwrap_or_default())
-        .with_counter(reader.get_text("counter", parse_name));
-    let is_instance_scoped = key.scope() == CounterScope::Instance;
-=======
     let mut key = KeyTemplate::from_components(parts, context.key_hasher.clone());
-    key.scope = reader.get_keyword("scope").unwrap_or_default();
-    let key = key.with_counter(reader.get_parsed("counter", parse_name));
-    if key.scope == CounterScope::Instance && reader.contains_key("on_store_failure") {
-        reader.report_warning(
-            "on_store_failure",
-            "without effect with scope = \"instance\": the counters are in this process; expected no such key",
-        );
-    }
->>>>>>> policy
+    key.scope = reader.read("scope").unwrap_or_default();
+    let key = key.with_counter(reader.get_text("counter", parse_name));
+    let is_instance_scoped = key.scope == CounterScope::Instance;
     // Policies that share a counter have the same names for its limits.
     let limit_name = key.counter_name().unwrap_or(name).to_owned();
     let cost = build_cost(reader);

@@ -45,15 +45,6 @@ pub(super) fn build_jwt_settings(
             }
             jwt::SignatureVerification::Disabled
         }
-<<<<<<< HEAD
-        ClaimTrust::Signed => {
-            jwt::SignatureVerification::Keys(TrustedIssuers::new(read_issuers(reader)?))
-        }
-    };
-    Some(jwt::Settings {
-        header,
-        verification,
-=======
         return Some(jwt::Settings {
             header,
             issuers: None,
@@ -63,7 +54,6 @@ pub(super) fn build_jwt_settings(
     Some(jwt::Settings {
         header,
         issuers: Some(issuers),
->>>>>>> policy
     })
 }
 

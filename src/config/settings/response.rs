@@ -15,18 +15,9 @@ pub(super) fn build_rate_limit_header_settings(
 }
 
 pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
-<<<<<<< HEAD
-    let cors = CorsOrigins::new(reader.get_list("allow_origins", CorsOrigins::parse_origin));
+    let cors = CorsOrigins(reader.get_list("allow_origins", CorsOrigins::parse_origin));
     report! { reader;
         Error("allow_origins") if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 => "\"*\" allows any origin; expected no other entries";
-=======
-    let cors = CorsOrigins(reader.get_list("allow_origins", CorsOrigins::parse_origin));
-    if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 {
-        reader.report_error(
-            "allow_origins",
-            "\"*\" allows any origin; expected no other entries",
-        );
->>>>>>> policy
     }
     cors
 }
