@@ -270,3 +270,42 @@ fn covers_alternatives<T: Eq + Hash>(
     let is_covered = |other| equals.contains(other) || mine.iter().any(|one| covers(one, other));
     others.iter().all(is_covered)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::ActualCostSource;
+    use crate::policy::path::Settings;
+
+    #[test]
+    fn an_unmet_condition_says_what_it_is_about() {
+        let text = |part: KeyPart, condition: ValueCondition| {
+            let condition = PartCondition { part, condition };
+            UnmetCondition::Part(&condition).to_string()
+        };
+        let paths = || {
+            let pattern = PathPattern::parse("/a", &Settings::DEFAULT).unwrap();
+            ValueCondition::Paths([pattern].into())
+        };
+        let regex = ValueCondition::Regex(ConditionRegex(Regex::new("^/a").unwrap()));
+        let networks = ValueCondition::Networks(["10.0.0.0/8".parse().unwrap()].into());
+        let hosts = ValueCondition::Hosts([HostPattern::parse("a").unwrap()].into());
+        let header = KeyPart::Header("x-a".parse().unwrap());
+        let one = || ValueCondition::equals("a");
+        for (part, condition, expected) in [
+            (KeyPart::Method, one(), "not for this method"),
+            (KeyPart::Host, hosts, "not for this host"),
+            (KeyPart::WholePath, paths(), "not for this path"),
+            (KeyPart::WholePath, regex, "path_regex does not match"),
+            (KeyPart::ClientIp, networks, "not for this client address"),
+            (KeyPart::DescriptorDomain, one(), "not for this domain"),
+            (header, one(), "the condition on header x-a does not hold"),
+        ] {
+            assert_eq!(text(part, condition), expected);
+        }
+        let exclusion = UnmetCondition::Exclusion.to_string();
+        assert_eq!(exclusion, "excluded by its `not`");
+        let cost = ActualCostSource::parse("response_json:/usage/total").unwrap();
+        assert_eq!(cost.to_string(), "JSON at /usage/total");
+    }
+}
