@@ -68,7 +68,8 @@ pub(super) fn describe_policy(
 
 /// The clauses about a quota, and about a failure of the store.
 fn describe_quota(quota: &Quota, policy: &Policy) -> Vec<String> {
-    let parts = quota.key.describe_parts();
+    let parts = quota.key.components().iter().map(ToString::to_string);
+    let parts: Vec<String> = parts.collect();
     let per = match parts.is_empty() {
         true => "in total".to_owned(),
         false => format!("per {}", parts.join(" and ")),

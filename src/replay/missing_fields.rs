@@ -121,10 +121,6 @@ impl<'a> MissingFieldCheck<'a> {
             table,
             coverage,
             required_headers,
-            token_header: table
-                .token_reader
-                .as_ref()
-                .map(|reader| &reader.settings.header),
         }
     }
 
@@ -267,8 +263,8 @@ impl<'a> MissingFieldCheck<'a> {
             KeyPart::Query(_) => self.coverage.without_query < self.coverage.requests,
             KeyPart::Host => self.coverage.with_host > 0,
             KeyPart::Claim(_) => {
-                let reader = self.table.token_reader();
-                reader.is_some_and(|reader| self.has_header(reader.header_name()))
+                let reader = self.table.token_reader.as_ref();
+                reader.is_some_and(|reader| self.has_header(&reader.settings.header))
             }
             KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
             KeyPart::ClientIp => self.coverage.with_peer > 0,

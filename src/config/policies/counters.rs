@@ -126,7 +126,7 @@ fn find_difference(
     expect_same! {
         have_same_parts(quota, other_quota) => "key (header names and ;hash included)";
         policy.mode == other.mode => "mode; policies that do not reject count separately";
-        quota.key.scope() == other_quota.key.scope() => "scope";
+        quota.key.scope == other_quota.key.scope => "scope";
         policy.on_store_failure == other.on_store_failure => "on_store_failure";
         quota.shards == other_quota.shards => "shards";
         quota.lease == other_quota.lease => "lease";

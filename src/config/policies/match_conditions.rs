@@ -90,10 +90,8 @@ fn parse_request_conditions(
     let hosts = reader.get_list("hosts", HostPattern::parse);
     let paths = reader.get_list("path", |text| PathPattern::parse(text, &context.path));
     let path_regex = reader.get_parsed("path_regex", |text| {
-        match context.path.normalize && !context.path.case_sensitive {
-            true => values::parse_caseless_regex(text),
-            false => values::parse_regex(text),
-        }
+        let is_caseless = context.path.normalize && !context.path.case_sensitive;
+        values::parse_regex(text, is_caseless)
     });
     let networks = reader.get_list("client_ips", |text| {
         let net = values::parse_network(text)?;

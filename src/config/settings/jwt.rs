@@ -35,15 +35,12 @@ pub(super) fn build_jwt_settings(
     claims: ClaimTrust,
 ) -> Option<jwt::Settings> {
     let header = reader.get_parsed("header", values::parse_header_name)?;
-    let verification = match claims {
-        ClaimTrust::Unverified => {
-            report! { reader;
-                Warning("verify") => "unverified JWT: claims are trusted without a signature check";
-            }
-            for key in set_key_sources(reader) {
-                reader.report_warning(key, "without effect: verify is false");
-            }
-            jwt::SignatureVerification::Disabled
+    if claims == ClaimTrust::Unverified {
+        report! { reader;
+            Warning("verify") => "unverified JWT: claims are trusted without a signature check";
+        }
+        for key in set_key_sources(reader) {
+            reader.report_warning(key, "without effect: verify is false");
         }
         return Some(jwt::Settings {
             header,
