@@ -55,9 +55,8 @@ pub fn parse_trusted_certificates(pem: &[u8]) -> Result<TrustedCertificates, Str
     let certificates = parse_certificates(pem)?;
     let mut roots = RootCertStore::empty();
     for certificate in &certificates {
-        roots
-            .add(certificate.clone())
-            .map_err(|error| error.to_string())?;
+        let added = roots.add(certificate.clone());
+        added.map_err(|error| error.to_string())?;
     }
     Ok(TrustedCertificates::new(roots, &certificates))
 }
@@ -73,10 +72,8 @@ pub fn load_system_certificates() -> Result<TrustedCertificates, String> {
     // skipped.
     roots.add_parsable_certificates(found.certs.iter().cloned());
     if roots.is_empty() {
-        return Err(found
-            .errors
-            .first()
-            .map_or_else(|| "none found".to_owned(), ToString::to_string));
+        let error = found.errors.first().map(ToString::to_string);
+        return Err(error.unwrap_or_else(|| "none found".to_owned()));
     }
     Ok(TrustedCertificates::new(roots, &found.certs))
 }

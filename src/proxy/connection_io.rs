@@ -35,6 +35,28 @@ impl LazyTimer {
     }
 }
 
+/// Moves bytes from the front of `bytes` into `into`, as many as fit.
+pub(crate) fn move_buffered_bytes(bytes: &mut Bytes, into: &mut ReadBuf<'_>) {
+    let n = bytes.len().min(into.remaining());
+    into.put_slice(&bytes.split_to(n));
+}
+
+/// Writes all of `bytes`, and removes what was written.
+pub(crate) fn poll_write_all(
+    transport: &mut (impl AsyncWrite + Unpin),
+    cx: &mut Context<'_>,
+    bytes: &mut Vec<u8>,
+) -> Poll<io::Result<()>> {
+    while !bytes.is_empty() {
+        let written = ready!(Pin::new(&mut *transport).poll_write(cx, bytes))?;
+        if written == 0 {
+            return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
+        }
+        bytes.drain(..written);
+    }
+    Poll::Ready(Ok(()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::LazyTimer;
@@ -62,26 +84,4 @@ mod tests {
         poll_fn(|cx| timer.poll(seconds(8), cx)).await;
         assert_eq!(start.elapsed().as_secs(), 8, "a timer can be reused");
     }
-}
-
-/// Moves bytes from the front of `bytes` into `into`, as many as fit.
-pub(crate) fn move_buffered_bytes(bytes: &mut Bytes, into: &mut ReadBuf<'_>) {
-    let n = bytes.len().min(into.remaining());
-    into.put_slice(&bytes.split_to(n));
-}
-
-/// Writes all of `bytes`, and removes what was written.
-pub(crate) fn poll_write_all(
-    transport: &mut (impl AsyncWrite + Unpin),
-    cx: &mut Context<'_>,
-    bytes: &mut Vec<u8>,
-) -> Poll<io::Result<()>> {
-    while !bytes.is_empty() {
-        let written = ready!(Pin::new(&mut *transport).poll_write(cx, bytes))?;
-        if written == 0 {
-            return Poll::Ready(Err(io::ErrorKind::WriteZero.into()));
-        }
-        bytes.drain(..written);
-    }
-    Poll::Ready(Ok(()))
 }

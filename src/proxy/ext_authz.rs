@@ -112,10 +112,8 @@ impl ProxyService {
         // No client certificate: the peer's certificate identifies the proxy in front.
         let mut facts = inbound.facts(&parts, None);
         facts.has_joined_headers = !self.ext_authz.accepts_joined_headers;
-        let verdict = self
-            .enforcer
-            .decide_request(&snapshot, &facts, arrived_at)
-            .await;
+        let verdict = self.enforcer.decide_request(&snapshot, &facts, arrived_at);
+        let verdict = verdict.await;
         let decided_at = verdict.decided_at.unwrap_or(arrived_at);
         self.record_decision(&verdict, &inbound, peer);
         let denial =
@@ -213,10 +211,8 @@ fn restore_original_request(
     if let Some(authority) = parts.uri.authority() {
         let authority = HeaderValue::from_str(authority.as_str())
             .map_err(|_invalid| AuthRequestError::HostMismatch)?;
-        let host = parts
-            .headers
-            .entry(header::HOST)
-            .or_insert_with(|| authority.clone());
+        let host = parts.headers.entry(header::HOST);
+        let host = host.or_insert_with(|| authority.clone());
         if !host.as_bytes().eq_ignore_ascii_case(authority.as_bytes()) {
             return Err(AuthRequestError::HostMismatch);
         }

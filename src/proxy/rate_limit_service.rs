@@ -80,9 +80,8 @@ impl ProxyService {
                     metrics: &self.metrics,
                     call: RlsCallResult::Cancelled,
                 };
-                let answer = self
-                    .answer_should_rate_limit(body, peer, arrived_at, trace)
-                    .await;
+                let answer = self.answer_should_rate_limit(body, peer, arrived_at, trace);
+                let answer = answer.await;
                 count_guard.call = match &answer {
                     Ok((call, _)) => *call,
                     Err(GrpcError(GrpcStatusCode::Unavailable, _)) => RlsCallResult::Unavailable,
@@ -134,10 +133,10 @@ impl ProxyService {
         let entries: Vec<_> = messages.map(borrow_descriptor_entries).collect();
         let (positions, descriptors) = build_descriptors(&call, &entries)?;
         let snapshot = self.enforcer.policy_snapshot();
-        let mut call_verdict = self
+        let verdict = self
             .enforcer
-            .decide_call(&snapshot, &descriptors, arrived_at)
-            .await;
+            .decide_call(&snapshot, &descriptors, arrived_at);
+        let mut call_verdict = verdict.await;
         self.metrics
             .record_request_decision(classify_verdict(&call_verdict.verdict) as usize);
         self.log_rate_limit_call(&call_verdict, &descriptors, peer, arrived_at, trace);
@@ -253,13 +252,9 @@ fn restore_positions<'t>(
         return verdicts;
     }
     let mut verdicts = positions.iter().zip(verdicts).peekable();
-    let mut restore = |position| verdicts.next_if(|(at, _)| **at == position);
+    let mut restore = |position| Some(verdicts.next_if(|(at, _)| **at == position)?.1);
     (0..count)
-        .map(|position| {
-            restore(position)
-                .map(|(_, verdict)| verdict)
-                .unwrap_or_default()
-        })
+        .map(|position| restore(position).unwrap_or_default())
         .collect()
 }
 

@@ -220,10 +220,8 @@ pub enum ShutdownSignal {
 /// Waits for the state `at_least` or a later one.
 async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least: ShutdownSignal) {
     // A dropped sender requests a drain, but never an immediate stop.
-    let is_dropped = signal
-        .wait_for(|current| *current >= at_least)
-        .await
-        .is_err();
+    let is_reached = |current: &ShutdownSignal| *current >= at_least;
+    let is_dropped = signal.wait_for(is_reached).await.is_err();
     if is_dropped && at_least > ShutdownSignal::Drain {
         std::future::pending().await
     }
@@ -276,8 +274,8 @@ async fn drain_workers(
             joined_workers.await
         }
     };
-    counts?
-        .into_iter()
+    let counts = counts?.into_iter();
+    counts
         .map(|count| count.map_err(|_panic| worker_died_error()))
         .sum()
 }

@@ -49,11 +49,8 @@ impl ParsedCertificate {
             GeneralName::DNSName(name) => Some(name.to_ascii_lowercase().into()),
             _ => None,
         });
-        let cn = certificate
-            .subject()
-            .iter_common_name()
-            .next()
-            .and_then(|name| name.as_str().ok());
+        let cn = certificate.subject().iter_common_name().next();
+        let cn = cn.and_then(|name| name.as_str().ok());
         let valid = certificate.validity();
         Ok(Self {
             dns_names: dns_names.collect(),
@@ -105,10 +102,9 @@ pub(super) fn verify_trusted_certificate(
     let mut common_names = certificate.subject().iter_common_name();
     let is_named = |own: &str| own.eq_ignore_ascii_case(&name.to_str());
     if common_names.any(|own| own.as_str().is_ok_and(is_named)) {
-        Ok(())
-    } else {
-        Err(CertificateError::NotValidForName.into())
+        return Ok(());
     }
+    Err(CertificateError::NotValidForName.into())
 }
 
 /// Selects the issuers in the chain that a peer sent with its own certificate first: the

@@ -125,10 +125,8 @@ impl ServerIdentity {
         let Some((_, parent)) = name.split_once('.') else {
             return false;
         };
-        self.certificate
-            .dns_names
-            .iter()
-            .any(|own| own.strip_prefix("*.") == Some(parent))
+        let mut names = self.certificate.dns_names.iter();
+        names.any(|own| own.strip_prefix("*.") == Some(parent))
     }
 
     fn has_common_signature_scheme(&self, hello: &ClientHello<'_>) -> bool {
@@ -187,10 +185,9 @@ impl ServerTls {
         hash.update(digest_texts([clients.ca.as_deref().unwrap_or_default()]));
         let lists = clients.crl.iter().flat_map(|crl| &crl.lists);
         hash.update(digest_texts(lists.map(AsRef::as_ref)));
-        let certificate_expiries = identities
-            .iter()
-            .map(|(name, identity)| (name.clone(), identity.expiry_s))
-            .collect();
+        let expiries = identities.iter();
+        let expiries = expiries.map(|(name, identity)| (name.clone(), identity.expiry_s));
+        let certificate_expiries = expiries.collect();
         let identities = identities.into_iter().map(|(_, identity)| identity);
         let resolver = Arc::new(CertificateResolver(identities.collect()));
         let config = build_server_config(resolver, clients)?;

@@ -132,16 +132,13 @@ impl Tunnel {
     /// upstream closed. `shares_window` means that the client's streams share one flow-control
     /// window, which unread bytes occupy; `stall_timeout` then also limits how long the upstream
     /// may not read. `monitor` tells when a WebSocket must close for a shutdown.
-    pub(crate) async fn run<C>(
+    pub(crate) async fn run(
         &mut self,
-        client: &mut C,
+        client: &mut (impl AsyncRead + AsyncWrite + Unpin),
         monitor: &ConnectionMonitor,
         stall_timeout: Duration,
         shares_window: bool,
-    ) -> TunnelEndReason
-    where
-        C: AsyncRead + AsyncWrite + Unpin,
-    {
+    ) -> TunnelEndReason {
         let (mut shutdown, mut is_closing) = (pin!(monitor.wait_for_websocket_close()), false);
         poll_fn(|cx| {
             let is_websocket = self.upstream_to_client.frames.is_some();
@@ -171,14 +168,11 @@ impl Tunnel {
     }
 
     /// Sends a Close frame to both sides, each at the end of the frame that is on its way.
-    fn poll_close_websocket<C>(
+    fn poll_close_websocket(
         &mut self,
-        client: &mut C,
+        client: &mut (impl AsyncRead + AsyncWrite + Unpin),
         cx: &mut Context<'_>,
-    ) -> Poll<TunnelEndReason>
-    where
-        C: AsyncRead + AsyncWrite + Unpin,
-    {
+    ) -> Poll<TunnelEndReason> {
         let (down, up) = (&mut self.upstream_to_client, &mut self.client_to_upstream);
         // An error ends only its own direction.
         let is_down_pending = down
@@ -226,16 +220,11 @@ impl Tunnel {
         let idle = self
             .idle_timeout
             .map(|idle| (self.last_activity_at + idle, TunnelEndReason::IdleTimeout));
-        let duration_exceeded = self
-            .slot_guard
-            .as_ref()
-            .and_then(ConcurrencySlotGuard::request_ends_at)
-            .map(|at| (at, TunnelEndReason::MaxDurationExceeded));
-        match [client_stalled, upstream_stalled, idle, duration_exceeded]
-            .into_iter()
-            .flatten()
-            .min_by_key(|(due, _)| *due)
-        {
+        let slot_guard = self.slot_guard.as_ref();
+        let ends_at = slot_guard.and_then(ConcurrencySlotGuard::request_ends_at);
+        let duration_exceeded = ends_at.map(|at| (at, TunnelEndReason::MaxDurationExceeded));
+        let deadlines = [client_stalled, upstream_stalled, idle, duration_exceeded];
+        match deadlines.into_iter().flatten().min_by_key(|(due, _)| *due) {
             Some((due, over)) => self.timer.poll(due, cx).map(|()| over),
             None => Poll::Pending,
         }
@@ -351,17 +340,13 @@ impl TunnelDirection {
 
     /// Copies the rest of the frame that is on its way to the sink, then sends `close_frame`. Sends
     /// none after an earlier Close frame or the end of the source.
-    fn poll_send_close<S, T>(
+    fn poll_send_close(
         &mut self,
-        source: &mut S,
-        sink: &mut T,
+        source: &mut (impl AsyncRead + Unpin),
+        sink: &mut (impl AsyncWrite + Unpin),
         close_frame: &'static [u8],
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), TunnelCopyError>>
-    where
-        S: AsyncRead + Unpin,
-        T: AsyncWrite + Unpin,
-    {
+    ) -> Poll<Result<(), TunnelCopyError>> {
         while let (Some(frames), TunnelDirectionState::Open) = (&self.frames, self.state) {
             let unsent = match frames.is_at_boundary() {
                 true if self.is_sending_close || frames.has_close => {
@@ -397,8 +382,8 @@ impl TunnelDirection {
 
 /// Polls to write to the sink, and advances its position in the frames. A write of zero bytes is an
 /// error.
-fn poll_write_some<T: AsyncWrite + Unpin>(
-    sink: &mut T,
+fn poll_write_some(
+    sink: &mut (impl AsyncWrite + Unpin),
     bytes: &[u8],
     frames: &mut Option<WebSocketFrames>,
     cx: &mut Context<'_>,

@@ -227,9 +227,8 @@ impl AccessLog {
             let all = entry.unenforced_rejections.into_iter();
             all.flat_map(move |all| all.names_in_mode(mode))
         };
-        let has_unenforced = entry
-            .unenforced_rejections
-            .is_some_and(|all| !all.is_empty());
+        let unenforced = entry.unenforced_rejections;
+        let has_unenforced = unenforced.is_some_and(|all| !all.is_empty());
         if !self.filter_allows_request(is_rejected || has_unenforced)
             || (self.0.access_sample < 1.0 && fastrand::f64() >= self.0.access_sample)
         {
@@ -238,10 +237,8 @@ impl AccessLog {
         if self.0.access == AccessLogFilter::Rejected {
             let mut unenforced =
                 unenforced_in(PolicyMode::Mark).chain(unenforced_in(PolicyMode::Shadow));
-            let policy = entry
-                .policy
-                .or_else(|| unenforced.next())
-                .unwrap_or_default();
+            let policy = entry.policy.or_else(|| unenforced.next());
+            let policy = policy.unwrap_or_default();
             if !Self::take_rejection_line(policy) {
                 return;
             }

@@ -101,9 +101,8 @@ pub(crate) fn headers_named_in_connection(
 
 /// Returns the non-empty elements of a comma-separated header value. Quotes are not interpreted.
 pub(crate) fn list_elements(value: &HeaderValue) -> impl Iterator<Item = &[u8]> {
-    value
-        .as_bytes()
-        .split(|byte| *byte == b',')
+    let items = value.as_bytes().split(|byte| *byte == b',');
+    items
         .map(<[u8]>::trim_ascii)
         .filter(|item| !item.is_empty())
 }

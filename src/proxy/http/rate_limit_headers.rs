@@ -28,14 +28,12 @@ pub(crate) fn write_headers(
     // Upstreams rarely send rate-limit headers. One scan of all names is cheaper than five lookups.
     let has_upstream_headers = headers.keys().any(|name| {
         let name = name.as_str();
-        name.strip_prefix("x-")
-            .unwrap_or(name)
-            .starts_with("ratelimit")
+        let name = name.strip_prefix("x-").unwrap_or(name);
+        name.starts_with("ratelimit")
     });
     let has_dictionary = |headers: &HeaderMap| {
-        headers
-            .get(&RATELIMIT)
-            .is_some_and(is_structured_dictionary)
+        let value = headers.get(&RATELIMIT);
+        value.is_some_and(is_structured_dictionary)
     };
     if settings.standard && !(has_upstream_headers && has_dictionary(headers)) {
         write_standard_headers(verdict, headers);
@@ -83,10 +81,8 @@ pub(crate) fn write_standard_headers(verdict: &Verdict<'_>, headers: &mut Header
 /// Drafts up to 07 use a Dictionary. A List item appended to a Dictionary would make the whole
 /// header invalid.
 pub(crate) fn is_structured_dictionary(value: &HeaderValue) -> bool {
-    let first = value
-        .as_bytes()
-        .split(|byte| matches!(byte, b';' | b',' | b'"'))
-        .next();
+    let is_delimiter = |byte: &u8| matches!(byte, b';' | b',' | b'"');
+    let first = value.as_bytes().split(is_delimiter).next();
     first.is_some_and(|member| member.contains(&b'='))
 }
 
@@ -163,14 +159,12 @@ pub(crate) fn write_legacy_headers(
         return;
     }
     let from_us = if reset_as_epoch { 0 } else { verdict.now_us };
-    headers.insert(
-        &LEGACY_LIMIT,
-        integer_header_value(tightest.limit_in_effect().capacity()),
+    let (capacity, remaining) = (
+        tightest.limit_in_effect().capacity(),
+        tightest.status.remaining,
     );
-    headers.insert(
-        &LEGACY_REMAINING,
-        integer_header_value(tightest.status.remaining),
-    );
+    headers.insert(&LEGACY_LIMIT, integer_header_value(capacity));
+    headers.insert(&LEGACY_REMAINING, integer_header_value(remaining));
     match reset_at_us(tightest, verdict.now_us) {
         Some(reset_us) => {
             let reset_s = reset_us.saturating_sub(from_us).div_ceil(SECOND_US);

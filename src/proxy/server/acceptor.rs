@@ -50,16 +50,12 @@ impl ListenerAcceptor {
         listener: ServerListener,
         workers: &[WorkerThread],
     ) -> io::Result<Self> {
+        let max_connections = listener.config.settings.max_connections;
+        let max_connections = max_connections.clamp(1, Semaphore::MAX_PERMITS);
         Ok(Self {
             listener_index,
             listener: listener.socket.into_listener()?,
-            connection_slots: Arc::new(Semaphore::new(
-                listener
-                    .config
-                    .settings
-                    .max_connections
-                    .clamp(1, Semaphore::MAX_PERMITS),
-            )),
+            connection_slots: Arc::new(Semaphore::new(max_connections)),
             worker_queues: workers.iter().map(|worker| worker.queue.clone()).collect(),
             idle_connections: Vec::new().into_iter(),
             limit_log: LogThrottle::new(LIMIT_LOG_INTERVAL),
@@ -78,10 +74,8 @@ impl ListenerAcceptor {
             let Some(permit) = self.acquire_connection_slot(load).await else {
                 return worker_died_error();
             };
-            self.unassigned = self
-                .without_slot
-                .take()
-                .map(|(socket, addr)| (socket, addr, permit));
+            let accepted = self.without_slot.take();
+            self.unassigned = accepted.map(|(socket, addr)| (socket, addr, permit));
             let Self {
                 worker_queues,
                 unassigned,
@@ -115,8 +109,10 @@ impl ListenerAcceptor {
         for connection in connections {
             let (queues, index) = (&self.worker_queues, self.listener_index);
             let mut connection = Some(connection);
-            let dispatched = dispatch_connection(queues, load, index, &mut connection);
-            if dispatched.await.is_none() {
+            if dispatch_connection(queues, load, index, &mut connection)
+                .await
+                .is_none()
+            {
                 return;
             }
         }
@@ -215,8 +211,6 @@ async fn dispatch_connection(
 
 /// Whether the process or the machine has no file descriptor left.
 fn is_descriptor_shortage(error: &io::Error) -> bool {
-    matches!(
-        Errno::from_io_error(error),
-        Some(Errno::MFILE | Errno::NFILE)
-    )
+    let errno = Errno::from_io_error(error);
+    matches!(errno, Some(Errno::MFILE | Errno::NFILE))
 }

@@ -35,10 +35,8 @@ impl ProxyService {
             let reply = local_replies::build_unidentified_client_reply(style);
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         };
-        let own = self
-            .enforcer
-            .read_own_limits(settings, &client, arrived_at)
-            .await;
+        let own = self.enforcer.read_own_limits(settings, &client, arrived_at);
+        let own = own.await;
         let reply = local_replies::build_own_limits_reply(&own, style);
         let trace = TraceParent::from_headers(&parts.headers);
         let mut summary = RequestSummary::new(context, parts, inbound, trace, None);

@@ -92,10 +92,8 @@ impl ProxyService {
         let elapsed = context.arrived_at.elapsed();
         let decision = RequestDecision::Malformed;
         self.metrics.record_request_decision(decision as usize);
-        let host = parts
-            .headers
-            .get(header::HOST)
-            .and_then(|host| host.to_str().ok());
+        let host = parts.headers.get(header::HOST);
+        let host = host.and_then(|host| host.to_str().ok());
         self.access_log.write(&AccessLogEntry {
             method: parts.method.as_str(),
             host: host.or_else(|| parts.uri.host()).unwrap_or_default(),

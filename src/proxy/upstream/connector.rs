@@ -70,11 +70,8 @@ impl UpstreamSharedState {
             let socket = resolve_and_connect_tcp(host, port).await?;
             match &self.tls {
                 None => {
-                    let is_http2 = scheme == UpstreamScheme::H2c;
-                    Ok(UpstreamSocket::new(
-                        Either::Left(Either::Left(socket)),
-                        is_http2,
-                    ))
+                    let (is_http2, socket) = (scheme == UpstreamScheme::H2c, Either::Left(socket));
+                    Ok(UpstreamSocket::new(Either::Left(socket), is_http2))
                 }
                 Some(tls) => perform_tls_handshake(&tls.load_full(), host, socket, offer).await,
             }
@@ -94,9 +91,8 @@ async fn perform_tls_handshake(
     offer: AlpnOffer,
 ) -> Result<UpstreamSocket, UpstreamError> {
     let failed = |detail: String| UpstreamErrorKind::Tls.with_detail(detail);
-    let name = tls.server_name_for(host);
-    let name =
-        name.map_err(|_invalid| failed(format!("{host:?} is not a valid TLS server name")))?;
+    let invalid = |_invalid| failed(format!("{host:?} is not a valid TLS server name"));
+    let name = tls.server_name_for(host).map_err(invalid)?;
     let protocols: &[&str] = match offer {
         AlpnOffer::Http2AndHttp1 => &["h2", "http/1.1"],
         AlpnOffer::Http1Only => &["http/1.1"],
@@ -127,12 +123,10 @@ async fn connect_unix(path: &Path) -> Result<UnixStream, UpstreamError> {
 /// tried in turn, alternating IPv4 and IPv6 (RFC 8305).
 async fn resolve_and_connect_tcp(host: &str, port: u16) -> Result<TcpStream, UpstreamError> {
     let dns = |why: String| UpstreamErrorKind::Dns.with_detail(format!("{host}: {why}"));
-    let addresses = lookup_host((host, port))
-        .await
-        .map_err(|error| dns(error.to_string()))?;
-    let mut addresses = interleave_address_families(addresses.collect())
-        .into_iter()
-        .peekable();
+    let addresses = lookup_host((host, port)).await;
+    let addresses = addresses.map_err(|error| dns(error.to_string()))?;
+    let addresses = interleave_address_families(addresses.collect());
+    let mut addresses = addresses.into_iter().peekable();
     let (mut tries, mut failed) = (FuturesUnordered::new(), None);
     loop {
         tries.extend(addresses.next().map(TcpStream::connect));

@@ -83,12 +83,11 @@ impl UpstreamBodySource {
 }
 
 fn classify_http1_body_error(error: &hyper::Error) -> UpstreamErrorKind {
+    use io::ErrorKind::{InvalidData, InvalidInput};
     let cause =
         std::error::Error::source(error).and_then(|cause| cause.downcast_ref::<io::Error>());
     match cause.map(io::Error::kind) {
-        Some(io::ErrorKind::InvalidInput | io::ErrorKind::InvalidData) => {
-            UpstreamErrorKind::Protocol
-        }
+        Some(InvalidInput | InvalidData) => UpstreamErrorKind::Protocol,
         _ => UpstreamErrorKind::ConnectionTerminated,
     }
 }
@@ -221,9 +220,8 @@ impl UpstreamBody {
         recording: Option<Box<RequestRecording>>,
     ) {
         self.slot_guard = slot_guard.map(Box::new).or(self.slot_guard.take());
-        self.recording = recording
-            .filter(|_| !self.is_fully_received())
-            .map(RequestRecording::mark_streaming);
+        let recording = recording.filter(|_| !self.is_fully_received());
+        self.recording = recording.map(RequestRecording::mark_streaming);
     }
 
     /// Attaches the request's metrics, to end with the body.
@@ -274,9 +272,8 @@ impl UpstreamBody {
             FirstFrame::Trailers(trailers) => Poll::Ready(Some(Ok(Frame::trailers(*trailers)))),
         };
         let Poll::Ready(frame) = polled else {
-            return self
-                .poll_deadlines(ends_at, cx)
-                .map(|error| Some(Err(self.fail(error))));
+            let error = self.poll_deadlines(ends_at, cx);
+            return error.map(|error| Some(Err(self.fail(error))));
         };
         self.pending_since = None;
         Poll::Ready(match frame {
@@ -446,11 +443,10 @@ impl Body for ResponseBody {
             Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
             Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
 
-            Self::FullWithTrailers(bytes, trailers) if bytes.is_empty() => Poll::Ready(
-                trailers
-                    .take()
-                    .map(|trailers| Ok(Frame::trailers(trailers))),
-            ),
+            Self::FullWithTrailers(bytes, trailers) if bytes.is_empty() => {
+                let trailers = trailers.take().map(Frame::trailers);
+                Poll::Ready(trailers.map(Ok))
+            }
             Self::Full(bytes) | Self::FullWithTrailers(bytes, _) => {
                 Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes)))))
             }

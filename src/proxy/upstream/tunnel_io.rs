@@ -10,6 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::http2::body_upload::poll_send_capacity;
 use super::http2::received_stream::ReceivedStream;
 use super::pool::UpstreamConnection;
+use crate::proxy::connection_io::move_buffered_bytes;
 
 /// Maximum size of one write to the HTTP/2 stream of a tunnel.
 const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
@@ -54,15 +55,13 @@ impl AsyncRead for Http2TunnelIo {
                 None => return Poll::Ready(Ok(())),
             }
         }
-        let chunk = this
-            .read_buffer
-            .split_to(this.read_buffer.len().min(into.remaining()));
-        into.put_slice(&chunk);
+        let before = this.read_buffer.len();
+        move_buffered_bytes(&mut this.read_buffer, into);
         // The receive window reopens only for data that the reader has taken.
-        this.recv_stream
-            .release_capacity(chunk.len())
-            .map_err(io::Error::other)?;
-        Poll::Ready(Ok(()))
+        let released = this
+            .recv_stream
+            .release_capacity(before - this.read_buffer.len());
+        Poll::Ready(released.map_err(io::Error::other))
     }
 }
 
@@ -78,14 +77,12 @@ impl AsyncWrite for Http2TunnelIo {
             &mut this.send_stream,
             requested_bytes,
             cx
-        ))
-        .map_err(io::Error::other)?;
+        ));
+        let capacity = capacity.map_err(io::Error::other)?;
         let chunk = bytes.copy_to_bytes(capacity.min(requested_bytes));
         let taken = chunk.len();
-        this.send_stream
-            .send_data(chunk, false)
-            .map_err(io::Error::other)?;
-        Poll::Ready(Ok(taken))
+        let sent = this.send_stream.send_data(chunk, false);
+        Poll::Ready(sent.map(|()| taken).map_err(io::Error::other))
     }
 
     fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -97,10 +94,7 @@ impl AsyncWrite for Http2TunnelIo {
         if std::mem::replace(&mut this.write_closed, true) {
             return Poll::Ready(Ok(()));
         }
-        Poll::Ready(
-            this.send_stream
-                .send_data(Bytes::new(), true)
-                .map_err(io::Error::other),
-        )
+        let sent = this.send_stream.send_data(Bytes::new(), true);
+        Poll::Ready(sent.map_err(io::Error::other))
     }
 }

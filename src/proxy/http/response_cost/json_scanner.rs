@@ -87,10 +87,10 @@ impl JsonPointerScanner {
     /// Ends the document and resets the scanner for the next document. Returns the number at the
     /// pointer if the document is complete and has one.
     pub(crate) fn finish(&mut self) -> Option<u64> {
-        let finished = std::mem::take(self);
-        finished
-            .found_units
-            .filter(|_| finished.state == JsonScanState::Done)
+        let Self {
+            found_units, state, ..
+        } = std::mem::take(self);
+        found_units.filter(|_| state == JsonScanState::Done)
     }
 
     #[cfg(test)]
@@ -197,11 +197,9 @@ impl JsonPointerScanner {
         bytes: &'b [u8],
         pointer: &JsonPointer,
     ) -> &'b [u8] {
-        let end = bytes
-            .iter()
-            .position(|byte| matches!(byte, b'"' | b'\\' | ..b' '))
-            .unwrap_or(bytes.len());
-        let (part, rest) = bytes.split_at(end);
+        let is_end = |byte: &u8| matches!(byte, b'"' | b'\\' | ..b' ');
+        let end = bytes.iter().position(is_end);
+        let (part, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
         self.buffer_key_part(role, part, pointer);
         let Some((&byte, rest)) = rest.split_first() else {
             return rest;

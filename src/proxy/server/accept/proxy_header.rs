@@ -45,12 +45,7 @@ pub(super) struct ProxyHeader {
 /// Returns a [`ProxyHeaderError`] as soon as no further byte could complete a header. More
 /// bytes do not change the error.
 pub(super) fn parse_proxy_header(bytes: &[u8]) -> Result<Option<ProxyHeader>, ProxyHeaderError> {
-    let matches_prefix = |start: &[u8]| {
-        bytes
-            .iter()
-            .zip(start)
-            .all(|(byte, expected)| byte == expected)
-    };
+    let matches_prefix = |start: &[u8]| bytes.starts_with(start) || start.starts_with(bytes);
     if matches_prefix(V2_SIGNATURE) && !bytes.is_empty() {
         parse_v2(bytes)
     } else if matches_prefix(V1_PREFIX) {

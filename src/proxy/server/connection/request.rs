@@ -78,10 +78,8 @@ pub(super) fn handle_request<H: RequestHandler>(
         let response = poll_fn(|cx| {
             let polled = handling.as_mut().poll(cx);
             if polled.is_pending() {
-                let monitor = guard.request.monitor();
-                monitor
-                    .stream_progress
-                    .set(Some(StreamProgress::AwaitsUpstream));
+                let progress = &guard.request.monitor().stream_progress;
+                progress.set(Some(StreamProgress::AwaitsUpstream));
             }
             polled
         });
@@ -198,12 +196,10 @@ impl Drop for RequestGuard {
         if let Some(body) = &self.body {
             body.record_response_end();
         }
-        self.request.monitor().memory.end_head(self.head_bytes);
+        let monitor = self.request.monitor();
+        monitor.memory.end_head(self.head_bytes);
         if let Some(arrived) = self.arrived_at.filter(|_| !self.is_complete) {
-            self.request
-                .monitor()
-                .frame_budget
-                .charge_early_reset(arrived.elapsed());
+            monitor.frame_budget.charge_early_reset(arrived.elapsed());
         }
     }
 }
@@ -253,9 +249,8 @@ impl Body for TrackedResponseBody {
     ) -> Poll<Option<Result<Frame<ResponseChunk>, BodyError>>> {
         // hyper polls for more data once h2 has taken the last chunk.
         let monitor = self.guard.request.monitor();
-        monitor
-            .stream_progress
-            .set(Some(StreamProgress::AwaitsUpstream));
+        let progress = &monitor.stream_progress;
+        progress.set(Some(StreamProgress::AwaitsUpstream));
         // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more
         // data stays with the upstream.
         ready!(monitor.poll_write_progress(cx));
@@ -280,14 +275,12 @@ impl Body for TrackedResponseBody {
         }
         let monitor = self.guard.request.monitor();
         monitor.frame_budget.credit_response();
-        monitor
-            .stream_progress
-            .set(Some(StreamProgress::AwaitsClient));
+        let progress = &monitor.stream_progress;
+        progress.set(Some(StreamProgress::AwaitsClient));
         let (max_bytes, unsent) = if self.is_http2 {
             let responses = Rc::clone(&monitor.unsent_responses);
-            let output = self
-                .output
-                .get_or_insert_with(|| StreamOutput::new(&responses));
+            let new_output = || StreamOutput::new(&responses);
+            let output = self.output.get_or_insert_with(new_output);
             (H2_MAX_CHUNK_BYTES, Some(output.begin_chunk()))
         } else {
             (usize::MAX, None)

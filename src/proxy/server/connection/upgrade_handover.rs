@@ -50,10 +50,8 @@ impl UpgradedRequest {
         self.active.monitor().has_buffers.set(false);
         self.active.monitor().set_unclosable();
         self.active.monitor().report_memory();
-        let end_reason = self
-            .tunnel
-            .run(&mut socket, self.active.monitor(), stall_timeout, false)
-            .await;
+        let (tunnel, monitor) = (&mut self.tunnel, self.active.monitor());
+        let end_reason = tunnel.run(&mut socket, monitor, stall_timeout, false).await;
         record_tunnel_end(&end_reason, self.active.monitor());
         if end_reason.leaves_client_open() {
             socket.is_half_close = false;
@@ -84,10 +82,8 @@ impl UpgradedRequest {
             active: self.active,
         };
         let monitor = Rc::clone(stream.active.monitor());
-        let end_reason = self
-            .tunnel
-            .run(&mut stream, &monitor, stall_timeout, true)
-            .await;
+        let tunnel = &mut self.tunnel;
+        let end_reason = tunnel.run(&mut stream, &monitor, stall_timeout, true).await;
         record_tunnel_end(&end_reason, stream.active.monitor());
         if end_reason.leaves_client_open() {
             close_gracefully(&mut stream).await;
@@ -123,13 +119,8 @@ impl<S> Drop for Http2TunnelStream<S> {
 
 impl<S: Future<Output = ()>> Http2TunnelStream<S> {
     fn poll_sending_half(&mut self, cx: &mut Context<'_>) {
-        if self
-            .sending
-            .as_mut()
-            .is_some_and(|sending| sending.as_mut().poll(cx).is_ready())
-        {
-            self.sending = None;
-        }
+        self.sending
+            .take_if(|sending| sending.as_mut().poll(cx).is_ready());
     }
 }
 

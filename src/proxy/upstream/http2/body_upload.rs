@@ -33,13 +33,9 @@ impl BodyUpload {
             pending_chunk: Bytes::new(),
             is_last: false,
         };
-        if poll_fn(|cx| Poll::Ready(Pin::new(&mut upload).poll(cx)))
-            .await
-            .is_ready()
-        {
-            return None;
-        }
-        Some(Self(tokio::task::spawn_local(upload).abort_handle()))
+        let first = poll_fn(|cx| Poll::Ready(Pin::new(&mut upload).poll(cx))).await;
+        let spawn = || tokio::task::spawn_local(upload).abort_handle();
+        first.is_pending().then(|| Self(spawn()))
     }
 }
 
@@ -77,14 +73,9 @@ impl BodyUploadFuture {
                 return Poll::Ready(Ok(()));
             }
             while !self.pending_chunk.is_empty() {
-                let capacity = ready!(poll_send_capacity(
-                    &mut self.stream,
-                    self.pending_chunk.len(),
-                    cx
-                ))?;
-                let chunk = self
-                    .pending_chunk
-                    .split_to(capacity.min(self.pending_chunk.len()));
+                let pending = self.pending_chunk.len();
+                let capacity = ready!(poll_send_capacity(&mut self.stream, pending, cx))?;
+                let chunk = self.pending_chunk.split_to(capacity.min(pending));
                 let ends_stream = self.is_last && self.pending_chunk.is_empty();
                 self.stream.send_data(chunk, ends_stream)?;
                 if ends_stream {
