@@ -163,10 +163,7 @@ struct PlottedSeries {
 }
 
 pub(super) fn serialize_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-    #[allow(
-        clippy::cast_precision_loss,
-        reason = "microseconds of this century are exact in a double"
-    )]
+    // Microseconds of this century are exact in a double.
     serializer.serialize_f64(*us as f64 / 1e6)
 }
 

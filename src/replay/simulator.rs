@@ -157,10 +157,8 @@ impl<'t> PolicySimulator<'t> {
         self.clock_control.set_us(now_us);
 
         let headers = self.build_header_map(request);
-        let peer = request
-            .facts
-            .peer
-            .unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        let peer = request.facts.peer;
+        let peer = peer.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
         let client = ClientAddress::identify(peer, &headers, &self.table.client);
         let is_client_hidden =
             client.is_peer_trusted && !headers.contains_key(&self.table.client.ip_header);
@@ -175,13 +173,7 @@ impl<'t> PolicySimulator<'t> {
             );
             self.left_out.retain(|policy| check.lacks_key(*policy));
         }
-        let Some(LoggedTarget {
-            method,
-            host,
-            paths,
-            query,
-        }) = LoggedTarget::from_request(request, &self.table.path)
-        else {
+        let Some(target) = LoggedTarget::from_request(request, &self.table.path) else {
             return self.count_malformed_request(now_us);
         };
         let token = match &self.table.token_reader {
@@ -192,10 +184,10 @@ impl<'t> PolicySimulator<'t> {
             None => RequestToken::default(),
         };
         let facts = Facts {
-            method: &method,
-            host: &host,
-            paths: &paths,
-            query,
+            method: &target.method,
+            host: &target.host,
+            paths: &target.paths,
+            query: target.query,
             headers: &headers,
             client_ip: client.ip,
             token: &token,

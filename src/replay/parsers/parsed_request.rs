@@ -11,6 +11,10 @@ use std::net::IpAddr;
 
 /// Result of parsing one line.
 #[derive(Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "most lines are requests, and a box allocates"
+)]
 pub(crate) enum ParsedLine<'l> {
     Request(ParsedRequest<'l>),
     /// A record without a request: a connection that sent none, or another log event.

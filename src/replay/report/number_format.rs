@@ -27,7 +27,6 @@ pub(crate) fn format_time_range(from_us: u64, to_us: u64, dash: char) -> String 
 }
 
 /// Formats a share as `12.3 %`. A small nonzero share is not rounded to zero.
-#[allow(clippy::cast_precision_loss, reason = "shares are for people")]
 pub(super) fn format_share(part: u64, whole: u64) -> String {
     match part as f64 * 100.0 / whole.max(1) as f64 {
         _ if part == 0 || whole == 0 => "0 %".to_owned(),
