@@ -46,7 +46,8 @@ struct HistoryState {
     last_decisions: [u64; REQUEST_DECISION_COUNT],
     last_status_classes: [u64; STATUS_CLASS_COUNT],
     last_failures: [u64; 2],
-    duration_samples: VecDeque<DurationSample>,
+    /// Cumulative durations, each with its time in seconds since the Unix epoch.
+    duration_samples: VecDeque<(u64, DurationHistograms)>,
 }
 
 /// The counters of a policy at the last sample, and its history if it had any requests.
@@ -74,13 +75,6 @@ pub struct SecondCounts {
     /// Requests without a response from the upstream by no fault of the client, and responses
     /// of the upstream with a status from 500 on.
     pub failures: [u32; 2],
-}
-
-/// The cumulative durations at one time.
-#[derive(Clone, Debug)]
-struct DurationSample {
-    at_s: u64,
-    durations: DurationHistograms,
 }
 
 /// Distributions of decision times and response times.
@@ -131,12 +125,9 @@ impl TrafficHistory {
         if state
             .duration_samples
             .back()
-            .is_none_or(|sample| now_s >= sample.at_s.saturating_add(DURATION_SAMPLE_INTERVAL_S))
+            .is_none_or(|(at_s, _)| now_s >= at_s.saturating_add(DURATION_SAMPLE_INTERVAL_S))
         {
-            let sample = DurationSample {
-                at_s: now_s,
-                durations: read_duration_histograms(&self.metrics),
-            };
+            let sample = (now_s, read_duration_histograms(&self.metrics));
             state.duration_samples.push_back(sample);
             if state.duration_samples.len() > DURATION_SAMPLES_KEPT {
                 state.duration_samples.pop_front();
@@ -203,16 +194,14 @@ impl TrafficHistory {
     pub fn recent_durations(&self) -> (u64, DurationHistograms) {
         let mut now = read_duration_histograms(&self.metrics);
         let state = self.state.lock();
-        let Some(oldest) = state.duration_samples.front() else {
+        let Some((oldest_s, oldest)) = state.duration_samples.front() else {
             return (0, now);
         };
-        for ((_, decisions), (_, earlier)) in
-            now.decisions.iter_mut().zip(&oldest.durations.decisions)
-        {
+        for ((_, decisions), (_, earlier)) in now.decisions.iter_mut().zip(&oldest.decisions) {
             *decisions = decisions.clone().delta_since(earlier);
         }
-        now.responses = now.responses.delta_since(&oldest.durations.responses);
-        (state.now_s.saturating_sub(oldest.at_s), now)
+        now.responses = now.responses.delta_since(&oldest.responses);
+        (state.now_s.saturating_sub(*oldest_s), now)
     }
 }
 
@@ -243,13 +232,8 @@ impl HistoryState {
         let mut count = 0;
         for counters in active_policies {
             count += 1;
-            let history = match self.policies.get_mut(counters.policy_name()) {
-                Some(history) => history,
-                None => self
-                    .policies
-                    .entry(Arc::clone(counters.policy_name()))
-                    .or_default(),
-            };
+            let name = Arc::clone(counters.policy_name());
+            let history = self.policies.entry(name).or_default();
             let mut counts = [0; POLICY_HISTORY_SERIES_COUNT];
             for (count, (_, requests)) in counts.iter_mut().zip(counters.requests_by_label(series))
             {

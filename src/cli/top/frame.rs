@@ -145,12 +145,11 @@ pub(super) fn draw_screen(data: &dyn TopData, view: &ViewState, buffer: &mut Buf
             true => HELP.lines().map(Line::from).collect(),
             false => data.header(view, width.into()),
         };
-        if !view.shows_help {
-            // The header is cut so that a row of the table stays visible.
-            header.truncate(usize::from(height).saturating_sub(4));
-        }
+        // The header is cut so that a row of the table stays visible.
+        let below_header = if view.shows_help { 1 } else { 4 };
+        header.truncate(usize::from(height - below_header));
         let [top, body, bottom] = Layout::vertical([
-            Constraint::Length(to_length(header.len()).min(height - 1)),
+            Constraint::Length(to_length(header.len())),
             Constraint::Fill(1),
             Constraint::Length(1),
         ])
@@ -235,11 +234,11 @@ impl TopTable {
         Table::new(rows, widths)
             .header(to_row(&titles).style(TABLE_HEADER))
             .render(area, buffer);
-        if hidden > 0 {
-            let text = format!("{} {hidden} more", self.more);
-            let below = area.rows().skip(1 + shown).take(1);
-            let line = Line::styled(text, DIM);
-            below.for_each(|row| draw_lines(std::slice::from_ref(&line), row, buffer));
+        if let Some(row) = area.rows().nth(1 + shown)
+            && hidden > 0
+        {
+            let line = Line::styled(format!("{} {hidden} more", self.more), DIM);
+            draw_lines(&[line], row, buffer);
         }
     }
 }

@@ -80,7 +80,9 @@ impl TopData for InstanceData {
             (process(&self.overview), process(&overview));
         let elapsed_s = uptime_s.saturating_sub(old_uptime_s);
         let is_later = old_id == id && elapsed_s > 0;
-        let entries = to_list(&response["policies"]["policies"]);
+        let response = &response;
+        let [page, top] = ["policies", "top"].map(|name| &response[name]);
+        let entries = to_list(&page["policies"]);
         let policies = entries.iter().map(|entry| {
             let mut policy = TopPolicyEntry::from_json(entry);
             let mut earlier = self.policies.iter().filter(|_| is_later);
@@ -94,9 +96,8 @@ impl TopData for InstanceData {
             policy
         });
         let policies: Vec<_> = policies.collect();
-        let total = to_number(&response["policies"]["total"]);
-        let ranking =
-            |name| RejectionRanking::deserialize(&response["top"][name]).unwrap_or_default();
+        let total = to_number(&page["total"]);
+        let ranking = |name: &str| RejectionRanking::deserialize(&top[name]).unwrap_or_default();
         *self = Self {
             omitted_policies: total.saturating_sub(policies.len() as u64),
             keys: ranking("keys"),
@@ -121,7 +122,9 @@ impl TopData for InstanceData {
             let wrapped = wrap_text(&text, width, ["! ", "  "], MAX_ALERT_LINES);
             lines.extend(wrapped.into_iter().map(|text| Line::styled(text, style)));
         }
-        let seconds = &self.overview["requests"]["seconds"];
+        let overview = &self.overview;
+        let [requests, connections] = ["requests", "connections"].map(|name| &overview[name]);
+        let seconds = &requests["seconds"];
         // The window is a minute, or less soon after the start. It excludes the last second, which
         // is incomplete.
         let window_s = to_list(&seconds["at"]).len().saturating_sub(1);
@@ -136,7 +139,6 @@ impl TopData for InstanceData {
         let requests = count(&ALL_COUNTERS, window_s);
         let share = |count| format_share(count, requests);
         let recent_s = window_s.clamp(1, 5);
-        let connections = &self.overview["connections"];
         lines.push(Line::from(format!(
             "requests {}/s  refused {}  (of {requests} in {})  connections {}/{}",
             format_rate(count(&ALL_COUNTERS, recent_s) as f64 / recent_s as f64),
@@ -225,16 +227,17 @@ impl InstanceData {
             "" => String::new(),
             text => format!("  {word} {text}"),
         };
-        let process = &self.overview["instance"];
+        let overview = &self.overview;
+        let process = &overview["instance"];
         let [version, id, host] = ["version", "id", "host"].map(|name| to_text(&process[name]));
         format!(
             "tidegate {version}  {state}{}  instance {}{}  up {}  generation {}{}",
-            to_text(&self.overview["status"]),
+            to_text(&overview["status"]),
             // The first 8 characters are enough to distinguish instances.
             id.get(..8).unwrap_or(id),
             after("on", host),
             format_short_duration(to_number(&process["uptime_s"])),
-            to_number(&self.overview["generation"]),
+            to_number(&overview["generation"]),
             after("at", &view.address),
         )
     }
@@ -243,15 +246,15 @@ impl InstanceData {
     fn alerts(&self) -> Vec<(Style, String)> {
         let texts = |list| to_list(list).iter().map(|text| to_text(text).to_owned());
         // The problems are the hints with their levels, which older versions do not send.
-        let problems = &self.overview["problems"];
-        let hints = texts(&self.overview["hints"])
-            .enumerate()
-            .map(|(at, text)| {
-                let is_warning = problems[at]["level"] == "warning";
-                (if is_warning { WARNING } else { ALERT }, text)
-            });
-        let errors = texts(&self.overview["last_reload"]["errors"]).map(|text| (ALERT, text));
-        let peers: Vec<String> = texts(&self.overview["untrusted_peers"]).collect();
+        let overview = &self.overview;
+        let [problems, reload] = ["problems", "last_reload"].map(|name| &overview[name]);
+        let hints = texts(&overview["hints"]).enumerate().map(|(at, text)| {
+            let problem = problems.get(at).and_then(|problem| problem.get("level"));
+            let is_warning = problem.is_some_and(|level| level == "warning");
+            (if is_warning { WARNING } else { ALERT }, text)
+        });
+        let errors = texts(&reload["errors"]).map(|text| (ALERT, text));
+        let peers: Vec<String> = texts(&overview["untrusted_peers"]).collect();
         let peers = (!peers.is_empty()).then(|| {
             let peers = peers.join(", ");
             (
@@ -263,7 +266,8 @@ impl InstanceData {
     }
 
     fn store_line(&self, without_store: &str) -> Line<'static> {
-        let store = &self.overview["store"];
+        let overview = &self.overview;
+        let store = &overview["store"];
         let location = ["kind", "address"]
             .map(|part| to_text(&store[part]))
             .join(" ");
@@ -282,7 +286,9 @@ impl InstanceData {
     }
 
     fn describe_latency(&self) -> String {
-        let sources = self.overview["latency"]["decisions"].as_object();
+        let overview = &self.overview;
+        let latency = &overview["latency"];
+        let sources = latency["decisions"].as_object();
         let sources = sources.into_iter().flatten().map(|(source, times)| {
             let [p50, p99] = ["p50_s", "p99_s"].map(|name| format_latency(times[name].as_f64()));
             let count = to_number(&times["count"]);
@@ -352,10 +358,8 @@ impl TopPolicyEntry {
             + to_number(&degraded["local_rejected"]);
         let hour = &entry["last_hour"];
         let in_minute = |names: &[&str], minute: usize| -> u64 {
-            names
-                .iter()
-                .map(|name| to_number(&hour[*name][minute]))
-                .sum()
+            let counts = names.iter().filter_map(|name| hour[*name].get(minute));
+            counts.map(to_number).sum()
         };
         let minutes = (0..HISTORY_MINUTES)
             .map(|at| [&ALL_COUNTERS[..], &REFUSED_SERIES].map(|names| in_minute(names, at)));

@@ -2,7 +2,7 @@
 
 use super::histogram::HistogramSnapshot;
 use super::output::{MetricKind, MetricOutput, SampleValue};
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 
 /// The format of the metrics page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,28 +61,20 @@ impl ExpositionWriter {
         let buckets = buckets.map(|(end_s, count)| (end_s.to_string(), count));
         for (end, count) in buckets.chain([("+Inf".to_owned(), histogram.count())]) {
             let labels: Vec<_> = labels.iter().copied().chain([("le", &*end)]).collect();
-            self.write_line("_bucket", &labels, format_args!("{count}"));
+            self.write_line("_bucket", &labels, count);
         }
         let sum_s = histogram.sum().as_secs_f64();
-        self.write_line("_sum", labels, format_args!("{sum_s}"));
-        self.write_line("_count", labels, format_args!("{}", histogram.count()));
+        self.write_line("_sum", labels, sum_s);
+        self.write_line("_count", labels, histogram.count());
     }
 
-    fn write_line(
-        &mut self,
-        name_suffix: &str,
-        labels: &[(&str, &str)],
-        value: std::fmt::Arguments<'_>,
-    ) {
-        append_fmt(
-            &mut self.text,
-            format_args!("{}{name_suffix}", self.family.0),
-        );
+    fn write_line(&mut self, name_suffix: &str, labels: &[(&str, &str)], value: impl Display) {
+        // Writing to a string never fails.
+        self.text.push_str(self.family.0);
+        self.text.push_str(name_suffix);
         for (index, (label, text)) in labels.iter().enumerate() {
-            append_fmt(
-                &mut self.text,
-                format_args!("{}{label}=\"", if index == 0 { '{' } else { ',' }),
-            );
+            let start = if index == 0 { '{' } else { ',' };
+            write!(self.text, "{start}{label}=\"").ok();
             for character in text.chars() {
                 match character {
                     '\\' => self.text.push_str("\\\\"),
@@ -93,30 +85,21 @@ impl ExpositionWriter {
             }
             self.text.push('"');
         }
-        append_fmt(
-            &mut self.text,
-            format_args!("{} {value}\n", if labels.is_empty() { "" } else { "}" }),
-        );
+        let end = if labels.is_empty() { "" } else { "}" };
+        writeln!(self.text, "{end} {value}").ok();
     }
 }
 
 impl MetricOutput for ExpositionWriter {
     fn write_family(&mut self, kind: MetricKind, name: &'static str, help: &str) {
-        let (kind_word, name_suffix) = match kind {
-            // The Prometheus format includes the suffix in the family name; OpenMetrics does not.
-            MetricKind::Counter if self.format == ExpositionFormat::PrometheusText => {
-                ("counter", "_total")
-            }
-            MetricKind::Counter => ("counter", ""),
-            MetricKind::Gauge => ("gauge", ""),
-            MetricKind::Histogram => ("histogram", ""),
+        // The Prometheus format includes the suffix in the family name; OpenMetrics does not.
+        let name_suffix = match (kind, self.format) {
+            (MetricKind::Counter, ExpositionFormat::PrometheusText) => "_total",
+            _ => "",
         };
-        append_fmt(
-            &mut self.text,
-            format_args!(
-                "# HELP {name}{name_suffix} {help}\n# TYPE {name}{name_suffix} {kind_word}\n"
-            ),
-        );
+        let page_name = format!("{name}{name_suffix}");
+        let lines = format!("# HELP {page_name} {help}\n# TYPE {page_name} {kind}\n");
+        self.text.push_str(&lines);
         self.family = (name, kind);
     }
 
@@ -125,22 +108,14 @@ impl MetricOutput for ExpositionWriter {
             SampleValue::Number(value) => {
                 let is_counter = self.family.1 == MetricKind::Counter;
                 let name_suffix = if is_counter { "_total" } else { "" };
-                self.write_line(name_suffix, labels, format_args!("{value}"));
+                self.write_line(name_suffix, labels, value);
             }
             SampleValue::Micros(value_us) => {
                 let (sign, micros) = (if value_us < 0 { "-" } else { "" }, value_us.unsigned_abs());
-                self.write_line(
-                    "",
-                    labels,
-                    format_args!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000),
-                );
+                let seconds = format!("{sign}{}.{:06}", micros / 1_000_000, micros % 1_000_000);
+                self.write_line("", labels, seconds);
             }
             SampleValue::Histogram(histogram) => self.write_histogram(labels, histogram),
         }
     }
-}
-
-fn append_fmt(text: &mut String, arguments: std::fmt::Arguments<'_>) {
-    text.write_fmt(arguments)
-        .expect("writing to a String cannot fail");
 }

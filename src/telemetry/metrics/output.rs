@@ -2,7 +2,9 @@
 
 use super::histogram::HistogramSnapshot;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The names are those of Prometheus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "lowercase")]
 pub(super) enum MetricKind {
     Counter,
     Gauge,
