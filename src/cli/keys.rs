@@ -108,10 +108,13 @@ pub(super) fn run(
 
 /// The first part of the keys of a policy: its name, or the counter that it shares.
 fn key_namespace<'c>(config: &'c Config, policy: &'c str) -> &'c str {
-    let mut policies = config.policy_table.policies().iter();
-    let quota = policies.find(|known| *known.name == *policy);
-    let quota = quota.and_then(Policy::quota);
+    let quota = find_policy(config, policy).and_then(Policy::quota);
     quota.map_or(policy, |quota| quota.key.key_namespace(policy))
+}
+
+fn find_policy<'c>(config: &'c Config, name: &str) -> Option<&'c Policy> {
+    let mut policies = config.policy_table.policies().iter();
+    policies.find(|known| *known.name == *name)
 }
 
 /// The policies whose counters are in the memory of each instance.
@@ -229,14 +232,18 @@ fn run_by_admin_port(
             let most = most.min(&MAX_RANKED_KEYS).to_string();
             let policy = policy.iter().map(|policy| ("policy", &**policy));
             let target = build_target("/top", policy.chain([("n", &*most)]));
-            ("GET", target, |answer| format_rejected_keys(&read(answer)))
+            ("GET", target, |answer| {
+                format_rejected_keys(&read_answer(answer))
+            })
         }
         KeysCommand::Show(key) => ("GET", key.query_target(None), |answer| {
-            format_key_status(&read(answer))
+            format_key_status(&read_answer(answer))
         }),
         KeysCommand::Reset { key, limit } => {
             let target = key.query_target(limit.as_deref());
-            ("DELETE", target, |answer| format_reset(&read(answer)))
+            ("DELETE", target, |answer| {
+                format_reset(&read_answer(answer))
+            })
         }
     };
     let answer = client.request_json(method, &target)?;
@@ -244,7 +251,7 @@ fn run_by_admin_port(
 }
 
 /// Reads an answer of the admin port. An unknown form is shown as if it were empty.
-fn read<'a, T: Deserialize<'a> + Default>(answer: &'a Value) -> T {
+fn read_answer<'a, T: Deserialize<'a> + Default>(answer: &'a Value) -> T {
     T::deserialize(answer).unwrap_or_default()
 }
 
@@ -272,11 +279,8 @@ impl KeysCommand {
             Self::List { policy, .. } => policy.as_deref(),
             Self::Show(key) | Self::Reset { key, .. } => Some(&*key.policy),
         };
-        policy.is_some_and(|name| {
-            let policies = config.policy_table.policies();
-            let named = policies.iter().find(|known| *known.name == *name);
-            named.is_some_and(Policy::is_instance_scoped)
-        })
+        let policy = policy.and_then(|name| find_policy(config, name));
+        policy.is_some_and(Policy::is_instance_scoped)
     }
 }
 
