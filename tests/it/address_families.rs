@@ -1,9 +1,6 @@
 //! Machines and pods with only one address family, and listeners for both.
 
 use crate::support::prelude::*;
-use std::fs;
-use std::net::SocketAddr;
-use tempfile::TempDir;
 use tokio::process::Command;
 
 /// Runs the proxy with default addresses in a network namespace, and prints the responses.

@@ -1,11 +1,6 @@
 //! The admin listener: metrics, health, and access control.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
 
 /// A metrics page, parsed strictly: anything that Prometheus would reject fails the test.
 #[derive(Debug)]

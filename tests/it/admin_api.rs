@@ -1,8 +1,6 @@
 //! The admin API: policy counts, the most limited keys, its errors, and the log level.
 
 use crate::support::prelude::*;
-use crate::support::unix_s;
-use serde_json::{Value, json};
 
 pub(crate) const POLICIES: &str = r#"
 [[policy]]

@@ -2,11 +2,6 @@
 
 use crate::admin_api::assert_problem;
 use crate::support::prelude::*;
-use crate::support::upstream::BodySender;
-use std::fs;
-use std::path::PathBuf;
-use std::time::Instant;
-use tempfile::TempDir;
 
 /// A proxy with a request in flight. The request ends when the body sender is dropped.
 async fn start_with_request_in_flight(shutdown: &str) -> (Proxy, RawClient, BodySender) {

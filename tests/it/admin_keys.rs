@@ -2,9 +2,6 @@
 
 use crate::admin_api::{POLICIES, assert_problem};
 use crate::support::prelude::*;
-use crate::support::sentinel::SentinelDeployment;
-use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 
 /// The longest time that the deny cache holds a refusal.
 const DENY_CACHE_TTL: Duration = Duration::from_secs(1);

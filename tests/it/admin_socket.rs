@@ -1,10 +1,7 @@
 //! The admin listener on a Unix socket: file permissions decide which processes may connect.
 
 use crate::support::prelude::*;
-use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
-use tempfile::TempDir;
 use tokio::net::UnixStream;
 
 const POLICY: &str = "[[policy]]\nname = 'all'\nlimit = { requests = 2, per = '1h' }\n";

@@ -3,11 +3,7 @@
 //! `docs/img/` to match the drawing.
 
 use crate::support::prelude::*;
-use crate::support::store_harness::{START_US, StoreUnderTest};
 use std::fmt::Write as _;
-use std::fs;
-use std::path::Path;
-use tidegate::limiter::{Algorithm, Amendment, Charge, KeyBuilder, Limit};
 
 /// The demand: number of requests, start and end in ms. The first two bursts lie on both sides of a
 /// whole second. The third is 1.5 times the limit. A pause, a burst, and a rate below the limit
@@ -170,11 +166,7 @@ struct SimulationRun {
 impl SimulationRun {
     fn simulate(algorithm: Algorithm) -> Self {
         let has_slots = matches!(algorithm, Algorithm::Concurrency { .. });
-        let limit = Limit {
-            requests: 20,
-            per_us: 10 * SECOND_US,
-            algorithm,
-        };
+        let limit = make_limit(20, 10 * SECOND_US, algorithm);
         let limit = if has_slots {
             limit
         } else {

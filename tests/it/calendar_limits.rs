@@ -1,16 +1,10 @@
 //! Limits per day, week and month of a time zone, end to end and in the script of Redis.
 
 use crate::redis_store::{
-    CLOCK, SCRIPT, START_US, StateModel, calendar_day, decide_in_redis, make_charge, make_key,
-    run_script,
+    CLOCK, SCRIPT, StateModel, calendar_day, decide_in_redis, make_charge, make_key, run_script,
 };
 use crate::support::prelude::*;
-use crate::support::unix_s;
-use std::fs;
-use std::time::Duration;
-use tempfile::TempDir;
-use tidegate::limiter::{Amendment, Calendar, CalendarUnit, Charge, Decision};
-use tidegate::store::Settlement;
+use tidegate::limiter::{Calendar, CalendarUnit};
 use tidegate::store::redis::DecisionBatch;
 
 const HOUR_S: u64 = 3_600;

@@ -2,9 +2,6 @@
 //! manual.
 
 use crate::support::prelude::*;
-use serde_json::{Value, json};
-use std::fs;
-use tempfile::TempDir;
 
 const POLICIES: &str = r#"
 [[policy]]

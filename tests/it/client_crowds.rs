@@ -1,9 +1,7 @@
 //! Many connections of few clients: new clients are served, and one client has a share at most.
 
 use crate::support::prelude::*;
-use hyper::Response;
 use std::future::pending;
-use std::time::{Duration, Instant};
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
 const CLOSED_FOR_LIMIT: &str = "tidegate_connections_closed_total{reason=\"connection_limit\"}";

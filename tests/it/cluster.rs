@@ -1,22 +1,17 @@
 //! A Redis Cluster: limits hold for all slots of their keys.
 
 use crate::redis_outage::OutageFixture;
-use crate::support::cluster::{initial_node, user_key};
+use crate::support::cluster::user_key;
 use crate::support::prelude::*;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, LeaseTerms, Limit,
-};
-use tidegate::store::redis::{CounterInspector, SharedRedisState};
-use tidegate::store::{Settlement, Store, StoreUnavailable};
-use tokio::task::JoinSet;
+use tidegate::limiter::LeaseTerms;
+use tidegate::store::StoreUnavailable;
+use tidegate::store::redis::CounterInspector;
 
-pub(crate) const DAILY_LIMIT: Limit = Limit {
-    requests: 1000,
-    per_us: 86_400_000_000,
-    algorithm: Algorithm::FixedWindow { offset_us: 0 },
-};
+pub(crate) const DAILY_LIMIT: Limit = make_limit(
+    1000,
+    86_400_000_000,
+    Algorithm::FixedWindow { offset_us: 0 },
+);
 /// [`DAILY_LIMIT`] with another amount.
 pub(crate) const fn daily_limit(requests: u64) -> Limit {
     Limit {
@@ -25,11 +20,8 @@ pub(crate) const fn daily_limit(requests: u64) -> Limit {
     }
 }
 
-pub(crate) const CONCURRENCY_LIMIT: Limit = Limit {
-    requests: 3,
-    per_us: 10_000_000,
-    algorithm: Algorithm::Concurrency { max_duration_us: 0 },
-};
+pub(crate) const CONCURRENCY_LIMIT: Limit =
+    make_limit(3, 10_000_000, Algorithm::Concurrency { max_duration_us: 0 });
 
 pub(crate) fn policy_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()

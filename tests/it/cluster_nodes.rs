@@ -5,16 +5,9 @@ use crate::cluster::{
     remaining_units, status_for_user, user_on_node,
 };
 use crate::redis_outage::{OutageFixture, POLICIES, PolicyRoute, TIMEOUT, TIMEOUT_SLACK};
-use crate::support::cluster::{hash_slot, initial_node};
+use crate::support::cluster::hash_slot;
 use crate::support::fake_redis::start_node_with_moving_slots;
 use crate::support::prelude::*;
-use crate::support::redis::redis_settings;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, Limit};
-use tidegate::store::Store;
-use tidegate::store::redis::{RedisSettings, RedisTopology};
-use tokio::time::sleep;
 
 /// From the end of a fault until Redis decides again.
 const RECOVERY: Duration = Duration::from_secs(4);

@@ -3,16 +3,8 @@
 
 mod reservations;
 
-use crate::support::cluster::{hash_slot, initial_node, user_key};
+use crate::support::cluster::{hash_slot, user_key};
 use crate::support::prelude::*;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Key, KeyBuilder, Limit};
-use tidegate::store::redis::RedisSettings;
-use tidegate::store::{Settlement, Store};
-use tokio::task::JoinSet;
-use tokio::time::sleep;
 
 const HOUR_US: u64 = 3_600_000_000;
 
@@ -99,11 +91,7 @@ fn user_on(node: usize, policy: &str) -> String {
 }
 
 fn hourly(requests: u64, algorithm: Algorithm) -> Limit {
-    Limit {
-        requests,
-        per_us: HOUR_US,
-        algorithm,
-    }
+    make_limit(requests, HOUR_US, algorithm)
 }
 
 fn count(statuses: &[u16], status: u16) -> usize {

@@ -4,13 +4,7 @@ mod held_slots;
 mod slot_calls;
 
 use crate::support::prelude::*;
-use crate::support::upstream::BodySender;
-use hyper::Response;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
 
 const TWO_SLOTS: &str = r#"
 [[policy]]

@@ -2,12 +2,8 @@
 
 use crate::support::prelude::*;
 use crate::support::process::command_for;
-use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
-use tempfile::TempDir;
 
 /// CPU time of a debug build; a release build takes a tenth. Work that grew by the square took
 /// 10 s and more.

@@ -1,12 +1,7 @@
 //! The flags that all commands share: configuration files, stdin, `TIDEGATE_CONFIG`, `--json`.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
-use std::path::Path;
 use std::process::Stdio;
-use tempfile::TempDir;
-use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
 const VALID: &str = "upstream.url = 'http://127.0.0.1:3000'\n[[policy]]\nname = 'login'\nkey = ['client_ip']\nlimit = { requests = 5, per = '1m' }\n";

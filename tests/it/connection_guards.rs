@@ -1,19 +1,10 @@
 //! Limits that h2 keeps per connection: a slow or abusive stream ends no other stream.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use bytes::Bytes;
 use h2::server::Builder;
-use hyper::Response;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::future::{pending, poll_fn};
-use std::sync::Arc;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::Semaphore;
-use tokio::time::timeout;
 
 const ONE_WORKER: &str = "listen.threads = 1\n";
 

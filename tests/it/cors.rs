@@ -1,7 +1,6 @@
 //! CORS: browser scripts may read responses that tidegate generates.
 
 use crate::support::prelude::*;
-use hyper::Response;
 
 const APP_ORIGIN: &str = "https://app.example";
 

@@ -1,11 +1,8 @@
 //! `count_when`: a request counts only if its response has one of the listed statuses.
 
 use crate::support::h2_frames::{FrameClient, HEADERS, request_head_frame};
-use crate::support::login_app::{self, check_password};
+use crate::support::login_app;
 use crate::support::prelude::*;
-use futures_util::future::join_all;
-use std::time::Duration;
-use tokio::time::{sleep, timeout};
 
 /// The period is so long that no unit returns by itself.
 const LOGIN_POLICY: &str = "[[policy]]

@@ -2,17 +2,8 @@
 
 use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
-use serde_json::Value;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Charge, KeyBuilder};
-use tidegate::store::Store;
-use tidegate::store::redis::{
-    RedisCredentials, RedisPassword, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
-};
-use tokio::time::sleep;
+use crate::support::sentinel::MASTER_NAME;
+use tidegate::store::redis::{RedisCredentials, RedisPassword};
 
 /// The documented maximum until a rotated password is in use.
 const MAX_ROTATION_TIME: Duration = Duration::from_secs(10);

@@ -1,17 +1,6 @@
 //! `tidegate doctor` and `GET /doctor`: each fault of Redis, with real servers.
 
-use crate::support::fake_redis::{TcpRelay, start_filtering_relay};
 use crate::support::prelude::*;
-use crate::support::redis::free_port;
-use crate::support::sentinel::SentinelDeployment;
-use crate::support::serve_connections;
-
-use serde_json::Value;
-use std::fs;
-use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::time::sleep;
 
 const POLICIES: &str = "
 [[policy]]

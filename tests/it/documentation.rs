@@ -3,9 +3,6 @@
 use super::support::jwt_issuer::{TokenIssuer, write_jwks};
 use crate::support::prelude::*;
 use jsonwebtoken::Algorithm;
-use std::fs;
-use std::path::{Path, PathBuf};
-use tempfile::TempDir;
 use walkdir::WalkDir;
 
 /// A fenced code block of a page.

@@ -4,13 +4,7 @@ use crate::support::client::open_http2_over_stream;
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
 use hyper::StatusCode;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinSet;
+use tokio::sync::watch;
 
 const SHUTDOWN_DELAY: Duration = Duration::from_millis(800);
 

@@ -3,11 +3,6 @@
 use crate::support::client::ByteStream;
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::time::timeout;
 
 const DENY: &str = "[[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
 

@@ -4,8 +4,6 @@
 use super::documentation::{CodeBlock, read_code_blocks};
 use crate::support::nginx::Nginx;
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
 use tokio::net::UnixStream;
 
 const CHECK_LISTENER: &str =

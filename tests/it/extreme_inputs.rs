@@ -2,7 +2,6 @@
 //! 400 days, invalid costs. The results are defined and the same in both stores.
 
 use crate::support::prelude::*;
-use std::time::{Duration, Instant};
 use tidegate::config::{ConfigSources, FileSource, load};
 
 /// Each algorithm with its own options. `concurrency` has no period.

@@ -4,12 +4,8 @@ use crate::redis_outage::{
     OutageFixture, POLICIES, PolicyRoute, RequestSample, TIMEOUT, TIMEOUT_SLACK,
 };
 use crate::support::prelude::*;
-use crate::support::sentinel::{FakeSentinel, MASTER_NAME, SentinelDeployment, SentinelProcess};
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Charge, KeyBuilder, Limit};
-use tidegate::store::Store;
-use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
-use tokio::time::{sleep, timeout};
+use crate::support::sentinel::{FakeSentinel, MASTER_NAME, SentinelProcess};
+use tidegate::store::redis::RedisCredentials;
 
 /// From the moment the sentinels name another master until the last request without a decision by
 /// Redis.

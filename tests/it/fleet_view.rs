@@ -1,14 +1,7 @@
 //! One view of the fleet: `GET /fleet` and `tidegate top --fleet` with several instances.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
-use std::path::PathBuf;
-use std::time::Duration;
-use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpListener;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 const POLICY: &str = r#"
 [[policy]]

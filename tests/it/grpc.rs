@@ -1,17 +1,11 @@
 //! gRPC end to end: all four kinds of calls, how they end, and denials in gRPC's format.
 
-use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::prelude::*;
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{BufMut, BytesMut};
 use h2::client::SendRequest;
 use h2::server::Builder;
 use h2::{RecvStream, SendStream};
-use hyper::{HeaderMap, Request, Response};
-use std::net::SocketAddr;
-use std::sync::Arc;
-use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
-use tokio::time::timeout;
+use hyper::HeaderMap;
 
 /// Encodes an uncompressed gRPC message with its length prefix.
 fn encode_message(text: &str) -> Bytes {

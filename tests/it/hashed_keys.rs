@@ -3,8 +3,6 @@
 
 use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use std::fs;
-use tempfile::TempDir;
 
 const SECRET: &str = "sk_live_hunter2";
 const OTHER: &str = "sk_live_other";

@@ -2,13 +2,9 @@
 //! correct code.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
 use h2::server::Builder;
 use http::{HeaderMap, Request};
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
 
 /// How a stream or a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

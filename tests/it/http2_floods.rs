@@ -2,7 +2,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use std::time::{Duration, Instant};
 
 /// The most that the process may grow by during an attack.
 const MAX_GROWTH_KIB: u64 = 48 << 10;

@@ -2,11 +2,8 @@
 //! whatever the source of the response.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
 use h2::server::Builder;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
 
 const CONFIG: &str = "[listen.http]\nbody_idle_timeout = '500ms'\n\
     [[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";

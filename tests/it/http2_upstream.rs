@@ -4,21 +4,12 @@
 mod bodies;
 
 use crate::support::h2_frames;
-use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::nginx::Nginx;
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use crate::support::{pseudo_random_bytes, sha256};
 use h2::Reason;
 use h2::server::Builder;
-use http_body_util::BodyExt;
-use hyper::Response;
 use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
-use tokio::io::AsyncReadExt;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 
 /// One worker, so that all connections belong to the same pool.
 const ONE_WORKER: &str = "listen.threads = 1\n";

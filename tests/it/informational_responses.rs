@@ -1,12 +1,8 @@
 //! Informational (1xx) responses reach only clients that can read them.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
 use h2::server::Builder;
-use hyper::Response;
-use std::sync::Arc;
-use tokio::sync::Semaphore;
 
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";

@@ -1,7 +1,6 @@
 //! The commands for operators: `explain` and `keys`.
 
 use crate::support::prelude::*;
-use std::fs;
 
 const POLICIES: &str = r#"
 [[policy]]

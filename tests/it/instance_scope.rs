@@ -4,10 +4,6 @@ mod combinations;
 mod model;
 
 use crate::support::prelude::*;
-use crate::support::upstream::BodySender;
-use hyper::Response;
-use serde_json::Value;
-use std::sync::{Arc, Mutex};
 
 /// Five requests in flight in each proxy, twelve per customer in all proxies.
 const POLICIES: &str = r#"

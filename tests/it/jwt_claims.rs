@@ -1,14 +1,8 @@
 //! JWT claims as keys and match conditions, end to end.
 
-use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::jwt_issuer::write_jwks;
 use crate::support::prelude::*;
-use crate::support::unix_s;
 use jsonwebtoken::Algorithm;
-use serde_json::json;
-use std::fs;
-use std::path::Path;
-use std::time::Duration;
-use tempfile::TempDir;
 
 /// One request per user. All requests without a user share one.
 const PER_USER_POLICY: &str = r#"

@@ -1,11 +1,7 @@
 //! Key parts with alternatives, end to end: the first present one counts, and no value of one
 //! source shares a counter with a value of another.
 
-use crate::support::jwt_issuer::TokenIssuer;
 use crate::support::prelude::*;
-use crate::support::unix_s;
-use serde_json::json;
-use std::fs;
 
 /// The key of the tokens.
 const SECRET: &str = "0123456789abcdef0123456789abcdef";

@@ -1,17 +1,8 @@
 //! Token keys from a URL: an issuer that rotates, misbehaves and disappears.
 
-use crate::support::jwt_issuer::{TokenIssuer, jwks_text};
+use crate::support::jwt_issuer::jwks_text;
 use crate::support::prelude::*;
-use crate::support::unix_s;
-use futures_util::future::join_all;
-use hyper::Response;
 use jsonwebtoken::Algorithm;
-use serde_json::json;
-use std::fs;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
-use tokio::time::sleep;
 
 /// Requests without a verified user get 400.
 const PER_USER_POLICY: &str = "[[policy]]\nname = \"per-user\"\nkey = [\"jwt:sub\"]\nmissing_key = \"reject\"\nlimit = { requests = 1000000, per = \"1h\", algorithm = \"token_bucket\" }\n";

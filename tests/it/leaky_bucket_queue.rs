@@ -1,11 +1,6 @@
 //! `leaky_bucket` end to end: requests are queued until their turn.
 
 use crate::support::prelude::*;
-use hyper::Response;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-use tokio::task::JoinSet;
-use tokio::time::timeout;
 
 /// One queue slot every half second, and a second policy that only counts.
 const QUEUE_POLICIES: &str = r#"

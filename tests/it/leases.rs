@@ -1,17 +1,12 @@
 //! Leases: several proxies take units in advance from one Redis. The upstream records show the
 //! admitted requests.
 
-use crate::support::cluster::initial_node;
 use crate::support::prelude::*;
-use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Charge, KeyBuilder, LeaseTerms, Limit};
-use tidegate::store::{DecisionSource, LeasePool, Store};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep};
+use tidegate::limiter::LeaseTerms;
+use tidegate::store::{DecisionSource, LeasePool};
+use tokio::time::Instant;
 
 async fn start_proxy(server: &RedisServer, upstream: &Upstream, policy: &str) -> Proxy {
     let config = format!(
@@ -108,11 +103,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
         Algorithm::FixedWindow { offset_us: 0 },
         plain_bucket(100),
     ];
-    let limits = lends.map(|algorithm| Limit {
-        requests: 100,
-        per_us: 60_000_000,
-        algorithm,
-    });
+    let limits = lends.map(|algorithm| make_limit(100, 60_000_000, algorithm));
     // A background call of cost 0 requests more units.
     let lend = async |limit: &Limit| {
         let lease = Some(LeaseTerms {

@@ -3,8 +3,6 @@
 use crate::support::prelude::*;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
 
 #[tokio::test]
 async fn sigterm_lets_requests_in_flight_finish_and_exits_with_0() {

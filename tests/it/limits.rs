@@ -1,8 +1,6 @@
 //! Limits end to end: admission, remaining units, refusals, and correct response fields.
 
 use crate::support::prelude::*;
-use hyper::Response;
-use std::time::{Duration, Instant};
 use tidegate::clock::Clock;
 use tokio::time::sleep_until;
 

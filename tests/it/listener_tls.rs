@@ -5,17 +5,10 @@ mod reload;
 
 use crate::support::client::open_http2_over_stream;
 use crate::support::prelude::*;
-use crate::support::pseudo_random_bytes;
 use crate::support::tls::certificate_params;
 use hyper::ext::Protocol;
-use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use rcgen::{CertificateParams, SanType, date_time_ymd};
-use std::fs;
-use std::net::SocketAddr;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::rustls::version;
 
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";

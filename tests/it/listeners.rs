@@ -1,13 +1,8 @@
 //! Other listeners: Unix sockets, and load balancers with the PROXY protocol.
 
 use crate::support::prelude::*;
-use std::fs;
-use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use tempfile::TempDir;
-use tokio::io::AsyncWriteExt;
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::UnixStream;
 
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
 const PER_CLIENT_POLICY: &str =

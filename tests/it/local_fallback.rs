@@ -4,18 +4,9 @@ mod flapping;
 mod partial_recovery;
 mod restart;
 
-use crate::support::cluster::{initial_node, initial_node_for_name};
-use crate::support::fake_redis::TcpRelay;
+use crate::support::cluster::initial_node_for_name;
 use crate::support::prelude::*;
 use crate::support::proxy::Setup;
-use crate::support::redis::free_port;
-use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-use tidegate::limiter::KeyBuilder;
-use tokio::task::JoinHandle;
-use tokio::time::sleep;
 
 const LIMIT_UNITS: usize = 30;
 const LIMIT_PERIOD: Duration = Duration::from_secs(1);

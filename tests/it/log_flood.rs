@@ -1,11 +1,9 @@
 //! Logs that clients make long or many, and a reader of stderr that stops.
 
 use crate::support::prelude::*;
-use std::net::SocketAddr;
 use std::process::Stdio;
-use std::time::Instant;
 use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::time::{Duration, timeout};
+use tokio::time::Duration;
 
 const DENY_ALL: &str = "[[policy]]\nname = 'deny'\naction = 'deny'\n";
 

@@ -2,8 +2,6 @@
 
 use crate::support::prelude::*;
 use regex::Regex;
-use std::collections::BTreeSet;
-use std::path::Path;
 use walkdir::WalkDir;
 
 const ACCESS_LOG_CONFIG: &str = r#"

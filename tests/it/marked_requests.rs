@@ -2,9 +2,7 @@
 //! keeps a policy out of the responses.
 
 use crate::support::prelude::*;
-use crate::support::rls_client::{
-    ServiceClient, make_descriptor, response_header, single_descriptor_request, single_status,
-};
+use crate::support::rls_client::{response_header, single_status};
 
 const MARK_POLICIES: &str = r#"
 [[policy]]

@@ -2,11 +2,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-use tokio::io::AsyncWriteExt;
 
 /// Sends requests on new connections until `stop`. All are answered with 200.
 async fn keep_requesting(address: SocketAddr, stop: Arc<AtomicBool>) {

@@ -4,13 +4,8 @@
 use crate::reference_model::NaiveModel;
 use crate::support::prelude::*;
 use proptest::prelude::*;
-use std::collections::HashMap;
-use std::sync::Arc;
 use std::thread;
 use tidegate::clock::{Clock, ManualClock};
-use tidegate::limiter::{
-    Algorithm, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, Refusal,
-};
 use tidegate::store::{MemorySettings, MemoryStore};
 
 const START_US: u64 = 1_800_000_000_000_123;
@@ -238,14 +233,6 @@ impl StoreFixture {
             ClockChange::Edge { .. } => now_us,
             ClockChange::JumpAhead => now_us + 40 * HOUR_US,
         });
-    }
-}
-
-fn make_limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
-    Limit {
-        requests,
-        per_us,
-        algorithm,
     }
 }
 

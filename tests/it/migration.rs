@@ -4,9 +4,6 @@ use super::documentation::{CodeBlock, read_code_blocks};
 use super::migration_products::SeededChoices;
 use super::support::nginx::Nginx;
 use crate::support::prelude::*;
-use futures_util::future::join_all;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
 
 const NGINX_PAGE: &str = "docs/migration/nginx-limit-req.md";
 

@@ -5,9 +5,6 @@
 use super::documentation::read_code_blocks;
 use crate::support::prelude::*;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
-use crate::support::rls_client::{ServiceClient, make_descriptor, make_request};
-use std::collections::HashMap;
-use std::time::Duration;
 
 /// The entries of one descriptor.
 type Entries<'a> = Vec<(&'a str, &'a str)>;

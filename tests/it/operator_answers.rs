@@ -1,10 +1,6 @@
 //! What commands answer when something is missing or wrong, and the audit lines of changes.
 
 use crate::support::prelude::*;
-use crate::support::redis::free_port;
-use serde_json::Value;
-use std::fs;
-use tempfile::TempDir;
 
 const TWO_LIMITS: &str = r#"
 [[policy]]

@@ -1,10 +1,7 @@
 //! Metrics by OTLP: names, units, attributes and resource that a collector receives.
 
 use crate::support::prelude::*;
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
 use hyper::service::service_fn;
-use hyper::{Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::service::TowerToHyperService;
 use opentelemetry_proto::tonic::collector::metrics::v1::metrics_service_server::{
@@ -19,11 +16,6 @@ use opentelemetry_proto::tonic::metrics::v1::{
     AggregationTemporality, HistogramDataPoint, Metric, NumberDataPoint, number_data_point,
 };
 use prost::Message;
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
-use tokio::net::TcpListener;
-use tokio::task::{JoinHandle, JoinSet};
 use tonic::Status;
 
 const POLICIES: &str =

@@ -1,8 +1,6 @@
 //! Overrides by pattern, with an action or a mode of their own, end to end.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
 
 const POLICIES: &str = r#"
 [[policy]]

@@ -8,13 +8,8 @@ mod reasons;
 
 use crate::support::prelude::*;
 use hyper::header::HeaderName;
-use std::collections::BTreeSet;
-use std::fs;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tidegate::policy::{KeyPart, KeyTemplate};
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 const POLICIES: &str = r#"
 [[policy]]

@@ -1,16 +1,8 @@
 //! Overrides of keys: both stores decide as the naive model does with the limits in effect.
 
 use crate::reference_model::NaiveModel;
-use crate::support::store_harness::{
-    EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, test_seed,
-};
-use fastrand::Rng;
-use std::collections::HashMap;
-use std::sync::Arc;
-use tidegate::limiter::{
-    Algorithm, Charge, ChargeOutcome, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts,
-    LimitName, LimitStatus, MAX_UNITS, OverrideInEffect,
-};
+use crate::support::prelude::*;
+use tidegate::limiter::{ChargeOutcome, KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
 use tidegate::store::StoredOverride;
 
 const ROUNDS: usize = 60;
@@ -62,11 +54,11 @@ fn draw_policy(rng: &mut Rng, number: usize, algorithm_count: usize) -> DynamicP
         key,
         limits,
         // In the model, a refusal by a cold bucket starts no block.
-        block: (!has_bucket && rng.u8(..3) == 0).then_some(Limit {
-            requests: 1,
-            per_us: 5_000_000,
-            algorithm: Algorithm::Block,
-        }),
+        block: (!has_bucket && rng.u8(..3) == 0).then_some(make_limit(
+            1,
+            5_000_000,
+            Algorithm::Block,
+        )),
         shadow: rng.u8(..4) == 0,
         counts_rejected: !has_bucket && rng.u8(..4) == 0,
         is_estimate: rng.u8(..4) == 0,

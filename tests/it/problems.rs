@@ -1,8 +1,6 @@
 //! The problems that `/readyz` states in words. Readiness itself does not depend on them.
 
 use crate::support::prelude::*;
-use serde_json::json;
-use std::net::SocketAddr;
 
 const ONE_POLICY: &str = "[[policy]]\nname = \"p\"\nlimit = { requests = 19, per = \"1h\" }\n";
 

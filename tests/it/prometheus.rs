@@ -3,13 +3,8 @@
 use crate::support::prelude::*;
 use crate::support::process::OutputLine;
 use regex::Regex;
-use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::io::Write as _;
-use std::net::SocketAddr;
 use std::process::{Command, Stdio};
-use tempfile::TempDir;
 
 const POLICIES: &str = r#"
 [[policy]]

@@ -10,8 +10,7 @@ use crate::support::rls_client::messages::{
     RateLimitDescriptor, RateLimitRequest, RateLimitResponse,
 };
 use crate::support::rls_client::{
-    RLS_LISTENER, ServiceClient, USER_POLICY, call_unary, make_descriptor, make_request,
-    response_header, single_descriptor_request, single_status, with_hits,
+    USER_POLICY, call_unary, response_header, single_status, with_hits,
 };
 use tonic::Code;
 

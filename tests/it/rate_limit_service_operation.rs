@@ -5,14 +5,9 @@ use crate::support::prelude::*;
 use crate::support::rls_client::messages::RateLimitResponse;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
 use crate::support::rls_client::{
-    RLS_LISTENER, SHOULD_RATE_LIMIT, ServiceClient, USER_POLICY, call_over_stream, call_unary,
-    connect, encode_grpc_message, make_descriptor, make_request, messages,
-    single_descriptor_request,
+    SHOULD_RATE_LIMIT, USER_POLICY, call_over_stream, call_unary, connect, encode_grpc_message,
+    messages,
 };
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
-use std::net::SocketAddr;
-use std::path::Path;
 use tokio::net::UnixStream;
 use tonic::Code;
 

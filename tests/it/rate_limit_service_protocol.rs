@@ -7,8 +7,8 @@ use crate::support::prelude::*;
 use crate::support::rls_client::messages::RateLimitResponse;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
 use crate::support::rls_client::{
-    RLS_LISTENER, SHOULD_RATE_LIMIT, ServiceClient, USER_POLICY, call_unary, encode_grpc_message,
-    make_descriptor, make_request, send_raw_call, single_descriptor_request, with_grpc_prefix,
+    SHOULD_RATE_LIMIT, USER_POLICY, call_unary, encode_grpc_message, send_raw_call,
+    with_grpc_prefix,
 };
 use prost::Message;
 

@@ -2,17 +2,10 @@
 //! the recipes for Traefik and Envoy with these programs.
 
 use super::documentation::read_code_blocks;
-use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::jwt_issuer::write_jwks;
 use crate::support::nginx::Nginx;
 use crate::support::prelude::*;
-use crate::support::unix_s;
-use futures_util::future::join_all;
-use hyper::Response;
 use jsonwebtoken::Algorithm;
-use serde_json::json;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
 use tokio::net::TcpSocket;
 
 const PAGE: &str = "docs/RECIPES.md";

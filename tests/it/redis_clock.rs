@@ -1,7 +1,6 @@
 //! A wall clock of Redis that is set forward and back.
 
 use crate::support::prelude::*;
-use std::time::Duration;
 
 const HOUR: u64 = 3_600;
 

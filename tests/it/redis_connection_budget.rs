@@ -2,12 +2,8 @@
 //! `docs/operations/redis.md`.
 
 use crate::support::prelude::*;
-use crate::support::sentinel::SentinelDeployment;
 use std::net::TcpListener;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-use tidegate::store::redis::{RedisSettings, RedisStore, SharedRedisState};
-use tokio::time::sleep;
 
 /// Instances of the fleet, each with one worker.
 const FLEET_SIZE: usize = 500;

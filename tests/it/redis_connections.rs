@@ -2,15 +2,10 @@
 //! reason.
 
 use crate::support::prelude::*;
-use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
+use crate::support::sentinel::MASTER_NAME;
 use redis::Value;
-use std::collections::HashMap;
-use std::fs;
-use std::time::Duration;
-use tempfile::TempDir;
-use tidegate::limiter::{Charge, KeyBuilder};
-use tidegate::store::redis::{RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
-use tidegate::store::{Store, StoreUnavailable};
+use tidegate::store::StoreUnavailable;
+use tidegate::store::redis::{RedisCredentials, RedisPassword};
 
 /// Sentinels that vote at the same time elect no leader and retry after a delay.
 const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,20 +1,11 @@
 //! Decisions while Redis misbehaves: errors arrive quickly, have the right kind, and recovery is
 //! automatic.
 
-use crate::support::fake_redis::{TcpRelay, start_faulty_redis};
+use crate::support::fake_redis::start_faulty_redis;
 use crate::support::prelude::*;
-use crate::support::redis::{free_port, redis_settings};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit};
-use tidegate::store::redis::{
-    RedisCredentials, RedisPassword, RedisSettings, RedisStore, ScriptLibrary, SharedRedisState,
-};
-use tidegate::store::{Settlement, Store, StoreUnavailable};
-use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tidegate::store::StoreUnavailable;
+use tidegate::store::redis::{RedisCredentials, RedisPassword, ScriptLibrary};
 
 const LIMIT: Limit = sliding_log(1000, 60_000_000);
 

@@ -4,14 +4,9 @@
 //! requests without a policy measure the speed of the machine; the other latencies are compared
 //! with them.
 
-use crate::support::fake_redis::{TcpRelay, start_fixed_reply_server};
+use crate::support::fake_redis::start_fixed_reply_server;
 use crate::support::prelude::*;
 use crate::support::proxy::Setup;
-use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-use tokio::task::{JoinHandle, JoinSet};
 
 /// `store.redis.timeout`: long enough that a wait for Redis is visible on a busy machine.
 pub(crate) const TIMEOUT: Duration = Duration::from_millis(200);

@@ -1,14 +1,7 @@
 //! Common practices of rate limiting with Redis that no other test covers.
 
-use crate::support::fake_redis::TcpRelay;
 use crate::support::prelude::*;
-use crate::support::redis::redis_settings;
-use crate::support::store_harness::{EVERY_ALGORITHM, test_seed};
-use fastrand::Rng;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Charge, KeyBuilder, Limit};
-use tidegate::store::redis::{RedisStore, ScriptLibrary};
-use tokio::task::JoinSet;
+use tidegate::store::redis::ScriptLibrary;
 
 const LIMIT: Limit = sliding_log(1000, 60_000_000);
 

@@ -3,10 +3,8 @@
 //! It discards nothing. Each counter keeps every unit ever charged with its time, and each query
 //! looks at all of them. The stores are compared with it.
 
-use std::collections::HashMap;
-use tidegate::limiter::{
-    Algorithm, Amendment, Charge, ChargeOutcome, Decision, Limit, LimitStatus, Refusal,
-};
+use crate::support::prelude::*;
+use tidegate::limiter::ChargeOutcome;
 
 #[derive(Debug, Default)]
 pub struct NaiveModel {
@@ -618,11 +616,7 @@ mod hand_computed {
             Self {
                 model: NaiveModel::default(),
                 key,
-                limit: Limit {
-                    requests,
-                    per_us,
-                    algorithm,
-                },
+                limit: make_limit(requests, per_us, algorithm),
             }
         }
 
@@ -740,11 +734,8 @@ mod hand_computed {
     fn a_block_begins_with_a_refusal_and_is_not_prolonged() {
         let key = KeyBuilder::new("p").finish();
         let limits = [(1, 500, Algorithm::Block), (2, 100, Algorithm::SlidingLog)];
-        let limits = limits.map(|(requests, per_us, algorithm)| Limit {
-            requests,
-            per_us,
-            algorithm,
-        });
+        let limits =
+            limits.map(|(requests, per_us, algorithm)| make_limit(requests, per_us, algorithm));
         let mut model = NaiveModel::default();
         let mut ask = |at_us, cost| {
             let charge = |limit, cost| Charge::new(limit, &key, cost);
@@ -779,11 +770,7 @@ mod hand_computed {
     fn a_counted_refusal_replaces_the_oldest_units() {
         let key = KeyBuilder::new("p").finish();
         let mut model = NaiveModel::default();
-        let limit = |algorithm| Limit {
-            requests: 3,
-            per_us: 100,
-            algorithm,
-        };
+        let limit = |algorithm| make_limit(3, 100, algorithm);
         let mut decide_counting_rejections = |limit: &Limit, at_us, cost| {
             let charge = Charge {
                 counts_rejected: true,

@@ -2,11 +2,6 @@
 
 use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use hyper::Response;
-use std::fs;
-use std::sync::Mutex;
-use std::time::Duration;
-use tempfile::TempDir;
 
 /// The documented maximum is 2 s; the rest is for a busy machine.
 const RELOAD_TIMEOUT: Duration = Duration::from_millis(2_500);

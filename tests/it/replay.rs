@@ -2,13 +2,7 @@
 
 use crate::support::generated_log::{self, ExpectedReport};
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
-use std::path::Path;
 use std::process::Stdio;
-use std::time::Duration;
-use tempfile::TempDir;
-use tokio::io::AsyncWriteExt;
 
 fn write_sample_log(dir: &Path, requests: u64) -> ExpectedReport {
     let mut log = Vec::new();

@@ -1,15 +1,8 @@
 //! Amounts of limits that requests state, end to end.
 
 use crate::reference_model::NaiveModel;
-use crate::support::jwt_issuer::TokenIssuer;
 use crate::support::prelude::*;
-use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
-use crate::support::unix_s;
-use serde_json::{Value, json};
-use std::fs;
-use tidegate::limiter::{
-    Algorithm, Amendment, Charge, KeyBuilder, Limit, OverrideInEffect, Refusal,
-};
+use tidegate::limiter::OverrideInEffect;
 
 /// The key of the tokens.
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -327,11 +320,7 @@ fn both_stores_keep_the_usage_while_amounts_change() {
 fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() {
     const SECOND_US: u64 = 1_000_000;
     let key = KeyBuilder::new("tenant").finish();
-    let bucket = |requests| Limit {
-        requests,
-        per_us: 60 * SECOND_US,
-        algorithm: plain_bucket(2),
-    };
+    let bucket = |requests| make_limit(requests, 60 * SECOND_US, plain_bucket(2));
     let (large, small) = (bucket(10), bucket(1));
     for mut store in StoreUnderTest::both_stores() {
         for limit in [&large, &small] {

@@ -1,7 +1,6 @@
 //! Request costs, and the cost of rejected requests.
 
 use crate::support::prelude::*;
-use std::time::{Duration, Instant};
 use tokio::time::sleep_until;
 
 const COST_HEADER_POLICY: &str = r#"

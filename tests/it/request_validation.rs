@@ -3,7 +3,6 @@
 
 use crate::support::prelude::*;
 use std::fmt::Write as _;
-use std::time::Duration;
 
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 /// Sent after every ambiguous request. If it reaches the upstream, it was smuggled.

@@ -2,9 +2,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use http_body_util::{BodyExt, Full};
-use hyper::Request;
-use std::time::{Duration, Instant};
 
 #[tokio::test]
 async fn a_body_above_the_limit_is_a_413() {

@@ -3,10 +3,7 @@
 
 use crate::support::prelude::*;
 use socket2::{Domain, SockAddr, Socket, Type};
-use std::fs;
 use std::io::{Read, Write};
-use std::time::Duration;
-use tempfile::TempDir;
 use tokio::process::Command;
 
 /// Runs the proxy where two ports are left for connections to the upstream, which answers neither

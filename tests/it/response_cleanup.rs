@@ -3,13 +3,8 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use http_body_util::BodyExt;
-use hyper::{HeaderMap, Method, Request};
-use std::sync::Arc;
-use tokio::io::AsyncReadExt;
-use tokio::sync::Semaphore;
-use tokio::time::{Duration, timeout};
+use hyper::{HeaderMap, Method};
+use tokio::time::Duration;
 
 /// Fields and frames (kind, flags, payload) of a response of an h2c upstream.
 type H2cCase = (

@@ -1,19 +1,10 @@
 //! Costs that only the response reports: units are reserved with the request and settled with the
 //! response.
 
-use crate::support::fake_redis::TcpRelay;
 use crate::support::prelude::*;
-use crate::support::redis::redis_settings;
-use crate::support::upstream::BodySender;
-use hyper::body::Incoming;
-use hyper::{HeaderMap, Request, Response};
-use std::net::SocketAddr;
-use std::time::Duration;
-use tidegate::limiter::{Amendment, Charge, Key, KeyBuilder};
-use tidegate::store::Settlement;
-use tidegate::store::redis::RedisSettings;
+use hyper::HeaderMap;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::Instant;
 
 /// A request reserves 100 of 1000 units. The period is so long that no unit returns by itself.
 const POLICIES: &str = r#"

@@ -1,11 +1,8 @@
 //! `Retry-After` covers every limit that would refuse, whichever part of the store answers first: the
 //! instance, one slot of a cluster, a cached refusal, a shard, or a local share.
 
-use crate::support::cluster::initial_node;
-use crate::support::login_app::{check_password, log_in};
 use crate::support::prelude::*;
 use std::ops::RangeInclusive;
-use tidegate::limiter::KeyBuilder;
 
 const FROM_CACHE: &str = "tidegate_decision_seconds_count{source=\"deny_cache\"}";
 

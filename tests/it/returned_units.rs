@@ -2,14 +2,8 @@
 //! whatever the other store decides.
 
 use crate::support::prelude::*;
-use futures_util::future::join_all;
-use hyper::Response;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::Instant;
 
 const REJECTED: &str = "tidegate_requests_total{policy=\"customer\",decision=\"rejected\"}";
 

@@ -1,10 +1,8 @@
 //! Clients ask for their own limits, and only for their own.
 
-use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::jwt_issuer::write_jwks;
 use crate::support::prelude::*;
 use jsonwebtoken::Algorithm;
-use serde_json::json;
-use tempfile::TempDir;
 
 const PATH: &str = "/.well-known/ratelimit";
 

@@ -4,10 +4,7 @@ mod combinations;
 mod slot_terms;
 
 use crate::support::prelude::*;
-use crate::support::rls_client::{
-    LimitCode, RLS_LISTENER, RateLimitDescriptor, RateLimitRequest, ServiceClient, make_descriptor,
-    make_request,
-};
+use crate::support::rls_client::{LimitCode, RateLimitDescriptor, RateLimitRequest};
 
 /// `/both` matches both policies.
 const POLICIES: &str = r#"

@@ -4,12 +4,8 @@
 //! time. So delays between a decision and its response do not affect the result.
 
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
-use tokio::net::TcpStream;
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::time::Instant;
 
 const CLIENT_COUNT: usize = 64;
 const LIMIT_UNITS: usize = 100;

@@ -4,8 +4,6 @@
 
 use crate::support::h2_frames::{FrameClient, request_frame};
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::collections::BTreeMap;
 
 const FIXTURE: &str = include_str!("../fixtures/spellings.json");
 

@@ -2,14 +2,8 @@
 
 use crate::support::prelude::*;
 use crate::support::process::send_signal_to;
-use serde_json::Value;
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, Command};
-use tokio::time::timeout;
 
 const TIDEGATE_BINARY: &str = env!("CARGO_BIN_EXE_tidegate");
 

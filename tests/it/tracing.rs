@@ -1,13 +1,7 @@
 //! Traces: forwarded trace headers and the spans that a collector receives.
 
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
-use crate::support::redis::free_port;
-use crate::support::upstream::BodySender;
-use bytes::Bytes;
-use http_body_util::BodyExt;
 use hyper::service::service_fn;
-use hyper::{Request, Response};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::service::TowerToHyperService;
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
@@ -19,12 +13,6 @@ use opentelemetry_proto::tonic::collector::trace::v1::{
 use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
-use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-use tokio::net::TcpListener;
-use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 use tonic::{Code, Status};
 

@@ -2,13 +2,6 @@
 //! stores. Tests of traps that concern one algorithm are in the files of that algorithm.
 
 use crate::support::prelude::*;
-use crate::support::store_harness::{
-    EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us, test_seed,
-};
-use fastrand::Rng;
-use tidegate::limiter::{
-    Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, MAX_UNITS,
-};
 
 /// One key and one limit in one store, with a clock that the test sets.
 struct LimitFixture<'a> {
@@ -231,11 +224,7 @@ async fn trap_6_a_period_of_one_millisecond_is_enforced() {
         Algorithm::LeakyBucket { max_delay_us: 0 },
     ] {
         let (limit, key) = (
-            Limit {
-                requests: 1,
-                per_us: 1_000,
-                algorithm,
-            },
+            make_limit(1, 1_000, algorithm),
             KeyBuilder::new("p").finish(),
         );
         let charge = Charge::new(&limit, &key, 1);
@@ -313,19 +302,11 @@ fn trap_13_lua_counts_exactly_up_to_2_to_the_53() {
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
     ];
-    let most = |algorithm| Limit {
-        requests: MAX_UNITS,
-        per_us: 1_000_000,
-        algorithm,
-    };
+    let most = |algorithm| make_limit(MAX_UNITS, 1_000_000, algorithm);
     let mut limits = log_algorithms.map(most).to_vec();
     let bucket = plain_bucket(MAX_UNITS / 1_000);
     let line = Algorithm::LeakyBucket { max_delay_us: 999 };
-    limits.extend([bucket, line].map(|algorithm| Limit {
-        requests: MAX_UNITS / 1_000,
-        per_us: 1_000,
-        algorithm,
-    }));
+    limits.extend([bucket, line].map(|algorithm| make_limit(MAX_UNITS / 1_000, 1_000, algorithm)));
     for mut store in StoreUnderTest::both_stores() {
         for limit in &limits {
             store.reset();
@@ -394,11 +375,7 @@ fn trap_16_a_crashed_holders_slot_expires_and_a_renewed_one_stays() {
     const LEASE_US: u64 = 10_000_000;
     let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
     let (limit, key) = (
-        Limit {
-            requests: 2,
-            per_us: LEASE_US,
-            algorithm,
-        },
+        make_limit(2, LEASE_US, algorithm),
         KeyBuilder::new("p").finish(),
     );
     for mut store in StoreUnderTest::both_stores() {

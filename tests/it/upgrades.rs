@@ -1,18 +1,11 @@
 //! WebSockets and other upgrades over HTTP/1.1 and HTTP/2, from the handshake to the last byte.
 
 use crate::support::prelude::*;
-use crate::support::pseudo_random_bytes;
-use crate::support::upstream::RawSocket;
-use hyper::body::Incoming;
 use hyper::client::conn::http2::SendRequest;
 use hyper::ext::Protocol;
 use hyper::upgrade::Upgraded;
-use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc;
-use tokio::time::{sleep, timeout};
 
 /// The handshake of RFC 6455, section 1.3, with its expected accept key.
 const WEBSOCKET_HANDSHAKE: &str = "GET /chat HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\n\

@@ -2,13 +2,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use hyper::body::Incoming;
-use hyper::{Request, Response};
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
 
 const FEW_CONNECTIONS: &str =
     "upstream.max_connections = 4\nclient.trusted_proxies = ['127.0.0.1']\n";

@@ -1,22 +1,13 @@
 //! Upstream connections beside plain TCP: Unix sockets, TLS with reloaded certificates, and
 //! upgrades over HTTP/2.
 
-use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::prelude::*;
 use crate::support::proxy::Setup;
-use crate::support::pseudo_random_bytes;
 use h2::server::Builder;
-use http_body_util::BodyExt;
 use hyper::service::service_fn;
-use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use std::convert::Infallible;
-use std::fs;
-use std::time::Duration;
-use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, UnixListener};
-use tokio::task::JoinHandle;
+use tokio::net::UnixListener;
 
 #[tokio::test]
 async fn an_app_behind_a_unix_socket_is_served() {

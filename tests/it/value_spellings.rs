@@ -3,7 +3,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use crate::support::rls_client::{RLS_LISTENER, ServiceClient};
 
 /// Sends a GET with one field, over HTTP/1.1.
 async fn ask_http1(proxy: &Proxy, target: &str, name: &str, value: &[u8]) -> (u16, String) {

@@ -3,12 +3,8 @@
 
 use crate::support::clock_offset::ClockOffset;
 use crate::support::prelude::*;
-use crate::support::store_harness::{DAY_US, EVERY_ALGORITHM, test_seed};
-use fastrand::Rng;
 use tidegate::clock::{Clock, ManualClock};
-use tidegate::limiter::{
-    Algorithm, Calendar, CalendarUnit, Charge, Decision, Key, KeyBuilder, Limit, Refusal,
-};
+use tidegate::limiter::{Calendar, CalendarUnit};
 use tidegate::store::{MemorySettings, MemoryStore};
 
 const HOUR_US: u64 = DAY_US / 24;
@@ -26,11 +22,7 @@ fn key(name: &str) -> Key {
 
 fn daily_limits() -> [Limit; 2] {
     let calendar = Calendar::new(CalendarUnit::Day, "UTC").unwrap();
-    let fixed = Limit {
-        requests: 3,
-        per_us: DAY_US,
-        algorithm: Algorithm::FixedWindow { offset_us: 0 },
-    };
+    let fixed = make_limit(3, DAY_US, Algorithm::FixedWindow { offset_us: 0 });
     [Limit::per_calendar_period(3, calendar), fixed]
 }
 

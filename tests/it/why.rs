@@ -3,14 +3,8 @@
 use crate::support::prelude::*;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use serde_json::Value;
-use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-use tempfile::TempDir;
 use tidegate::policy::{KeyPart, KeyTemplate};
-use tokio::time::sleep;
 
 const POLICIES: &str = r#"
 [client]

@@ -1,19 +1,12 @@
 //! Bodies in both directions: complete, truncated, refused and unread.
 
 use super::{GOAWAY_NO_STREAMS, ONE_WORKER, SERVER_SETTINGS, read_request_head, start_proxy};
-use crate::support::h2_upstream::{H2Exchange, H2Upstream, full_body};
+use crate::support::h2_upstream::full_body;
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use crate::support::{pseudo_random_bytes, sha256};
-use bytes::Bytes;
 use h2::Reason;
 use h2::server::Builder;
-use http_body_util::BodyExt;
-use hyper::{HeaderMap, Request, Response};
-use std::sync::Arc;
-use tokio::io::AsyncReadExt;
-use tokio::sync::{Semaphore, mpsc};
-use tokio::time::timeout;
+use hyper::HeaderMap;
+use tokio::sync::mpsc;
 
 /// Reads frames until this many bytes of DATA have arrived.
 async fn read_request_body(socket: &mut RawSocket, mut left: usize) {

@@ -3,10 +3,7 @@
 
 use super::{read_remaining, remaining};
 use crate::calendar_limits::zone_far_from_midnight;
-use crate::support::fake_redis::TcpRelay;
-use crate::support::login_app::{check_password, log_in};
 use crate::support::prelude::*;
-use std::time::Duration;
 
 /// Sends a request without a password: the app answers 401.
 async fn send(proxy: &Proxy, user: &str) -> RawResponse {

@@ -2,15 +2,9 @@
 
 use crate::calendar_limits::zone_far_from_midnight;
 use crate::support::prelude::*;
-use crate::support::store_harness::test_seed;
-use fastrand::Rng;
-use std::sync::Arc;
 use tidegate::clock::Clock;
-use tidegate::limiter::{
-    Algorithm, Amendment, Calendar, CalendarUnit, Charge, CounterScope, Decision, Key, KeyBuilder,
-    Limit,
-};
-use tidegate::store::{MemorySettings, MemoryStore, Settlement, Store};
+use tidegate::limiter::{Calendar, CalendarUnit, CounterScope};
+use tidegate::store::{MemorySettings, MemoryStore};
 
 /// So long that no unit returns during the test.
 const LONG_US: u64 = 100 * 86_400_000_000;
@@ -81,11 +75,7 @@ fn draw_policy(rng: &mut Rng, scope: CounterScope) -> ModelPolicy {
         shadow,
         counts_responses,
         counts_rejected: counts && !has_slots && !counts_responses && rng.bool(),
-        block: (counts && rng.u8(0..4) == 0).then_some(Limit {
-            requests: 1,
-            per_us: LONG_US,
-            algorithm: Algorithm::Block,
-        }),
+        block: (counts && rng.u8(0..4) == 0).then_some(make_limit(1, LONG_US, Algorithm::Block)),
         limits,
     }
 }

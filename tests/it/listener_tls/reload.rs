@@ -6,12 +6,7 @@ use super::{
 };
 use crate::support::prelude::*;
 use rcgen::{SerialNumber, date_time_ymd};
-use std::fs;
 use std::os::unix::fs::symlink;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_rustls::rustls::{HandshakeKind, version};
 
 /// Whether new connections get a certificate signed by this authority.

@@ -3,8 +3,6 @@
 use super::*;
 use crate::support::prelude::*;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use tempfile::TempDir;
 
 const UNITS: usize = 20;
 const PERIOD: Duration = Duration::from_secs(12);

@@ -1,10 +1,7 @@
 //! Overrides by the admin port: changes at the same time, slow listings, and values like digests.
 
 use super::{OverrideFixture, POLICIES};
-use crate::support::fake_redis::TcpRelay;
 use crate::support::prelude::*;
-use std::time::Duration;
-use tokio::time::sleep;
 
 #[tokio::test]
 async fn two_limits_that_are_set_at_the_same_time_both_stay() {

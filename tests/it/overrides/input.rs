@@ -2,8 +2,6 @@
 
 use super::{OverrideFixture, POLICIES};
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
 
 /// Imports a file with errors. Returns stderr.
 async fn import_errors(fixture: &OverrideFixture, name: &str, text: &str) -> String {

@@ -2,12 +2,7 @@
 
 use super::{POLICIES, assert_usage_is_shared};
 use crate::calendar_limits::zone_far_from_midnight;
-use crate::support::gated_upstream::GatedUpstream;
-use crate::support::login_app::{check_password, log_in};
 use crate::support::prelude::*;
-use crate::support::store_harness::test_seed;
-use futures_util::future::join_all;
-use std::net::SocketAddr;
 
 /// `/both` matches both policies. The counter is one, and each policy has its own limit.
 const LOCKOUT_POLICIES: &str = "

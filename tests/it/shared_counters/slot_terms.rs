@@ -2,8 +2,6 @@
 //! request apply, not only the one with the lowest limit.
 
 use crate::support::prelude::*;
-use std::time::{Duration, Instant};
-use tokio::time::timeout;
 
 fn slot_policy(name: &str, requests: u64, options: &str) -> String {
     format!(

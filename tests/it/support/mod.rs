@@ -42,19 +42,63 @@ pub mod prelude {
         get_request, open_http2_connection,
     };
     pub use super::cluster::RedisCluster;
+    pub use super::cluster::initial_node;
+    pub(crate) use super::fake_redis::{TcpRelay, start_filtering_relay};
+    pub use super::gated_upstream::GatedUpstream;
+    pub use super::h2_upstream::{H2Exchange, H2Upstream};
+    pub use super::jwt_issuer::TokenIssuer;
+    pub use super::login_app::{check_password, log_in};
     pub use super::process::{
         ChildProcess, ConfigFile, ProcessOutput, run_check, run_command, tidegate_command,
     };
     pub use super::proxy::{LogLine, Proxy};
     pub(crate) use super::redis::{RedisServer, connect_redis, list_counter_keys};
+    pub(crate) use super::redis::{free_port, redis_settings};
+    pub use super::rls_client::{
+        RLS_LISTENER, ServiceClient, make_descriptor, make_request, single_descriptor_request,
+    };
+    pub use super::sentinel::SentinelDeployment;
+    pub use super::store_harness::{
+        DAY_US, EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us,
+        draw_limit_for, test_seed,
+    };
     pub use super::tls::{CertificateAuthority, TlsClient};
+    pub use super::upstream::{BodySender, RawSocket};
     pub use super::upstream::{
         RawUpstream, Upstream, UpstreamResponse, channel_body, echo, full_body, set_header,
     };
     pub use super::{
         TEST_TIMEOUT, assert_contains, assert_faster_than, assert_lacks, eventually, in_time,
-        plain_bucket, sliding_log, unused_address, wait_until, wait_until_within, write_temp_file,
+        make_limit, plain_bucket, sliding_log, unused_address, wait_until, wait_until_within,
+        write_temp_file,
     };
+    pub use super::{pseudo_random_bytes, serve_connections, sha256, unix_s};
+    pub use bytes::Bytes;
+    pub use fastrand::Rng;
+    pub use futures_util::future::join_all;
+    pub use http_body_util::{BodyExt, Full};
+    pub use hyper::body::Incoming;
+    pub use hyper::{Request, Response};
+    pub use serde_json::{Value, json};
+    pub use std::collections::{BTreeMap, BTreeSet, HashMap};
+    pub use std::fs;
+    pub use std::net::SocketAddr;
+    pub use std::path::{Path, PathBuf};
+    pub use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+    pub use std::sync::{Arc, Mutex};
+    pub use std::time::{Duration, Instant};
+    pub use tempfile::TempDir;
+    pub use tidegate::limiter::{
+        Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, MAX_UNITS,
+        Refusal,
+    };
+    pub use tidegate::store::redis::{RedisSettings, RedisStore, RedisTopology, SharedRedisState};
+    pub use tidegate::store::{Settlement, Store};
+    pub use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    pub use tokio::net::{TcpListener, TcpStream};
+    pub use tokio::sync::Semaphore;
+    pub use tokio::task::{JoinHandle, JoinSet};
+    pub use tokio::time::{sleep, timeout};
 }
 
 /// Deadline for events that should happen at once, long enough for a busy machine.
@@ -132,13 +176,17 @@ pub async fn in_time<T>(future: impl Future<Output = T>) -> T {
     result.unwrap_or_else(|_| panic!("not within {TEST_TIMEOUT:?}"))
 }
 
-/// A limit that counts exactly.
-pub const fn sliding_log(requests: u64, per_us: u64) -> Limit {
+pub const fn make_limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
     Limit {
         requests,
         per_us,
-        algorithm: Algorithm::SlidingLog,
+        algorithm,
     }
+}
+
+/// A limit that counts exactly.
+pub const fn sliding_log(requests: u64, per_us: u64) -> Limit {
+    make_limit(requests, per_us, Algorithm::SlidingLog)
 }
 
 /// A token bucket without a warm-up.

@@ -1,5 +1,6 @@
 //! Both stores with a test-controlled clock, and randomly drawn limits.
 
+use super::make_limit;
 use super::redis::RedisServer;
 use fastrand::Rng;
 use redis::aio::MultiplexedConnection;
@@ -146,11 +147,7 @@ impl StoreUnderTest {
         match self {
             Self::Memory { store, hands } => {
                 // A second counter of the policy, so that the policy itself does not count.
-                let limit = Limit {
-                    requests: 1,
-                    per_us: DAY_US + 1,
-                    algorithm: Algorithm::SlidingLog,
-                };
+                let limit = make_limit(1, DAY_US + 1, Algorithm::SlidingLog);
                 let second = Charge::new(&limit, charge.key, 1);
                 store.decide(&[second]);
                 let bytes = store.byte_count();
@@ -332,11 +329,7 @@ fn draw_limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
         _ => draw_duration_us(rng),
     };
     let magnitude = rng.u32(0..=4);
-    Limit {
-        requests: rng.u64(1..=10_u64.pow(magnitude)),
-        per_us,
-        algorithm,
-    }
+    make_limit(rng.u64(1..=10_u64.pow(magnitude)), per_us, algorithm)
 }
 
 /// From one millisecond to some months, evenly over the orders of magnitude.
