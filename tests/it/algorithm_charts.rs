@@ -38,73 +38,67 @@ struct AlgorithmPlot {
 /// A curve of the lower panel: time and number of units.
 type CurveFunction = fn(&SimulationRun) -> Vec<(u64, u64)>;
 
+const IN_LAST_SECOND: (&str, CurveFunction) = (
+    "admitted in the last second",
+    SimulationRun::units_in_last_second,
+);
+const LEFT_IN_BUCKET: (&str, CurveFunction) =
+    ("left in the bucket", SimulationRun::remaining_units);
+
+/// A plot of units that are admitted at once.
+const ADMITTED_AT_ONCE: AlgorithmPlot = AlgorithmPlot {
+    name: "",
+    parameters: "",
+    algorithm: Algorithm::SlidingLog,
+    passed_label: "admitted",
+    lower_title: "units, seen from each moment",
+    bound: (20, "the limit: 20 in any second"),
+    lower_max: 42,
+    curves: &[],
+};
+
 const ALGORITHM_PLOTS: [AlgorithmPlot; 7] = [
     AlgorithmPlot {
         name: "sliding_log",
         parameters: r#"per = "1s", algorithm = "sliding_log""#,
         algorithm: Algorithm::SlidingLog,
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
-        bound: (20, "the limit: 20 in any second"),
-        lower_max: 42,
-        curves: &[(
-            "admitted in the last second",
-            SimulationRun::units_in_last_second,
-        )],
+        curves: &[IN_LAST_SECOND],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "sliding_window",
         parameters: r#"per = "1s", algorithm = "sliding_window", buckets = 10"#,
         algorithm: Algorithm::SlidingWindow { buckets: 10 },
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
-        bound: (20, "the limit: 20 in any second"),
-        lower_max: 42,
         curves: &[
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
+            IN_LAST_SECOND,
             (
                 "what it counts: the oldest tenth whole",
                 SimulationRun::used_units,
             ),
         ],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "fixed_window",
         parameters: r#"per = "1s", algorithm = "fixed_window""#,
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
         bound: (20, "the limit: 20 in each second of the clock"),
-        lower_max: 42,
         curves: &[
             (
                 "admitted in this second of the clock",
                 SimulationRun::used_units,
             ),
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
+            IN_LAST_SECOND,
         ],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "token_bucket",
         parameters: r#"per = "1s", algorithm = "token_bucket", burst = 10"#,
         algorithm: plain_bucket(10),
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),
-        lower_max: 42,
-        curves: &[
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
-            ("left in the bucket", SimulationRun::remaining_units),
-        ],
+        curves: &[IN_LAST_SECOND, LEFT_IN_BUCKET],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "warm_up",
@@ -113,17 +107,9 @@ const ALGORITHM_PLOTS: [AlgorithmPlot; 7] = [
             burst: 10,
             warm_up_us: SECOND_US,
         },
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),
-        lower_max: 42,
-        curves: &[
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
-            ("left in the bucket", SimulationRun::remaining_units),
-        ],
+        curves: &[IN_LAST_SECOND, LEFT_IN_BUCKET],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "leaky_bucket",
@@ -220,12 +206,7 @@ impl SimulationRun {
                     run.admitted.push((at_us, at_us + stays_us));
                 }
             }
-            let left = memory_store
-                .decide(&[charge(0)], START_US + now_us)
-                .outcomes[0]
-                .status
-                .unwrap()
-                .remaining;
+            let left = first_remaining(&memory_store.decide(&[charge(0)], START_US + now_us));
             run.samples.push((now_us, limit.capacity() - left, left));
         }
         run

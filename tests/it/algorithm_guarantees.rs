@@ -382,10 +382,8 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
                 now_us += rng.u64(..=2 * limit.per_us / limit.requests);
             }
         }
-        let saturated: Vec<u64> = times
-            .into_iter()
-            .filter(|at| *at >= begin_us + limit.per_us)
-            .collect();
+        let items = times.into_iter();
+        let saturated: Vec<u64> = items.filter(|at| *at >= begin_us + limit.per_us).collect();
         let stretch_us = limit.per_us + limit.sub_window_width_us() - 1;
         let many = usize::try_from(limit.requests).unwrap();
         let what = format!("TIDEGATE_TEST_SEED={seed}, run {number}: {limit:?}");

@@ -56,7 +56,7 @@ pub(crate) async fn decide_one(
 
 pub(crate) async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> u64 {
     let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
-    decision.outcomes[0].status.unwrap().remaining
+    first_remaining(&decision)
 }
 
 pub(crate) fn error_count(shared: &SharedRedisState) -> u64 {
@@ -146,10 +146,7 @@ async fn a_denial_in_one_slot_refunds_the_charges_in_the_others() {
     for slot in 1..=20 {
         let charges = [
             Charge::new(&DAILY_LIMIT, &wide, 2),
-            Charge {
-                policy_number: 1,
-                ..Charge::new(&narrow, &tight, 1)
-            },
+            policy_charge(1, &narrow, &tight, 1),
             Charge {
                 policy_number: 2,
                 slot_id: slot,
@@ -204,10 +201,7 @@ async fn every_algorithm_refunds_denied_charges() {
         plain_bucket(1000),
     ];
     for algorithm in all {
-        let limit = Limit {
-            algorithm,
-            ..DAILY_LIMIT
-        };
+        let limit = with_algorithm(DAILY_LIMIT, algorithm);
         // With an empty and with a partly used counter.
         for spent in [0, 10] {
             if spent > 0 {
@@ -221,10 +215,7 @@ async fn every_algorithm_refunds_denied_charges() {
             }
             let charges = [
                 Charge::new(&nothing, &full, 1),
-                Charge {
-                    policy_number: 1,
-                    ..Charge::new(&limit, &owner, 7)
-                },
+                policy_charge(1, &limit, &owner, 7),
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
             wait_until(format!("{algorithm:?} to give back"), async || {
@@ -251,13 +242,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
         plain_bucket(1000),
     ];
     for algorithm in all {
-        let (limit, owner) = (
-            Limit {
-                algorithm,
-                ..DAILY_LIMIT
-            },
-            key_on(1, "owner"),
-        );
+        let (limit, owner) = (with_algorithm(DAILY_LIMIT, algorithm), key_on(1, "owner"));
         // Two leases with different ends.
         for ttl_us in [DAILY_LIMIT.per_us / 4, DAILY_LIMIT.per_us / 2] {
             let lease = Some(LeaseTerms {
@@ -282,10 +267,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
         for _ in 0..5 {
             let charges = [
                 Charge::new(&nothing, &full, 1),
-                Charge {
-                    policy_number: 1,
-                    ..Charge::new(&limit, &owner, 7)
-                },
+                policy_charge(1, &limit, &owner, 7),
             ];
             assert!(!store.decide(&charges).await.unwrap().admitted);
         }
@@ -301,10 +283,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
 async fn estimated_costs_in_several_slots_are_settled_in_each() {
     let cluster = RedisCluster::start().await;
     let (_shared, store) = connect_store(&cluster).await;
-    let limit = Limit {
-        algorithm: Algorithm::SlidingLog,
-        ..DAILY_LIMIT
-    };
+    let limit = with_algorithm(DAILY_LIMIT, Algorithm::SlidingLog);
     let keys = [0, 1, 2].map(|node| key_on(node, "tokens"));
     let charges: Vec<_> = (0..)
         .zip(&keys)
@@ -365,10 +344,8 @@ async fn shards_together_admit_exactly_the_limit() {
     let last = last.unwrap();
     assert_eq!(last.status, 429);
     let wait = last.json()["retry_after"].as_f64().unwrap();
-    assert!(
-        (3500.0..=3600.0).contains(&wait),
-        "the earliest shard decides: {wait}"
-    );
+    let range = 3500.0..=3600.0;
+    assert!(range.contains(&wait), "the earliest shard decides: {wait}");
     let mut used = 0;
     for node in &cluster.nodes {
         let keys: Vec<String> = node.command("KEYS *:hot/*").await;
@@ -389,12 +366,7 @@ async fn shards_are_inspected_and_reset_as_one_counter() {
     for _ in 0..10 {
         assert!(store.decide(&[charge(1)]).await.unwrap().admitted);
     }
-    let whole = async || {
-        store.decide(&[charge(0)]).await.unwrap().outcomes[0]
-            .status
-            .unwrap()
-            .remaining
-    };
+    let whole = async || first_remaining(&store.decide(&[charge(0)]).await.unwrap());
     assert_eq!(whole().await, 990);
     let inspector = CounterInspector::connect(cluster.settings()).await.unwrap();
     assert!(inspector.reset_counters(&[charge(0)]).await.unwrap() >= 1);
@@ -509,10 +481,7 @@ async fn a_decision_cancelled_between_slots_refunds_its_charges() {
     for _ in 0..10 {
         let charges = [
             Charge::new(&nothing, &full, 1),
-            Charge {
-                policy_number: 1,
-                ..Charge::new(&DAILY_LIMIT, &free, 1)
-            },
+            policy_charge(1, &DAILY_LIMIT, &free, 1),
         ];
         tokio::select! {
             biased;

@@ -48,7 +48,7 @@ impl SplitFixture {
         };
         let store = Store::from_redis(connect_redis(settings).await.1);
         let decision = store.decide(&[Charge::new(limit, key, 0)]).await.unwrap();
-        limit.requests - decision.outcomes[0].status.unwrap().remaining
+        limit.requests - first_remaining(&decision)
     }
 
     fn forwarded(&self) -> u64 {
@@ -295,17 +295,13 @@ async fn local_keeps_the_answers_of_live_masters_and_charges_each_request_once()
     let limit = hourly(100, Algorithm::SlidingLog);
     let used = fixture.used_units(&limit, &live).await;
     println!("local: {statuses:?}, {used} units used");
-    assert_eq!(
-        (count(&statuses, 200), fixture.forwarded(), used),
-        (30, 30, 30)
-    );
+    assert_eq!(count(&statuses, 200), 30);
+    assert_eq!(fixture.forwarded(), 30);
+    assert_eq!(used, 30);
     fixture.cluster.nodes[1].restart_async().await;
     sleep(Duration::from_secs(5)).await;
-    assert_eq!(
-        fixture.used_units(&limit, &live).await,
-        30,
-        "after the outage"
-    );
+    let answer = fixture.used_units(&limit, &live).await;
+    assert_eq!(answer, 30, "after the outage");
 }
 
 /// The policy of the live key also applies alone. Its limit holds in full, although another
@@ -360,10 +356,8 @@ async fn an_open_slot_decides_two_keys_without_an_error() {
             let fixture = SplitFixture::start("500ms", &policies).await;
             let user = user_on(0, "two");
             let slot = hash_slot(&user_key("two", &user));
-            assert_eq!(
-                fixture.statuses(&user, used_before).await,
-                vec![200; used_before]
-            );
+            let answers = fixture.statuses(&user, used_before).await;
+            assert_eq!(answers, vec![200; used_before]);
             fixture.cluster.open_slot(slot, 0, 1, moved).await;
             let statuses = fixture.statuses(&user, 20).await;
             println!("{name}, {used_before} used, {moved} moved: {statuses:?}");
@@ -423,7 +417,7 @@ async fn settlements_in_an_open_slot_are_exact() {
         store.apply_settlements(&settlements).await.unwrap();
         for limit in &limits {
             let status = store.decide(&[Charge::new(limit, &key, 0)]).await.unwrap();
-            assert_eq!(status.outcomes[0].status.unwrap().remaining, 100 - used);
+            assert_eq!(first_remaining(&status), 100 - used);
         }
     }
     let errors: u64 = shared.error_counts().map(|(_, count)| count).sum();

@@ -405,9 +405,9 @@ proptest! {
                     edges.push(grows_at_us);
                     let look = Charge { cost: 0, ..*charge };
                     fixture.manual_clock.set_us(grows_at_us - 1);
-                    prop_assert_eq!(fixture.store.decide(&[look]).outcomes[0].status.unwrap().remaining, status.remaining);
+                    prop_assert_eq!(first_remaining(&fixture.store.decide(&[look])), status.remaining);
                     fixture.manual_clock.set_us(grows_at_us);
-                    prop_assert!(fixture.store.decide(&[look]).outcomes[0].status.unwrap().remaining > status.remaining);
+                    prop_assert!(first_remaining(&fixture.store.decide(&[look])) > status.remaining);
                 }
             }
         }
@@ -500,7 +500,7 @@ impl ManyKeysFixture {
 
     /// Units of this user that the store still counts. The charge of cost 0 consumes nothing.
     fn used_units(&self, user: &str) -> u64 {
-        self.limit.requests - self.decide(user, 0).outcomes[0].status.unwrap().remaining
+        self.limit.requests - first_remaining(&self.decide(user, 0))
     }
 }
 
@@ -513,10 +513,7 @@ fn the_longest_delay_applies_and_shadow_policies_delay_no_request() {
     };
     let (fast, slow, slowest) = (line(100, 50_000), line(10, 500_000), line(1, 9_000_000));
     let keys = ["fast", "slow", "slowest"].map(|name| make_key(name, "a"));
-    let charge = |limit, key, group| Charge {
-        policy_number: group,
-        ..Charge::new(limit, key, 1)
-    };
+    let charge = |limit, key, group| policy_charge(group, limit, key, 1);
     let charges = [
         charge(&fast, &keys[0], 0),
         charge(&slow, &keys[1], 1),
@@ -673,10 +670,7 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
             let (store, wide, narrow) = (Arc::clone(&store), wide, narrow);
             thread::spawn(move || {
                 let (a, b) = (make_key("wide", "a"), make_key("narrow", "b"));
-                let charge = |limit, key, group| Charge {
-                    policy_number: group,
-                    ..Charge::new(limit, key, 1)
-                };
+                let charge = |limit, key, group| policy_charge(group, limit, key, 1);
                 let mut charges = [charge(&wide, &a, 0), charge(&narrow, &b, 1)];
                 // Half of the threads submit the charges in reverse order. Locking in submission
                 // order would deadlock.
@@ -687,10 +681,8 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
             })
         })
         .collect();
-    let admitted: usize = threads
-        .into_iter()
-        .map(|thread| thread.join().unwrap())
-        .sum();
+    let items = threads.into_iter();
+    let admitted: usize = items.map(|thread| thread.join().unwrap()).sum();
     assert_eq!(
         admitted, 60,
         "the number of admitted requests must equal the narrow limit"
@@ -698,7 +690,7 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
     let key = make_key("wide", "a");
     let look = Charge::new(&wide, &key, 0);
     assert_eq!(
-        store.decide(&[look]).outcomes[0].status.unwrap().remaining,
+        first_remaining(&store.decide(&[look])),
         40,
         "rejected requests must not consume the wide limit"
     );

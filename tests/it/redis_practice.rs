@@ -62,12 +62,10 @@ async fn a_script_is_loaded_once_and_then_called_by_hash() {
         .read_info_number("commandstats", "cmdstat_evalsha")
         .await;
     decide_concurrently(&redis, 100).await;
-    assert_eq!(
-        server
-            .read_info_number("commandstats", "cmdstat_script|load")
-            .await,
-        loads
-    );
+    let number = server
+        .read_info_number("commandstats", "cmdstat_script|load")
+        .await;
+    assert_eq!(number, loads);
     // Concurrent decisions share calls.
     assert!(
         server
@@ -75,12 +73,10 @@ async fn a_script_is_loaded_once_and_then_called_by_hash() {
             .await
             > calls_by_hash
     );
-    assert_eq!(
-        server
-            .read_info_number("commandstats", "cmdstat_eval")
-            .await,
-        0
-    );
+    let number = server
+        .read_info_number("commandstats", "cmdstat_eval")
+        .await;
+    assert_eq!(number, 0);
 }
 
 /// Asks Redis itself for the hash slots, with special characters in prefixes and values.

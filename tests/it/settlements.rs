@@ -257,10 +257,7 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                     }
                 }
                 let look = Charge::new(&ledger.limit, &ledger.key, 0);
-                let left = store.decide(&[look], now_us).outcomes[0]
-                    .status
-                    .unwrap()
-                    .remaining;
+                let left = first_remaining(&store.decide(&[look], now_us));
                 let known = ledger.remaining_if_known(now_us);
                 let what = format!(
                     "{name}, step {step} at {now_us} of {limit:?}: {left} are left, {known} should be"

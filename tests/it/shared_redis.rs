@@ -228,9 +228,8 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
 async fn send_requests_until(address: SocketAddr, patient: bool, until: Instant) -> (usize, usize) {
     let (mut client, mut admitted, mut refused) = (RawClient::connect(address).await, 0, 0);
     while Instant::now() < until {
-        let reply = client
-            .request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await;
+        let request = client.request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n");
+        let reply = request.await;
         match reply.status {
             200 => admitted += 1,
             429 => {

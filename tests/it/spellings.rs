@@ -202,10 +202,8 @@ impl RecordingProxy {
         let body = if self.mode.is_http2 {
             let mut client = FrameClient::connect(self.proxy.address, &[]).await;
             let fields = request.http2_fields();
-            let fields: Vec<_> = fields
-                .iter()
-                .map(|(name, value)| (name.as_str(), value))
-                .collect();
+            let items = fields.iter();
+            let fields: Vec<_> = items.map(|(name, value)| (name.as_str(), value)).collect();
             client.send(request_frame(1, &fields)).await;
             client.read_body().await?
         } else {

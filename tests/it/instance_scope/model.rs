@@ -232,12 +232,8 @@ async fn split_decisions_are_those_of_one_store() {
                     continue;
                 };
                 assert_eq!(one.remaining, other.remaining, "{}", context());
-                assert_eq!(
-                    one.refusal.is_some(),
-                    other.refusal.is_some(),
-                    "{}",
-                    context()
-                );
+                let found = one.refusal.is_some();
+                assert_eq!(found, other.refusal.is_some(), "{}", context());
             }
             if decided.admitted {
                 let decisions = [&expected, &decided];

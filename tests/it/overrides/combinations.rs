@@ -54,7 +54,7 @@ async fn an_override_sets_how_many_requests_are_in_flight() {
     )
     .await;
     let app = GatedUpstream::start().await;
-    let text = std::fs::read_to_string(fixture.config.path()).unwrap();
+    let text = fs::read_to_string(fixture.config.path()).unwrap();
     let proxy = Proxy::start(&text, app.address).await;
     let set = ["set", "api", "ann", "--requests", "3"];
     fixture.run_successfully(&set).await;

@@ -102,10 +102,8 @@ async fn policies_share_the_count_of_their_responses() {
             await_result(two, path, "bob", (200, false)).await;
         }
         for (proxy, path) in [(one, "/login"), (two, "/reset"), (one, "/both")] {
-            assert_eq!(
-                try_password(proxy, path, "ann", "wrong").await,
-                (401, false)
-            );
+            let answer = try_password(proxy, path, "ann", "wrong").await;
+            assert_eq!(answer, (401, false));
         }
         // Three failures are used: all that `reset` has, and three of the five of `login`.
         for path in ["/reset", "/both"] {
@@ -132,10 +130,8 @@ async fn policies_share_a_lockout() {
         let shared = SharedProxies::start(in_redis, &with_block(), app.address).await;
         let (one, two) = shared.ends();
         for (proxy, path) in [(one, "/login"), (two, "/both"), (one, "/reset")] {
-            assert_eq!(
-                try_password(proxy, path, "ann", "wrong").await,
-                (401, false)
-            );
+            let answer = try_password(proxy, path, "ann", "wrong").await;
+            assert_eq!(answer, (401, false));
         }
         // `login` has two units left, so it starts no block.
         await_result(two, "/login", "ann", (200, false)).await;
@@ -147,9 +143,8 @@ async fn policies_share_a_lockout() {
         if let Some(redis) = &shared.redis {
             // The block, the request counter and the response counter of ann.
             let counters = list_counter_keys(redis).await;
-            let of_ann = counters
-                .iter()
-                .filter(|key| key.ends_with("@passwords/ann"));
+            let items = counters.iter();
+            let of_ann = items.filter(|key| key.ends_with("@passwords/ann"));
             assert_eq!(of_ann.count(), 3, "{counters:?}");
         }
     }

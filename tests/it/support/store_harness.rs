@@ -1,18 +1,13 @@
 //! Both stores with a test-controlled clock, and randomly drawn limits.
 
-use super::make_limit;
-use super::redis::RedisServer;
-use fastrand::Rng;
+use super::prelude::*;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Value};
 use std::fmt;
 use tidegate::clock::{Clock, ManualClock};
-use tidegate::limiter::{
-    Algorithm, Amendment, Calendar, CalendarUnit, Charge, Decision, Key, Limit, MAX_UNITS,
-    MAX_WARM_UP_US, Refusal,
-};
+use tidegate::limiter::{Calendar, CalendarUnit, MAX_WARM_UP_US};
 use tidegate::store::redis::ScriptLibrary;
-use tidegate::store::{MemorySettings, MemoryStore, Settlement, StoredOverride};
+use tidegate::store::{MemorySettings, MemoryStore, StoredOverride};
 use tokio::runtime::{Builder, Runtime};
 
 /// In the year 2100, so far ahead that no key of Redis expires while a test advances the clock.
@@ -258,10 +253,7 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 7] = [
         } else {
             rng.u64(..limit.per_us)
         };
-        Limit {
-            algorithm: Algorithm::FixedWindow { offset_us },
-            ..limit
-        }
+        with_algorithm(limit, Algorithm::FixedWindow { offset_us })
     }),
     ("calendar_window", |rng| {
         let zones = [
@@ -294,10 +286,7 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 7] = [
         } else {
             rng.u64(..=longest_us)
         };
-        Limit {
-            algorithm: Algorithm::LeakyBucket { max_delay_us },
-            ..limit
-        }
+        with_algorithm(limit, Algorithm::LeakyBucket { max_delay_us })
     }),
 ];
 
