@@ -538,7 +538,7 @@ async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
         .expect_header("content-type", "text/html; charset=utf-8");
     let policy = page.header("content-security-policy").unwrap();
     assert_contains(
-        &policy,
+        policy,
         &[
             "default-src 'none'",
             "script-src 'sha256-",

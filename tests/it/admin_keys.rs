@@ -77,7 +77,7 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
     let overview = proxy.get_json("/overview").await;
     let store = &overview["store"];
     assert_fields(
-        &store,
+        store,
         json!({ "kind": "redis", "up": true, "instances": 1 }),
     );
     assert_eq!(store["address"], format!("127.0.0.1:{}", redis.port()));

@@ -135,7 +135,7 @@ async fn commands_connect_through_the_socket() {
     gone.expect_code(1);
     assert_starts(
         &gone.stderr,
-        &format!("error: unix:{}: No such file", admin_proxy.path.display()),
+        format!("error: unix:{}: No such file", admin_proxy.path.display()),
     );
 }
 

@@ -112,12 +112,12 @@ async fn a_healthy_server_has_no_problems_and_keeps_no_traces() {
     }
     let server_facts = &report["servers"][0];
     assert_fields(
-        &server_facts,
+        server_facts,
         json!({ "role": "master", "append_only_file": true }),
     );
     assert!(server_facts["latency_p99_ms"].as_f64() >= server_facts["latency_p50_ms"].as_f64());
     let memory = &report["policies"][0];
-    assert_fields(&memory, json!({ "policy": "api", "counters": 60 }));
+    assert_fields(memory, json!({ "policy": "api", "counters": 60 }));
     assert!(memory["bytes"].as_u64().unwrap() > 60 * 50, "{memory}");
     let keys: Vec<String> = server.command("KEYS *").await;
     assert!(keys.iter().all(|key| !key.contains("probe")), "{keys:?}");
@@ -382,7 +382,7 @@ async fn a_server_that_stops_answering_keeps_the_facts_that_are_known() {
         (&late, &["expiry"]),
     ] {
         assert_fields(
-            &report,
+            report,
             json!({ "ok": false, "faults": 0, "unknown": missing.len() }),
         );
         assert_eq!(report["servers"][0]["role"], "master");

@@ -133,7 +133,7 @@ async fn lists_all_instances_and_adds_up_their_rankings() {
         .await;
     assert_eq!((&view["total"], &view["shared"]), (&3.into(), &true.into()));
     let entry = &view["keys"]["entries"][0];
-    assert_fields(&entry, json!({ "policy": "api", "error": 0 }));
+    assert_fields(entry, json!({ "policy": "api", "error": 0 }));
     assert_eq!(view["paths"]["entries"][0]["count"], 10);
     let own: Vec<_> = ["orders-0", "orders-1", "orders-2"]
         .iter()
@@ -141,9 +141,9 @@ async fn lists_all_instances_and_adds_up_their_rankings() {
         .map(|(index, name)| {
             let one = find_instance(&view, name);
             let address = fleet.instances[index].admin_address().to_string();
-            assert_fields(&one, json!({ "state": "ready", "store": "up" }));
+            assert_fields(one, json!({ "state": "ready", "store": "up" }));
             assert_eq!(one["version"], env!("CARGO_PKG_VERSION"));
-            assert_fields(&one, json!({ "admin": address, "not_asked": null }));
+            assert_fields(one, json!({ "admin": address, "not_asked": null }));
             assert!(one["decisions_per_s"].as_f64().is_some(), "{one}");
             one["self"].as_bool().unwrap()
         })

@@ -373,7 +373,7 @@ async fn the_proxy_header_states_whether_the_client_uses_tls() {
                 "{header:?}"
             );
             let forwarded = seen.single_header("forwarded");
-            assert_ends(&forwarded, &format!(";proto={expected}"));
+            assert_ends(forwarded, format!(";proto={expected}"));
         }
     }
     let mut client =

@@ -111,7 +111,7 @@ async fn a_request_is_translated_to_http2() {
 
     let proxy = start_proxy(&upstream, "upstream.preserve_host = false").await;
     let text = proxy.get("/").await.text();
-    assert_starts(&text, &format!("GET http://{}/\n", upstream.address));
+    assert_starts(&text, format!("GET http://{}/\n", upstream.address));
     assert!(text.contains("x-forwarded-host: shop.example\n"), "{text}");
 }
 

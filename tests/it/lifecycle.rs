@@ -342,7 +342,7 @@ async fn an_unreachable_upstream_is_logged_once() {
         .collect();
     assert_eq!(matching.len(), 1, "{lines}");
     assert!(matching[0].contains("connect_refused"), "{}", matching[0]);
-    assert_contains(&matching[0], &["\"upstream\":\"127.0.0.1:"]);
+    assert_contains(matching[0], &["\"upstream\":\"127.0.0.1:"]);
 }
 
 #[tokio::test]

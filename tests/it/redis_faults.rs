@@ -464,7 +464,7 @@ async fn equal_decisions_share_a_call_and_the_remaining_units() {
     assert_eq!(number, before + 1);
     let remaining = answers.iter().map(|answer| {
         let decision = answer.as_ref().unwrap();
-        (decision.admitted, first_remaining(&decision))
+        (decision.admitted, first_remaining(decision))
     });
     let expected = (0..200).map(|n| (n < 10, 9_u64.saturating_sub(n)));
     assert!(remaining.eq(expected), "{answers:?}");

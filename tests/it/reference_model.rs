@@ -756,7 +756,7 @@ mod hand_computed {
         let until = Some(Refusal::Until(BASE_US + 510));
         for at_us in [BASE_US + 11, BASE_US + 200, BASE_US + 509] {
             let retry = ask(at_us, 1);
-            assert_eq!(retry.admitted, false);
+            assert!(!retry.admitted);
             assert_eq!(retry.outcomes[0].status, Some(blocked(until)));
         }
         assert!(ask(BASE_US + 510, 1).admitted);

@@ -41,7 +41,7 @@ async fn the_report_has_the_known_answers_of_a_sample_log() {
     assert_eq!(report["requests"], expected_report.requests);
     assert_eq!(report["logs"][0]["broken"], expected_report.malformed);
     assert_fields(
-        &set,
+        set,
         json!({ "forwarded": expected_report.forwarded, "limited": expected_report.limited }),
     );
     for policy in set["policies"].as_array().unwrap() {

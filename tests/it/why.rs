@@ -114,7 +114,7 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
     assert_eq!(report["refused"], 6);
     let episode = &report["episodes"][0];
     assert_fields(
-        &episode,
+        episode,
         json!({ "policy": "api", "limit": "api", "decision": "rejected" }),
     );
     let wait_ms = episode["max_wait_ms"].as_u64().unwrap();
@@ -226,7 +226,7 @@ async fn logs_are_read_compressed_and_partly_and_broken_lines_are_reported() {
     );
     let lines = &report["lines"];
     assert_fields(
-        &lines,
+        lines,
         json!({ "read": 6, "unreadable": 2, "before_since": 1 }),
     );
     assert_eq!(lines["first_unreadable"]["line"], 2);

@@ -168,7 +168,7 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
     let reply = client.read_response().await;
     assert_eq!(reply.status, 413);
     assert_eq!(reply.text().as_str(), "too much");
-    assert_eq!(reply.complete, true);
+    assert!(reply.complete);
     let answer = in_time(given_up.recv()).await;
     assert_eq!(answer, Some(true), "the upload must be reset, not ended");
     assert!(
