@@ -1,9 +1,6 @@
 //! Machines and pods with only one address family, and listeners for both.
 
 use crate::support::prelude::*;
-use std::fs;
-use std::net::SocketAddr;
-use tempfile::TempDir;
 use tokio::process::Command;
 
 /// Runs the proxy with default addresses in a network namespace, and prints the responses.
@@ -90,22 +87,22 @@ async fn the_defaults_work_without_ipv6() {
     let Some(output) = run_in_namespace(setup, settings, urls).await else {
         return;
     };
-    for expected in [
-        "127.0.0.1:8080/ 403",
-        "127.0.0.1:9091/readyz 200",
-        "127.0.0.1:9090/livez 200",
-        r#""address":"127.0.0.1:8081""#,
-        r#""client_ip":"127.0.0.1""#,
-    ] {
-        assert!(output.contains(expected), "{expected}: {output}");
-    }
+    assert_contains(
+        &output,
+        &[
+            "127.0.0.1:8080/ 403",
+            "127.0.0.1:9091/readyz 200",
+            "127.0.0.1:9090/livez 200",
+            r#""address":"127.0.0.1:8081""#,
+            r#""client_ip":"127.0.0.1""#,
+        ],
+    );
 }
 
 #[tokio::test]
 async fn an_ipv4_client_of_a_dual_stack_listener_counts_as_ipv4() {
     let upstream = Upstream::echo().await;
-    let dir = TempDir::new().unwrap();
-    let config = dir.path().join("config.toml");
+    let url = format!("http://{}", upstream.address);
     let text = "listen.proxy_protocol = 'require'\nlisten.proxy_protocol_from = ['127.0.0.1']\n\
                 client.trusted_proxies = ['127.0.0.1']";
     for (settings, greeting, expected) in [
@@ -121,20 +118,9 @@ async fn an_ipv4_client_of_a_dual_stack_listener_counts_as_ipv4() {
             "203.0.113.9, 127.0.0.1",
         ),
     ] {
-        fs::write(&config, settings).unwrap();
-        let mut command = tidegate_command();
-        command
-            .args(["run", "--listen", "[::]:0", "--config"])
-            .arg(&config);
-        command.args(["--upstream", &format!("http://{}", upstream.address)]);
-        let proxy = ChildProcess::start(&mut command).unwrap();
-        let port: u16 = proxy
-            .wait_for("the proxy to listen", 0, TEST_TIMEOUT, |line| {
-                let line: serde_json::Value = serde_json::from_str(&line.text).ok()?;
-                let address: SocketAddr = line["address"].as_str()?.parse().ok()?;
-                (line["message"] == "listening").then(|| address.port())
-            })
-            .await;
+        let file = ConfigFile::new(settings);
+        let proxy = file.start(&["--listen", "[::]:0", "--upstream", &url]);
+        let port = proxy.wait_for_address("listening").await.port();
         let mut client = RawClient::connect(SocketAddr::from(([127, 0, 0, 1], port))).await;
         client.send(greeting).await;
         client

@@ -1,11 +1,6 @@
 //! The admin listener: metrics, health, and access control.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
 
 /// A metrics page, parsed strictly: anything that Prometheus would reject fails the test.
 #[derive(Debug)]
@@ -14,10 +9,7 @@ struct MetricsPage(BTreeMap<String, f64>);
 impl MetricsPage {
     async fn fetch(proxy: &Proxy) -> Self {
         let reply = proxy.admin_request("GET", "/metrics").send().await;
-        assert_eq!(
-            reply.header("content-type"),
-            Some("text/plain; version=0.0.4; charset=utf-8")
-        );
+        reply.expect_header("content-type", "text/plain; version=0.0.4; charset=utf-8");
         Self::parse(&reply.text())
     }
 
@@ -62,6 +54,12 @@ impl MetricsPage {
             }
         }
         Self(samples)
+    }
+
+    fn expect(&self, counts: &[(&str, f64)]) {
+        for (series, count) in counts {
+            assert_eq!(self.value(series), *count, "{series}");
+        }
     }
 
     fn value(&self, series: &str) -> f64 {
@@ -132,14 +130,13 @@ limit = { requests = 3, per = "1h" }
 
 #[tokio::test]
 async fn queued_requests_count_as_delayed() {
-    let upstream = Upstream::echo().await;
     let line = "limit = { requests = 1, per = '1s', algorithm = 'leaky_bucket', max_delay = '5s' }";
     let policies = format!(
         "log.access = 'all'\n[[policy]]\nname = 'line'\n{line}\n\
          [[policy]]\nname = 'shadow'\nmode = 'shadow'\nlimit = {{ requests = 1, per = '1h', algorithm = 'leaky_bucket', max_delay = '1h' }}\n\
          [[policy]]\nname = 'other'\nlimit = {{ requests = 9, per = '1h' }}"
     );
-    let proxy = Proxy::start(&policies, upstream.address).await;
+    let proxy = Proxy::with_echo(&policies).await;
     let start = Instant::now();
     let _ = tokio::join!(proxy.get("/"), proxy.get("/"), proxy.get("/"));
     assert!(
@@ -175,7 +172,7 @@ async fn metrics_match_the_requests_served() {
         metrics.policy_counts("candidate"),
         [("allowed", 2.0), ("shadow_rejected", 3.0)]
     );
-    for (series, count) in [
+    metrics.expect(&[
         ("tidegate_http_requests_total{code=\"200\"}", 5.0),
         ("tidegate_http_requests_total{code=\"429\"}", 2.0),
         ("tidegate_http_requests_total{code=\"403\"}", 4.0),
@@ -188,9 +185,7 @@ async fn metrics_match_the_requests_served() {
         ("tidegate_store_memory_keys", 2.0),
         ("tidegate_store_memory_evictions_total", 0.0),
         ("tidegate_config_generation", 1.0),
-    ] {
-        assert_eq!(metrics.value(series), count, "{series}");
-    }
+    ]);
     assert!(metrics.value("tidegate_http_request_seconds_sum") > 0.0);
 }
 
@@ -201,28 +196,20 @@ async fn upstream_errors_and_connections_are_counted() {
     let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("x").await;
     client.read_past(b"x").await;
-    assert_eq!(
-        MetricsPage::fetch(&proxy)
-            .await
-            .value("tidegate_connections_active"),
-        1.0
-    );
+    let metrics = MetricsPage::fetch(&proxy).await;
+    metrics.expect(&[("tidegate_connections_active", 1.0)]);
 
     let unreachable = Proxy::setup("").start().await;
     assert_eq!(unreachable.get_statuses("/", 2).await, [502, 502]);
     let metrics = MetricsPage::fetch(&unreachable).await;
-    assert_eq!(
-        metrics.value("tidegate_upstream_errors_total{kind=\"connect_refused\"}"),
-        2.0
-    );
-    assert_eq!(
-        metrics.value("tidegate_upstream_errors_total{kind=\"dns\"}"),
-        0.0
-    );
-    assert_eq!(
-        metrics.value("tidegate_http_requests_total{code=\"502\"}"),
-        2.0
-    );
+    metrics.expect(&[
+        (
+            "tidegate_upstream_errors_total{kind=\"connect_refused\"}",
+            2.0,
+        ),
+        ("tidegate_upstream_errors_total{kind=\"dns\"}", 0.0),
+        ("tidegate_http_requests_total{code=\"502\"}", 2.0),
+    ]);
 }
 
 fn redis_config(port: u16) -> String {
@@ -255,39 +242,20 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
         metrics.policy_counts("shut"),
         [("allowed", 1.0), ("rejected", 3.0)]
     );
-    assert_eq!(
-        (
-            metrics.value("tidegate_store_up"),
-            metrics.value("tidegate_breaker_open")
-        ),
-        (1.0, 0.0)
-    );
+    metrics.expect(&[("tidegate_store_up", 1.0), ("tidegate_breaker_open", 0.0)]);
     let (status, readiness) = get_readiness(&proxy).await;
-    assert_eq!(
-        (status, &readiness["store"]),
-        (200, &Value::from("up")),
-        "{readiness}"
-    );
+    assert_eq!(status, 200, "{readiness}");
+    assert_eq!(readiness["store"], "up", "{readiness}");
 
     redis.kill();
     wait_for_store_status(&proxy, "degraded").await;
     assert_eq!(proxy.get_statuses("/", 3).await, [200; 3]);
     let metrics = MetricsPage::fetch(&proxy).await;
-    assert_eq!(
-        metrics
-            .policy_counts("open")
-            .iter()
-            .find(|(did, _)| *did == "degraded"),
-        Some(&("degraded", 3.0))
-    );
-    assert_eq!(
-        metrics
-            .policy_counts("shadow")
-            .iter()
-            .find(|(did, _)| *did == "degraded"),
-        Some(&("degraded", 3.0))
-    );
-    for (series, count) in [
+    for policy in ["open", "shadow"] {
+        let counts = metrics.policy_counts(policy);
+        assert!(counts.contains(&("degraded", 3.0)), "{policy}: {counts:?}");
+    }
+    metrics.expect(&[
         (
             "tidegate_degraded_total{policy=\"open\",outcome=\"open\"}",
             3.0,
@@ -302,9 +270,7 @@ async fn a_redis_outage_is_counted_and_reported_while_the_instance_stays_ready()
         ),
         ("tidegate_decision_seconds_count{source=\"degraded\"}", 3.0),
         ("tidegate_store_up", 0.0),
-    ] {
-        assert_eq!(metrics.value(series), count, "{series}");
-    }
+    ]);
     // The error depends on timing: a broken connection, or a refused new connection.
     let errors = ["connection", "refused"]
         .map(|kind| format!("tidegate_store_errors_total{{kind=\"{kind}\"}}"));
@@ -346,20 +312,16 @@ async fn fail_closed_policies_count_degraded_rejections() {
     wait_for_store_status(&proxy, "degraded").await;
     assert_eq!(proxy.get_statuses("/shut", 2).await, [503; 2]);
     let metrics = MetricsPage::fetch(&proxy).await;
-    assert_eq!(
-        metrics.value("tidegate_degraded_total{policy=\"shut\",outcome=\"closed\"}"),
-        2.0
-    );
+    metrics.expect(&[(
+        "tidegate_degraded_total{policy=\"shut\",outcome=\"closed\"}",
+        2.0,
+    )]);
     assert_eq!(metrics.policy_counts("shut"), [("degraded", 2.0)]);
     // These requests are refused, and the response says so.
     assert_eq!(proxy.get_statuses("/", 3).await, [200; 3]);
     let total = |column: &Value| {
-        column
-            .as_array()
-            .into_iter()
-            .flatten()
-            .filter_map(Value::as_u64)
-            .sum::<u64>()
+        let counts = column.as_array().into_iter().flatten();
+        counts.filter_map(Value::as_u64).sum::<u64>()
     };
     wait_until("the counts of the outage", async || {
         let overview = admin_get(&proxy, "/overview").await.json();
@@ -374,21 +336,11 @@ async fn fail_closed_policies_count_degraded_rejections() {
             && (seen, hour(0), hour(1)) == ([5, 2], [5, 0], [2, 2])
     })
     .await;
-    let mut top = tidegate_command();
-    top.args(["top", "--once", "--config"])
-        .arg(proxy.config_path());
-    let table = run_command(top.env("TIDEGATE_ADMIN__ADDRESS", proxy.admin_address().to_string()))
-        .await
-        .stdout;
-    let line = table
-        .lines()
-        .find(|line| line.starts_with("shut "))
-        .unwrap_or_else(|| panic!("{table}"));
-    assert_eq!(
-        line.split_whitespace().take(4).collect::<Vec<_>>(),
-        ["shut", "0", "2", "100.0%"],
-        "{table}"
-    );
+    let table = proxy.run_command(&["top", "--once"]).await.stdout;
+    let line = table.lines().find(|line| line.starts_with("shut "));
+    let words = line.unwrap_or_else(|| panic!("{table}")).split_whitespace();
+    let words: Vec<_> = words.take(4).collect();
+    assert_eq!(words, ["shut", "0", "2", "100.0%"], "{table}");
 }
 
 #[tokio::test]
@@ -403,10 +355,8 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
     proxy.send_sigterm();
     proxy.wait_for_text("SIGTERM", mark).await;
     let (status, readiness) = get_readiness(&proxy).await;
-    assert_eq!(
-        (status, &readiness["status"]),
-        (503, &Value::from("stopping"))
-    );
+    assert_eq!(status, 503);
+    assert_eq!(readiness["status"], "stopping");
     proxy
         .expect_status("/", 200, "the proxy still serves during the delay")
         .await;
@@ -416,11 +366,8 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
         std::net::TcpStream::connect(address).is_err()
     })
     .await;
-    assert_eq!(
-        admin_get(&proxy, "/livez").await.status,
-        200,
-        "the admin listener stays open"
-    );
+    let answered = admin_get(&proxy, "/livez").await.status;
+    assert_eq!(answered, 200, "the admin listener stays open");
     drop(feeder);
     proxy.assert_exit_code(0).await;
 }
@@ -429,43 +376,23 @@ async fn readiness_fails_before_the_delay_and_the_admin_port_stays_open_until_ex
 async fn it_is_live_but_not_ready_before_it_listens() {
     let redis = RedisServer::start();
     redis.pause();
-    let (_dir, config) = write_temp_file(
-        "config.toml",
-        redis_config(redis.port()).replace("timeout = \"2s\"", "connect_timeout = \"5s\""),
-    );
-    let mut command = tidegate_command();
-    command
-        .args([
-            "run",
-            "--listen",
-            "127.0.0.1:0",
-            "--upstream",
-            "http://127.0.0.1:9",
-            "--config",
-        ])
-        .arg(&config);
-    let process = ChildProcess::start(&mut command).unwrap();
-    let admin: SocketAddr = process
-        .wait_for("the admin port", 0, TEST_TIMEOUT, |line| {
-            let line: Value = serde_json::from_str(&line.text).ok()?;
-            (line["message"] == "admin listening")
-                .then(|| line["address"].as_str().unwrap().parse().unwrap())
-        })
-        .await;
-    assert_eq!(
-        ClientRequest::new(admin, "GET", "/livez")
-            .send_to_localhost()
-            .await
-            .status,
-        200
-    );
+    let config = redis_config(redis.port());
+    let config = config.replace("timeout = \"2s\"", "connect_timeout = \"5s\"");
+    let file = ConfigFile::new(&config);
+    let process = file.start(&[
+        "--listen",
+        "127.0.0.1:0",
+        "--upstream",
+        "http://127.0.0.1:9",
+    ]);
+    let admin = process.wait_for_address("admin listening").await;
+    let live = ClientRequest::new(admin, "GET", "/livez").send_to_localhost();
+    assert_eq!(live.await.status, 200);
     let reply = ClientRequest::new(admin, "GET", "/readyz")
         .send_to_localhost()
         .await;
-    assert_eq!(
-        (reply.status, &reply.json()["status"]),
-        (503, &Value::from("starting"))
-    );
+    assert_eq!(reply.status, 503);
+    assert_eq!(reply.json()["status"], "starting");
     redis.resume();
 }
 
@@ -498,15 +425,11 @@ async fn config_generation_and_reload_results_are_reported() {
     );
     assert_eq!(shown["config"]["listen"]["max_connections"], 10_000);
     let metrics = MetricsPage::fetch(&proxy).await;
-    assert_eq!(
-        metrics.value("tidegate_config_reloads_total{result=\"success\"}"),
-        1.0
-    );
-    assert_eq!(
-        metrics.value("tidegate_config_reloads_total{result=\"failure\"}"),
-        1.0
-    );
-    assert_eq!(metrics.value("tidegate_config_generation"), 2.0);
+    metrics.expect(&[
+        ("tidegate_config_reloads_total{result=\"success\"}", 1.0),
+        ("tidegate_config_reloads_total{result=\"failure\"}", 1.0),
+        ("tidegate_config_generation", 2.0),
+    ]);
     let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
     assert!(
@@ -525,10 +448,8 @@ async fn config_generation_and_reload_results_are_reported() {
     );
     assert_eq!(proxy.get("/").await.status, 200);
     let metrics = MetricsPage::fetch(&proxy).await;
-    assert_eq!(
-        (metrics.policy_counts("p"), metrics.policy_counts("q")),
-        (vec![("allowed", 1.0)], vec![("allowed", 1.0)])
-    );
+    assert_eq!(metrics.policy_counts("p"), [("allowed", 1.0)]);
+    assert_eq!(metrics.policy_counts("q"), [("allowed", 1.0)]);
 }
 
 #[tokio::test]
@@ -557,10 +478,7 @@ async fn trap_26_nothing_that_a_client_sends_becomes_a_label() {
         let ask = proxy
             .request("PURGE", &format!("/{user}/%22%7D"))
             .header("x-user", &hostile);
-        assert_eq!(
-            ask.header("User-Agent", &hostile).send_for_status().await,
-            200
-        );
+        ask.header("User-Agent", &hostile).expect_status(200).await;
     }
     let after = MetricsPage::fetch(&proxy).await;
     assert_eq!(before.series_names(), after.series_names());
@@ -577,32 +495,24 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
         get_readiness(&proxy).await.1["hints"],
         Value::Array(Vec::new())
     );
-    assert_eq!(
-        proxy
-            .get_with("/", "X-Forwarded-For", "192.0.2.1")
-            .await
-            .status,
-        200
-    );
-    assert_eq!(
-        MetricsPage::fetch(&proxy)
-            .await
-            .value("tidegate_untrusted_forwarding_total"),
-        1.0
-    );
+    let status = proxy
+        .get_with("/", "X-Forwarded-For", "192.0.2.1")
+        .await
+        .status;
+    assert_eq!(status, 200);
+    let metrics = MetricsPage::fetch(&proxy).await;
+    metrics.expect(&[("tidegate_untrusted_forwarding_total", 1.0)]);
     let (status, readiness) = get_readiness(&proxy).await;
     assert_eq!(status, 200);
     let hint = readiness["hints"][0].as_str().unwrap();
-    assert!(
-        hint.contains("client.trusted_proxies") && hint.contains("[client] trusted_proxies = ["),
-        "{readiness}"
-    );
+    assert!(hint.contains("client.trusted_proxies"), "{readiness}");
+    assert!(hint.contains("[client] trusted_proxies = ["), "{readiness}");
     // An authorized caller sees the hint, and so does the log. (The dashboard is tested in
     // tests/browser.)
     let overview = admin_get(&proxy, "/overview").await.json();
     assert_eq!(
         [&overview["untrusted_peers"], &overview["hints"]],
-        [&serde_json::json!(["127.0.0.1"]), &readiness["hints"]]
+        [&json!(["127.0.0.1"]), &readiness["hints"]]
     );
     assert_eq!(overview["untrusted_forwarding"], 1);
     let has_hint = |line: &LogLine| line.contains("client.trusted_proxies");
@@ -617,33 +527,29 @@ async fn an_untrusted_ingress_is_reported_as_a_hint() {
 
 #[tokio::test]
 async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
-    let dir = tempfile::TempDir::new().unwrap();
+    let dir = TempDir::new().unwrap();
     let token = dir.path().join("token");
-    std::fs::write(&token, "s3cret").unwrap();
+    fs::write(&token, "s3cret").unwrap();
     let config = format!("[admin]\ntoken_file = {token:?}\nprobes = \"127.0.0.1:0\"");
     let builder = Proxy::setup(&config).env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
     let proxy = builder.start().await;
     let page = admin_get(&proxy, "/").await;
-    assert_eq!(
-        (page.status, page.header("content-type")),
-        (200, Some("text/html; charset=utf-8"))
-    );
+    page.expect_status(200)
+        .expect_header("content-type", "text/html; charset=utf-8");
     let policy = page.header("content-security-policy").unwrap();
-    for part in [
-        "default-src 'none'",
-        "script-src 'sha256-",
-        "frame-ancestors 'none'",
-        "trusted-types 'none'",
-    ] {
-        assert!(policy.contains(part), "{policy}");
-    }
+    assert_contains(
+        policy,
+        &[
+            "default-src 'none'",
+            "script-src 'sha256-",
+            "frame-ancestors 'none'",
+            "trusted-types 'none'",
+        ],
+    );
     assert!(!policy.contains("unsafe"), "{policy}");
     assert_eq!(page.header("cache-control"), Some("no-store"));
-    assert_eq!(
-        admin_get(&proxy, "/overview").await.status,
-        401,
-        "the data requires the token"
-    );
+    let status = admin_get(&proxy, "/overview").await.status;
+    assert_eq!(status, 401, "the data requires the token");
     let ask = |address, method, host| {
         ClientRequest::new(address, method, "/")
             .header("Host", host)
@@ -651,10 +557,8 @@ async fn the_dashboard_page_needs_no_token_and_contains_no_data() {
     };
     assert_eq!(ask(proxy.admin_address(), "POST", "localhost").await, 405);
     assert_eq!(ask(proxy.admin_address(), "GET", "evil.example").await, 403);
-    assert_eq!(
-        ask(proxy.probe_address().unwrap(), "GET", "localhost").await,
-        404
-    );
+    let answer = ask(proxy.probe_address().unwrap(), "GET", "localhost").await;
+    assert_eq!(answer, 404);
 }
 
 #[tokio::test]
@@ -698,7 +602,7 @@ async fn only_known_hosts_and_known_routes_are_answered() {
 
 #[tokio::test]
 async fn a_non_loopback_admin_address_requires_a_token_except_for_probes() {
-    let (dir, token) = write_temp_file("token", "s3cret\n");
+    let (_dir, token) = write_temp_file("token", "s3cret\n");
     let text = format!("[admin]\nprobes = \"127.0.0.1:0\"\ntoken_file = {token:?}\n");
     let builder = Proxy::setup(&text).env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0");
     let proxy = builder.start().await;
@@ -709,17 +613,13 @@ async fn a_non_loopback_admin_address_requires_a_token_except_for_probes() {
     let admin = local(proxy.admin_address());
     let ask = |target: &str| ClientRequest::new(admin, "GET", target).header("Host", "localhost");
     let refused = ask("/config").send().await;
-    assert_eq!(
-        (refused.status, refused.header("www-authenticate")),
-        (401, Some("Bearer"))
-    );
-    assert_eq!(
-        ask("/config")
-            .header("Authorization", "Bearer wrong!")
-            .send_for_status()
-            .await,
-        401
-    );
+    refused
+        .expect_status(401)
+        .expect_header("www-authenticate", "Bearer");
+    ask("/config")
+        .header("Authorization", "Bearer wrong!")
+        .expect_status(401)
+        .await;
     let allowed = ask("/config")
         .header("Authorization", "Bearer s3cret")
         .send()
@@ -738,24 +638,15 @@ async fn a_non_loopback_admin_address_requires_a_token_except_for_probes() {
             "{target}"
         );
     }
-    assert_eq!(
-        ClientRequest::new(probes, "GET", "/config")
-            .header("Authorization", "Bearer s3cret")
-            .send_for_status()
-            .await,
-        404
-    );
+    ClientRequest::new(probes, "GET", "/config")
+        .header("Authorization", "Bearer s3cret")
+        .expect_status(404)
+        .await;
 
-    let without = dir.path().join("config.toml");
-    fs::write(&without, "[admin]\n").unwrap();
-    let mut command = tidegate_command();
-    command
-        .args(["run", "--upstream", "http://127.0.0.1:9", "--config"])
-        .arg(&without);
-    run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0"))
-        .await
-        .expect_code(1)
-        .expect_stderr("admin.token_file");
+    let without = ConfigFile::new("[admin]\n");
+    let mut command = without.command(&["run", "--upstream", "http://127.0.0.1:9"]);
+    let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "0.0.0.0:0")).await;
+    ended.expect_code(1).expect_stderr("admin.token_file");
 }
 
 #[tokio::test]
@@ -784,14 +675,11 @@ async fn an_admin_address_in_use_is_a_clear_error() {
 #[tokio::test]
 async fn silent_and_oversized_admin_clients_are_disconnected() {
     let proxy = Proxy::setup("").start().await;
-    let mut large = RawClient::connect_and_send(
-        proxy.admin_address(),
-        format!(
-            "GET /livez HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n",
-            "x".repeat(20_000)
-        ),
-    )
-    .await;
+    let text = format!(
+        "GET /livez HTTP/1.1\r\nHost: localhost\r\nX: {}\r\n\r\n",
+        "x".repeat(20_000),
+    );
+    let mut large = RawClient::connect_and_send(proxy.admin_address(), text).await;
     let refused = large.read_response_or_close().await;
     assert!(
         refused.is_none_or(|reply| reply.status == 431),
@@ -799,7 +687,7 @@ async fn silent_and_oversized_admin_clients_are_disconnected() {
     );
     let mut silent =
         RawClient::connect_and_send(proxy.admin_address(), "GET /livez HTTP/1.1\r\n").await;
-    let late = tokio::time::timeout(TEST_TIMEOUT + TEST_TIMEOUT, async {
+    let late = timeout(TEST_TIMEOUT + TEST_TIMEOUT, async {
         silent.read_to_close().await
     });
     assert!(late.await.is_ok());
@@ -808,37 +696,25 @@ async fn silent_and_oversized_admin_clients_are_disconnected() {
 #[tokio::test]
 async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
     let proxy = Proxy::with_echo("").await;
-    let (_dir, config) = write_temp_file(
-        "config.toml",
-        "nonsense = 1\n[listen]\naddress = \"nowhere\"\n[admin]\n",
-    );
-    let health = async |address: SocketAddr| {
-        let mut command = tidegate_command();
-        command.arg("health").arg("--config").arg(&config);
+    let file = ConfigFile::new("nonsense = 1\n[listen]\naddress = \"nowhere\"\n[admin]\n");
+    let run = async |words: &[&str], address: SocketAddr| {
+        let mut command = file.command(words);
         run_command(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await
     };
+    let health = async |address| run(&["health"], address).await;
     let ended = health(proxy.admin_address()).await;
-    assert_eq!(
-        (ended.status.code(), ended.stdout.as_str()),
-        (Some(0), "ok\n"),
-        "{}",
-        ended.stderr
-    );
+    assert_eq!(ended.status.code(), Some(0), "{}", ended.stderr);
+    assert_eq!(ended.stdout, "ok\n", "{}", ended.stderr);
     // Another server, and no server at all.
-    assert_eq!(
-        health(proxy.address).await.status.code(),
-        Some(0),
-        "the upstream answers 200 to everything"
-    );
+    let found = health(proxy.address).await.status.code();
+    assert_eq!(found, Some(0), "the upstream answers 200 to everything");
     let unreachable = "127.0.0.1:1".parse().unwrap();
     let ended = health(unreachable).await;
     ended.expect_code(1).expect_stderr("127.0.0.1:1");
 
     let in_json = async |address: SocketAddr| {
-        let mut command = tidegate_command();
-        command.args(["health", "--json", "--config"]).arg(&config);
-        let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", address.to_string())).await;
-        let report: Value = ended.json();
+        let ended = run(&["health", "--json"], address).await;
+        let report = ended.json();
         assert_eq!(report["address"], address.to_string());
         (
             ended.status.code(),
@@ -847,14 +723,10 @@ async fn the_health_command_ignores_errors_elsewhere_in_the_configuration() {
             report["error"].is_string(),
         )
     };
-    assert_eq!(
-        in_json(proxy.admin_address()).await,
-        (Some(0), true.into(), 200.into(), false)
-    );
-    assert_eq!(
-        in_json(unreachable).await,
-        (Some(1), false.into(), Value::Null, true)
-    );
+    let answer = in_json(proxy.admin_address()).await;
+    assert_eq!(answer, (Some(0), true.into(), 200.into(), false));
+    let answer = in_json(unreachable).await;
+    assert_eq!(answer, (Some(1), false.into(), Value::Null, true));
 }
 
 /// Clients that send nothing, and clients that request but do not read, beyond the limit of

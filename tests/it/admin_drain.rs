@@ -2,48 +2,32 @@
 
 use crate::admin_api::assert_problem;
 use crate::support::prelude::*;
-use crate::support::upstream::BodySender;
-use std::fs;
-use std::path::PathBuf;
-use std::time::Instant;
-use tempfile::TempDir;
 
 /// A proxy with a request in flight. The request ends when the body sender is dropped.
 async fn start_with_request_in_flight(shutdown: &str) -> (Proxy, RawClient, BodySender) {
     let (feeder, upstream) = Upstream::streaming().await;
-    let admin_proxy = Proxy::setup(&format!("[shutdown]\n{shutdown}"))
+    let proxy = Proxy::setup(&format!("[shutdown]\n{shutdown}"))
         .token()
         .owned_upstream(upstream)
         .start()
         .await;
-    let mut client = admin_proxy
-        .send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        .await;
+    let mut client = proxy.send_raw("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
     feeder.send("x").await;
     client.read_past(b"x").await;
-    (admin_proxy, client, feeder)
+    (proxy, client, feeder)
 }
 
 #[tokio::test]
 async fn drain_lets_requests_finish_and_waits_for_the_exit() {
-    let (mut admin_proxy, mut client, feeder) =
+    let (mut proxy, mut client, feeder) =
         start_with_request_in_flight("delay = '300ms'\ngrace = '20s'").await;
-    assert_problem(
-        &admin_proxy.admin_request("POST", "/drain").send().await,
-        401,
-    );
+    assert_problem(&proxy.admin_request("POST", "/drain").send().await, 401);
     let rest = async {
-        admin_proxy.wait_for_field("asked_by", "admin", 0).await;
+        proxy.wait_for_field("asked_by", "admin", 0).await;
+        let request = proxy.admin_request("GET", "/readyz");
+        request.expect_status(503).await;
         assert_eq!(
-            admin_proxy
-                .admin_request("GET", "/readyz")
-                .send()
-                .await
-                .status,
-            503
-        );
-        assert_eq!(
-            admin_proxy
+            proxy
                 .authorized_request("POST", "/drain")
                 .send()
                 .await
@@ -54,36 +38,25 @@ async fn drain_lets_requests_finish_and_waits_for_the_exit() {
         drop(feeder);
         client.read_to_close().await
     };
-    let (drained, rest) = tokio::join!(admin_proxy.run_command(&["drain"]), rest);
+    let (drained, rest) = tokio::join!(proxy.run_command(&["drain"]), rest);
     drained.expect_code(0);
-    assert!(
-        drained.stdout.starts_with("drained in "),
-        "{}",
-        drained.stdout
-    );
+    assert_starts(&drained.stdout, "drained in ");
     assert!(rest.ends_with(b"0\r\n\r\n"), "{rest:?}");
-    admin_proxy.assert_exit_code(0).await;
-    let log = admin_proxy.log_text();
+    proxy.assert_exit_code(0).await;
+    let log = proxy.log_text();
     assert!(log.contains("\"connections_cut\":0"), "{log}");
-    assert_eq!(
-        log.matches("requests in flight may finish").count(),
-        1,
-        "{log}"
-    );
+    let count = log.matches("requests in flight may finish").count();
+    assert_eq!(count, 1, "{log}");
 
-    let unreachable = admin_proxy.run_command(&["drain"]).await;
+    let unreachable = proxy.run_command(&["drain"]).await;
     unreachable.expect_code(1);
-    assert!(
-        unreachable.stderr.starts_with("error: 127.0.0.1:"),
-        "{}",
-        unreachable.stderr
-    );
+    assert_starts(&unreachable.stderr, "error: 127.0.0.1:");
 }
 
 #[tokio::test]
 async fn drain_stops_waiting_after_its_timeout() {
-    let (admin_proxy, _client, _feeder) = start_with_request_in_flight("grace = '60s'").await;
-    let impatient = admin_proxy.run_command(&["drain", "--timeout", "1"]).await;
+    let (proxy, _client, _feeder) = start_with_request_in_flight("grace = '60s'").await;
+    let impatient = proxy.run_command(&["drain", "--timeout", "1"]).await;
     impatient
         .expect_code(1)
         .expect_stderr("still running after 1.0 s");

@@ -2,84 +2,54 @@
 
 use crate::admin_api::{POLICIES, assert_problem};
 use crate::support::prelude::*;
-use crate::support::sentinel::SentinelDeployment;
-use serde_json::{Value, json};
-use std::time::{Duration, Instant};
 
 /// The longest time that the deny cache holds a refusal.
 const DENY_CACHE_TTL: Duration = Duration::from_secs(1);
 
 /// Checks the reported state of a key, and that a reset takes effect.
-async fn assert_key_can_be_inspected_and_reset(admin_proxy: &Proxy, counters: usize) {
+async fn assert_key_can_be_inspected_and_reset(proxy: &Proxy, counters: usize) {
     for expected in [200, 200, 429, 429] {
-        assert_eq!(
-            admin_proxy.status_for_user("ann", "/api/pay/1").await,
-            expected
-        );
+        assert_eq!(proxy.status_for_user("ann", "/api/pay/1").await, expected);
     }
     let key = "/keys?policy=api&key=ann&key=pay";
-    let report = admin_proxy.get_json(key).await;
-    assert_eq!(
-        (&report["admitted"], &report["key"]),
-        (&json!(false), &json!("api/ann/pay"))
-    );
+    let report = proxy.get_json(key).await;
+    assert_fields(&report, json!({ "admitted": false, "key": "api/ann/pay" }));
     assert!(report["blocked_s"].as_f64().unwrap() > 3500.0, "{report}");
     let limits = report["limits"].as_array().unwrap();
-    assert_eq!(
-        (&limits[0]["used"], &limits[0]["remaining"]),
-        (&json!(2), &json!(0))
-    );
+    assert_fields(&limits[0], json!({ "used": 2, "remaining": 0 }));
     assert!(
         (3500.0..=3600.0).contains(&limits[0]["grows_in_s"].as_f64().unwrap()),
         "{report}"
     );
-    assert_eq!(
-        (&limits[1]["name"], &limits[1]["remaining"]),
-        (&json!("daily"), &json!(48))
-    );
+    assert_fields(&limits[1], json!({ "name": "daily", "remaining": 48 }));
     assert_eq!(report["counters"].as_array().unwrap().len(), counters);
-    let other = admin_proxy.get_json("/keys?policy=api&key=&key=pay").await;
-    assert_eq!(
-        (&other["admitted"], &other["key"]),
-        (&json!(true), &json!("api/-/pay"))
-    );
-    assert_eq!(
-        (
-            &other["limits"][0]["used"],
-            &other["limits"][0]["grows_in_s"]
-        ),
-        (&json!(0), &Value::Null)
+    let other = proxy.get_json("/keys?policy=api&key=&key=pay").await;
+    assert_fields(&other, json!({ "admitted": true, "key": "api/-/pay" }));
+    assert_fields(
+        &other["limits"][0],
+        json!({ "used": 0, "grows_in_s": null }),
     );
 
-    assert_eq!(
-        admin_proxy.admin_request("DELETE", key).send().await.status,
-        401
-    );
-    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 429);
+    proxy.admin_request("DELETE", key).expect_status(401).await;
+    assert_eq!(proxy.status_for_user("ann", "/api/pay/1").await, 429);
     let refused = Instant::now();
-    let forgotten = admin_proxy.authorized_request("DELETE", key).send().await;
-    assert_eq!(
-        (forgotten.status, &forgotten.json()["counters_forgotten"]),
-        (200, &json!(3))
-    );
+    let forgotten = proxy.authorized_request("DELETE", key).send().await;
+    assert_eq!(forgotten.status, 200);
+    assert_eq!(forgotten.json()["counters_forgotten"], 3);
     // The deny cache may hold the key for up to its TTL. Later requests are admitted, however long
     // the responses take.
     loop {
         let asked = Instant::now();
-        if admin_proxy.status_for_user("ann", "/api/pay/1").await == 200 {
+        if proxy.status_for_user("ann", "/api/pay/1").await == 200 {
             break;
         }
         assert!(asked <= refused + DENY_CACHE_TTL, "still refused");
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(admin_proxy.get_json(key).await["limits"][0]["used"], 1);
-    let again = admin_proxy
-        .authorized_request("DELETE", key)
-        .send()
-        .await
-        .json();
+    assert_eq!(proxy.get_json(key).await["limits"][0]["used"], 1);
+    let again = proxy.authorized_request("DELETE", key).send().await.json();
     assert_eq!(again["counters_forgotten"], 2, "the key was not blocked");
-    assert_eq!(admin_proxy.get_json("/keys?policy=all").await["key"], "all");
+    assert_eq!(proxy.get_json("/keys?policy=all").await["key"], "all");
 }
 
 #[tokio::test]
@@ -97,22 +67,18 @@ fn redis_config(port: u16) -> String {
 #[tokio::test]
 async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
     let mut redis = RedisServer::start();
-    let admin_proxy = Proxy::with_token(&redis_config(redis.port())).await;
-    admin_proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
-    let report = admin_proxy
-        .get_json("/keys?policy=api&key=ann&key=pay")
-        .await;
+    let proxy = Proxy::with_token(&redis_config(redis.port())).await;
+    proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&proxy, 3).await;
+    let report = proxy.get_json("/keys?policy=api&key=ann&key=pay").await;
     let name = report["counters"][1].as_str().unwrap();
-    assert!(
-        name.starts_with("t:v1:{") && name.ends_with("api/ann/pay"),
-        "{report}"
-    );
-    let overview = admin_proxy.get_json("/overview").await;
+    assert!(name.starts_with("t:v1:{"), "{report}");
+    assert!(name.ends_with("api/ann/pay"), "{report}");
+    let overview = proxy.get_json("/overview").await;
     let store = &overview["store"];
-    assert_eq!(
-        (&store["kind"], &store["up"], &store["instances"]),
-        (&json!("redis"), &json!(true), &json!(1))
+    assert_fields(
+        store,
+        json!({ "kind": "redis", "up": true, "instances": 1 }),
     );
     assert_eq!(store["address"], format!("127.0.0.1:{}", redis.port()));
     assert!(
@@ -122,36 +88,32 @@ async fn a_key_in_redis_can_be_inspected_and_reset_and_an_outage_is_reported() {
 
     redis.kill();
     wait_until("the outage", async || {
-        let overview = admin_proxy.get_json("/overview").await;
+        let overview = proxy.get_json("/overview").await;
         overview["store"]["outage"]["kind"] == "refused"
     })
     .await;
-    let away = admin_proxy
-        .admin_request("GET", "/keys?policy=api&key=ann&key=pay")
-        .send()
-        .await;
+    let request = proxy.admin_request("GET", "/keys?policy=api&key=ann&key=pay");
+    let away = request.send().await;
     assert_outage_text(&assert_problem(&away, 503), redis.port());
-    let away = admin_proxy
-        .authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay")
-        .send()
-        .await;
+    let request = proxy.authorized_request("DELETE", "/keys?policy=api&key=ann&key=pay");
+    let away = request.send().await;
     assert_outage_text(&assert_problem(&away, 503), redis.port());
     let report = post_explain(
-        &admin_proxy,
+        &proxy,
         json!({ "url": "/api/pay/1", "headers": { "x-user": "ann" } }),
     )
     .await;
     assert_outage_text(report["store_error"].as_str().unwrap(), redis.port());
     assert_eq!(report["expected"]["decision"], "degraded", "{report}");
-    let overview = admin_proxy.get_json("/overview").await;
+    let overview = proxy.get_json("/overview").await;
     assert_eq!(overview["store"]["up"], false);
     assert_contains(
         overview["hints"][0].as_str().unwrap(),
         &["the store is unavailable"],
     );
-    admin_proxy.get_json("/fleet").await;
+    proxy.get_json("/fleet").await;
     // Inspections try to connect, and leave no line.
-    let log = admin_proxy.log_text();
+    let log = proxy.log_text();
     assert_eq!(log.matches("redis unavailable").count(), 1, "{log}");
 }
 
@@ -174,31 +136,31 @@ async fn a_key_can_be_inspected_and_reset_with_sentinel_and_cluster() {
         )
     };
     let watched = SentinelDeployment::start(1).await;
-    let admin_proxy = Proxy::with_token(&on(&watched.config_lines())).await;
-    admin_proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
+    let proxy = Proxy::with_token(&on(&watched.config_lines())).await;
+    proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&proxy, 3).await;
     let cluster = RedisCluster::start().await;
-    let admin_proxy = Proxy::with_token(&on(&cluster.config_lines())).await;
-    admin_proxy.wait_for_store().await;
-    assert_key_can_be_inspected_and_reset(&admin_proxy, 3).await;
+    let proxy = Proxy::with_token(&on(&cluster.config_lines())).await;
+    proxy.wait_for_store().await;
+    assert_key_can_be_inspected_and_reset(&proxy, 3).await;
 }
 
 /// A call without charges has no answer that can be read: Redis must not be asked.
 #[tokio::test]
 async fn explaining_a_request_without_limits_keeps_the_connection_to_redis() {
     let redis = RedisServer::start();
-    let admin_proxy = Proxy::with_token(&redis_config(redis.port())).await;
-    admin_proxy.wait_for_store().await;
-    let report = post_explain(&admin_proxy, json!({ "url": "/shut/x" })).await;
+    let proxy = Proxy::with_token(&redis_config(redis.port())).await;
+    proxy.wait_for_store().await;
+    let report = post_explain(&proxy, json!({ "url": "/shut/x" })).await;
     assert_eq!(report["store_error"], Value::Null, "{report}");
     assert_eq!(report["expected"]["decision"], "denied", "{report}");
-    let log = admin_proxy.log_text();
+    let log = proxy.log_text();
     assert!(!log.contains("redis unavailable"), "{log}");
 }
 
-async fn post_explain(admin_proxy: &Proxy, request: Value) -> Value {
+async fn post_explain(proxy: &Proxy, request: Value) -> Value {
     let body = request.to_string().into_bytes();
-    let reply = admin_proxy
+    let reply = proxy
         .admin_request("POST", "/explain")
         .header("Content-Type", "application/json")
         .body(body)
@@ -210,14 +172,14 @@ async fn post_explain(admin_proxy: &Proxy, request: Value) -> Value {
 
 #[tokio::test]
 async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
-    let admin_proxy = Proxy::with_token(POLICIES).await;
-    assert_eq!(admin_proxy.status_for_user("ann", "/api/pay/1").await, 200);
+    let proxy = Proxy::with_token(POLICIES).await;
+    assert_eq!(proxy.status_for_user("ann", "/api/pay/1").await, 200);
     let request = json!({
         "method": "GET", "url": "http://shop.example//api/pay/2?x", "headers": { "x-user": "ann", "accept": ["a", "b"] },
         "ip": "2001:db8::1",
     });
     for _ in 0..3 {
-        let report = post_explain(&admin_proxy, request.clone()).await;
+        let report = post_explain(&proxy, request.clone()).await;
         let steps = report["policies"].as_array().unwrap();
         let results: Vec<(&str, &str)> = steps
             .iter()
@@ -231,21 +193,19 @@ async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
             ("candidate", "unmet"),
         ];
         assert_eq!(results, expected);
-        assert_eq!(
-            (&steps[0]["why"], &steps[2]["key"]),
-            (&json!("not for this path"), &json!("api/ann/pay"))
-        );
+        assert_eq!(steps[0]["why"], "not for this path");
+        assert_eq!(steps[2]["key"], "api/ann/pay");
         assert_eq!(steps[2]["limits"][0]["remaining"], 1);
         assert_eq!(report["expected"], json!({ "decision": "allowed" }));
     }
     assert_eq!(
         [
-            admin_proxy.status_for_user("ann", "/api/pay/1").await,
-            admin_proxy.status_for_user("ann", "/api/pay/1").await
+            proxy.status_for_user("ann", "/api/pay/1").await,
+            proxy.status_for_user("ann", "/api/pay/1").await
         ],
         [200, 429]
     );
-    let report = post_explain(&admin_proxy, request).await;
+    let report = post_explain(&proxy, request).await;
     assert_eq!(
         report["expected"],
         json!({ "status": 429, "decision": "rejected", "by": ["api"] })
@@ -254,13 +214,13 @@ async fn a_request_is_explained_by_the_active_policies_without_being_charged() {
         report["policies"][2]["blocked_s"].as_f64().unwrap() > 3000.0,
         "{report}"
     );
-    let report = post_explain(&admin_proxy, json!({ "url": "/shut/x" })).await;
+    let report = post_explain(&proxy, json!({ "url": "/shut/x" })).await;
     assert_eq!(
         report["expected"],
         json!({ "status": 403, "decision": "denied", "by": ["shut"] })
     );
     let report = post_explain(
-        &admin_proxy,
+        &proxy,
         json!({ "url": "/x", "headers": { "host": ["a", "b"] } }),
     )
     .await;

@@ -1,10 +1,7 @@
 //! The admin listener on a Unix socket: file permissions decide which processes may connect.
 
 use crate::support::prelude::*;
-use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
-use tempfile::TempDir;
 use tokio::net::UnixStream;
 
 const POLICY: &str = "[[policy]]\nname = 'all'\nlimit = { requests = 2, per = '1h' }\n";
@@ -87,10 +84,8 @@ async fn clients_with_write_access_to_the_socket_are_treated_as_local() {
         200
     );
     let reply = admin_proxy.send_request("GET /policies", "localhost").await;
-    assert_eq!(
-        (reply.status, &reply.json()["policies"][0]["name"]),
-        (200, &"all".into())
-    );
+    assert_eq!(reply.status, 200);
+    assert_eq!(reply.json()["policies"][0]["name"], "all");
     // A reverse proxy in front of the socket may use any host name.
     assert_eq!(
         admin_proxy
@@ -112,17 +107,11 @@ async fn clients_with_write_access_to_the_socket_are_treated_as_local() {
 #[tokio::test]
 async fn commands_connect_through_the_socket() {
     let mut admin_proxy = UnixAdminProxy::start().await;
-    assert_eq!(
-        admin_proxy.proxy.get_statuses("/", 3).await,
-        [200, 200, 429]
-    );
+    let statuses = admin_proxy.proxy.get_statuses("/", 3).await;
+    assert_eq!(statuses, [200, 200, 429]);
     let health = admin_proxy.run_command(&["health"]).await;
-    assert_eq!(
-        (health.status.code(), health.stdout.as_str()),
-        (Some(0), "ok\n"),
-        "{}",
-        health.stderr
-    );
+    assert_eq!(health.status.code(), Some(0), "{}", health.stderr);
+    assert_eq!(health.stdout, "ok\n", "{}", health.stderr);
     let top = admin_proxy.run_command(&["top", "--once"]).await;
     assert!(
         top.status.success() && top.stdout.contains("\nall "),
@@ -144,13 +133,9 @@ async fn commands_connect_through_the_socket() {
     );
     let gone = admin_proxy.run_command(&["health"]).await;
     gone.expect_code(1);
-    assert!(
-        gone.stderr.starts_with(&format!(
-            "error: unix:{}: No such file",
-            admin_proxy.path.display()
-        )),
-        "{}",
-        gone.stderr
+    assert_starts(
+        &gone.stderr,
+        format!("error: unix:{}: No such file", admin_proxy.path.display()),
     );
 }
 

@@ -3,11 +3,7 @@
 //! `docs/img/` to match the drawing.
 
 use crate::support::prelude::*;
-use crate::support::store_harness::{START_US, StoreUnderTest};
 use std::fmt::Write as _;
-use std::fs;
-use std::path::Path;
-use tidegate::limiter::{Algorithm, Amendment, KeyBuilder, Limit, PolicyCharges};
 
 /// The demand: number of requests, start and end in ms. The first two bursts lie on both sides of a
 /// whole second. The third is 1.5 times the limit. A pause, a burst, and a rate below the limit
@@ -42,73 +38,67 @@ struct AlgorithmPlot {
 /// A curve of the lower panel: time and number of units.
 type CurveFunction = fn(&SimulationRun) -> Vec<(u64, u64)>;
 
+const IN_LAST_SECOND: (&str, CurveFunction) = (
+    "admitted in the last second",
+    SimulationRun::units_in_last_second,
+);
+const LEFT_IN_BUCKET: (&str, CurveFunction) =
+    ("left in the bucket", SimulationRun::remaining_units);
+
+/// A plot of units that are admitted at once.
+const ADMITTED_AT_ONCE: AlgorithmPlot = AlgorithmPlot {
+    name: "",
+    parameters: "",
+    algorithm: Algorithm::SlidingLog,
+    passed_label: "admitted",
+    lower_title: "units, seen from each moment",
+    bound: (20, "the limit: 20 in any second"),
+    lower_max: 42,
+    curves: &[],
+};
+
 const ALGORITHM_PLOTS: [AlgorithmPlot; 7] = [
     AlgorithmPlot {
         name: "sliding_log",
         parameters: r#"per = "1s", algorithm = "sliding_log""#,
         algorithm: Algorithm::SlidingLog,
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
-        bound: (20, "the limit: 20 in any second"),
-        lower_max: 42,
-        curves: &[(
-            "admitted in the last second",
-            SimulationRun::units_in_last_second,
-        )],
+        curves: &[IN_LAST_SECOND],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "sliding_window",
         parameters: r#"per = "1s", algorithm = "sliding_window", buckets = 10"#,
         algorithm: Algorithm::SlidingWindow { buckets: 10 },
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
-        bound: (20, "the limit: 20 in any second"),
-        lower_max: 42,
         curves: &[
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
+            IN_LAST_SECOND,
             (
                 "what it counts: the oldest tenth whole",
                 SimulationRun::used_units,
             ),
         ],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "fixed_window",
         parameters: r#"per = "1s", algorithm = "fixed_window""#,
         algorithm: Algorithm::FixedWindow { offset_us: 0 },
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
         bound: (20, "the limit: 20 in each second of the clock"),
-        lower_max: 42,
         curves: &[
             (
                 "admitted in this second of the clock",
                 SimulationRun::used_units,
             ),
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
+            IN_LAST_SECOND,
         ],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "token_bucket",
         parameters: r#"per = "1s", algorithm = "token_bucket", burst = 10"#,
         algorithm: plain_bucket(10),
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),
-        lower_max: 42,
-        curves: &[
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
-            ("left in the bucket", SimulationRun::remaining_units),
-        ],
+        curves: &[IN_LAST_SECOND, LEFT_IN_BUCKET],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "warm_up",
@@ -117,17 +107,9 @@ const ALGORITHM_PLOTS: [AlgorithmPlot; 7] = [
             burst: 10,
             warm_up_us: SECOND_US,
         },
-        passed_label: "admitted",
-        lower_title: "units, seen from each moment",
         bound: (30, "never more: burst + 20 in any second"),
-        lower_max: 42,
-        curves: &[
-            (
-                "admitted in the last second",
-                SimulationRun::units_in_last_second,
-            ),
-            ("left in the bucket", SimulationRun::remaining_units),
-        ],
+        curves: &[IN_LAST_SECOND, LEFT_IN_BUCKET],
+        ..ADMITTED_AT_ONCE
     },
     AlgorithmPlot {
         name: "leaky_bucket",
@@ -170,11 +152,7 @@ struct SimulationRun {
 impl SimulationRun {
     fn simulate(algorithm: Algorithm) -> Self {
         let has_slots = matches!(algorithm, Algorithm::Concurrency { .. });
-        let limit = Limit {
-            requests: 20,
-            per_us: 10 * SECOND_US,
-            algorithm,
-        };
+        let limit = make_limit(20, 10 * SECOND_US, algorithm);
         let limit = if has_slots {
             limit
         } else {

@@ -2,13 +2,8 @@
 //! Schedules are random and adversarial: bursts at edges, waits of exactly `retry`, a clock that
 //! steps back. Limits change midway.
 
-use crate::support::store_harness::{
-    START_US, StoreUnderTest, admissible_at_us, draw_duration_us, draw_limit_for, test_seed,
-};
-use fastrand::Rng;
-use tidegate::limiter::{
-    Algorithm, Amendment, Key, KeyBuilder, Limit, MAX_UNITS, MAX_WARM_UP_US, PolicyCharges,
-};
+use crate::support::prelude::*;
+use tidegate::limiter::MAX_WARM_UP_US;
 
 /// Schedules per algorithm: memory store, Redis. Redis runs fewer, since other tests compare it
 /// with the memory store.
@@ -295,11 +290,7 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
             tested_store.reset();
             let key = KeyBuilder::new("p").finish();
             let algorithm = Algorithm::Concurrency { max_duration_us: 0 };
-            let mut limit = Limit {
-                requests: rng.u64(1..=8),
-                per_us: rng.u64(1_000..100_000),
-                algorithm,
-            };
+            let mut limit = make_limit(rng.u64(1..=8), rng.u64(1_000..100_000), algorithm);
             let (mut now_us, mut slot) = (START_US, 0);
             // Each slot with the end of its lease: slots of live sidecars, and slots of crashed
             // ones.
@@ -391,10 +382,8 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
                 now_us += rng.u64(..=2 * limit.per_us / limit.requests);
             }
         }
-        let saturated: Vec<u64> = times
-            .into_iter()
-            .filter(|at| *at >= begin_us + limit.per_us)
-            .collect();
+        let items = times.into_iter();
+        let saturated: Vec<u64> = items.filter(|at| *at >= begin_us + limit.per_us).collect();
         let stretch_us = limit.per_us + limit.sub_window_width_us() - 1;
         let many = usize::try_from(limit.requests).unwrap();
         let what = format!("TIDEGATE_TEST_SEED={seed}, run {number}: {limit:?}");

@@ -1,9 +1,7 @@
 //! Many connections of few clients: new clients are served, and one client has a share at most.
 
 use crate::support::prelude::*;
-use hyper::Response;
 use std::future::pending;
-use std::time::{Duration, Instant};
 
 const GET: &str = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
 const CLOSED_FOR_LIMIT: &str = "tidegate_connections_closed_total{reason=\"connection_limit\"}";
@@ -17,7 +15,7 @@ async fn the_connection_idle_longest_is_closed_for_a_new_one() {
         let mut client = RawClient::connect(proxy.address).await;
         assert_eq!(client.request(GET).await.status, 200);
         clients.push(client);
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        sleep(Duration::from_millis(20)).await;
     }
     // The first two get another request, so the third is idle longest.
     for client in &mut clients[..2] {

@@ -1,22 +1,17 @@
 //! A Redis Cluster: limits hold for all slots of their keys.
 
 use crate::redis_outage::OutageFixture;
-use crate::support::cluster::{initial_node, user_key};
+use crate::support::cluster::user_key;
 use crate::support::prelude::*;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{
-    Algorithm, Amendment, Decision, Key, KeyBuilder, LeaseTerms, Limit, PolicyCharges,
-};
-use tidegate::store::redis::{CounterInspector, SharedRedisState};
-use tidegate::store::{Settlement, Store, StoreUnavailable};
-use tokio::task::JoinSet;
+use tidegate::limiter::LeaseTerms;
+use tidegate::store::StoreUnavailable;
+use tidegate::store::redis::CounterInspector;
 
-pub(crate) const DAILY_LIMIT: Limit = Limit {
-    requests: 1000,
-    per_us: 86_400_000_000,
-    algorithm: Algorithm::FixedWindow { offset_us: 0 },
-};
+pub(crate) const DAILY_LIMIT: Limit = make_limit(
+    1000,
+    86_400_000_000,
+    Algorithm::FixedWindow { offset_us: 0 },
+);
 /// [`DAILY_LIMIT`] with another amount.
 pub(crate) const fn daily_limit(requests: u64) -> Limit {
     Limit {
@@ -25,11 +20,8 @@ pub(crate) const fn daily_limit(requests: u64) -> Limit {
     }
 }
 
-pub(crate) const CONCURRENCY_LIMIT: Limit = Limit {
-    requests: 3,
-    per_us: 10_000_000,
-    algorithm: Algorithm::Concurrency { max_duration_us: 0 },
-};
+pub(crate) const CONCURRENCY_LIMIT: Limit =
+    make_limit(3, 10_000_000, Algorithm::Concurrency { max_duration_us: 0 });
 
 pub(crate) fn policy_key(name: &str) -> Key {
     KeyBuilder::new(name).finish()
@@ -218,10 +210,7 @@ async fn every_algorithm_refunds_denied_charges() {
         plain_bucket(1000),
     ];
     for algorithm in all {
-        let limit = Limit {
-            algorithm,
-            ..DAILY_LIMIT
-        };
+        let limit = with_algorithm(DAILY_LIMIT, algorithm);
         // With an empty and with a partly used counter.
         for spent in [0, 10] {
             if spent > 0 {
@@ -264,13 +253,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
         plain_bucket(1000),
     ];
     for algorithm in all {
-        let (limit, owner) = (
-            Limit {
-                algorithm,
-                ..DAILY_LIMIT
-            },
-            key_on(1, "owner"),
-        );
+        let (limit, owner) = (with_algorithm(DAILY_LIMIT, algorithm), key_on(1, "owner"));
         // Two leases with different ends.
         for ttl_us in [DAILY_LIMIT.per_us / 4, DAILY_LIMIT.per_us / 2] {
             let lease = Some(LeaseTerms {
@@ -313,10 +296,7 @@ async fn denied_charges_are_refunded_while_units_are_leased() {
 async fn estimated_costs_in_several_slots_are_settled_in_each() {
     let cluster = RedisCluster::start().await;
     let (_shared, store) = connect_store(&cluster).await;
-    let limit = Limit {
-        algorithm: Algorithm::SlidingLog,
-        ..DAILY_LIMIT
-    };
+    let limit = with_algorithm(DAILY_LIMIT, Algorithm::SlidingLog);
     let keys = [0, 1, 2].map(|node| key_on(node, "tokens"));
     let charges: Vec<_> = keys
         .iter()
@@ -376,10 +356,8 @@ async fn shards_together_admit_exactly_the_limit() {
     let last = last.unwrap();
     assert_eq!(last.status, 429);
     let wait = last.json()["retry_after"].as_f64().unwrap();
-    assert!(
-        (3500.0..=3600.0).contains(&wait),
-        "the earliest shard decides: {wait}"
-    );
+    let range = 3500.0..=3600.0;
+    assert!(range.contains(&wait), "the earliest shard decides: {wait}");
     let mut used = 0;
     for node in &cluster.nodes {
         let keys: Vec<String> = node.command("KEYS *:hot/*").await;

@@ -3,17 +3,8 @@
 
 mod reservations;
 
-use crate::support::cluster::{hash_slot, initial_node, user_key};
+use crate::support::cluster::{hash_slot, user_key};
 use crate::support::prelude::*;
-use crate::support::store_harness::join_policies;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, PolicyCharges};
-use tidegate::store::redis::RedisSettings;
-use tidegate::store::{Settlement, Store};
-use tokio::task::JoinSet;
-use tokio::time::sleep;
 
 const HOUR_US: u64 = 3_600_000_000;
 
@@ -110,11 +101,7 @@ fn user_on(node: usize, policy: &str) -> String {
 }
 
 fn hourly(requests: u64, algorithm: Algorithm) -> Limit {
-    Limit {
-        requests,
-        per_us: HOUR_US,
-        algorithm,
-    }
+    make_limit(requests, HOUR_US, algorithm)
 }
 
 fn count(statuses: &[u16], status: u16) -> usize {
@@ -318,17 +305,13 @@ async fn local_keeps_the_answers_of_live_masters_and_charges_each_request_once()
     let limit = hourly(100, Algorithm::SlidingLog);
     let used = fixture.used_units(&limit, &live).await;
     println!("local: {statuses:?}, {used} units used");
-    assert_eq!(
-        (count(&statuses, 200), fixture.forwarded(), used),
-        (30, 30, 30)
-    );
+    assert_eq!(count(&statuses, 200), 30);
+    assert_eq!(fixture.forwarded(), 30);
+    assert_eq!(used, 30);
     fixture.cluster.nodes[1].restart_async().await;
     sleep(Duration::from_secs(5)).await;
-    assert_eq!(
-        fixture.used_units(&limit, &live).await,
-        30,
-        "after the outage"
-    );
+    let answer = fixture.used_units(&limit, &live).await;
+    assert_eq!(answer, 30, "after the outage");
 }
 
 /// The policy of the live key also applies alone. Its limit holds in full, although another
@@ -383,10 +366,8 @@ async fn an_open_slot_decides_two_keys_without_an_error() {
             let fixture = SplitFixture::start("500ms", &policies).await;
             let user = user_on(0, "two");
             let slot = hash_slot(&user_key("two", &user));
-            assert_eq!(
-                fixture.statuses(&user, used_before).await,
-                vec![200; used_before]
-            );
+            let answers = fixture.statuses(&user, used_before).await;
+            assert_eq!(answers, vec![200; used_before]);
             fixture.cluster.open_slot(slot, 0, 1, moved).await;
             let statuses = fixture.statuses(&user, 20).await;
             println!("{name}, {used_before} used, {moved} moved: {statuses:?}");

@@ -2,12 +2,8 @@
 
 use crate::support::prelude::*;
 use crate::support::process::command_for;
-use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
-use tempfile::TempDir;
 
 /// CPU time of a debug build; a release build takes a tenth. Work that grew by the square took
 /// 10 s and more.
@@ -190,7 +186,7 @@ async fn only_regular_files_of_limited_size_are_read() {
         ("large.toml", "larger than 16 MiB"),
     ] {
         let text = format!("upstream.url = 'http://a'\ninclude = ['{file}']");
-        let checked = tokio::time::timeout(TEST_TIMEOUT, check_config(&dir, &text)).await;
+        let checked = timeout(TEST_TIMEOUT, check_config(&dir, &text)).await;
         let output = checked.unwrap_or_else(|_| panic!("{file} is read without end"));
         assert!(output.stderr.contains(problem), "{file}: {}", output.stderr);
     }

@@ -1,12 +1,7 @@
 //! The flags that all commands share: configuration files, stdin, `TIDEGATE_CONFIG`, `--json`.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
-use std::path::Path;
 use std::process::Stdio;
-use tempfile::TempDir;
-use tokio::io::AsyncWriteExt;
 use tokio::process::Command;
 
 const VALID: &str = "upstream.url = 'http://127.0.0.1:3000'\n[[policy]]\nname = 'login'\nkey = ['client_ip']\nlimit = { requests = 5, per = '1m' }\n";
@@ -59,10 +54,8 @@ async fn check_reads_several_files_flags_stdin_and_the_variable() {
     let json = run_in(&dir, &["check", "--json", "a.toml", "bad.toml"]).await;
     let report: Value = serde_json::from_str(&json.stdout).unwrap();
     assert_eq!((json.status.code(), json.stderr.as_str()), (Some(1), ""));
-    assert_eq!(
-        (&report["ok"], &report["files"][0]["ok"]),
-        (&false.into(), &true.into())
-    );
+    assert_eq!(report["ok"], false);
+    assert_eq!(report["files"][0]["ok"], true);
     assert_eq!(report["files"][1]["file"], "bad.toml");
     assert_eq!(report["files"][1]["errors"][0]["key"], "log.level");
 
@@ -100,22 +93,15 @@ async fn commands_work_without_a_file_in_the_working_directory() {
     let mut keys = command_in(&dir, &["keys", "list"]);
     let url = format!("redis://127.0.0.1:{}", redis.port());
     let listed = run_command(keys.env("TIDEGATE_STORE__REDIS__URL", url)).await;
-    assert!(
-        listed.status.success() && listed.stdout.contains("COUNTED BY"),
-        "{}",
-        listed.stderr
-    );
+    assert!(listed.status.success(), "{}", listed.stderr);
+    assert!(listed.stdout.contains("COUNTED BY"), "{}", listed.stderr);
 
     // Without a proxy, `top` and `health` fail because of the admin port, not of the file.
     for command in ["top", "health", "drain"] {
         let mut command = command_in(&dir, &[command]);
         let output = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:1")).await;
         output.expect_code(1);
-        assert!(
-            output.stderr.starts_with("error: 127.0.0.1:1: "),
-            "{}",
-            output.stderr
-        );
+        assert_starts(&output.stderr, "error: 127.0.0.1:1: ");
     }
 }
 
@@ -144,18 +130,11 @@ async fn with_json_errors_are_json_on_stdout() {
             [&words[..1], &["--config=bad.toml", "--json"], &words[1..]].concat(),
         ] {
             let output = run_in(&dir, &placement).await;
-            assert_eq!(
-                (output.status.code(), output.stderr.as_str()),
-                (Some(1), ""),
-                "{placement:?}"
-            );
+            assert_eq!(output.status.code(), Some(1), "{placement:?}");
+            assert_eq!(output.stderr.as_str(), "", "{placement:?}");
             let report: Value = serde_json::from_str(&output.stdout).unwrap();
-            let keys: Vec<&str> = report["errors"]
-                .as_array()
-                .unwrap()
-                .iter()
-                .map(|error| error["key"].as_str().unwrap())
-                .collect();
+            let items = report["errors"].as_array().unwrap().iter();
+            let keys: Vec<&str> = items.map(|error| error["key"].as_str().unwrap()).collect();
             assert_eq!(report["ok"], false, "{placement:?}");
             assert!(
                 keys.contains(&"admin.probes"),
@@ -177,11 +156,8 @@ async fn with_json_errors_are_json_on_stdout() {
     ] {
         let mut command = command_in(&dir, words);
         let output = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:1")).await;
-        assert_eq!(
-            (output.status.code(), output.stderr.as_str()),
-            (Some(code), ""),
-            "{words:?}"
-        );
+        assert_eq!(output.status.code(), Some(code), "{words:?}");
+        assert_eq!(output.stderr.as_str(), "", "{words:?}");
         let report: Value = serde_json::from_str(&output.stdout).unwrap();
         let found = report["errors"][0]["problem"].as_str().unwrap();
         assert!(found.contains(problem), "{found}");
@@ -202,12 +178,8 @@ async fn commands_without_a_proxy_read_the_upstream_of_the_file() {
         fs::write(dir.path().join("config.toml"), [upstream, policy].concat()).unwrap();
         for words in [["explain", "GET", "/"].as_slice(), &["doctor"]] {
             let output = run_command(&mut command_in(&dir, words)).await;
-            assert_eq!(
-                output.status.code(),
-                Some(0),
-                "{words:?}: {}",
-                output.stderr
-            );
+            let found = output.status.code();
+            assert_eq!(found, Some(0), "{words:?}: {}", output.stderr);
         }
     }
 }
@@ -259,12 +231,8 @@ async fn strict_fails_on_every_warning() {
         write(&dir, "config.toml", &text);
         for (flags, code) in [(["check"].as_slice(), 0), (&["check", "--strict"], 1)] {
             let output = run_in(&dir, flags).await;
-            assert_eq!(
-                output.status.code(),
-                Some(code),
-                "{flags:?} {}",
-                output.stderr
-            );
+            let found = output.status.code();
+            assert_eq!(found, Some(code), "{flags:?} {}", output.stderr);
             assert_contains(&output.stderr, &["warning: ", warning]);
         }
     }

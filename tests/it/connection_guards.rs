@@ -1,19 +1,10 @@
 //! Limits that h2 keeps per connection: a slow or abusive stream ends no other stream.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use bytes::Bytes;
 use h2::server::Builder;
-use hyper::Response;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::future::{pending, poll_fn};
-use std::sync::Arc;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::Semaphore;
-use tokio::time::timeout;
 
 const ONE_WORKER: &str = "listen.threads = 1\n";
 
@@ -144,9 +135,7 @@ async fn a_stalled_response_passes_unchanged_once_the_client_reads() {
     reader.wait_for_kind(HEADERS).await;
     all_sent.acquire().await.unwrap().forget();
     assert_eq!(proxy.get("/livez-of-nobody").await.status, 200);
-    reader
-        .send(encode_frame(SETTINGS, 0, 0, encode_setting(4, 1 << 20)))
-        .await;
+    reader.send(setting_frame(4, 1 << 20)).await;
     let mut received = Vec::new();
     loop {
         let frame = reader
@@ -200,7 +189,7 @@ async fn serve_frames(
     let socket = socket.stream();
     let (mut requests, mut windows) = (Vec::new(), HashMap::from([(0, 65_535)]));
     let mut answer: VecDeque<Vec<u8>> = VecDeque::new();
-    let opening = encode_frame(SETTINGS, 0, 0, encode_setting(3, 100));
+    let opening = setting_frame(3, 100);
     if socket.read_exact(&mut [0; 24]).await.is_err() || socket.write_all(&opening).await.is_err() {
         return;
     }
@@ -232,12 +221,7 @@ async fn serve_frames(
                 windows.insert(stream, stream_window);
                 if let [first, second] = requests[..] {
                     answer.extend(frames(second));
-                    answer.push_back(encode_frame(
-                        HEADERS,
-                        END_HEADERS | END_STREAM,
-                        first,
-                        [0x88],
-                    ));
+                    answer.push_back(headers_frame(END_STREAM, first, [0x88]));
                 }
             }
             _ => {}
@@ -286,14 +270,14 @@ async fn padding_and_empty_continuations_of_an_upstream_end_no_request() {
         |stream| {
             let head = encode_frame(HEADERS, END_HEADERS, stream, [0x88]);
             let empty = vec![padded_data_frame(0, stream, b"", 255); 30_000];
-            let last = encode_frame(DATA, END_STREAM, stream, "e");
+            let last = last_data_frame(stream, "e");
             [vec![head], empty, vec![last]].concat()
         },
         |stream| {
             let start = encode_frame(HEADERS, 0, stream, [0x88]);
             let empty = vec![encode_frame(CONTINUATION, 0, stream, []); 300];
             let end = encode_frame(CONTINUATION, END_HEADERS, stream, []);
-            let last = encode_frame(DATA, END_STREAM, stream, "e");
+            let last = last_data_frame(stream, "e");
             [vec![start], empty, vec![end, last]].concat()
         },
     ];
@@ -349,7 +333,7 @@ async fn padding_of_an_upload_ends_no_other_stream_of_its_client() {
             }
         }
     }
-    client.send(encode_frame(DATA, END_STREAM, 1, "e")).await;
+    client.send(last_data_frame(1, "e")).await;
     let (mut body, mut has_ended) = (Vec::new(), false);
     while !has_ended {
         let data = client.wait_for_frame("DATA", |frame| (frame.kind, frame.stream) == (DATA, 1));
@@ -433,7 +417,7 @@ async fn an_upload_of_small_frames_ends_no_other_stream_of_its_client() {
         client.send(encode_frame(SETTINGS, ACK, 0, [])).await;
         let count = 240_000_usize.div_ceil(size).min(20_000);
         for n in 0..20_u32 {
-            let frames = encode_frame(DATA, 0, 1, vec![b'x'; size]).repeat(count / 20);
+            let frames = data_frame(1, vec![b'x'; size]).repeat(count / 20);
             assert!(client.send(frames).await, "{size} bytes");
             let stream = 5 + 2 * n;
             client.send(get_frame(stream, "/")).await;
@@ -470,11 +454,8 @@ async fn an_upload_of_tiny_frames_is_reset_alone() {
         (false, 1, Some(7)),
         (false, 4, None),
     ] {
-        let proxy = Proxy::start(
-            &format!("{}{ONE_WORKER}", if is_trusted { TRUSTED } else { "" }),
-            &upstream.url(),
-        )
-        .await;
+        let config = format!("{}{ONE_WORKER}", if is_trusted { TRUSTED } else { "" });
+        let proxy = Proxy::start(&config, &upstream.url()).await;
         let mut client = FrameClient::connect(proxy.address, &[]).await;
         let opening = [post_head_frame(1, "/upload"), get_frame(3, "/hold")].concat();
         client.send(opening).await;
@@ -482,7 +463,7 @@ async fn an_upload_of_tiny_frames_is_reset_alone() {
         let data = vec![b'x'; size];
         let tiny = match padding {
             Some(padding) => padded_data_frame(0, 1, &data, padding),
-            None => encode_frame(DATA, 0, 1, &data),
+            None => data_frame(1, &data),
         };
         let tiny = tiny.repeat(1_000);
         for _ in 0..12 {

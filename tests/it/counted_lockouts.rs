@@ -1,15 +1,8 @@
 //! `count_when` with `block_for`: only counted responses lock a key out.
 
 use crate::reference_model::NaiveModel;
-use crate::support::gated_upstream::GatedUpstream;
-use crate::support::login_app::{self, check_password};
+use crate::support::login_app;
 use crate::support::prelude::*;
-use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
-use fastrand::Rng;
-use futures_util::future::join_all;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, LimitCharge, PolicyCharges};
 
 /// A refusal with a longer wait than the period is a block.
 const LOCKOUT_POLICY: &str = "[[policy]]
@@ -222,11 +215,7 @@ impl CountingPolicy {
         key.push_key_value(Some(b"ann"));
         let key = key.finish();
         let limit = EVERY_ALGORITHM[rng.usize(..algorithm_count)].1(rng);
-        let block = Limit {
-            requests: 1,
-            per_us: 1 + rng.u64(..4) * limit.per_us / 2,
-            algorithm: Algorithm::Block,
-        };
+        let block = make_limit(1, 1 + rng.u64(..4) * limit.per_us / 2, Algorithm::Block);
         Self {
             limit: Limit {
                 requests: rng.u64(1..6),

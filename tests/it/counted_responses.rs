@@ -1,11 +1,8 @@
 //! `count_when`: a request counts only if its response has one of the listed statuses.
 
 use crate::support::h2_frames::{FrameClient, HEADERS, request_head_frame};
-use crate::support::login_app::{self, check_password};
+use crate::support::login_app;
 use crate::support::prelude::*;
-use futures_util::future::join_all;
-use std::time::Duration;
-use tokio::time::{sleep, timeout};
 
 /// The period is so long that no unit returns by itself.
 const LOGIN_POLICY: &str = "[[policy]]
@@ -40,17 +37,10 @@ async fn of_64_parallel_wrong_passwords_exactly_5_reach_the_app_and_right_ones_c
         let app = Upstream::with_handler(check_password).await;
         let proxy = Proxy::start(&config, app.address).await;
         // Credits reach Redis soon: more right passwords than the limit has units.
-        timeout(TEST_TIMEOUT, async {
-            for _ in 0..12 {
-                while log_in(&proxy, "ann", "right").await != (200, Some(4)) {
-                    sleep(Duration::from_millis(5)).await;
-                }
-            }
-            // The last credit, too.
-            while log_in(&proxy, "ann", "right").await != (200, Some(4)) {}
-        })
-        .await
-        .unwrap();
+        for _ in 0..13 {
+            let is_credited = async || log_in(&proxy, "ann", "right").await == (200, Some(4));
+            wait_until("the credit", is_credited).await;
+        }
         let before = app.requests().len();
         let replies = join_all((0..64).map(|_| log_in(&proxy, "bob", "wrong"))).await;
         let failed = replies.iter().filter(|(status, _)| *status == 401).count();

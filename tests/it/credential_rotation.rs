@@ -2,17 +2,8 @@
 
 use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
-use serde_json::Value;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
-use tidegate::limiter::{KeyBuilder, PolicyCharges};
-use tidegate::store::Store;
-use tidegate::store::redis::{
-    RedisCredentials, RedisPassword, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
-};
-use tokio::time::sleep;
+use crate::support::sentinel::MASTER_NAME;
+use tidegate::store::redis::{RedisCredentials, RedisPassword};
 
 /// The documented maximum until a rotated password is in use.
 const MAX_ROTATION_TIME: Duration = Duration::from_secs(10);
@@ -25,7 +16,7 @@ const POLICY: &str = "[[policy]]\nname = \"p\"\non_store_failure = \"closed\"\nl
 /// A server with the ACL user `app` and its first password, `p0`.
 async fn start_server() -> RedisServer {
     let server = RedisServer::start();
-    let _: () = server.command("ACL SETUSER app on >p0 ~* &* +@all").await;
+    server.run("ACL SETUSER app on >p0 ~* &* +@all").await;
     server
 }
 
@@ -124,13 +115,13 @@ async fn ten_rotations_under_load_in_both_orders_degrade_nothing() {
             // The file first: until the server knows the new password, connections keep the old.
             secret.swap(&[("password", &new)]);
             wait_for_message(&proxy, mark, "redis rejected the new login").await;
-            let _: () = server.command(&format!("ACL SETUSER app >{new}")).await;
+            server.run(&format!("ACL SETUSER app >{new}")).await;
         } else {
-            let _: () = server.command(&format!("ACL SETUSER app >{new}")).await;
+            server.run(&format!("ACL SETUSER app >{new}")).await;
             secret.swap(&[("password", &new)]);
         }
         slowest = slowest.max(wait_for_message(&proxy, mark, "redis accepted the new login").await);
-        let _: () = server.command(&format!("ACL SETUSER app <{old}")).await;
+        server.run(&format!("ACL SETUSER app <{old}")).await;
     }
     let (sent, failed) = load.finish().await;
     let degraded = "tidegate_degraded_total{policy=\"p\",outcome=\"rejected\"}";
@@ -154,11 +145,11 @@ async fn a_reconnect_uses_the_old_password_until_redis_accepts_the_new_one() {
     wait_for_message(&proxy, mark, "redis rejected the new login").await;
     let _: u64 = server.command("CLIENT KILL USER app").await;
     wait_until_decided(&proxy).await;
-    let _: () = server.command("ACL SETUSER app >p1").await;
+    server.run("ACL SETUSER app >p1").await;
     wait_for_message(&proxy, mark, "redis accepted the new login").await;
     // Each worker logs in again within a second of its own.
     sleep(Duration::from_secs(2)).await;
-    let _: () = server.command("ACL SETUSER app <p0").await;
+    server.run("ACL SETUSER app <p0").await;
     let _: u64 = server.command("CLIENT KILL USER app").await;
     wait_until_decided(&proxy).await;
 }
@@ -166,7 +157,7 @@ async fn a_reconnect_uses_the_old_password_until_redis_accepts_the_new_one() {
 #[tokio::test]
 async fn a_new_user_without_permissions_degrades_nothing() {
     let (server, upstream) = (start_server().await, Upstream::echo().await);
-    let _: () = server.command("ACL SETUSER weak on >p1 +auth").await;
+    server.run("ACL SETUSER weak on >p1 +auth").await;
     let secret = SecretVolume::mount(&[("username", "app"), ("password", "p0")]);
     let config = format!(
         "listen.threads = 2\n[store]\nkind = 'redis'\n[store.redis]\nurl = 'redis://127.0.0.1:{}/0'\ntimeout = '5s'\n\
@@ -184,7 +175,7 @@ async fn a_new_user_without_permissions_degrades_nothing() {
     assert_eq!(failed, 0, "of {sent}");
     let _: u64 = server.command("CLIENT KILL USER app").await;
     wait_until_decided(&proxy).await;
-    let _: () = server.command("ACL SETUSER weak ~* &* +@all").await;
+    server.run("ACL SETUSER weak ~* &* +@all").await;
     wait_for_message(&proxy, mark, "redis accepted the new login").await;
 }
 
@@ -205,9 +196,9 @@ async fn operators_read_counters_and_the_fleet_before_and_after_redis_accepts_th
     assert_eq!(read("/fleet").await.json()["problem"], Value::Null);
     assert!(!proxy.log_text().contains("redis unavailable"));
 
-    let _: () = server.command("ACL SETUSER app >p1").await;
+    server.run("ACL SETUSER app >p1").await;
     wait_for_message(&proxy, mark, "redis accepted the new login").await;
-    let _: () = server.command("ACL SETUSER app <p0").await;
+    server.run("ACL SETUSER app <p0").await;
     // A view is returned for one second.
     sleep(Duration::from_millis(1_100)).await;
     assert_eq!(read("/fleet").await.json()["problem"], Value::Null);
@@ -222,7 +213,7 @@ async fn a_wrong_password_is_logged_in_the_words_of_redis_and_its_correction_is_
     let proxy = start_proxy(&server, &secret, &upstream).await;
     let mark = proxy.log_mark();
     // The server alone changes, and closes the connections.
-    let _: () = server.command("ACL SETUSER app resetpass >p1").await;
+    server.run("ACL SETUSER app resetpass >p1").await;
     let _: u64 = server.command("CLIENT KILL USER app").await;
     proxy
         .wait_for_log("the refused password", mark, TEST_TIMEOUT, |line| {
@@ -248,7 +239,7 @@ async fn a_rotated_user_and_authority_are_used_for_new_connections() {
     old.sign("server", "127.0.0.1");
     old.sign("client", "tidegate");
     let read = |authority: &CertificateAuthority, file: &str| {
-        std::fs::read_to_string(authority.path(file)).unwrap()
+        fs::read_to_string(authority.path(file)).unwrap()
     };
     let files = |authority: &CertificateAuthority, user: &str| {
         [
@@ -260,9 +251,7 @@ async fn a_rotated_user_and_authority_are_used_for_new_connections() {
         ]
     };
     let server = RedisServer::start_with_tls(&old, &["--tls-auth-clients", "yes"]);
-    let _: () = server
-        .command("ACL SETUSER ann on >s3cret ~* &* +@all")
-        .await;
+    server.run("ACL SETUSER ann on >s3cret ~* &* +@all").await;
     let secret = SecretVolume::mount(&files(&old, "ann"));
     let path = |name: &str| secret.path(name);
     let config = format!(
@@ -281,13 +270,11 @@ async fn a_rotated_user_and_authority_are_used_for_new_connections() {
     let new = CertificateAuthority::new();
     new.sign("server", "127.0.0.1");
     new.sign("client", "tidegate");
-    let _: () = server
-        .command("ACL SETUSER bob on >s3cret ~* &* +@all")
-        .await;
+    server.run("ACL SETUSER bob on >s3cret ~* &* +@all").await;
     secret.swap(&files(&new, "bob"));
     let [cert, key, ca] = ["server.pem", "server.key", "ca.pem"].map(|file| new.path_string(file));
-    let _: () = server
-        .command(&format!(
+    server
+        .run(&format!(
             "CONFIG SET tls-cert-file {cert} tls-key-file {key} tls-ca-cert-file {ca}"
         ))
         .await;
@@ -296,7 +283,7 @@ async fn a_rotated_user_and_authority_are_used_for_new_connections() {
         clients.contains("user=bob")
     })
     .await;
-    let _: () = server.command("ACL SETUSER ann off").await;
+    server.run("ACL SETUSER ann off").await;
     let _: u64 = server.command("CLIENT KILL USER bob").await;
     wait_until_decided(&proxy).await;
     let clients: String = server.command("CLIENT LIST").await;
@@ -424,8 +411,8 @@ async fn the_previous_login_is_used_if_the_new_one_is_accepted_and_may_not_decid
     let store = Store::from_redis(redis);
     assert!(is_admitted(&store, 0).await);
     // Connections without a login have the default user.
-    let _: () = server
-        .command("ACL SETUSER default -evalsha -eval -script")
+    server
+        .run("ACL SETUSER default -evalsha -eval -script")
         .await;
     shared.update_logins(&with(RedisCredentials::default()));
     let _: u64 = server.command("CLIENT KILL USER app").await;

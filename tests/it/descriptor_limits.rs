@@ -3,7 +3,6 @@
 use crate::support::prelude::*;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
-use tempfile::TempDir;
 
 /// Starts a proxy with a soft limit of 100 descriptors and this hard limit.
 async fn start_limited_proxy(hard_limit: u32, upstream: &Upstream, dir: &TempDir) -> Proxy {

@@ -1,17 +1,6 @@
 //! `tidegate doctor` and `GET /doctor`: each fault of Redis, with real servers.
 
-use crate::support::fake_redis::{TcpRelay, start_filtering_relay};
 use crate::support::prelude::*;
-use crate::support::redis::free_port;
-use crate::support::sentinel::SentinelDeployment;
-use crate::support::serve_connections;
-
-use serde_json::Value;
-use std::fs;
-use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::time::sleep;
 
 const POLICIES: &str = "
 [[policy]]
@@ -27,73 +16,80 @@ fn store_config(lines: &str) -> String {
     )
 }
 
-fn url_line(server: &RedisServer) -> String {
-    format!("url = \"redis://127.0.0.1:{}\"", server.port())
+fn url_line(port: u16) -> String {
+    format!("url = \"redis://127.0.0.1:{port}\"")
 }
 
 async fn run_doctor(config: &str, args: &[&str]) -> ProcessOutput {
-    ConfigFile::new(config)
-        .run(&[&["doctor"], args].concat())
-        .await
+    let words = [&["doctor"], args].concat();
+    ConfigFile::new(config).run(&words).await
 }
 
 /// The report of a run that ends with this code.
-async fn examine(lines: &str, code: i32) -> Value {
+async fn examine(lines: &str, code: i32) -> DoctorReport {
     examine_config(&store_config(lines), code).await
 }
 
-async fn examine_config(config: &str, code: i32) -> Value {
+async fn examine_config(config: &str, code: i32) -> DoctorReport {
     let ended = run_doctor(config, &["--json"]).await;
-    ended.expect_code(code);
-    ended.json()
+    DoctorReport(ended.expect_code(code).json())
 }
 
-/// The findings of a check that are not `ok`, as `level: found`.
-fn problems(report: &Value, check: &str) -> Vec<String> {
-    let findings = report["findings"].as_array().unwrap();
-    findings
-        .iter()
-        .filter(|finding| finding["check"] == check && finding["level"] != "ok")
-        .map(|finding| {
+/// What `doctor --json` prints.
+#[derive(Debug)]
+struct DoctorReport(Value);
+
+impl std::ops::Deref for DoctorReport {
+    type Target = Value;
+
+    fn deref(&self) -> &Value {
+        &self.0
+    }
+}
+
+impl DoctorReport {
+    fn findings(&self) -> &[Value] {
+        self["findings"].as_array().unwrap()
+    }
+
+    /// The findings of a check that are not `ok`, as `level: found`.
+    fn problems(&self, check: &str) -> Vec<String> {
+        let is_problem = |finding: &&Value| finding["check"] == check && finding["level"] != "ok";
+        let problems = self.findings().iter().filter(is_problem).map(|finding| {
             assert!(finding["advice"].is_string(), "{finding}");
-            format!(
-                "{}: {}",
-                finding["level"].as_str().unwrap(),
-                finding["found"].as_str().unwrap()
-            )
-        })
-        .collect()
-}
+            let text = |name: &str| finding[name].as_str().unwrap();
+            format!("{}: {}", text("level"), text("found"))
+        });
+        problems.collect()
+    }
 
-/// Asserts a problem, as `check: level: beginning … part`.
-fn assert_problem(report: &Value, problem: &str) {
-    let (check, rest) = problem.split_once(": ").unwrap();
-    let (start, part) = rest.split_once(" … ").unwrap_or((rest, ""));
-    let problems = problems(report, check);
-    assert!(
-        problems
-            .iter()
-            .any(|problem| problem.starts_with(start) && problem.contains(part)),
-        "{check}: {start} … {part}: {report:#}"
-    );
+    /// Asserts a problem, as `check: level: beginning … part`.
+    #[track_caller]
+    fn names(&self, problem: impl AsRef<str>) -> &Self {
+        let (check, rest) = problem.as_ref().split_once(": ").unwrap();
+        let (start, part) = rest.split_once(" … ").unwrap_or((rest, ""));
+        let problems = self.problems(check);
+        let is_meant = |problem: &String| problem.starts_with(start) && problem.contains(part);
+        assert!(
+            problems.iter().any(is_meant),
+            "{check}: {start} … {part}: {self:#?}"
+        );
+        self
+    }
 }
 
 #[tokio::test]
 async fn a_healthy_server_has_no_problems_and_keeps_no_traces() {
     let server = RedisServer::start_with(&["--appendonly", "yes"]);
-    let proxy = Proxy::echo_connected(&store_config(&url_line(&server))).await;
+    let proxy = Proxy::echo_connected(&store_config(&url_line(server.port()))).await;
     for user in 0..30 {
         let request = proxy
             .request("GET", "/")
             .header("x-user-id", &user.to_string());
         assert_eq!(request.send_for_status().await, 200);
     }
-    let report = examine(&url_line(&server), 0).await;
-    assert_eq!(
-        (&report["ok"], &report["warnings"]),
-        (&true.into(), &0.into()),
-        "{report:#}"
-    );
+    let report = examine(&url_line(server.port()), 0).await;
+    assert_fields(&report, json!({ "ok": true, "warnings": 0 }));
     for check in [
         "topology",
         "version",
@@ -108,90 +104,66 @@ async fn a_healthy_server_has_no_problems_and_keeps_no_traces() {
         "clock",
         "expiry",
     ] {
-        let findings = report["findings"].as_array().unwrap();
+        let findings = report.findings();
         assert!(
             findings.iter().any(|finding| finding["check"] == check),
             "{check}"
         );
     }
     let server_facts = &report["servers"][0];
-    assert_eq!(
-        (&server_facts["role"], &server_facts["append_only_file"]),
-        (&"master".into(), &true.into())
+    assert_fields(
+        server_facts,
+        json!({ "role": "master", "append_only_file": true }),
     );
     assert!(server_facts["latency_p99_ms"].as_f64() >= server_facts["latency_p50_ms"].as_f64());
     let memory = &report["policies"][0];
-    assert_eq!(
-        (&memory["policy"], &memory["counters"]),
-        (&"api".into(), &60.into())
-    );
+    assert_fields(memory, json!({ "policy": "api", "counters": 60 }));
     assert!(memory["bytes"].as_u64().unwrap() > 60 * 50, "{memory}");
     let keys: Vec<String> = server.command("KEYS *").await;
     assert!(keys.iter().all(|key| !key.contains("probe")), "{keys:?}");
 
-    let text = run_doctor(&store_config(&url_line(&server)), &["--strict"]).await;
+    let text = run_doctor(&store_config(&url_line(server.port())), &["--strict"]).await;
     text.expect_code(0);
-    assert!(
-        text.stdout.ends_with("No problem was found.\n"),
-        "{}",
-        text.stdout
-    );
+    assert_ends(&text.stdout, "No problem was found.\n");
     text.expect_stdout("\napi ");
 }
 
 #[tokio::test]
 async fn settings_that_lose_usage_are_reported() {
     let server = RedisServer::start();
-    let _: () = server
-        .command("CONFIG SET maxmemory-policy allkeys-lru")
-        .await;
-    let report = examine(&url_line(&server), 1).await;
-    assert_problem(
-        &report,
-        "eviction: fault: maxmemory-policy is allkeys-lru … fresh quota",
-    );
-    assert_problem(
-        &report,
-        "persistence: warning: no append-only file … no replica",
-    );
+    server.run("CONFIG SET maxmemory-policy allkeys-lru").await;
+    let report = examine(&url_line(server.port()), 1).await;
+    report.names("eviction: fault: maxmemory-policy is allkeys-lru … fresh quota");
+    report.names("persistence: warning: no append-only file … no replica");
 
     // A warning fails only with --strict.
-    let _: () = server
-        .command("CONFIG SET maxmemory-policy noeviction")
-        .await;
-    let config = store_config(&url_line(&server));
+    server.run("CONFIG SET maxmemory-policy noeviction").await;
+    let config = store_config(&url_line(server.port()));
     assert_eq!(run_doctor(&config, &[]).await.status.code(), Some(0));
     let strict = run_doctor(&config, &["--strict"]).await;
     strict.expect_code(1);
-    assert!(
-        strict.stdout.ends_with("0 faults, 1 warning.\n"),
-        "{}",
-        strict.stdout
-    );
+    assert_ends(&strict.stdout, "0 faults, 1 warning.\n");
 
     let (_, directory): (String, String) = server.command("CONFIG GET dir").await;
     fs::remove_dir_all(&directory).unwrap();
-    let _: () = server.command("BGSAVE").await;
+    server.run("BGSAVE").await;
     wait_until("the save to fail", async || {
         let info: String = server.command("INFO persistence").await;
         info.contains("rdb_last_bgsave_status:err")
     })
     .await;
-    let report = examine(&url_line(&server), 1).await;
-    assert_problem(&report, "persistence: fault:  … rdb_last_bgsave_status");
+    let report = examine(&url_line(server.port()), 1).await;
+    report.names("persistence: fault:  … rdb_last_bgsave_status");
     fs::create_dir_all(&directory).unwrap();
 }
 
 #[tokio::test]
 async fn a_full_server_is_reported() {
     let server = RedisServer::start_with(&["--appendonly", "yes"]);
-    let _: () = server.command("CONFIG SET maxmemory 1").await;
-    let report = examine(&url_line(&server), 1).await;
-    assert_problem(&report, "memory: fault:  … of 1 B used");
-    assert_problem(
-        &report,
-        "decision: fault: a decision fails (oom) … maxmemory",
-    );
+    server.run("CONFIG SET maxmemory 1").await;
+    let report = examine(&url_line(server.port()), 1).await;
+    report.names("memory: fault:  … of 1 B used");
+    report.names("decision: fault: a decision fails (oom) … maxmemory");
 }
 
 #[tokio::test]
@@ -205,26 +177,19 @@ async fn replicas_that_lag_and_a_replica_as_master_are_reported() {
         info.contains("state=online")
     })
     .await;
-    let report = examine(&url_line(&master), 0).await;
+    let report = examine(&url_line(master.port()), 0).await;
     assert_eq!(report["servers"][0]["replicas"][0]["state"], "online");
 
-    let report = examine(&url_line(&replica), 1).await;
-    assert_problem(
-        &report,
-        &format!("role: fault: the server is a replica of 127.0.0.1 … {port}"),
-    );
-    assert_problem(
-        &report,
-        "decision: fault: a decision fails (readonly) … replica",
-    );
+    let report = examine(&url_line(replica.port()), 1).await;
+    report.names(format!(
+        "role: fault: the server is a replica of 127.0.0.1 … {port}"
+    ));
+    report.names("decision: fault: a decision fails (readonly) … replica");
 
     replica.pause();
     sleep(Duration::from_millis(4_100)).await;
-    let report = examine(&url_line(&master), 0).await;
-    assert_problem(
-        &report,
-        "replication: warning: replica 127.0.0.1 … last acknowledgement",
-    );
+    let report = examine(&url_line(master.port()), 0).await;
+    report.names("replication: warning: replica 127.0.0.1 … last acknowledgement");
     replica.resume();
 }
 
@@ -234,50 +199,38 @@ async fn missing_permissions_are_named() {
     let documented = "resetchannels ~shop:* -@all +@read +@write +@scripting +@connection -@dangerous +time +info";
     let login = format!("url = \"redis://tg:s3cret@127.0.0.1:{}\"", server.port());
     let mut words = format!("ACL SETUSER tg on >s3cret {documented}");
-    let _: () = server.command(&words).await;
+    server.run(&words).await;
     let report = examine(&login, 0).await;
-    assert_eq!(report["warnings"], 0, "the documented user: {report:#}");
+    assert_eq!(report["warnings"], 0, "the documented user: {report:#?}");
 
     words = format!("ACL SETUSER tg reset on >s3cret {documented} -evalsha -zadd");
-    let _: () = server.command(&words).await;
+    server.run(&words).await;
     let report = examine(&login, 1).await;
-    assert_problem(
-        &report,
-        "permissions: fault: decisions need commands … EVALSHA, ZADD",
-    );
+    report.names("permissions: fault: decisions need commands … EVALSHA, ZADD");
     assert_eq!(
         report["servers"][0]["denied_commands"],
-        serde_json::json!(["ZADD", "EVALSHA"])
+        json!(["ZADD", "EVALSHA"])
     );
     let rule = "ACL SETUSER tg +zadd +evalsha";
-    assert_eq!(report.to_string().matches(rule).count(), 1, "{report:#}");
-    assert_problem(
-        &report,
-        "decision: fault: a decision fails (noauth) … evalsha",
-    );
+    assert_eq!(report.to_string().matches(rule).count(), 1, "{report:#?}");
+    report.names("decision: fault: a decision fails (noauth) … evalsha");
 
     words = format!("ACL SETUSER tg reset on >s3cret {documented} resetkeys ~other:*");
-    let _: () = server.command(&words).await;
+    server.run(&words).await;
     let report = examine(&login, 1).await;
-    assert_problem(
-        &report,
-        "permissions: fault: the user may not access keys that start with shop … ZADD",
-    );
+    report.names("permissions: fault: the user may not access keys that start with shop … ZADD");
 
     words = format!("ACL SETUSER tg reset on >s3cret {documented} -info -memory -scan");
-    let _: () = server.command(&words).await;
+    server.run(&words).await;
     let report = examine(&login, 0).await;
-    assert_problem(
-        &report,
-        "permissions: warning: without these commands … INFO, MEMORY, SCAN",
-    );
-    assert_problem(&report, "info: warning: INFO is refused … no permissions");
+    report.names("permissions: warning: without these commands … INFO, MEMORY, SCAN");
+    report.names("info: warning: INFO is refused … no permissions");
 
     words = format!("ACL SETUSER tg reset on >s3cret {documented} -time -info -script");
-    let _: () = server.command(&words).await;
+    server.run(&words).await;
     let report = examine(&login, 1).await;
-    assert_problem(&report, "permissions: fault: decisions need … TIME");
-    let findings = report["findings"].as_array().unwrap();
+    report.names("permissions: fault: decisions need … TIME");
+    let findings = report.findings();
     let advice_on = |check: &str| {
         let found = findings.iter().filter(|finding| finding["check"] == check);
         found
@@ -294,7 +247,7 @@ async fn missing_permissions_are_named() {
 
     let wrong = login.replace("s3cret", "wrong");
     let report = examine(&wrong, 1).await;
-    assert_problem(&report, "connection: fault: no connection (noauth)");
+    report.names("connection: fault: no connection (noauth)");
     let output = run_doctor(&store_config(&wrong), &[]).await;
     assert_lacks(&output.stdout, &["wrong@", ":wrong"]);
 }
@@ -303,34 +256,28 @@ async fn missing_permissions_are_named() {
 async fn a_wrong_clock_is_reported() {
     let server = RedisServer::start_with_clock();
     server.set_clock_offset(3_600);
-    let report = examine(&url_line(&server), 1).await;
-    assert_problem(
-        &report,
-        "clock: fault: the server's clock is 3600. … ahead of",
-    );
+    let report = examine(&url_line(server.port()), 1).await;
+    report.names("clock: fault: the server's clock is 3600. … ahead of");
     server.set_clock_offset(4);
-    let report = examine(&url_line(&server), 0).await;
-    assert_problem(&report, "clock: warning: the server's clock is  … ahead of");
+    let report = examine(&url_line(server.port()), 0).await;
+    report.names("clock: warning: the server's clock is  … ahead of");
 }
 
 #[tokio::test]
 async fn counters_without_expiry_are_named() {
     let server = RedisServer::start_with(&["--appendonly", "yes"]);
-    let proxy = Proxy::echo_connected(&store_config(&url_line(&server))).await;
+    let proxy = Proxy::echo_connected(&store_config(&url_line(server.port()))).await;
     let request = proxy.request("GET", "/").header("x-user-id", "acme");
     assert_eq!(request.send_for_status().await, 200);
     let keys: Vec<String> = server.command("KEYS *sliding_log*").await;
     let _: i32 = server.command(&format!("PERSIST {}", keys[0])).await;
     // A foreign key with the prefix is no counter.
-    let _: () = server.command("SET shop:v1:other 1").await;
-    let report = examine(&url_line(&server), 1).await;
-    assert_problem(
-        &report,
-        &format!(
-            "expiry: fault: 1 of 2 counters have no expiry … {}",
-            keys[0]
-        ),
-    );
+    server.run("SET shop:v1:other 1").await;
+    let report = examine(&url_line(server.port()), 1).await;
+    report.names(format!(
+        "expiry: fault: 1 of 2 counters have no expiry … {}",
+        keys[0]
+    ));
     assert_eq!(report["policies"][0]["without_expiry"], 1);
 }
 
@@ -340,47 +287,36 @@ async fn the_masters_of_a_cluster_are_examined() {
     cluster.nodes[1].set_clock_offset(100);
     let lines = cluster.config_lines();
     let report = examine(&lines, 1).await;
-    assert_eq!(report["servers"].as_array().unwrap().len(), 3, "{report:#}");
-    assert_problem(
-        &report,
-        &format!(
-            "clock: fault: the clocks of the masters differ by 100. … {}",
-            cluster.nodes[1].port()
-        ),
-    );
-    assert_problem(&report, "replication: warning: no replica … takes over");
-    assert_eq!(problems(&report, "topology"), Vec::<String>::new());
+    let count = report["servers"].as_array().unwrap().len();
+    assert_eq!(count, 3, "{report:#?}");
+    report.names(format!(
+        "clock: fault: the clocks of the masters differ by 100. … {}",
+        cluster.nodes[1].port()
+    ));
+    report.names("replication: warning: no replica … takes over");
+    assert_eq!(report.problems("topology"), Vec::<String>::new());
     for node in &cluster.nodes {
         let keys: Vec<String> = node.command("KEYS *").await;
         assert_eq!(keys, Vec::<String>::new());
     }
 
     // The other topology in each case.
-    let report = examine(&url_line(&cluster.nodes[0]), 1).await;
-    assert_problem(
-        &report,
-        "topology: fault: the server is a node of a cluster … standalone",
-    );
+    let report = examine(&url_line(cluster.nodes[0].port()), 1).await;
+    report.names("topology: fault: the server is a node of a cluster … standalone");
     let single = RedisServer::start();
     let lines_of_single = format!(
         "topology = \"cluster\"\nurls = [\"redis://127.0.0.1:{}\"]",
         single.port()
     );
     let report = examine(&lines_of_single, 1).await;
-    assert_problem(
-        &report,
-        "topology: fault: topology is \"cluster\" … not in a cluster",
-    );
+    report.names("topology: fault: topology is \"cluster\" … not in a cluster");
 
     cluster.nodes[2].kill();
     let report = examine(&lines, 1).await;
-    assert_problem(
-        &report,
-        "connection: fault: no connection (refused) … refused",
-    );
-    let _: () = cluster.nodes[0].command("CLUSTER DELSLOTS 0 1").await;
+    report.names("connection: fault: no connection (refused) … refused");
+    cluster.nodes[0].run("CLUSTER DELSLOTS 0 1").await;
     let report = examine(&lines, 1).await;
-    assert_problem(&report, "topology: fault: 2 hash slots … no master");
+    report.names("topology: fault: 2 hash slots … no master");
 }
 
 #[tokio::test]
@@ -393,47 +329,29 @@ async fn sentinels_and_the_master_that_they_name_are_examined() {
 
     deployment.sentinels[1].kill();
     let report = examine(&lines, 0).await;
-    assert_problem(&report, "topology: warning: sentinel 127.0.0.1 … refused");
+    report.names("topology: warning: sentinel 127.0.0.1 … refused");
 
     let unknown = lines.replace("sentinel_master = \"shop\"", "sentinel_master = \"other\"");
     let report = examine(&unknown, 1).await;
-    assert_problem(
-        &report,
-        "topology: fault: sentinel 127.0.0.1 … unknown master name",
-    );
+    report.names("topology: fault: sentinel 127.0.0.1 … unknown master name");
 
-    let url = format!(
-        "url = \"redis://127.0.0.1:{}\"",
-        deployment.sentinels[0].port
-    );
+    let url = url_line(deployment.sentinels[0].port);
     let report = examine(&url, 1).await;
-    assert_problem(
-        &report,
-        "topology: fault: the server is a sentinel … no counters",
-    );
+    report.names("topology: fault: the server is a sentinel … no counters");
 }
 
 #[tokio::test]
 async fn an_unreachable_or_hung_server_is_reported_in_time() {
-    let report = examine(&format!("url = \"redis://127.0.0.1:{}\"", free_port()), 1).await;
-    assert_problem(
-        &report,
-        "connection: fault: no connection (refused) … refused",
-    );
+    let report = examine(&url_line(free_port()), 1).await;
+    report.names("connection: fault: no connection (refused) … refused");
     let report = examine("url = \"redis://redis.invalid:6379\"", 1).await;
-    assert_problem(
-        &report,
-        "connection: fault: no connection (dns) … redis.invalid",
-    );
+    report.names("connection: fault: no connection (dns) … redis.invalid");
 
     let server = RedisServer::start();
     server.pause();
     let started = Instant::now();
-    let report = examine(&url_line(&server), 1).await;
-    assert_problem(
-        &report,
-        "connection: fault: no connection (timeout) … timeout",
-    );
+    let report = examine(&url_line(server.port()), 1).await;
+    report.names("connection: fault: no connection (timeout) … timeout");
     assert_faster_than(Duration::from_secs(8), started);
     server.resume();
 }
@@ -450,7 +368,7 @@ async fn a_server_that_stops_answering_keeps_the_facts_that_are_known() {
     let server = RedisServer::start_with(&["--appendonly", "yes"]);
     let lines = async |part| {
         let port = start_stalling_relay(server.port(), part).await;
-        format!("url = \"redis://127.0.0.1:{port}\"")
+        url_line(port)
     };
     let (at_clock, at_scan) = (lines("$4\r\nTIME").await, lines("MATCH").await);
     let scan_config = store_config(&at_scan);
@@ -463,25 +381,28 @@ async fn a_server_that_stops_answering_keeps_the_facts_that_are_known() {
         (&early, &["permissions", "latency", "clock", "expiry"][..]),
         (&late, &["expiry"]),
     ] {
-        assert_eq!(
-            (&report["ok"], &report["faults"], &report["unknown"]),
-            (&false.into(), &0.into(), &missing.len().into()),
-            "{report:#}"
+        assert_fields(
+            report,
+            json!({ "ok": false, "faults": 0, "unknown": missing.len() }),
         );
         assert_eq!(report["servers"][0]["role"], "master");
         for check in missing {
-            assert_problem(report, &format!("{check}: unknown:  … no reply within 5 s"));
+            report.names(format!("{check}: unknown:  … no reply within 5 s"));
         }
     }
-    assert!(late["servers"][0]["latency_p99_ms"].is_number(), "{late:#}");
-    assert!(late["servers"][0]["clock_ahead_ms"].is_number(), "{late:#}");
+    assert!(
+        late["servers"][0]["latency_p99_ms"].is_number(),
+        "{late:#?}"
+    );
+    assert!(
+        late["servers"][0]["clock_ahead_ms"].is_number(),
+        "{late:#?}"
+    );
 
     text.expect_code(3).expect_stdout("Redis ");
-    assert!(
-        text.stdout
-            .ends_with("No problem was found. Incomplete: 1 check without a result.\n"),
-        "{}",
-        text.stdout
+    assert_ends(
+        &text.stdout,
+        "No problem was found. Incomplete: 1 check without a result.\n",
     );
 }
 
@@ -502,10 +423,7 @@ async fn certificates_that_do_not_fit_are_reported() {
     };
     examine(&lines(&authority), 0).await;
     let report = examine(&lines(&stranger), 1).await;
-    assert_problem(
-        &report,
-        "connection: fault: no connection (tls) … ca must be a file with the certificate of its issuer, or with this certificate itself",
-    );
+    report.names("connection: fault: no connection (tls) … ca must be a file with the certificate of its issuer, or with this certificate itself");
 }
 
 /// A server that states this line to each connection, and closes it.
@@ -550,28 +468,23 @@ async fn errors_before_the_first_command_name_their_cure() {
     let password = tempfile::NamedTempFile::new().unwrap();
     fs::write(password.path(), "wrong").unwrap();
     let password_line = format!("password_file = {:?}", password.path());
-    let plain_url = |port: u16| format!("url = \"redis://127.0.0.1:{port}\"");
     let cases = [
         (
-            url_line(&with_password),
+            url_line(with_password.port()),
             "noauth",
             "set store.redis.password_file",
         ),
         (
-            format!("{}\n{password_line}", url_line(&with_password)),
+            format!("{}\n{password_line}", url_line(with_password.port())),
             "noauth",
             "check store.redis.username and password_file",
         ),
         (
-            format!("{}\n{password_line}", url_line(&open)),
+            format!("{}\n{password_line}", url_line(open.port())),
             "noauth",
             "remove store.redis.password_file, or set requirepass",
         ),
-        (
-            plain_url(with_tls.tls_port()),
-            "connection",
-            "use rediss://",
-        ),
+        (url_line(with_tls.tls_port()), "connection", "use rediss://"),
         (
             format!(
                 "url = \"rediss://127.0.0.1:{}\"\nca = {:?}",
@@ -581,8 +494,8 @@ async fn errors_before_the_first_command_name_their_cure() {
             "",
             "use redis://",
         ),
-        (plain_url(protected), "noauth", "protected mode"),
-        (plain_url(crowded), "connection", "maxclients"),
+        (url_line(protected), "noauth", "protected mode"),
+        (url_line(crowded), "connection", "maxclients"),
         (
             format!("url = \"redis://127.0.0.1:{}/99\"", open.port()),
             "other",
@@ -599,20 +512,20 @@ async fn errors_before_the_first_command_name_their_cure() {
             "set store.redis.cert and store.redis.key",
         ),
         (
-            plain_url(start_web_server().await),
+            url_line(start_web_server().await),
             "reply",
             "not of another service",
         ),
     ];
     for (lines, kind, cure) in cases {
         let report = examine(&lines, 1).await;
-        let findings = report["findings"].as_array().unwrap().iter();
+        let findings = report.findings().iter();
         let faults: Vec<_> = findings
             .filter(|finding| finding["level"] == "fault")
             .collect();
-        assert_eq!(faults.len(), 1, "{lines}: {report:#}");
+        assert_eq!(faults.len(), 1, "{lines}: {report:#?}");
         let advice = faults[0]["advice"].as_str().unwrap();
-        assert!(advice.contains(cure), "{lines}: {report:#}");
+        assert!(advice.contains(cure), "{lines}: {report:#?}");
         let found = faults[0]["found"].as_str().unwrap();
         assert!(found.contains(&format!("({kind}")), "{lines}: {found}");
     }
@@ -629,7 +542,7 @@ async fn log_and_readiness_name_cause_and_cure() {
     let web_port = start_web_server().await;
     let cases = [
         (
-            url_line(&with_password),
+            url_line(with_password.port()),
             with_password.port(),
             "NOAUTH Authentication required.",
             "set store.redis.password_file",
@@ -641,7 +554,7 @@ async fn log_and_readiness_name_cause_and_cure() {
             "set store.redis.cert and store.redis.key",
         ),
         (
-            format!("url = \"redis://127.0.0.1:{web_port}\""),
+            url_line(web_port),
             web_port,
             "the answer is not of the Redis protocol",
             "not of another service",
@@ -656,7 +569,7 @@ async fn log_and_readiness_name_cause_and_cure() {
             "restore the missing masters",
         ),
         (
-            url_line(&in_cluster),
+            url_line(in_cluster.port()),
             in_cluster.port(),
             "CLUSTERDOWN",
             "a cluster also needs topology",
@@ -679,15 +592,13 @@ async fn log_and_readiness_name_cause_and_cure() {
         let address = line.field("address");
         assert!(address.ends_with(&format!("127.0.0.1:{port}")), "{address}");
         let readiness = proxy.admin_request("GET", "/readyz").send().await.text();
-        for words in [reason, remedy, "nothing is limited by api"] {
-            assert!(readiness.contains(words), "{words}: {readiness}");
-        }
+        assert_contains(&readiness, &[reason, remedy, "nothing is limited by api"]);
     }
 }
 
 #[tokio::test]
 async fn explain_states_what_clients_get_during_an_outage() {
-    let url = format!("url = \"redis://127.0.0.1:{}\"", free_port());
+    let url = url_line(free_port());
     for (mode, expected) in [
         (
             "open",
@@ -766,22 +677,18 @@ async fn start_version_relay(port: u16, major: u8) -> u16 {
 async fn an_old_version_is_reported() {
     let server = RedisServer::start();
     let port = start_version_relay(server.port(), 5).await;
-    let report = examine(&format!("url = \"redis://127.0.0.1:{port}\""), 1).await;
-    assert_problem(&report, "version: fault: Redis 5. … too old");
+    let report = examine(&url_line(port), 1).await;
+    report.names("version: fault: Redis 5. … too old");
 }
 
 #[tokio::test]
 async fn latency_is_compared_with_the_timeout() {
     let server = RedisServer::start();
-    let relay = crate::support::fake_redis::TcpRelay::start(server.port()).await;
+    let relay = TcpRelay::start(server.port()).await;
     relay.delay_replies(Duration::from_millis(30));
-    let config = store_config(&format!("url = \"redis://127.0.0.1:{}\"", relay.port))
-        .replace("\"5s\"", "\"20ms\"");
+    let config = store_config(&url_line(relay.port)).replace("\"5s\"", "\"20ms\"");
     let report = examine_config(&config, 1).await;
-    assert_problem(
-        &report,
-        "latency: fault: a decision takes  … store.redis.timeout is 20ms",
-    );
+    report.names("latency: fault: a decision takes  … store.redis.timeout is 20ms");
 }
 
 #[tokio::test]
@@ -789,13 +696,13 @@ async fn envoys_default_timeout_and_the_memory_store_are_mentioned() {
     let server = RedisServer::start();
     let rls = format!(
         "{}\n[rls]\naddress = \"127.0.0.1:0\"\n",
-        store_config(&url_line(&server))
+        store_config(&url_line(server.port()))
     );
     let report = examine_config(&rls, 0).await;
-    assert_problem(&report, "rls: warning: store.redis.timeout is 5s … 20 ms");
+    report.names("rls: warning: store.redis.timeout is 5s … 20 ms");
     let fast = rls.replace("timeout = \"5s\"", "timeout = \"15ms\"");
     let report = examine_config(&fast, 0).await;
-    assert_eq!(problems(&report, "rls"), Vec::<String>::new());
+    assert_eq!(report.problems("rls"), Vec::<String>::new());
 
     let ended = run_doctor(POLICIES, &[]).await;
     ended
@@ -810,19 +717,13 @@ async fn envoys_default_timeout_and_the_memory_store_are_mentioned() {
 #[tokio::test]
 async fn the_admin_endpoint_examines_redis_at_most_once_per_interval() {
     let server = RedisServer::start();
-    let admin = Proxy::with_token(&store_config(&url_line(&server))).await;
+    let admin = Proxy::with_token(&store_config(&url_line(server.port()))).await;
     admin.wait_for_store().await;
     let (one, other) = tokio::join!(admin.get_json("/doctor"), admin.get_json("/doctor"));
     assert_eq!(one, other);
-    assert_eq!(
-        (&one["store"]["kind"], &one["faults"]),
-        (&"redis".into(), &0.into()),
-        "{one:#}"
-    );
+    assert_fields(&one, json!({ "store": { "kind": "redis" }, "faults": 0 }));
     // One more examination would find this.
-    let _: () = server
-        .command("CONFIG SET maxmemory-policy allkeys-lru")
-        .await;
+    server.run("CONFIG SET maxmemory-policy allkeys-lru").await;
     assert_eq!(admin.get_json("/doctor").await, one);
     let calls = |info: String| {
         let line = info
@@ -832,12 +733,6 @@ async fn the_admin_endpoint_examines_redis_at_most_once_per_interval() {
     };
     let info: String = server.command("INFO commandstats").await;
     assert_eq!(calls(info).as_deref(), Some("1"));
-    assert_eq!(
-        admin
-            .admin_request("GET", "/doctor?x=1")
-            .send()
-            .await
-            .status,
-        400
-    );
+    let request = admin.admin_request("GET", "/doctor?x=1");
+    request.expect_status(400).await;
 }

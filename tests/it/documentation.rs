@@ -3,9 +3,6 @@
 use super::support::jwt_issuer::{TokenIssuer, write_jwks};
 use crate::support::prelude::*;
 use jsonwebtoken::Algorithm;
-use std::fs;
-use std::path::{Path, PathBuf};
-use tempfile::TempDir;
 use walkdir::WalkDir;
 
 /// A fenced code block of a page.
@@ -146,10 +143,8 @@ fn every_link_and_anchor_exists() {
     let text = "# A `b_c`, [d](e.md) ↻\n# Twice\n# Twice\n[1](#a-b_c-d-) [2](#twice-1) [3](page.md#twice)\n\
         `[code](x)` [4](#twice-2) [5](\npage.md#none) [6](gone.md) [7](https://x.example/#y)\n";
     fs::write(&page, text).unwrap();
-    assert_eq!(
-        find_broken_links(&page),
-        ["e.md", "#twice-2", "page.md#none", "gone.md"]
-    );
+    let found = find_broken_links(&page);
+    assert_eq!(found, ["e.md", "#twice-2", "page.md#none", "gone.md"]);
     let further = [
         "SECURITY.md",
         "benches/SCALE.md",

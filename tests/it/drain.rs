@@ -4,13 +4,7 @@ use crate::support::client::open_http2_over_stream;
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
 use hyper::StatusCode;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinSet;
+use tokio::sync::watch;
 
 const SHUTDOWN_DELAY: Duration = Duration::from_millis(800);
 
@@ -48,7 +42,7 @@ async fn start_upstream() -> RawUpstream {
                     .unwrap_or_default();
                 return;
             }
-            tokio::time::sleep(Duration::from_millis(3)).await;
+            sleep(Duration::from_millis(3)).await;
             socket
                 .send(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
                 .await;
@@ -66,7 +60,7 @@ async fn connect_until_refused(address: SocketAddr) -> Instant {
             return last;
         }
         last = start;
-        tokio::time::sleep(Duration::from_millis(2)).await;
+        sleep(Duration::from_millis(2)).await;
     }
 }
 
@@ -143,7 +137,7 @@ async fn run_tunnel_client(
             sent,
             client.read_past(b"hello?").await == b"hello?",
         );
-        tokio::time::sleep(Duration::from_millis(10)).await;
+        sleep(Duration::from_millis(10)).await;
     }
 }
 
@@ -176,11 +170,8 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
     for _ in 0..3 {
         chats.spawn(run_tunnel_client(address, ended.clone(), seen.clone()));
     }
-    let mut upload = RawClient::connect_and_send(
-        address,
-        "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nhalf",
-    )
-    .await;
+    let text = "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nhalf";
+    let mut upload = RawClient::connect_and_send(address, text).await;
     let answered = || seen.answered.load(Ordering::Relaxed);
     wait_until("all clients to be active", async || answered() > 100).await;
 
@@ -221,10 +212,9 @@ async fn mixed_traffic_loses_no_request_sent_before_the_listener_closed() {
     let before = answered();
     upload.send("-done!").await;
     let reply = upload.read_response().await;
-    assert_eq!(
-        (reply.status, reply.header("connection")),
-        (200, Some("close"))
-    );
+    reply
+        .expect_status(200)
+        .expect_header("connection", "close");
     wait_until("tunnels to continue", async || answered() > before + 10).await;
     end.send_replace(true);
     chats.join_all().await;
@@ -271,10 +261,8 @@ async fn http2_clients_get_a_goaway_before_the_connection_closes() {
     .await;
     client.send(encode_frame(PING, ACK, 0, &ping.payload)).await;
     let second = client.wait_for_kind(GOAWAY).await;
-    assert_eq!(
-        (second.error_code(), &second.payload[..4]),
-        (Some(0), &[0, 0, 0, 3][..])
-    );
+    assert_eq!(second.error_code(), Some(0));
+    assert_eq!(&second.payload[..4], &[0, 0, 0, 3][..]);
     opened.add_permits(2);
     let mut ended = Vec::new();
     while ended.len() < 2 {
@@ -295,7 +283,7 @@ async fn run_posting_client(address: SocketAddr, seed: u64, seen: ClientResults)
     while let Ok(socket) = TcpStream::connect(address).await {
         let mut client = RawClient::from_stream(socket);
         loop {
-            tokio::time::sleep(pauses.next().unwrap()).await;
+            sleep(pauses.next().unwrap()).await;
             let sent = Instant::now();
             client
                 .send("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi")
@@ -386,7 +374,7 @@ async fn a_response_that_began_before_the_drain_does_not_end_the_connection() {
             proxy.send_sigterm();
             proxy.wait_for_message("stopping", mark).await;
         }
-        tokio::time::sleep(Duration::from_millis(pause)).await;
+        sleep(Duration::from_millis(pause)).await;
         rest.add_permits(1);
         client.read_past(b"0\r\n\r\n").await;
         // The connection stays open for a while, not only until the next request.
@@ -423,7 +411,7 @@ async fn connections_end_gracefully_at_their_maximum_age() {
             break;
         }
         assert!(began.elapsed() < TEST_TIMEOUT);
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        sleep(Duration::from_millis(20)).await;
     }
     assert!(
         began.elapsed() >= Duration::from_millis(450),

@@ -3,11 +3,6 @@
 use crate::support::client::ByteStream;
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::time::timeout;
 
 const DENY: &str = "[[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
 
@@ -108,7 +103,7 @@ async fn an_unfinished_http2_upload_over_tls_is_not_reset_at_once() {
         let fields = get_fields_with(":path", path);
         let mut upload = [PREFACE, &encode_frame(SETTINGS, 0, 0, "")].concat();
         upload.extend(request_head_frame(1, &fields));
-        upload.extend(encode_frame(DATA, 0, 1, [0; 16_000]));
+        upload.extend(data_frame(1, [0; 16_000]));
         stream.write_all(&upload).await.unwrap();
         let mut ended_at = None;
         let reset_at = loop {

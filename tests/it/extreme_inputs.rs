@@ -2,7 +2,6 @@
 //! 400 days, invalid costs. The results are defined and the same in both stores.
 
 use crate::support::prelude::*;
-use std::time::{Duration, Instant};
 use tidegate::config::{ConfigSources, FileSource, load};
 
 /// Each algorithm with its own options. `concurrency` has no period.
@@ -98,10 +97,8 @@ fn an_option_of_another_algorithm_is_rejected_naming_its_own_algorithm() {
                 let (key, _) = option.split_once(' ').unwrap();
                 let error = error.unwrap_or_else(|| panic!("{limit} is accepted"));
                 let reason = format!("policy[0].limit.{key}: only for algorithm = \"{owner}\"");
-                assert!(
-                    error.contains(&reason) && error.ends_with("1 error\n"),
-                    "{limit}: {error}"
-                );
+                assert!(error.contains(&reason), "{limit}: {error}");
+                assert!(error.ends_with("1 error\n"), "{limit}: {error}");
             }
         }
     }
@@ -134,10 +131,8 @@ fn every_algorithm_accepts_every_policy_option_or_check_gives_the_reason() {
                     "{both}"
                 );
                 let ends = ["", "1 error\n", "2 errors\n"];
-                assert!(
-                    error.ends_with(ends[reasons.len()]) && error.is_empty() == reasons.is_empty(),
-                    "{both}"
-                );
+                assert!(error.ends_with(ends[reasons.len()]), "{both}");
+                assert!(error.is_empty() == reasons.is_empty(), "{both}");
             }
         }
     }
@@ -157,11 +152,8 @@ fn a_cost_above_the_cold_capacity_of_a_bucket_is_rejected() {
             error.contains("a third of burst; expected at most 3"),
             "{beside}: {error}"
         );
-        assert_eq!(
-            check_errors(&limit, &beside.replace('4', "3")),
-            None,
-            "{beside}"
-        );
+        let found = check_errors(&limit, &beside.replace('4', "3"));
+        assert_eq!(found, None, "{beside}");
     }
 }
 
@@ -201,11 +193,8 @@ fn the_largest_limits_are_defined_for_every_algorithm() {
         };
         for (most, per) in [(most_short, "1ms"), (most_long, "400d")] {
             for requests in [0, 1, most] {
-                assert_eq!(
-                    error(requests, per),
-                    None,
-                    "{algorithm}, {requests} per {per}"
-                );
+                let found = error(requests, per);
+                assert_eq!(found, None, "{algorithm}, {requests} per {per}");
             }
             if most < MAX_REQUESTS {
                 let error = error(most + 1, per).unwrap();
@@ -257,11 +246,8 @@ fn extreme_policies() -> String {
 async fn assert_extremes_are_defined(proxy: &Proxy) {
     for algorithm in time_based_algorithms() {
         let never = proxy.get(&format!("/none/{algorithm}")).await;
-        assert_eq!(
-            (never.status, never.header("retry-after")),
-            (429, None),
-            "{algorithm}"
-        );
+        assert_eq!(never.status, 429, "{algorithm}");
+        assert_eq!(never.header("retry-after"), None, "{algorithm}");
         assert!(never.json().get("retry_after").is_none(), "{algorithm}");
 
         let target = format!("/long/{algorithm}");
@@ -328,11 +314,8 @@ async fn assert_extremes_are_defined(proxy: &Proxy) {
             .header("x-cost", "1")
             .header("x-cost", "1");
         assert_eq!(twice.send_for_status().await, 429, "{algorithm}: repeated");
-        assert_eq!(
-            left("1").await,
-            Some(1),
-            "{algorithm}: an invalid cost was charged"
-        );
+        let answer = left("1").await;
+        assert_eq!(answer, Some(1), "{algorithm}: an invalid cost was charged");
         proxy
             .expect_status(
                 &format!("/most/{algorithm}"),

@@ -4,12 +4,8 @@ use crate::redis_outage::{
     OutageFixture, POLICIES, PolicyRoute, RequestSample, TIMEOUT, TIMEOUT_SLACK,
 };
 use crate::support::prelude::*;
-use crate::support::sentinel::{FakeSentinel, MASTER_NAME, SentinelDeployment, SentinelProcess};
-use std::time::{Duration, Instant};
-use tidegate::limiter::{KeyBuilder, Limit, PolicyCharges};
-use tidegate::store::Store;
-use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
-use tokio::time::{sleep, timeout};
+use crate::support::sentinel::{FakeSentinel, MASTER_NAME, SentinelProcess};
+use tidegate::store::redis::RedisCredentials;
 
 /// From the moment the sentinels name another master until the last request without a decision by
 /// Redis.
@@ -59,18 +55,13 @@ async fn assert_failover_is_handled(
     .await;
     let elected = Instant::now();
     let new = watched.master_port().await;
-    while watched
-        .server_by_port(new)
-        .read_info_number("commandstats", "cmdstat_evalsha")
-        .await
-        == 0
-    {
-        assert!(
-            elected.elapsed() < RECOVERY_TIMEOUT,
-            "{what}: the new master received no calls"
-        );
-        sleep(Duration::from_millis(20)).await;
-    }
+    let server = watched.server_by_port(new);
+    let is_called = async || {
+        let calls = server.read_info_number("commandstats", "cmdstat_evalsha");
+        calls.await > 0
+    };
+    let what_calls = format!("{what}: calls of the new master");
+    wait_until_within(what_calls, RECOVERY_TIMEOUT, is_called).await;
     let followed = elected.elapsed();
     load.wait_until_decided_since(elected).await;
     let asked = load.finish().await;
@@ -199,10 +190,8 @@ async fn one_live_sentinel_is_enough() {
     }
     watched.sentinels[2].kill();
     let (_shared, redis) = connect_redis(watched.settings()).await;
-    assert_eq!(
-        remaining_units(&Store::from_redis(redis)).await,
-        Err("refused")
-    );
+    let answer = remaining_units(&Store::from_redis(redis)).await;
+    assert_eq!(answer, Err("refused"));
 }
 
 #[tokio::test]
@@ -216,21 +205,19 @@ async fn sentinels_without_the_named_master_are_reported() {
         ..watched.settings()
     };
     let (_shared, redis) = connect_redis(settings).await;
-    assert_eq!(
-        remaining_units(&Store::from_redis(redis)).await,
-        Err("masterdown")
-    );
+    let answer = remaining_units(&Store::from_redis(redis)).await;
+    assert_eq!(answer, Err("masterdown"));
 }
 
 /// Makes sentinels monitor another master.
 async fn monitor(sentinels: &[SentinelProcess], master: &RedisServer) {
     for sentinel in sentinels {
-        let _: () = sentinel
-            .command(&format!("SENTINEL REMOVE {MASTER_NAME}"))
+        sentinel
+            .run(&format!("SENTINEL REMOVE {MASTER_NAME}"))
             .await;
         let port = master.port();
         let monitor = format!("SENTINEL MONITOR {MASTER_NAME} 127.0.0.1 {port} 2");
-        let _: () = sentinel.command(&monitor).await;
+        sentinel.run(&monitor).await;
     }
 }
 
@@ -241,9 +228,7 @@ async fn all_instances_count_in_one_master_while_sentinels_disagree() {
         let watched = SentinelDeployment::start(0).await;
         if !is_epoch_readable {
             for sentinel in &watched.sentinels {
-                let _: () = sentinel
-                    .command("ACL SETUSER default -sentinel|master")
-                    .await;
+                sentinel.run("ACL SETUSER default -sentinel|master").await;
             }
         }
         let mut instances = Vec::new();
@@ -294,16 +279,11 @@ async fn a_disagreement_of_sentinels_is_logged_and_counted() {
         .await;
     let port = |server: &RedisServer| format!("127.0.0.1:{} (epoch 0)", server.port());
     let answers = line.field("answers");
-    assert_eq!(
-        answers.matches(&port(&watched.servers[0])).count(),
-        2,
-        "{answers}"
-    );
+    let count = answers.matches(&port(&watched.servers[0])).count();
+    assert_eq!(count, 2, "{answers}");
     assert_eq!(answers.matches(&port(&other)).count(), 1, "{answers}");
-    assert_eq!(
-        line.field("master"),
-        format!("127.0.0.1:{}", watched.servers[0].port())
-    );
+    let found = line.field("master");
+    assert_eq!(found, format!("127.0.0.1:{}", watched.servers[0].port()));
     assert!(proxy.read_metric(DISAGREEMENTS).await > 0.0);
     assert!(list_counter_keys(&other).await.is_empty());
     let mark = proxy.log_mark();

@@ -1,14 +1,7 @@
 //! One view of the fleet: `GET /fleet` and `tidegate top --fleet` with several instances.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
-use std::path::PathBuf;
-use std::time::Duration;
-use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpListener;
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 const POLICY: &str = r#"
 [[policy]]
@@ -140,10 +133,7 @@ async fn lists_all_instances_and_adds_up_their_rankings() {
         .await;
     assert_eq!((&view["total"], &view["shared"]), (&3.into(), &true.into()));
     let entry = &view["keys"]["entries"][0];
-    assert_eq!(
-        (&entry["policy"], &entry["error"]),
-        (&"api".into(), &0.into())
-    );
+    assert_fields(entry, json!({ "policy": "api", "error": 0 }));
     assert_eq!(view["paths"]["entries"][0]["count"], 10);
     let own: Vec<_> = ["orders-0", "orders-1", "orders-2"]
         .iter()
@@ -151,15 +141,9 @@ async fn lists_all_instances_and_adds_up_their_rankings() {
         .map(|(index, name)| {
             let one = find_instance(&view, name);
             let address = fleet.instances[index].admin_address().to_string();
-            assert_eq!(
-                (&one["state"], &one["store"]),
-                (&"ready".into(), &"up".into())
-            );
+            assert_fields(one, json!({ "state": "ready", "store": "up" }));
             assert_eq!(one["version"], env!("CARGO_PKG_VERSION"));
-            assert_eq!(
-                (&one["admin"], &one["not_asked"]),
-                (&address.into(), &Value::Null)
-            );
+            assert_fields(one, json!({ "admin": address, "not_asked": null }));
             assert!(one["decisions_per_s"].as_f64().is_some(), "{one}");
             one["self"].as_bool().unwrap()
         })
@@ -188,12 +172,8 @@ async fn an_instance_that_cannot_be_asked_is_named_with_the_reason() {
         .wait_for_view("seven entries", |view| view["total"] == 7)
         .await;
     assert_eq!(view["answered"], 1, "{view:#}");
-    let reasons: Vec<&str> = view["instances"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .filter_map(|one| one["not_asked"].as_str())
-        .collect();
+    let items = view["instances"].as_array().unwrap().iter();
+    let reasons: Vec<&str> = items.filter_map(|one| one["not_asked"].as_str()).collect();
     for part in [
         "its version does not report",
         "its admin port failed",
@@ -231,18 +211,12 @@ async fn the_token_is_never_sent_to_an_address_in_redis() {
     });
     let view = fleet.read_fleet(0).await;
     let request = answer.await.unwrap();
-    assert!(
-        request.starts_with("GET /fleet/instance?n=100 HTTP/1.1\r\n"),
-        "{request}"
-    );
+    assert_starts(&request, "GET /fleet/instance?n=100 HTTP/1.1\r\n");
     assert!(!request.contains("s3cret"), "{request}");
     assert_eq!(view["answered"], 2);
     // What it got changes nothing.
-    let credential = request
-        .lines()
-        .find_map(|line| line.split_once("Bearer "))
-        .unwrap()
-        .1;
+    let mut lines = request.lines();
+    let credential = lines.find_map(|line| line.split_once("Bearer ")).unwrap().1;
     let address = fleet.instances[0].admin_address();
     let reply = ClientRequest::new(address, "DELETE", "/keys?policy=api&key=ann")
         .header("Host", "localhost")
@@ -305,10 +279,7 @@ async fn the_memory_store_has_one_instance() {
     let address = proxy.admin_address();
     let request = ClientRequest::new(address, "GET", "/fleet").header("Host", "localhost");
     let view = request.send().await.json();
-    assert_eq!(
-        (&view["shared"], &view["store"]),
-        (&false.into(), &"memory".into())
-    );
+    assert_fields(&view, json!({ "shared": false, "store": "memory" }));
     assert_eq!((&view["total"], &view["answered"]), (&1.into(), &1.into()));
 }
 

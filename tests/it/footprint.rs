@@ -1,8 +1,6 @@
 //! Memory of one full counter in each store. The test prints the figures of `benches/SCALE.md`.
 
 use crate::support::prelude::*;
-use crate::support::store_harness::{DAY_US, START_US, StoreUnderTest};
-use tidegate::limiter::{Algorithm, KeyBuilder, Limit, MAX_UNITS, PolicyCharges};
 
 const MINUTE_US: u64 = 60_000_000;
 /// The largest key of constant size, name included, and the largest key with settled costs, which
@@ -80,11 +78,7 @@ fn keys_stay_small_unless_the_algorithm_lists_requests() {
     println!("{:<16}{:>8}{:>8}{:>8}", "", "limit", "memory", "Redis");
     for (name, algorithm, is_small) in MEASURED_ALGORITHMS {
         for requests in [100, 10_000] {
-            let limit = Limit {
-                requests,
-                per_us: MINUTE_US,
-                algorithm,
-            };
+            let limit = make_limit(requests, MINUTE_US, algorithm);
             for (settles, most) in [(false, MAX_KEY_BYTES), (true, MAX_SETTLED_KEY_BYTES)] {
                 if settles && !is_small {
                     continue; // It stores each charge with its cost.
@@ -113,16 +107,8 @@ fn keys_stay_small_at_the_largest_limits() {
         Algorithm::SlidingWindow { buckets: 10 },
         Algorithm::FixedWindow { offset_us: 0 },
     ];
-    let windows = windows.map(|algorithm| {
-        (
-            Limit {
-                requests: MAX_UNITS,
-                per_us: DAY_US,
-                algorithm,
-            },
-            MAX_UNITS / 11,
-        )
-    });
+    let windows =
+        windows.map(|algorithm| (make_limit(MAX_UNITS, DAY_US, algorithm), MAX_UNITS / 11));
     let most = MAX_UNITS / MINUTE_US;
     let bucket = plain_bucket(most);
     // The longest delay that holds this many requests.
@@ -134,11 +120,7 @@ fn keys_stay_small_at_the_largest_limits() {
         warm_up_us: MINUTE_US / 6,
     };
     let buckets = [bucket, warming, line].map(|algorithm| {
-        let limit = Limit {
-            requests: most,
-            per_us: MINUTE_US,
-            algorithm,
-        };
+        let limit = make_limit(most, MINUTE_US, algorithm);
         (limit, limit.capacity() / 11)
     });
     for mut tested_store in StoreUnderTest::both_stores() {

@@ -6,10 +6,6 @@ use crate::support::prelude::*;
 use crate::support::upstream::ReceivedRequest;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use http_body_util::BodyExt;
-use hyper::body::Incoming;
-use hyper::{Request, Response};
-use std::fs;
 use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::version;
@@ -18,13 +14,6 @@ const FIELDS: [&str; 2] = ["client-cert", "client-cert-chain"];
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
 const FORGED_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\nClient-Cert: :Zm9yZ2Vk:\r\n\
      client-cert: :Zm9yZ2Vk:\r\nClient-Cert-Chain: :Zm9yZ2Vk:\r\n\r\n";
-
-/// An authority with a certificate `a` for a.example.
-fn new_authority() -> CertificateAuthority {
-    let ca = CertificateAuthority::new();
-    ca.sign("a", "a.example");
-    ca
-}
 
 fn tls_config(ca: &CertificateAuthority, more: &str) -> String {
     let [cert, key, root] = ["a.pem", "a.key", "ca.pem"].map(|file| ca.path_string(file));
@@ -58,7 +47,7 @@ fn write_chain(ca: &CertificateAuthority, file: &str, parts: &[(&CertificateAuth
 
 #[tokio::test]
 async fn the_app_receives_the_certificate_and_its_issuers() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let middle = ca.sign_authority("an intermediate");
     middle.sign("ann", "ann.example");
     ca.sign("bob", "bob.example");
@@ -116,9 +105,7 @@ async fn the_app_receives_the_certificate_and_its_issuers() {
             assert_eq!(client_cert_of(&upstream.last_request()), expected, "{file}");
         }
     }
-    let mut without = TlsClient::new(&ca)
-        .connect_http1(proxy.address, "a.example")
-        .await;
+    let mut without = connect_tls_http1(&ca, &proxy).await;
     assert_eq!(without.request(FORGED_REQUEST).await.status, 200);
     assert_eq!(client_cert_of(&upstream.last_request()), ["", ""]);
     // A reload turns the fields off for new connections.
@@ -134,7 +121,10 @@ async fn the_app_receives_the_certificate_and_its_issuers() {
 /// The field repeats with each request, and the client chooses its length.
 #[tokio::test]
 async fn a_long_chain_is_left_out() {
-    let (ca, upstream) = (new_authority(), Upstream::echo().await);
+    let (ca, upstream) = (
+        CertificateAuthority::with_certificate(),
+        Upstream::echo().await,
+    );
     let on = "client_auth = 'optional'\nclient_cert_header = true";
     let proxy = Proxy::start(&tls_config(&ca, on), upstream.address).await;
     ca.sign("ann", "ann.example");
@@ -236,7 +226,10 @@ async fn trailers_state_no_certificate() {
 /// A gateway that ends TLS itself sets the fields, as `client.trusted_headers` states.
 #[tokio::test]
 async fn a_trusted_gateway_may_state_the_certificate() {
-    let (ca, upstream) = (new_authority(), Upstream::echo().await);
+    let (ca, upstream) = (
+        CertificateAuthority::with_certificate(),
+        Upstream::echo().await,
+    );
     ca.sign("gateway", "gateway.example");
     let gateway = byte_sequences(&ca, "gateway.pem").remove(0);
     for (trusted, named, of_gateway, of_plain) in [
@@ -290,7 +283,7 @@ async fn checks_ignore_the_fields() {
 
 #[tokio::test]
 async fn settings_without_effect_are_warnings() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let [cert, key] = ["a.pem", "a.key"].map(|file| ca.path_string(file));
     let tls = format!("cert = {cert:?}\nkey = {key:?}\nclient_cert_header = true\n");
     for (config, warning) in [
@@ -306,10 +299,8 @@ async fn settings_without_effect_are_warnings() {
         ),
     ] {
         let checked = run_check(&config).await;
-        assert!(
-            checked.status.code() == Some(0) && checked.stderr.contains(warning),
-            "{config}: {checked:?}"
-        );
+        assert!(checked.status.code() == Some(0), "{config}: {checked:?}");
+        assert!(checked.stderr.contains(warning), "{config}: {checked:?}");
     }
     let checked = run_check("listen.forwarded_proto = 'http'\n").await;
     assert!(
@@ -382,10 +373,7 @@ async fn the_proxy_header_states_whether_the_client_uses_tls() {
                 "{header:?}"
             );
             let forwarded = seen.single_header("forwarded");
-            assert!(
-                forwarded.ends_with(&format!(";proto={expected}")),
-                "{forwarded}"
-            );
+            assert_ends(forwarded, format!(";proto={expected}"));
         }
     }
     let mut client =
@@ -401,17 +389,15 @@ async fn a_constant_protocol_applies_to_cleartext_connections() {
     let config = "listen.forwarded_proto = 'https'\nclient.trusted_proxies = ['127.0.0.1']\n";
     let proxy = Proxy::start(config, upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
-    assert_eq!(
-        upstream.last_request().single_header("x-forwarded-proto"),
-        "https"
-    );
+    upstream
+        .last_request()
+        .expect_header("x-forwarded-proto", "https");
     // A trusted proxy knows better.
     let request = proxy
         .request("GET", "/")
         .header("X-Forwarded-Proto", "http");
     assert_eq!(request.send_for_status().await, 200);
-    assert_eq!(
-        upstream.last_request().single_header("x-forwarded-proto"),
-        "http"
-    );
+    upstream
+        .last_request()
+        .expect_header("x-forwarded-proto", "http");
 }

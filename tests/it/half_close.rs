@@ -1,13 +1,6 @@
 //! HTTP/1 clients that send a request, end their sending direction and read the response.
 
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::time::{sleep, timeout};
 
 /// Longer than a half-closed client may be silent before the proxy probes it.
 const SLOW: Duration = Duration::from_millis(1500);

@@ -3,8 +3,6 @@
 
 use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use std::fs;
-use tempfile::TempDir;
 
 const SECRET: &str = "sk_live_hunter2";
 const OTHER: &str = "sk_live_other";
@@ -93,15 +91,11 @@ async fn assert_no_clear_value(redis: Option<RedisServer>, settings: &str) {
     let key = ("x-api-key", SECRET);
     assert_eq!(fixture.statuses(key, "/api/a", 2).await, [200, 429]);
     let other = ("x-api-key", OTHER);
-    assert_eq!(
-        fixture.statuses(other, "/api/a", 4).await,
-        [200, 200, 200, 429]
-    );
+    let statuses = fixture.statuses(other, "/api/a", 4).await;
+    assert_eq!(statuses, [200, 200, 200, 429]);
     let partner = ("x-api-key", PARTNER);
-    assert_eq!(
-        fixture.statuses(partner, "/api/a", 6).await,
-        [200, 200, 200, 200, 200, 429]
-    );
+    let statuses = fixture.statuses(partner, "/api/a", 6).await;
+    assert_eq!(statuses, [200, 200, 200, 200, 200, 429]);
     let none = ("x-none", "");
     let target = format!("/query?access_token={SECRET}");
     assert_eq!(fixture.statuses(none, &target, 3).await, [200, 200, 429]);
@@ -166,10 +160,8 @@ async fn assert_no_clear_value(redis: Option<RedisServer>, settings: &str) {
     }
     // The operator wants to see this value.
     let session = ("x-session", "visible");
-    assert_eq!(
-        fixture.statuses(session, "/plain", 3).await,
-        [200, 200, 429]
-    );
+    let statuses = fixture.statuses(session, "/plain", 3).await;
+    assert_eq!(statuses, [200, 200, 429]);
     let listed = fixture.run_successfully(&["keys", "list"]).await;
     assert!(listed.contains("plain/visible"), "{listed}");
 }
@@ -226,10 +218,8 @@ async fn a_new_secret_takes_effect_without_a_restart() {
     let settings = format!("hash_secret_file = {:?}", volume.path("secret"));
     let fixture = HashingFixture::start(None, &settings).await;
     let key = ("x-api-key", SECRET);
-    assert_eq!(
-        fixture.statuses(key, "/api/a", 4).await,
-        [200, 200, 200, 429]
-    );
+    let statuses = fixture.statuses(key, "/api/a", 4).await;
+    assert_eq!(statuses, [200, 200, 200, 429]);
     let plain = ("x-session", "visible");
     assert_eq!(fixture.statuses(plain, "/plain", 3).await, [200, 200, 429]);
     let mark = fixture.proxy.log_mark();
@@ -239,10 +229,8 @@ async fn a_new_secret_takes_effect_without_a_restart() {
         .proxy
         .wait_for_log("a reload", mark, TEST_TIMEOUT, is_reload)
         .await;
-    assert_eq!(
-        fixture.statuses(key, "/api/a", 4).await,
-        [200, 200, 200, 429]
-    );
+    let statuses = fixture.statuses(key, "/api/a", 4).await;
+    assert_eq!(statuses, [200, 200, 200, 429]);
     assert_eq!(fixture.statuses(plain, "/plain", 1).await, [429]);
 }
 

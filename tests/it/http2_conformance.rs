@@ -2,13 +2,9 @@
 //! correct code.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
 use h2::server::Builder;
 use http::{HeaderMap, Request};
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
-use tokio::net::TcpStream;
 
 /// How a stream or a connection ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +24,7 @@ use StreamOutcome::{Answered, ConnectionClosed, Rejected, StreamReset};
 async fn send_and_observe(address: SocketAddr, name: &str, frames: &[u8]) -> StreamOutcome {
     let mut client = FrameClient::connect(address, &[]).await;
     client.wait_for_kind(SETTINGS).await;
-    client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
+    client.send(settings_ack()).await;
     client.send(frames).await;
     let outcome = client.wait_for_frame(name, |frame| match frame.kind {
         HEADERS | RST_STREAM => frame.stream == 1,
@@ -95,8 +91,7 @@ const STRICTER_THAN_RFC: StreamOutcome = ConnectionClosed(PROTOCOL_ERROR);
 
 #[tokio::test]
 async fn a_first_frame_other_than_settings_ends_the_connection() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     for (name, frame) in [
         ("PING", encode_frame(PING, 0, 0, [0; 8])),
         ("HEADERS", get_frame(1, "/bad")),
@@ -111,7 +106,7 @@ async fn a_first_frame_other_than_settings_ends_the_connection() {
             "{name}: {received:?}"
         );
     }
-    assert_eq!(upstream.requests().len(), 0);
+    assert_eq!(proxy.echo().requests().len(), 0);
 }
 
 /// The proxy marks trailers for h2 with a `host` field, which must not reach the upstream.
@@ -151,12 +146,7 @@ fn after_get(frame: Vec<u8>) -> Vec<u8> {
 
 /// A POST that the upstream never answers.
 fn post_head_frame(fields: &[(&str, &str)]) -> Vec<u8> {
-    let post = [
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":authority", "a"),
-        (":path", "/never"),
-    ];
+    let post = request_fields("POST", "/never");
     request_head_frame(1, &[&post, fields].concat())
 }
 
@@ -184,26 +174,20 @@ async fn malformed_frames_end_the_stream_or_connection() {
                     "WINDOW_UPDATE of 3 bytes",
                     encode_frame(WINDOW_UPDATE, 0, 0, [0; 3]),
                 ),
-                (
-                    "a window of 2^31",
-                    encode_frame(SETTINGS, 0, 0, encode_setting(4, 1 << 31)),
-                ),
+                ("a window of 2^31", setting_frame(4, 1 << 31)),
                 (
                     "an index beyond both header tables",
                     encode_frame(HEADERS, END_HEADERS, 1, [0xff, 0x7f]),
                 ),
                 (
                     "a truncated field",
-                    encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x40, 10, b'x']),
+                    headers_frame(END_STREAM, 1, [0x40, 10, b'x']),
                 ),
             ],
         ),
         (
             ConnectionClosed(FRAME_SIZE_ERROR),
-            vec![(
-                "a frame of 16,385 bytes",
-                encode_frame(DATA, 0, 1, vec![0; 16_385]),
-            )],
+            vec![("a frame of 16,385 bytes", data_frame(1, vec![0; 16_385]))],
         ),
         (
             ConnectionClosed(PROTOCOL_ERROR),
@@ -218,16 +202,10 @@ async fn malformed_frames_end_the_stream_or_connection() {
                 ),
                 (
                     "padding longer than the HEADERS frame",
-                    encode_frame(HEADERS, PADDED | END_HEADERS, 1, [9, 0]),
+                    headers_frame(PADDED, 1, [9, 0]),
                 ),
-                (
-                    "SETTINGS_ENABLE_PUSH of 2",
-                    encode_frame(SETTINGS, 0, 0, encode_setting(2, 2)),
-                ),
-                (
-                    "SETTINGS_MAX_FRAME_SIZE of 100",
-                    encode_frame(SETTINGS, 0, 0, encode_setting(5, 100)),
-                ),
+                ("SETTINGS_ENABLE_PUSH of 2", setting_frame(2, 2)),
+                ("SETTINGS_MAX_FRAME_SIZE of 100", setting_frame(5, 100)),
             ],
         ),
         (
@@ -235,11 +213,7 @@ async fn malformed_frames_end_the_stream_or_connection() {
             vec![
                 (
                     "an unknown setting",
-                    [
-                        encode_frame(SETTINGS, 0, 0, encode_setting(999, 9)),
-                        get_frame(1, "/"),
-                    ]
-                    .concat(),
+                    [setting_frame(999, 9), get_frame(1, "/")].concat(),
                 ),
                 (
                     "an unknown frame",
@@ -260,7 +234,7 @@ async fn frames_on_invalid_streams() {
         (
             ConnectionClosed(PROTOCOL_ERROR),
             vec![
-                ("DATA on 0", encode_frame(DATA, 0, 0, "x")),
+                ("DATA on 0", data_frame(0, "x")),
                 (
                     "HEADERS on 0",
                     encode_frame(HEADERS, END_HEADERS, 0, encode_header_block(&GET_FIELDS)),
@@ -280,7 +254,7 @@ async fn frames_on_invalid_streams() {
                     "streams in the wrong order",
                     [get_frame(5, "/never"), get_frame(1, "/")].concat(),
                 ),
-                ("DATA on an idle stream", encode_frame(DATA, 0, 9, "x")),
+                ("DATA on an idle stream", data_frame(9, "x")),
                 ("RST_STREAM on an idle stream", rst_stream_frame(9)),
                 ("WINDOW_UPDATE on an idle stream", window_update_frame(9, 1)),
                 (
@@ -289,7 +263,7 @@ async fn frames_on_invalid_streams() {
                 ),
                 (
                     "DATA inside a header block",
-                    [begun.clone(), encode_frame(DATA, 0, 1, "x")].concat(),
+                    [begun.clone(), data_frame(1, "x")].concat(),
                 ),
                 (
                     "PING inside a header block",
@@ -308,10 +282,7 @@ async fn frames_on_invalid_streams() {
                     after(window_update_frame(1, 0)),
                 ),
                 ("a connection WINDOW_UPDATE of 0", window_update_frame(0, 0)),
-                (
-                    "an unexpected SETTINGS ACK",
-                    encode_frame(SETTINGS, ACK, 0, ""),
-                ),
+                ("an unexpected SETTINGS ACK", settings_ack()),
             ],
         ),
         (
@@ -339,10 +310,7 @@ async fn frames_on_invalid_streams() {
         (
             STRICTER_THAN_RFC,
             vec![
-                (
-                    "DATA after END_STREAM",
-                    after(encode_frame(DATA, END_STREAM, 1, "x")),
-                ),
+                ("DATA after END_STREAM", after(last_data_frame(1, "x"))),
                 (
                     "HEADERS after END_STREAM",
                     after(request_frame(1, &GET_FIELDS)),
@@ -392,12 +360,7 @@ async fn malformed_header_blocks_and_bodies() {
                 .collect::<Vec<_>>(),
         )
     };
-    let trace = [
-        (":method", "TRACE"),
-        (":scheme", "http"),
-        (":authority", "a"),
-        (":path", "/bad"),
-    ];
+    let trace = request_fields("TRACE", "/bad");
     let wrong = StreamReset(PROTOCOL_ERROR);
     assert_outcomes([
         (
@@ -416,11 +379,7 @@ async fn malformed_header_blocks_and_bodies() {
                 ),
                 (
                     "TRACE with a body",
-                    [
-                        request_head_frame(1, &trace),
-                        encode_frame(DATA, END_STREAM, 1, "x"),
-                    ]
-                    .concat(),
+                    [request_head_frame(1, &trace), last_data_frame(1, "x")].concat(),
                 ),
                 (":method twice", and(":method", "GET")),
                 (":path twice", and(":path", "/other")),
@@ -447,7 +406,7 @@ async fn malformed_header_blocks_and_bodies() {
                 ),
                 (
                     "trailers with a pseudo-field of HPACK's static table",
-                    after_get(encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x83])),
+                    after_get(headers_frame(END_STREAM, 1, [0x83])),
                 ),
                 (
                     "trailers with a pseudo-field of HPACK's dynamic table",
@@ -462,24 +421,18 @@ async fn malformed_header_blocks_and_bodies() {
                             ]
                             .concat(),
                         ),
-                        encode_frame(HEADERS, END_STREAM | END_HEADERS, 1, [0x80 | 62]),
+                        headers_frame(END_STREAM, 1, [0x80 | 62]),
                     ]
                     .concat(),
                 ),
                 (
                     "padded trailers with a pseudo-field",
-                    after_get(encode_frame(
-                        HEADERS,
-                        PADDED | END_STREAM | END_HEADERS,
-                        1,
-                        [2, 0x83, 0, 0],
-                    )),
+                    after_get(headers_frame(PADDED | END_STREAM, 1, [2, 0x83, 0, 0])),
                 ),
                 (
                     "trailers with a priority and a pseudo-field",
-                    after_get(encode_frame(
-                        HEADERS,
-                        PRIORITY_FLAG | END_STREAM | END_HEADERS,
+                    after_get(headers_frame(
+                        PRIORITY_FLAG | END_STREAM,
                         1,
                         [0, 0, 0, 0, 15, 0x83],
                     )),
@@ -495,9 +448,8 @@ async fn malformed_header_blocks_and_bodies() {
                 ),
                 (
                     "padded trailers with a priority",
-                    after_get(encode_frame(
-                        HEADERS,
-                        PADDED | PRIORITY_FLAG | END_STREAM | END_HEADERS,
+                    after_get(headers_frame(
+                        PADDED | PRIORITY_FLAG | END_STREAM,
                         1,
                         [
                             &[3, 0, 0, 0, 0, 15],
@@ -529,7 +481,7 @@ async fn malformed_header_blocks_and_bodies() {
                     "less DATA than content-length",
                     [
                         post_head_frame(&[("content-length", "5")]),
-                        encode_frame(DATA, END_STREAM, 1, "123"),
+                        last_data_frame(1, "123"),
                     ]
                     .concat(),
                 ),
@@ -537,7 +489,7 @@ async fn malformed_header_blocks_and_bodies() {
                     "more DATA than content-length",
                     [
                         post_head_frame(&[("content-length", "2")]),
-                        encode_frame(DATA, 0, 1, "123"),
+                        data_frame(1, "123"),
                     ]
                     .concat(),
                 ),
@@ -551,12 +503,7 @@ async fn malformed_header_blocks_and_bodies() {
             ConnectionClosed(PROTOCOL_ERROR),
             vec![(
                 "trailers with too much padding",
-                after_get(encode_frame(
-                    HEADERS,
-                    PADDED | END_STREAM | END_HEADERS,
-                    1,
-                    [9, 0, 0],
-                )),
+                after_get(headers_frame(PADDED | END_STREAM, 1, [9, 0, 0])),
             )],
         ),
     ])
@@ -624,7 +571,7 @@ async fn an_early_response_to_a_large_upload_is_not_followed_by_a_reset_at_once(
     let (mut stream_window, mut connection_window, mut sent) = (65_535_i64, 65_535_i64, 0);
     let reset_at = loop {
         if stream_window.min(connection_window) >= 16_384 {
-            client.send(encode_frame(DATA, 0, 1, [0; 16_384])).await;
+            client.send(data_frame(1, [0; 16_384])).await;
             (stream_window, connection_window) =
                 (stream_window - 16_384, connection_window - 16_384);
             sent += 16_384;
@@ -646,7 +593,7 @@ async fn an_early_response_to_a_large_upload_is_not_followed_by_a_reset_at_once(
                         i64::from(u32::from_be_bytes(setting[2..].try_into().unwrap()))
                     });
                 stream_window += initial - 65_535;
-                client.send(encode_frame(SETTINGS, ACK, 0, "")).await;
+                client.send(settings_ack()).await;
             }
             (HEADERS, 1) => answered_at = Some(Instant::now()),
             (RST_STREAM, 1) => break Instant::now(),
@@ -745,7 +692,7 @@ async fn a_malformed_head_has_a_reason_and_a_log_line() {
             assert_eq!(head.kind, HEADERS, "{name}: {head:?}");
             let body =
                 client.wait_for_frame(&name, |frame| (frame.kind, frame.stream) == (DATA, stream));
-            let body: serde_json::Value = serde_json::from_slice(&body.await.payload).unwrap();
+            let body: Value = serde_json::from_slice(&body.await.payload).unwrap();
             let detail = body["detail"].as_str().unwrap();
             assert!(detail.contains(reason), "{name}: {body}");
             assert_eq!(body["status"], status, "{name}");
@@ -765,21 +712,11 @@ async fn a_malformed_head_has_a_reason_and_a_log_line() {
         encode_indexed_literal("X-B", "2"),
     ];
     client
-        .send(encode_frame(
-            HEADERS,
-            END_STREAM | END_HEADERS,
-            1001,
-            indexed.concat(),
-        ))
+        .send(headers_frame(END_STREAM, 1001, indexed.concat()))
         .await;
     let repeated = [encode_header_block(&GET_FIELDS), vec![0xbf]];
     client
-        .send(encode_frame(
-            HEADERS,
-            END_STREAM | END_HEADERS,
-            1003,
-            repeated.concat(),
-        ))
+        .send(headers_frame(END_STREAM, 1003, repeated.concat()))
         .await;
     client
         .wait_for_frame("a response", |frame| {
@@ -795,31 +732,22 @@ async fn malformed_uploads_are_rejected() {
     let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
-    let post = [
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":authority", "a"),
-        (":path", "/"),
-    ];
+    let post = request_fields("POST", "/");
     client
         .send(request_head_frame(
             1,
             &[&post[..], &[("Upper", "1")]].concat(),
         ))
         .await;
-    client
-        .send(encode_frame(DATA, 0, 1, vec![b'x'; 10_000]))
-        .await;
-    client
-        .send(encode_frame(DATA, END_STREAM, 1, vec![b'x'; 10_000]))
-        .await;
+    client.send(data_frame(1, vec![b'x'; 10_000])).await;
+    client.send(last_data_frame(1, vec![b'x'; 10_000])).await;
     for (stream, trailers) in [
         (3, ("Upper", "1")),
         (5, ("x", "\u{1}")),
         (7, ("connection", "x")),
     ] {
         client.send(request_head_frame(stream, &post)).await;
-        client.send(encode_frame(DATA, 0, stream, "body")).await;
+        client.send(data_frame(stream, "body")).await;
         client.send(request_frame(stream, &[trailers])).await;
     }
     for stream in [1, 3, 5, 7] {
@@ -857,7 +785,7 @@ async fn no_head_is_reset() {
     ];
     let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
-    let random = crate::support::pseudo_random_bytes(60_000);
+    let random = pseudo_random_bytes(60_000);
     let mut random = random.iter().map(|byte| usize::from(*byte));
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     for index in 0..1500 {
@@ -887,14 +815,7 @@ async fn no_head_is_reset() {
                 _ => encode_indexed_literal(field.0, field.1),
             });
         let block: Vec<u8> = block.collect();
-        client
-            .send(encode_frame(
-                HEADERS,
-                END_STREAM | END_HEADERS,
-                stream,
-                block,
-            ))
-            .await;
+        client.send(headers_frame(END_STREAM, stream, block)).await;
         let answer = client.wait_for_frame("an answer", |frame| {
             frame.stream == stream && matches!(frame.kind, HEADERS | RST_STREAM)
                 || frame.kind == GOAWAY

@@ -2,7 +2,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use std::time::{Duration, Instant};
 
 /// The most that the process may grow by during an attack.
 const MAX_GROWTH_KIB: u64 = 48 << 10;
@@ -27,7 +26,7 @@ async fn send_until_closed(
         );
         sent += 1;
         if !pause.is_zero() {
-            tokio::time::sleep(pause).await;
+            sleep(pause).await;
         }
     }
     let (closed, code) = attacker.wait_for_close(TEST_TIMEOUT).await;
@@ -42,14 +41,11 @@ async fn send_until_closed(
 async fn keep_requesting(address: std::net::SocketAddr) {
     loop {
         let start = Instant::now();
-        assert_eq!(
-            ClientRequest::new(address, "GET", "/")
-                .send_for_status()
-                .await,
-            200
-        );
+        ClientRequest::new(address, "GET", "/")
+            .expect_status(200)
+            .await;
         assert_faster_than(TEST_TIMEOUT / 2, start);
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        sleep(Duration::from_millis(5)).await;
     }
 }
 
@@ -175,7 +171,7 @@ async fn requests_beyond_the_concurrent_stream_limit() {
 #[tokio::test]
 async fn empty_header_blocks_end_the_connection() {
     assert_flood_is_stopped("empty HEADERS", "", 100_000, |n| {
-        encode_frame(HEADERS, END_STREAM | END_HEADERS, stream_id(n), "")
+        headers_frame(END_STREAM, stream_id(n), "")
     })
     .await;
 }
@@ -186,7 +182,7 @@ async fn malformed_heads_end_the_connection() {
     let fields = [&GET_FIELDS[..], &[("x y", "z")]].concat();
     let block = encode_header_block(&fields);
     assert_flood_is_stopped("malformed heads", "", 100_000, |n| {
-        encode_frame(HEADERS, END_STREAM | END_HEADERS, stream_id(n), &block)
+        headers_frame(END_STREAM, stream_id(n), &block)
     })
     .await;
 }
@@ -258,11 +254,7 @@ async fn alternating_window_sizes_while_streams_wait() {
     let opening: Vec<u8> = (0..150)
         .flat_map(|n| get_frame(stream_id(n), "/big"))
         .collect();
-    let swing = [
-        encode_frame(SETTINGS, 0, 0, encode_setting(4, 0)),
-        encode_frame(SETTINGS, 0, 0, encode_setting(4, 1)),
-    ]
-    .concat();
+    let swing = [setting_frame(4, 0), setting_frame(4, 1)].concat();
     assert_flood_is_stopped("alternating SETTINGS", opening, 100_000, |_| {
         swing.repeat(20)
     })
@@ -275,8 +267,8 @@ async fn frames_for_which_h2_visits_every_stream() {
     let upstream = Upstream::echo_or_slow().await;
     let proxy = Proxy::start("", upstream.address).await;
     let goaway = &encode_frame(GOAWAY, 0, 0, [0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 0]);
-    let closed = &encode_frame(SETTINGS, 0, 0, encode_setting(4, 0));
-    let open = &encode_frame(SETTINGS, 0, 0, encode_setting(4, 1));
+    let closed = &setting_frame(4, 0);
+    let open = &setting_frame(4, 1);
     for frames in [[closed; 2], [open; 2], [open, closed], [goaway; 2]] {
         let mut attacker = FrameClient::connect(proxy.address, &encode_setting(4, 0)).await;
         let opening: Vec<u8> = (0..200)
@@ -290,7 +282,7 @@ async fn frames_for_which_h2_visits_every_stream() {
         let mut sent = 0;
         while sent < 1_000 && attacker.send(frames[sent % 2]).await && !attacker.is_closed() {
             sent += 1;
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            sleep(Duration::from_millis(1)).await;
         }
         assert!((40..200).contains(&sent), "{sent} frames");
         assert_eq!(proxy.get("/").await.status, 200);
@@ -299,11 +291,7 @@ async fn frames_for_which_h2_visits_every_stream() {
 
 #[tokio::test]
 async fn window_updates_of_one_byte() {
-    let opening = [
-        encode_frame(SETTINGS, 0, 0, encode_setting(4, 0)),
-        get_frame(1, "/big"),
-    ]
-    .concat();
+    let opening = [setting_frame(4, 0), get_frame(1, "/big")].concat();
     assert_flood_is_stopped("WINDOW_UPDATE of one byte", opening, 100_000, |_| {
         window_update_frame(1, 1).repeat(50)
     })
@@ -321,16 +309,13 @@ async fn data_frames_without_payload() {
         ]
         .concat(),
     );
-    assert_flood_is_stopped("empty DATA", &opening, 100_000, |_| {
-        encode_frame(DATA, 0, 1, "")
-    })
-    .await;
+    assert_flood_is_stopped("empty DATA", &opening, 100_000, |_| data_frame(1, "")).await;
     assert_flood_is_stopped("padding", &opening, 100_000, |_| {
         encode_frame(DATA, PADDED, 1, [vec![255], vec![0; 255]].concat())
     })
     .await;
     assert_flood_is_stopped("unread DATA of one byte", &opening, 100_000, |_| {
-        encode_frame(DATA, 0, 1, "x")
+        data_frame(1, "x")
     })
     .await;
 }
@@ -365,22 +350,16 @@ async fn a_header_block_that_decompresses_to_megabytes_is_a_431() {
             "{answer:?}"
         );
     }
-    assert_eq!(
-        upstream.requests().len(),
-        1,
-        "the request reached the upstream"
-    );
+    let count = upstream.requests().len();
+    assert_eq!(count, 1, "the request reached the upstream");
     assert!(proxy.rss_kib() < before + MAX_GROWTH_KIB);
 }
 
 #[tokio::test]
 async fn streams_without_a_window_are_reset_and_others_are_served() {
     let upstream = Upstream::echo_or_slow().await;
-    let proxy = Proxy::start(
-        "[listen.http]\nbody_idle_timeout = '500ms'",
-        upstream.address,
-    )
-    .await;
+    let config = "[listen.http]\nbody_idle_timeout = '500ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
     assert_eq!(proxy.get("/").await.status, 200);
     let before = proxy.rss_kib();
     let mut client = FrameClient::connect(proxy.address, &encode_setting(4, 0)).await;
@@ -400,13 +379,7 @@ async fn streams_without_a_window_are_reset_and_others_are_served() {
     assert!(grown < MAX_GROWTH_KIB, "{grown} KiB more");
     wait_for_closed_connections(&proxy, "slow_read", u64::from(streams)).await;
     client
-        .send(
-            [
-                encode_frame(SETTINGS, 0, 0, encode_setting(4, 65_535)),
-                get_frame(stream_id(streams), "/"),
-            ]
-            .concat(),
-        )
+        .send([setting_frame(4, 65_535), get_frame(stream_id(streams), "/")].concat())
         .await;
     let answer = client
         .wait_for_frame("a response", |frame| {
@@ -464,7 +437,7 @@ async fn busy_clients_are_not_disconnected() {
                 .collect::<Vec<u8>>(),
         )
         .await;
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    sleep(Duration::from_millis(300)).await;
     client
         .send(
             given_up
@@ -492,13 +465,7 @@ async fn slow_and_malformed_clients_are_counted_by_reason() {
     let mut slow = proxy.send_raw("GET / HTTP/1.1\r\nHo").await;
     assert_eq!(slow.read_response().await.status, 408);
     let line = proxy.wait_for_field("status", "408", 0).await;
-    assert_eq!(
-        (
-            line.field("decision").as_str(),
-            line.field("client_ip").as_str()
-        ),
-        ("malformed", "127.0.0.1")
-    );
+    line.expect_fields(&[("decision", "malformed"), ("client_ip", "127.0.0.1")]);
     let mut idle = RawClient::connect(proxy.address).await;
     assert!(idle.closes_within(TEST_TIMEOUT).await);
     let mut body = proxy
@@ -518,10 +485,8 @@ async fn slow_and_malformed_clients_are_counted_by_reason() {
         ),
     ] {
         let mark = proxy.log_mark();
-        assert_eq!(
-            proxy.send_raw(odd).await.read_response().await.status,
-            status
-        );
+        let answered = proxy.send_raw(odd).await.read_response().await.status;
+        assert_eq!(answered, status);
         let status = status.to_string();
         proxy.wait_for_field("status", &status, mark).await;
     }

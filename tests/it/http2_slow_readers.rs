@@ -2,11 +2,8 @@
 //! whatever the source of the response.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
 use h2::server::Builder;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
 
 const CONFIG: &str = "[listen.http]\nbody_idle_timeout = '500ms'\n\
     [[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
@@ -33,7 +30,7 @@ async fn time_to_end(address: SocketAddr, path: &str, window: u32) -> Duration {
         if client.take_frame(|frame| frame.kind == RST_STREAM) {
             break;
         }
-        tokio::time::sleep(Duration::from_millis(10)).await;
+        sleep(Duration::from_millis(10)).await;
     }
     started_at.elapsed()
 }
@@ -78,7 +75,7 @@ async fn a_busy_connection_with_an_unread_response_is_closed() {
         ];
         client.send(frames.concat()).await;
         stream += 2;
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        sleep(Duration::from_millis(50)).await;
     }
     assert!(started_at.elapsed() < Duration::from_secs(5));
 }
@@ -91,7 +88,7 @@ async fn a_slow_upstream_is_not_taken_for_a_slow_reader() {
         let mut body = exchange.respond.send_response(head, false).unwrap();
         for part in ["first", "second"] {
             body.send_data(part.into(), part == "second").unwrap();
-            tokio::time::sleep(Duration::from_millis(1_500)).await;
+            sleep(Duration::from_millis(1_500)).await;
         }
     })
     .await;

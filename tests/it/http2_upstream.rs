@@ -4,21 +4,12 @@
 mod bodies;
 
 use crate::support::h2_frames;
-use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::nginx::Nginx;
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use crate::support::{pseudo_random_bytes, sha256};
 use h2::Reason;
 use h2::server::Builder;
-use http_body_util::BodyExt;
-use hyper::Response;
 use std::io::Write;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
-use tokio::io::AsyncReadExt;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 
 /// One worker, so that all connections belong to the same pool.
 const ONE_WORKER: &str = "listen.threads = 1\n";
@@ -120,10 +111,7 @@ async fn a_request_is_translated_to_http2() {
 
     let proxy = start_proxy(&upstream, "upstream.preserve_host = false").await;
     let text = proxy.get("/").await.text();
-    assert!(
-        text.starts_with(&format!("GET http://{}/\n", upstream.address)),
-        "{text}"
-    );
+    assert_starts(&text, format!("GET http://{}/\n", upstream.address));
     assert!(text.contains("x-forwarded-host: shop.example\n"), "{text}");
 }
 
@@ -137,11 +125,8 @@ async fn one_connection_carries_many_concurrent_requests() {
     for asked in asked {
         assert_eq!(in_time(asked).await.unwrap(), 200);
     }
-    assert_eq!(
-        upstream.connection_count(),
-        1,
-        "concurrent requests share the first connection"
-    );
+    let count = upstream.connection_count();
+    assert_eq!(count, 1, "concurrent requests share the first connection");
 }
 
 #[tokio::test]
@@ -211,14 +196,8 @@ async fn after_goaway_a_connection_only_finishes_its_open_streams() {
     assert_eq!(proxy.get_with("/", "X-Go-Away", "1").await.text(), "0");
     // Which worker sees the GOAWAY first depends on timing. All requests are answered.
     for _ in 0..20 {
-        assert_eq!(
-            proxy
-                .request("POST", "/")
-                .body("body")
-                .send_for_status()
-                .await,
-            200
-        );
+        let request = proxy.request("POST", "/").body("body");
+        request.expect_status(200).await;
     }
     assert_eq!(proxy.get("/").await.text(), "1");
     release.add_permits(1);
@@ -260,12 +239,8 @@ async fn a_refused_stream_is_retried_once() {
     ] {
         seen.store(0, Ordering::SeqCst);
         let body = pseudo_random_bytes(length);
-        let reply = proxy
-            .request(method, "/")
-            .header("X-Refusals", refusals)
-            .body(body.clone())
-            .send()
-            .await;
+        let request = proxy.request(method, "/").header("X-Refusals", refusals);
+        let reply = request.body(body.clone()).send().await;
         assert_eq!(reply.status, status, "{method} {length}");
         assert!(status != 200 || reply.body == body, "{method} {length}");
         assert_eq!(seen.load(Ordering::SeqCst), times, "{method} {length}");
@@ -376,11 +351,8 @@ async fn a_client_disconnect_cancels_only_its_own_request() {
             assert_eq!(proxy.get("/").await.status, 200);
         }
         drop(client);
-        assert_eq!(
-            in_time(given_up.recv()).await,
-            Some(Some(Reason::CANCEL)),
-            "{target} {framing}"
-        );
+        let answer = in_time(given_up.recv()).await;
+        assert_eq!(answer, Some(Some(Reason::CANCEL)), "{target} {framing}");
     }
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(upstream.connection_count(), 1);
@@ -422,11 +394,8 @@ async fn a_client_that_cancels_many_requests_does_not_affect_others() {
     let next = spawn_get(&proxy, "/others");
     release.add_permits(2);
     assert_eq!((others.await.unwrap(), next.await.unwrap()), (200, 200));
-    assert_eq!(
-        upstream.connection_count(),
-        2,
-        "the first connection gets no more requests"
-    );
+    let count = upstream.connection_count();
+    assert_eq!(count, 2, "the first connection gets no more requests");
 }
 
 #[tokio::test]
@@ -446,11 +415,8 @@ async fn a_connection_whose_response_timed_out_is_not_reused() {
     let proxy = Proxy::start(&config, &url).await;
     assert_eq!(proxy.get("/").await.status, 504);
     assert_eq!(proxy.get("/").await.status, 204);
-    assert_eq!(
-        upstream.connection_count(),
-        2,
-        "the silent connection got another request"
-    );
+    let count = upstream.connection_count();
+    assert_eq!(count, 2, "the silent connection got another request");
 }
 
 #[tokio::test]
@@ -486,7 +452,7 @@ async fn an_idle_connection_is_kept_until_its_timeout() {
         assert_eq!(proxy.get("/").await.status, 200);
     }
     assert_eq!(upstream.connection_count(), 1);
-    tokio::time::sleep(Duration::from_millis(900)).await;
+    sleep(Duration::from_millis(900)).await;
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(upstream.connection_count(), 2);
     let none = start_proxy(&upstream, "upstream.pool_max_idle = 0").await;
@@ -528,13 +494,7 @@ async fn nginx_is_proxied_over_http2() {
     let reply = proxy.get("/big").await;
     assert_eq!(sha256(&reply.body), sha256(&content));
     assert_eq!(reply.header("via"), Some("2 tidegate"));
-    assert_eq!(
-        proxy
-            .request("PUT", "/up")
-            .body(content.clone())
-            .send_for_status()
-            .await,
-        201
-    );
+    let request = proxy.request("PUT", "/up").body(content.clone());
+    request.expect_status(201).await;
     assert_eq!(sha256(&nginx.uploaded_file("up")), sha256(&content));
 }

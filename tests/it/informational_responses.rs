@@ -1,12 +1,8 @@
 //! Informational (1xx) responses reach only clients that can read them.
 
 use crate::support::h2_frames::*;
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
 use h2::server::Builder;
-use hyper::Response;
-use std::sync::Arc;
-use tokio::sync::Semaphore;
 
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a\r\n\r\n";
 const OK_RESPONSE: &str = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
@@ -95,10 +91,9 @@ async fn early_hints_are_forwarded_from_http2_upstreams() {
     let mut client = proxy.send_raw(GET_REQUEST).await;
     for link in ["</a>", "</b>"] {
         let early = read_response_head(&mut client).await;
-        assert_eq!(
-            (early.status, early.header("link"), early.header("via")),
-            (103, Some(link), Some("2 tidegate"))
-        );
+        early.expect_status(103);
+        early.expect_header("link", link);
+        early.expect_header("via", "2 tidegate");
     }
     release.add_permits(1);
     assert_eq!(client.read_response().await.text(), "ok");
@@ -148,11 +143,9 @@ async fn hints_are_bounded_and_precede_the_final_response() {
                 }
                 hints += 1;
             };
-            assert_eq!(
-                (hints, reply.status, reply.text().as_str()),
-                (most, 200, "ok"),
-                "{length}"
-            );
+            assert_eq!(hints, most, "{length}");
+            assert_eq!(reply.status, 200, "{length}");
+            assert_eq!(reply.text().as_str(), "ok", "{length}");
         }
     }
 }
@@ -246,7 +239,7 @@ async fn an_upstream_that_floods_informational_responses_is_a_502() {
     let mut flooded = proxy
         .send_raw("GET /flood HTTP/1.1\r\nHost: a\r\n\r\n")
         .await;
-    let start = std::time::Instant::now();
+    let start = Instant::now();
     assert_eq!(proxy.get("/").await.status, 200);
     println!("{:?} for another request", start.elapsed());
     assert_eq!(flooded.read_response().await.status, 502);
@@ -265,12 +258,7 @@ fn continue_frame(stream: u32) -> RawFrame {
 
 /// Field block of a POST, followed by these bytes.
 fn post_block(rest: &[u8]) -> Vec<u8> {
-    let fields = [
-        (":method", "POST"),
-        (":scheme", "http"),
-        (":authority", "a"),
-        (":path", "/"),
-    ];
+    let fields = request_fields("POST", "/");
     [&encode_header_block(&fields), rest].concat()
 }
 
@@ -284,8 +272,7 @@ async fn next_head(client: &mut FrameClient, stream: u32) -> RawFrame {
 
 #[tokio::test]
 async fn http2_clients_that_expect_100_continue_get_it() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     let field = |value: &str| encode_header_block(&[("expect", value)]);
     let indexed = encode_indexed_literal("expect", "100-continue");
     let whole = |block: &[u8]| vec![(HEADERS, END_HEADERS, post_block(block))];
@@ -343,20 +330,12 @@ async fn http2_clients_that_expect_100_continue_get_it() {
                 client.send(part).await;
                 tokio::task::yield_now().await;
             }
-            assert_eq!(
-                next_head(&mut client, stream).await,
-                continue_frame(stream),
-                "{name}"
-            );
-            client
-                .send(encode_frame(DATA, END_STREAM, stream, "body"))
-                .await;
-            assert_eq!(
-                next_head(&mut client, stream).await.status(),
-                Some(200),
-                "{name}"
-            );
-            let request = upstream.last_request();
+            let answer = next_head(&mut client, stream).await;
+            assert_eq!(answer, continue_frame(stream), "{name}");
+            client.send(last_data_frame(stream, "body")).await;
+            let status = next_head(&mut client, stream).await.status();
+            assert_eq!(status, Some(200), "{name}");
+            let request = proxy.echo().last_request();
             assert_eq!(
                 request.header_values("expect"),
                 [""; 0],
@@ -366,19 +345,16 @@ async fn http2_clients_that_expect_100_continue_get_it() {
         // A later upload that expects nothing gets nothing.
         let head = encode_frame(HEADERS, END_HEADERS, 101, post_block(&[]));
         client.send(head).await;
-        client
-            .send(encode_frame(DATA, END_STREAM, 101, "body"))
-            .await;
+        client.send(last_data_frame(101, "body")).await;
         assert_eq!(next_head(&mut client, 101).await.status(), Some(200));
-        assert_eq!(upstream.last_request().header_values("expect"), [""; 0]);
+        assert_eq!(proxy.echo().last_request().header_values("expect"), [""; 0]);
     }
 }
 
 #[tokio::test]
 async fn a_rejected_http2_request_gets_no_100_continue() {
-    let upstream = Upstream::echo().await;
     let config = "[listen.http]\nmax_body_bytes = '1000'\n[[policy]]\nname = 'p'\nkey = []\nlimit = { requests = 1, per = '1h' }\n";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let mut client = FrameClient::connect(proxy.address, &[]).await;
     let field = |name, value: &str| encode_header_block(&[(name, value)]);
     let expect = field("expect", "100-continue");
@@ -399,14 +375,12 @@ async fn a_rejected_http2_request_gets_no_100_continue() {
             .await;
         if answers == 2 {
             assert_eq!(next_head(&mut client, stream).await, continue_frame(stream));
-            client
-                .send(encode_frame(DATA, END_STREAM, stream, "body"))
-                .await;
+            client.send(last_data_frame(stream, "body")).await;
         }
         let head = next_head(&mut client, stream).await;
         assert_ne!(head, continue_frame(stream), "not the final response");
     }
-    assert_eq!(upstream.requests().len(), 1);
+    assert_eq!(proxy.echo().requests().len(), 1);
 }
 
 /// A client that lowers the size of its HPACK table must be told of the change by the next field
@@ -427,13 +401,11 @@ async fn http2_clients_with_small_header_tables_get_100_continue() {
             .await;
         let block = next_head(&mut client, 1).await.payload;
         assert_eq!(block, [update, b"\x08\x03100"].concat(), "{size}");
-        client.send(encode_frame(DATA, END_STREAM, 1, "")).await;
+        client.send(last_data_frame(1, "")).await;
         // h2 repeats the update.
         let block = next_head(&mut client, 1).await.payload;
-        assert!(
-            block.starts_with(update) && block.len() > 20,
-            "{size}: {block:?}"
-        );
+        assert!(block.starts_with(update), "{size}: {block:?}");
+        assert!(block.len() > 20, "{size}: {block:?}");
     }
 }
 
@@ -441,8 +413,7 @@ async fn http2_clients_with_small_header_tables_get_100_continue() {
 /// response has filled the table meanwhile.
 #[tokio::test]
 async fn every_change_of_a_header_table_is_signalled_with_100_continue() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     let settings = |sizes: &[u32]| -> Vec<u8> {
         let sizes = sizes.iter().flat_map(|size| encode_setting(1, *size));
         sizes.collect()
@@ -460,7 +431,7 @@ async fn every_change_of_a_header_table_is_signalled_with_100_continue() {
         client.send(upload(1)).await;
         let block = next_head(&mut client, 1).await.payload;
         assert_eq!(block, [updates, b"\x08\x03100"].concat(), "{sizes:?}");
-        client.send(encode_frame(DATA, END_STREAM, 1, "")).await;
+        client.send(last_data_frame(1, "")).await;
         assert_eq!(next_head(&mut client, 1).await.kind, HEADERS);
         client
             .send(encode_frame(SETTINGS, 0, 0, settings(&[0, 4096])))
@@ -502,16 +473,12 @@ async fn http2_100_continue_never_divides_a_frame() {
             .wait_for_frame("a response", |frame| frame.stream == stream)
             .await;
         assert_eq!(interim, continue_frame(stream));
-        client
-            .send(encode_frame(DATA, END_STREAM, stream, "body"))
-            .await;
+        client.send(last_data_frame(stream, "body")).await;
     }
     let last = 4 * 19 + 3;
     let end = client.wait_for_frame("the end", |frame| {
-        assert!(
-            frame.stream <= last && frame.kind <= CONTINUATION,
-            "{frame:?}"
-        );
+        assert!(frame.stream <= last, "{frame:?}");
+        assert!(frame.kind <= CONTINUATION, "{frame:?}");
         frame.stream == last && frame.flags & END_STREAM > 0
     });
     end.await;

@@ -1,7 +1,6 @@
 //! The commands for operators: `explain` and `keys`.
 
 use crate::support::prelude::*;
-use std::fs;
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -62,13 +61,11 @@ impl CommandFixture {
     async fn exhaust_limit(&self) -> Proxy {
         let proxy = Proxy::with_echo(&self.config_text()).await;
         for expected in [200, 200, 200, 429] {
-            assert_eq!(
-                proxy
-                    .get_with("/api/pay/1", "x-user-id", "ann")
-                    .await
-                    .status,
-                expected
-            );
+            let status = proxy
+                .get_with("/api/pay/1", "x-user-id", "ann")
+                .await
+                .status;
+            assert_eq!(status, expected);
         }
         proxy
     }
@@ -153,19 +150,14 @@ async fn explain_and_keys_read_the_counters_without_changing_them() {
         4,
         "expected a title, two limits and the shadow limit, without a probe:\n{listed}"
     );
-    assert!(
-        lines[1].contains("3  ") && lines[1].ends_with("api/ann/pay"),
-        "{listed}"
-    );
+    assert!(lines[1].contains("3  "), "{listed}");
+    assert!(lines[1].ends_with("api/ann/pay"), "{listed}");
     let listed = office
         .config
         .run_successfully(&["keys", "list", "--policy", "api"])
         .await;
-    assert_eq!(
-        listed.lines().count(),
-        3,
-        "api-new is another policy:\n{listed}"
-    );
+    let count = listed.lines().count();
+    assert_eq!(count, 3, "api-new is another policy:\n{listed}");
 }
 
 /// Overrides lie beside the counters in Redis, and are no counters.
@@ -236,7 +228,7 @@ async fn a_reset_takes_effect_within_a_second() {
         .await;
     assert!(output.contains("reset 2 limits (api, daily)"), "{output}");
     // The deny cache of the proxy may hold the key for up to a second.
-    let within = std::time::Duration::from_millis(1500);
+    let within = Duration::from_millis(1500);
     wait_until_within("the request to be admitted", within, async || {
         proxy
             .get_with("/api/pay/1", "x-user-id", "ann")
@@ -302,13 +294,7 @@ async fn invalid_arguments_get_helpful_errors() {
     office.redis.kill();
     let ended = office.config.run(&["keys", "list"]).await;
     ended.expect_code(1);
-    assert!(
-        ended
-            .stderr
-            .starts_with("error: Redis gave no answer (refused): "),
-        "{}",
-        ended.stderr
-    );
+    assert_starts(&ended.stderr, "error: Redis gave no answer (refused): ");
     let output = office
         .config
         .run_successfully(&["explain", "GET", "/api/pay/1"])
@@ -347,11 +333,7 @@ async fn keys_of_a_memory_store_are_read_by_the_admin_port() {
     let reset = keys(&["reset", "api", "ann", "pay"]).await;
     assert_eq!(reset.stdout, "api/ann/pay: reset 2 limits (api, daily)\n");
     let shown = keys(&["show", "api", "ann", "pay"]).await;
-    assert!(
-        shown.stdout.ends_with("Admitted now.\n"),
-        "{}",
-        shown.stdout
-    );
+    assert_ends(&shown.stdout, "Admitted now.\n");
 
     let unknown = keys(&["show", "apy"]).await;
     unknown

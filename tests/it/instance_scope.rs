@@ -4,10 +4,6 @@ mod combinations;
 mod model;
 
 use crate::support::prelude::*;
-use crate::support::upstream::BodySender;
-use hyper::Response;
-use serde_json::Value;
-use std::sync::{Arc, Mutex};
 
 /// Five requests in flight in each proxy, twelve per customer in all proxies.
 const POLICIES: &str = r#"
@@ -126,11 +122,8 @@ async fn each_proxy_has_its_slots_beside_a_limit_of_all_proxies() {
         }
     }
     let counters = list_counter_keys(&redis).await;
-    assert_eq!(
-        counters.len(),
-        1,
-        "no slots, and nothing of b: {counters:?}"
-    );
+    let count = counters.len();
+    assert_eq!(count, 1, "no slots, and nothing of b: {counters:?}");
     work.end_responses();
     // 10 of 12 units are used: the refusals took none.
     let response = wait_for_status(&one, "a", 200).await;
@@ -208,10 +201,8 @@ async fn an_outage_of_redis_changes_nothing_for_limits_of_the_instance() {
             clients.push(client);
         }
         let response = send_quick(proxy, "a").await;
-        assert_eq!(
-            (response.status, remaining(&response, "pod")),
-            (429, Some(0))
-        );
+        assert_eq!(response.status, 429);
+        assert_eq!(remaining(&response, "pod"), Some(0));
         let degraded = "tidegate_requests_total{policy=\"pod\",decision=\"degraded\"}";
         assert_eq!(proxy.read_metric(degraded).await, 0.0);
         let allowed = "tidegate_requests_total{policy=\"pod\",decision=\"allowed\"}";
@@ -291,7 +282,7 @@ async fn read_remaining(proxy: &Proxy, policy: &str) -> Option<u64> {
 async fn estimates_of_the_instance_are_settled_in_memory() {
     let redis = RedisServer::start();
     let upstream = Upstream::with_handler(|_| async {
-        let mut response = Response::new(crate::support::upstream::full_body("x"));
+        let mut response = Response::new(full_body("x"));
         set_header(&mut response, "x-units", "30");
         UpstreamResponse::from(response)
     });
@@ -349,11 +340,8 @@ async fn admin_and_commands_know_the_counters_of_the_instance() {
     let request = request.header("content-type", "application/json");
     let explained = request.body(body).send().await.json();
     let pod = &explained["policies"][0];
-    assert_eq!(
-        (&pod["scope"], &pod["limits"][0]["remaining"]),
-        (&"instance".into(), &1.into()),
-        "{explained}"
-    );
+    assert_eq!(pod["scope"], "instance", "{explained}");
+    assert_eq!(pod["limits"][0]["remaining"], 1, "{explained}");
     let reset = admin.run_command(&["keys", "reset", "pod", "a"]).await;
     reset.expect_stdout("reset 1 limit");
     let response = send().await;
@@ -386,20 +374,13 @@ async fn shadow_and_block_of_the_instance_follow_the_whole_decision() {
     // Redis refused four times: no block, and neither policy was charged.
     let response = send("b").await;
     assert_eq!(response.status, 200);
-    assert_eq!(
-        (
-            remaining(&response, "pod"),
-            remaining(&response, "blocking")
-        ),
-        (Some(6), Some(1))
-    );
+    assert_eq!(remaining(&response, "pod"), Some(6));
+    assert_eq!(remaining(&response, "blocking"), Some(1));
     assert_eq!(send("b").await.status, 200);
     // The instance refuses and blocks. Redis is not asked, so c keeps its units.
     let response = send("c").await;
-    assert_eq!(
-        (response.status, &response.json()["policy"]),
-        (429, &Value::from("blocking"))
-    );
+    assert_eq!(response.status, 429);
+    assert_eq!(response.json()["policy"], "blocking");
     assert_eq!(used_in_redis(&redis, "c").await, 0);
     let blocked = "tidegate_requests_total{policy=\"blocking\",decision=\"blocked\"}";
     assert_eq!(send("c").await.status, 429);

@@ -1,14 +1,8 @@
 //! JWT claims as keys and match conditions, end to end.
 
-use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::jwt_issuer::write_jwks;
 use crate::support::prelude::*;
-use crate::support::unix_s;
 use jsonwebtoken::Algorithm;
-use serde_json::json;
-use std::fs;
-use std::path::Path;
-use std::time::Duration;
-use tempfile::TempDir;
 
 /// One request per user. All requests without a user share one.
 const PER_USER_POLICY: &str = r#"
@@ -33,21 +27,14 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
     let issuers = [Algorithm::RS256, Algorithm::ES256, Algorithm::EdDSA]
         .map(|alg| TokenIssuer::new(&format!("{alg:?}"), alg));
     write_jwks(&file, &issuers.each_ref());
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&config_with_keys_file(&file), upstream.address).await;
+    let proxy = Proxy::with_echo(&config_with_keys_file(&file)).await;
     for (issuer, user) in issuers.iter().zip(["ann", "bob", "cid"]) {
-        assert_eq!(
-            get_status(&proxy, &issuer.bearer_for_subject(user)).await,
-            200,
-            "{user}"
-        );
+        let status = get_status(&proxy, &issuer.bearer_for_subject(user)).await;
+        assert_eq!(status, 200, "{user}");
     }
     for user in ["ann", "bob", "cid"] {
-        assert_eq!(
-            get_status(&proxy, &issuers[1].bearer_for_subject(user)).await,
-            429,
-            "{user}, with another token"
-        );
+        let status = get_status(&proxy, &issuers[1].bearer_for_subject(user)).await;
+        assert_eq!(status, 429, "{user}, with another token");
     }
     proxy.expect_status("/", 200, "the anonymous quota").await;
     let (ann, stranger) = (
@@ -73,22 +60,17 @@ async fn every_verified_user_has_a_quota_and_all_others_share_one() {
             "{what}: requests without a valid token share one quota"
         );
     }
+    let status = get_status(&proxy, &ann).await;
+    assert_eq!(status, 200, "the user's quota is unused");
     assert_eq!(
-        get_status(&proxy, &ann).await,
-        200,
-        "the user's quota is unused"
-    );
-    assert_eq!(
-        upstream.last_request().single_header("authorization"),
+        proxy.echo().last_request().single_header("authorization"),
         ann,
         "the token is forwarded unchanged"
     );
-    let twice = proxy
-        .request("GET", "/")
-        .header("Authorization", &ann)
-        .header("authorization", "Bearer x");
+    let request = proxy.request("GET", "/").header("Authorization", &ann);
+    let twice = request.header("authorization", "Bearer x");
     assert_eq!(twice.send_for_status().await, 400);
-    assert_eq!(upstream.requests().len(), 5);
+    assert_eq!(proxy.echo().requests().len(), 5);
     let page = proxy.admin_request("GET", "/metrics");
     let page = page.send().await.text();
     assert_contains(&page, &["\ntidegate_tokens_refused_total 6\n"]);
@@ -228,7 +210,7 @@ limit = {{ requests = 1, per = "1h" }}
     );
     let proxy = Proxy::with_echo(&config).await;
     let issuer = TokenIssuer::with_secret(secret);
-    let status = async |claims: serde_json::Value| {
+    let status = async |claims: Value| {
         let token = issuer.bearer(&claims);
         let ask = proxy
             .request("GET", "/")
@@ -283,15 +265,10 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
         config_with_keys_file(&file)
     ))
     .await;
-    assert_eq!(
-        get_status(&proxy, &old.bearer_for_subject("ann")).await,
-        200
-    );
-    assert_eq!(
-        get_status(&proxy, &new.bearer_for_subject("bob")).await,
-        400,
-        "not yet"
-    );
+    let status = get_status(&proxy, &old.bearer_for_subject("ann")).await;
+    assert_eq!(status, 200);
+    let status = get_status(&proxy, &new.bearer_for_subject("bob")).await;
+    assert_eq!(status, 400, "not yet");
     for bad in ["{", r#"{"keys":[]}"#, ""] {
         let mark = proxy.log_mark();
         fs::write(&file, bad).unwrap();
@@ -300,11 +277,8 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
         proxy
             .wait_for_log("the error about the keys", mark, TEST_TIMEOUT, is_error)
             .await;
-        assert_eq!(
-            get_status(&proxy, &old.bearer_for_subject("ann")).await,
-            429,
-            "the old keys stay active"
-        );
+        let status = get_status(&proxy, &old.bearer_for_subject("ann")).await;
+        assert_eq!(status, 429, "the old keys stay active");
     }
     write_jwks(&file, &[&new]);
     let within = Duration::from_millis(2_500);
@@ -317,22 +291,16 @@ async fn keys_are_reloaded_and_invalid_key_files_change_nothing() {
         400,
         "a token of a removed key is no longer accepted"
     );
-    assert_eq!(
-        get_status(&proxy, &new.bearer_for_subject("ann")).await,
-        429,
-        "her counter is unchanged"
-    );
+    let status = get_status(&proxy, &new.bearer_for_subject("ann")).await;
+    assert_eq!(status, 429, "her counter is unchanged");
 }
 
 #[tokio::test]
 async fn unverified_tokens_cause_a_warning_and_secrets_are_never_logged() {
     let (_dir, file) = write_temp_file("secret", "hunter2");
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(
-        &format!("[client.jwt]\nverify = false\n{PER_USER_POLICY}"),
-        upstream.address,
-    )
-    .await;
+    let settings = format!("[client.jwt]\nverify = false\n{PER_USER_POLICY}");
+    let proxy = Proxy::start(&settings, upstream.address).await;
     let is_warning = |line: &LogLine| line.is_level("WARN") && line.contains("unverified JWT");
     proxy
         .wait_for_log("a warning", 0, TEST_TIMEOUT, is_warning)

@@ -1,11 +1,6 @@
 //! `leaky_bucket` end to end: requests are queued until their turn.
 
 use crate::support::prelude::*;
-use hyper::Response;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-use tokio::task::JoinSet;
-use tokio::time::timeout;
 
 /// One queue slot every half second, and a second policy that only counts.
 const QUEUE_POLICIES: &str = r#"
@@ -78,9 +73,9 @@ async fn requests_are_released_evenly_and_excess_requests_are_refused() {
     assert!(!refused.is_empty());
     for reply in refused {
         assert_eq!(reply.status, 429);
-        assert_eq!(
-            reply.header("ratelimit-policy"),
-            Some("\"count\";q=1000;w=3600, \"line\";q=3;w=1")
+        reply.expect_header(
+            "ratelimit-policy",
+            "\"count\";q=1000;w=3600, \"line\";q=3;w=1",
         );
         assert_eq!(reply.header("retry-after"), Some("1"));
         assert!(

@@ -1,17 +1,12 @@
 //! Leases: several proxies take units in advance from one Redis. The upstream records show the
 //! admitted requests.
 
-use crate::support::cluster::initial_node;
 use crate::support::prelude::*;
-use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, KeyBuilder, LeaseTerms, Limit, PolicyCharges};
-use tidegate::store::{DecisionSource, LeasePool, Store};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep};
+use tidegate::limiter::LeaseTerms;
+use tidegate::store::{DecisionSource, LeasePool};
+use tokio::time::Instant;
 
 async fn start_proxy(server: &RedisServer, upstream: &Upstream, policy: &str) -> Proxy {
     let config = format!(
@@ -49,19 +44,12 @@ lease = { size = 500, ttl = "10m" }
     let before = count_script_calls(&server).await;
     let mut client = RawClient::connect(proxy.address).await;
     for nth in 1..=2_000_u64 {
-        let reply = client
-            .request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await;
+        let request = client.request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n");
+        let reply = request.await;
         assert_eq!(reply.status, 200, "{}", reply.text());
-        let remaining: u64 = reply
-            .header("x-ratelimit-remaining")
-            .unwrap()
-            .parse()
-            .unwrap();
-        assert!(
-            (98_000 - 500..=100_000 - nth).contains(&remaining),
-            "{remaining} after {nth}"
-        );
+        let remaining: u64 = reply.header_number("x-ratelimit-remaining");
+        let range = 98_000 - 500..=100_000 - nth;
+        assert!(range.contains(&remaining), "{remaining} after {nth}");
     }
     let asked = count_script_calls(&server).await - before;
     assert!(asked < 20, "{asked} calls for 2,000 requests");
@@ -78,9 +66,8 @@ async fn an_exhausted_key_calls_redis_only_after_the_refusal_cache_expires() {
     let mut client = RawClient::connect(proxy.address).await;
     let (before, began, mut passed) = (count_script_calls(&server).await, Instant::now(), 0);
     for _ in 0..1_000 {
-        let reply = client
-            .request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await;
+        let request = client.request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n");
+        let reply = request.await;
         passed += usize::from(reply.status == 200);
         assert!(
             reply.status == 200 || reply.retry_after_us() > 3_500_000_000,
@@ -108,11 +95,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
         Algorithm::FixedWindow { offset_us: 0 },
         plain_bucket(100),
     ];
-    let limits = lends.map(|algorithm| Limit {
-        requests: 100,
-        per_us: 60_000_000,
-        algorithm,
-    });
+    let limits = lends.map(|algorithm| make_limit(100, 60_000_000, algorithm));
     // A background call of cost 0 requests more units.
     let lend = async |limit: &Limit| {
         let lease = Some(LeaseTerms {
@@ -126,7 +109,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
         };
         redis.decide(&[charge], Instant::now()).await
     };
-    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
+    server.run("CONFIG SET maxmemory 100kb").await;
     for limit in &limits {
         assert_eq!(
             lend(limit).await.unwrap_err().unavailable.kind,
@@ -134,7 +117,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
             "{limit:?}"
         );
     }
-    let _: () = server.command("CONFIG SET maxmemory 0").await;
+    server.run("CONFIG SET maxmemory 0").await;
     for limit in &limits {
         assert_eq!(
             lend(limit).await.unwrap().policies[0]
@@ -144,7 +127,7 @@ async fn nothing_is_granted_when_redis_rejects_writes() {
             "{limit:?}"
         );
     }
-    let _: () = server.command("REPLICAOF 127.0.0.1 1").await;
+    server.run("REPLICAOF 127.0.0.1 1").await;
     assert_eq!(
         lend(&limits[0]).await.unwrap_err().unavailable.kind,
         "readonly"
@@ -158,19 +141,14 @@ async fn unused_units_are_returned_when_the_process_ends() {
     let mut first = start_proxy(&server, &upstream, policy).await;
     let second = start_proxy(&server, &upstream, policy).await;
     assert_eq!(first.get_statuses("/", 3).await, [200; 3]);
-    assert_eq!(
-        second.get_statuses("/", 2).await,
-        [429; 2],
-        "the remaining units are leased"
-    );
+    let statuses = second.get_statuses("/", 2).await;
+    assert_eq!(statuses, [429; 2], "the remaining units are leased");
     first.send_sigterm();
     first.wait_for_exit(TEST_TIMEOUT).await;
     // The deny cache holds a refusal for a moment.
     sleep(REFUSAL_CACHE_TTL).await;
-    assert_eq!(
-        second.get_statuses("/", 9).await,
-        [200, 200, 200, 200, 200, 200, 200, 429, 429]
-    );
+    let statuses = second.get_statuses("/", 9).await;
+    assert_eq!(statuses, [200, 200, 200, 200, 200, 200, 200, 429, 429]);
 }
 
 #[tokio::test]
@@ -189,10 +167,8 @@ async fn unused_units_are_returned_when_the_lease_expires() {
         second.get("/").await.status == 200
     })
     .await;
-    assert_eq!(
-        second.get_statuses("/", 8).await,
-        [200, 200, 200, 200, 200, 200, 429, 429]
-    );
+    let answers = second.get_statuses("/", 8).await;
+    assert_eq!(answers, [200, 200, 200, 200, 200, 200, 429, 429]);
 }
 
 #[tokio::test]
@@ -223,10 +199,8 @@ match = { path = "/narrow" }
 limit = { requests = 3, per = "1h" }
 "#;
     let proxy = start_proxy(&server, &upstream, policy).await;
-    assert_eq!(
-        proxy.get_statuses("/narrow", 8).await,
-        [200, 200, 200, 429, 429, 429, 429, 429]
-    );
+    let answers = proxy.get_statuses("/narrow", 8).await;
+    assert_eq!(answers, [200, 200, 200, 429, 429, 429, 429, 429]);
     let statuses = proxy.get_statuses("/", 29).await;
     assert_eq!(
         statuses.iter().filter(|status| **status == 200).count(),
@@ -468,12 +442,8 @@ async fn a_cluster_node_is_killed_and_restarts_empty() {
     };
     let (gone, there) = (all(gone).await, all(there).await);
 
-    let slowest = there
-        .iter()
-        .chain(&gone)
-        .map(|asked| asked.latency)
-        .max()
-        .unwrap();
+    let items = there.iter();
+    let slowest = items.chain(&gone).map(|asked| asked.latency).max().unwrap();
     assert!(slowest <= TIMEOUT + TIMEOUT_SLACK, "{slowest:?}");
     let arrivals = recorder.arrivals(&paths[1]);
     let of_second = |n: u32| {
@@ -593,7 +563,6 @@ async fn a_refused_request_of_several_units_leases_none() {
 #[tokio::test]
 async fn a_request_takes_its_units_before_a_lease_does() {
     let cluster = RedisCluster::start().await;
-    let upstream = Upstream::echo().await;
     let config = format!(
         "[defaults]\non_store_failure = 'closed'\n[store]\nkind = 'redis'\n[store.redis]\n{}\ntimeout = '5s'\n\
          [[policy]]\nname = 'leased'\nmatch = {{ path = '/leased' }}\nkey = ['header:x-key']\n\
@@ -601,7 +570,7 @@ async fn a_request_takes_its_units_before_a_lease_does() {
          [[policy]]\nname = 'other'\nkey = ['header:x-user']\nlimit = {{ requests = 100, per = '1h' }}\n",
         cluster.config_lines()
     );
-    let proxy = Proxy::start(&config, upstream.address).await;
+    let proxy = Proxy::with_echo(&config).await;
     for user in ["ann", "ben", "cem", "dan"] {
         let send = async || {
             let request = proxy.request("GET", "/leased").header("x-key", user);

@@ -171,14 +171,7 @@ async fn http2_queries_are_escaped_as_over_http1() {
         .concat();
         let repeated = [encode_header_block(front), vec![0xbe]].concat();
         for block in [encode_header_block(&get), indexed, repeated] {
-            client
-                .send(encode_frame(
-                    HEADERS,
-                    END_STREAM | END_HEADERS,
-                    stream,
-                    block,
-                ))
-                .await;
+            client.send(headers_frame(END_STREAM, stream, block)).await;
             let answer = client.wait_for_frame("an answer", |frame| {
                 frame.stream == stream && matches!(frame.kind, HEADERS | RST_STREAM)
             });

@@ -1,8 +1,6 @@
 //! Limits end to end: admission, remaining units, refusals, and correct response fields.
 
 use crate::support::prelude::*;
-use hyper::Response;
-use std::time::{Duration, Instant};
 use tidegate::clock::Clock;
 use tokio::time::sleep_until;
 
@@ -20,66 +18,35 @@ async fn remaining_counts_down_and_the_429_has_an_exact_retry_after() {
     for left in [2, 1, 0] {
         let reply = proxy.get("/api/x").await;
         assert_eq!(reply.status, 200);
-        assert_eq!(
-            reply.list_parameter("ratelimit-policy", "api", "q"),
-            Some(3)
-        );
-        assert_eq!(
-            reply.list_parameter("ratelimit-policy", "api", "w"),
-            Some(3600)
-        );
+        let parameter = |name| reply.list_parameter("ratelimit-policy", "api", name);
+        assert_eq!([parameter("q"), parameter("w")], [Some(3), Some(3600)]);
         assert_eq!(reply.remaining("api"), Some(left));
         assert_eq!(reply.header("x-ratelimit-limit"), Some("3"));
-        assert_eq!(
-            reply.header("x-ratelimit-remaining"),
-            Some(left.to_string().as_str())
-        );
-        assert!(
-            reply.header("retry-after").is_none(),
-            "an admitted response has no retry-after"
-        );
+        reply.expect_header("x-ratelimit-remaining", left.to_string().as_str());
+        assert!(reply.header("retry-after").is_none(), "{reply:?}");
     }
     let reply = proxy.get("/api/x").await;
     assert_eq!(reply.status, 429);
     let retry_after: u64 = reply.retry_after_s();
     assert!((3_500..=3_600).contains(&retry_after), "{retry_after}");
-    assert_eq!(
-        retry_after,
-        reply.retry_after_us().div_ceil(1_000_000),
-        "rounded up"
-    );
+    let rounded_up = reply.retry_after_us().div_ceil(1_000_000);
+    assert_eq!(retry_after, rounded_up);
     assert_eq!(reply.remaining("api"), Some(0));
     assert!(reply.list_parameter("ratelimit", "api", "t").unwrap() <= retry_after);
     assert_eq!(reply.header("x-ratelimit-remaining"), Some("0"));
-    assert_eq!(
-        reply.header("x-ratelimit-reset").unwrap(),
-        retry_after.to_string()
-    );
+    reply.expect_header("x-ratelimit-reset", retry_after.to_string());
     assert_eq!(reply.header("cache-control"), Some("no-store"));
-    assert_eq!(
-        reply.header("content-type"),
-        Some("application/problem+json")
-    );
+    reply.expect_header("content-type", "application/problem+json");
     let problem = reply.json();
-    assert_eq!(
-        (&problem["status"], &problem["policy"]),
-        (&429.into(), &"api".into())
-    );
-    assert_eq!(
-        problem["type"],
-        "https://iana.org/assignments/http-problem-types#quota-exceeded"
-    );
-    for text in ["title", "detail"] {
-        assert!(
-            problem[text].as_str().is_some_and(|text| !text.is_empty()),
-            "{text} in {problem}"
-        );
+    assert_fields(&problem, json!({ "status": 429, "policy": "api" }));
+    let kind = "https://iana.org/assignments/http-problem-types#quota-exceeded";
+    assert_eq!(problem["type"], kind);
+    for name in ["title", "detail"] {
+        let text = problem[name].as_str().unwrap_or_default();
+        assert!(!text.is_empty(), "{name} in {problem}");
     }
-    assert_eq!(
-        proxy.echo().requests().len(),
-        3,
-        "a refused request reached the upstream"
-    );
+    // The refused request has not reached the upstream.
+    assert_eq!(proxy.echo().requests().len(), 3);
 }
 
 #[tokio::test]
@@ -135,11 +102,9 @@ limit = { requests = 10, per = "5s", algorithm = "token_bucket", burst = 3 }
     assert_eq!(refused.header("ratelimit-policy"), Some("\"p\";q=3;w=5"));
     assert_eq!(refused.header("x-ratelimit-limit"), Some("3"));
     let wait_us = refused.retry_after_us();
-    assert!(
-        wait_us <= 500_000,
-        "one unit returns after half a second: {wait_us}"
-    );
-    tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
+    // One unit returns after half a second.
+    assert!(wait_us <= 500_000, "{wait_us}");
+    sleep(Duration::from_micros(wait_us + 2_000)).await;
     assert_eq!(proxy.get_statuses("/", 2).await, [200, 429]);
 }
 
@@ -159,12 +124,9 @@ limit = { requests = 4, per = "1s", algorithm = "sliding_window", buckets = 5 }
     // The last instant of the oldest sub-window must be a whole period old.
     let sent_us = clock.now_us();
     let wait_us = refused.retry_after_us();
-    assert!(
-        (sent_us + wait_us).saturating_sub(first_us) >= 1_000_000,
-        "{wait_us}"
-    );
-    assert!(wait_us < 1_200_000, "{wait_us}");
-    tokio::time::sleep(Duration::from_micros(wait_us + 2_000)).await;
+    let passed_us = (sent_us + wait_us).saturating_sub(first_us);
+    assert!(passed_us >= 1_000_000 && wait_us < 1_200_000, "{wait_us}");
+    sleep(Duration::from_micros(wait_us + 2_000)).await;
     assert_eq!(proxy.get("/").await.status, 200);
 }
 
@@ -187,22 +149,19 @@ limit = { requests = 2, per = "2s", algorithm = "fixed_window" }
         let edge_us = (sent_us / 2_000_000 + 1) * 2_000_000;
         if reply.status == 429 && received_us < edge_us {
             let told_us = reply.retry_after_us();
-            assert!(
-                (edge_us - received_us..=edge_us - sent_us).contains(&told_us),
-                "{told_us}"
-            );
+            let possible = edge_us - received_us..=edge_us - sent_us;
+            assert!(possible.contains(&told_us), "{told_us}");
             break edge_us;
         }
     };
     let wait = Duration::from_micros(edge_us.saturating_sub(clock.now_us()) + 2_000);
-    tokio::time::sleep(wait).await;
+    sleep(wait).await;
     proxy.expect_status("/", 200, "after the edge").await;
 }
 
 #[tokio::test]
 async fn all_limits_are_in_the_headers_and_the_tightest_applies() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "p"
 limits = [
@@ -210,32 +169,23 @@ limits = [
   { requests = 2, per = "1h" },
   { requests = 5, per = "1d", name = "daily", unit = "tokens" },
 ]
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     let reply = proxy.get("/").await;
     let left = ["p", "p-2", "daily"].map(|name| reply.remaining(name));
     assert_eq!(left, [Some(8), Some(1), Some(4)]);
-    assert_eq!(
-        reply.list_parameter("ratelimit-policy", "p-2", "w"),
-        Some(3_600)
-    );
-    assert_contains(
-        reply.header("ratelimit-policy").unwrap(),
-        &["qu=\"tokens\""],
-    );
-    assert_eq!(
-        reply.header("x-ratelimit-limit"),
-        Some("2"),
-        "the limit with the lowest r/q"
-    );
+    let width_s = reply.list_parameter("ratelimit-policy", "p-2", "w");
+    assert_eq!(width_s, Some(3_600));
+    let policies = reply.header("ratelimit-policy").unwrap();
+    assert_contains(policies, &["qu=\"tokens\""]);
+    // The limit with the lowest r/q.
+    reply.expect_header("x-ratelimit-limit", "2");
     assert_eq!(proxy.get_statuses("/", 2).await, [200, 429]);
 }
 
 #[tokio::test]
 async fn an_override_replaces_the_limits_of_its_key() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "p"
 key = ["header:x-tenant", "header:x-user"]
@@ -246,38 +196,29 @@ limit = { requests = 3, per = "1h" }
 [[policy.override]]
 key = ["acme", "*"]
 limit = { requests = 2, per = "1h" }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     for (tenant, user, quota) in [
         ("acme", "boss", "3"),
         ("acme", "any", "2"),
         ("else", "boss", "1"),
     ] {
-        let ask = proxy
-            .request("GET", "/")
-            .header("x-tenant", tenant)
-            .header("x-user", user);
-        let reply = ask.send().await;
-        assert_eq!(
-            reply.header("x-ratelimit-limit"),
-            Some(quota),
-            "{tenant} {user}"
-        );
+        let ask = proxy.request("GET", "/").header("x-tenant", tenant);
+        let reply = ask.header("x-user", user).send().await;
+        let limit = reply.header("x-ratelimit-limit");
+        assert_eq!(limit, Some(quota), "{tenant} {user}");
     }
 }
 
 #[tokio::test]
 async fn a_condition_with_a_list_holds_for_each_of_its_values() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "p"
 match = { headers = { x-plan = ["free", "trial"] }, query = { v = ["1", "2"] }, cookies = { s = ["a", "b"] } }
 limit = { requests = 1000, per = "1h" }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     for (plan, target, cookie, is_limited) in [
         ("free", "/?v=1", "s=a", true),
         ("trial", "/?v=2", "s=b", true),
@@ -286,11 +227,8 @@ limit = { requests = 1000, per = "1h" }
         ("free", "/?v=1", "s=ab", false),
         ("free, trial", "/?v=1", "s=a", false),
     ] {
-        let request = proxy
-            .request("GET", target)
-            .header("x-plan", plan)
-            .header("cookie", cookie);
-        let response = request.send().await;
+        let request = proxy.request("GET", target).header("x-plan", plan);
+        let response = request.header("cookie", cookie).send().await;
         let has_limit = response.header("x-ratelimit-limit").is_some();
         assert_eq!(has_limit, is_limited, "{plan} {target} {cookie}");
     }
@@ -298,8 +236,7 @@ limit = { requests = 1000, per = "1h" }
 
 #[tokio::test]
 async fn one_of_several_matches_suffices_beside_the_other_conditions() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "p"
 limit = { requests = 1000, per = "1h" }
@@ -308,9 +245,8 @@ limit = { requests = 1000, per = "1h" }
 methods = ["POST"]
 any = [{ path = "/login" }, { path = "/token", query = { grant = "password" } }]
 not = { headers = { x-internal = "1" } }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     for (method, target, internal, outcome) in [
         ("POST", "/login", "0", "limited"),
         ("POST", "/token?grant=password", "0", "limited"),
@@ -341,8 +277,7 @@ not = { headers = { x-internal = "1" } }
 
 #[tokio::test]
 async fn a_shadow_policy_never_refuses_and_sends_no_headers() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "candidate"
 mode = "shadow"
@@ -359,25 +294,19 @@ priority = 9
 name = "gone"
 mode = "off"
 action = "deny"
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     for _ in 0..4 {
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 200);
-        assert!(
-            !format!("{:?}", reply.headers).contains("candidate"),
-            "{:?}",
-            reply.headers
-        );
+        assert_lacks(&format!("{:?}", reply.headers), &["candidate"]);
     }
     assert_eq!(proxy.get("/").await.status, 429);
 }
 
 #[tokio::test]
 async fn priority_orders_allow_and_deny_and_earlier_limits_still_apply() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "everyone"
 limit = { requests = 1, per = "1h" }
@@ -396,47 +325,26 @@ name = "beta"
 priority = 20
 match = { path = "/health", headers = { x-beta = "yes" } }
 limit = { requests = 1, per = "1h" }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get_statuses("/health", 5).await, [200; 5], "exempt");
     let denied = proxy.get("/internal/x").await;
     assert_eq!(denied.status, 403);
-    assert_eq!(
-        denied.header("content-type"),
-        Some("application/problem+json")
-    );
+    denied.expect_header("content-type", "application/problem+json");
     assert_eq!(denied.json()["status"], 403);
     assert!(denied.header("retry-after").is_none());
-    let beta = || {
-        proxy
-            .request("GET", "/health")
-            .header("x-beta", "yes")
-            .send_for_status()
-    };
-    assert_eq!(
-        [beta().await, beta().await],
-        [200, 429],
-        "the earlier limit applies before the exemption"
-    );
-    assert_eq!(
-        proxy.get_statuses("/x", 2).await,
-        [200, 429],
-        "the policies charged each other's quota"
-    );
-    assert!(
-        proxy
-            .echo()
-            .requests()
-            .iter()
-            .all(|seen| !seen.target.contains("internal"))
-    );
+    // The earlier limit applies before the exemption.
+    let beta = proxy.request("GET", "/health").header("x-beta", "yes");
+    assert_eq!(beta.send_times(2).await, [200, 429]);
+    // The policies do not charge each other's quota.
+    assert_eq!(proxy.get_statuses("/x", 2).await, [200, 429]);
+    let mut seen = proxy.echo().requests().into_iter();
+    assert!(seen.all(|seen| !seen.target.contains("internal")));
 }
 
 #[tokio::test]
 async fn trap_25_a_missing_key_does_not_bypass_the_limit() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "shared"
 match = { path = "/shared" }
@@ -454,15 +362,11 @@ match = { path = "/reject" }
 key = ["header:x-user"]
 missing_key = "reject"
 limit = { requests = 1, per = "1h" }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get_statuses("/shared", 2).await, [200, 429]);
-    assert_eq!(
-        proxy.get_with("/shared", "x-user", "").await.status,
-        429,
-        "an empty value counts as absent"
-    );
+    // An empty value counts as absent.
+    assert_eq!(proxy.get_with("/shared", "x-user", "").await.status, 429);
     assert_eq!(proxy.get_statuses("/skip", 3).await, [200, 200, 200]);
     assert_eq!(proxy.get_statuses("/reject", 1).await, [400]);
     assert_eq!(proxy.get_with("/reject", "x-user", "u").await.status, 200);
@@ -470,8 +374,7 @@ limit = { requests = 1, per = "1h" }
 
 #[tokio::test]
 async fn trap_11_a_request_refused_by_one_policy_is_not_charged_to_another() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "wide"
 limit = { requests = 3, per = "1h" }
@@ -479,26 +382,18 @@ limit = { requests = 3, per = "1h" }
 name = "narrow"
 key = ["header:x-user"]
 limit = { requests = 1, per = "1h" }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     let ask = |user: &'static str| proxy.request("GET", "/").header("x-user", user).send();
     assert_eq!(ask("noisy").await.status, 200);
     for _ in 0..5 {
         let refused = ask("noisy").await;
-        assert_eq!(
-            (refused.status, &refused.json()["policy"]),
-            (429, &"narrow".into())
-        );
+        assert_eq!(refused.status, 429);
+        assert_eq!(refused.json()["policy"], "narrow");
     }
-    assert_eq!(
-        [
-            ask("b").await.status,
-            ask("c").await.status,
-            ask("d").await.status
-        ],
-        [200, 200, 429]
-    );
+    for (user, status) in [("b", 200), ("c", 200), ("d", 429)] {
+        assert_eq!(ask(user).await.status, status, "{user}");
+    }
 }
 
 #[tokio::test]
@@ -514,22 +409,13 @@ async fn trap_2_retrying_early_does_not_prolong_the_wait() {
 
 #[tokio::test]
 async fn trap_21_keys_neither_collide_nor_are_truncated() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "p"
 key = ["header:a", "header:b"]
 limit = { requests = 1, per = "1h" }
-"#,
-    )
-    .await;
-    let ask = |a: &str, b: &str| {
-        proxy
-            .request("GET", "/")
-            .header("a", a)
-            .header("b", b)
-            .send_for_status()
-    };
+"#;
+    let proxy = Proxy::with_echo(config).await;
     let long = "x".repeat(3_000);
     let pairs = [
         ("a:b", "c"),
@@ -542,56 +428,34 @@ limit = { requests = 1, per = "1h" }
         (&format!("{long}2"), ""),
     ];
     for (a, b) in pairs {
-        assert_eq!(
-            [ask(a, b).await, ask(a, b).await],
-            [200, 429],
-            "{a:.20} + {b:.20}"
-        );
+        let request = proxy.request("GET", "/").header("a", a).header("b", b);
+        assert_eq!(request.send_times(2).await, [200, 429], "{a:.20} + {b:.20}");
     }
 }
 
 #[tokio::test]
 async fn an_ambiguous_key_is_a_bad_request() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "p"
 key = ["header:x-user", "query:tenant", "cookie:sid"]
 limit = { requests = 1000, per = "1h" }
-"#,
-    )
-    .await;
-    let header = proxy
-        .request("GET", "/")
-        .header("X-User", "a")
-        .header("x-user", "b")
-        .send()
-        .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
+    let twice = proxy.request("GET", "/").header("X-User", "a");
+    let header = twice.header("x-user", "b").send().await;
     assert_eq!(header.status, 400);
-    assert_eq!(
-        header.header("content-type"),
-        Some("application/problem+json")
-    );
-    assert_eq!(proxy.get("/?tenant=a&tenant=b").await.status, 400);
-    proxy
-        .expect_status(
-            "/?tenant=a&t%65nant=b",
-            400,
-            "the same name in another spelling",
-        )
-        .await;
-    assert_eq!(
-        proxy.get_with("/", "cookie", "sid=1; sid=2").await.status,
-        400
-    );
+    header.expect_header("content-type", "application/problem+json");
+    // The second time, the same name in another spelling.
+    for target in ["/?tenant=a&tenant=b", "/?tenant=a&t%65nant=b"] {
+        assert_eq!(proxy.get(target).await.status, 400, "{target}");
+    }
+    let cookies = proxy.get_with("/", "cookie", "sid=1; sid=2").await;
+    assert_eq!(cookies.status, 400);
     assert!(proxy.echo().requests().is_empty());
-    proxy
-        .expect_status(
-            "/?tenant=a&other=b&other=c",
-            200,
-            "the parameter is not part of the key",
-        )
-        .await;
+    // A parameter that is not part of the key.
+    let other = proxy.get("/?tenant=a&other=b&other=c").await;
+    assert_eq!(other.status, 200);
 }
 
 #[tokio::test]
@@ -638,23 +502,17 @@ limit = { requests = 1, per = "1h" }
         assert!(reply.text().contains("client.ambiguous_cookie"));
     }
     assert!(proxy.echo().requests().is_empty());
-    let ask = |cookie: &'static str| {
-        proxy
-            .request("GET", "/?api_key=a%20b&x[y]=1")
-            .header("cookie", cookie)
-            .send_for_status()
-    };
-    assert_eq!(ask("sid=x").await, 200);
+    let ask = |cookie| proxy.get_with("/?api_key=a%20b&x[y]=1", "cookie", cookie);
+    assert_eq!(ask("sid=x").await.status, 200);
     for spelling in ["sid=\"x\"", "sid = %78", "a=\\; sid=x"] {
-        assert_eq!(ask(spelling).await, 429, "{spelling}");
+        assert_eq!(ask(spelling).await.status, 429, "{spelling}");
     }
     let lenient = Proxy::with_echo(&format!(
         "client.ambiguous_query = 'allow'\nclient.ambiguous_cookie = 'allow'\n{config}"
     ))
     .await;
-    let ambiguous = lenient
-        .request("GET", "/?[api_key]=a")
-        .header("cookie", "sid=a\\b");
+    let request = lenient.request("GET", "/?[api_key]=a");
+    let ambiguous = request.header("cookie", "sid=a\\b");
     assert_eq!(ambiguous.send_for_status().await, 200);
 }
 
@@ -662,20 +520,10 @@ limit = { requests = 1, per = "1h" }
 async fn a_refusal_is_plain_text_if_the_client_prefers_it() {
     let proxy = Proxy::with_echo(HOURLY_POLICY).await;
     proxy.get_statuses("/api/x", 3).await;
-    let ask = |accept: &'static str| {
-        proxy
-            .request("GET", "/api/x")
-            .header("accept", accept)
-            .send()
-    };
+    let ask = |accept| proxy.get_with("/api/x", "accept", accept);
     let plain = ask("text/plain").await;
     assert_eq!(plain.status, 429);
-    assert!(
-        plain
-            .header("content-type")
-            .unwrap()
-            .starts_with("text/plain")
-    );
+    assert_starts(plain.header("content-type").unwrap(), "text/plain");
     assert!(!plain.body.is_empty() && plain.body[0] != b'{');
     for accept in [
         "*/*",
@@ -683,14 +531,8 @@ async fn a_refusal_is_plain_text_if_the_client_prefers_it() {
         "application/problem+json",
         "text/plain;q=0.1, application/json",
     ] {
-        assert!(
-            ask(accept)
-                .await
-                .header("content-type")
-                .unwrap()
-                .ends_with("json"),
-            "{accept}"
-        );
+        let reply = ask(accept).await;
+        assert_ends(reply.header("content-type").unwrap(), "json");
     }
 }
 
@@ -700,28 +542,18 @@ async fn get_policies_apply_to_head_and_a_refused_head_has_no_body() {
     let proxy = Proxy::with_echo(config).await;
     assert_eq!(proxy.get("/").await.status, 200);
     assert_eq!(proxy.request("HEAD", "/").send_for_status().await, 200);
-    let mut client = RawClient::connect(proxy.address).await;
-    client
-        .send("HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-        .await;
+    let head = "HEAD / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n";
+    let mut client = proxy.send_raw(head).await;
     let refused = client.read_any_response(true).await;
     assert_eq!(refused.status, 429);
     assert!(refused.header("retry-after").is_some());
-    assert!(
-        client.read_to_close().await.is_empty(),
-        "the response to HEAD has a body"
-    );
-    assert_eq!(
-        proxy.request("POST", "/").send_for_status().await,
-        200,
-        "not concerned"
-    );
+    assert_eq!(client.read_to_close().await, b"", "the response has a body");
+    proxy.request("POST", "/").expect_status(200).await;
 }
 
 #[tokio::test]
 async fn a_limit_of_zero_always_refuses_without_retry_after() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "closed"
 match = { path = "/closed" }
@@ -731,37 +563,28 @@ name = "dear"
 match = { path = "/dear" }
 cost = 3
 limit = { requests = 7, per = "1h" }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     let never = proxy.get("/closed").await;
     assert_eq!(never.status, 429);
-    assert!(
-        never.header("retry-after").is_none(),
-        "a limit of 0 has no retry-after"
-    );
+    assert!(never.header("retry-after").is_none(), "{never:?}");
     let left = |reply: &RawResponse| reply.remaining("dear");
     assert_eq!(left(&proxy.get("/dear").await), Some(4));
     assert_eq!(left(&proxy.get("/dear").await), Some(1));
     let refused = proxy.get("/dear").await;
-    assert_eq!(
-        (refused.status, left(&refused)),
-        (429, Some(1)),
-        "one unit remains, the cost is three"
-    );
+    // One unit remains, the cost is three.
+    assert_eq!((refused.status, left(&refused)), (429, Some(1)));
 }
 
 #[tokio::test]
 async fn the_refusal_response_is_configurable() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 [[policy]]
 name = "p"
 limit = { requests = 0, per = "1h" }
 reject = { status = 420, body = "calm down", content_type = "text/html", headers = { x-help = "/quota" } }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     let reply = proxy.get("/").await;
     assert_eq!((reply.status, reply.text().as_str()), (420, "calm down"));
     assert_eq!(reply.header("content-type"), Some("text/html"));
@@ -779,29 +602,17 @@ async fn the_configured_rate_limit_headers_are_sent() {
         let config = format!("[response]\nheaders = \"{chosen}\"\n{HOURLY_POLICY}");
         let proxy = Proxy::with_echo(&config).await;
         let reply = proxy.get("/api/x").await;
-        assert_eq!(reply.header("ratelimit").is_some(), standard, "{chosen}");
-        assert_eq!(
-            reply.header("ratelimit-policy").is_some(),
-            standard,
-            "{chosen}"
-        );
-        assert_eq!(
-            reply.header("x-ratelimit-reset").is_some(),
-            legacy,
-            "{chosen}"
-        );
+        for (name, is_sent) in [
+            ("ratelimit", standard),
+            ("ratelimit-policy", standard),
+            ("x-ratelimit-reset", legacy),
+        ] {
+            assert_eq!(reply.header(name).is_some(), is_sent, "{chosen}: {name}");
+        }
     }
-    let proxy = Proxy::with_echo(&format!(
-        "[response]\nlegacy_reset = \"epoch\"\n{HOURLY_POLICY}"
-    ))
-    .await;
-    let reset: u64 = proxy
-        .get("/api/x")
-        .await
-        .header("x-ratelimit-reset")
-        .unwrap()
-        .parse()
-        .unwrap();
+    let epoch = format!("[response]\nlegacy_reset = \"epoch\"\n{HOURLY_POLICY}");
+    let proxy = Proxy::with_echo(&epoch).await;
+    let reset: u64 = proxy.get("/api/x").await.header_number("x-ratelimit-reset");
     let now = Clock::system().now_us() / 1_000_000;
     assert!((now..=now + 3_601).contains(&reset), "{reset} at {now}");
 }
@@ -818,33 +629,17 @@ async fn the_upstreams_rate_limit_headers_are_kept() {
         response
     })
     .await;
-    let proxy = Proxy::start(
-        "[[policy]]\nname = 'p'\nlimit = { requests = 90, per = '1h' }",
-        upstream.address,
-    )
-    .await;
+    let config = "[[policy]]\nname = 'p'\nlimit = { requests = 90, per = '1h' }";
+    let proxy = Proxy::start(config, upstream.address).await;
     let reply = proxy.get("/").await;
     let all = |name: &str| -> String {
-        reply
-            .headers
-            .iter()
-            .filter(|(given, _)| given == name)
-            .map(|(_, value)| format!("{value},"))
-            .collect()
+        let lines = reply.headers.iter().filter(|(given, _)| given == name);
+        lines.map(|(_, value)| format!("{value},")).collect()
     };
-    for item in ["\"app\";r=1;t=5", "\"p\";r=89"] {
-        assert!(
-            all("ratelimit").contains(item),
-            "{item} in {:?}",
-            reply.headers
-        );
-    }
+    assert_contains(&all("ratelimit"), &["\"app\";r=1;t=5", "\"p\";r=89"]);
     assert!(all("ratelimit-policy").contains("\"app\";q=2;w=5"));
-    assert_eq!(
-        reply.header("x-ratelimit-remaining"),
-        Some("1"),
-        "expected the stricter of the two"
-    );
+    // The stricter of the two.
+    reply.expect_header("x-ratelimit-remaining", "1");
 }
 
 /// One proxy, with one policy per condition. A matching policy answers 403.
@@ -918,23 +713,16 @@ async fn every_match_condition_selects_the_expected_requests() {
 
 #[tokio::test]
 async fn a_refused_grpc_call_gets_a_grpc_status() {
-    let proxy =
-        Proxy::with_echo("[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }").await;
-    let reply = proxy
-        .request("POST", "/svc/Call")
-        .header("content-type", "application/grpc")
-        .send()
-        .await;
-    assert_eq!(
-        (reply.status, reply.header("grpc-status")),
-        (200, Some("8"))
-    );
+    let config = "[[policy]]\nname = 'p'\nlimit = { requests = 0, per = '1h' }";
+    let proxy = Proxy::with_echo(config).await;
+    let call = proxy.request("POST", "/svc/Call");
+    let reply = call.header("content-type", "application/grpc").send().await;
+    reply.expect_status(200).expect_header("grpc-status", "8");
 }
 
 #[tokio::test]
 async fn keys_of_one_policy_do_not_evict_an_exhausted_key_of_another() {
-    let proxy = Proxy::with_echo(
-        r#"
+    let config = r#"
 store = { kind = "memory", memory = { max_keys = 1000 } }
 
 [[policy]]
@@ -948,9 +736,8 @@ name = "page"
 match = { path = "/page" }
 key = ["header:x-visitor"]
 limit = { requests = 1, per = "1d" }
-"#,
-    )
-    .await;
+"#;
+    let proxy = Proxy::with_echo(config).await;
     let count_logins = async || {
         let mut admitted = 0;
         for _ in 0..6 {

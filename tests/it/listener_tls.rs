@@ -5,17 +5,10 @@ mod reload;
 
 use crate::support::client::open_http2_over_stream;
 use crate::support::prelude::*;
-use crate::support::pseudo_random_bytes;
 use crate::support::tls::certificate_params;
 use hyper::ext::Protocol;
-use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use rcgen::{CertificateParams, SanType, date_time_ymd};
-use std::fs;
-use std::net::SocketAddr;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
 use tokio_rustls::rustls::version;
 
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
@@ -27,13 +20,6 @@ fn tls_config(ca: &CertificateAuthority, more: &str) -> String {
         ca.path_string("a.pem"),
         ca.path_string("a.key")
     )
-}
-
-/// An authority with a signed certificate `a` for a.example.
-fn new_authority() -> CertificateAuthority {
-    let ca = CertificateAuthority::new();
-    ca.sign("a", "a.example");
-    ca
 }
 
 /// The number of failed handshakes of a kind.
@@ -63,7 +49,7 @@ fn get_request(path: &str) -> Request<ClientBody> {
 
 #[tokio::test]
 async fn alpn_selects_http1_or_http2() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let upstream = Upstream::echo().await;
     let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
     for versions in [[&version::TLS13], [&version::TLS12]] {
@@ -79,10 +65,7 @@ async fn alpn_selects_http1_or_http2() {
             }
             let seen = upstream.last_request();
             assert_eq!(seen.single_header("x-forwarded-proto"), "https");
-            assert_eq!(
-                seen.single_header("forwarded"),
-                "for=127.0.0.1;host=\"a.example\";proto=https"
-            );
+            seen.expect_header("forwarded", "for=127.0.0.1;host=\"a.example\";proto=https");
             assert_eq!(seen.single_header("via"), "1.1 tidegate");
         }
         let h2 = client
@@ -93,19 +76,12 @@ async fn alpn_selects_http1_or_http2() {
             .unwrap();
         assert_eq!(h2.get_ref().1.alpn_protocol(), Some(b"h2".as_slice()));
         let mut h2 = open_http2_over_stream(h2).await;
-        assert_eq!(
-            await_response(h2.send_request(get_request("/")))
-                .await
-                .status(),
-            200
-        );
-        assert_eq!(
-            (
-                upstream.last_request().single_header("x-forwarded-proto"),
-                upstream.last_request().single_header("via")
-            ),
-            ("https", "2 tidegate")
-        );
+        let answered = await_response(h2.send_request(get_request("/"))).await;
+        assert_eq!(answered.status(), 200);
+        upstream
+            .last_request()
+            .expect_header("x-forwarded-proto", "https");
+        upstream.last_request().expect_header("via", "2 tidegate");
     }
     // The negotiated protocol applies, whatever bytes the client sends.
     let mut h2 = TlsClient::new(&ca)
@@ -115,7 +91,7 @@ async fn alpn_selects_http1_or_http2() {
         .unwrap();
     h2.write_all(GET_REQUEST.as_bytes()).await.unwrap();
     let mut received = Vec::new();
-    let ended = tokio::time::timeout(TEST_TIMEOUT, h2.read_to_end(&mut received)).await;
+    let ended = timeout(TEST_TIMEOUT, h2.read_to_end(&mut received)).await;
     assert!(
         ended.is_ok() && !String::from_utf8_lossy(&received).contains("HTTP/1.1"),
         "{ended:?} {received:?}"
@@ -126,7 +102,7 @@ async fn alpn_selects_http1_or_http2() {
         .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
         .await
         .unwrap();
-    let ended = tokio::time::timeout(TEST_TIMEOUT, http1.read_to_end(&mut Vec::new())).await;
+    let ended = timeout(TEST_TIMEOUT, http1.read_to_end(&mut Vec::new())).await;
     assert!(
         ended.is_ok(),
         "the connection speaks HTTP/2 despite the negotiated http/1.1"
@@ -144,7 +120,7 @@ async fn alpn_selects_http1_or_http2() {
 
 #[tokio::test]
 async fn sni_selects_the_certificate() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     for (file, name) in [
         ("b", "b.example"),
         ("wild", "*.wild.example"),
@@ -203,7 +179,10 @@ fn client_certificate(cn: &str, names: Vec<SanType>) -> CertificateParams {
 
 #[tokio::test]
 async fn client_certificates_are_verified_and_used_as_keys() {
-    let (ca, other) = (new_authority(), CertificateAuthority::new());
+    let (ca, other) = (
+        CertificateAuthority::with_certificate(),
+        CertificateAuthority::new(),
+    );
     let uri = |uri: &str| SanType::URI(uri.try_into().unwrap());
     ca.sign_params(
         "ann",
@@ -239,41 +218,25 @@ async fn client_certificates_are_verified_and_used_as_keys() {
             .await
             .status
     }
-    assert_eq!(
-        send_request(with(&ca, "ann"), proxy.address, "/san").await,
-        200
-    );
-    assert_eq!(
-        send_request(with(&ca, "ann"), proxy.address, "/san").await,
-        429
-    );
-    assert_eq!(
-        send_request(with(&ca, "bob"), proxy.address, "/san").await,
-        200
-    );
-    assert_eq!(
-        send_request(with(&ca, "ann"), proxy.address, "/cn").await,
-        200
-    );
-    assert_eq!(
-        send_request(with(&ca, "bob"), proxy.address, "/cn").await,
-        429,
-        "a certificate with the same CN shares the quota"
-    );
-    assert_eq!(
-        send_request(TlsClient::new(&ca), proxy.address, "/cn").await,
-        200,
-        "clients without a certificate have their own quota"
-    );
-    assert_eq!(
-        send_request(with(&ca, "nameless"), proxy.address, "/cn").await,
-        429,
-        "a certificate without a CN shares the quota of no certificate"
-    );
-    assert_eq!(
-        send_request(TlsClient::new(&ca), proxy.address, "/san").await,
-        400
-    );
+    let without = || TlsClient::new(&ca);
+    for (client, path, status, why) in [
+        (with(&ca, "ann"), "/san", 200, "her first request"),
+        (with(&ca, "ann"), "/san", 429, "her second request"),
+        (with(&ca, "bob"), "/san", 200, "another SAN"),
+        (with(&ca, "ann"), "/cn", 200, "her first request by CN"),
+        (with(&ca, "bob"), "/cn", 429, "the quota of the same CN"),
+        (without(), "/cn", 200, "the quota of no certificate"),
+        (
+            with(&ca, "nameless"),
+            "/cn",
+            429,
+            "without a CN, as without a certificate",
+        ),
+        (without(), "/san", 400, "no certificate"),
+    ] {
+        let found = send_request(client, proxy.address, path).await;
+        assert_eq!(found, status, "{path}: {why}");
+    }
     let explained = run_command(
         tidegate_command()
             .args(["explain", "--config"])
@@ -288,10 +251,8 @@ async fn client_certificates_are_verified_and_used_as_keys() {
 
     assert_handshake_rejected(&proxy, &with(&other, "eve"), "bad_certificate").await;
     let strict = Proxy::start(&config("require"), upstream.address).await;
-    assert_eq!(
-        send_request(with(&ca, "ann"), strict.address, "/san").await,
-        200
-    );
+    let admitted = send_request(with(&ca, "ann"), strict.address, "/san").await;
+    assert_eq!(admitted, 200);
     assert_handshake_rejected(&strict, &TlsClient::new(&ca), "no_certificate").await;
     assert_handshake_rejected(&strict, &with(&other, "eve"), "bad_certificate").await;
 }
@@ -316,7 +277,7 @@ async fn assert_handshake_rejected(proxy: &Proxy, client: &TlsClient, kind: &str
 
 #[tokio::test]
 async fn failed_handshakes_end_in_time_and_are_counted_by_kind() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let config = tls_config(&ca, "[listen.http]\nheader_timeout = '300ms'\n");
     let proxy = Proxy::start(&config, "http://127.0.0.1:9").await;
     let mark = proxy.log_mark();
@@ -363,15 +324,12 @@ async fn start_echo_upstream() -> RawUpstream {
 
 #[tokio::test]
 async fn tunnels_carry_every_byte_over_tls() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let upstream = start_echo_upstream().await;
     let proxy = Proxy::start(&tls_config(&ca, ""), upstream.address).await;
     let bytes = pseudo_random_bytes(300_000);
     let shake = "GET /chat HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n";
-    let mut stream = TlsClient::new(&ca)
-        .connect(proxy.address, "a.example")
-        .await
-        .unwrap();
+    let mut stream = connect_tls(&ca, &proxy).await;
     // Sent together with the end of the handshake: bytes that TLS has read ahead must not be lost.
     stream
         .write_all(&[shake.as_bytes(), &bytes[..100]].concat())
@@ -416,9 +374,9 @@ async fn tunnels_carry_every_byte_over_tls() {
 
 #[tokio::test]
 async fn a_drain_closes_tls_connections_with_close_notify() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let (feeder, body) = channel_body();
-    let body = std::sync::Mutex::new(Some(body));
+    let body = Mutex::new(Some(body));
     let upstream = Upstream::with_handler(move |request| {
         let body = if request.uri().path() == "/slow" {
             body.lock().unwrap().take()
@@ -458,10 +416,9 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
     );
     let mut late = RawClient::from_stream(client.handshake(socket, "a.example").await.unwrap());
     let reply = late.request(GET_REQUEST).await;
-    assert_eq!(
-        (reply.status, reply.header("connection")),
-        (200, Some("close"))
-    );
+    reply
+        .expect_status(200)
+        .expect_header("connection", "close");
     assert!(late.read_to_close().await.is_empty());
     assert!(proxy.is_running(), "the proxy must wait for the stream");
     feeder.send("the rest").await;
@@ -480,15 +437,12 @@ async fn a_drain_closes_tls_connections_with_close_notify() {
 
 #[tokio::test]
 async fn a_truncated_upload_never_looks_complete() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let proxy = Proxy::with_echo(&tls_config(&ca, "")).await;
     let raw = RawUpstream::with_response("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
     let chunked = Proxy::start(&tls_config(&ca, ""), raw.address).await;
     for orderly in [true, false] {
-        let mut stream = TlsClient::new(&ca)
-            .connect(chunked.address, "a.example")
-            .await
-            .unwrap();
+        let mut stream = connect_tls(&ca, &chunked).await;
         let head = "POST / HTTP/1.1\r\nHost: a.example\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
         stream.write_all(head.as_bytes()).await.unwrap();
         let seen = raw.connection_count();
@@ -506,9 +460,7 @@ async fn a_truncated_upload_never_looks_complete() {
             "{orderly} {seen}"
         );
     }
-    let mut client = TlsClient::new(&ca)
-        .connect_http1(proxy.address, "a.example")
-        .await;
+    let mut client = connect_tls_http1(&ca, &proxy).await;
     let body = pseudo_random_bytes(200_000);
     client
         .send(
@@ -525,28 +477,20 @@ async fn a_truncated_upload_never_looks_complete() {
         .await;
     assert_eq!(
         client.read_response().await.json()["body_sha256"],
-        crate::support::sha256(&body)
+        sha256(&body)
     );
 }
 
 #[tokio::test]
 async fn a_client_that_stops_reading_is_disconnected_and_a_slow_one_is_not() {
-    let ca = new_authority();
-    let upstream = Upstream::with_handler(|_| async {
-        Response::new(crate::support::upstream::full_body(vec![b'x'; 20 << 20]))
-    })
-    .await;
+    let ca = CertificateAuthority::with_certificate();
+    let upstream =
+        Upstream::with_handler(|_| async { Response::new(full_body(vec![b'x'; 20 << 20])) }).await;
     let config = tls_config(&ca, "[listen.http]\nbody_idle_timeout = '700ms'\n");
     let proxy = Proxy::start(&config, upstream.address).await;
-    let mut deaf = TlsClient::new(&ca)
-        .connect(proxy.address, "a.example")
-        .await
-        .unwrap();
+    let mut deaf = connect_tls(&ca, &proxy).await;
     deaf.write_all(GET_REQUEST.as_bytes()).await.unwrap();
-    let mut slow = TlsClient::new(&ca)
-        .connect(proxy.address, "a.example")
-        .await
-        .unwrap();
+    let mut slow = connect_tls(&ca, &proxy).await;
     slow.write_all(GET_REQUEST.as_bytes()).await.unwrap();
     let active = async || {
         proxy
@@ -555,16 +499,16 @@ async fn a_client_that_stops_reading_is_disconnected_and_a_slow_one_is_not() {
             .lines()
             .any(|line| line == "tidegate_connections_active 1")
     };
-    let deadline = std::time::Instant::now() + TEST_TIMEOUT;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     let mut some = vec![0; 256 << 10];
     let mut read = 0;
     while !active().await {
         assert!(
-            std::time::Instant::now() < deadline,
+            Instant::now() < deadline,
             "the client that does not read is still connected"
         );
         read += slow.read(&mut some).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(50)).await;
+        sleep(Duration::from_millis(50)).await;
     }
     while read < 20 << 20 {
         match slow.read(&mut some).await.unwrap() {
@@ -576,7 +520,7 @@ async fn a_client_that_stops_reading_is_disconnected_and_a_slow_one_is_not() {
 
 #[tokio::test]
 async fn certificate_errors_are_reported_by_check() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     ca.sign("b", "b.example");
     let mut over = certificate_params("a.example", vec!["a.example".to_owned()]);
     over.not_after = date_time_ymd(2020, 1, 1);
@@ -701,7 +645,7 @@ async fn capture_client_hello(ca: &CertificateAuthority, name: &'static str) -> 
 
 #[tokio::test]
 async fn invalid_server_names_are_not_logged() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let proxy = Proxy::start(&tls_config(&ca, ""), "http://127.0.0.1:9").await;
     let mark = proxy.log_mark();
     let (name, address) = ("abcdefghi", b"127.0.0.1");
@@ -721,14 +665,10 @@ async fn invalid_server_names_are_not_logged() {
 
 #[tokio::test]
 async fn data_sent_after_a_rejection_is_neither_a_request_nor_a_tls_error() {
-    let ca = new_authority();
-    let upstream = Upstream::echo().await;
+    let ca = CertificateAuthority::with_certificate();
     let config = tls_config(&ca, "[listen.http]\nmax_body_bytes = '1KiB'\n");
-    let proxy = Proxy::start(&config, upstream.address).await;
-    let mut client = TlsClient::new(&ca)
-        .connect(proxy.address, "a.example")
-        .await
-        .unwrap();
+    let proxy = Proxy::with_echo(&config).await;
+    let mut client = connect_tls(&ca, &proxy).await;
     let head = "POST / HTTP/1.1\r\nHost: a.example\r\nContent-Length: 10000000\r\n\r\n";
     client.write_all(head.as_bytes()).await.unwrap();
     // Part of the data is read as TLS. The rest is discarded unread, including the start of a
@@ -744,9 +684,9 @@ async fn data_sent_after_a_rejection_is_neither_a_request_nor_a_tls_error() {
         "{}",
         String::from_utf8_lossy(&received)
     );
-    tokio::time::sleep(Duration::from_millis(400)).await;
+    sleep(Duration::from_millis(400)).await;
     client.write_all(GET_REQUEST.as_bytes()).await.unwrap();
     wait_for_open_connections(&proxy, 0.0).await;
-    assert!(upstream.requests().is_empty());
+    assert!(proxy.echo().requests().is_empty());
     assert!(!proxy.log_text().contains("panic"));
 }

@@ -1,13 +1,8 @@
 //! Other listeners: Unix sockets, and load balancers with the PROXY protocol.
 
 use crate::support::prelude::*;
-use std::fs;
-use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use tempfile::TempDir;
-use tokio::io::AsyncWriteExt;
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::UnixStream;
 
 const GET_REQUEST: &str = "GET / HTTP/1.1\r\nHost: a.example\r\n\r\n";
 const PER_CLIENT_POLICY: &str =
@@ -33,11 +28,8 @@ async fn connect_and_send(address: SocketAddr, header: &[u8]) -> RawClient {
 #[tokio::test]
 async fn the_proxy_header_sets_the_client_address() {
     let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(
-        &format!("{PROXY_PROTOCOL_CONFIG}{PER_CLIENT_POLICY}"),
-        upstream.address,
-    )
-    .await;
+    let config = format!("{PROXY_PROTOCOL_CONFIG}{PER_CLIENT_POLICY}");
+    let proxy = Proxy::start(&config, upstream.address).await;
     let v1 = b"PROXY TCP4 192.0.2.1 198.51.100.1 56324 443\r\n".as_slice();
     let v1_v6 = b"PROXY TCP6 2001:db8::1 2001:db8::2 1 2\r\n".as_slice();
     for (header, client_ip, status) in [
@@ -53,18 +45,14 @@ async fn the_proxy_header_sets_the_client_address() {
         (V2_LOCAL_HEADER, "127.0.0.1", 429),
     ] {
         let mut client = connect_and_send(proxy.address, header).await;
-        assert_eq!(
-            client.request(GET_REQUEST).await.status,
-            status,
-            "{client_ip}"
-        );
+        let answered = client.request(GET_REQUEST).await.status;
+        assert_eq!(answered, status, "{client_ip}");
         // The header applies to the connection, not to one request.
         assert_eq!(client.request(GET_REQUEST).await.status, 429, "{client_ip}");
         if status == 200 {
-            assert_eq!(
-                upstream.last_request().single_header("x-forwarded-for"),
-                client_ip
-            );
+            upstream
+                .last_request()
+                .expect_header("x-forwarded-for", client_ip);
         }
     }
     // Also if it arrives byte by byte.
@@ -107,10 +95,9 @@ async fn the_address_in_the_proxy_header_replaces_the_peer_address() {
             .status,
         200
     );
-    assert_eq!(
-        upstream.last_request().single_header("x-forwarded-for"),
-        "203.0.113.7, 192.0.2.1"
-    );
+    upstream
+        .last_request()
+        .expect_header("x-forwarded-for", "203.0.113.7, 192.0.2.1");
     // The load balancer is trusted for its PROXY header and for nothing else.
     assert_eq!(
         connect_and_send(proxy.address, V2_LOCAL_HEADER)
@@ -120,10 +107,9 @@ async fn the_address_in_the_proxy_header_replaces_the_peer_address() {
             .status,
         200
     );
-    assert_eq!(
-        upstream.last_request().single_header("x-forwarded-for"),
-        "127.0.0.1"
-    );
+    upstream
+        .last_request()
+        .expect_header("x-forwarded-for", "127.0.0.1");
 }
 
 #[tokio::test]
@@ -131,33 +117,21 @@ async fn the_proxy_header_precedes_the_tls_handshake() {
     let ca = CertificateAuthority::new();
     ca.sign("a", "a.example");
     let tls = ca.listen_tls("a");
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(&format!("{PROXY_PROTOCOL_CONFIG}{tls}"), upstream.address).await;
+    let proxy = Proxy::with_echo(&format!("{PROXY_PROTOCOL_CONFIG}{tls}")).await;
     for header in [V2_HEADER, b"PROXY TCP4 192.0.2.1 198.51.100.1 1 2\r\n"] {
         let mut socket = TcpStream::connect(proxy.address).await.unwrap();
         socket.write_all(header).await.unwrap();
-        let mut client = RawClient::from_stream(
-            TlsClient::new(&ca)
-                .handshake(socket, "a.example")
-                .await
-                .unwrap(),
-        );
+        let stream = TlsClient::new(&ca).handshake(socket, "a.example").await;
+        let mut client = RawClient::from_stream(stream.unwrap());
         assert_eq!(client.request(GET_REQUEST).await.status, 200);
-        let seen = upstream.last_request();
-        assert_eq!(
-            (
-                seen.single_header("x-forwarded-for"),
-                seen.single_header("x-forwarded-proto")
-            ),
-            ("192.0.2.1", "https")
-        );
+        let seen = proxy.echo().last_request();
+        seen.expect_header("x-forwarded-for", "192.0.2.1");
+        seen.expect_header("x-forwarded-proto", "https");
     }
-    assert!(
-        TlsClient::new(&ca)
-            .connect(proxy.address, "a.example")
-            .await
-            .is_err()
-    );
+    let without = TlsClient::new(&ca)
+        .connect(proxy.address, "a.example")
+        .await;
+    assert!(without.is_err());
     wait_for_proxy_protocol_errors(&proxy, "absent", 1).await;
 }
 
@@ -195,10 +169,8 @@ async fn connections_without_a_valid_proxy_header_are_closed_and_counted() {
     let others = PROXY_PROTOCOL_CONFIG.replace("127.0.0.1/32", "10.0.0.0/8");
     let proxy = Proxy::start(&others, upstream.address).await;
     let mut client = connect_and_send(proxy.address, V2_HEADER).await;
-    assert_eq!(
-        client.send(GET_REQUEST).await.read_to_close().await,
-        Vec::<u8>::new()
-    );
+    let answer = client.send(GET_REQUEST).await.read_to_close().await;
+    assert_eq!(answer, Vec::<u8>::new());
     wait_for_proxy_protocol_errors(&proxy, "not_allowed", 1).await;
     assert!(upstream.requests().is_empty());
 }
@@ -237,12 +209,7 @@ async fn start_on_socket(
     upstream: SocketAddr,
 ) -> ChildProcess {
     let process = spawn_on_socket(path, folder, config, upstream);
-    let listens = |text: &str| text.contains("\"listening\"").then_some(());
-    process
-        .wait_for("the proxy to listen", 0, TEST_TIMEOUT, |line| {
-            listens(&line.text)
-        })
-        .await;
+    process.wait_for_text("\"listening\"").await;
     process
 }
 
@@ -285,20 +252,16 @@ async fn a_client_of_a_unix_socket_has_the_loopback_address() {
     );
     let mut client = connect_to_socket(&path).await;
     assert_eq!(client.request(GET_REQUEST).await.status, 200);
-    assert_eq!(
-        upstream.last_request().single_header("x-forwarded-for"),
-        "127.0.0.1"
-    );
+    upstream
+        .last_request()
+        .expect_header("x-forwarded-for", "127.0.0.1");
     assert_eq!(client.request(GET_REQUEST).await.status, 429);
     let from = "GET / HTTP/1.1\r\nHost: a.example\r\nX-Forwarded-For: 192.0.2.7\r\n\r\n";
-    assert_eq!(
-        connect_to_socket(&path).await.request(from).await.status,
-        200
-    );
-    assert_eq!(
-        upstream.last_request().single_header("x-forwarded-for"),
-        "192.0.2.7, 127.0.0.1"
-    );
+    let status = connect_to_socket(&path).await.request(from).await.status;
+    assert_eq!(status, 200);
+    upstream
+        .last_request()
+        .expect_header("x-forwarded-for", "192.0.2.7, 127.0.0.1");
     process.send_signal("TERM");
     assert!(client.closes_within(TEST_TIMEOUT).await);
     process.assert_exit_code(0).await;
@@ -369,21 +332,12 @@ async fn a_unix_socket_accepts_tls_and_proxy_headers_and_logs_settings_that_need
     let process = start_on_socket(&path, &folder, &config, upstream.address).await;
     let mut socket = UnixStream::connect(&path).await.unwrap();
     socket.write_all(V2_HEADER).await.unwrap();
-    let mut client = RawClient::from_stream(
-        TlsClient::new(&ca)
-            .handshake(socket, "a.example")
-            .await
-            .unwrap(),
-    );
+    let stream = TlsClient::new(&ca).handshake(socket, "a.example").await;
+    let mut client = RawClient::from_stream(stream.unwrap());
     assert_eq!(client.request(GET_REQUEST).await.status, 200);
     let seen = upstream.last_request();
-    assert_eq!(
-        (
-            seen.single_header("x-forwarded-for"),
-            seen.single_header("x-forwarded-proto")
-        ),
-        ("192.0.2.1", "https")
-    );
+    seen.expect_header("x-forwarded-for", "192.0.2.1");
+    seen.expect_header("x-forwarded-proto", "https");
 
     let mark = process.lines().len();
     fs::write(

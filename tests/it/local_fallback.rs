@@ -4,18 +4,9 @@ mod flapping;
 mod partial_recovery;
 mod restart;
 
-use crate::support::cluster::{initial_node, initial_node_for_name};
-use crate::support::fake_redis::TcpRelay;
+use crate::support::cluster::initial_node_for_name;
 use crate::support::prelude::*;
 use crate::support::proxy::Setup;
-use crate::support::redis::free_port;
-use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
-use tidegate::limiter::KeyBuilder;
-use tokio::task::JoinHandle;
-use tokio::time::sleep;
 
 const LIMIT_UNITS: usize = 30;
 const LIMIT_PERIOD: Duration = Duration::from_secs(1);
@@ -227,11 +218,8 @@ async fn check_limit_through_outage(fault: RedisFault, policy: &str) {
             .filter(|one| one.sent >= from && one.answered < to)
             .count()
     };
-    let since: Vec<AdmittedRequest> = admitted
-        .iter()
-        .copied()
-        .filter(|one| one.sent >= began)
-        .collect();
+    let items = admitted.iter();
+    let since: Vec<AdmittedRequest> = items.copied().filter(|one| one.sent >= began).collect();
     let windows = length.as_secs_f64() / LIMIT_PERIOD.as_secs_f64();
     let after: Vec<usize> = (0..4u32)
         .map(|n| count(healed + LIMIT_PERIOD * n, healed + LIMIT_PERIOD * (n + 1)))
@@ -363,11 +351,8 @@ async fn one_node_of_a_cluster_hangs() {
     let began = Instant::now();
     there.run_for(10 * LIMIT_PERIOD).await;
     for proxy in &proxies {
-        assert_eq!(
-            proxy.read_metric("tidegate_instances").await,
-            3.0,
-            "an instance that waits for a node still counts"
-        );
+        let value = proxy.read_metric("tidegate_instances").await;
+        assert_eq!(value, 3.0, "an instance that waits for a node still counts");
     }
     cluster.nodes[(counted + 1) % 3].resume();
     let healed = Instant::now();
@@ -394,11 +379,8 @@ async fn one_node_of_a_cluster_hangs() {
             })
             .collect()
     };
-    let since: Vec<AdmittedRequest> = gone
-        .iter()
-        .copied()
-        .filter(|one| one.sent >= began)
-        .collect();
+    let items = gone.iter();
+    let since: Vec<AdmittedRequest> = items.copied().filter(|one| one.sent >= began).collect();
     let (in_it, after) = (seconds(&gone, began, 10), seconds(&gone, healed, 5));
     println!(
         "its keys: {in_it:?} in the outage, {after:?} after it; others: {:?}",
@@ -523,17 +505,14 @@ async fn an_instance_with_pending_write_back_or_a_late_heartbeat_is_not_settled(
     assert_eq!(beat("b", "pending", "").await, (3, 1, 2));
     sleep(Duration::from_millis(20)).await;
     let silent = "expired instances have no rank, pending or not";
-    assert_eq!(
-        send_membership("d", "heartbeat", "", 10_000).await,
-        (1, 0, 1),
-        "{silent}"
-    );
+    let answer = send_membership("d", "heartbeat", "", 10_000).await;
+    assert_eq!(answer, (1, 0, 1), "{silent}");
 }
 
 #[tokio::test]
 async fn an_instance_without_membership_permission_is_still_decided_by_redis() {
     let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
-    let _: () = server.command("ACL SETUSER default -eval").await;
+    server.run("ACL SETUSER default -eval").await;
     let mut proxy = start_proxy(server.port(), MIXED_POLICIES, upstream.address).await;
     let warning = "redis rejected the membership script; using the last known instance count";
     proxy
@@ -610,17 +589,14 @@ async fn without_redis_at_startup_the_configured_instances_share_the_limit() {
     assert_eq!(outcome("local", "local_rejected").await, 2.0);
     assert_eq!(outcome("open", "open").await, 6.0);
     assert_eq!(outcome("closed", "closed").await, 1.0);
-    assert_eq!(
-        outcome("beside", "local_allowed").await,
-        0.0,
-        "a request was charged"
-    );
-    assert_eq!(
-        proxy
-            .read_metric("tidegate_requests_total{policy=\"local\",decision=\"degraded\"}")
-            .await,
-        7.0
-    );
+    let answer = outcome("beside", "local_allowed").await;
+    assert_eq!(answer, 0.0, "a request was charged");
+    proxy
+        .assert_metric(
+            "tidegate_requests_total{policy=\"local\",decision=\"degraded\"}",
+            7.0,
+        )
+        .await;
     assert_eq!(proxy.read_metric("tidegate_instances").await, 4.0);
 }
 

@@ -1,11 +1,9 @@
 //! Logs that clients make long or many, and a reader of stderr that stops.
 
 use crate::support::prelude::*;
-use std::net::SocketAddr;
 use std::process::Stdio;
-use std::time::Instant;
 use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::time::{Duration, timeout};
+use tokio::time::Duration;
 
 const DENY_ALL: &str = "[[policy]]\nname = 'deny'\naction = 'deny'\n";
 
@@ -16,7 +14,7 @@ async fn read_address(
 ) -> SocketAddr {
     loop {
         let line = lines.next_line().await.unwrap().expect("the proxy starts");
-        let line: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let line: Value = serde_json::from_str(&line).unwrap();
         if line["message"].as_str().unwrap().starts_with(message) {
             return line["address"].as_str().unwrap().parse().unwrap();
         }
@@ -27,7 +25,7 @@ async fn read_address(
 async fn a_stopped_reader_of_stderr_delays_no_request() {
     let dir = tempfile::tempdir().unwrap();
     let config = dir.path().join("config.toml");
-    std::fs::write(&config, format!("log.access = 'all'\n{DENY_ALL}")).unwrap();
+    fs::write(&config, format!("log.access = 'all'\n{DENY_ALL}")).unwrap();
     let mut process = tidegate_command()
         .args([
             "run",
@@ -49,10 +47,9 @@ async fn a_stopped_reader_of_stderr_delays_no_request() {
     let path = format!("/{}", "a".repeat(2000));
     let requests = async {
         for _ in 0..3000 {
-            assert_eq!(
-                ClientRequest::new(proxy, "GET", &path).send().await.status,
-                403
-            );
+            ClientRequest::new(proxy, "GET", &path)
+                .expect_status(403)
+                .await;
         }
     };
     timeout(TEST_TIMEOUT * 3, requests)
@@ -87,9 +84,8 @@ async fn rejections_write_short_lines_ten_a_second_and_all_are_counted() {
     let seconds = started.elapsed().as_secs();
     let count = || {
         let lines = proxy.log_since(0);
-        let rejected = lines
-            .iter()
-            .filter(|line| line.field("message") == "request");
+        let items = lines.iter();
+        let rejected = items.filter(|line| line.field("message") == "request");
         let rejected: Vec<_> = rejected.map(|line| line.field("path").to_owned()).collect();
         let summaries = lines
             .iter()

@@ -2,8 +2,6 @@
 
 use crate::support::prelude::*;
 use regex::Regex;
-use std::collections::BTreeSet;
-use std::path::Path;
 use walkdir::WalkDir;
 
 const ACCESS_LOG_CONFIG: &str = r#"
@@ -17,11 +15,8 @@ limits = [{ requests = 2, per = "1h" }, { requests = 100, per = "1h", algorithm 
 #[tokio::test]
 async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
     let (upstream, redis) = (Upstream::echo().await, RedisServer::start());
-    let proxy = Proxy::start_connected(
-        &format!("{}\n{ACCESS_LOG_CONFIG}", redis.store_config()),
-        upstream.address,
-    )
-    .await;
+    let config = format!("{}\n{ACCESS_LOG_CONFIG}", redis.store_config());
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     for _ in 0..3 {
         let ask = proxy.request("GET", "/a?secret=1").header("x-user", "ann");
@@ -38,13 +33,8 @@ async fn an_access_log_line_has_the_key_remaining_source_and_latency() {
     }
     lines.push(proxy.wait_for_field("decision", "rejected", 0).await);
     for line in &lines {
-        assert_eq!(
-            (
-                line.field("limit").as_str(),
-                line.field("trace_id").as_str()
-            ),
-            ("p", trace)
-        );
+        assert_eq!(line.field("limit").as_str(), "p");
+        assert_eq!(line.field("trace_id").as_str(), trace);
         assert_lacks(&format!("{line:?}"), &["ann", "secret"]);
         let [decision, head] =
             ["decision_ms", "head_ms"].map(|field| line.field(field).parse::<f64>().unwrap());
@@ -109,7 +99,7 @@ fn find_log_messages() -> BTreeSet<String> {
         if !is_source || is_test || inside.components().any(|part| part.as_os_str() == "cli") {
             continue;
         }
-        let source = std::fs::read_to_string(&path).unwrap();
+        let source = fs::read_to_string(&path).unwrap();
         let source = source.split("#[cfg(test)]\nmod tests {").next().unwrap();
         for call in logged
             .find_iter(source)

@@ -7,7 +7,6 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use redis::aio::MultiplexedConnection;
 use tidegate::limiter::*;
-use tidegate::store::Settlement;
 use tidegate::store::redis::DecisionBatch;
 
 /// One call: a clock move, and charges to some of a few counters.
@@ -89,14 +88,10 @@ pub(crate) const PERIOD_US: u64 = 1_000;
 const COUNTER_COUNT: usize = 20;
 
 /// Limits by number, each with its own period.
-fn make_limit(counter: usize, requests: u64) -> Limit {
+fn counter_limit(counter: usize, requests: u64) -> Limit {
     match counter {
         // First, because a block precedes the limits of its policy.
-        0 => Limit {
-            requests: 1,
-            per_us: 1 + requests % 3_000,
-            algorithm: Algorithm::Block,
-        },
+        0 => make_limit(1, 1 + requests % 3_000, Algorithm::Block),
         13 => sliding_log(requests, PERIOD_US),
         14 => concurrency(requests, PERIOD_US),
         15 => concurrency(requests, 7),
@@ -113,12 +108,8 @@ fn make_limit(counter: usize, requests: u64) -> Limit {
         11 => leaky_bucket(requests, 7, 0),
         12 => leaky_bucket(requests, 86_400_000_000, 3_600_000_000),
         // Some reloads add and remove the warm-up.
-        16 => warm_up_bucket(
-            requests,
-            PERIOD_US,
-            9,
-            if requests % 4 == 3 { 0 } else { 1_700 },
-        ),
+        16 if requests % 4 == 3 => warm_up_bucket(requests, PERIOD_US, 9, 0),
+        16 => warm_up_bucket(requests, PERIOD_US, 9, 1_700),
         17 => warm_up_bucket(requests, 7, 30, 250),
         18 => warm_up_bucket(requests, 86_400_000_000, 3 * requests, MAX_WARM_UP_US),
         // A debt that takes many periods to repay.
@@ -242,7 +233,7 @@ async fn compare_decisions(
         let limits: Vec<Limit> = step
             .charges
             .iter()
-            .map(|ask| make_limit(ask.counter, ask.requests))
+            .map(|ask| counter_limit(ask.counter, ask.requests))
             .collect();
         let charges = step.charges.iter().zip(&limits).map(|(ask, limit)| {
             let charge = PolicyCharges {
@@ -280,7 +271,7 @@ async fn compare_decisions(
         let limits: Vec<Limit> = step
             .settlements
             .iter()
-            .map(|(counter, _)| make_limit(*counter, 5))
+            .map(|(counter, _)| counter_limit(*counter, 5))
             .collect();
         let late = step
             .settlements
@@ -449,7 +440,7 @@ async fn compare_batched_decisions(
         time_us = round.clock.apply(time_us);
         let limits = round.decisions.iter().map(|asks| {
             asks.iter()
-                .map(|ask| make_limit(ask.counter, ask.requests))
+                .map(|ask| counter_limit(ask.counter, ask.requests))
                 .collect::<Vec<Limit>>()
         });
         let limits: Vec<_> = limits.collect();

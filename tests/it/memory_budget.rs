@@ -2,11 +2,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-use tokio::io::AsyncWriteExt;
 
 /// Sends requests on new connections until `stop`. All are answered with 200.
 async fn keep_requesting(address: SocketAddr, stop: Arc<AtomicBool>) {
@@ -15,7 +10,7 @@ async fn keep_requesting(address: SocketAddr, stop: Arc<AtomicBool>) {
             .send_for_status()
             .await;
         assert_eq!(status, 200);
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        sleep(Duration::from_millis(5)).await;
     }
 }
 
@@ -40,7 +35,7 @@ async fn partial_heads_on_all_connections_stay_below_the_memory_limit() {
             largest_kib = largest_kib.max(proxy.anonymous_kib());
         }
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    sleep(Duration::from_millis(500)).await;
     stop.store(true, Ordering::Relaxed);
     largest_kib = largest_kib.max(proxy.anonymous_kib());
     good.await.unwrap();
@@ -73,7 +68,7 @@ async fn idle_connections_are_closed_for_requests() {
     for _ in 0..IDLE {
         idle.push(RawClient::connect(proxy.address).await);
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    sleep(Duration::from_millis(500)).await;
     let before = proxy.read_metric(CLOSED_FOR_MEMORY).await;
     for n in 0..20 {
         let status = proxy.request("GET", "/").send_for_status();
@@ -100,17 +95,17 @@ async fn the_largest_connections_of_all_workers_are_closed_first() {
     for _ in 0..20 {
         large.push(RawClient::connect(proxy.address).await);
         small.push(RawClient::connect(proxy.address).await);
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        sleep(Duration::from_millis(5)).await;
     }
     for client in &mut large {
         client.send(head(60_000)).await;
     }
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    sleep(Duration::from_millis(300)).await;
     assert_eq!(proxy.read_metric(CLOSED_FOR_MEMORY).await, 0.0);
     for client in &mut small {
         client.send(head(30_000)).await;
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    sleep(Duration::from_millis(500)).await;
     let closed = proxy.read_metric(CLOSED_FOR_MEMORY).await;
     assert!((5.0..15.0).contains(&closed), "{closed}");
     let mut open = 0;
@@ -135,15 +130,15 @@ async fn a_busy_http2_connection_is_not_closed_for_bodies_of_earlier_requests() 
         let head = request_head_frame(stream, &get_fields_with(":path", path));
         let mut frames = head;
         for _ in 0..4 {
-            frames.extend(encode_frame(DATA, 0, stream, [0; 16_000]));
+            frames.extend(data_frame(stream, [0; 16_000]));
         }
         if n % 2 == 1 {
             frames.extend(rst_stream_frame(stream));
         } else {
-            frames.extend(encode_frame(DATA, END_STREAM, stream, ""));
+            frames.extend(last_data_frame(stream, ""));
         }
         assert!(client.send(frames).await, "request {n}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        sleep(Duration::from_millis(20)).await;
         assert!(!client.is_closed(), "request {n}");
     }
     assert_eq!(proxy.read_metric(CLOSED_FOR_MEMORY).await, 0.0);
@@ -235,10 +230,9 @@ async fn uploads_over_tls_hold_no_memory() {
 /// The proxies in front of `[check]` would let requests pass without an answer.
 #[tokio::test]
 async fn connections_of_the_operators_proxies_stay_open() {
-    let upstream = Upstream::echo().await;
     let config = "[check]\naddress = '127.0.0.1:0'\n\
         [listen]\nmax_memory = '1MiB'\n[listen.http]\nheader_timeout = '60s'";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let check = proxy.logged_address("check listening").unwrap();
     let head = |bytes| format!("GET / HTTP/1.1\r\nHost: a\r\nX: {}", "x".repeat(bytes));
     let mut operator = RawClient::connect_and_send(check, head(60_000)).await;
@@ -280,7 +274,7 @@ async fn decoded_heads_of_cookie_crumbs_stay_below_the_memory_limit() {
         assert_eq!(proxy.get("/deny").await.status, 403);
         clients.push(client);
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    sleep(Duration::from_millis(500)).await;
     let kib = proxy.anonymous_kib();
     println!("{kib} KiB");
     assert!(kib < 200 << 10, "{kib} KiB");
@@ -371,7 +365,7 @@ async fn decoded_trailers_stay_below_the_memory_limit() {
             client.send(frames).await;
             for n in 0..200 {
                 let block = [encode_indexed_literal("cookie", "a"), vec![0xbe; 1_500]].concat();
-                let trailers = encode_frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, block);
+                let trailers = headers_frame(END_STREAM, 2 * n + 1, block);
                 client.send(trailers).await;
             }
             assert_eq!(proxy.get("/deny").await.status, 403);

@@ -4,15 +4,8 @@
 use crate::reference_model::NaiveModel;
 use crate::support::prelude::*;
 use proptest::prelude::*;
-use std::borrow::Cow;
-use std::collections::HashMap;
-use std::sync::Arc;
 use std::thread;
 use tidegate::clock::{Clock, ManualClock};
-use tidegate::limiter::{
-    Algorithm, Charge, Decision, Key, KeyBuilder, Limit, LimitCharge, LimitStatus, PolicyCharges,
-    Refusal, each_charge,
-};
 use tidegate::store::{MemorySettings, MemoryStore};
 
 const START_US: u64 = 1_800_000_000_000_123;
@@ -237,14 +230,6 @@ impl StoreFixture {
             ClockChange::Edge { .. } => now_us,
             ClockChange::JumpAhead => now_us + 40 * HOUR_US,
         });
-    }
-}
-
-fn make_limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
-    Limit {
-        requests,
-        per_us,
-        algorithm,
     }
 }
 
@@ -701,10 +686,8 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
             })
         })
         .collect();
-    let admitted: usize = threads
-        .into_iter()
-        .map(|thread| thread.join().unwrap())
-        .sum();
+    let items = threads.into_iter();
+    let admitted: usize = items.map(|thread| thread.join().unwrap()).sum();
     assert_eq!(
         admitted, 60,
         "the number of admitted requests must equal the narrow limit"

@@ -5,9 +5,6 @@
 use super::documentation::read_code_blocks;
 use crate::support::prelude::*;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
-use crate::support::rls_client::{ServiceClient, make_descriptor, make_request};
-use std::collections::HashMap;
-use std::time::Duration;
 
 /// The entries of one descriptor.
 type Entries<'a> = Vec<(&'a str, &'a str)>;
@@ -74,10 +71,8 @@ async fn compare_calls(
         let mut refused = 0;
         for n in 0..400 {
             let call = choices.choose(calls);
-            let descriptors: Vec<_> = call
-                .iter()
-                .map(|entries| make_descriptor(entries))
-                .collect();
+            let items = call.iter();
+            let descriptors: Vec<_> = items.map(|entries| make_descriptor(entries)).collect();
             let mut request = make_request(&descriptors);
             domain.clone_into(&mut request.domain);
             let answer = service.should_rate_limit(request).await.unwrap();
@@ -409,7 +404,7 @@ async fn apisix_limit_conn_admits_one_request_at_a_time() {
     wait_until("the request", async || silent.connection_count() > 0).await;
     let ask = |user: &str| proxy.request("GET", "/").header("X-User", user);
     assert_eq!(ask("ann").send().await.status, 503);
-    let other = tokio::time::timeout(Duration::from_millis(300), ask("bob").send()).await;
+    let other = timeout(Duration::from_millis(300), ask("bob").send()).await;
     assert!(other.is_err(), "another user's request waits for the app");
 }
 

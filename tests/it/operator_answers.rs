@@ -1,10 +1,6 @@
 //! What commands answer when something is missing or wrong, and the audit lines of changes.
 
 use crate::support::prelude::*;
-use crate::support::redis::free_port;
-use serde_json::Value;
-use std::fs;
-use tempfile::TempDir;
 
 const TWO_LIMITS: &str = r#"
 [[policy]]
@@ -40,13 +36,10 @@ async fn assert_one_limit_can_be_reset(proxy: &Proxy) {
     assert_eq!(used().await, [0, 3]);
     assert_eq!(proxy.status_for_user("ann", "/").await, 200);
     let target = "/keys?policy=api&key=ann&limit=month";
-    let answer = proxy
-        .authorized_request("DELETE", target)
-        .send()
-        .await
-        .json();
+    let request = proxy.authorized_request("DELETE", target);
+    let answer = request.send().await.json();
     assert_eq!(answer["counters_forgotten"], 1, "{answer}");
-    assert_eq!(answer["limits"], serde_json::json!(["month"]), "{answer}");
+    assert_eq!(answer["limits"], json!(["month"]), "{answer}");
     assert_eq!(used().await, [1, 0]);
     let unknown = proxy
         .run_command(&["keys", "reset", "api", "ann", "--limit", "day"])
@@ -156,8 +149,7 @@ async fn explain_considers_the_overrides_of_a_running_proxy() {
 
 #[tokio::test]
 async fn a_refused_change_names_where_commands_find_their_token() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(TWO_LIMITS, upstream.address).await;
+    let proxy = Proxy::with_echo(TWO_LIMITS).await;
     let ended = proxy.run_command(&["keys", "reset", "api", "ann"]).await;
     ended.expect_code(1);
     ended.expect_stderr("answered 403: nothing can be changed here without a token");
@@ -438,8 +430,6 @@ async fn each_command_that_writes_to_redis_has_an_audit_line() {
         fields,
         ["key reset by an operator", "api", "minute", "audit"]
     );
-    assert_eq!(
-        (&line["counters"], line["key"].as_str().unwrap().len()),
-        (&1.into(), 32)
-    );
+    assert_eq!(line["counters"], 1);
+    assert_eq!(line["key"].as_str().unwrap().len(), 32);
 }

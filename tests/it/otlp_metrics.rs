@@ -1,12 +1,6 @@
 //! Metrics by OTLP: names, units, attributes and resource that a collector receives.
 
 use crate::support::prelude::*;
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
-use hyper::service::service_fn;
-use hyper::{Request, Response};
-use hyper_util::rt::{TokioExecutor, TokioIo};
-use hyper_util::service::TowerToHyperService;
 use opentelemetry_proto::tonic::collector::metrics::v1::metrics_service_server::{
     MetricsService, MetricsServiceServer,
 };
@@ -19,11 +13,6 @@ use opentelemetry_proto::tonic::metrics::v1::{
     AggregationTemporality, HistogramDataPoint, Metric, NumberDataPoint, number_data_point,
 };
 use prost::Message;
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
-use tokio::net::TcpListener;
-use tokio::task::{JoinHandle, JoinSet};
 use tonic::Status;
 
 const POLICIES: &str =
@@ -57,14 +46,7 @@ impl MetricCollector {
         let service = MetricsServiceServer::new(received.clone());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let server = tokio::spawn(async move {
-            let mut connections = JoinSet::new();
-            while let Ok((socket, _)) = listener.accept().await {
-                let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-                let service = TowerToHyperService::new(service.clone());
-                connections.spawn(server.serve_connection(TokioIo::new(socket), service));
-            }
-        });
+        let server = serve_grpc(listener, service, |socket| async { Some(socket) });
         Self {
             address,
             received,
@@ -78,7 +60,9 @@ impl MetricCollector {
             self.address
         )
     }
+}
 
+impl ReceivedMetrics {
     /// Waits for an export that `find` accepts.
     async fn wait_for<T>(
         &self,
@@ -86,7 +70,7 @@ impl MetricCollector {
         find: impl Fn(&ExportMetricsServiceRequest) -> Option<T>,
     ) -> T {
         eventually(what, TEST_TIMEOUT, async || {
-            self.received.0.lock().unwrap().iter().rev().find_map(&find)
+            self.0.lock().unwrap().iter().rev().find_map(&find)
         })
         .await
     }
@@ -173,7 +157,10 @@ async fn http_server_metrics_follow_the_semantic_conventions() {
         ];
         (histogram_point(&metric, &rejected)?.count == 2).then_some(metric)
     };
-    let metric = collector.wait_for("both rejections", finished).await;
+    let metric = collector
+        .received
+        .wait_for("both rejections", finished)
+        .await;
     assert_eq!(metric.unit, "s");
     let point = histogram_point(
         &metric,
@@ -217,12 +204,14 @@ async fn a_request_is_active_until_its_body_ends() {
         )
     };
     collector
+        .received
         .wait_for("an active request", |request| {
             (active(request)? == 1).then_some(())
         })
         .await;
     drop(sender);
     collector
+        .received
         .wait_for("no active request", |request| {
             (active(request)? == 0).then_some(())
         })
@@ -250,6 +239,7 @@ async fn exported_metrics_translate_to_the_names_of_the_prometheus_page() {
     let proxy = Proxy::start(&collector.config(), upstream.address).await;
     assert_eq!(proxy.get_statuses("/few", 2).await, [200, 429]);
     let request = collector
+        .received
         .wait_for("the rejection", |request| {
             let metrics = metrics_by_name(request);
             let points = sum_points(metrics.get("tidegate.requests")?, true);
@@ -294,6 +284,7 @@ async fn the_resource_names_pod_and_instance() {
     proxy.wait_for_exit(TEST_TIMEOUT).await;
     // The interval is long: this is the export at shutdown.
     let request = collector
+        .received
         .wait_for("the last export", |request| Some(request.clone()))
         .await;
     let resource = request.resource_metrics[0].resource.as_ref().unwrap();
@@ -322,58 +313,30 @@ async fn the_resource_names_pod_and_instance() {
 
 #[tokio::test]
 async fn metrics_are_also_sent_by_http() {
-    let (upstream, received) = (Upstream::echo().await, ReceivedMetrics::default());
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
-    let paths = Arc::new(Mutex::new(Vec::new()));
-    let service = {
-        let (received, paths) = (received.clone(), Arc::clone(&paths));
-        service_fn(move |request: Request<hyper::body::Incoming>| {
-            let (received, paths) = (received.clone(), Arc::clone(&paths));
-            async move {
-                paths.lock().unwrap().push(request.uri().path().to_owned());
-                let body = request.into_body().collect().await.unwrap().to_bytes();
-                let message = ExportMetricsServiceRequest::decode(body).unwrap();
-                received.0.lock().unwrap().push(message);
-                Ok::<_, hyper::Error>(Response::new(Full::new(Bytes::new())))
-            }
-        })
-    };
-    let server = tokio::spawn(async move {
-        let mut connections = JoinSet::new();
-        while let Ok((socket, _)) = listener.accept().await {
-            let server = hyper::server::conn::http1::Builder::new();
-            connections.spawn(server.serve_connection(TokioIo::new(socket), service.clone()));
+    let received = ReceivedMetrics::default();
+    let kept = received.clone();
+    let collector = Upstream::with_handler(move |request| {
+        let kept = kept.clone();
+        async move {
+            let body = request.into_body().collect().await.unwrap().to_bytes();
+            let message = ExportMetricsServiceRequest::decode(body).unwrap();
+            kept.0.lock().unwrap().push(message);
+            Response::new(full_body(""))
         }
-    });
-    let collector = MetricCollector {
-        address,
-        received,
-        server,
-    };
+    })
+    .await;
+    let address = collector.address;
     let config = format!("[metrics]\notlp = 'http://{address}/v1/metrics'\ninterval = '1s'\n");
-    let proxy = Proxy::start(&config, upstream.address).await;
-    collector
-        .wait_for("an export", |request| {
-            metrics_by_name(request)
-                .contains_key("tidegate.store.up")
-                .then_some(())
-        })
-        .await;
-    assert!(
-        paths
-            .lock()
-            .unwrap()
-            .iter()
-            .all(|path| path == "/v1/metrics"),
-        "{paths:?}"
-    );
-    assert!(
-        proxy
-            .read_metric("tidegate_metric_exports_total{result=\"failure\"}")
-            .await
-            < 1.0
-    );
+    let proxy = Proxy::with_echo(&config).await;
+    let has_store = |request: &ExportMetricsServiceRequest| {
+        let metrics = metrics_by_name(request);
+        metrics.contains_key("tidegate.store.up").then_some(())
+    };
+    received.wait_for("an export", has_store).await;
+    let mut paths = collector.requests().into_iter().map(|seen| seen.target);
+    assert!(paths.all(|path| path == "/v1/metrics"));
+    let failures = "tidegate_metric_exports_total{result=\"failure\"}";
+    assert!(proxy.read_metric(failures).await < 1.0);
 }
 
 #[tokio::test]

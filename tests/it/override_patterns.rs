@@ -1,8 +1,6 @@
 //! Overrides by pattern, with an action or a mode of their own, end to end.
 
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -96,11 +94,8 @@ impl PatternFixture {
 async fn the_most_specific_override_applies_and_other_policies_stay() {
     let fixture = PatternFixture::start().await;
     for (user, expected) in [("acme-eu", 4), ("acme-us", 3), ("ann", 2)] {
-        assert_eq!(
-            fixture.admitted(user, expected + 1).await,
-            expected,
-            "{user}"
-        );
+        let answer = fixture.admitted(user, expected + 1).await;
+        assert_eq!(answer, expected, "{user}");
     }
     assert_eq!(fixture.get("banned").await.status, 403);
     assert_eq!(fixture.get("nobody").await.header("x-tidegate-over"), None);

@@ -8,13 +8,8 @@ mod reasons;
 
 use crate::support::prelude::*;
 use hyper::header::HeaderName;
-use std::collections::BTreeSet;
-use std::fs;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tidegate::policy::{KeyPart, KeyTemplate};
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -147,11 +142,8 @@ async fn a_change_holds_on_every_proxy_from_the_next_decision() {
     await_status(&one, "bob", 200).await;
     await_status(&other, "bob", 403).await;
     await_status(&other, "ann", 403).await;
-    assert_eq!(
-        fixture.run_successfully(&["list"]).await,
-        "",
-        "no override is left"
-    );
+    let answer = fixture.run_successfully(&["list"]).await;
+    assert_eq!(answer, "", "no override is left");
 }
 
 #[tokio::test]
@@ -209,14 +201,12 @@ async fn limits_are_set_one_by_one_and_lists_show_no_key_that_is_hashed() {
         .run_successfully(&["list", "several", "--json"])
         .await;
     assert!(!listed.contains("sk_live"), "{listed}");
-    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    let listed: Value = serde_json::from_str(&listed).unwrap();
     let stored = &listed["overrides"][0];
     assert_eq!(stored["limits"]["minute"]["burst"], 20);
     assert_eq!(stored["limits"]["day"]["requests"], 30);
-    assert_eq!(
-        (&stored["note"], &stored["key"][0]),
-        (&"contract 17".into(), &"ann".into())
-    );
+    assert_eq!(stored["note"], "contract 17");
+    assert_eq!(stored["key"][0], "ann");
     // The listed digest names the key, too.
     let digest = stored["key"][1].as_str().unwrap();
     fixture
@@ -281,23 +271,24 @@ async fn a_file_is_imported_line_by_line_and_an_export_is_its_backup() {
     fs::write(&path, text).unwrap();
     let path = path.to_str().unwrap();
     let error = fixture.error_of(&["import", path]).await;
-    for expected in [
-        "line 4: policy static has no overrides in the store",
-        "line 5: the key of api has 1 value",
-        "line 7: requests: \"-7\"; expected an integer",
-        "line 8: 3 columns; expected 11",
-        "4 lines are wrong and were not set; 4 overrides were set",
-    ] {
-        assert!(error.contains(expected), "{expected}: {error}");
-    }
+    assert_contains(
+        &error,
+        &[
+            "line 4: policy static has no overrides in the store",
+            "line 5: the key of api has 1 value",
+            "line 7: requests: \"-7\"; expected an integer",
+            "line 8: 3 columns; expected 11",
+            "4 lines are wrong and were not set; 4 overrides were set",
+        ],
+    );
     let shown = fixture
         .run_successfully(&["show", "api", "o'hara, \"bob\"", "--json"])
         .await;
-    let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    let shown: Value = serde_json::from_str(&shown).unwrap();
     assert_eq!(shown["limits"]["api"]["requests"], 7);
-    assert_eq!(
-        (&shown["note"], &shown["expires_at"]),
-        (&"a, b".into(), &"2099-01-31T00:00:00Z".into())
+    assert_fields(
+        &shown,
+        json!({ "note": "a, b", "expires_at": "2099-01-31T00:00:00Z" }),
     );
 
     let listed = fixture.run_successfully(&["list", "--json"]).await;
@@ -318,10 +309,8 @@ async fn a_file_is_imported_line_by_line_and_an_export_is_its_backup() {
     }
     let proxy = fixture.start_proxy().await;
     let response = get(&proxy, "/several", "ann").await;
-    assert_eq!(
-        response.list_parameter("ratelimit-policy", "day", "q"),
-        Some(30)
-    );
+    let found = response.list_parameter("ratelimit-policy", "day", "q");
+    assert_eq!(found, Some(30));
     assert_eq!(status(&proxy, "scraper").await, 403);
 }
 
@@ -553,9 +542,8 @@ async fn no_decision_mixes_two_overrides_while_they_change() {
                 began <= received_at && next_ended.is_none_or(|ended| ended >= *sent_at)
             });
         let quotas = (limits[0].0, limits[1].0);
-        let is_possible = possible
-            .into_iter()
-            .any(|((_, _, at), _)| ORACLE_AMOUNTS[*at] == quotas);
+        let mut items = possible.into_iter();
+        let is_possible = items.any(|((_, _, at), _)| ORACLE_AMOUNTS[*at] == quotas);
         assert!(is_possible, "{quotas:?}");
         for (used, (quota, remaining)) in used_units.iter_mut().zip(limits) {
             used.insert(quota - remaining);

@@ -1,19 +1,8 @@
 //! Overrides of keys: both stores decide as the naive model does with the limits in effect.
 
 use crate::reference_model::NaiveModel;
-use crate::support::store_harness::{
-    EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, test_seed,
-};
-use fastrand::Rng;
-use smallvec::SmallVec;
-use std::borrow::Cow;
-use std::collections::HashMap;
-use std::sync::Arc;
-use tidegate::limiter::{
-    Algorithm, ChargeOutcome, Decision, Key, KeyBuilder, KeyOverride, Limit, LimitAmounts,
-    LimitCharge, LimitName, LimitStatus, MAX_UNITS, OverrideInEffect, PolicyCharges, RequestPart,
-    each_charge,
-};
+use crate::support::prelude::*;
+use tidegate::limiter::{ChargeOutcome, KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
 use tidegate::store::StoredOverride;
 
 const ROUNDS: usize = 60;
@@ -65,11 +54,11 @@ fn draw_policy(rng: &mut Rng, number: usize, algorithm_count: usize) -> DynamicP
         key,
         limits,
         // In the model, a refusal by a cold bucket starts no block.
-        block: (!has_bucket && rng.u8(..3) == 0).then_some(Limit {
-            requests: 1,
-            per_us: 5_000_000,
-            algorithm: Algorithm::Block,
-        }),
+        block: (!has_bucket && rng.u8(..3) == 0).then_some(make_limit(
+            1,
+            5_000_000,
+            Algorithm::Block,
+        )),
         shadow: rng.u8(..4) == 0,
         counts_rejected: !has_bucket && rng.u8(..4) == 0,
         is_estimate: rng.u8(..4) == 0,
@@ -383,8 +372,6 @@ fn retry_times_are_exact_when_overrides_end() {
             assert_eq!(decide(at_us).admitted, at_us == until_us, "{what}");
         }
     }
-    assert!(
-        at_the_end > 20 && after_the_end > 0,
-        "{at_the_end}, {after_the_end}"
-    );
+    assert!(at_the_end > 20, "{at_the_end}, {after_the_end}");
+    assert!(after_the_end > 0, "{at_the_end}, {after_the_end}");
 }

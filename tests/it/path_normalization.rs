@@ -126,11 +126,8 @@ async fn trap_24_path_normalization_is_configurable() {
         ("normalize = false", "/admin/x", 403),
     ];
     for (settings, target, expected) in cases {
-        assert_eq!(
-            get_statuses(settings, &[target]).await,
-            [(target, expected)],
-            "{settings}"
-        );
+        let statuses = get_statuses(settings, &[target]).await;
+        assert_eq!(statuses, [(target, expected)], "{settings}");
     }
 }
 
@@ -193,11 +190,8 @@ limit = { requests = 1, per = "1h" }
     ] {
         assert_eq!(proxy.get(equivalent).await.status, 429, "{equivalent}");
     }
-    let first = Proxy::start(
-        &format!("path.ambiguous_key = 'first'\n{config}"),
-        upstream.address,
-    )
-    .await;
+    let settings = format!("path.ambiguous_key = 'first'\n{config}");
+    let first = Proxy::start(&settings, upstream.address).await;
     assert_eq!(first.get("/login/other/../victim").await.status, 200);
     assert_eq!(first.get("/login/victim").await.status, 429);
 }
@@ -312,8 +306,7 @@ async fn characters_that_servers_drop_or_cut_at_bypass_no_policy() {
         ("//h/login%23%3F", 403, "login"),
         ("/login;x/y", 403, "login"),
     ];
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start(LOGIN_POLICIES, upstream.address).await;
+    let proxy = Proxy::with_echo(LOGIN_POLICIES).await;
     for (target, status, named) in cases {
         let reply = proxy.get(target).await;
         assert_eq!(reply.status, status, "{target}");
@@ -323,7 +316,7 @@ async fn characters_that_servers_drop_or_cut_at_bypass_no_policy() {
     let reply = proxy.get(&hostile).await;
     assert_eq!(reply.status, 400);
     assert!(reply.text().contains("path.max_readings_size"));
-    assert!(upstream.requests().is_empty());
+    assert!(proxy.echo().requests().is_empty());
     assert_eq!(proxy.get("/logi%C3%A9n").await.status, 200);
 }
 
@@ -341,10 +334,7 @@ async fn a_target_that_is_not_valid_gets_an_answer_that_says_so() {
             client.send(request).await;
             let reply = client.read_response().await;
             assert_eq!(reply.status, 400, "{target}");
-            assert_eq!(
-                reply.header("content-type"),
-                Some("application/problem+json")
-            );
+            reply.expect_header("content-type", "application/problem+json");
             let detail = reply.json()["detail"].to_string();
             assert!(detail.contains("%3C") && detail.contains("%60"), "{detail}");
             assert!(client.read_to_close().await.is_empty());

@@ -3,13 +3,8 @@
 use crate::support::prelude::*;
 use crate::support::process::OutputLine;
 use regex::Regex;
-use serde_json::Value;
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::io::Write as _;
-use std::net::SocketAddr;
 use std::process::{Command, Stdio};
-use tempfile::TempDir;
 
 const POLICIES: &str = r#"
 [[policy]]
@@ -130,15 +125,10 @@ async fn prometheus_scrapes_all_metrics() {
         Upstream::echo().await,
         RedisServer::start_with(&["--maxmemory", "64mb"]),
     );
-    let proxy = Proxy::start_connected(
-        &format!("{}\n{POLICIES}", redis.store_config()),
-        upstream.address,
-    )
-    .await;
-    assert_eq!(
-        proxy.get_statuses("/few", 5).await,
-        [200, 200, 429, 429, 429]
-    );
+    let config = format!("{}\n{POLICIES}", redis.store_config());
+    let proxy = Proxy::start_connected(&config, upstream.address).await;
+    let statuses = proxy.get_statuses("/few", 5).await;
+    assert_eq!(statuses, [200, 200, 429, 429, 429]);
     proxy
         .send_raw("no HTTP\r\n\r\n")
         .await

@@ -5,14 +5,9 @@ use crate::support::prelude::*;
 use crate::support::rls_client::messages::RateLimitResponse;
 use crate::support::rls_client::messages::rate_limit_response::Code as LimitCode;
 use crate::support::rls_client::{
-    RLS_LISTENER, SHOULD_RATE_LIMIT, ServiceClient, USER_POLICY, call_over_stream, call_unary,
-    connect, encode_grpc_message, make_descriptor, make_request, messages,
-    single_descriptor_request,
+    SHOULD_RATE_LIMIT, USER_POLICY, call_over_stream, call_unary, connect, encode_grpc_message,
+    messages,
 };
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
-use std::net::SocketAddr;
-use std::path::Path;
 use tokio::net::UnixStream;
 use tonic::Code;
 
@@ -37,13 +32,7 @@ async fn the_health_check_reports_serving_and_draining() {
     assert_eq!(service.check_health("").await, Ok(not_serving));
     assert_eq!(service.check_health("ratelimit").await, Ok(not_serving));
     // The service accepts calls until all clients have seen the status.
-    assert_eq!(
-        service
-            .ask_one_descriptor(&[("user", "ann")])
-            .await
-            .overall_code(),
-        LimitCode::Ok
-    );
+    service.expect_code(user_call("ann"), LimitCode::Ok).await;
     let address = service.address();
     let path = "/grpc.health.v1.Health/Check";
     let request = messages::HealthCheckRequest::default();
@@ -113,13 +102,13 @@ async fn tls_callers_must_present_a_client_certificate() {
     );
 
     // Certificates are reloaded at run time.
-    let old = std::fs::read(ca.path("rls.pem")).unwrap();
+    let old = fs::read(ca.path("rls.pem")).unwrap();
     let mark = proxy.log_mark();
     others.sign("rls", "rls.internal");
     for file in ["rls.key", "rls.pem"] {
-        std::fs::copy(others.path(file), ca.path(file)).unwrap();
+        fs::copy(others.path(file), ca.path(file)).unwrap();
     }
-    assert_ne!(std::fs::read(ca.path("rls.pem")).unwrap(), old);
+    assert_ne!(fs::read(ca.path("rls.pem")).unwrap(), old);
     let line = proxy.wait_for_message("TLS settings changed", mark).await;
     assert_eq!(line.field("address"), address.to_string());
     assert!(
@@ -135,23 +124,6 @@ async fn tls_callers_must_present_a_client_certificate() {
     );
 }
 
-/// A process without an upstream, configured in `dir`.
-async fn start_without_upstream(dir: &Path, config: &str) -> ChildProcess {
-    let path = dir.join("config.toml");
-    std::fs::write(
-        &path,
-        format!("admin = {{ address = '127.0.0.1:0' }}\n{config}"),
-    )
-    .unwrap();
-    let process =
-        ChildProcess::start(tidegate_command().arg("run").arg("--config").arg(&path)).unwrap();
-    let listens = |text: &str| text.contains("\"listening\"").then_some(());
-    process
-        .wait_for("it to listen", 0, TEST_TIMEOUT, |line| listens(&line.text))
-        .await;
-    process
-}
-
 #[tokio::test]
 async fn calls_are_accepted_on_a_unix_socket() {
     let dir = tempfile::tempdir().unwrap();
@@ -160,12 +132,12 @@ async fn calls_are_accepted_on_a_unix_socket() {
         "[rls]\naddress = 'unix:{}'\n{USER_POLICY}",
         socket.display()
     );
-    let mut process = start_without_upstream(dir.path(), &config).await;
+    let file = ConfigFile::new(&config);
+    let mut process = file.start(&[]);
+    process.wait_for_text("\"listening\"").await;
     for expected in [LimitCode::Ok, LimitCode::Ok, LimitCode::OverLimit] {
-        assert_eq!(
-            call_over_stream(UnixStream::connect(&socket).await.unwrap()).await,
-            expected
-        );
+        let answer = call_over_stream(UnixStream::connect(&socket).await.unwrap()).await;
+        assert_eq!(answer, expected);
     }
     process.send_signal("TERM");
     assert!(process.wait_for_exit(TEST_TIMEOUT).await.status.success());
@@ -178,71 +150,38 @@ async fn a_call_is_in_the_access_log_with_its_trace() {
     let service = ServiceClient::start(&config).await;
     let mark = service.proxy.log_mark();
     let mut client = open_http2_connection(service.address()).await;
-    let request = hyper::Request::post(format!("http://tidegate{SHOULD_RATE_LIMIT}"))
+    let request = Request::post(format!("http://tidegate{SHOULD_RATE_LIMIT}"))
         .header("content-type", "application/grpc")
         .header(
             "traceparent",
             "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
         );
-    let call = single_descriptor_request(&make_descriptor(&[("user", "ann")]));
-    assert_eq!(
-        await_response(
-            client.send_request(
-                request
-                    .body(Full::new(Bytes::from(encode_grpc_message(call))).boxed())
-                    .unwrap()
-            )
-        )
-        .await
-        .status(),
-        200
-    );
+    let call = user_call("ann");
+    let answered = await_response(
+        client.send_request(
+            request
+                .body(Full::new(Bytes::from(encode_grpc_message(call))).boxed())
+                .unwrap(),
+        ),
+    )
+    .await;
+    assert_eq!(answered.status(), 200);
     let line = service.proxy.wait_for_message("request", mark).await;
-    assert_eq!(
-        (line.field("method"), line.field("host")),
-        ("RLS".into(), "edge".into())
-    );
-    assert_eq!(
-        (line.field("path"), line.field("remaining")),
-        ("user=ann".into(), "1".into())
-    );
+    line.expect_fields(&[("method", "RLS"), ("host", "edge")]);
+    line.expect_fields(&[("path", "user=ann"), ("remaining", "1")]);
     assert_eq!(line.field("trace_id"), "4bf92f3577b34da6a3ce929d0e0e4736");
 }
 
 /// Without an upstream the process serves only the rate limit service.
 #[tokio::test]
 async fn the_service_runs_without_an_upstream() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("config.toml");
-    std::fs::write(
-        &path,
-        format!("admin = {{ address = '127.0.0.1:0' }}\n{RLS_LISTENER}{USER_POLICY}"),
-    )
-    .unwrap();
-    let mut command = tidegate_command();
-    let process = ChildProcess::start(command.arg("run").arg("--config").arg(&path)).unwrap();
-    let address: SocketAddr = process
-        .wait_for("the service to listen", 0, TEST_TIMEOUT, |line| {
-            let line: serde_json::Value = serde_json::from_str(&line.text).ok()?;
-            let is_listening =
-                line["fields"]["message"] == "listening" || line["message"] == "listening";
-            is_listening.then(|| {
-                line.get("address")
-                    .or(line["fields"].get("address"))?
-                    .as_str()?
-                    .parse()
-                    .ok()
-            })?
-        })
-        .await;
+    let file = ConfigFile::new(&format!("{RLS_LISTENER}{USER_POLICY}"));
+    let process = file.start(&[]);
+    let address = process.wait_for_address("listening").await;
     let mut grpc = connect(address).await;
-    let answer: RateLimitResponse = call_unary(
-        &mut grpc,
-        SHOULD_RATE_LIMIT,
-        make_request(&[make_descriptor(&[("user", "ann")])]),
-    )
-    .await
-    .unwrap();
+    let answer: RateLimitResponse = call_unary(&mut grpc, SHOULD_RATE_LIMIT, user_call("ann"))
+        .await
+        .unwrap();
     assert_eq!(answer.overall_code(), LimitCode::Ok);
 }
 
@@ -257,37 +196,27 @@ async fn without_its_store_calls_are_unavailable_unless_a_policy_is_local() {
     );
     let mut service = ServiceClient::start(&config).await;
     service.proxy.wait_for_store().await;
-    let (ann, path) = (
-        make_descriptor(&[("user", "ann")]),
-        make_descriptor(&[("path", "/")]),
-    );
+    let (ann, path) = (user_descriptor("ann"), make_descriptor(&[("path", "/")]));
     assert_eq!(service.repeat_for_codes(&ann, 1).await, [LimitCode::Ok]);
     redis.kill();
     let away = service
         .should_rate_limit(single_descriptor_request(&ann))
         .await
         .unwrap_err();
-    assert_eq!(
-        (away.code(), away.message()),
-        (Code::Unavailable, "the store gave no answer")
-    );
-    assert_eq!(
-        service.repeat_for_codes(&path, 3).await,
-        [LimitCode::Ok, LimitCode::Ok, LimitCode::OverLimit]
-    );
+    assert_eq!(away.code(), Code::Unavailable);
+    assert_eq!(away.message(), "the store gave no answer");
+    let answer = service.repeat_for_codes(&path, 3).await;
+    assert_eq!(answer, admitted_then_over(2, 1));
     // One undecided descriptor makes the whole call unavailable.
     let both = service
         .should_rate_limit(make_request(&[path, ann.clone()]))
         .await
         .unwrap_err();
     assert_eq!(both.code(), Code::Unavailable);
-    assert_eq!(
-        service
-            .proxy
-            .read_metric("tidegate_rls_calls_total{result=\"unavailable\"}")
-            .await,
-        2.0
-    );
+    service
+        .proxy
+        .assert_metric("tidegate_rls_calls_total{result=\"unavailable\"}", 2.0)
+        .await;
     redis.restart_async().await;
     wait_until("the decision", async || {
         service
@@ -316,9 +245,7 @@ async fn a_limit_is_shared_through_redis() {
     }
     let mut admitted = 0;
     for at in 0..30 {
-        let answer = services[at % 2]
-            .ask_one_descriptor(&[("user", "ann")])
-            .await;
+        let answer = services[at % 2].ask_user("ann").await;
         admitted += usize::from(answer.overall_code() == LimitCode::Ok);
     }
     assert_eq!(admitted, 20);

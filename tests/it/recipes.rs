@@ -2,17 +2,11 @@
 //! the recipes for Traefik and Envoy with these programs.
 
 use super::documentation::read_code_blocks;
-use crate::support::jwt_issuer::{TokenIssuer, write_jwks};
+use crate::support::jwt_issuer::write_jwks;
 use crate::support::nginx::Nginx;
 use crate::support::prelude::*;
-use crate::support::unix_s;
-use futures_util::future::join_all;
-use hyper::Response;
+use crate::support::proxy::{Setup, UpstreamUrl};
 use jsonwebtoken::Algorithm;
-use serde_json::json;
-use std::net::SocketAddr;
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
 use tokio::net::TcpSocket;
 
 const PAGE: &str = "docs/RECIPES.md";
@@ -50,7 +44,6 @@ const TESTED_RECIPES: [&str; 26] = [
 /// A proxy with the configuration of one recipe. Requests come from a trusted proxy.
 struct RecipeRun {
     proxy: Proxy,
-    upstream: Upstream,
     issuer: TokenIssuer,
     _dir: TempDir,
 }
@@ -58,15 +51,29 @@ struct RecipeRun {
 impl RecipeRun {
     async fn start(heading: &str) -> Self {
         let upstream = Upstream::echo().await;
-        let url = format!("http://{}", upstream.address);
-        let (dir, issuer) = (
-            TempDir::new().unwrap(),
-            TokenIssuer::new("k", Algorithm::ES256),
-        );
-        let proxy = start_proxy(heading, &url, &dir, &issuer).await;
+        Self::start_with(heading, |setup| setup.owned_upstream(upstream)).await
+    }
+
+    async fn before(heading: &str, upstream: impl Into<UpstreamUrl>) -> Self {
+        Self::start_with(heading, |setup| setup.upstream(upstream)).await
+    }
+
+    async fn start_with(heading: &str, complete: impl FnOnce(Setup) -> Setup) -> Self {
+        let issuer = TokenIssuer::new("k", Algorithm::ES256);
+        let dir = TempDir::new().unwrap();
+        let keys = dir.path().join("jwks.json");
+        write_jwks(&keys, &[&issuer]);
+        let config = recipe_text(heading, "toml")
+            .replace("/etc/tidegate/jwks.json", &keys.display().to_string())
+            .replace("127.0.0.1:9091", "127.0.0.1:0")
+            // Addresses of the load balancer, which is this process.
+            .replace("10.0.0.0/16", "127.0.0.0/8");
+        let mut setup = complete(Proxy::setup(&config));
+        if !config.contains("trusted_proxies") {
+            setup = setup.env("TIDEGATE_CLIENT__TRUSTED_PROXIES", "127.0.0.1");
+        }
         Self {
-            proxy,
-            upstream,
+            proxy: setup.start().await,
             issuer,
             _dir: dir,
         }
@@ -74,20 +81,32 @@ impl RecipeRun {
 
     /// A request of the client with this address.
     fn request(&self, client: &str, method: &str, target: &str) -> ClientRequest {
-        self.proxy
-            .request(method, target)
-            .header("X-Forwarded-For", client)
+        let request = self.proxy.request(method, target);
+        request.header("X-Forwarded-For", client)
     }
 
     async fn statuses(&self, times: usize, client: &str, method: &str, target: &str) -> Vec<u16> {
+        self.request(client, method, target).send_times(times).await
+    }
+
+    /// As [`Self::statuses`], of one client's GET with a header.
+    async fn statuses_with(&self, times: usize, name: &str, value: &str) -> Vec<u16> {
+        let request = self.request("192.0.2.1", "GET", "/api/x");
+        request.header(name, value).send_times(times).await
+    }
+
+    /// Sends a GET of each of so many clients, through a load balancer with this address.
+    async fn statuses_of_clients(&self, clients: usize, balancer: &str, target: &str) -> Vec<u16> {
         let mut statuses = Vec::new();
-        for _ in 0..times {
-            statuses.push(self.request(client, method, target).send().await.status);
+        for n in 0..clients {
+            let client = format!("198.51.100.{n}, {balancer}");
+            statuses.extend(self.statuses(1, &client, "GET", target).await);
         }
         statuses
     }
 
-    fn bearer(&self, sub: &str, plan: &str) -> String {
+    fn bearer(&self, sub: &str, plan: impl Into<Value>) -> String {
+        let plan = plan.into();
         self.issuer
             .bearer(&json!({ "sub": sub, "plan": plan, "exp": unix_s() + 3600 }))
     }
@@ -101,21 +120,6 @@ fn recipe_text(heading: &str, language: &str) -> String {
         .collect();
     assert_eq!(found.len(), 1, "{language} below {heading:?}");
     found[0].text.clone()
-}
-
-async fn start_proxy(heading: &str, url: &str, dir: &TempDir, issuer: &TokenIssuer) -> Proxy {
-    let keys = dir.path().join("jwks.json");
-    write_jwks(&keys, &[issuer]);
-    let config = recipe_text(heading, "toml")
-        .replace("/etc/tidegate/jwks.json", &keys.display().to_string())
-        .replace("127.0.0.1:9091", "127.0.0.1:0")
-        // Addresses of the load balancer, which is this process.
-        .replace("10.0.0.0/16", "127.0.0.0/8");
-    let mut builder = Proxy::setup(&config).upstream(url);
-    if !config.contains("trusted_proxies") {
-        builder = builder.env("TIDEGATE_CLIENT__TRUSTED_PROXIES", "127.0.0.1");
-    }
-    builder.start().await
 }
 
 /// `admitted` times 200 and then `refused` times 429.
@@ -134,14 +138,7 @@ fn every_recipe_is_tested() {
 #[tokio::test]
 async fn per_api_key() {
     let run = RecipeRun::start("Per API key").await;
-    let ask = async |key: &str, times: usize| {
-        let mut statuses = Vec::new();
-        for _ in 0..times {
-            let request = run.request("192.0.2.1", "GET", "/api/x");
-            statuses.push(request.header("X-Api-Key", key).send().await.status);
-        }
-        statuses
-    };
+    let ask = |key, times| run.statuses_with(times, "X-Api-Key", key);
     let began = Instant::now();
     let statuses = ask("key-of-ann", 30).await;
     let refilled = (began.elapsed().as_secs_f64() * 10.0).ceil() as usize;
@@ -156,19 +153,11 @@ async fn per_api_key() {
 #[tokio::test]
 async fn per_user_of_a_token() {
     let run = RecipeRun::start("Per user of a JWT").await;
-    let ask = async |bearer: &str, times: usize| {
-        let mut statuses = Vec::new();
-        for _ in 0..times {
-            let request = run.request("192.0.2.1", "GET", "/api/x");
-            let request = request.header("Authorization", bearer);
-            statuses.push(request.send().await.status);
-        }
-        statuses
-    };
+    let ask = async |bearer: &str, times| run.statuses_with(times, "Authorization", bearer).await;
     // Each with a token of its own.
     let mut statuses = Vec::new();
     for n in 0..101 {
-        statuses.extend(ask(&run.bearer("ann", &n.to_string()), 1).await);
+        statuses.extend(ask(&run.bearer("ann", n.to_string()), 1).await);
     }
     assert_eq!(statuses, expected(100, 1));
     assert_eq!(ask(&run.bearer("bob", "free"), 1).await, [200]);
@@ -202,19 +191,11 @@ async fn a_key_with_a_fallback() {
 #[tokio::test]
 async fn requests_per_month() {
     let (upstream, server) = (Upstream::echo().await, RedisServer::start());
-    let builder = Proxy::setup(&recipe_text("Requests per month", "toml"));
-    let proxy = builder
-        .upstream(&format!("http://{}", upstream.address))
-        .env(
-            "TIDEGATE_STORE__REDIS__URL",
-            &format!("redis://127.0.0.1:{}/0", server.port()),
-        )
-        .start()
-        .await;
-    let ask = async |key: &str| {
-        let request = proxy.request("GET", "/api/x");
-        request.header("X-Api-Key", key).send().await
-    };
+    let setup = Proxy::setup(&recipe_text("Requests per month", "toml")).owned_upstream(upstream);
+    let url = format!("redis://127.0.0.1:{}/0", server.port());
+    let setup = setup.env("TIDEGATE_STORE__REDIS__URL", &url);
+    let proxy = setup.start().await;
+    let ask = |key| proxy.get_with("/api/x", "X-Api-Key", key);
     // The month of Berlin has 28 to 31 days, perhaps with an hour more or less.
     let response = ask("key-of-ann").await;
     let window_s = |name| response.list_parameter("ratelimit-policy", name, "w");
@@ -254,18 +235,10 @@ async fn log_in_protection() {
 
 #[tokio::test]
 async fn failed_log_ins() {
-    let (dir, issuer) = (
-        TempDir::new().unwrap(),
-        TokenIssuer::new("k", Algorithm::ES256),
-    );
     let app = Upstream::with_handler(crate::support::login_app::check_password).await;
-    let url = format!("http://{}", app.address);
-    let proxy = start_proxy("Failed logins only", &url, &dir, &issuer).await;
-    let log_in = async |password: &str| {
-        let request = proxy.request("POST", "/login");
-        let request = request.header("X-Forwarded-For", "192.0.2.1");
-        request.header("X-Password", password).send().await.status
-    };
+    let run = RecipeRun::before("Failed logins only", app.address).await;
+    let attempt = || run.request("192.0.2.1", "POST", "/login");
+    let log_in = |password| attempt().header("X-Password", password).send_for_status();
     for _ in 0..10 {
         assert_eq!(log_in("right").await, 200);
     }
@@ -274,11 +247,7 @@ async fn failed_log_ins() {
     assert_eq!(failed, 5);
     assert_eq!(log_in("right").await, 429);
     // Once the app's responses are counted, a rejection lasts for 15 minutes.
-    let is_locked_out = async || {
-        let request = proxy.request("POST", "/login");
-        let reply = request.header("X-Forwarded-For", "192.0.2.1").send().await;
-        reply.retry_after_us() > 60_000_000
-    };
+    let is_locked_out = async || attempt().send().await.retry_after_us() > 60_000_000;
     while !is_locked_out().await {}
 }
 
@@ -287,7 +256,7 @@ async fn a_soft_limit() {
     let run = RecipeRun::start("Introduce a limit softly").await;
     let statuses = run.statuses(21, "192.0.2.1", "GET", "/search").await;
     assert_eq!(statuses, [200; 21]);
-    let marked = run.upstream.requests();
+    let marked = run.proxy.echo().requests();
     let marks = |at: usize| marked[at].header_values("x-tidegate-over");
     assert_eq!((marks(19), marks(20)), (vec![], vec!["search"]));
 }
@@ -307,22 +276,14 @@ async fn a_hidden_limit() {
 #[tokio::test]
 async fn plans() {
     let run = RecipeRun::start("Plans: free, pro, partner").await;
-    let ask = async |bearer: &str, times: usize| {
-        let mut statuses = Vec::new();
-        for _ in 0..times {
-            let request = run.request("192.0.2.1", "GET", "/api/x");
-            let request = request
-                .header("Authorization", bearer)
-                .header("X-Plan", "pro");
-            statuses.push(request.send().await.status);
-        }
-        statuses
+    let ask = async |bearer: &str, times| {
+        let request = run.request("192.0.2.1", "GET", "/api/x");
+        let request = request.header("Authorization", bearer);
+        request.header("X-Plan", "pro").send_times(times).await
     };
     assert_eq!(ask(&run.bearer("ann", "free"), 11).await, expected(10, 1));
-    assert_eq!(
-        ask(&run.bearer("bob", "nonsense"), 11).await,
-        expected(10, 1)
-    );
+    let answer = ask(&run.bearer("bob", "nonsense"), 11).await;
+    assert_eq!(answer, expected(10, 1));
     assert_eq!(ask(&run.bearer("cid", "pro"), 101).await, expected(100, 1));
     assert_eq!(ask(&run.bearer("dan", "partner"), 150).await, [200; 150]);
     assert_eq!(ask("", 11).await, expected(10, 1));
@@ -335,12 +296,7 @@ async fn plans() {
 #[tokio::test]
 async fn slots_of_one_pod() {
     let run = RecipeRun::start("Concurrency per pod and a rate for all pods").await;
-    let mut statuses = Vec::new();
-    for _ in 0..1001 {
-        let request = run.request("192.0.2.1", "GET", "/api/x");
-        let request = request.header("X-Api-Key", "k");
-        statuses.push(request.send().await.status);
-    }
+    let statuses = run.statuses_with(1001, "X-Api-Key", "k").await;
     assert_eq!(statuses, expected(1000, 1));
     let without_key = run.statuses(1, "192.0.2.1", "GET", "/api/x").await;
     assert_eq!(without_key, [400]);
@@ -349,14 +305,9 @@ async fn slots_of_one_pod() {
 #[tokio::test]
 async fn one_quota_for_several_policies() {
     let run = RecipeRun::start("One quota for several policies").await;
-    let ask = async |path: &str, times: usize| {
-        let mut statuses = Vec::new();
-        for _ in 0..times {
-            let request = run.request("192.0.2.1", "GET", path);
-            let request = request.header("X-Api-Key", "k");
-            statuses.push(request.send().await.status);
-        }
-        statuses
+    let ask = async |path: &str, times| {
+        let request = run.request("192.0.2.1", "GET", path);
+        request.header("X-Api-Key", "k").send_times(times).await
     };
     assert_eq!(ask("/search", 40).await, [200; 40]);
     assert_eq!(ask("/export", 3).await, expected(2, 1));
@@ -368,12 +319,7 @@ async fn one_quota_for_several_policies() {
 async fn limits_for_single_customers() {
     let run = RecipeRun::start("Limits for single customers").await;
     let bearer = run.bearer("acme", "free");
-    let mut statuses = Vec::new();
-    for _ in 0..101 {
-        let request = run.request("192.0.2.1", "GET", "/api/x");
-        let request = request.header("Authorization", &bearer);
-        statuses.push(request.send().await.status);
-    }
+    let statuses = run.statuses_with(101, "Authorization", &bearer).await;
     assert_eq!(statuses, expected(100, 1));
 }
 
@@ -381,15 +327,9 @@ async fn limits_for_single_customers() {
 #[tokio::test]
 async fn the_amount_from_a_token() {
     let run = RecipeRun::start("The amount from a token").await;
-    let send = async |sub: &str, plan: serde_json::Value, times: usize| {
-        let claims = json!({ "sub": sub, "plan": plan, "exp": unix_s() + 3600 });
-        let bearer = run.issuer.bearer(&claims);
-        let mut statuses = Vec::new();
-        for _ in 0..times {
-            let request = run.request("192.0.2.1", "GET", "/api/x");
-            statuses.push(request.header("Authorization", &bearer).send().await.status);
-        }
-        statuses
+    let send = async |sub: &str, plan: Value, times| {
+        let bearer = run.bearer(sub, plan);
+        run.statuses_with(times, "Authorization", &bearer).await
     };
     assert_eq!(send("ann", json!({ "rpm": 30 }), 31).await, expected(30, 1));
     assert_eq!(send("bob", json!({}), 21).await, expected(20, 1));
@@ -408,7 +348,7 @@ async fn limits_by_pattern() {
         for _ in 0..times {
             let request = run.request("192.0.2.1", "GET", "/api/x");
             statuses.push(request.header("X-Tenant", tenant).send().await.status);
-            let seen = run.upstream.last_request();
+            let seen = run.proxy.echo().last_request();
             marks += usize::from(!seen.header_values("x-tidegate-over").is_empty());
         }
         (statuses, marks)
@@ -423,14 +363,10 @@ async fn limits_by_pattern() {
 #[tokio::test]
 async fn plans_from_a_header() {
     let run = RecipeRun::start("Plans from a gateway's header").await;
-    let ask = async |user: &str, plan: &str, times: usize| {
-        let mut statuses = Vec::new();
-        for _ in 0..times {
-            let request = run.request("192.0.2.1", "GET", "/api/x");
-            let request = request.header("X-User", user).header("X-Plan", plan);
-            statuses.push(request.send().await.status);
-        }
-        statuses
+    let ask = async |user: &str, plan: &str, times| {
+        let request = run.request("192.0.2.1", "GET", "/api/x");
+        let request = request.header("X-User", user).header("X-Plan", plan);
+        request.send_times(times).await
     };
     assert_eq!(ask("ann", "free", 11).await, expected(10, 1));
     assert_eq!(ask("bob", "pro", 101).await, expected(100, 1));
@@ -442,10 +378,8 @@ async fn plans_from_a_header() {
 async fn exemptions() {
     let run = RecipeRun::start("Exempt health checks and partners").await;
     for path in ["/healthz", "/readyz"] {
-        assert_eq!(
-            run.statuses(110, "203.0.113.9", "GET", path).await,
-            [200; 110]
-        );
+        let answers = run.statuses(110, "203.0.113.9", "GET", path).await;
+        assert_eq!(answers, [200; 110]);
     }
     for partner in ["192.0.2.77", "2001:db8:7:1::5"] {
         assert_eq!(run.statuses(110, partner, "GET", "/x").await, [200; 110]);
@@ -466,17 +400,12 @@ async fn express() {
     let reads = run.statuses(81, "192.0.2.1", "GET", "/orders").await;
     assert_eq!(reads, expected(80, 1));
     // What `trust proxy` reads.
-    let request = run.upstream.last_request();
-    assert_eq!(
-        request.single_header("x-forwarded-for"),
-        "192.0.2.1, 127.0.0.1"
-    );
+    let request = run.proxy.echo().last_request();
+    request.expect_header("x-forwarded-for", "192.0.2.1, 127.0.0.1");
 }
 
 #[tokio::test]
 async fn fast_api() {
-    let dir = TempDir::new().unwrap();
-    let issuer = TokenIssuer::new("k", Algorithm::ES256);
     let (finish, finished) = tokio::sync::watch::channel(false);
     let silent = RawUpstream::with_script(move |_, mut socket| {
         let mut finished = finished.clone();
@@ -489,48 +418,41 @@ async fn fast_api() {
         }
     })
     .await;
-    let url = format!("http://{}", silent.address);
-    let proxy = start_proxy("FastAPI", &url, &dir, &issuer).await;
+    let run = RecipeRun::before("FastAPI", silent.address).await;
     let mut reports = Vec::new();
     for n in 1..=2 {
-        let client = proxy
+        let client = run
+            .proxy
             .send_raw("GET /reports/7 HTTP/1.1\r\nHost: a\r\nX-Forwarded-For: 192.0.2.1\r\n\r\n")
             .await;
         reports.push(client);
         wait_until("the request", async || silent.connection_count() >= n).await;
     }
-    let ask = |client: &str| {
-        proxy
-            .request("GET", "/reports/8")
-            .header("X-Forwarded-For", client)
+    let ask = || {
+        run.request("192.0.2.1", "GET", "/reports/8")
+            .send_for_status()
     };
-    assert_eq!(ask("192.0.2.1").send().await.status, 429);
+    assert_eq!(ask().await, 429);
     drop(reports);
     // The app works on without its clients.
-    tokio::time::sleep(Duration::from_millis(200)).await;
-    assert_eq!(ask("192.0.2.1").send().await.status, 429);
+    sleep(Duration::from_millis(200)).await;
+    assert_eq!(ask().await, 429);
     finish.send(true).unwrap();
     wait_until("the slots of the ended reports", async || {
-        ask("192.0.2.1").send().await.status == 200
+        ask().await == 200
     })
     .await;
 }
 
 #[tokio::test]
 async fn grpc() {
-    let (dir, issuer) = (
-        TempDir::new().unwrap(),
-        TokenIssuer::new("k", Algorithm::ES256),
-    );
     let app = Nginx::start_http2().await;
-    let proxy = start_proxy("gRPC", &format!("h2c://{}", app.address), &dir, &issuer).await;
-    let call = async |method: &str| -> RawResponse {
-        let target = format!("/shop.v1.Catalog/{method}");
-        let request = proxy.request("POST", &target);
-        request
-            .header("Content-Type", "application/grpc")
-            .send()
-            .await
+    let run = RecipeRun::before("gRPC", &format!("h2c://{}", app.address)).await;
+    let call = |method| {
+        let request = run
+            .proxy
+            .request("POST", &format!("/shop.v1.Catalog/{method}"));
+        request.header("Content-Type", "application/grpc").send()
     };
     let began = Instant::now();
     let mut refused = Vec::new();
@@ -549,10 +471,6 @@ async fn grpc() {
 
 #[tokio::test]
 async fn web_sockets() {
-    let (dir, issuer) = (
-        TempDir::new().unwrap(),
-        TokenIssuer::new("k", Algorithm::ES256),
-    );
     let app = RawUpstream::with_script(|_, mut socket| async move {
         if socket.read_request().await.is_some() {
             let switching = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
@@ -561,11 +479,9 @@ async fn web_sockets() {
         }
     })
     .await;
-    let url = format!("http://{}", app.address);
-    let proxy = start_proxy("WebSocket", &url, &dir, &issuer).await;
+    let run = RecipeRun::before("WebSocket", app.address).await;
     let open = async || {
-        let mut client = proxy.send_raw("GET /ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n").await;
-        let reply = client.read_any_response(false).await;
+        let (client, reply) = run.proxy.upgrade("GET /ws HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n").await;
         (client, reply.status)
     };
     let mut sockets = Vec::new();
@@ -584,22 +500,18 @@ async fn web_sockets() {
 
 #[tokio::test]
 async fn tokens_of_a_language_model() {
-    let (dir, issuer) = (
-        TempDir::new().unwrap(),
-        TokenIssuer::new("k", Algorithm::ES256),
-    );
     let app = Upstream::with_handler(|_request| async {
         let body = r#"{"choices":[],"usage":{"total_tokens":60000}}"#;
         let reply = Response::builder().header("content-type", "application/json");
         reply.body(full_body(body)).unwrap()
     })
     .await;
-    let url = format!("http://{}", app.address);
-    let proxy = start_proxy("Tokens of a language model", &url, &dir, &issuer).await;
-    let ask = async |key: &str| {
-        let request = proxy.request("POST", "/v1/chat/completions").body("{}");
-        request.header("X-Api-Key", key).send().await.status
+    let run = RecipeRun::before("Tokens of a language model", app.address).await;
+    let prompt = || {
+        let request = run.proxy.request("POST", "/v1/chat/completions");
+        request.body("{}")
     };
+    let ask = |key| prompt().header("X-Api-Key", key).send_for_status();
     // 60,000 of 100,000 tokens, then 20,000 too many. A charge may follow the response's end.
     let mut admitted = 0;
     while ask("a").await == 200 {
@@ -607,34 +519,26 @@ async fn tokens_of_a_language_model() {
     }
     assert!((2..=3).contains(&admitted), "{admitted}");
     assert_eq!(ask("b").await, 200);
-    let without = proxy.request("POST", "/v1/chat/completions").body("{}");
-    assert_eq!(without.send().await.status, 400);
+    assert_eq!(prompt().send().await.status, 400);
 }
 
 #[tokio::test]
 async fn webhooks() {
     let run = RecipeRun::start("Webhooks").await;
     let began = Instant::now();
-    let deliveries = (0..15).map(|_| {
-        run.request("192.0.2.1", "POST", "/webhooks/payments")
-            .body("{}")
-            .send_for_status()
-    });
+    let post = |target| run.request("192.0.2.1", "POST", target);
+    let delivery = post("/webhooks/payments").body("{}");
+    let deliveries = (0..15).map(|_| delivery.clone().send_for_status());
     assert_eq!(join_all(deliveries).await, [200; 15]);
     assert!(
         began.elapsed() >= Duration::from_millis(1350),
         "{:?}",
         began.elapsed()
     );
-    let flood = (0..80).map(|_| {
-        run.request("192.0.2.1", "POST", "/webhooks/shipping")
-            .send_for_status()
-    });
+    let flood = (0..80).map(|_| post("/webhooks/shipping").send_for_status());
     let statuses = join_all(flood).await;
-    assert!(
-        statuses.contains(&429) && statuses.contains(&200),
-        "{statuses:?}"
-    );
+    assert!(statuses.contains(&429), "{statuses:?}");
+    assert!(statuses.contains(&200), "{statuses:?}");
 }
 
 #[tokio::test]
@@ -665,11 +569,7 @@ async fn behind_nginx() {
 async fn behind_traefik_and_envoy() {
     for heading in ["Behind Traefik", "Behind Envoy"] {
         let run = RecipeRun::start(heading).await;
-        let mut statuses = Vec::new();
-        for n in 0..11 {
-            let client = format!("198.51.100.{n}, 203.0.113.5");
-            statuses.extend(run.statuses(1, &client, "GET", "/api/x").await);
-        }
+        let statuses = run.statuses_of_clients(11, "203.0.113.5", "/api/x").await;
         assert_eq!(statuses, expected(10, 1), "{heading}");
         let other = run.statuses(1, "203.0.113.6", "GET", "/api/x").await;
         assert_eq!(other, [200], "{heading}");
@@ -681,19 +581,10 @@ async fn behind_traefik_and_envoy() {
 #[tokio::test]
 async fn behind_an_aws_load_balancer() {
     let run = RecipeRun::start("Behind an AWS load balancer").await;
-    let mut statuses = Vec::new();
-    for n in 0..101 {
-        let client = format!("198.51.100.{n}, 203.0.113.5");
-        statuses.extend(run.statuses(1, &client, "GET", "/healthz").await);
-    }
+    let statuses = run
+        .statuses_of_clients(101, "203.0.113.5", "/healthz")
+        .await;
     assert_eq!(statuses, expected(100, 1), "clients have no exemption");
-    let health = async |address: SocketAddr| {
-        ClientRequest::new(address, "GET", "/healthz")
-            .send()
-            .await
-            .status
-    };
-    for _ in 0..110 {
-        assert_eq!(health(run.proxy.address).await, 200);
-    }
+    let health = run.proxy.get_statuses("/healthz", 110).await;
+    assert_eq!(health, [200; 110]);
 }

@@ -1,7 +1,6 @@
 //! A wall clock of Redis that is set forward and back.
 
 use crate::support::prelude::*;
-use std::time::Duration;
 
 const HOUR: u64 = 3_600;
 
@@ -35,7 +34,7 @@ fn make_config(server: &RedisServer) -> String {
 /// `Retry-After`.
 async fn count_admitted(proxy: &Proxy) -> Vec<(&'static str, usize, u64)> {
     // Workers cache refusals for up to one second.
-    tokio::time::sleep(Duration::from_millis(1_050)).await;
+    sleep(Duration::from_millis(1_050)).await;
     let mut results = Vec::new();
     for (name, _) in POLICIES {
         let (mut admitted, mut retry_after) = (0, 0);

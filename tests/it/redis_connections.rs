@@ -2,15 +2,10 @@
 //! reason.
 
 use crate::support::prelude::*;
-use crate::support::sentinel::{MASTER_NAME, SentinelDeployment};
+use crate::support::sentinel::MASTER_NAME;
 use redis::Value;
-use std::collections::HashMap;
-use std::fs;
-use std::time::Duration;
-use tempfile::TempDir;
-use tidegate::limiter::{KeyBuilder, PolicyCharges};
-use tidegate::store::redis::{RedisCredentials, RedisPassword, RedisSettings, RedisTopology};
-use tidegate::store::{Store, StoreUnavailable};
+use tidegate::store::StoreUnavailable;
+use tidegate::store::redis::{RedisCredentials, RedisPassword};
 
 /// Sentinels that vote at the same time elect no leader and retry after a delay.
 const ELECTION_TIMEOUT: Duration = Duration::from_secs(30);
@@ -37,11 +32,8 @@ fn redis_config(settings: &str, policies: &str) -> String {
 /// Checks that Redis decides: the third request exceeds the limit.
 async fn assert_redis_decides(settings: &str) {
     let proxy = start_proxy(settings, POLICY).await;
-    assert_eq!(
-        proxy.get_statuses("/", 3).await,
-        [200, 200, 429],
-        "{settings}"
-    );
+    let statuses = proxy.get_statuses("/", 3).await;
+    assert_eq!(statuses, [200, 200, 429], "{settings}");
 }
 
 /// Checks that the proxy logs the failed connection with its kind and reason.
@@ -54,11 +46,8 @@ async fn assert_connection_rejected(settings: &str, kind: &str, reason: &str) {
         "{settings}: {}",
         line.field("reason")
     );
-    assert_eq!(
-        proxy.get_statuses("/", 3).await,
-        [200; 3],
-        "{settings}: the policy fails open"
-    );
+    let statuses = proxy.get_statuses("/", 3).await;
+    assert_eq!(statuses, [200; 3], "{settings}: the policy fails open");
     let metrics = proxy.read_metrics_page().await;
     let counted = |line: &str| {
         line.strip_prefix(&format!("tidegate_store_errors_total{{kind=\"{kind}\"}} "))
@@ -147,18 +136,11 @@ async fn sentinels_and_their_master_are_reached_over_tls() {
     let lines = watched.config_lines();
     let own = client_certificate_settings(&authority, &authority);
     let proxy = start_proxy(&format!("{lines}\n{own}"), POLICY).await;
-    assert_eq!(
-        proxy.get_statuses("/", 1).await,
-        [200],
-        "{}",
-        proxy.log_text()
-    );
-    assert_eq!(
-        proxy
-            .read_metric("tidegate_decision_seconds_count{source=\"redis\"}")
-            .await,
-        1.0
-    );
+    let statuses = proxy.get_statuses("/", 1).await;
+    assert_eq!(statuses, [200], "{}", proxy.log_text());
+    proxy
+        .assert_metric("tidegate_decision_seconds_count{source=\"redis\"}", 1.0)
+        .await;
 
     let old = watched.master_port().await;
     watched.server_by_port(old).kill();
@@ -361,9 +343,7 @@ async fn the_documented_acl_rules_suffice_for_cluster_and_sentinels() {
         "noauth"
     );
     for sentinel in &watched.sentinels {
-        let _: () = sentinel
-            .command(&documented_acl_rule("tidegate-watch"))
-            .await;
+        sentinel.run(&documented_acl_rule("tidegate-watch")).await;
     }
     assert_eq!(
         decide_once(with(watched.settings()))
@@ -373,8 +353,8 @@ async fn the_documented_acl_rules_suffice_for_cluster_and_sentinels() {
         "noauth",
         "the master's credentials are missing"
     );
-    let _: () = watched.servers[0]
-        .command(&documented_acl_rule("tidegate"))
+    watched.servers[0]
+        .run(&documented_acl_rule("tidegate"))
         .await;
     assert_eq!(decide_once(with(watched.settings())).await, Ok(true));
 }
@@ -383,7 +363,7 @@ async fn the_documented_acl_rules_suffice_for_cluster_and_sentinels() {
 async fn the_documented_acl_rule_grants_what_is_needed_and_no_more() {
     let server = RedisServer::start();
     let mut admin = server.connection().await;
-    let _: () = server.command(&documented_acl_rule("tidegate")).await;
+    server.run(&documented_acl_rule("tidegate")).await;
     let (_folder, password) = write_temp_file("password", "s3cret\n");
     let login = format!(
         "url = 'redis://127.0.0.1:{}'\nusername = 'tidegate'\npassword_file = '{}'",
@@ -391,19 +371,13 @@ async fn the_documented_acl_rule_grants_what_is_needed_and_no_more() {
         password.display()
     );
     let proxy = start_proxy(&login, ALL_ALGORITHM_POLICIES).await;
-    assert_eq!(
-        proxy.get_statuses("/", 4).await,
-        [200, 200, 429, 429],
-        "{}",
-        proxy.log_text()
-    );
+    let statuses = proxy.get_statuses("/", 4).await;
+    assert_eq!(statuses, [200, 200, 429, 429], "{}", proxy.log_text());
     let config = ConfigFile::new(&redis_config(&login, ALL_ALGORITHM_POLICIES));
     for words in [&["list"][..], &["show", "many"], &["reset", "many"]] {
         let ended = config.run(&[&["keys"], words].concat()).await;
-        assert!(
-            ended.status.success() && ended.stdout.contains("many"),
-            "{words:?}: {ended:?}"
-        );
+        assert!(ended.status.success(), "{words:?}: {ended:?}");
+        assert!(ended.stdout.contains("many"), "{words:?}: {ended:?}");
     }
     let denied: Vec<HashMap<String, Value>> = redis::cmd("ACL")
         .arg("LOG")
@@ -433,7 +407,7 @@ async fn the_documented_acl_rule_grants_what_is_needed_and_no_more() {
         "",
     )
     .await;
-    let _: () = server.command("ACL SETUSER tidegate -evalsha").await;
+    server.run("ACL SETUSER tidegate -evalsha").await;
     fs::write(&password, "s3cret").unwrap();
     assert_connection_rejected(&login, "noauth", "no permissions").await;
 }
@@ -446,8 +420,8 @@ async fn without_info_permission_only_the_memory_metrics_are_missing() {
     let warns = proxy.wait_for_message("redis may evict counters", 0).await;
     assert_eq!(warns.field("maxmemory_policy"), "allkeys-lru");
     assert_eq!(proxy.read_metric("tidegate_redis_may_evict").await, 1.0);
-    let _: () = server
-        .command("ACL SETUSER blind on >s3cret allkeys +@all -info")
+    server
+        .run("ACL SETUSER blind on >s3cret allkeys +@all -info")
         .await;
     let blind = self::start_proxy(&login("blind:s3cret@"), ALL_ALGORITHM_POLICIES).await;
     let page = blind.admin_request("GET", "/metrics").send();
@@ -462,12 +436,9 @@ async fn without_info_permission_only_the_memory_metrics_are_missing() {
         &["tidegate_redis_memory", "tidegate_redis_may_evict"],
     );
     assert_eq!(blind.read_metric("tidegate_store_up").await, 1.0);
-    assert_eq!(
-        blind
-            .read_metric("tidegate_store_errors_total{kind=\"noauth\"}")
-            .await,
-        0.0
-    );
+    blind
+        .assert_metric("tidegate_store_errors_total{kind=\"noauth\"}", 0.0)
+        .await;
 }
 
 async fn run_as_restricted_user(server: &RedisServer, words: &str) -> redis::RedisResult<Value> {

@@ -1,21 +1,11 @@
 //! Decisions while Redis misbehaves: errors arrive quickly, have the right kind, and recovery is
 //! automatic.
 
-use crate::support::fake_redis::{TcpRelay, start_faulty_redis};
+use crate::support::fake_redis::start_faulty_redis;
 use crate::support::prelude::*;
-use crate::support::redis::{free_port, redis_settings};
-use crate::support::store_harness::first_counter;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{Algorithm, Amendment, Decision, Key, KeyBuilder, Limit, PolicyCharges};
-use tidegate::store::redis::{
-    RedisCredentials, RedisPassword, RedisSettings, RedisStore, ScriptLibrary, SharedRedisState,
-};
-use tidegate::store::{Settlement, Store, StoreUnavailable};
-use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tidegate::store::StoreUnavailable;
+use tidegate::store::redis::{RedisCredentials, RedisPassword, ScriptLibrary};
 
 const LIMIT: Limit = sliding_log(1000, 60_000_000);
 
@@ -184,7 +174,7 @@ async fn flushed_scripts_are_loaded_once_for_all_callers() {
         .read_info_number("memory", "number_of_cached_scripts")
         .await;
     for round in 1..=5 {
-        let _: () = server.command("SCRIPT FLUSH").await;
+        server.run("SCRIPT FLUSH").await;
         let calls: Vec<_> = (0..64)
             .map(|n| {
                 let store = store.clone();
@@ -194,12 +184,10 @@ async fn flushed_scripts_are_loaded_once_for_all_callers() {
         for call in calls {
             call.await.unwrap().unwrap();
         }
-        assert_eq!(
-            server
-                .read_info_number("commandstats", "cmdstat_script|load")
-                .await,
-            loads + round * programs
-        );
+        let number = server
+            .read_info_number("commandstats", "cmdstat_script|load")
+            .await;
+        assert_eq!(number, loads + round * programs);
     }
     assert_eq!(
         shared.error_counts().map(|(_, count)| count).sum::<u64>(),
@@ -212,7 +200,7 @@ async fn a_lost_connection_is_noticed_and_replaced_without_a_request() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
     let connections = server.connections_received().await;
-    let _: () = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
+    server.run("CLIENT KILL TYPE normal SKIPME yes").await;
     let killed = Instant::now();
     // The `CLIENT KILL` command and each `INFO` call open one connection.
     let mut own_connections = 2;
@@ -230,15 +218,13 @@ async fn a_lost_connection_is_noticed_and_replaced_without_a_request() {
 async fn redis_is_out_of_memory() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
-    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
-    assert_eq!(
-        open_breaker(&shared, &store, server.settings().timeout).await,
-        ["oom"; 5]
-    );
+    server.run("CONFIG SET maxmemory 100kb").await;
+    let answer = open_breaker(&shared, &store, server.settings().timeout).await;
+    assert_eq!(answer, ["oom"; 5]);
     // Probes fail too, so the circuit breaker stays open until Redis has memory.
     sleep(3 * server.settings().probe_interval).await;
     assert_fails_fast(&store).await;
-    let _: () = server.command("CONFIG SET maxmemory 0").await;
+    server.run("CONFIG SET maxmemory 0").await;
     wait_for_recovery(&shared, &store).await;
 }
 
@@ -246,10 +232,7 @@ async fn redis_is_out_of_memory() {
 async fn out_of_memory_never_charges_half_a_request() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
-    let daily = Limit {
-        algorithm: Algorithm::FixedWindow { offset_us: 0 },
-        ..LIMIT
-    };
+    let daily = with_algorithm(LIMIT, Algorithm::FixedWindow { offset_us: 0 });
     let owner = make_key("k");
     let charge = |limit| PolicyCharges::new(limit, &owner, 1);
     let _: () = server.command("CONFIG SET maxmemory 100kb").await;
@@ -325,10 +308,7 @@ async fn a_wrong_password_is_a_noauth_error() {
 async fn a_foreign_value_fails_only_its_key() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
-    let daily = Limit {
-        algorithm: Algorithm::FixedWindow { offset_us: 0 },
-        ..LIMIT
-    };
+    let daily = with_algorithm(LIMIT, Algorithm::FixedWindow { offset_us: 0 });
     let (bad, good) = (make_key("bad"), make_key("good"));
     let charge = |limit, key| PolicyCharges::new(limit, key, 1);
     let script = ScriptLibrary::new("t");
@@ -458,7 +438,7 @@ async fn out_of_memory_fails_only_the_writing_decisions_of_a_batch() {
             .unwrap()
             .admitted
     );
-    let _: () = server.command("CONFIG SET maxmemory 100kb").await;
+    server.run("CONFIG SET maxmemory 100kb").await;
     let names: Vec<String> = (0..30)
         .map(|n| {
             if n % 2 == 0 {
@@ -498,12 +478,10 @@ async fn equal_decisions_share_a_call_and_the_remaining_units() {
         .read_info_number("commandstats", "cmdstat_evalsha")
         .await;
     let answers = decide_together(&redis, &vec!["k".to_owned(); 200]).await;
-    assert_eq!(
-        server
-            .read_info_number("commandstats", "cmdstat_evalsha")
-            .await,
-        before + 1
-    );
+    let number = server
+        .read_info_number("commandstats", "cmdstat_evalsha")
+        .await;
+    assert_eq!(number, before + 1);
     let remaining = answers.iter().map(|answer| {
         let decision = answer.as_ref().unwrap();
         (
@@ -579,8 +557,8 @@ async fn a_slow_call_does_not_delay_the_next() {
 async fn redis_is_demoted_to_replica() {
     let server = RedisServer::start();
     let (shared, store) = start_store(&server).await;
-    let _: () = server
-        .command(&format!("REPLICAOF 127.0.0.1 {}", free_port()))
+    server
+        .run(&format!("REPLICAOF 127.0.0.1 {}", free_port()))
         .await;
     let kinds = open_breaker(&shared, &store, server.settings().timeout).await;
     // A call in flight on the discarded connection fails with `connection`.
@@ -591,7 +569,7 @@ async fn redis_is_demoted_to_replica() {
         "{kinds:?}"
     );
     assert!(kinds.contains(&"readonly"));
-    let _: () = server.command("REPLICAOF NO ONE").await;
+    server.run("REPLICAOF NO ONE").await;
     wait_for_recovery(&shared, &store).await;
 }
 
@@ -617,11 +595,8 @@ async fn all_settlements_reach_a_slow_redis() {
     let relay = TcpRelay::start(server.port()).await;
     let (_shared, redis) = connect_redis(redis_settings(relay.port)).await;
     let store = Store::from_redis(redis);
-    let limit = Limit {
-        algorithm: Algorithm::FixedWindow { offset_us: 0 },
-        per_us: 86_400_000_000,
-        ..LIMIT
-    };
+    let window = Algorithm::FixedWindow { offset_us: 0 };
+    let limit = make_limit(LIMIT.requests, 86_400_000_000, window);
     let owner = make_key("settlements");
     store
         .decide(&[PolicyCharges::new(&limit, &owner, 1)])

@@ -1,15 +1,7 @@
 //! Common practices of rate limiting with Redis that no other test covers.
 
-use crate::support::fake_redis::TcpRelay;
 use crate::support::prelude::*;
-use crate::support::redis::redis_settings;
-use crate::support::store_harness::first_counter;
-use crate::support::store_harness::{EVERY_ALGORITHM, test_seed};
-use fastrand::Rng;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{KeyBuilder, Limit, PolicyCharges};
-use tidegate::store::redis::{RedisStore, ScriptLibrary};
-use tokio::task::JoinSet;
+use tidegate::store::redis::ScriptLibrary;
 
 const LIMIT: Limit = sliding_log(1000, 60_000_000);
 
@@ -70,12 +62,10 @@ async fn a_script_is_loaded_once_and_then_called_by_hash() {
         .read_info_number("commandstats", "cmdstat_evalsha")
         .await;
     decide_concurrently(&redis, 100).await;
-    assert_eq!(
-        server
-            .read_info_number("commandstats", "cmdstat_script|load")
-            .await,
-        loads
-    );
+    let number = server
+        .read_info_number("commandstats", "cmdstat_script|load")
+        .await;
+    assert_eq!(number, loads);
     // Concurrent decisions share calls.
     assert!(
         server
@@ -83,12 +73,10 @@ async fn a_script_is_loaded_once_and_then_called_by_hash() {
             .await
             > calls_by_hash
     );
-    assert_eq!(
-        server
-            .read_info_number("commandstats", "cmdstat_eval")
-            .await,
-        0
-    );
+    let number = server
+        .read_info_number("commandstats", "cmdstat_eval")
+        .await;
+    assert_eq!(number, 0);
 }
 
 /// Asks Redis itself for the hash slots, with special characters in prefixes and values.

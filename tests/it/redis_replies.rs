@@ -6,12 +6,6 @@
 use crate::support::fake_redis::AfterReply::{self, Close, Hang, Serve};
 use crate::support::fake_redis::{RedisFault, ScriptedRedis};
 use crate::support::prelude::*;
-use crate::support::redis::redis_settings;
-use std::collections::BTreeSet;
-use std::time::Duration;
-use tidegate::limiter::{KeyBuilder, Limit, PolicyCharges};
-use tidegate::store::Store;
-use tidegate::store::redis::{RedisSettings, RedisStore, RedisTopology, SharedRedisState};
 
 const LIMIT: Limit = sliding_log(1000, 60_000_000);
 

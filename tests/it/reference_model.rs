@@ -3,12 +3,8 @@
 //! It discards nothing. Each counter keeps every unit ever charged with its time, and each query
 //! looks at all of them. The stores are compared with it.
 
-use crate::support::store_harness::first_charge;
-use std::collections::HashMap;
-use tidegate::limiter::{
-    Algorithm, Amendment, Charge, ChargeOutcome, Decision, Limit, LimitStatus, PolicyCharges,
-    Refusal, each_charge,
-};
+use crate::support::prelude::*;
+use tidegate::limiter::ChargeOutcome;
 
 #[derive(Debug, Default)]
 pub struct NaiveModel {
@@ -631,11 +627,7 @@ mod hand_computed {
             Self {
                 model: NaiveModel::default(),
                 key,
-                limit: Limit {
-                    requests,
-                    per_us,
-                    algorithm,
-                },
+                limit: make_limit(requests, per_us, algorithm),
             }
         }
 
@@ -745,10 +737,8 @@ mod hand_computed {
         fixture.limit.requests = 2;
         let status = fixture.decide(BASE_US + 4, 1);
         assert_eq!(status.refusal, Some(Refusal::Until(BASE_US + 102)));
-        assert_eq!(
-            (status.remaining, status.next_growth_us),
-            (0, Some(BASE_US + 102))
-        );
+        assert_eq!(status.remaining, 0);
+        assert_eq!(status.next_growth_us, Some(BASE_US + 102));
         fixture.limit.requests = 5;
         assert_eq!(fixture.decide(BASE_US + 4, 1).refusal, None);
     }
@@ -757,11 +747,8 @@ mod hand_computed {
     fn a_block_begins_with_a_refusal_and_is_not_prolonged() {
         let key = KeyBuilder::new("p").finish();
         let limits = [(1, 500, Algorithm::Block), (2, 100, Algorithm::SlidingLog)];
-        let limits = limits.map(|(requests, per_us, algorithm)| Limit {
-            requests,
-            per_us,
-            algorithm,
-        });
+        let limits =
+            limits.map(|(requests, per_us, algorithm)| make_limit(requests, per_us, algorithm));
         let mut model = NaiveModel::default();
         let mut ask = |at_us, cost| {
             let charge = |limit, cost| PolicyCharges::new(limit, &key, cost);
@@ -805,11 +792,7 @@ mod hand_computed {
     fn a_counted_refusal_replaces_the_oldest_units() {
         let key = KeyBuilder::new("p").finish();
         let mut model = NaiveModel::default();
-        let limit = |algorithm| Limit {
-            requests: 3,
-            per_us: 100,
-            algorithm,
-        };
+        let limit = |algorithm| make_limit(3, 100, algorithm);
         let mut decide_counting_rejections = |limit: &Limit, at_us, cost| {
             let charge = PolicyCharges {
                 counts_rejected: true,
@@ -829,24 +812,16 @@ mod hand_computed {
         assert_eq!(decide_counting_rejections(&log, BASE_US + 10, 1), (1, None));
         // One unit of T, one of T + 10 and two of T + 20 exceed the limit, so the unit of T is
         // dropped.
-        assert_eq!(
-            decide_counting_rejections(&log, BASE_US + 20, 2),
-            (0, Some(Refusal::Until(BASE_US + 120)))
-        );
-        assert_eq!(
-            decide_counting_rejections(&log, BASE_US + 30, 9),
-            (0, Some(Refusal::Never))
-        );
-        assert_eq!(
-            decide_counting_rejections(&log, BASE_US + 129, 1),
-            (0, Some(Refusal::Until(BASE_US + 130)))
-        );
+        let found = decide_counting_rejections(&log, BASE_US + 20, 2);
+        assert_eq!(found, (0, Some(Refusal::Until(BASE_US + 120))));
+        let found = decide_counting_rejections(&log, BASE_US + 30, 9);
+        assert_eq!(found, (0, Some(Refusal::Never)));
+        let found = decide_counting_rejections(&log, BASE_US + 129, 1);
+        assert_eq!(found, (0, Some(Refusal::Until(BASE_US + 130))));
         let window = limit(Algorithm::FixedWindow { offset_us: 0 });
         assert_eq!(decide_counting_rejections(&window, BASE_US, 2), (1, None));
-        assert_eq!(
-            decide_counting_rejections(&window, BASE_US, 2),
-            (0, Some(Refusal::Until(BASE_US + 100)))
-        );
+        let found = decide_counting_rejections(&window, BASE_US, 2);
+        assert_eq!(found, (0, Some(Refusal::Until(BASE_US + 100))));
     }
 
     #[test]
@@ -867,16 +842,10 @@ mod hand_computed {
             4,
             "the credit must reduce the units of its sub-window"
         );
-        assert_eq!(
-            credit(4, BASE_US + 9, BASE_US + 20),
-            5,
-            "the credit must not reduce other units"
-        );
-        assert_eq!(
-            credit(1, BASE_US + 11, BASE_US + 119),
-            9,
-            "the expired sub-window must not be credited"
-        );
+        let found = credit(4, BASE_US + 9, BASE_US + 20);
+        assert_eq!(found, 5, "the credit must not reduce other units");
+        let found = credit(1, BASE_US + 11, BASE_US + 119);
+        assert_eq!(found, 9, "the expired sub-window must not be credited");
     }
 
     #[test]

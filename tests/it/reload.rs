@@ -2,11 +2,6 @@
 
 use crate::support::prelude::*;
 use crate::support::secret_volume::SecretVolume;
-use hyper::Response;
-use std::fs;
-use std::sync::Mutex;
-use std::time::Duration;
-use tempfile::TempDir;
 
 /// The documented maximum is 2 s; the rest is for a busy machine.
 const RELOAD_TIMEOUT: Duration = Duration::from_millis(2_500);
@@ -134,11 +129,8 @@ async fn an_invalid_file_changes_nothing_and_is_logged() {
                 complaint,
             )
             .await;
-        assert_eq!(
-            get_limit(&proxy).await,
-            Some(1_000),
-            "{what} must change nothing"
-        );
+        let answer = get_limit(&proxy).await;
+        assert_eq!(answer, Some(1_000), "{what} must change nothing");
     }
     proxy.write_config(&make_policy(2_000));
     wait_for_limit(&proxy, 2_000, "a good file after bad ones").await;
@@ -171,7 +163,7 @@ async fn a_half_written_file_is_not_applied() {
     // ms.
     for end in (1..whole.len()).step_by(whole.len() / 60) {
         proxy.write_config(&whole[..end]);
-        tokio::time::sleep(Duration::from_millis(40)).await;
+        sleep(Duration::from_millis(40)).await;
         if end < make_policy(2_000).len() {
             assert_eq!(get_limit(&proxy).await, Some(1_000), "after {end} bytes");
         }
@@ -285,10 +277,8 @@ async fn a_reload_that_changes_block_for_does_not_end_a_block() {
         let reply = proxy.get("/").await;
         assert_eq!(reply.status, 429, "{block}");
         let left_us = reply.retry_after_us();
-        assert!(
-            (3_000_000_000..=3_600_000_000).contains(&left_us),
-            "{left_us}"
-        );
+        let range = 3_000_000_000..=3_600_000_000;
+        assert!(range.contains(&left_us), "{left_us}");
     }
     proxy.write_config(&policy(4_000, ""));
     wait_for_limit(&proxy, 4_000, "without a block").await;

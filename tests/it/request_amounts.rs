@@ -1,15 +1,8 @@
 //! Amounts of limits that requests state, end to end.
 
 use crate::reference_model::NaiveModel;
-use crate::support::jwt_issuer::TokenIssuer;
 use crate::support::prelude::*;
-use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
-use crate::support::unix_s;
-use serde_json::{Value, json};
-use std::fs;
-use tidegate::limiter::{
-    Algorithm, Amendment, KeyBuilder, Limit, OverrideInEffect, PolicyCharges, Refusal,
-};
+use tidegate::limiter::OverrideInEffect;
 
 /// The key of the tokens.
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
@@ -127,11 +120,8 @@ async fn a_verified_token_states_the_amount_within_bounds() {
     ] {
         assert_eq!(admitted(&issuer, sub, rpm).await, expected, "{sub}");
     }
-    assert_eq!(
-        admitted(&forger, "ann", json!(5)).await,
-        2,
-        "a forged token"
-    );
+    let answer = admitted(&forger, "ann", json!(5)).await;
+    assert_eq!(answer, 2, "a forged token");
 }
 
 #[tokio::test]
@@ -141,26 +131,16 @@ async fn a_header_counts_only_from_a_trusted_proxy_and_a_larger_amount_is_not_re
     let proxy = fixture.start_proxy(&store, POLICIES).await;
     assert_eq!(admitted(&proxy, "/tenant", "a", "2", 4).await, 2);
     let response = send(&proxy, "/tenant", "a", Some("4")).await;
-    assert_eq!(
-        response.status, 200,
-        "a cached refusal of 2 is not one of 4"
-    );
-    assert_eq!(
-        response.list_parameter("ratelimit-policy", "tenant", "q"),
-        Some(4)
-    );
+    let status = response.status;
+    assert_eq!(status, 200, "a cached refusal of 2 is not one of 4");
+    let found = response.list_parameter("ratelimit-policy", "tenant", "q");
+    assert_eq!(found, Some(4));
     assert_eq!(response.remaining("tenant"), Some(1));
     assert_eq!(send(&proxy, "/tenant", "a", Some("2")).await.status, 429);
-    assert_eq!(
-        admitted(&proxy, "/tenant", "a", "4", 3).await,
-        1,
-        "no refusal was charged"
-    );
-    assert_eq!(
-        admitted(&proxy, "/bucket", "a", "3", 5).await,
-        3,
-        "the burst is the amount"
-    );
+    let answer = admitted(&proxy, "/tenant", "a", "4", 3).await;
+    assert_eq!(answer, 1, "no refusal was charged");
+    let answer = admitted(&proxy, "/bucket", "a", "3", 5).await;
+    assert_eq!(answer, 3, "the burst is the amount");
 
     let explain = async |path: &str, more: &[&str]| {
         let words = ["explain", path, "-H", "x-tenant: a", "-H", "x-rpm: 5"];
@@ -186,18 +166,13 @@ async fn a_header_counts_only_from_a_trusted_proxy_and_a_larger_amount_is_not_re
         "{shown}"
     );
     let response = send(&proxy, "/tenant", "a", Some("5")).await;
-    assert_eq!(
-        response.list_parameter("ratelimit-policy", "tenant", "q"),
-        Some(9)
-    );
+    let found = response.list_parameter("ratelimit-policy", "tenant", "q");
+    assert_eq!(found, Some(9));
 
     let untrusting = POLICIES.replace("[\"127.0.0.1\"]", "[\"192.0.2.1\"]");
     let untrusting = fixture.start_proxy(&store, &untrusting).await;
-    assert_eq!(
-        admitted(&untrusting, "/tenant", "b", "5", 4).await,
-        2,
-        "the default"
-    );
+    let answer = admitted(&untrusting, "/tenant", "b", "5", 4).await;
+    assert_eq!(answer, 2, "the default");
 }
 
 #[tokio::test]
@@ -249,10 +224,8 @@ async fn any_sequence_of_amounts_is_decided_as_by_the_model() {
             )
             .await;
             let expected = if is_admitted { 200 } else { 429 };
-            assert_eq!(
-                response.status, expected,
-                "{store}: {amount} after {used:?}"
-            );
+            let status = response.status;
+            assert_eq!(status, expected, "{store}: {amount} after {used:?}");
         }
     }
 }
@@ -326,11 +299,7 @@ fn both_stores_keep_the_usage_while_amounts_change() {
 fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() {
     const SECOND_US: u64 = 1_000_000;
     let key = KeyBuilder::new("tenant").finish();
-    let bucket = |requests| Limit {
-        requests,
-        per_us: 60 * SECOND_US,
-        algorithm: plain_bucket(2),
-    };
+    let bucket = |requests| make_limit(requests, 60 * SECOND_US, plain_bucket(2));
     let (large, small) = (bucket(10), bucket(1));
     for mut store in StoreUnderTest::both_stores() {
         for limit in [&large, &small] {

@@ -2,32 +2,25 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use http_body_util::{BodyExt, Full};
-use hyper::Request;
-use std::time::{Duration, Instant};
 
 #[tokio::test]
 async fn a_body_above_the_limit_is_a_413() {
     let upstream = RawUpstream::with_response("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
     let proxy = Proxy::start("[listen.http]\nmax_body_bytes = '1KiB'", upstream.address).await;
-    assert_eq!(
-        proxy
-            .request("POST", "/")
-            .body(vec![b'x'; 1_024])
-            .send_for_status()
-            .await,
-        200
-    );
+    proxy
+        .request("POST", "/")
+        .body(vec![b'x'; 1_024])
+        .expect_status(200)
+        .await;
     let before = upstream.received_bytes().len();
     let reply = proxy
         .request("POST", "/")
         .body(vec![b'x'; 1_025])
         .send()
         .await;
-    assert_eq!(
-        (reply.status, reply.header("content-type")),
-        (413, Some("application/problem+json"))
-    );
+    reply
+        .expect_status(413)
+        .expect_header("content-type", "application/problem+json");
     assert_eq!(
         upstream.received_bytes().len(),
         before,
@@ -89,11 +82,8 @@ async fn headers_above_the_limit_are_a_431() {
 #[tokio::test]
 async fn a_stalled_body_times_out() {
     let upstream = RawUpstream::silent().await;
-    let proxy = Proxy::start(
-        "[listen.http]\nbody_idle_timeout = '300ms'",
-        upstream.address,
-    )
-    .await;
+    let config = "[listen.http]\nbody_idle_timeout = '300ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
     let mut client = proxy
         .send_raw("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nshort")
         .await;
@@ -114,7 +104,7 @@ async fn a_slow_but_steady_body_is_accepted() {
         .send_raw("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 8\r\n\r\n")
         .await;
     for _ in 0..8 {
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        sleep(Duration::from_millis(200)).await;
         client.send("x").await;
     }
     assert_eq!(client.read_response().await.json()["body_len"], 8);
@@ -142,7 +132,7 @@ async fn an_idle_connection_uses_little_memory() {
             assert_eq!(client.read_response().await.status, 200);
             clients.push(client);
         }
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        sleep(Duration::from_millis(300)).await;
         after_first.get_or_insert_with(|| proxy.rss_kib());
     }
     let each_kib =
@@ -173,10 +163,9 @@ async fn memory_is_released_after_a_burst_of_connections() {
 /// The rest of the body arrives after the response: only then the connection is idle.
 #[tokio::test]
 async fn a_connection_is_idle_after_a_discarded_body() {
-    let upstream = Upstream::echo().await;
     let config = "[listen.http]\nidle_timeout = '300ms'\n\
         [[policy]]\nname = 'deny'\nmatch = { path = '/deny' }\naction = 'deny'";
-    let proxy = Proxy::start(config, upstream.address).await;
+    let proxy = Proxy::with_echo(config).await;
     let mut client = RawClient::connect(proxy.address).await;
     let head = "POST /deny HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\n";
     assert_eq!(client.request(head).await.status, 403);
@@ -192,7 +181,7 @@ async fn a_short_head_timeout_does_not_cut_idle_connections() {
     for _ in 0..2 {
         client.send("GET / HTTP/1.1\r\nHost: a\r\n\r\n").await;
         assert_eq!(client.read_response().await.status, 200);
-        tokio::time::sleep(Duration::from_millis(600)).await;
+        sleep(Duration::from_millis(600)).await;
     }
 }
 
@@ -303,7 +292,7 @@ async fn open_slow_readers(
         client.read_first_bytes().await;
         readers.push(client);
     }
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    sleep(Duration::from_millis(500)).await;
     readers
 }
 
@@ -316,7 +305,7 @@ async fn a_slow_reader_of_a_large_answer_uses_little_memory() {
         let body = body.clone();
         async move {
             match request.uri().path() {
-                "/big" => hyper::Response::new(full_body(body)),
+                "/big" => Response::new(full_body(body)),
                 _ => echo(request).await,
             }
         }
@@ -352,7 +341,7 @@ async fn a_slow_reader_of_a_large_answer_uses_little_memory() {
 
 /// Memory of all TCP sockets of this machine.
 fn kernel_tcp_kib() -> u64 {
-    let text = std::fs::read_to_string("/proc/net/sockstat").unwrap_or_default();
+    let text = fs::read_to_string("/proc/net/sockstat").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("TCP:"));
     let pages = line.and_then(|line| line.split_whitespace().last()?.parse::<u64>().ok());
     pages.unwrap_or_default() * 4

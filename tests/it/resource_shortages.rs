@@ -3,10 +3,7 @@
 
 use crate::support::prelude::*;
 use socket2::{Domain, SockAddr, Socket, Type};
-use std::fs;
 use std::io::{Read, Write};
-use std::time::Duration;
-use tempfile::TempDir;
 use tokio::process::Command;
 
 /// Runs the proxy where two ports are left for connections to the upstream, which answers neither
@@ -78,15 +75,16 @@ async fn exhausted_ports_and_a_short_backlog_are_named() {
     let ended = run_command(&mut command).await;
     let output = format!("{}{}", ended.stdout, ended.stderr);
     assert!(ended.status.success(), "{output}");
-    for expected in [
-        "third: 503",
-        "first, second: 200 200",
-        "fourth: 200",
-        "local_resources: Cannot assign requested address",
-        "no local port is left",
-    ] {
-        assert!(output.contains(expected), "{expected}: {output}");
-    }
+    assert_contains(
+        &output,
+        &[
+            "third: 503",
+            "first, second: 200 200",
+            "fourth: 200",
+            "local_resources: Cannot assign requested address",
+            "no local port is left",
+        ],
+    );
     let is_short = output.contains("somaxconn 64");
     let is_named = output.contains("a burst of new connections is dropped earlier");
     assert!(!is_short || is_named, "{output}");

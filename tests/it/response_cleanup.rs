@@ -3,13 +3,8 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use http_body_util::BodyExt;
-use hyper::{HeaderMap, Method, Request};
-use std::sync::Arc;
-use tokio::io::AsyncReadExt;
-use tokio::sync::Semaphore;
-use tokio::time::{Duration, timeout};
+use hyper::{HeaderMap, Method};
+use tokio::time::Duration;
 
 /// Fields and frames (kind, flags, payload) of a response of an h2c upstream.
 type H2cCase = (
@@ -106,10 +101,7 @@ async fn assert_is_bad_gateway(proxy: &Proxy, case: &str) {
     let reply = client.read_response_or_close().await;
     let reply = reply.unwrap_or_else(|| panic!("{case}: closed without a byte"));
     assert_eq!(reply.status, 502, "{case}");
-    assert_eq!(
-        reply.header("content-type"),
-        Some("application/problem+json")
-    );
+    reply.expect_header("content-type", "application/problem+json");
     assert!(reply.complete, "{case}");
     let reply = request_over_http2(proxy, Method::GET).await;
     assert_eq!(reply.status, 502, "{case} over HTTP/2");
@@ -221,9 +213,9 @@ async fn a_body_that_breaks_later_is_passed_on_and_never_looks_complete() {
                     socket
                         .send(&encode_frame(HEADERS, END_HEADERS, stream, head))
                         .await;
-                    socket.send(&encode_frame(DATA, 0, stream, "abc")).await;
+                    socket.send(&data_frame(stream, "abc")).await;
                     breaks.acquire().await.unwrap().forget();
-                    let data = encode_frame(DATA, 0, stream, "def");
+                    let data = data_frame(stream, "def");
                     let reset = encode_frame(RST_STREAM, 0, stream, RESET);
                     socket.send(&[data, reset].concat()).await;
                 }
@@ -318,11 +310,8 @@ async fn http2_clients_get_only_what_http2_allows() {
             );
         }
         let length = reply.headers.get("content-length");
-        assert_eq!(
-            length.is_none(),
-            status == 204 || response == TRAILERS,
-            "{response}"
-        );
+        let found = length.is_none();
+        assert_eq!(found, status == 204 || response == TRAILERS, "{response}");
     }
     let cases: [H2cCase; 5] = [
         (

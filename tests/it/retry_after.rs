@@ -2,13 +2,7 @@
 //! each algorithm, and policies with several limits and `block_for`, with and without
 //! `count_rejected`. Each runs 1,000 random cases in both stores.
 
-use crate::support::store_harness::join_policies;
-use crate::support::store_harness::{
-    EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us, draw_limit_for,
-    test_seed,
-};
-use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Decision, Key, KeyBuilder, Limit, PolicyCharges};
+use crate::support::prelude::*;
 
 const CASES_PER_STORE: usize = 1_000;
 
@@ -188,11 +182,7 @@ macro_rules! retry_after_tests {
 fn several_limits(rng: &mut Rng) -> Vec<Limit> {
     let mut limits: Vec<Limit> = Vec::new();
     if rng.bool() {
-        limits.push(Limit {
-            requests: 1,
-            per_us: draw_duration_us(rng),
-            algorithm: Algorithm::Block,
-        });
+        limits.push(make_limit(1, draw_duration_us(rng), Algorithm::Block));
     }
     for _ in 0..rng.usize(2..=3) {
         let (_, draw) = EVERY_ALGORITHM[rng.usize(..EVERY_ALGORITHM.len())];

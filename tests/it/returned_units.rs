@@ -2,14 +2,8 @@
 //! whatever the other store decides.
 
 use crate::support::prelude::*;
-use futures_util::future::join_all;
-use hyper::Response;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::Instant;
 
 const REJECTED: &str = "tidegate_requests_total{policy=\"customer\",decision=\"rejected\"}";
 
@@ -123,14 +117,11 @@ async fn responses_that_do_not_count_return_their_units_whatever_came_after() {
         for client in &mut clients {
             assert_eq!(client.read_response().await.status, 200);
         }
-        let mut left = None;
-        let returned = async {
-            while left != Some(699) {
-                left = remaining(&proxy.get("/").await, "errors");
-            }
-        };
-        let is_returned = timeout(TEST_TIMEOUT, returned).await.is_ok();
-        assert!(is_returned, "{algorithm}, Redis {in_redis}: {left:?} left");
+        let what = format!("the units, {algorithm}, Redis {in_redis}");
+        wait_until(what, async || {
+            remaining(&proxy.get("/").await, "errors") == Some(699)
+        })
+        .await;
     }
 }
 
@@ -212,15 +203,11 @@ async fn units_of_redis_are_returned_if_the_instance_refuses_after_its_answer() 
         assert_eq!(admitted, 1, "{more}");
         for (name, answer) in names.iter().zip(&answers) {
             let left = if answer.status == 200 { 2 } else { 3 };
-            let all_used = async {
-                for _ in 0..left {
-                    while send_as(&other, name).await.status != 200 {
-                        sleep(Duration::from_millis(5)).await;
-                    }
-                }
-            };
-            let is_used = timeout(TEST_TIMEOUT, all_used).await.is_ok();
-            assert!(is_used, "{name}: {left} units, {more}");
+            for _ in 0..left {
+                let what = format!("{name}: {left} units, {more}");
+                let is_admitted = async || send_as(&other, name).await.status == 200;
+                wait_until(what, is_admitted).await;
+            }
             assert_eq!(send_as(&other, name).await.status, 429, "{name}, {more}");
         }
     }
@@ -317,9 +304,8 @@ async fn a_client_in_sequence_finds_the_last_unit_returned() {
         RawClient::connect(proxy.address).await,
     ];
     for nth in 0..200 {
-        let reply = clients[nth % 2]
-            .request("GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-            .await;
+        let request = clients[nth % 2].request("GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+        let reply = request.await;
         assert_eq!(reply.status, 200, "request {nth}: {}", reply.text());
     }
 }

@@ -6,24 +6,13 @@
 
 use crate::support::prelude::*;
 use crate::support::previous_version::{self, PreviousVersion, status_numbers};
-use crate::support::store_harness::{
-    EVERY_ALGORITHM, START_US, draw_duration_us, draw_limit_for, test_seed,
-};
 use crate::support::upgrade::{
     INSTANCE_COUNT, PHASES, REQUESTS_PER_PHASE, TOTAL_UNITS, client_request, upgrade_config,
 };
-use fastrand::Rng;
 use redis::Value;
 use redis::aio::MultiplexedConnection;
-use std::borrow::Cow;
-use std::time::{Duration, Instant};
-use tidegate::limiter::{
-    Algorithm, Amendment, CounterRef, Decision, Key, KeyBuilder, LeaseTerms, Limit, LimitCharge,
-    PolicyCharges, each_charge,
-};
-use tidegate::store::redis::{RedisStore, ScriptLibrary, SharedRedisState};
-use tidegate::store::{Settlement, Store};
-use tokio::time::sleep;
+use tidegate::limiter::LeaseTerms;
+use tidegate::store::redis::ScriptLibrary;
 
 /// The prefix of the keys in the test settings.
 const PREFIX: &str = "t";
@@ -45,13 +34,15 @@ fn month_limits() -> [Limit; 5] {
             max_delay_us: MONTH_US * (TOTAL_UNITS - 1),
         },
     ]
-    .map(|algorithm| Limit {
-        requests: match algorithm {
-            Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => 1,
-            _ => TOTAL_UNITS,
-        },
-        per_us: MONTH_US,
-        algorithm,
+    .map(|algorithm| {
+        make_limit(
+            match algorithm {
+                Algorithm::TokenBucket { .. } | Algorithm::LeakyBucket { .. } => 1,
+                _ => TOTAL_UNITS,
+            },
+            MONTH_US,
+            algorithm,
+        )
     })
 }
 
@@ -241,11 +232,11 @@ async fn leases_of_both_versions_share_a_limit() {
 async fn concurrency_slots_of_both_versions_share_a_limit() {
     const LEASE_TTL_US: u64 = 10_000_000;
     let server = RedisServer::start();
-    let limit = Limit {
-        requests: 2,
-        per_us: LEASE_TTL_US,
-        algorithm: Algorithm::Concurrency { max_duration_us: 0 },
-    };
+    let limit = make_limit(
+        2,
+        LEASE_TTL_US,
+        Algorithm::Concurrency { max_duration_us: 0 },
+    );
     let key = make_key("slots");
     let charge = |slot_id| PolicyCharges {
         slot_id,
@@ -476,19 +467,16 @@ async fn both_versions_read_each_others_states_alike() {
     for kind in kinds.chain(["concurrency", "block"]) {
         for number in 0..LIMITS_PER_KIND {
             let limit = match kind {
-                "concurrency" => Limit {
-                    requests: 3,
-                    per_us: draw_duration_us(&mut rng),
-                    algorithm: Algorithm::Concurrency { max_duration_us: 0 },
-                },
+                "concurrency" => make_limit(
+                    3,
+                    draw_duration_us(&mut rng),
+                    Algorithm::Concurrency { max_duration_us: 0 },
+                ),
                 "block" => draw_limit_for("sliding_log", &mut rng),
                 name => draw_limit_for(name, &mut rng),
             };
-            let block = (kind == "block").then(|| Limit {
-                requests: 1,
-                per_us: draw_duration_us(&mut rng),
-                algorithm: Algorithm::Block,
-            });
+            let block = (kind == "block")
+                .then(|| make_limit(1, draw_duration_us(&mut rng), Algorithm::Block));
             let key = make_key(&format!("{kind}-{number}"));
             let (mut at_us, mut charged_at_us) = (START_US, Vec::new());
             for _ in 0..STEPS {

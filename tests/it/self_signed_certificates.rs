@@ -3,8 +3,6 @@
 use crate::support::prelude::*;
 use crate::support::tls::certificate_params;
 use rcgen::{BasicConstraints, IsCa, date_time_ymd};
-use std::fs;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const LOOPBACK_SAN: [&str; 4] = ["-subj", "/CN=a", "-addext", "subjectAltName=IP:127.0.0.1"];
 

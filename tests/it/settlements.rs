@@ -4,11 +4,6 @@
 use crate::redis_store::calendar_day;
 use crate::reference_model::NaiveModel;
 use crate::support::prelude::*;
-use crate::support::store_harness::first_charge;
-use crate::support::store_harness::join_policies;
-use crate::support::store_harness::{EVERY_ALGORITHM, START_US, StoreUnderTest, test_seed};
-use fastrand::Rng;
-use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, MAX_UNITS, PolicyCharges};
 
 /// Number of sequences for the memory store and for Redis.
 const SEQUENCE_COUNTS: [usize; 2] = [400, 100];
@@ -49,11 +44,7 @@ fn random_policies(rng: &mut Rng) -> Vec<(u32, Limit)> {
                 offset_us: rng.u64(..100),
             },
         };
-        let limit = Limit {
-            requests: rng.u64(1..12),
-            per_us: rng.u64(100..1_000),
-            algorithm,
-        };
+        let limit = make_limit(rng.u64(1..12), rng.u64(100..1_000), algorithm);
         let limit = match rng.u8(..5) {
             0 => calendar_day(limit.requests),
             _ => limit,
@@ -297,13 +288,13 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
 #[test]
 fn a_queue_keeps_its_distance_whatever_is_returned() {
     run_random_sequences([200, 50], |store, rng| {
-        let limit = Limit {
-            requests: rng.u64(1..20),
-            per_us: rng.u64(100..10_000),
-            algorithm: Algorithm::LeakyBucket {
+        let limit = make_limit(
+            rng.u64(1..20),
+            rng.u64(100..10_000),
+            Algorithm::LeakyBucket {
                 max_delay_us: 50_000,
             },
-        };
+        );
         let (key, mut now_us) = (test_key(), START_US);
         // The departure, the cost and the name of each charge.
         let mut queued = Vec::<(u64, u64, u64)>::new();

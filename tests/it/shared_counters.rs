@@ -4,10 +4,7 @@ mod combinations;
 mod slot_terms;
 
 use crate::support::prelude::*;
-use crate::support::rls_client::{
-    LimitCode, RLS_LISTENER, RateLimitDescriptor, RateLimitRequest, ServiceClient, make_descriptor,
-    make_request,
-};
+use crate::support::rls_client::{LimitCode, RateLimitDescriptor, RateLimitRequest};
 
 /// `/both` matches both policies.
 const POLICIES: &str = r#"
@@ -140,12 +137,8 @@ async fn commands_show_the_usage_by_each_policy_and_reset_it_for_all() {
         let listed = admin
             .run_command(&["keys", "list", "--policy", policy])
             .await;
-        assert_eq!(
-            listed.stdout.matches("@units/ann").count(),
-            1,
-            "{}",
-            listed.stdout
-        );
+        let count = listed.stdout.matches("@units/ann").count();
+        assert_eq!(count, 1, "{}", listed.stdout);
     }
     let words = ["explain", "GET", "http://a/both", "-H", "x-user: ann"];
     let explained = admin.run_command(&words).await;

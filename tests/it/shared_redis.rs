@@ -4,12 +4,8 @@
 //! time. So delays between a decision and its response do not affect the result.
 
 use crate::support::prelude::*;
-use std::net::SocketAddr;
-use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
-use tokio::net::TcpStream;
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::time::Instant;
 
 const CLIENT_COUNT: usize = 64;
 const LIMIT_UNITS: usize = 100;
@@ -232,9 +228,8 @@ async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
 async fn send_requests_until(address: SocketAddr, patient: bool, until: Instant) -> (usize, usize) {
     let (mut client, mut admitted, mut refused) = (RawClient::connect(address).await, 0, 0);
     while Instant::now() < until {
-        let reply = client
-            .request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n")
-            .await;
+        let request = client.request("GET / HTTP/1.1\r\nHost: shop.example\r\n\r\n");
+        let reply = request.await;
         match reply.status {
             200 => admitted += 1,
             429 => {

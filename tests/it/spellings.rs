@@ -4,8 +4,6 @@
 
 use crate::support::h2_frames::{FrameClient, request_frame};
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::collections::BTreeMap;
 
 const FIXTURE: &str = include_str!("../fixtures/spellings.json");
 
@@ -204,10 +202,8 @@ impl RecordingProxy {
         let body = if self.mode.is_http2 {
             let mut client = FrameClient::connect(self.proxy.address, &[]).await;
             let fields = request.http2_fields();
-            let fields: Vec<_> = fields
-                .iter()
-                .map(|(name, value)| (name.as_str(), value))
-                .collect();
+            let items = fields.iter();
+            let fields: Vec<_> = items.map(|(name, value)| (name.as_str(), value)).collect();
             client.send(request_frame(1, &fields)).await;
             client.read_body().await?
         } else {

@@ -2,14 +2,8 @@
 
 use crate::support::prelude::*;
 use crate::support::process::send_signal_to;
-use serde_json::Value;
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Stdio;
-use std::time::{Duration, Instant};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, Command};
-use tokio::time::timeout;
 
 const TIDEGATE_BINARY: &str = env!("CARGO_BIN_EXE_tidegate");
 
@@ -217,11 +211,7 @@ async fn an_unreachable_admin_port_is_an_error_with_its_address() {
         .arg(fixture.config_path());
     let ended = run_command(command.env("TIDEGATE_ADMIN__ADDRESS", "127.0.0.1:9")).await;
     assert_eq!((ended.status.code(), ended.stdout.as_str()), (Some(1), ""));
-    assert!(
-        ended.stderr.starts_with("error: 127.0.0.1:9: "),
-        "{}",
-        ended.stderr
-    );
+    assert_starts(&ended.stderr, "error: 127.0.0.1:9: ");
     for interval in ["0", "61", "500ms", "x"] {
         let ended = run_top(&fixture, &["--every", interval]).await;
         assert_eq!(ended.status.code(), Some(2));

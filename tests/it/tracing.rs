@@ -1,15 +1,6 @@
 //! Traces: forwarded trace headers and the spans that a collector receives.
 
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
-use crate::support::redis::free_port;
-use crate::support::upstream::BodySender;
-use bytes::Bytes;
-use http_body_util::BodyExt;
-use hyper::service::service_fn;
-use hyper::{Request, Response};
-use hyper_util::rt::{TokioExecutor, TokioIo};
-use hyper_util::service::TowerToHyperService;
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
     TraceService, TraceServiceServer,
 };
@@ -19,12 +10,6 @@ use opentelemetry_proto::tonic::collector::trace::v1::{
 use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
-use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-use tokio::net::TcpListener;
-use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 use tonic::{Code, Status};
 
@@ -115,15 +100,7 @@ impl TraceCollector {
         listener.set_nonblocking(true).unwrap();
         let listener = TcpListener::from_std(listener).unwrap();
         let address = listener.local_addr().unwrap();
-        let server = tokio::spawn(async move {
-            // The connections end with the task.
-            let mut connections = JoinSet::new();
-            while let Ok((socket, _)) = listener.accept().await {
-                let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-                let service = TowerToHyperService::new(service.clone());
-                connections.spawn(server.serve_connection(TokioIo::new(socket), service));
-            }
-        });
+        let server = serve_grpc(listener, service, |socket| async { Some(socket) });
         Self {
             address,
             received,
@@ -138,23 +115,11 @@ impl TraceCollector {
     ) -> (SocketAddr, JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let server = tokio::spawn(async move {
-            let mut connections = JoinSet::new();
-            while let Ok((socket, _)) = listener.accept().await {
-                let (tls, service) = (tls.clone(), TowerToHyperService::new(service.clone()));
-                connections.spawn(async move {
-                    let Ok(socket) = tls.accept(socket).await else {
-                        return;
-                    };
-                    let server = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
-                    server
-                        .serve_connection(TokioIo::new(socket), service)
-                        .await
-                        .ok();
-                });
-            }
-        });
-        (address, server)
+        let open = move |socket| {
+            let tls = tls.clone();
+            async move { tls.accept(socket).await.ok() }
+        };
+        (address, serve_grpc(listener, service, open))
     }
 
     fn trace_config(&self, sample: &str) -> String {
@@ -183,9 +148,8 @@ impl Drop for TraceCollector {
 impl ReceivedSpans {
     fn all_spans(&self) -> Vec<Span> {
         let requests = self.requests.lock().unwrap().clone();
-        let resources = requests
-            .into_iter()
-            .flat_map(|request| request.resource_spans);
+        let items = requests.into_iter();
+        let resources = items.flat_map(|request| request.resource_spans);
         resources
             .flat_map(|resource| resource.scope_spans)
             .flat_map(|scope| scope.spans)
@@ -240,13 +204,8 @@ async fn without_a_collector_trace_headers_are_forwarded_unchanged() {
     let proxy = Proxy::start("", upstream.address).await;
     assert_eq!(send_traced_request(&proxy, "/", "01").await, 200);
     let seen = upstream.last_request();
-    assert_eq!(
-        (
-            seen.single_header("traceparent"),
-            seen.single_header("tracestate")
-        ),
-        (make_traceparent("01").as_str(), "a=1,b=2")
-    );
+    seen.expect_header("traceparent", make_traceparent("01").as_str());
+    seen.expect_header("tracestate", "a=1,b=2");
     assert_eq!(proxy.get("/").await.status, 200);
     assert!(
         upstream
@@ -261,10 +220,8 @@ async fn without_a_collector_trace_headers_are_forwarded_unchanged() {
 async fn a_sampled_request_exports_connected_spans() {
     let (upstream, collector) = (Upstream::echo().await, TraceCollector::start().await);
     let proxy = Proxy::start(&collector.trace_config("0"), upstream.address).await;
-    assert_eq!(
-        send_traced_request(&proxy, "/limited?secret=1", "01").await,
-        200
-    );
+    let answer = send_traced_request(&proxy, "/limited?secret=1", "01").await;
+    assert_eq!(answer, 200);
     let spans = collector.wait_for_spans(3).await;
     let server = find_single_span(&spans, SpanKind::Server, "GET");
     let decide = find_single_span(&spans, SpanKind::Internal, "decide");
@@ -275,14 +232,12 @@ async fn a_sampled_request_exports_connected_spans() {
             .all(|span| encode_hex(&span.trace_id) == TRACE_ID && span.trace_state == "a=1,b=2")
     );
     assert_eq!(encode_hex(&server.parent_span_id), PARENT_SPAN_ID);
-    assert_eq!(
-        (&decide.parent_span_id, &client.parent_span_id),
-        (&server.span_id, &server.span_id)
-    );
+    assert_eq!(&decide.parent_span_id, &server.span_id);
+    assert_eq!(&client.parent_span_id, &server.span_id);
     let seen = upstream.last_request();
-    assert_eq!(
-        seen.single_header("traceparent"),
-        format!("00-{TRACE_ID}-{}-01", encode_hex(&client.span_id))
+    seen.expect_header(
+        "traceparent",
+        format!("00-{TRACE_ID}-{}-01", encode_hex(&client.span_id)),
     );
     assert_eq!(seen.single_header("tracestate"), "a=1,b=2");
     let times = [&server, &decide, &client]
@@ -312,11 +267,8 @@ async fn a_sampled_request_exports_connected_spans() {
         ("tidegate.limit", "p"),
         ("tidegate.remaining", "0"),
     ] {
-        assert_eq!(
-            attributes.get(key).map(String::as_str),
-            Some(value),
-            "{key} in {attributes:?}"
-        );
+        let found = attributes.get(key).map(String::as_str);
+        assert_eq!(found, Some(value), "{key} in {attributes:?}");
     }
     assert_eq!(
         attribute_map(&decide.attributes)["tidegate.source"],
@@ -346,13 +298,8 @@ async fn a_refused_request_has_its_policy_and_no_upstream_span() {
     assert_eq!(spans.len(), 2, "{spans:#?}");
     let attributes = find_single_span(&spans, SpanKind::Server, "GET");
     let attributes = attribute_map(&attributes.attributes);
-    assert_eq!(
-        (
-            attributes["tidegate.decision"].as_str(),
-            attributes["tidegate.policy"].as_str()
-        ),
-        ("rejected", "p")
-    );
+    assert_eq!(attributes["tidegate.decision"].as_str(), "rejected");
+    assert_eq!(attributes["tidegate.policy"].as_str(), "p");
     let line = proxy.wait_for_field("trace_id", TRACE_ID, 0).await;
     assert_eq!(line.field("decision"), "rejected");
 }
@@ -364,10 +311,9 @@ async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced
     let none = Proxy::start(&collector.trace_config("0"), upstream.address).await;
     // The caller's sampling decision overrides the configured ratio.
     assert_eq!(send_traced_request(&all, "/", "00").await, 200);
-    assert_eq!(
-        upstream.last_request().single_header("traceparent"),
-        make_traceparent("00")
-    );
+    upstream
+        .last_request()
+        .expect_header("traceparent", make_traceparent("00"));
     assert_eq!(none.get("/").await.status, 200);
     assert!(
         upstream
@@ -380,19 +326,14 @@ async fn unsampled_requests_export_nothing_and_invalid_traceparents_are_replaced
         format!("{}-x", make_traceparent("01")),
         make_traceparent("01").replace(PARENT_SPAN_ID, &"0".repeat(16)),
     ] {
-        let ask = all
-            .request("GET", "/")
-            .header("traceparent", &wrong)
-            .header("tracestate", "a=1");
+        let request = all.request("GET", "/").header("traceparent", &wrong);
+        let ask = request.header("tracestate", "a=1");
         assert_eq!(ask.send_for_status().await, 200);
         let seen = upstream.last_request();
         let traceparent = seen.single_header("traceparent").to_owned();
-        assert!(
-            traceparent.len() == 55
-                && !traceparent.contains(TRACE_ID)
-                && traceparent.ends_with("-03"),
-            "{traceparent}"
-        );
+        assert!(traceparent.len() == 55, "{traceparent}");
+        assert!(!traceparent.contains(TRACE_ID), "{traceparent}");
+        assert!(traceparent.ends_with("-03"), "{traceparent}");
         assert!(
             seen.header_values("tracestate").is_empty(),
             "the state of the invalid trace must be dropped"
@@ -420,34 +361,21 @@ async fn upstream_errors_and_long_text_are_recorded_within_bounds() {
     let collector = TraceCollector::start().await;
     let proxy = Proxy::setup(&collector.trace_config("1")).start().await;
     let long = format!("/{}", "a".repeat(9000));
-    assert_eq!(
-        proxy
-            .request("BREW", &long)
-            .header("Host", "h")
-            .send_for_status()
-            .await,
-        502
-    );
+    let request = proxy.request("BREW", &long).header("Host", "h");
+    request.expect_status(502).await;
     let spans = collector.wait_for_spans(2).await;
     let server = find_single_span(&spans, SpanKind::Server, "HTTP");
     let attributes = attribute_map(&server.attributes);
-    assert_eq!(
-        (
-            attributes["http.request.method"].as_str(),
-            attributes["url.path"].len()
-        ),
-        ("_OTHER", 256)
-    );
+    assert_eq!(attributes["http.request.method"].as_str(), "_OTHER");
+    assert_eq!(attributes["url.path"].len(), 256);
     assert_eq!(attributes["error.type"], "502");
     let client = find_single_span(&spans, SpanKind::Client, "HTTP");
     assert_eq!(
         attribute_map(&client.attributes)["error.type"],
         "connect_refused"
     );
-    assert_eq!(
-        (server.status.unwrap().code, client.status.unwrap().code),
-        (2, 2)
-    );
+    assert_eq!(server.status.unwrap().code, 2);
+    assert_eq!(client.status.unwrap().code, 2);
 }
 
 #[tokio::test]
@@ -488,12 +416,9 @@ async fn an_unavailable_collector_does_not_affect_clients_and_is_logged_once() {
     assert_eq!(proxy.get("/").await.status, 200);
     collector.wait_for_spans(2).await;
     proxy.wait_for_message("span export recovered", 0).await;
-    assert_eq!(
-        proxy
-            .read_metric("tidegate_trace_spans_total{result=\"exported\"}")
-            .await,
-        2.0
-    );
+    proxy
+        .assert_metric("tidegate_trace_spans_total{result=\"exported\"}", 2.0)
+        .await;
     assert_eq!(failures(), 1);
 }
 
@@ -510,7 +435,7 @@ async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
     let (address, server) =
         TraceCollector::serve_tls(TraceServiceServer::new(received.clone()), tls).await;
     let headers = authority.path("headers");
-    std::fs::write(
+    fs::write(
         &headers,
         "# of the team\n\nX-Api-Key:  s3cret k3y \nx-dataset: shop\n",
     )
@@ -552,12 +477,11 @@ async fn spans_are_exported_over_tls_with_a_header_from_a_file() {
 async fn a_hanging_collector_fills_the_queue_and_delays_neither_clients_nor_exit() {
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = silent.local_addr().unwrap();
-    let upstream = Upstream::echo().await;
     let config = format!(
         "log.access = 'off'\n[trace]\notlp = 'http://{address}'\nsample = 1\n\
          [[policy]]\nname = 'no'\naction = 'deny'\n"
     );
-    let mut proxy = Proxy::start(&config, upstream.address).await;
+    let mut proxy = Proxy::with_echo(&config).await;
     // Rejected requests have one span each and are fast. The queue holds 2048 spans; 256 leave it
     // every 5 s.
     let mut clients = JoinSet::new();
@@ -615,7 +539,7 @@ async fn a_span_ends_with_the_body() {
     };
     let mut client = RawClient::connect(proxy.address).await;
     let feeder = start_request(&mut client).await;
-    tokio::time::sleep(Duration::from_millis(300)).await;
+    sleep(Duration::from_millis(300)).await;
     drop(feeder);
     let spans = collector.wait_for_spans(2).await;
     let (server_span, client_span) = (
@@ -679,32 +603,21 @@ async fn a_complete_body_without_end_of_stream_is_no_error() {
 
 #[tokio::test]
 async fn spans_are_exported_over_http() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap();
     let received = ReceivedSpans::default();
     let kept = received.clone();
-    tokio::spawn(async move {
-        while let Ok((socket, _)) = listener.accept().await {
-            let kept = kept.clone();
-            let answer = service_fn(move |request: Request<hyper::body::Incoming>| {
-                let kept = kept.clone();
-                async move {
-                    assert_eq!(request.uri().path(), "/v1/traces");
-                    assert_eq!(request.headers()["content-type"], "application/x-protobuf");
-                    let body: Bytes = request.into_body().collect().await.unwrap().to_bytes();
-                    kept.requests
-                        .lock()
-                        .unwrap()
-                        .push(prost::Message::decode(body).unwrap());
-                    Ok::<_, hyper::Error>(Response::new(full_body(Bytes::new())))
-                }
-            });
-            tokio::spawn(
-                hyper::server::conn::http1::Builder::new()
-                    .serve_connection(TokioIo::new(socket), answer),
-            );
+    let collector = Upstream::with_handler(move |request| {
+        let kept = kept.clone();
+        async move {
+            assert_eq!(request.uri().path(), "/v1/traces");
+            assert_eq!(request.headers()["content-type"], "application/x-protobuf");
+            let body = request.into_body().collect().await.unwrap().to_bytes();
+            let message = prost::Message::decode(body).unwrap();
+            kept.requests.lock().unwrap().push(message);
+            Response::new(full_body(""))
         }
-    });
+    })
+    .await;
+    let address = collector.address;
     let lines = format!("[trace]\notlp = 'http://{address}/v1/traces'\nsample = 1\n");
     let proxy = Proxy::with_echo(&lines).await;
     assert_eq!(proxy.request("GET", "/").send_for_status().await, 200);

@@ -1,18 +1,11 @@
 //! WebSockets and other upgrades over HTTP/1.1 and HTTP/2, from the handshake to the last byte.
 
 use crate::support::prelude::*;
-use crate::support::pseudo_random_bytes;
-use crate::support::upstream::RawSocket;
-use hyper::body::Incoming;
 use hyper::client::conn::http2::SendRequest;
 use hyper::ext::Protocol;
 use hyper::upgrade::Upgraded;
-use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::mpsc;
-use tokio::time::{sleep, timeout};
 
 /// The handshake of RFC 6455, section 1.3, with its expected accept key.
 const WEBSOCKET_HANDSHAKE: &str = "GET /chat HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\n\
@@ -23,11 +16,23 @@ const TWO_PER_HOUR_POLICY: &str = "log.access = 'all'\n[[policy]]\nname = 'socke
 
 /// An upstream that accepts every WebSocket and echoes its bytes.
 async fn start_websocket_upstream() -> RawUpstream {
-    RawUpstream::with_script(|_, mut socket| async move {
-        if !switch_protocols(&mut socket).await {
-            return;
+    start_upgraded_upstream(echo_bytes).await
+}
+
+/// An upstream that accepts every WebSocket and then runs `script`.
+async fn start_upgraded_upstream<F>(
+    script: impl Fn(RawSocket) -> F + Clone + Send + 'static,
+) -> RawUpstream
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    RawUpstream::with_script(move |_, mut socket| {
+        let script = script.clone();
+        async move {
+            if switch_protocols(&mut socket).await {
+                script(socket).await;
+            }
         }
-        echo_bytes(socket).await;
     })
     .await
 }
@@ -87,14 +92,6 @@ fn encode_base64(bytes: &[u8]) -> String {
     text
 }
 
-fn metric_value(metrics: &str, series: &str) -> u64 {
-    let line = metrics.lines().find_map(|line| line.strip_prefix(series));
-    line.unwrap_or_else(|| panic!("no {series}"))
-        .trim()
-        .parse()
-        .unwrap()
-}
-
 /// Accepts the upgrade of the next request. Returns `false` if the peer closes.
 async fn switch_protocols(socket: &mut RawSocket) -> bool {
     let Some(head) = socket.read_request().await else {
@@ -143,19 +140,11 @@ async fn a_websocket_is_opened_and_counted_and_carries_bytes() {
     client.send(&bytes).await;
     assert!(client.read_past(&bytes[bytes.len() - 20..]).await == bytes);
     let line = proxy.wait_for_message("request", 0).await;
-    assert_eq!(
-        (
-            line.field("status").as_str(),
-            line.field("decision").as_str()
-        ),
-        ("101", "allowed")
-    );
-    let metrics = proxy.read_metrics_page().await;
-    assert_eq!(
-        metric_value(&metrics, "tidegate_http_requests_total{code=\"101\"}"),
-        1
-    );
-    assert_eq!(metric_value(&metrics, "tidegate_connections_active"), 1);
+    line.expect_fields(&[("status", "101"), ("decision", "allowed")]);
+    let switched = "tidegate_http_requests_total{code=\"101\"}";
+    proxy.assert_metric(switched, 1.0).await;
+    let active = "tidegate_connections_active";
+    proxy.assert_metric(active, 1.0).await;
 }
 
 #[tokio::test]
@@ -173,19 +162,13 @@ async fn an_upgrade_over_the_limit_is_a_429_and_the_connection_stays_open() {
         "the rejected handshake must not reach the upstream"
     );
     assert_eq!(client.request(WEBSOCKET_HANDSHAKE).await.status, 429);
-    assert_eq!(
-        metric_value(
-            &proxy.read_metrics_page().await,
-            "tidegate_http_requests_total{code=\"429\"}"
-        ),
-        2
-    );
+    let rejected = "tidegate_http_requests_total{code=\"429\"}";
+    proxy.assert_metric(rejected, 2.0).await;
 }
 
 #[tokio::test]
 async fn unsupported_upgrades_are_forwarded_as_plain_requests() {
-    let upstream = Upstream::echo().await;
-    let proxy = Proxy::start("", upstream.address).await;
+    let proxy = Proxy::with_echo("").await;
     for (version, fields, body) in [
         ("1.1", "Connection: upgrade\r\nUpgrade: h2c\r\n", ""),
         (
@@ -215,7 +198,7 @@ async fn unsupported_upgrades_are_forwarded_as_plain_requests() {
             ))
             .await;
         assert_eq!(client.read_response().await.status, 200, "{fields}");
-        let seen = upstream.last_request();
+        let seen = proxy.echo().last_request();
         let is_upgrade_header =
             |(name, _): &&(String, String)| name == "upgrade" || name == "connection";
         assert_eq!(
@@ -233,10 +216,8 @@ async fn an_upgrade_required_response_keeps_its_upgrade_header() {
     let proxy = Proxy::start("", upstream.address).await;
     let reply = proxy.get("/").await;
     assert_eq!((reply.status, reply.text().as_str()), (426, "no"));
-    assert_eq!(
-        (reply.header("upgrade"), reply.header("connection")),
-        (Some("chat/2"), Some("upgrade"))
-    );
+    reply.expect_header("upgrade", "chat/2");
+    reply.expect_header("connection", "upgrade");
 }
 
 #[tokio::test]
@@ -247,11 +228,8 @@ async fn sigterm_keeps_tunnels_open_during_the_grace_period() {
     let mut idle = RawClient::connect(proxy.address).await;
     proxy.send_sigterm();
     assert!(idle.closes_within(TEST_TIMEOUT).await);
-    client
-        .send("still open")
-        .await
-        .read_past(b"still open")
-        .await;
+    client.send("still open").await;
+    client.read_past(b"still open").await;
     assert!(proxy.is_running());
     drop(client);
     proxy.assert_exit_code(0).await;
@@ -284,11 +262,13 @@ async fn extended_connect(
 async fn connect_http2(proxy: &Proxy) -> SendRequest<ClientBody> {
     let mut sender = open_http2_connection(proxy.address).await;
     let request = get_request("http://a/a%00b");
-    assert_eq!(
-        await_response(sender.send_request(request)).await.status(),
-        400
-    );
+    let answered = await_response(sender.send_request(request)).await;
+    assert_eq!(answered.status(), 400);
     sender
+}
+
+async fn open_h2_websocket(sender: &mut SendRequest<ClientBody>) -> TokioIo<Upgraded> {
+    upgraded_stream(extended_connect(sender, "websocket").await).await
 }
 
 async fn upgraded_stream(response: Response<Incoming>) -> TokioIo<Upgraded> {
@@ -334,15 +314,10 @@ async fn a_websocket_on_a_stream_of_http2_is_an_http1_handshake_upstream() {
     drop(extended_connect(&mut sender, "websocket").await);
     let second = String::from_utf8_lossy(&upstream.received_bytes()[head.len()..]).into_owned();
     assert_ne!(first, keys(&second), "each handshake must use its own key");
-    assert_eq!(
-        extended_connect(&mut sender, "websocket").await.status(),
-        429
-    );
+    let status = extended_connect(&mut sender, "websocket").await.status();
+    assert_eq!(status, 429);
     let line = proxy.wait_for_field("path", "/chat", 0).await;
-    assert_eq!(
-        (line.field("status").as_str(), line.field("method").as_str()),
-        ("200", "GET")
-    );
+    line.expect_fields(&[("status", "200"), ("method", "GET")]);
 }
 
 #[tokio::test]
@@ -353,7 +328,7 @@ async fn an_idle_websocket_on_http2_stays_open_beside_others() {
     let mut sender = connect_http2(&proxy).await;
     let mut sockets = Vec::new();
     for _ in 0..3 {
-        sockets.push(upgraded_stream(extended_connect(&mut sender, "websocket").await).await);
+        sockets.push(open_h2_websocket(&mut sender).await);
     }
     sleep(Duration::from_millis(400)).await;
     for mut socket in sockets {
@@ -362,15 +337,12 @@ async fn an_idle_websocket_on_http2_stays_open_beside_others() {
         in_time(socket.read_exact(&mut got)).await.unwrap();
         assert_eq!(&got, b"still here");
     }
-    upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    open_h2_websocket(&mut sender).await;
 }
 
 #[tokio::test]
 async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() {
-    let upstream = RawUpstream::with_script(|_, mut socket| async move {
-        if !switch_protocols(&mut socket).await {
-            return;
-        }
+    let upstream = start_upgraded_upstream(|mut socket| async move {
         // Treats the client's end as a half-close and keeps its own side open.
         socket.read_to_close().await;
         std::future::pending().await
@@ -380,16 +352,13 @@ async fn a_client_that_resets_its_stream_ends_the_tunnel_to_a_silent_upstream() 
     let proxy = Proxy::start(config, upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
     for _ in 0..2 {
-        drop(upgraded_stream(extended_connect(&mut sender, "websocket").await).await);
+        drop(open_h2_websocket(&mut sender).await);
     }
 }
 
 #[tokio::test]
 async fn an_upstream_reset_ends_the_stream_after_its_last_bytes() {
-    let upstream = RawUpstream::with_script(|_, mut socket| async move {
-        if !switch_protocols(&mut socket).await {
-            return;
-        }
+    let upstream = start_upgraded_upstream(|mut socket| async move {
         socket.read_chunk().await;
         socket.send(b"last words").await;
         // The kernel resets a connection that is closed with unread bytes.
@@ -398,7 +367,7 @@ async fn an_upstream_reset_ends_the_stream_after_its_last_bytes() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
-    let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    let mut socket = open_h2_websocket(&mut sender).await;
     socket.write_all(b"a").await.unwrap();
     let mut got = vec![0; 10];
     in_time(socket.read_exact(&mut got)).await.unwrap();
@@ -426,25 +395,14 @@ async fn a_tunnel_keeps_its_slot_until_it_ends() {
     let (client, reply) = open_websocket(&proxy).await;
     assert_eq!(reply.status, 101);
     let mut sender = connect_http2(&proxy).await;
-    assert_eq!(
-        extended_connect(&mut sender, "websocket").await.status(),
-        429
-    );
+    let status = extended_connect(&mut sender, "websocket").await.status();
+    assert_eq!(status, 429);
     drop(client);
-    let free = async {
-        loop {
-            let response = extended_connect(&mut sender, "websocket").await;
-            if response.status() != 429 {
-                return response;
-            }
-        }
-    };
-    let socket = upgraded_stream(
-        timeout(TEST_TIMEOUT, free)
-            .await
-            .expect("the slot must be released"),
-    )
-    .await;
+    let freed = eventually("the slot", TEST_TIMEOUT, async || {
+        let response = extended_connect(&mut sender, "websocket").await;
+        (response.status() != 429).then_some(response)
+    });
+    let socket = upgraded_stream(freed.await).await;
     assert_eq!(open_websocket(&proxy).await.1.status, 429);
     drop(socket);
     in_time(async { while open_websocket(&proxy).await.1.status == 429 {} }).await;
@@ -456,11 +414,8 @@ async fn a_tunnel_is_closed_after_max_duration() {
     let proxy = Proxy::start(&single_slot_policy("300ms"), upstream.address).await;
     let (mut client, reply) = open_websocket(&proxy).await;
     assert_eq!(reply.status, 101);
-    client
-        .send("still open")
-        .await
-        .read_past(b"still open")
-        .await;
+    client.send("still open").await;
+    client.read_past(b"still open").await;
     assert!(client.closes_within(TEST_TIMEOUT).await);
     in_time(async { while open_websocket(&proxy).await.1.status == 429 {} }).await;
 }
@@ -468,12 +423,9 @@ async fn a_tunnel_is_closed_after_max_duration() {
 #[tokio::test]
 async fn an_upstream_may_half_close_first_on_http2() {
     let (sender, mut counted) = mpsc::channel(1);
-    let upstream = RawUpstream::with_script(move |_, mut socket| {
+    let upstream = start_upgraded_upstream(move |mut socket| {
         let sender = sender.clone();
         async move {
-            if !switch_protocols(&mut socket).await {
-                return;
-            }
             let socket = socket.stream();
             socket.shutdown().await.unwrap();
             let mut rest = Vec::new();
@@ -484,7 +436,7 @@ async fn an_upstream_may_half_close_first_on_http2() {
     .await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
-    let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    let mut socket = open_h2_websocket(&mut sender).await;
     assert_eq!(in_time(socket.read(&mut [0; 10])).await.unwrap(), 0);
     socket.write_all(&vec![b'x'; 1 << 20]).await.unwrap();
     socket.shutdown().await.unwrap();
@@ -493,27 +445,20 @@ async fn an_upstream_may_half_close_first_on_http2() {
 
 #[tokio::test]
 async fn a_stalled_http2_tunnel_is_reset_and_the_connection_stays_open() {
-    let upstream = RawUpstream::with_script(|_, mut socket| async move {
-        if !switch_protocols(&mut socket).await {
-            return;
-        }
+    let upstream = start_upgraded_upstream(|mut socket| async move {
         while socket.stream().write_all(&[b'x'; 10_000]).await.is_ok() {}
     })
     .await;
-    let proxy = Proxy::start(
-        "[listen.http]\nbody_idle_timeout = '200ms'",
-        upstream.address,
-    )
-    .await;
+    let config = "[listen.http]\nbody_idle_timeout = '200ms'";
+    let proxy = Proxy::start(config, upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
-    let mut unread = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    let mut unread = open_h2_websocket(&mut sender).await;
     sleep(Duration::from_millis(600)).await;
     let mut got = Vec::new();
-    let end = timeout(TEST_TIMEOUT, unread.read_to_end(&mut got))
-        .await
-        .expect("the tunnel must have been reset");
+    // The tunnel is reset.
+    let end = in_time(unread.read_to_end(&mut got)).await;
     assert!(got.len() < 8 << 20, "{} bytes after {end:?}", got.len());
-    upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    open_h2_websocket(&mut sender).await;
 }
 
 #[tokio::test]
@@ -537,29 +482,21 @@ async fn a_stalled_upstream_does_not_hold_the_connection_window() {
     let mut sender = connect_http2(&proxy).await;
     let mut tunnels = Vec::new();
     for _ in 0..5 {
-        let (reads, mut writes) = tokio::io::split(
-            upgraded_stream(extended_connect(&mut sender, "websocket").await).await,
-        );
+        let (reads, mut writes) = tokio::io::split(open_h2_websocket(&mut sender).await);
         let writing =
             tokio::spawn(async move { while writes.write_all(&[b'x'; 16 << 10]).await.is_ok() {} });
         tunnels.push((reads, writing));
     }
     for (mut reads, writing) in tunnels {
-        timeout(TEST_TIMEOUT, writing)
-            .await
-            .expect("the tunnel must have been reset")
-            .unwrap();
-        timeout(TEST_TIMEOUT, reads.read_to_end(&mut Vec::new()))
-            .await
-            .expect("the tunnel must have been reset")
-            .unwrap_or_default();
+        // The tunnel is reset.
+        in_time(writing).await.unwrap();
+        let read = in_time(reads.read_to_end(&mut Vec::new())).await;
+        read.unwrap_or_default();
     }
-    let body = http_body_util::BodyExt::boxed(http_body_util::Full::from(vec![b'x'; 300_000]));
+    let body = Full::from(vec![b'x'; 300_000]).boxed();
     let request = Request::post("http://a/").body(body).unwrap();
-    assert_eq!(
-        await_response(sender.send_request(request)).await.status(),
-        200
-    );
+    let answered = await_response(sender.send_request(request)).await;
+    assert_eq!(answered.status(), 200);
 }
 
 #[tokio::test]
@@ -586,11 +523,8 @@ async fn a_failed_handshake_gets_a_response() {
         let upstream = RawUpstream::with_response(answer.clone()).await;
         let proxy = Proxy::start("", upstream.address).await;
         let mut sender = connect_http2(&proxy).await;
-        assert_eq!(
-            extended_connect(&mut sender, "websocket").await.status(),
-            status,
-            "{answer}"
-        );
+        let answered = extended_connect(&mut sender, "websocket").await.status();
+        assert_eq!(answered, status, "{answer}");
     }
 }
 
@@ -599,17 +533,13 @@ async fn other_connect_requests_are_rejected() {
     let upstream = RawUpstream::with_response("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").await;
     let proxy = Proxy::start("", upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
-    assert_eq!(
-        extended_connect(&mut sender, "connect-udp").await.status(),
-        501
-    );
+    let status = extended_connect(&mut sender, "connect-udp").await.status();
+    assert_eq!(status, 501);
     let plain = Request::connect("a:80")
         .body(ClientBody::default())
         .unwrap();
-    assert_eq!(
-        await_response(sender.send_request(plain)).await.status(),
-        405
-    );
+    let answered = await_response(sender.send_request(plain)).await;
+    assert_eq!(answered.status(), 405);
     let mut client = RawClient::connect(proxy.address).await;
     assert_eq!(
         client
@@ -626,7 +556,7 @@ async fn draining_keeps_websockets_on_http2_open() {
     let upstream = start_websocket_upstream().await;
     let mut proxy = Proxy::start("[shutdown]\ngrace = '30s'", upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
-    let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    let mut socket = open_h2_websocket(&mut sender).await;
     proxy.send_sigterm();
     let closed = async || std::net::TcpStream::connect(proxy.address).is_err();
     wait_until("the listener to close", closed).await;
@@ -779,11 +709,8 @@ async fn a_websocket_is_closed_with_1001_between_frames_at_the_end_of_a_drain() 
         let (mut client, reply) = open_websocket(&proxy).await;
         assert_eq!(reply.status, 101);
         proxy.send_sigterm();
-        assert_eq!(
-            client.read_to_close().await,
-            expected,
-            "{before:?} {after:?}"
-        );
+        let answer = client.read_to_close().await;
+        assert_eq!(answer, expected, "{before:?} {after:?}");
         assert_eq!(received.recv().await.unwrap(), MASKED_CLOSE_FRAME);
         proxy.wait_for_exit(TEST_TIMEOUT).await;
     }
@@ -810,7 +737,7 @@ async fn a_websocket_on_http2_is_closed_with_1001_at_the_end_of_a_drain() {
         start_closed_upstream(&TEXT_FRAME[..3], MASKED_CLOSE_FRAME, &TEXT_FRAME[3..]).await;
     let mut proxy = Proxy::start("[shutdown]\ngrace = '600ms'", upstream.address).await;
     let mut sender = connect_http2(&proxy).await;
-    let mut socket = upgraded_stream(extended_connect(&mut sender, "websocket").await).await;
+    let mut socket = open_h2_websocket(&mut sender).await;
     proxy.send_sigterm();
     let mut bytes = Vec::new();
     in_time(socket.read_to_end(&mut bytes)).await.unwrap();
@@ -821,10 +748,8 @@ async fn a_websocket_on_http2_is_closed_with_1001_at_the_end_of_a_drain() {
 
 #[tokio::test]
 async fn other_protocols_receive_no_close_frame() {
-    let upstream = RawUpstream::with_response(
-        "HTTP/1.1 101 Switching Protocols\r\nUpgrade: chat\r\nConnection: Upgrade\r\n\r\n",
-    )
-    .await;
+    let text = "HTTP/1.1 101 Switching Protocols\r\nUpgrade: chat\r\nConnection: Upgrade\r\n\r\n";
+    let upstream = RawUpstream::with_response(text).await;
     let mut proxy = Proxy::start("[shutdown]\ngrace = '300ms'", upstream.address).await;
     let mut client = proxy
         .send_raw("GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: chat\r\n\r\n")

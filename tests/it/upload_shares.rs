@@ -2,13 +2,6 @@
 
 use crate::support::h2_frames::*;
 use crate::support::prelude::*;
-use hyper::body::Incoming;
-use hyper::{Request, Response};
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
 
 const FEW_CONNECTIONS: &str =
     "upstream.max_connections = 4\nclient.trusted_proxies = ['127.0.0.1']\n";
@@ -47,7 +40,7 @@ async fn uploads_that_trickle_leave_connections_to_others() {
                 .map(|length| ("content-length", length)),
         );
         client.send(upload_head_frame(stream, &fields)).await;
-        client.send(encode_frame(DATA, 0, stream, "x")).await;
+        client.send(data_frame(stream, "x")).await;
     }
     let mut http1_clients = Vec::new();
     for _ in 0..10 {
@@ -65,10 +58,8 @@ async fn uploads_that_trickle_leave_connections_to_others() {
     let mut http1 = http1_clients.pop().unwrap();
     http1.send("y".repeat(99)).await;
     let reply = http1.read_response().await;
-    assert_eq!(
-        (reply.status, reply.json()["body_len"].as_u64()),
-        (200, Some(100))
-    );
+    assert_eq!(reply.status, 200);
+    assert_eq!(reply.json()["body_len"].as_u64(), Some(100));
 }
 
 /// As [`request_frame`], but the body follows.

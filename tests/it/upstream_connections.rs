@@ -1,22 +1,13 @@
 //! Upstream connections beside plain TCP: Unix sockets, TLS with reloaded certificates, and
 //! upgrades over HTTP/2.
 
-use crate::support::h2_upstream::{H2Exchange, H2Upstream};
 use crate::support::prelude::*;
 use crate::support::proxy::Setup;
-use crate::support::pseudo_random_bytes;
 use h2::server::Builder;
-use http_body_util::BodyExt;
 use hyper::service::service_fn;
-use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use std::convert::Infallible;
-use std::fs;
-use std::time::Duration;
-use tempfile::TempDir;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, UnixListener};
-use tokio::task::JoinHandle;
+use tokio::net::UnixListener;
 
 #[tokio::test]
 async fn an_app_behind_a_unix_socket_is_served() {
@@ -49,26 +40,18 @@ async fn an_app_behind_a_unix_socket_is_served() {
             tokio::spawn(serving.serve_connection(TokioIo::new(stream), service));
         }
     });
-    let reply = proxy
-        .request("POST", "/a?b")
-        .body(pseudo_random_bytes(1 << 20))
-        .send()
-        .await;
-    assert_eq!(
-        (reply.status, reply.json()["body_len"].as_u64()),
-        (200, Some(1 << 20))
-    );
-    let host = |reply: &serde_json::Value| {
+    let request = proxy.request("POST", "/a?b");
+    let reply = request.body(pseudo_random_bytes(1 << 20)).send().await;
+    assert_eq!(reply.status, 200);
+    assert_eq!(reply.json()["body_len"].as_u64(), Some(1 << 20));
+    let host = |reply: &Value| {
         let headers = reply["headers"].as_array().unwrap().clone();
         headers.iter().find(|header| header[0] == "host").unwrap()[1].clone()
     };
     assert_eq!(host(&reply.json()), "shop.example");
     let anonymous = Proxy::start("upstream.preserve_host = false", &url).await;
-    assert_eq!(
-        host(&anonymous.get("/").await.json()),
-        "localhost",
-        "a Unix socket has no host name"
-    );
+    let found = host(&anonymous.get("/").await.json());
+    assert_eq!(found, "localhost", "a Unix socket has no host name");
     serving.abort();
 }
 
@@ -97,11 +80,7 @@ async fn the_upstream_selects_the_protocol_by_alpn() {
         .collect();
     for call in calls {
         let reply = call.await.unwrap();
-        assert!(
-            reply.text().starts_with("GET https://shop.example/\n"),
-            "{}",
-            reply.text()
-        );
+        assert_starts(&reply.text(), "GET https://shop.example/\n");
         assert_eq!(reply.header("via"), Some("2 tidegate"));
     }
     assert_eq!(
@@ -113,10 +92,8 @@ async fn the_upstream_selects_the_protocol_by_alpn() {
     let (port, _serving) = start_alpn_server(&authority, &["http/1.1"]).await;
     let proxy = build_https_proxy(&authority, port, "").start().await;
     let reply = proxy.get("/").await;
-    assert_eq!(
-        (reply.text().as_str(), reply.header("via")),
-        ("plain", Some("1.1 tidegate"))
-    );
+    assert_eq!(reply.text().as_str(), "plain");
+    assert_eq!(reply.header("via"), Some("1.1 tidegate"));
 }
 
 /// A TLS server for HTTP/2 and HTTP/1.1. It echoes over HTTP/2. Over HTTP/1.1 it answers "plain" or
@@ -261,17 +238,10 @@ async fn serve_extended_connect(mut exchange: H2Exchange) {
         return exchange.echo().await;
     }
     let head = &exchange.request;
-    assert!(
-        !head.headers().contains_key("sec-websocket-key")
-            && !head.headers().contains_key("upgrade")
-    );
-    assert_eq!(
-        (
-            head.uri().path_and_query().unwrap().as_str(),
-            head.uri().authority().unwrap().as_str()
-        ),
-        ("/chat?x", "a")
-    );
+    assert!(!head.headers().contains_key("sec-websocket-key"));
+    assert!(!head.headers().contains_key("upgrade"));
+    assert_eq!(head.uri().path_and_query().unwrap().as_str(), "/chat?x");
+    assert_eq!(head.uri().authority().unwrap().as_str(), "a");
     assert_eq!(head.headers()["sec-websocket-version"], "13");
     let mut stream = exchange
         .respond
@@ -303,14 +273,11 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
     let proxy = Proxy::start("listen.threads = 1", &upstream.url()).await;
 
     let (mut client, reply) = proxy.upgrade(WEBSOCKET_HANDSHAKE).await;
-    assert_eq!(
-        (reply.status, reply.header("sec-websocket-accept")),
-        (101, Some(ACCEPT_KEY))
-    );
-    assert_eq!(
-        (reply.header("upgrade"), reply.header("connection")),
-        (Some("websocket"), Some("upgrade"))
-    );
+    reply
+        .expect_status(101)
+        .expect_header("sec-websocket-accept", ACCEPT_KEY);
+    reply.expect_header("upgrade", "websocket");
+    reply.expect_header("connection", "upgrade");
     client.send("there").await.read_past(b"there").await;
 
     let mut sender = open_http2_connection(proxy.address).await;
@@ -339,10 +306,8 @@ async fn a_websocket_is_an_http2_stream_if_the_upstream_supports_rfc_8441() {
     client.send("still").await.read_past(b"still").await;
     assert_eq!(upstream.connection_count(), 1);
     // Other upgrades stay plain requests: a server may ignore `Upgrade` (RFC 9110, section 7.8).
-    let ask = proxy
-        .request("GET", "/")
-        .header("Upgrade", "other")
-        .header("Connection", "upgrade");
+    let request = proxy.request("GET", "/").header("Upgrade", "other");
+    let ask = request.header("Connection", "upgrade");
     assert_eq!(ask.send_for_status().await, 200);
 }
 
@@ -371,10 +336,9 @@ async fn a_websocket_over_tls_uses_an_http_1_1_connection() {
         .await;
     assert_eq!(proxy.get("/").await.header("via"), Some("2 tidegate"));
     let (mut client, reply) = proxy.upgrade(WEBSOCKET_HANDSHAKE).await;
-    assert_eq!(
-        (reply.status, reply.header("sec-websocket-accept")),
-        (101, Some(ACCEPT_KEY))
-    );
+    reply
+        .expect_status(101)
+        .expect_header("sec-websocket-accept", ACCEPT_KEY);
     client.send("there").await.read_past(b"there").await;
     assert_eq!(proxy.get("/").await.header("via"), Some("2 tidegate"));
 }

@@ -3,14 +3,8 @@
 use crate::support::prelude::*;
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use serde_json::Value;
-use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-use tempfile::TempDir;
 use tidegate::policy::{KeyPart, KeyTemplate};
-use tokio::time::sleep;
 
 const POLICIES: &str = r#"
 [client]
@@ -119,9 +113,9 @@ async fn the_refusals_of_one_client_are_found_by_its_key() {
         .await;
     assert_eq!(report["refused"], 6);
     let episode = &report["episodes"][0];
-    assert_eq!(
-        (&episode["policy"], &episode["limit"], &episode["decision"]),
-        (&"api".into(), &"api".into(), &"rejected".into())
+    assert_fields(
+        episode,
+        json!({ "policy": "api", "limit": "api", "decision": "rejected" }),
     );
     let wait_ms = episode["max_wait_ms"].as_u64().unwrap();
     assert!((500_000..=600_000).contains(&wait_ms), "{episode}");
@@ -228,12 +222,12 @@ async fn logs_are_read_compressed_and_partly_and_broken_lines_are_reported() {
     );
     assert_eq!(
         report["range"],
-        serde_json::json!({ "from": "2026-11-21T09:00:00Z", "to": "2026-11-21T09:01:00Z" })
+        json!({ "from": "2026-11-21T09:00:00Z", "to": "2026-11-21T09:01:00Z" })
     );
     let lines = &report["lines"];
-    assert_eq!(
-        (&lines["read"], &lines["unreadable"], &lines["before_since"]),
-        (&6.into(), &2.into(), &1.into())
+    assert_fields(
+        lines,
+        json!({ "read": 6, "unreadable": 2, "before_since": 1 }),
     );
     assert_eq!(lines["first_unreadable"]["line"], 2);
     assert_eq!(report["left_out"]["without_key"][0]["requests"], 1);
@@ -307,15 +301,9 @@ async fn a_refusal_by_a_shadow_policy_counts_only_for_a_key_that_the_line_shows(
         let report = fixture.run_for_report(&["--key", key, "log"]).await;
         assert_eq!(report["shadow_rejected"], refused, "{report:#}");
         let without_key = &report["left_out"]["without_key"][0];
-        assert_eq!(
-            (
-                &without_key["policy"],
-                &without_key["decision"],
-                &without_key["requests"]
-            ),
-            (&"candidate".into(), &"shadow_rejected".into(), &1.into()),
-            "{report:#}"
-        );
+        assert_eq!(without_key["policy"], "candidate", "{report:#}");
+        assert_eq!(without_key["decision"], "shadow_rejected", "{report:#}");
+        assert_eq!(without_key["requests"], 1, "{report:#}");
     }
 }
 
@@ -377,10 +365,8 @@ async fn a_part_of_a_key_finds_all_keys_that_have_it_and_says_so() {
         assert_eq!(report["refused"], refused, "{keys:?}: {report:#}");
         let partial = report["partial_keys"].as_array().unwrap();
         assert_eq!(partial.len(), distinct, "{keys:?}: {report:#}");
-        let sum: u64 = partial
-            .iter()
-            .filter_map(|key| key["refused"].as_u64())
-            .sum();
+        let items = partial.iter();
+        let sum: u64 = items.filter_map(|key| key["refused"].as_u64()).sum();
         assert!(distinct == 0 || sum == refused, "{keys:?}: {report:#}");
     }
     let text = fixture.run(&["--key", "gold", "log"]).await.stdout;

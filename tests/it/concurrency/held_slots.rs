@@ -1,16 +1,8 @@
 //! `release = "upstream"`: a slot stays taken until the app has answered, whatever the client does.
 
 use super::wait_until_admitted;
-use crate::support::h2_upstream::H2Upstream;
 use crate::support::prelude::*;
-use bytes::Bytes;
-use hyper::{Request, Response};
 use std::future::poll_fn;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
-use tokio::sync::Semaphore;
-use tokio::time::{sleep, timeout};
 
 const HELD_SLOTS: &str = r#"
 [[policy]]

@@ -1,26 +1,13 @@
 //! Renewals and releases of slots reach Redis in time: behind settlements that saturate Redis, on a
 //! slow network, with many slots, and after failed calls.
 
-use crate::support::fake_redis::TcpRelay;
 use crate::support::prelude::*;
-use crate::support::redis::redis_settings;
-use futures_util::future::join_all;
-use hyper::body::Incoming;
-use hyper::{Request, Response};
 use redis::aio::MultiplexedConnection;
 use smallvec::smallvec;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 use tidegate::clock::Clock;
-use tidegate::limiter::{Algorithm, Amendment, Key, KeyBuilder, Limit, PolicyCharges};
 use tidegate::policy::SlotRelease;
-use tidegate::store::redis::RedisSettings;
-use tidegate::store::{
-    ConcurrencySlotGuard, ConcurrencySlots, MemorySettings, MemoryStore, Settlement, Store,
-};
-use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
+use tidegate::store::{ConcurrencySlotGuard, ConcurrencySlots, MemorySettings, MemoryStore};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 
 /// The reply delay of a Redis server in another data center.
 const ROUND_TRIP: Duration = Duration::from_millis(5);
@@ -157,11 +144,11 @@ impl SlotFixture {
         })
         .await;
         let store = Store::from_redis(redis);
-        let limit = Limit {
+        let limit = make_limit(
             requests,
-            per_us: u64::try_from(ttl.as_micros()).unwrap(),
-            algorithm: Algorithm::Concurrency { max_duration_us: 0 },
-        };
+            u64::try_from(ttl.as_micros()).unwrap(),
+            Algorithm::Concurrency { max_duration_us: 0 },
+        );
         Self {
             direct: server.connection().await,
             _server: server,
@@ -357,11 +344,11 @@ async fn at_most_ten_thousand_slots_outlive_their_exchange() {
     };
     let store = Store::Memory(Arc::new(MemoryStore::new(bounds, Clock::system())));
     let slots = ConcurrencySlots::new(store.clone());
-    let limit = Limit {
-        requests: 20_000,
-        per_us: 3_600_000_000,
-        algorithm: Algorithm::Concurrency { max_duration_us: 0 },
-    };
+    let limit = make_limit(
+        20_000,
+        3_600_000_000,
+        Algorithm::Concurrency { max_duration_us: 0 },
+    );
     let key = KeyBuilder::new("jobs").finish();
     let count_taken = async || {
         let read = store

@@ -1,19 +1,12 @@
 //! Bodies in both directions: complete, truncated, refused and unread.
 
 use super::{GOAWAY_NO_STREAMS, ONE_WORKER, SERVER_SETTINGS, read_request_head, start_proxy};
-use crate::support::h2_upstream::{H2Exchange, H2Upstream, full_body};
+use crate::support::h2_upstream::full_body;
 use crate::support::prelude::*;
-use crate::support::upstream::RawSocket;
-use crate::support::{pseudo_random_bytes, sha256};
-use bytes::Bytes;
 use h2::Reason;
 use h2::server::Builder;
-use http_body_util::BodyExt;
-use hyper::{HeaderMap, Request, Response};
-use std::sync::Arc;
-use tokio::io::AsyncReadExt;
-use tokio::sync::{Semaphore, mpsc};
-use tokio::time::timeout;
+use hyper::HeaderMap;
+use tokio::sync::mpsc;
 
 /// Reads frames until this many bytes of DATA have arrived.
 async fn read_request_body(socket: &mut RawSocket, mut left: usize) {
@@ -77,16 +70,11 @@ async fn an_upload_is_retried_on_another_connection_after_goaway() {
     .await;
     client.send("6\r\nsecond\r\n0\r\nx-sum: 11\r\n\r\n").await;
     let reply = client.read_response().await;
-    assert_eq!(
-        (reply.status, reply.text().as_str()),
-        (200, "firstsecond11")
-    );
+    assert_eq!(reply.status, 200);
+    assert_eq!(reply.text().as_str(), "firstsecond11");
     // With a content length, and available at once.
-    let upload = proxy
-        .request("POST", "/")
-        .body(pseudo_random_bytes(30_000))
-        .send()
-        .await;
+    let request = proxy.request("POST", "/").body(pseudo_random_bytes(30_000));
+    let upload = request.send().await;
     assert!(upload.status == 200 && upload.body == pseudo_random_bytes(30_000));
 }
 
@@ -128,11 +116,8 @@ async fn a_reset_response_never_looks_complete() {
             .await;
         client.read_past(b"\r\nsome\r\n").await;
         release.add_permits(1);
-        assert_eq!(
-            client.read_to_close().await,
-            b"",
-            "{target}: a truncated response looks complete"
-        );
+        let found = client.read_to_close().await;
+        assert_eq!(found, b"", "{target}: a truncated response looks complete");
         let request = Request::post(format!("http://a{target}"))
             .body(ClientBody::default())
             .unwrap();
@@ -146,11 +131,8 @@ async fn a_reset_response_never_looks_complete() {
         let body = in_time(answer.into_body().collect()).await;
         assert!(body.is_err(), "{target} by HTTP/2");
     }
-    assert_eq!(
-        upstream.connection_count(),
-        1,
-        "each reset ends only its own request"
-    );
+    let count = upstream.connection_count();
+    assert_eq!(count, 1, "each reset ends only its own request");
 }
 
 #[tokio::test]
@@ -184,15 +166,11 @@ async fn a_response_may_arrive_before_the_end_of_an_upload() {
         .await;
     client.send(vec![b'x'; 100_000]).await;
     let reply = client.read_response().await;
-    assert_eq!(
-        (reply.status, reply.text().as_str(), reply.complete),
-        (413, "too much", true)
-    );
-    assert_eq!(
-        in_time(given_up.recv()).await,
-        Some(true),
-        "the upload must be reset, not ended"
-    );
+    assert_eq!(reply.status, 413);
+    assert_eq!(reply.text().as_str(), "too much");
+    assert!(reply.complete);
+    let answer = in_time(given_up.recv()).await;
+    assert_eq!(answer, Some(true), "the upload must be reset, not ended");
     assert!(
         client.closes_within(TEST_TIMEOUT).await,
         "the rest of the upload is not read"
@@ -216,11 +194,8 @@ async fn a_truncated_upload_never_looks_complete() {
         }
     })
     .await;
-    let proxy = start_proxy(
-        &upstream,
-        "[listen.http]\nbody_idle_timeout = '300ms'\nmax_body_bytes = '8'",
-    )
-    .await;
+    let text = "[listen.http]\nbody_idle_timeout = '300ms'\nmax_body_bytes = '8'";
+    let proxy = start_proxy(&upstream, text).await;
     for (framing, status) in [
         ("Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n", 408),
         (
@@ -233,11 +208,8 @@ async fn a_truncated_upload_never_looks_complete() {
             .send_raw(format!("POST / HTTP/1.1\r\nHost: a\r\n{framing}"))
             .await;
         assert_eq!(client.read_response().await.status, status);
-        assert_eq!(
-            in_time(ends.recv()).await,
-            Some(Err(Some(Reason::CANCEL))),
-            "{framing}"
-        );
+        let answer = in_time(ends.recv()).await;
+        assert_eq!(answer, Some(Err(Some(Reason::CANCEL))), "{framing}");
     }
 }
 
@@ -334,11 +306,8 @@ async fn responses_without_a_body_have_none() {
         let reply = client
             .read_any_response(method == "HEAD" || status == 304)
             .await;
-        assert_eq!(
-            (reply.status, reply.header("content-length")),
-            (status, length),
-            "{method}"
-        );
+        assert_eq!(reply.status, status, "{method}");
+        assert_eq!(reply.header("content-length"), length, "{method}");
         assert!(reply.complete && reply.header("transfer-encoding").is_none());
     }
     assert_eq!(upstream.connection_count(), 1);
@@ -414,10 +383,7 @@ async fn large_bodies_pass_unchanged_both_ways_over_http2() {
     .await;
     let proxy = start_proxy(&upstream, "").await;
     let content = pseudo_random_bytes(8 << 20);
-    let reply = proxy
-        .request("POST", "/")
-        .body(content.clone())
-        .send()
-        .await;
+    let request = proxy.request("POST", "/").body(content.clone());
+    let reply = request.send().await;
     assert!(reply.complete && reply.body == content);
 }

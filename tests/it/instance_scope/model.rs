@@ -2,17 +2,9 @@
 
 use crate::calendar_limits::zone_far_from_midnight;
 use crate::support::prelude::*;
-use crate::support::store_harness::test_seed;
-use fastrand::Rng;
-use smallvec::SmallVec;
-use std::borrow::Cow;
-use std::sync::Arc;
 use tidegate::clock::Clock;
-use tidegate::limiter::{
-    Algorithm, Amendment, Calendar, CalendarUnit, CounterScope, Decision, Key, KeyBuilder, Limit,
-    LimitCharge, PolicyCharges, each_charge,
-};
-use tidegate::store::{MemorySettings, MemoryStore, Settlement, Store};
+use tidegate::limiter::{Calendar, CalendarUnit, CounterScope};
+use tidegate::store::{MemorySettings, MemoryStore};
 
 /// So long that no unit returns during the test.
 const LONG_US: u64 = 100 * 86_400_000_000;
@@ -83,11 +75,7 @@ fn draw_policy(rng: &mut Rng, scope: CounterScope) -> ModelPolicy {
         shadow,
         counts_responses,
         counts_rejected: counts && !has_slots && !counts_responses && rng.bool(),
-        block: (counts && rng.u8(0..4) == 0).then_some(Limit {
-            requests: 1,
-            per_us: LONG_US,
-            algorithm: Algorithm::Block,
-        }),
+        block: (counts && rng.u8(0..4) == 0).then_some(make_limit(1, LONG_US, Algorithm::Block)),
         limits,
     }
 }
@@ -249,12 +237,8 @@ async fn split_decisions_are_those_of_one_store() {
                     continue;
                 };
                 assert_eq!(one.remaining, other.remaining, "{}", context());
-                assert_eq!(
-                    one.refusal.is_some(),
-                    other.refusal.is_some(),
-                    "{}",
-                    context()
-                );
+                let found = one.refusal.is_some();
+                assert_eq!(found, other.refusal.is_some(), "{}", context());
             }
             if decided.admitted {
                 let decisions = [&expected, &decided];

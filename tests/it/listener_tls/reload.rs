@@ -1,17 +1,12 @@
 //! TLS changes at run time: certificates, authorities, revocation lists, and TLS itself.
 
 use super::{
-    GET_REQUEST, assert_handshake_rejected, client_certificate, new_authority, tls_config,
+    GET_REQUEST, assert_handshake_rejected, client_certificate, tls_config,
     wait_for_failed_handshakes,
 };
 use crate::support::prelude::*;
 use rcgen::{SerialNumber, date_time_ymd};
-use std::fs;
 use std::os::unix::fs::symlink;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_rustls::rustls::{HandshakeKind, version};
 
 /// Whether new connections get a certificate signed by this authority.
@@ -31,11 +26,13 @@ async fn wait_for_certificate_of(proxy: &Proxy, ca: &CertificateAuthority) {
 
 #[tokio::test]
 async fn a_certificate_is_reloaded_when_it_matches_its_key() {
-    let (ca, newer, newest) = (new_authority(), new_authority(), new_authority());
+    let (ca, newer, newest) = (
+        CertificateAuthority::with_certificate(),
+        CertificateAuthority::with_certificate(),
+        CertificateAuthority::with_certificate(),
+    );
     let proxy = Proxy::with_echo(&tls_config(&ca, "")).await;
-    let mut old = TlsClient::new(&ca)
-        .connect_http1(proxy.address, "a.example")
-        .await;
+    let mut old = connect_tls_http1(&ca, &proxy).await;
     assert_eq!(old.request(GET_REQUEST).await.status, 200);
     let mark = proxy.log_mark();
     fs::copy(newer.path("a.pem"), ca.path("a.pem")).unwrap();
@@ -51,17 +48,12 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
         format!("{line:?}").contains("the key is not that of the certificate"),
         "{line:?}"
     );
-    assert!(
-        is_served_certificate_of(&proxy, &ca).await
-            && !is_served_certificate_of(&proxy, &newer).await
-    );
+    assert!(is_served_certificate_of(&proxy, &ca).await);
+    assert!(!is_served_certificate_of(&proxy, &newer).await);
     fs::copy(newer.path("a.key"), ca.path("a.key")).unwrap();
     wait_for_certificate_of(&proxy, &newer).await;
-    assert_eq!(
-        old.request(GET_REQUEST).await.status,
-        200,
-        "the open connection stays open"
-    );
+    let status = old.request(GET_REQUEST).await.status;
+    assert_eq!(status, 200, "the open connection stays open");
 
     // Renames a file over each of them, then sends a signal.
     for half in ["key", "pem"] {
@@ -74,7 +66,10 @@ async fn a_certificate_is_reloaded_when_it_matches_its_key() {
 
 #[tokio::test]
 async fn a_secret_swap_under_load_fails_no_request() {
-    let (one, two) = (new_authority(), new_authority());
+    let (one, two) = (
+        CertificateAuthority::with_certificate(),
+        CertificateAuthority::with_certificate(),
+    );
     let mount = tempfile::tempdir().unwrap();
     let at = |name: &str| mount.path().join(name);
     for (version, ca) in [("..one", &one), ("..two", &two)] {
@@ -141,16 +136,17 @@ async fn a_secret_swap_under_load_fails_no_request() {
 
 #[tokio::test]
 async fn no_session_is_resumed_after_its_client_ca_changed() {
-    let (ca, other) = (new_authority(), new_authority());
+    let (ca, other) = (
+        CertificateAuthority::with_certificate(),
+        CertificateAuthority::with_certificate(),
+    );
     ca.sign_params("ann", client_certificate("Ann", Vec::new()));
     fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
-    let config = tls_config(
-        &ca,
-        &format!(
-            "client_ca = {:?}\nclient_auth = 'require'\n",
-            ca.path_string("clients.pem")
-        ),
+    let text = format!(
+        "client_ca = {:?}\nclient_auth = 'require'\n",
+        ca.path_string("clients.pem"),
     );
+    let config = tls_config(&ca, &text);
     let proxy = Proxy::with_echo(&config).await;
     for versions in [[&version::TLS13], [&version::TLS12]] {
         fs::copy(ca.path("ca.pem"), ca.path("clients.pem")).unwrap();
@@ -194,24 +190,22 @@ async fn no_session_is_resumed_after_its_client_ca_changed() {
 
 #[tokio::test]
 async fn no_session_is_resumed_with_an_expired_certificate() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let mut brief = client_certificate("Ann", Vec::new());
     brief.not_after =
         date_time_ymd(1970, 1, 1) + Duration::from_secs(tidegate::clock::unix_time_s() + 3);
     ca.sign_params("ann", brief);
-    let config = tls_config(
-        &ca,
-        &format!(
-            "client_ca = {:?}\nclient_auth = 'require'\n",
-            ca.path_string("ca.pem")
-        ),
+    let text = format!(
+        "client_ca = {:?}\nclient_auth = 'require'\n",
+        ca.path_string("ca.pem"),
     );
+    let config = tls_config(&ca, &text);
     let proxy = Proxy::with_echo(&config).await;
     let client = TlsClient::with_certificate(&ca, &ca, "ann");
-    let (mut is_resumed, deadline) = (false, std::time::Instant::now() + TEST_TIMEOUT);
+    let (mut is_resumed, deadline) = (false, Instant::now() + TEST_TIMEOUT);
     loop {
         assert!(
-            std::time::Instant::now() < deadline,
+            Instant::now() < deadline,
             "the expired certificate is still accepted"
         );
         let mut stream = client.connect(proxy.address, "a.example").await.unwrap();
@@ -223,7 +217,7 @@ async fn no_session_is_resumed_with_an_expired_certificate() {
             break;
         }
         is_resumed = stream.get_ref().1.handshake_kind() == Some(HandshakeKind::Resumed);
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        sleep(Duration::from_millis(20)).await;
     }
     assert!(is_resumed, "the session was resumed before the expiry");
     wait_for_failed_handshakes(&proxy, "bad_certificate", 1.0).await;
@@ -231,7 +225,7 @@ async fn no_session_is_resumed_with_an_expired_certificate() {
 
 #[tokio::test]
 async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     for (file, serial) in [("ann", 7), ("bob", 8)] {
         let mut params = client_certificate(file, Vec::new());
         params.serial_number = Some(SerialNumber::from(serial));
@@ -264,7 +258,7 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
     assert_handshake_rejected(&proxy, &ann, "bad_certificate").await;
     // So is a list of another authority.
     let mark = proxy.log_mark();
-    let other = new_authority();
+    let other = CertificateAuthority::with_certificate();
     other.write_revocation_list("crl.pem", &[], 2100);
     fs::copy(other.path("crl.pem"), ca.path("crl.pem")).unwrap();
     proxy.wait_for_message("TLS settings changed", mark).await;
@@ -280,17 +274,14 @@ async fn a_revoked_certificate_is_rejected_after_the_crl_changes() {
 
 #[tokio::test]
 async fn tls_can_be_enabled_and_disabled_by_reload() {
-    let ca = new_authority();
+    let ca = CertificateAuthority::with_certificate();
     let proxy = Proxy::with_echo("").await;
     let mut plain = RawClient::connect(proxy.address).await;
     assert_eq!(plain.request(GET_REQUEST).await.status, 200);
     proxy.write_config(&tls_config(&ca, ""));
     wait_for_certificate_of(&proxy, &ca).await;
-    assert_eq!(
-        plain.request(GET_REQUEST).await.status,
-        200,
-        "the open connection stays open"
-    );
+    let status = plain.request(GET_REQUEST).await.status;
+    assert_eq!(status, 200, "the open connection stays open");
     let mark = proxy.log_mark();
     proxy.write_config("");
     proxy.wait_for_message("TLS was removed", mark).await;

@@ -44,10 +44,8 @@ async fn a_flapping_redis_does_not_reduce_the_instance_count() {
         counts.push(proxy.read_metric("tidegate_instances").await);
     }
     let (admitted, refused) = load.finish().await;
-    let since: Vec<AdmittedRequest> = admitted
-        .into_iter()
-        .filter(|one| one.sent >= began)
-        .collect();
+    let items = admitted.into_iter();
+    let since: Vec<AdmittedRequest> = items.filter(|one| one.sent >= began).collect();
     let most = max_admitted_in_a_period(&since);
     println!(
         "at most {most} of {LIMIT_UNITS} in a window; {} admitted in {:?}, {refused} refused; instance counts {counts:?}",

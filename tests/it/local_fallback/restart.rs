@@ -3,8 +3,6 @@
 use super::*;
 use crate::support::prelude::*;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
-use tempfile::TempDir;
 
 const UNITS: usize = 20;
 const PERIOD: Duration = Duration::from_secs(12);
@@ -36,7 +34,7 @@ timeout = "500ms"
 }
 
 fn list_files(directory: &Path) -> Vec<String> {
-    let files = std::fs::read_dir(directory).unwrap();
+    let files = fs::read_dir(directory).unwrap();
     files
         .map(|file| file.unwrap().file_name().into_string().unwrap())
         .collect()
@@ -129,9 +127,9 @@ async fn a_damaged_state_file_is_refused_with_a_warning() {
     stop(proxy).await;
     let name = list_files(directory.path()).pop().unwrap();
     let path = directory.path().join(&name);
-    let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+    let mode = fs::metadata(&path).unwrap().permissions().mode();
     assert_eq!(mode & 0o777, 0o600, "only the owner may read the keys");
-    std::fs::write(&path, b"tidegate-usage 1 0000\n[1,").unwrap();
+    fs::write(&path, b"tidegate-usage 1 0000\n[1,").unwrap();
     server.restart_async().await;
     let proxy = start_instance(server.port(), directory.path(), &upstream).await;
     proxy

@@ -1,10 +1,7 @@
 //! Overrides by the admin port: changes at the same time, slow listings, and values like digests.
 
 use super::{OverrideFixture, POLICIES};
-use crate::support::fake_redis::TcpRelay;
 use crate::support::prelude::*;
-use std::time::Duration;
-use tokio::time::sleep;
 
 #[tokio::test]
 async fn two_limits_that_are_set_at_the_same_time_both_stay() {
@@ -40,7 +37,7 @@ async fn two_limits_that_are_set_at_the_same_time_both_stay() {
 #[tokio::test]
 async fn a_listing_that_takes_too_long_ends_with_a_reason_and_delays_no_change() {
     let redis = RedisServer::start_with(&["--enable-debug-command", "yes"]);
-    let _: () = redis.command("DEBUG POPULATE 60000").await;
+    redis.run("DEBUG POPULATE 60000").await;
     let relay = TcpRelay::start(redis.port()).await;
     let config = redis.store_config();
     let config = config.replace(&format!(":{}", redis.port()), &format!(":{}", relay.port));
@@ -75,14 +72,12 @@ async fn a_value_like_a_digest_has_an_override_of_its_own() {
     fixture.run_successfully(&set).await;
     let proxy = fixture.start_proxy().await;
     let reply = super::get(&proxy, "/api", &value).await;
-    assert_eq!(
-        reply.list_parameter("ratelimit-policy", "api", "q"),
-        Some(7)
-    );
+    let found = reply.list_parameter("ratelimit-policy", "api", "q");
+    assert_eq!(found, Some(7));
     let exported = fixture.run_successfully(&["export"]).await;
     assert!(exported.contains(&escaped), "{exported}");
     let file = fixture.config.beside("all.jsonl");
-    std::fs::write(&file, &exported).unwrap();
+    fs::write(&file, &exported).unwrap();
     let removed = fixture.run_successfully(&["remove", "api", &escaped]).await;
     assert!(removed.contains("override removed"), "{removed}");
     fixture

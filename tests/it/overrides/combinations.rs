@@ -2,16 +2,9 @@
 
 use super::{OverrideFixture, await_status, get, status};
 use crate::cluster::{connect_store, error_count};
-use crate::support::cluster::{hash_slot, initial_node};
-use crate::support::gated_upstream::GatedUpstream;
+use crate::support::cluster::hash_slot;
 use crate::support::prelude::*;
-use crate::support::rls_client::{RLS_LISTENER, ServiceClient, make_descriptor};
-use futures_util::future::join_all;
-use std::borrow::Cow;
-use tidegate::limiter::{
-    Algorithm, Decision, Key, KeyOverride, Limit, LimitAmounts, LimitCharge, LimitName,
-    OverrideInEffect, PolicyCharges,
-};
+use tidegate::limiter::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
 use tidegate::policy::{KeyPart, KeyTemplate};
 use tidegate::store::StoredOverride;
 use tidegate::store::redis::CounterInspector;
@@ -61,7 +54,7 @@ async fn an_override_sets_how_many_requests_are_in_flight() {
     )
     .await;
     let app = GatedUpstream::start().await;
-    let text = std::fs::read_to_string(fixture.config.path()).unwrap();
+    let text = fs::read_to_string(fixture.config.path()).unwrap();
     let proxy = Proxy::start(&text, app.address).await;
     let set = ["set", "api", "ann", "--requests", "3"];
     fixture.run_successfully(&set).await;
@@ -112,11 +105,7 @@ async fn the_rate_limit_service_applies_overrides() {
 }
 
 const LIMIT: Limit = sliding_log(4, 3_600_000_000);
-const DAILY: Limit = Limit {
-    requests: 50,
-    per_us: 86_400_000_000,
-    algorithm: Algorithm::FixedWindow { offset_us: 0 },
-};
+const DAILY: Limit = make_limit(50, 86_400_000_000, Algorithm::FixedWindow { offset_us: 0 });
 
 fn user_on(node: usize) -> (String, Key) {
     let header = hyper::header::HeaderName::from_static("x-user-id");

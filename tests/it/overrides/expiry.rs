@@ -2,8 +2,6 @@
 
 use super::{OverrideFixture, POLICIES, get, status};
 use crate::support::prelude::*;
-use std::time::Duration;
-use tokio::time::sleep;
 
 const FOREIGN_OVERRIDES: &str = "tidegate_foreign_overrides_total";
 const OVERRIDE_CHANGES: &str = "tidegate_override_changes_total";

@@ -2,8 +2,6 @@
 
 use super::{OverrideFixture, POLICIES};
 use crate::support::prelude::*;
-use serde_json::Value;
-use std::fs;
 
 /// Imports a file with errors. Returns stderr.
 async fn import_errors(fixture: &OverrideFixture, name: &str, text: &str) -> String {
@@ -22,30 +20,32 @@ async fn a_line_with_a_field_that_has_no_effect_is_not_imported() {
         {"policy": "api", "key": "a", "blocked": true, "expires": "200000000000d"}
         {"policy": "api", "key": "last", "blocked": true}"#;
     let errors = import_errors(&fixture, "wrong.jsonl", text).await;
-    for expected in [
-        "line 1: limits.minute: unknown field \"brust\"; expected requests, burst",
-        "line 2: burst: expected it inside limits",
-        "line 3: limit: expected it inside limits",
-        "line 4: limits.minute: requests: missing",
-        "line 5: the expiry is after 2255-06-05",
-        "5 lines are wrong and were not set; 1 override was set",
-    ] {
-        assert!(errors.contains(expected), "{expected}: {errors}");
-    }
+    assert_contains(
+        &errors,
+        &[
+            "line 1: limits.minute: unknown field \"brust\"; expected requests, burst",
+            "line 2: burst: expected it inside limits",
+            "line 3: limit: expected it inside limits",
+            "line 4: limits.minute: requests: missing",
+            "line 5: the expiry is after 2255-06-05",
+            "5 lines are wrong and were not set; 1 override was set",
+        ],
+    );
     let text = "policy,key,key2,limit,burst,limits,blocked,expires\n\
         several,a,b,,50,minute=5,,\n\
         several,a,b,minute,,minute=5,,\n\
         api,a,,,,,true,200000000000d\n\
         api,last,,,,,true,\n";
     let errors = import_errors(&fixture, "wrong.csv", text).await;
-    for expected in [
-        "line 2: burst: expected it inside limits",
-        "line 3: limit: expected it inside limits",
-        "line 4: the expiry is after 2255-06-05",
-        "3 lines are wrong and were not set; 1 override was set",
-    ] {
-        assert!(errors.contains(expected), "{expected}: {errors}");
-    }
+    assert_contains(
+        &errors,
+        &[
+            "line 2: burst: expected it inside limits",
+            "line 3: limit: expected it inside limits",
+            "line 4: the expiry is after 2255-06-05",
+            "3 lines are wrong and were not set; 1 override was set",
+        ],
+    );
 }
 
 #[tokio::test]
@@ -63,15 +63,16 @@ async fn a_csv_record_over_several_lines_is_reported_with_all_of_them() {
     text.push_str(&"swallowed\n".repeat(20_000));
     text.push_str("\"\napi,last,true,\napi,\"unclosed,true,\napi,end,true,\n");
     let errors = import_errors(&fixture, "wrong.csv", &text).await;
-    for expected in [
-        "lines 3 to 5: text after a closing \"",
-        "lines 7 to 8: note: expected one line",
-        "lines 9 to 20009: longer than 65536 bytes",
-        "lines 20011 to 20012: the closing \" is missing",
-        "4 lines are wrong and were not set; 2 overrides were set",
-    ] {
-        assert!(errors.contains(expected), "{expected}: {errors}");
-    }
+    assert_contains(
+        &errors,
+        &[
+            "lines 3 to 5: text after a closing \"",
+            "lines 7 to 8: note: expected one line",
+            "lines 9 to 20009: longer than 65536 bytes",
+            "lines 20011 to 20012: the closing \" is missing",
+            "4 lines are wrong and were not set; 2 overrides were set",
+        ],
+    );
     let listed = fixture.run_successfully(&["list"]).await;
     assert!(listed.contains("api/first") && listed.contains("api/last"));
 }
@@ -112,10 +113,7 @@ async fn setting_one_limit_changes_no_expiry_of_another_one() {
         ended.expect_code(0);
         let stored = show().await;
         assert_eq!(stored["expires_at"], until);
-        assert_eq!(
-            (&stored["note"], &stored["author"]),
-            (&"contract 17".into(), &"bob".into())
-        );
+        assert_fields(&stored, json!({ "note": "contract 17", "author": "bob" }));
         assert_eq!(stored["limits"].as_object().unwrap().len(), 2);
 
         // An override with only this limit takes the new expiry.

@@ -3,7 +3,6 @@
 
 use super::{OverrideFixture, get};
 use crate::support::prelude::*;
-use std::fs;
 
 const POLICIES: &str = r#"
 [[policy]]

@@ -2,12 +2,7 @@
 
 use super::{POLICIES, assert_usage_is_shared};
 use crate::calendar_limits::zone_far_from_midnight;
-use crate::support::gated_upstream::GatedUpstream;
-use crate::support::login_app::{check_password, log_in};
 use crate::support::prelude::*;
-use crate::support::store_harness::test_seed;
-use futures_util::future::join_all;
-use std::net::SocketAddr;
 
 /// `/both` matches both policies. The counter is one, and each policy has its own limit.
 const LOCKOUT_POLICIES: &str = "
@@ -107,10 +102,8 @@ async fn policies_share_the_count_of_their_responses() {
             await_result(two, path, "bob", (200, false)).await;
         }
         for (proxy, path) in [(one, "/login"), (two, "/reset"), (one, "/both")] {
-            assert_eq!(
-                try_password(proxy, path, "ann", "wrong").await,
-                (401, false)
-            );
+            let answer = try_password(proxy, path, "ann", "wrong").await;
+            assert_eq!(answer, (401, false));
         }
         // Three failures are used: all that `reset` has, and three of the five of `login`.
         for path in ["/reset", "/both"] {
@@ -137,10 +130,8 @@ async fn policies_share_a_lockout() {
         let shared = SharedProxies::start(in_redis, &with_block(), app.address).await;
         let (one, two) = shared.ends();
         for (proxy, path) in [(one, "/login"), (two, "/both"), (one, "/reset")] {
-            assert_eq!(
-                try_password(proxy, path, "ann", "wrong").await,
-                (401, false)
-            );
+            let answer = try_password(proxy, path, "ann", "wrong").await;
+            assert_eq!(answer, (401, false));
         }
         // `login` has two units left, so it starts no block.
         await_result(two, "/login", "ann", (200, false)).await;
@@ -152,9 +143,8 @@ async fn policies_share_a_lockout() {
         if let Some(redis) = &shared.redis {
             // The block, the request counter and the response counter of ann.
             let counters = list_counter_keys(redis).await;
-            let of_ann = counters
-                .iter()
-                .filter(|key| key.ends_with("@passwords/ann"));
+            let items = counters.iter();
+            let of_ann = items.filter(|key| key.ends_with("@passwords/ann"));
             assert_eq!(of_ann.count(), 3, "{counters:?}");
         }
     }

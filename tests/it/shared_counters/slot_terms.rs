@@ -2,8 +2,6 @@
 //! request apply, not only the one with the lowest limit.
 
 use crate::support::prelude::*;
-use std::time::{Duration, Instant};
-use tokio::time::timeout;
 
 fn slot_policy(name: &str, requests: u64, options: &str) -> String {
     format!(
@@ -66,7 +64,7 @@ async fn a_slot_is_held_for_the_upstream_if_one_policy_of_its_counter_says_so() 
             .await;
         wait_until("the request", async || !silent.requests().is_empty()).await;
         drop(client);
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        sleep(Duration::from_millis(200)).await;
         assert_eq!(proxy.get("/both").await.status, 429, "{policies}");
     }
 }

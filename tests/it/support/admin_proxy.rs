@@ -1,10 +1,6 @@
 //! Requests to the admin listener of a proxy, and commands with its configuration.
 
-use super::client::ClientRequest;
-use super::process::{ProcessOutput, run_command, tidegate_command};
-use super::proxy::Proxy;
-use super::{TEST_TIMEOUT, eventually};
-use serde_json::Value;
+use super::prelude::*;
 
 impl Proxy {
     /// As [`Self::admin_request`], with the token of [`Proxy::with_token`].

@@ -1,21 +1,14 @@
 //! Clients: exact bytes on a socket, single plain requests, and hyper's clients for HTTP/1.1 and
 //! HTTP/2.
 
-use super::{TEST_TIMEOUT, pseudo_random_bytes};
-use bytes::Bytes;
+use super::prelude::*;
 use http_body_util::combinators::BoxBody;
-use hyper::body::Incoming;
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use serde_json::Value;
 use std::convert::Infallible;
 use std::fmt::Debug;
 use std::io;
-use std::net::SocketAddr;
-use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
-use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::io::{AsyncRead, AsyncWrite};
 
 pub type ClientBody = BoxBody<Bytes, Infallible>;
 
@@ -44,7 +37,7 @@ pub struct RawResponse {
 }
 
 /// One request on its own connection, sent as written: nothing is normalized.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ClientRequest {
     address: SocketAddr,
     method: String,
@@ -306,6 +299,19 @@ impl RawClient {
 }
 
 impl RawResponse {
+    #[track_caller]
+    pub fn expect_status(&self, status: u16) -> &Self {
+        assert_eq!(self.status, status, "{self:?}");
+        self
+    }
+
+    /// Asserts the value of a header that occurs exactly once.
+    #[track_caller]
+    pub fn expect_header(&self, name: &str, value: impl AsRef<str>) -> &Self {
+        assert_eq!(self.header(name), Some(value.as_ref()), "{name}: {self:?}");
+        self
+    }
+
     /// Returns the value of a header that occurs at most once.
     pub fn header(&self, name: &str) -> Option<&str> {
         let mut values = self.headers.iter().filter(|(given, _)| given == name);
@@ -316,6 +322,15 @@ impl RawResponse {
             self.headers
         );
         value
+    }
+
+    /// Returns a header that is a number.
+    pub fn header_number(&self, name: &str) -> u64 {
+        let value = self.header(name);
+        value
+            .unwrap_or_else(|| panic!("no {name}"))
+            .parse()
+            .unwrap()
     }
 
     pub fn text(&self) -> String {
@@ -397,6 +412,21 @@ impl ClientRequest {
                 return reply;
             }
         }
+    }
+
+    /// Sends the request this many times in sequence and returns the statuses.
+    pub async fn send_times(self, times: usize) -> Vec<u16> {
+        let mut statuses = Vec::new();
+        for _ in 0..times {
+            statuses.push(self.clone().send_for_status().await);
+        }
+        statuses
+    }
+
+    /// Sends the request and asserts the status of its response.
+    pub async fn expect_status(self, status: u16) {
+        let sent = format!("{} {}", self.method, self.target);
+        assert_eq!(self.send().await.status, status, "{sent}");
     }
 
     pub async fn send_for_status(self) -> u16 {

@@ -1,16 +1,11 @@
 //! A Redis Cluster of real servers.
 
-use super::TEST_TIMEOUT;
-use super::redis::{RedisServer, free_port, local_address, redis_settings};
-use super::tls::CertificateAuthority;
+use super::prelude::*;
+use super::redis::local_address;
 use http::HeaderName;
 use redis::aio::MultiplexedConnection;
 use redis::{FromRedisValue, cmd};
-use std::time::{Duration, Instant};
-use tidegate::limiter::Key;
 use tidegate::policy::{KeyPart, KeyTemplate};
-use tidegate::store::redis::{RedisSettings, RedisTopology};
-use tokio::time::sleep;
 
 const HASH_SLOT_COUNT: u16 = 16_384;
 

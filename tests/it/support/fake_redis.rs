@@ -1,12 +1,8 @@
 //! Faulty Redis servers: a relay that delays or drops replies, and servers with invalid replies.
 
-use super::serve_connections;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use super::prelude::*;
+use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::net::{TcpListener, TcpStream};
 
 /// Forwards bytes between clients and a server, until the test's runtime ends.
 pub(crate) struct TcpRelay {

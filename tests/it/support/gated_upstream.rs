@@ -1,13 +1,6 @@
 //! An upstream whose responses wait for the test.
 
-use super::TEST_TIMEOUT;
-use super::upstream::{Upstream, full_body};
-use hyper::Response;
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::time::Duration;
-use tokio::sync::Semaphore;
-use tokio::time::{sleep, timeout};
+use super::prelude::*;
 
 /// An upstream that answers 200 once the test calls [`GatedUpstream::answer`].
 #[derive(Debug)]

@@ -1,13 +1,7 @@
 //! Hand-written HTTP/2: exactly the frames that a test needs, valid or not (RFC 9113, RFC 7541).
 
-use super::TEST_TIMEOUT;
-use std::net::SocketAddr;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use super::prelude::*;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::task::JoinHandle;
-use tokio::time::timeout;
 
 pub const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
@@ -34,18 +28,46 @@ pub const FRAME_SIZE_ERROR: u32 = 6;
 pub const ENHANCE_YOUR_CALM: u32 = 11;
 
 /// The fields of a minimal request.
-pub const GET_FIELDS: [(&str, &str); 4] = [
-    (":method", "GET"),
-    (":scheme", "http"),
-    (":authority", "a"),
-    (":path", "/"),
-];
+pub const GET_FIELDS: [(&str, &str); 4] = request_fields("GET", "/");
 
 /// Encodes a frame with its correct length.
 pub fn encode_frame(kind: u8, flags: u8, stream: u32, payload: impl AsRef<[u8]>) -> Vec<u8> {
     let payload = payload.as_ref();
     let [_, a, b, c] = u32::try_from(payload.len()).unwrap().to_be_bytes();
     [&[a, b, c, kind, flags], &stream.to_be_bytes()[..], payload].concat()
+}
+
+pub fn data_frame(stream: u32, payload: impl AsRef<[u8]>) -> Vec<u8> {
+    encode_frame(DATA, 0, stream, payload)
+}
+
+/// A DATA frame that ends its stream.
+pub fn last_data_frame(stream: u32, payload: impl AsRef<[u8]>) -> Vec<u8> {
+    encode_frame(DATA, END_STREAM, stream, payload)
+}
+
+/// A complete header block.
+pub fn headers_frame(flags: u8, stream: u32, payload: impl AsRef<[u8]>) -> Vec<u8> {
+    encode_frame(HEADERS, flags | END_HEADERS, stream, payload)
+}
+
+/// SETTINGS with one setting.
+pub fn setting_frame(id: u16, value: u32) -> Vec<u8> {
+    encode_frame(SETTINGS, 0, 0, encode_setting(id, value))
+}
+
+pub fn settings_ack() -> Vec<u8> {
+    encode_frame(SETTINGS, ACK, 0, "")
+}
+
+/// The pseudo-fields of a request.
+pub const fn request_fields<'a>(method: &'a str, path: &'a str) -> [(&'a str, &'a str); 4] {
+    [
+        (":method", method),
+        (":scheme", "http"),
+        (":authority", "a"),
+        (":path", path),
+    ]
 }
 
 /// A complete request without a body.

@@ -1,16 +1,9 @@
 //! An HTTP/2 upstream with control over streams and resets.
 
-use bytes::Bytes;
+use super::prelude::*;
 use h2::server::{Builder, SendResponse};
 use h2::{Reason, RecvStream};
-use http_body_util::Full;
-use hyper::{Request, Response};
-use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpListener;
-use tokio::task::{JoinHandle, JoinSet};
 use tokio_rustls::TlsAcceptor;
 
 /// An HTTP/2 server. Its connections end when it is dropped.

@@ -1,12 +1,9 @@
 //! Token issuers and their tokens.
 
-use super::unix_s;
+use super::prelude::*;
 use jsonwebtoken::jwk::Jwk;
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use rcgen::{KeyPair, PKCS_ECDSA_P256_SHA256, PKCS_ED25519, PKCS_RSA_SHA256};
-use serde_json::{Value, json};
-use std::fs;
-use std::path::Path;
 
 /// An issuer with a signing key.
 pub struct TokenIssuer {

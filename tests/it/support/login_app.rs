@@ -1,10 +1,6 @@
 //! An app that checks passwords, for policies that count its responses.
 
-use super::client::RawResponse;
-use super::proxy::Proxy;
-use super::upstream::{UpstreamResponse, full_body};
-use hyper::body::Incoming;
-use hyper::{Request, Response};
+use super::prelude::*;
 use std::future::{Ready, ready};
 
 /// The app: 200 for the password `right`, else 401.

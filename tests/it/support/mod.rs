@@ -10,6 +10,7 @@ pub mod cluster;
 pub mod fake_redis;
 pub mod gated_upstream;
 pub mod generated_log;
+pub mod grpc_server;
 pub mod h2_frames;
 pub mod h2_upstream;
 pub mod jwt_issuer;
@@ -27,13 +28,8 @@ pub mod tls;
 pub mod upgrade;
 pub mod upstream;
 
+use prelude::*;
 use std::fmt::{Display, Write as _};
-use std::net::SocketAddr;
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
-use tidegate::limiter::{Algorithm, Limit};
-use tokio::net::{TcpListener, TcpStream};
 
 /// What most tests use.
 pub mod prelude {
@@ -42,19 +38,66 @@ pub mod prelude {
         get_request, open_http2_connection,
     };
     pub use super::cluster::RedisCluster;
+    pub use super::cluster::initial_node;
+    pub(crate) use super::fake_redis::{TcpRelay, start_filtering_relay};
+    pub use super::gated_upstream::GatedUpstream;
+    pub use super::grpc_server::serve_grpc;
+    pub use super::h2_upstream::{H2Exchange, H2Upstream};
+    pub use super::jwt_issuer::TokenIssuer;
+    pub use super::login_app::{check_password, log_in};
     pub use super::process::{
         ChildProcess, ConfigFile, ProcessOutput, run_check, run_command, tidegate_command,
     };
     pub use super::proxy::{LogLine, Proxy};
     pub(crate) use super::redis::{RedisServer, connect_redis, list_counter_keys};
-    pub use super::tls::{CertificateAuthority, TlsClient};
+    pub(crate) use super::redis::{free_port, redis_settings};
+    pub use super::rls_client::{
+        RLS_LISTENER, ServiceClient, admitted_then_over, make_descriptor, make_request,
+        single_descriptor_request, user_call, user_descriptor,
+    };
+    pub use super::sentinel::SentinelDeployment;
+    pub use super::store_harness::{
+        DAY_US, EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us,
+        draw_limit_for, test_seed,
+    };
+    pub use super::tls::{CertificateAuthority, TlsClient, connect_tls, connect_tls_http1};
+    pub use super::upstream::{BodySender, RawSocket};
     pub use super::upstream::{
         RawUpstream, Upstream, UpstreamResponse, channel_body, echo, full_body, set_header,
     };
     pub use super::{
-        TEST_TIMEOUT, assert_contains, assert_faster_than, assert_lacks, eventually, in_time,
-        plain_bucket, sliding_log, unused_address, wait_until, wait_until_within, write_temp_file,
+        TEST_TIMEOUT, assert_contains, assert_ends, assert_faster_than, assert_fields,
+        assert_lacks, assert_starts, eventually, first_remaining, in_time, make_limit,
+        plain_bucket, policy_charge, sliding_log, unused_address, wait_until, wait_until_within,
+        with_algorithm, write_temp_file,
     };
+    pub use super::{pseudo_random_bytes, serve_connections, sha256, unix_s};
+    pub use bytes::Bytes;
+    pub use fastrand::Rng;
+    pub use futures_util::future::join_all;
+    pub use http_body_util::{BodyExt, Full};
+    pub use hyper::body::Incoming;
+    pub use hyper::{Request, Response};
+    pub use serde_json::{Value, json};
+    pub use std::collections::{BTreeMap, BTreeSet, HashMap};
+    pub use std::fs;
+    pub use std::net::SocketAddr;
+    pub use std::path::{Path, PathBuf};
+    pub use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+    pub use std::sync::{Arc, Mutex};
+    pub use std::time::{Duration, Instant};
+    pub use tempfile::TempDir;
+    pub use tidegate::limiter::{
+        Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, MAX_UNITS,
+        Refusal,
+    };
+    pub use tidegate::store::redis::{RedisSettings, RedisStore, RedisTopology, SharedRedisState};
+    pub use tidegate::store::{Settlement, Store};
+    pub use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    pub use tokio::net::{TcpListener, TcpStream};
+    pub use tokio::sync::Semaphore;
+    pub use tokio::task::{JoinHandle, JoinSet};
+    pub use tokio::time::{sleep, timeout};
 }
 
 /// Deadline for events that should happen at once, long enough for a busy machine.
@@ -106,6 +149,34 @@ pub fn assert_lacks(text: &str, words: &[&str]) {
     }
 }
 
+/// Asserts that a JSON object has these fields, and each object in it likewise.
+#[track_caller]
+pub fn assert_fields(found: &Value, expected: Value) {
+    let Value::Object(fields) = expected else {
+        assert_eq!(*found, expected);
+        return;
+    };
+    for (name, value) in fields {
+        if value.is_object() {
+            assert_fields(&found[&name], value);
+        } else {
+            assert_eq!(found[&name], value, "{name}: {found:#}");
+        }
+    }
+}
+
+#[track_caller]
+pub fn assert_starts(text: &str, words: impl AsRef<str>) {
+    let words = words.as_ref();
+    assert!(text.starts_with(words), "{words:?} does not begin {text}");
+}
+
+#[track_caller]
+pub fn assert_ends(text: &str, words: impl AsRef<str>) {
+    let words = words.as_ref();
+    assert!(text.ends_with(words), "{words:?} does not end {text}");
+}
+
 /// Asserts that less time than this has passed since an instant of std or tokio.
 #[track_caller]
 pub fn assert_faster_than(limit: Duration, since: impl Into<tokio::time::Instant>) {
@@ -132,13 +203,35 @@ pub async fn in_time<T>(future: impl Future<Output = T>) -> T {
     result.unwrap_or_else(|_| panic!("not within {TEST_TIMEOUT:?}"))
 }
 
-/// A limit that counts exactly.
-pub const fn sliding_log(requests: u64, per_us: u64) -> Limit {
+pub const fn make_limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Limit {
     Limit {
         requests,
         per_us,
-        algorithm: Algorithm::SlidingLog,
+        algorithm,
     }
+}
+
+/// The amount and the period of a limit with another algorithm.
+pub const fn with_algorithm(limit: Limit, algorithm: Algorithm) -> Limit {
+    make_limit(limit.requests, limit.per_us, algorithm)
+}
+
+/// The units that remain of the first limit of a decision.
+pub fn first_remaining(decision: &Decision) -> u64 {
+    decision.outcomes[0].status.unwrap().remaining
+}
+
+/// A charge of the policy with this number.
+pub fn policy_charge<'a>(number: u32, limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
+    Charge {
+        policy_number: number,
+        ..Charge::new(limit, key, cost)
+    }
+}
+
+/// A limit that counts exactly.
+pub const fn sliding_log(requests: u64, per_us: u64) -> Limit {
+    make_limit(requests, per_us, Algorithm::SlidingLog)
 }
 
 /// A token bucket without a warm-up.

@@ -1,11 +1,7 @@
 //! A real nginx that serves files and accepts uploads.
 
-use super::process::ChildProcess;
-use super::{TEST_TIMEOUT, eventually};
-use std::fs;
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::path::PathBuf;
-use tempfile::TempDir;
+use super::prelude::*;
+use std::net::{TcpListener, TcpStream};
 use tokio::process::Command;
 
 /// A running nginx with its own document root. It is killed on drop.

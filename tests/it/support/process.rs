@@ -1,17 +1,11 @@
 //! A child process with its output kept line by line.
 
-use super::TEST_TIMEOUT;
-use std::fs;
+use super::prelude::*;
 use std::io;
-use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
-use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader};
 use tokio::process::{Child, Command};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 /// The binary under test.
 pub fn tidegate_command() -> Command {
@@ -48,10 +42,22 @@ impl ConfigFile {
         self.0.path().join(name)
     }
 
+    /// A command with this configuration.
+    pub fn command(&self, words: &[&str]) -> Command {
+        let mut command = tidegate_command();
+        command.args(words).arg("--config").arg(self.path());
+        command
+    }
+
     /// Runs a command with this configuration.
     pub async fn run(&self, words: &[&str]) -> ProcessOutput {
-        let mut command = tidegate_command();
-        run_command(command.args(words).arg("--config").arg(self.path())).await
+        run_command(&mut self.command(words)).await
+    }
+
+    /// Starts `run` with this configuration and further options.
+    pub fn start(&self, options: &[&str]) -> ChildProcess {
+        let mut command = self.command(&["run"]);
+        ChildProcess::start(command.args(options)).unwrap()
     }
 
     /// As [`Self::run`]. Returns the output of a command that must succeed.
@@ -82,6 +88,15 @@ pub struct ChildProcess {
 pub struct OutputLine {
     pub stderr: bool,
     pub text: String,
+}
+
+impl OutputLine {
+    /// The address in a log line whose message starts with these words.
+    pub fn address(&self, message: &str) -> Option<SocketAddr> {
+        let line = LogLine::parse(&self.text)?;
+        let is_meant = line.message_starts_with(message);
+        is_meant.then(|| line.field("address").parse().unwrap())
+    }
 }
 
 /// The exit status of a child process and all its output.
@@ -199,6 +214,18 @@ impl ChildProcess {
             );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
+    }
+
+    /// Waits for a line with these words.
+    pub async fn wait_for_text(&self, words: &str) {
+        let has_words = |line: &OutputLine| line.text.contains(words).then_some(());
+        self.wait_for(words, 0, TEST_TIMEOUT, has_words).await;
+    }
+
+    /// Waits for the address of a listener, see [`OutputLine::address`].
+    pub async fn wait_for_address(&self, message: &str) -> SocketAddr {
+        let address = |line: &OutputLine| line.address(message);
+        self.wait_for(message, 0, TEST_TIMEOUT, address).await
     }
 
     /// Resident memory in KiB.

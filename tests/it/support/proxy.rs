@@ -1,16 +1,7 @@
 //! The proxy as a user runs it: the binary with a configuration file.
 
-use super::client::{ClientRequest, RawClient, RawResponse};
-use super::process::{ChildProcess, ProcessOutput, command_for, tidegate_command};
-use super::redis::RedisServer;
-use super::upstream::Upstream;
-use super::{TEST_TIMEOUT, wait_until};
-use serde_json::Value;
-use std::fs;
-use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-use tempfile::TempDir;
+use super::prelude::*;
+use super::process::{OutputLine, command_for};
 
 /// A running proxy. It is killed on drop.
 #[derive(Debug)]
@@ -139,11 +130,7 @@ impl Proxy {
 
     /// Sends this many GETs in sequence and returns their statuses.
     pub async fn get_statuses(&self, target: &str, times: usize) -> Vec<u16> {
-        let mut statuses = Vec::new();
-        for _ in 0..times {
-            statuses.push(self.get(target).await.status);
-        }
-        statuses
+        self.request("GET", target).send_times(times).await
     }
 
     /// Breaks the log pipe: later log lines are lost.
@@ -180,6 +167,11 @@ impl Proxy {
         let page = self.read_metrics_page().await;
         let value = find_metric(&page, series);
         value.unwrap_or_else(|| panic!("no {series} in {page}"))
+    }
+
+    /// Asserts one value of the metrics page, see [`Self::read_metric`].
+    pub async fn assert_metric(&self, series: &str, value: f64) {
+        assert_eq!(self.read_metric(series).await, value, "{series}");
     }
 
     /// Returns the lines of `tidegate_store_errors_total` on the metrics page that are not 0.
@@ -222,11 +214,8 @@ impl Proxy {
 
     /// Returns the address in the log line that starts with this message, if it was logged.
     pub fn logged_address(&self, message: &str) -> Option<SocketAddr> {
-        self.process.lines().iter().find_map(|line| {
-            let line = LogLine(serde_json::from_str(&line.text).ok()?);
-            line.message_starts_with(message)
-                .then(|| line.field("address").parse().unwrap())
-        })
+        let lines = self.process.lines();
+        lines.iter().find_map(|line| line.address(message))
     }
 
     /// Returns the number of lines logged so far, as a mark for later searches.
@@ -262,24 +251,16 @@ impl Proxy {
         within: Duration,
         wanted: impl Fn(&LogLine) -> bool,
     ) -> LogLine {
-        let found = |text: &str| {
-            serde_json::from_str(text)
-                .ok()
-                .map(LogLine)
-                .filter(|line| wanted(line))
-        };
-        self.process
-            .wait_for(what, mark, within, |line| found(&line.text))
-            .await
+        let found = |line: &OutputLine| LogLine::parse(&line.text).filter(|line| wanted(line));
+        self.process.wait_for(what, mark, within, found).await
     }
 
     /// The log after the mark, so far.
     pub fn log_since(&self, mark: usize) -> Vec<LogLine> {
         let lines = self.process.lines();
+        let lines = lines.iter().skip(mark);
         lines
-            .iter()
-            .skip(mark)
-            .filter_map(|line| serde_json::from_str(&line.text).ok().map(LogLine))
+            .filter_map(|line| LogLine::parse(&line.text))
             .collect()
     }
 
@@ -399,16 +380,7 @@ impl Setup {
         command.args(["--listen", "127.0.0.1:0", "--upstream", &self.upstream.0]);
         command.envs(self.env);
         let process = ChildProcess::start(&mut command).unwrap();
-        let listening = |text: &str| {
-            let line = LogLine(serde_json::from_str(text).ok()?);
-            line.message_starts_with("listening")
-                .then(|| line.field("address").parse().unwrap())
-        };
-        let address = process
-            .wait_for("the proxy to listen", 0, TEST_TIMEOUT, |line| {
-                listening(&line.text)
-            })
-            .await;
+        let address = process.wait_for_address("listening").await;
         Proxy {
             address,
             process,
@@ -420,9 +392,21 @@ impl Setup {
 }
 
 impl LogLine {
+    /// Parses a line of the log. Other output is no line of the log.
+    pub fn parse(text: &str) -> Option<Self> {
+        serde_json::from_str(text).ok().map(Self)
+    }
+
     /// Whether the message equals or starts with these words.
     pub fn message_starts_with(&self, words: &str) -> bool {
         self.field("message").starts_with(words)
+    }
+
+    #[track_caller]
+    pub fn expect_fields(&self, fields: &[(&str, &str)]) {
+        for (name, value) in fields {
+            assert_eq!(self.field(name), *value, "{name}: {self:?}");
+        }
     }
 
     pub fn is_level(&self, level: &str) -> bool {

@@ -1,18 +1,13 @@
 //! A real redis-server per test: own process, own port, no persistence.
 
 use super::clock_offset::ClockOffset;
-use super::tls::CertificateAuthority;
+use super::prelude::*;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, FromRedisValue, Value};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
 use tidegate::store::MemorySettings;
-use tidegate::store::redis::{
-    RedisAddress, RedisCredentials, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
-};
+use tidegate::store::redis::{RedisAddress, RedisCredentials};
 
 /// A running server. It is killed on drop.
 pub(crate) struct RedisServer {
@@ -149,37 +144,23 @@ impl RedisServer {
 
     /// A connection for commands of the test.
     pub(crate) async fn connection(&self) -> MultiplexedConnection {
-        let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        let patient = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(Duration::from_secs(5)))
-            .set_response_timeout(Some(Duration::from_secs(5)));
-        client
-            .get_multiplexed_async_connection_with_config(&patient)
-            .await
-            .unwrap()
+        connect_to_port(self.port, Some(Duration::from_secs(5))).await
     }
 
     /// As [`Self::connection`], without a response timeout, for thousands of commands on a busy
     /// machine.
     pub(crate) async fn connection_without_timeout(&self) -> MultiplexedConnection {
-        let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
-        client
-            .get_multiplexed_async_connection_with_config(&patient)
-            .await
-            .unwrap()
+        connect_to_port(self.port, None).await
     }
 
     /// Runs one command, for example `"CONFIG SET maxmemory 1"`, on its own connection.
     pub(crate) async fn command<T: FromRedisValue>(&self, words: &str) -> T {
-        let mut command = Cmd::new();
-        for word in words.split(' ') {
-            command.arg(word);
-        }
-        command
-            .query_async(&mut self.connection().await)
-            .await
-            .unwrap()
+        run_redis_command(self.port, words).await
+    }
+
+    /// Runs a command whose reply is OK.
+    pub(crate) async fn run(&self, words: impl AsRef<str>) {
+        self.command(words.as_ref()).await
     }
 
     /// Returns one number of INFO, such as `("memory", "number_of_cached_scripts")`.
@@ -243,6 +224,26 @@ impl Drop for RedisServer {
         drop(self.child.kill());
         drop(self.child.wait());
     }
+}
+
+/// Connects with this timeout for replies.
+async fn connect_to_port(port: u16, reply_timeout: Option<Duration>) -> MultiplexedConnection {
+    let client = redis::Client::open(("127.0.0.1", port)).unwrap();
+    let patient = AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(Duration::from_secs(5)))
+        .set_response_timeout(reply_timeout);
+    let connected = client.get_multiplexed_async_connection_with_config(&patient);
+    connected.await.unwrap()
+}
+
+/// Runs one command, such as `"CONFIG SET maxmemory 1"`, on its own connection.
+pub(crate) async fn run_redis_command<T: FromRedisValue>(port: u16, words: &str) -> T {
+    let mut command = Cmd::new();
+    for word in words.split(' ') {
+        command.arg(word);
+    }
+    let mut connection = connect_to_port(port, Some(Duration::from_secs(5))).await;
+    command.query_async(&mut connection).await.unwrap()
 }
 
 /// Settings for tests, with timeouts that a busy machine can meet.

@@ -1,16 +1,12 @@
 //! A gRPC client of the rate limit service that shares no code with it but the messages.
 
-use super::TEST_TIMEOUT;
-use super::client::{ByteStream, ClientBody, await_response, open_http2_over_stream};
-use super::proxy::Proxy;
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full};
+use super::client::{ByteStream, open_http2_over_stream};
+use super::prelude::*;
 use hyper::client::conn::http2::SendRequest;
 pub use messages::rate_limit_descriptor::Entry;
 pub use messages::rate_limit_response::{Code as LimitCode, DescriptorStatus};
 pub use messages::{RateLimitDescriptor, RateLimitRequest, RateLimitResponse, UInt64Value};
 use prost::Message;
-use std::net::SocketAddr;
 use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
@@ -62,6 +58,22 @@ impl ServiceClient {
         call_unary(&mut self.grpc, SHOULD_RATE_LIMIT, request).await
     }
 
+    /// As [`Self::should_rate_limit`], of a call that succeeds.
+    pub async fn call(&mut self, request: RateLimitRequest) -> RateLimitResponse {
+        self.should_rate_limit(request).await.unwrap()
+    }
+
+    pub async fn expect_code(&mut self, request: RateLimitRequest, code: LimitCode) {
+        let answer = self.call(request).await;
+        assert_eq!(answer.overall_code(), code, "{answer:?}");
+    }
+
+    /// Asserts the units that remain of the first descriptor's limit.
+    pub async fn expect_left(&mut self, request: RateLimitRequest, units: u32) {
+        let answer = self.call(request).await;
+        assert_eq!(answer.statuses[0].limit_remaining, units, "{answer:?}");
+    }
+
     pub fn address(&self) -> SocketAddr {
         self.proxy
             .logged_address("rate-limit service listening")
@@ -81,9 +93,11 @@ impl ServiceClient {
 
     /// Sends a call with one descriptor.
     pub async fn ask_one_descriptor(&mut self, entries: &[(&str, &str)]) -> RateLimitResponse {
-        self.should_rate_limit(make_request(&[make_descriptor(entries)]))
-            .await
-            .unwrap()
+        self.call(make_request(&[make_descriptor(entries)])).await
+    }
+
+    pub async fn ask_user(&mut self, name: &str) -> RateLimitResponse {
+        self.call(user_call(name)).await
     }
 
     /// The overall codes of `times` calls, one after the other.
@@ -94,12 +108,8 @@ impl ServiceClient {
     ) -> Vec<LimitCode> {
         let mut codes = Vec::new();
         for _ in 0..times {
-            codes.push(
-                self.should_rate_limit(single_descriptor_request(descriptor))
-                    .await
-                    .unwrap()
-                    .overall_code(),
-            );
+            let request = single_descriptor_request(descriptor);
+            codes.push(self.call(request).await.overall_code());
         }
         codes
     }
@@ -142,6 +152,24 @@ pub fn make_descriptor(entries: &[(&str, &str)]) -> RateLimitDescriptor {
         entries: entries.collect(),
         ..Default::default()
     }
+}
+
+/// A descriptor of [`USER_POLICY`].
+pub fn user_descriptor(name: &str) -> RateLimitDescriptor {
+    make_descriptor(&[("user", name)])
+}
+
+/// A call for one [`user_descriptor`].
+pub fn user_call(name: &str) -> RateLimitRequest {
+    single_descriptor_request(&user_descriptor(name))
+}
+
+/// The codes of so many admitted calls, followed by rejected ones.
+pub fn admitted_then_over(admitted: usize, over: usize) -> Vec<LimitCode> {
+    let over = std::iter::repeat_n(LimitCode::OverLimit, over);
+    std::iter::repeat_n(LimitCode::Ok, admitted)
+        .chain(over)
+        .collect()
 }
 
 pub fn with_hits(descriptor: &RateLimitDescriptor, value: u64) -> RateLimitDescriptor {
@@ -220,9 +248,7 @@ pub async fn call_over_stream(stream: impl ByteStream + 'static) -> LimitCode {
     let (status, code, body) = send_raw_call(
         &mut client,
         "application/grpc",
-        encode_grpc_message(single_descriptor_request(&make_descriptor(&[(
-            "user", "ann",
-        )]))),
+        encode_grpc_message(user_call("ann")),
     )
     .await;
     assert_eq!((status, code.as_deref()), (200, Some("0")));

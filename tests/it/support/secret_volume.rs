@@ -1,10 +1,8 @@
 //! A ConfigMap or Secret volume as the kubelet writes it.
 
-use std::fs;
+use super::prelude::*;
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering};
-use tempfile::TempDir;
+use std::sync::atomic::AtomicU32;
 
 /// A timestamped directory holds the files, `..data` points to it, and each file is a link through
 /// `..data`. An update renames a new `..data` link over the old one and removes the old directory.

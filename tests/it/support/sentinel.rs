@@ -1,19 +1,12 @@
 //! A master, its replicas and its sentinels.
 
 use super::fake_redis::read_command_words;
-use super::redis::{RedisServer, free_port, local_address, ping, redis_settings, server_command};
-use super::tls::CertificateAuthority;
-use super::{TEST_TIMEOUT, eventually};
+use super::prelude::*;
+use super::redis::{local_address, ping, run_redis_command, server_command};
 use redis::FromRedisValue;
-use std::fs;
 use std::process::{Child, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
-use tidegate::store::redis::{RedisCredentials, RedisSettings, RedisTopology};
-use tokio::io::{AsyncWriteExt, BufReader};
-use tokio::net::{TcpListener, TcpStream};
+use tidegate::store::redis::RedisCredentials;
+use tokio::io::BufReader;
 
 /// The master's name in the sentinels.
 pub const MASTER_NAME: &str = "shop";
@@ -237,14 +230,12 @@ impl SentinelProcess {
 
     /// Runs one command on its own connection.
     pub async fn command<T: FromRedisValue>(&self, words: &str) -> T {
-        let client = redis::Client::open(("127.0.0.1", self.port)).unwrap();
-        let mut words = words.split(' ');
-        let mut command = redis::cmd(words.next().unwrap());
-        command.arg(words.collect::<Vec<_>>());
-        command
-            .query_async(&mut client.get_multiplexed_async_connection().await.unwrap())
-            .await
-            .unwrap()
+        run_redis_command(self.port, words).await
+    }
+
+    /// Runs a command whose reply is OK.
+    pub async fn run(&self, words: impl AsRef<str>) {
+        self.command(words.as_ref()).await
     }
 
     pub fn kill(&mut self) {

@@ -1,17 +1,13 @@
 //! Both stores with a test-controlled clock, and randomly drawn limits.
 
-use super::redis::RedisServer;
-use fastrand::Rng;
+use super::prelude::*;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Value};
 use std::fmt;
 use tidegate::clock::{Clock, ManualClock};
-use tidegate::limiter::{
-    Algorithm, Amendment, Calendar, CalendarUnit, Charge, CounterRef, Decision, Key, Limit,
-    MAX_UNITS, MAX_WARM_UP_US, PolicyCharges, Refusal, each_charge,
-};
+use tidegate::limiter::{Calendar, CalendarUnit, MAX_WARM_UP_US};
 use tidegate::store::redis::ScriptLibrary;
-use tidegate::store::{MemorySettings, MemoryStore, Settlement, StoredOverride};
+use tidegate::store::{MemorySettings, MemoryStore, StoredOverride};
 use tokio::runtime::{Builder, Runtime};
 
 /// In the year 2100, so far ahead that no key of Redis expires while a test advances the clock.
@@ -289,10 +285,7 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 7] = [
         } else {
             rng.u64(..limit.per_us)
         };
-        Limit {
-            algorithm: Algorithm::FixedWindow { offset_us },
-            ..limit
-        }
+        with_algorithm(limit, Algorithm::FixedWindow { offset_us })
     }),
     ("calendar_window", |rng| {
         let zones = [
@@ -325,10 +318,7 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 7] = [
         } else {
             rng.u64(..=longest_us)
         };
-        Limit {
-            algorithm: Algorithm::LeakyBucket { max_delay_us },
-            ..limit
-        }
+        with_algorithm(limit, Algorithm::LeakyBucket { max_delay_us })
     }),
 ];
 
@@ -360,11 +350,7 @@ fn draw_limit(rng: &mut Rng, algorithm: Algorithm) -> Limit {
         _ => draw_duration_us(rng),
     };
     let magnitude = rng.u32(0..=4);
-    Limit {
-        requests: rng.u64(1..=10_u64.pow(magnitude)),
-        per_us,
-        algorithm,
-    }
+    make_limit(rng.u64(1..=10_u64.pow(magnitude)), per_us, algorithm)
 }
 
 /// From one millisecond to some months, evenly over the orders of magnitude.

@@ -1,19 +1,12 @@
 //! Certificates, generated for each test, and TLS clients.
 
-use super::TEST_TIMEOUT;
-use super::client::{ByteStream, RawClient};
+use super::client::ByteStream;
+use super::prelude::*;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, DistinguishedName,
     DnType, IsCa, Issuer, KeyIdMethod, KeyPair, RevokedCertParams, SerialNumber, date_time_ymd,
 };
-use std::fs;
 use std::io;
-use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use tempfile::TempDir;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::rustls::crypto::aws_lc_rs;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
@@ -45,6 +38,13 @@ impl CertificateAuthority {
             folder,
             issuer: Issuer::new(params, key),
         }
+    }
+
+    /// An authority with a signed certificate `a` for a.example.
+    pub fn with_certificate() -> Self {
+        let ca = Self::new();
+        ca.sign("a", "a.example");
+        ca
     }
 
     /// Writes `<file>.pem` and `<file>.key`: a certificate for a name or an address.
@@ -325,4 +325,15 @@ pub fn certificate_params(name: &str, valid_for: Vec<String>) -> CertificatePara
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, name);
     params
+}
+
+/// A connection to a proxy with the certificate of [`CertificateAuthority::with_certificate`].
+pub async fn connect_tls(trusted: &CertificateAuthority, proxy: &Proxy) -> TlsStream<TcpStream> {
+    let client = TlsClient::new(trusted);
+    client.connect(proxy.address, "a.example").await.unwrap()
+}
+
+/// As [`connect_tls`], for HTTP/1.1.
+pub async fn connect_tls_http1(trusted: &CertificateAuthority, proxy: &Proxy) -> RawClient {
+    RawClient::from_stream(connect_tls(trusted, proxy).await)
 }

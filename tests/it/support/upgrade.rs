@@ -1,9 +1,7 @@
 //! What `rolling_upgrade` and `make upgrade` have in common: four instances are replaced one by
 //! one, and all requests add up to each limit.
 
-use super::client::ClientRequest;
-use super::proxy::Proxy;
-use super::redis::RedisServer;
+use super::prelude::*;
 
 /// How many of the four instances run today's version, in each phase of the upgrade and rollback.
 pub const PHASES: [usize; 9] = [0, 1, 2, 3, 4, 3, 2, 1, 0];

@@ -1,24 +1,17 @@
 //! Upstreams in the test process: hyper with a handler, and raw sockets with a script.
 
-use bytes::Bytes;
+use super::prelude::*;
 use http_body_util::combinators::BoxBody;
-use http_body_util::{BodyExt, Full};
-use hyper::body::{Body, Frame, Incoming};
+use hyper::HeaderMap;
+use hyper::body::{Body, Frame};
 use hyper::service::service_fn;
-use hyper::{HeaderMap, Request, Response};
 use hyper_util::rt::TokioIo;
-use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::convert::Infallible;
 use std::io;
-use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tokio::task::{JoinHandle, JoinSet};
 
 pub type UpstreamBody = BoxBody<Bytes, io::Error>;
 pub type UpstreamResponse = Response<UpstreamBody>;
@@ -159,6 +152,12 @@ impl ReceivedRequest {
             .collect()
     }
 
+    /// Asserts the value of a header that occurs exactly once.
+    #[track_caller]
+    pub fn expect_header(&self, name: &str, value: impl AsRef<str>) {
+        assert_eq!(self.single_header(name), value.as_ref(), "{name}: {self:?}");
+    }
+
     /// The value of a header that occurs exactly once.
     pub fn single_header(&self, name: &str) -> &str {
         match self.header_values(name)[..] {
@@ -291,6 +290,15 @@ impl RawUpstream {
                     socket.send((*answer).as_ref()).await;
                 }
             }
+        })
+        .await
+    }
+
+    /// Answers the first request of a connection with these bytes, and closes.
+    pub async fn answering_once(answer: &'static str) -> Self {
+        Self::with_script(move |_, mut socket| async move {
+            socket.read_request().await;
+            socket.send(answer.as_bytes()).await;
         })
         .await
     }
