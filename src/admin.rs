@@ -18,10 +18,10 @@ mod responses;
 mod routes;
 
 pub use advertised_address::AdvertisedAddress;
+pub(crate) use documents::REFUSED_SERIES;
 pub use documents::*;
 pub use listener::AdminListener;
 pub(crate) use parameters::{OneOrMany, get_field, get_string_field, reject_unknown_fields};
-pub(crate) use documents::REFUSED_SERIES;
 pub(crate) use responses::{add_fields, escape_json_for_display};
 
 use crate::listen::ListenAddress;

@@ -134,7 +134,7 @@ const LIBRARY_RULES: [LibraryRule; 8] = [
         advice: "a limit does not know HTTP: turn the request into a key and a cost in `policy`",
     },
     LibraryRule {
-        name: "toml",
+        name: "toml|figment",
         is_allowed: |at| ["config", "reload", "app", "cli", "main"].contains(&at.module),
         advice: "only `config` knows the file format: give this module a plain `Settings` that `config` builds",
     },

@@ -71,7 +71,12 @@ impl Config {
             notes.push(format!("[rls]: Envoy waits 20 ms for an answer unless its filter sets timeout, then lets the request pass; expected for example timeout: 0.1s{store}. Envoy counts these requests in cluster.NAME.ratelimit.failure_mode_allowed; given_up in tidegate_rls_calls_total is less"));
         }
         let has_several = |reader: &Arc<TokenReader>| !reader.settings.several_issuers().is_empty();
-        if self.policy_table.token_reader.as_ref().is_some_and(has_several) {
+        if self
+            .policy_table
+            .token_reader
+            .as_ref()
+            .is_some_and(has_several)
+        {
             let names = self.list_policies(|policy| {
                 let conditions = policy.matcher.all_conditions().into_iter();
                 let claims = conditions.filter_map(|one| match &one.part {

@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
     Calendar, CalendarUnit, ChargeEffect, ChargeOutcome, CounterState, LeaseGrant, LeaseTerms,
-    compute_lease_grants, determine_effect,
+    compute_lease_grant, determine_effects,
 };
 use tidegate::store::redis::ScriptLibrary;
 

@@ -63,10 +63,11 @@ pub(super) fn check_policy(spanned: &PolicyWithReader<'_>, context: &LintContext
 
 fn check_conditions(reader: &TableReader<'_>, matcher: &Matcher, context: &LintContext<'_>) {
     let settings = &context.policy_context.path;
-    let path_regex = (matcher.conditions.iter()).find_map(|one| match (&one.part, &one.condition) {
-        (KeyPart::WholePath, ValueCondition::Regex(regex)) => Some(regex.0.as_str()),
-        _ => None,
-    });
+    let path_regex =
+        (matcher.conditions.iter()).find_map(|one| match (&one.part, &one.condition) {
+            (KeyPart::WholePath, ValueCondition::Regex(regex)) => Some(regex.0.as_str()),
+            _ => None,
+        });
     if let Some(regex) = path_regex {
         if let Some(pattern) = path_regex::path_pattern_from_regex(regex) {
             report! { reader;

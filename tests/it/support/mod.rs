@@ -58,7 +58,7 @@ pub mod prelude {
     pub use super::sentinel::SentinelDeployment;
     pub use super::store_harness::{
         DAY_US, EVERY_ALGORITHM, START_US, StoreUnderTest, admissible_at_us, draw_duration_us,
-        draw_limit_for, test_seed,
+        draw_limit_for, first_charge, first_counter, join_policies, test_seed,
     };
     pub use super::tls::{CertificateAuthority, TlsClient, connect_tls, connect_tls_http1};
     pub use super::upstream::{BodySender, RawSocket};
@@ -67,9 +67,8 @@ pub mod prelude {
     };
     pub use super::{
         TEST_TIMEOUT, assert_contains, assert_ends, assert_faster_than, assert_fields,
-        assert_lacks, assert_starts, eventually, first_remaining, in_time, make_limit,
-        plain_bucket, policy_charge, sliding_log, unused_address, wait_until, wait_until_within,
-        with_algorithm, write_temp_file,
+        assert_lacks, assert_starts, eventually, in_time, make_limit, plain_bucket, sliding_log,
+        unused_address, wait_until, wait_until_within, with_algorithm, write_temp_file,
     };
     pub use super::{pseudo_random_bytes, serve_connections, sha256, unix_s};
     pub use bytes::Bytes;
@@ -79,6 +78,8 @@ pub mod prelude {
     pub use hyper::body::Incoming;
     pub use hyper::{Request, Response};
     pub use serde_json::{Value, json};
+    pub use smallvec::SmallVec;
+    pub use std::borrow::Cow;
     pub use std::collections::{BTreeMap, BTreeSet, HashMap};
     pub use std::fs;
     pub use std::net::SocketAddr;
@@ -88,8 +89,8 @@ pub mod prelude {
     pub use std::time::{Duration, Instant};
     pub use tempfile::TempDir;
     pub use tidegate::limiter::{
-        Algorithm, Amendment, Charge, Decision, Key, KeyBuilder, Limit, LimitStatus, MAX_UNITS,
-        Refusal,
+        Algorithm, Amendment, Charge, CounterRef, Decision, Key, KeyBuilder, Limit, LimitCharge,
+        LimitStatus, MAX_UNITS, PolicyCharges, Refusal, RequestPart, each_charge,
     };
     pub use tidegate::store::redis::{RedisSettings, RedisStore, RedisTopology, SharedRedisState};
     pub use tidegate::store::{Settlement, Store};
@@ -214,19 +215,6 @@ pub const fn make_limit(requests: u64, per_us: u64, algorithm: Algorithm) -> Lim
 /// The amount and the period of a limit with another algorithm.
 pub const fn with_algorithm(limit: Limit, algorithm: Algorithm) -> Limit {
     make_limit(limit.requests, limit.per_us, algorithm)
-}
-
-/// The units that remain of the first limit of a decision.
-pub fn first_remaining(decision: &Decision) -> u64 {
-    decision.outcomes[0].status.unwrap().remaining
-}
-
-/// A charge of the policy with this number.
-pub fn policy_charge<'a>(number: u32, limit: &'a Limit, key: &'a Key, cost: u64) -> Charge<'a> {
-    Charge {
-        policy_number: number,
-        ..Charge::new(limit, key, cost)
-    }
 }
 
 /// A limit that counts exactly.
