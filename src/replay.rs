@@ -4,8 +4,10 @@
 //! [`simulator`] applies the enforcer's policy order and the limiter's algorithms, with counters in
 //! memory and a clock set from the log. [`report`] renders the results.
 
+mod json_times;
 mod log_merge;
 mod log_reader;
+mod log_report;
 mod missing_fields;
 mod parsers;
 mod report;

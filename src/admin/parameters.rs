@@ -125,7 +125,8 @@ impl FromRequest<AdminBackend> for JsonObject {
         let content_type = content_type.and_then(|kind| kind.to_str().ok());
         let media_type = content_type.unwrap_or_default().split(';').next();
         let media_type = media_type.unwrap_or_default().trim();
-        // Only this type is accepted, because it cannot be sent cross-site without a CORS preflight.
+        // Only this type is accepted, because it cannot be sent cross-site without a CORS
+        // preflight.
         if !media_type.eq_ignore_ascii_case("application/json") {
             return Err(ProblemDetails::new(
                 StatusCode::UNSUPPORTED_MEDIA_TYPE,

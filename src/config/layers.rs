@@ -91,8 +91,8 @@ impl Provider for OverrideLayer {
     }
 }
 
-/// The path of the key that an environment variable sets. Ignores names without a double underscore, because Kubernetes
-/// sets some for a Service named tidegate.
+/// The path of the key that an environment variable sets. Ignores names without a double
+/// underscore, because Kubernetes sets some for a Service named tidegate.
 fn parse_variable(input: &ConfigInput, name: &str) -> Option<String> {
     let rest = name
         .strip_prefix(VARIABLE_PREFIX)

@@ -23,8 +23,8 @@ const CREDENTIAL_WORDS: [&str; 8] = [
 pub struct KeyDigests<'t>(SmallVec<[(&'t KeyPart, ValueDigest); 1]>);
 
 impl KeyComponent {
-    /// Parses a part with an optional `;hash` or `;plain`, or several of them with `|` between them.
-    /// Without an option, the values of credentials are hashed.
+    /// Parses a part with an optional `;hash` or `;plain`, or several of them with `|` between
+    /// them. Without an option, the values of credentials are hashed.
     ///
     /// # Errors
     /// Returns a message that states what is wrong.

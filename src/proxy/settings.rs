@@ -67,7 +67,8 @@ pub struct ExtraListenerSettings {
 pub struct ExtAuthzSettings {
     /// Status code of all denials. `None` keeps each denial's own.
     pub denied_status: Option<StatusCode>,
-    /// Whether a key header may have a comma, although the proxy in front may have joined two lines.
+    /// Whether a key header may have a comma, although the proxy in front may have joined two
+    /// lines.
     pub accepts_joined_headers: bool,
 }
 

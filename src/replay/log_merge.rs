@@ -10,10 +10,10 @@
 //! the second.
 
 use super::log_reader::{AccessLogReader, RawLogLine};
+use super::log_report::LogReport;
 use super::parsers::{
     AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredHeaders,
 };
-use super::report::LogReport;
 use super::settings::Settings;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -9,12 +9,14 @@ mod text;
 
 pub(crate) use number_format::{format_time, format_time_range};
 
+use super::json_times::{serialize_seconds, serialize_seconds_if_any};
+use super::log_report::LogReport;
 use super::missing_fields::FieldCoverage;
 use super::statistics::{ReplayKeyStats, RequestSeries};
 use super::suggestions::LimitSuggestion;
 use crate::text::{count_noun, format_count};
 use indexmap::IndexSet;
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 /// Maximum number of bins of a time series in the JSON report.
 const MAX_JSON_BINS: usize = 60;
@@ -42,23 +44,6 @@ pub struct ReplayReport {
     bin_width_s: u64,
     #[serde(skip)]
     suggest_percent: Option<f64>,
-}
-
-/// Line counts of one log.
-#[derive(Debug, Default, Serialize)]
-pub(super) struct LogReport {
-    pub(super) name: String,
-    pub(super) format: &'static str,
-    pub(super) lines: u64,
-    pub(super) requests: u64,
-    /// Records without a request.
-    pub(super) other: u64,
-    pub(super) broken: u64,
-    /// Line numbers and beginnings of the first broken lines.
-    #[serde(skip)]
-    pub(super) broken_examples: Vec<(u64, String)>,
-    /// Error that ended the log early.
-    pub(super) fault: Option<String>,
 }
 
 /// Request counts and other results of one policy set.
@@ -160,18 +145,6 @@ struct PlottedSeries {
     step_seconds: u64,
     requests: Vec<u64>,
     refused: Vec<u64>,
-}
-
-pub(super) fn serialize_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-    // Microseconds of this century are exact in a double.
-    serializer.serialize_f64(*us as f64 / 1e6)
-}
-
-fn serialize_seconds_if_any<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-    match us {
-        0 => serializer.serialize_none(),
-        us => serialize_seconds(us, serializer),
-    }
 }
 
 impl ReplayReport {
@@ -319,29 +292,6 @@ impl ReplayReport {
             if count > 0 {
                 warnings.push(format!("{} {text}", count_noun(count, "request")));
             }
-        }
-        warnings
-    }
-}
-
-impl LogReport {
-    fn find_warnings(&self) -> Vec<String> {
-        let name = self.name.escape_debug();
-        let mut warnings = Vec::new();
-        if let Some(error) = &self.fault {
-            warnings.push(format!(
-                "{name}: the log ended early ({error}); the report covers the lines before that"
-            ));
-        }
-        if self.broken > 0 {
-            let (broken, lines) = (count_noun(self.broken, "line"), format_count(self.lines));
-            warnings.push(format!("{name}: {broken} broken, of {lines}"));
-            let examples = self.broken_examples.iter();
-            warnings.extend(examples.map(|(line, text)| format!("{name}: line {line}: {text}")));
-        }
-        if self.other > 0 {
-            let other = count_noun(self.other, "line");
-            warnings.push(format!("{name}: {other} without a request"));
         }
         warnings
     }

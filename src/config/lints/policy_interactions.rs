@@ -13,7 +13,8 @@ use std::rc::Rc;
 
 /// Largest number of comparisons of two policies in one load. An index leaves few to compare,
 /// except of policies that differ only in what it does not have, such as `not`. Then some pairs are
-/// skipped, and a warning says so: a missed warning does less harm than a reload that takes seconds.
+/// skipped, and a warning says so: a missed warning does less harm than a reload that takes
+/// seconds.
 const MAX_COMPARISONS: usize = 200_000;
 
 /// The comparisons of two policies that are left in a load. `None` if some were left out.

@@ -49,7 +49,8 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
     report! { redis;
         Warning("instances") if needs_count && !redis.contains_key("instances") => "not set: an instance that starts while Redis is unavailable uses the whole limit as its share (on_store_failure = \"local\"); expected the number of instances";
     }
-    // A listener with TLS or the PROXY protocol, and without trusted proxies, faces clients directly.
+    // A listener with TLS or the PROXY protocol, and without trusted proxies, faces clients
+    // directly.
     let is_public =
         matches!(context.listen.address, ListenAddress::Ip(at) if !at.ip().is_loopback());
     let faces_clients = (listen.contains_key("tls") || reads_header) && proxies.is_empty();

@@ -396,8 +396,8 @@ impl FrameScanner {
         self.block.is_some()
     }
 
-    /// Charges a tiny DATA frame to its upload. Returns whether there is one, and whether it must be
-    /// reset now.
+    /// Charges a tiny DATA frame to its upload. Returns whether there is one, and whether it must
+    /// be reset now.
     fn charge_tiny_frame(&mut self, stream: u32, scan: &mut FrameScan) -> (bool, bool) {
         let mut uploads = self.open_uploads.iter_mut();
         let Some(upload) = uploads.find(|upload| upload.stream == stream) else {

@@ -259,7 +259,8 @@ fn read_integer(bytes: &mut &[u8], prefix_bits: u32) -> Result<usize, InvalidFie
     Err(InvalidFieldBlock)
 }
 
-/// Appends an integer (RFC 7541, 5.1) with a prefix of `prefix_bits` bits, after the bits of `flags`.
+/// Appends an integer (RFC 7541, 5.1) with a prefix of `prefix_bits` bits, after the bits of
+/// `flags`.
 pub(crate) fn push_integer(value: usize, prefix_bits: u32, flags: u8, output: &mut Vec<u8>) {
     let max = (1 << prefix_bits) - 1;
     output.extend(u8::try_from(value.min(max)).map(|prefix| flags | prefix));
