@@ -25,9 +25,9 @@ pub use settings::Settings;
 
 use crate::policy::PolicyTable;
 use log_merge::LogSource;
+use log_report::LogReport;
 use missing_fields::{FieldCoverage, MissingFieldCheck};
 use parsers::RequiredHeaders;
-use report::LogReport;
 use simulator::PolicySimulator;
 use std::cell::Cell;
 use std::path::PathBuf;

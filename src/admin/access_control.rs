@@ -168,11 +168,10 @@ pub(super) async fn require_known_host(
     request: Request,
     next: Next,
 ) -> Response {
-    match is_known_host(request.headers(), &settings.allowed_hosts) {
-        true => next.run(request).await,
-        false => {
-            forbidden_problem("this Host is not allowed: see admin.allowed_hosts").into_response()
-        }
+    if is_known_host(request.headers(), &settings.allowed_hosts) {
+        next.run(request).await
+    } else {
+        forbidden_problem("this Host is not allowed: see admin.allowed_hosts").into_response()
     }
 }
 

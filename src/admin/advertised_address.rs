@@ -44,12 +44,13 @@ impl AdvertisedAddress {
                         .all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte))
             }
         };
-        match is_valid {
-            true => Ok(Self {
+        if is_valid {
+            Ok(Self {
                 host: bracketed.unwrap_or(host).to_owned(),
                 port,
-            }),
-            false => Err(invalid()),
+            })
+        } else {
+            Err(invalid())
         }
     }
 
@@ -99,9 +100,10 @@ impl AdvertisedAddress {
 
 impl fmt::Display for AdvertisedAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.host.contains(':') {
-            true => write!(f, "[{}]", self.host)?,
-            false => f.write_str(&self.host)?,
+        if self.host.contains(':') {
+            write!(f, "[{}]", self.host)?
+        } else {
+            f.write_str(&self.host)?
         }
         match self.port {
             Some(port) => write!(f, ":{port}"),

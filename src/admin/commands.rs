@@ -35,9 +35,10 @@ pub(super) async fn read_overrides(
     let query = QueryParameters::parse(query.as_deref(), &["key", "n"])?;
     let limit = query.get_number("n", 1000, MAX_LISTED_OVERRIDES)?;
     let values = query.get_all("key");
-    let request = match values.is_empty() {
-        true => OverrideRequest::List { policy, limit },
-        false => OverrideRequest::Find { policy, values },
+    let request = if values.is_empty() {
+        OverrideRequest::List { policy, limit }
+    } else {
+        OverrideRequest::Find { policy, values }
     };
     query_store(view, StoreRequest::Override(request)).await
 }
@@ -102,14 +103,13 @@ pub(super) async fn set_log_level(JsonObject(object): JsonObject) -> JsonResult 
     let text = parameters::get_string_field(&object, "level")?;
     let text = text.ok_or_else(|| "level is missing".to_owned())?;
     let level = LogLevel::parse(&text).map_err(|why| format!("level {text:?}: {why}"))?;
-    match telemetry::set_log_level(level) {
-        true => {
-            let level = Some(text);
-            Ok(json_response(StatusCode::OK, &LogLevelDocument { level }))
-        }
-        false => Err(ProblemDetails::new(
+    if telemetry::set_log_level(level) {
+        let level = Some(text);
+        Ok(json_response(StatusCode::OK, &LogLevelDocument { level }))
+    } else {
+        Err(ProblemDetails::new(
             StatusCode::SERVICE_UNAVAILABLE,
             "the log level cannot change: logging is not initialized",
-        )),
+        ))
     }
 }

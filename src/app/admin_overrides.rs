@@ -60,12 +60,11 @@ impl AdminViewState {
                 }
                 input.policy.clone_from(policy);
                 let entered = resolve_override(table, &input, now_us)?;
-                let (stored, change) = match keeps_other_limits {
-                    true => store.merge(&entered, now_us).await?,
-                    false => {
-                        let change = store.set(&entered).await?;
-                        (entered, change)
-                    }
+                let (stored, change) = if *keeps_other_limits {
+                    store.merge(&entered, now_us).await?
+                } else {
+                    let change = store.set(&entered).await?;
+                    (entered, change)
                 };
                 change.iter().for_each(OverrideChange::log);
                 Ok(json!(describe_stored_override(&stored)))

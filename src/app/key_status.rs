@@ -163,9 +163,10 @@ impl ResolvedKey<'_> {
     /// # Errors
     /// If Redis does not answer.
     pub(super) async fn read_status(&self, stores: &StoreBackend) -> Result<KeyStatus, AdminError> {
-        let store = match self.key.is_instance_scoped() {
-            true => Store::Memory(Arc::clone(stores.memory())),
-            false => stores.open_for_inspection().await,
+        let store = if self.key.is_instance_scoped() {
+            Store::Memory(Arc::clone(stores.memory()))
+        } else {
+            stores.open_for_inspection().await
         };
         let decision = store.decide(&[self.zero_cost_charges()]).await;
         let decision = decision

@@ -231,14 +231,13 @@ pub(crate) async fn inspect_key(
     resolved: &ResolvedKey<'_>,
 ) -> Result<KeyDocument, AdminError> {
     let status = resolved.read_status(stores).await?;
-    let stored = match resolved.quota.is_dynamic {
-        true => {
-            OverrideStore::open(stores)
-                .await?
-                .find(&resolved.key)
-                .await?
-        }
-        false => None,
+    let stored = if resolved.quota.is_dynamic {
+        OverrideStore::open(stores)
+            .await?
+            .find(&resolved.key)
+            .await?
+    } else {
+        None
     };
     let current = stored.filter(|stored| !stored.is_expired(status.now_us));
     Ok(resolved.describe_status(&status, current.as_ref().map(describe_override)))

@@ -85,12 +85,13 @@ pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, Co
     super::run::run_proxy(sources, move |ListeningAddresses { proxy, admin }| {
         let (text, upstream) = (usage_text(&proxy, &admin, upstream), upstream.to_string());
         let (proxy, admin) = (proxy.to_string(), admin.to_string());
-        match as_json {
-            true => println!(
+        if as_json {
+            println!(
                 "{}",
                 json!({ "proxy": proxy, "admin": admin, "upstream": upstream })
-            ),
-            false => println!("{text}"),
+            )
+        } else {
+            println!("{text}")
         }
     })
 }

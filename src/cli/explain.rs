@@ -48,9 +48,10 @@ pub(super) fn explain_request(
     let backend = StoreBackend::new(&config.store);
     let is_redis = backend.redis().is_some();
     block_on(async {
-        let copied = match is_redis {
-            true => Ok(()),
-            false => copy_overrides(sources, &config, &backend, &request).await,
+        let copied = if is_redis {
+            Ok(())
+        } else {
+            copy_overrides(sources, &config, &backend, &request).await
         };
         let mut explained =
             explanation::explain_request(&backend, &config.policy_table, &request).await?;

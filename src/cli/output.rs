@@ -120,9 +120,10 @@ pub(super) fn format_answer<T: Serialize>(
     format_text: impl FnOnce(&T) -> String,
     as_json: bool,
 ) -> String {
-    match as_json {
-        true => escape_json_for_display(&format!("{:#}\n", json!(answer))),
-        false => format_text(answer),
+    if as_json {
+        escape_json_for_display(&format!("{:#}\n", json!(answer)))
+    } else {
+        format_text(answer)
     }
 }
 

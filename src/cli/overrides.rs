@@ -131,9 +131,12 @@ pub(super) fn run(
                     policy: key.policy_name().to_owned(),
                     key: key.value_texts(),
                 };
-                let format_text = |removal: &OverrideRemovalDocument| match removal.removed {
-                    true => format!("{key}: override removed\n"),
-                    false => format!("{key}: had no override\n"),
+                let format_text = |removal: &OverrideRemovalDocument| {
+                    if removal.removed {
+                        format!("{key}: override removed\n")
+                    } else {
+                        format!("{key}: had no override\n")
+                    }
                 };
                 Ok(format_answer(&removal, format_text, as_json))
             }
@@ -261,9 +264,10 @@ impl SetArguments {
             burst: self.burst,
         });
         let expires = self.expires.as_deref();
-        let (duration, at) = match expires.is_some_and(|text| text.contains('T')) {
-            true => (None, expires),
-            false => (expires, None),
+        let (duration, at) = if expires.is_some_and(|text| text.contains('T')) {
+            (None, expires)
+        } else {
+            (expires, None)
         };
         Ok(OverrideInput {
             policy: self.key.policy.clone(),

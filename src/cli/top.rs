@@ -53,17 +53,19 @@ fn parse_interval(text: &str) -> Result<Duration, &'static str> {
 /// A message for the user if the admin port does not respond or the terminal can't be used.
 pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, CommandError> {
     let client = AdminClient::from_sources(sources)?;
-    let fetch = match flags.fleet {
-        true => fetch_fleet,
-        false => fetch_responses,
+    let fetch = if flags.fleet {
+        fetch_fleet
+    } else {
+        fetch_responses
     };
     let mut response = fetch(&client)?;
     if flags.json {
         return Ok(escape_json_for_display(&format!("{response}\n")));
     }
-    let mut data: Box<dyn TopData> = match flags.fleet {
-        true => Box::new(FleetDocument::default()),
-        false => Box::new(InstanceData::default()),
+    let mut data: Box<dyn TopData> = if flags.fleet {
+        Box::new(FleetDocument::default())
+    } else {
+        Box::new(InstanceData::default())
     };
     escape_texts(&mut response);
     data.update(response);

@@ -33,15 +33,17 @@ pub(super) fn describe_policy(
     reader: &TableReader<'_>,
     is_off: bool,
 ) -> PolicyDescription {
-    let mode = match is_off {
-        true => " (off)",
-        false => policy.mode.suffix(),
+    let mode = if is_off {
+        " (off)"
+    } else {
+        policy.mode.suffix()
     };
     let table = reader.get("match").map(|item| item.value);
     let matches_descriptors = policy.matcher.is_for_descriptors();
-    let requests = match matches_descriptors {
-        false => describe_conditions(table),
-        true => format!("descriptors{}", describe_descriptors(table)),
+    let requests = if matches_descriptors {
+        format!("descriptors{}", describe_descriptors(table))
+    } else {
+        describe_conditions(table)
     };
     let mut clauses = match &policy.action {
         PolicyAction::Allow => vec![": exempt, no later policy applies".to_owned()],
@@ -70,9 +72,10 @@ pub(super) fn describe_policy(
 fn describe_quota(quota: &Quota, policy: &Policy) -> Vec<String> {
     let parts = quota.key.components().iter().map(ToString::to_string);
     let parts: Vec<String> = parts.collect();
-    let per = match parts.is_empty() {
-        true => "in total".to_owned(),
-        false => format!("per {}", parts.join(" and ")),
+    let per = if parts.is_empty() {
+        "in total".to_owned()
+    } else {
+        format!("per {}", parts.join(" and "))
     };
     let (limits, cost) = (describe_limits(&quota.limits), describe_cost(&quota.cost));
     let mut clauses = vec![format!(", {per}: {limits}{cost}")];
@@ -88,9 +91,10 @@ fn describe_quota(quota: &Quota, policy: &Policy) -> Vec<String> {
         add("overrides of single keys in the store".to_owned());
     }
     if let Some(block) = &quota.block {
-        let condition = match quota.counts_responses() {
-            true => " if responses with such a status fill the limit",
-            false => "",
+        let condition = if quota.counts_responses() {
+            " if responses with such a status fill the limit"
+        } else {
+            ""
         };
         add(describe_limit(block, None) + condition);
     }
@@ -154,9 +158,10 @@ fn describe_override(quota: &Quota, entry: &LimitOverride) -> String {
     let rule = match entry.rule {
         OverrideRule::Limit(mode) => {
             let mode = mode.map_or_else(String::new, |mode| format!(" (mode {})", mode.name()));
-            match entry.limits.is_empty() {
-                true => format!("the same limits{mode}"),
-                false => describe_limits(&entry.limits) + &mode,
+            if entry.limits.is_empty() {
+                format!("the same limits{mode}")
+            } else {
+                describe_limits(&entry.limits) + &mode
             }
         }
         OverrideRule::Allow => "exempt from this policy, others still apply".to_owned(),

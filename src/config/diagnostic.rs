@@ -214,10 +214,7 @@ pub(super) fn quote_source(text: &str) -> String {
         masked.chars().count() > MAX_QUOTED_CHARS || line.len() < text.trim_end().len();
     let short: String = masked.chars().take(MAX_QUOTED_CHARS).collect();
     let short = replace_control_characters(&short);
-    match is_truncated {
-        true => short + "…",
-        false => short,
-    }
+    if is_truncated { short + "…" } else { short }
 }
 
 fn replace_control_characters(text: &str) -> String {

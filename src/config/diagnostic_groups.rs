@@ -38,9 +38,10 @@ impl DiagnosticGroup<'_> {
     /// Formats the group as one line for the log.
     pub fn to_log_line(&self) -> String {
         let line = self.first.to_log_line();
-        match self.others.is_empty() {
-            true => line,
-            false => format!("{line} ({})", self.format_others()),
+        if self.others.is_empty() {
+            line
+        } else {
+            format!("{line} ({})", self.format_others())
         }
     }
 
@@ -48,9 +49,10 @@ impl DiagnosticGroup<'_> {
     fn format_others(&self) -> String {
         let listed = self.others.iter().take(MAX_LISTED_POSITIONS);
         let listed: Vec<String> = listed.map(|one| one.span.to_string()).collect();
-        let rest = match self.others.len() > MAX_LISTED_POSITIONS {
-            true => ", …",
-            false => "",
+        let rest = if self.others.len() > MAX_LISTED_POSITIONS {
+            ", …"
+        } else {
+            ""
         };
         format!(
             "and {} more: {}{rest}",

@@ -93,9 +93,10 @@ impl TomlDocument {
 
     /// Span of a byte range, or of the whole document if it is empty.
     pub(super) fn span(&self, range: &Range<u32>) -> SourceSpan {
-        match range.is_empty() {
-            true => SourceSpan::from_source(&self.name, self.rank),
-            false => self.source_span(to_usize(range)),
+        if range.is_empty() {
+            SourceSpan::from_source(&self.name, self.rank)
+        } else {
+            self.source_span(to_usize(range))
         }
     }
 

@@ -158,9 +158,10 @@ fn omit_article(text: &str) -> &str {
 }
 
 fn format_duration_range(min: Duration, max: Duration) -> String {
-    let min = match min.is_zero() {
-        true => "0".into(),
-        false => format_duration(min),
+    let min = if min.is_zero() {
+        "0".into()
+    } else {
+        format_duration(min)
     };
     format!("{min}–{}", format_duration(max))
 }

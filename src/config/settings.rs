@@ -121,9 +121,10 @@ fn read_mark_header(
         let is_used = name == client.ip_header
             || name == "x-real-ip"
             || name.as_str().starts_with("x-forwarded-");
-        match name.as_str().starts_with("x-") && !is_used {
-            true => Ok(name),
-            false => Err("expected a name of its own that starts with \"x-\"".to_owned()),
+        if name.as_str().starts_with("x-") && !is_used {
+            Ok(name)
+        } else {
+            Err("expected a name of its own that starts with \"x-\"".to_owned())
         }
     })
 }

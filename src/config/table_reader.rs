@@ -332,9 +332,10 @@ impl<'a> TableReader<'a> {
 
     /// The tables of the key `list`, or of `single`, which stands for a list of one.
     pub(super) fn get_one_or_more_tables(&self, single: &str, list: &str) -> Vec<Self> {
-        match self.contains_key(single) {
-            true => self.get_optional_table(single).into_iter().collect(),
-            false => self.get_tables(list),
+        if self.contains_key(single) {
+            self.get_optional_table(single).into_iter().collect()
+        } else {
+            self.get_tables(list)
         }
     }
 
@@ -415,8 +416,9 @@ impl<'a> ConfigValue<'a> {
 
 fn join_path(table: &str, key: &str) -> String {
     let key = key.escape_debug();
-    match table.is_empty() {
-        true => key.to_string(),
-        false => format!("{table}.{key}"),
+    if table.is_empty() {
+        key.to_string()
+    } else {
+        format!("{table}.{key}")
     }
 }

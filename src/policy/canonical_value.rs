@@ -42,12 +42,13 @@ pub(super) fn check_pattern_end(part: &KeyPart, pattern: &str) -> Result<(), Str
     let is_host = matches!(part, KeyPart::Host | KeyPart::Header(HOST));
     let (_, port) = pattern.rsplit_once(':').unwrap_or(("", "none"));
     let has_port = port.bytes().all(|byte| byte.is_ascii_digit());
-    match is_host && (has_port || pattern.ends_with('.')) {
-        true => Err(
+    if is_host && (has_port || pattern.ends_with('.')) {
+        Err(
             "a host has no port and no dot at its end here; expected for example \"*.example.com\""
                 .to_owned(),
-        ),
-        false => Ok(()),
+        )
+    } else {
+        Ok(())
     }
 }
 

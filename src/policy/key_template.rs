@@ -155,9 +155,10 @@ impl KeyTemplate {
         if matches!(component.part, KeyPart::Alternatives(_)) {
             builder.push_source_label(source.part.source_label().as_bytes());
         }
-        match source.is_hashed {
-            true => builder.push_digest(&digests.digest(&self.hasher, &source.part, value)),
-            false => builder.push_key_value(Some(value)),
+        if source.is_hashed {
+            builder.push_digest(&digests.digest(&self.hasher, &source.part, value))
+        } else {
+            builder.push_key_value(Some(value))
         }
     }
 

@@ -73,19 +73,18 @@ impl KeyPart {
             }
         };
         let is_ambiguous = context.path.rejects_ambiguous_keys && !paths.has_single_reading();
-        let found = match is_ambiguous {
-            false => paths.iter().find_map(read),
-            true => {
-                let matching = paths
-                    .iter()
-                    .filter(|path| context.matcher.matches(facts, path));
-                let mut readings = matching.map(read);
-                let first = readings.next().flatten();
-                if readings.any(|other| other != first) {
-                    return Err(KeyError::AmbiguousPath);
-                }
-                first
+        let found = if is_ambiguous {
+            let matching = paths
+                .iter()
+                .filter(|path| context.matcher.matches(facts, path));
+            let mut readings = matching.map(read);
+            let first = readings.next().flatten();
+            if readings.any(|other| other != first) {
+                return Err(KeyError::AmbiguousPath);
             }
+            first
+        } else {
+            paths.iter().find_map(read)
         };
         let Some(found) = found else {
             values.extend(iter::repeat_n(None, self.value_count()));

@@ -218,9 +218,10 @@ impl PathIndex {
                     PatternSegment::Wildcard { .. } => node.wildcard.get_or_insert_default(),
                 };
             }
-            match pattern.matches_any_suffix {
-                true => node.suffix_wildcard_ids.push(id),
-                false => node.terminal_ids.push(id),
+            if pattern.matches_any_suffix {
+                node.suffix_wildcard_ids.push(id)
+            } else {
+                node.terminal_ids.push(id)
             }
         }
     }

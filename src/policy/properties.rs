@@ -48,9 +48,10 @@ pub fn assert_path_interpretations(bytes: &[u8]) {
         strip_parameters: flag(1),
         case_sensitive: flag(2),
         reads_authority: flag(3),
-        escaped_delimiters: match flag(4) {
-            true => EscapedDelimiters::Both,
-            false => EscapedDelimiters::Keep,
+        escaped_delimiters: if flag(4) {
+            EscapedDelimiters::Both
+        } else {
+            EscapedDelimiters::Keep
         },
         rejects_control_characters: flag(7),
         rejects_invalid_utf8: flag(7),

@@ -148,9 +148,10 @@ impl Quota {
             return SelectedLimits::from_policy(&self.limits);
         };
         SelectedLimits {
-            limits: match found.limits.is_empty() {
-                true => &self.limits,
-                false => &found.limits,
+            limits: if found.limits.is_empty() {
+                &self.limits
+            } else {
+                &found.limits
             },
             rule: found.rule,
         }

@@ -379,9 +379,10 @@ mod tests {
         Policy {
             name: name.into(),
             priority: 0,
-            matcher: match patterns.is_empty() {
-                true => Matcher::default(),
-                false => on_paths(patterns),
+            matcher: if patterns.is_empty() {
+                Matcher::default()
+            } else {
+                on_paths(patterns)
             },
             action,
             mode: PolicyMode::Enforce,

@@ -70,9 +70,10 @@ impl ValueChecks {
         }
         // An app may split the value at commas, and a proxy may have joined lines with them.
         let mut parts = value.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
-        let is_trimmed = match is_credential {
-            true => has_wide_space(value),
-            false => parts.any(is_header_value_trimmed_by_apps),
+        let is_trimmed = if is_credential {
+            has_wide_space(value)
+        } else {
+            parts.any(is_header_value_trimmed_by_apps)
         };
         if is_trimmed && self.rejects_outer_white_space {
             return Err(HeaderValueError::OuterWhiteSpace);

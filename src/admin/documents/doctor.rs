@@ -57,10 +57,7 @@ pub enum FindingLevel {
 
 impl FindingLevel {
     pub(crate) fn warning_if(is_warning: bool) -> Self {
-        match is_warning {
-            true => Self::Warning,
-            false => Self::Ok,
-        }
+        if is_warning { Self::Warning } else { Self::Ok }
     }
 }
 

@@ -9,9 +9,10 @@ fn sample(openapi: &Value, schema: &Value) -> Value {
         return sample(openapi, openapi.pointer(pointer).unwrap());
     }
     if let Some(variants) = schema["anyOf"].as_array().or(schema["enum"].as_array()) {
-        return match schema["enum"].is_array() {
-            true => variants[variants.len() - 1].clone(),
-            false => sample(openapi, &variants[0]),
+        return if schema["enum"].is_array() {
+            variants[variants.len() - 1].clone()
+        } else {
+            sample(openapi, &variants[0])
         };
     }
     if !schema["const"].is_null() {

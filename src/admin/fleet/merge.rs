@@ -89,9 +89,10 @@ impl FleetSum {
 
     fn explain_failure(&self, instance: &FleetInstanceDocument, reason: String) -> String {
         let address = instance.admin.as_deref().unwrap_or_default();
-        match is_loopback(address) && instance.name.as_ref() != Some(&self.own.host) {
-            true => format!("{reason} (its address is loopback: see admin.advertise)"),
-            false => reason,
+        if is_loopback(address) && instance.name.as_ref() != Some(&self.own.host) {
+            format!("{reason} (its address is loopback: see admin.advertise)")
+        } else {
+            reason
         }
     }
 
@@ -118,9 +119,10 @@ pub(super) fn parse_summary(body: &[u8], id: &str) -> Result<InstanceSummary, St
     let summary = serde_json::from_slice::<InstanceSummary>(body);
     let summary = summary.map_err(|_invalid| "its answer is not a summary".to_owned())?;
     // Another process may have the address by now.
-    match summary.id == id {
-        true => Ok(summary),
-        false => Err("another instance answered at its address".to_owned()),
+    if summary.id == id {
+        Ok(summary)
+    } else {
+        Err("another instance answered at its address".to_owned())
     }
 }
 

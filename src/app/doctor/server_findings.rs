@@ -108,13 +108,14 @@ fn judge_version(info: &InfoFields) -> Option<DoctorFinding> {
         .split('.')
         .map(|part| part.parse::<u64>().unwrap_or(0));
     let number = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    Some(match number < MIN_VERSION {
-        true => fault(
+    Some(if number < MIN_VERSION {
+        fault(
             "version",
             format!("{name} is too old: the scripts need SET with PXAT"),
             "upgrade to Redis 6.2 or newer, or to Valkey",
-        ),
-        false => ok("version", name),
+        )
+    } else {
+        ok("version", name)
     })
 }
 
@@ -285,17 +286,18 @@ fn judge_permissions(settings: &RedisSettings, denied: &[DeniedCommand]) -> Vec<
     let (required, optional): (Vec<_>, Vec<_>) =
         others.into_iter().partition(|command| command.is_required);
     let is_unknown = |one: &DeniedCommand| one.reason == DenialReason::Unknown;
-    let mut advice = match denied.iter().any(is_unknown) {
-        true => "the server or its provider has removed or renamed these commands: use one that has them".to_owned(),
-        false => format_grant(settings, denied),
+    let mut advice = if denied.iter().any(is_unknown) {
+        "the server or its provider has removed or renamed these commands: use one that has them"
+            .to_owned()
+    } else {
+        format_grant(settings, denied)
     };
     let is_key_denied = |one: &&DeniedCommand| one.reason == DenialReason::Key;
-    let lacking = match required.iter().all(is_key_denied) {
-        true => {
-            let prefix = &settings.key_prefix;
-            format!("the user may not access keys that start with {prefix}: ")
-        }
-        false => "decisions need commands that the user may not run: ".to_owned(),
+    let lacking = if required.iter().all(is_key_denied) {
+        let prefix = &settings.key_prefix;
+        format!("the user may not access keys that start with {prefix}: ")
+    } else {
+        "decisions need commands that the user may not run: ".to_owned()
     };
     let groups = [
         (FindingLevel::Fault, required, &*lacking),
@@ -389,9 +391,10 @@ fn judge_counters(facts: &ServerFacts) -> DoctorFinding {
         );
     }
     let percent = sample.scanned_share * 100.0;
-    let coverage = match sample.scanned_share < 1.0 {
-        true => format!(" (about {percent:.0} % of the keys were scanned)"),
-        false => String::new(),
+    let coverage = if sample.scanned_share < 1.0 {
+        format!(" (about {percent:.0} % of the keys were scanned)")
+    } else {
+        String::new()
     };
     let found = format!("all {keys} counters expire{coverage}");
     match &sample.interruption {

@@ -16,18 +16,19 @@ const CLOCK_FAULT_US: u64 = 10_000_000;
 /// Judges the timeout of decisions for the rate limit service, which depends on the caller.
 pub(super) fn judge_service_timeout(settings: &RedisSettings) -> DoctorFinding {
     let timeout = format_duration(settings.timeout);
-    match settings.timeout >= ENVOY_DEFAULT_TIMEOUT {
-        true => warning(
+    if settings.timeout >= ENVOY_DEFAULT_TIMEOUT {
+        warning(
             "rls",
             format!(
                 "store.redis.timeout is {timeout}, and Envoy waits 20 ms for the rate limit service by default: Envoy forwards later answers unmetered"
             ),
             "set `timeout: 0.25s` in Envoy's rate limit filter, and watch Envoy's cluster.*.ratelimit.failure_mode_allowed: tidegate does not see all of these calls",
-        ),
-        false => ok(
+        )
+    } else {
+        ok(
             "rls",
             format!("store.redis.timeout is {timeout}, below Envoy's default timeout of 20 ms"),
-        ),
+        )
     }
 }
 
@@ -78,9 +79,10 @@ pub(super) fn judge_topology(
 fn judge_sentinels(diagnosis: &RedisDiagnosis) -> Vec<DoctorFinding> {
     let masters = diagnosis.sentinels.iter();
     let named: Vec<&String> = masters.filter_map(|one| one.master.as_ref().ok()).collect();
-    let level = match named.is_empty() {
-        true => FindingLevel::Fault,
-        false => FindingLevel::Warning,
+    let level = if named.is_empty() {
+        FindingLevel::Fault
+    } else {
+        FindingLevel::Warning
     };
     let failed = diagnosis.sentinels.iter().filter_map(|answer| {
         let error = answer.master.as_ref().err()?;

@@ -15,9 +15,10 @@ pub(super) struct LineRange {
 
 impl fmt::Display for LineRange {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.first == self.last {
-            true => write!(formatter, "line {}", self.first),
-            false => write!(formatter, "lines {} to {}", self.first, self.last),
+        if self.first == self.last {
+            write!(formatter, "line {}", self.first)
+        } else {
+            write!(formatter, "lines {} to {}", self.first, self.last)
         }
     }
 }

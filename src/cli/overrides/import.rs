@@ -152,13 +152,12 @@ fn open_records(
         file.consume(byte_order_mark.len());
     }
     let mut reader = RecordReader::new(file, is_json);
-    let columns = match is_json {
-        true => None,
-        false => {
-            let header = reader.read_record().map_err(describe)?;
-            let columns = parse_header(header);
-            Some(columns.map_err(|why| format!("{}: {why}", path.display()))?)
-        }
+    let columns = if is_json {
+        None
+    } else {
+        let header = reader.read_record().map_err(describe)?;
+        let columns = parse_header(header);
+        Some(columns.map_err(|why| format!("{}: {why}", path.display()))?)
     };
     Ok(std::iter::from_fn(move || match reader.read_record() {
         Ok(None) => None,

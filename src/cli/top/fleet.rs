@@ -72,9 +72,10 @@ impl TopData for FleetDocument {
             more: "and",
         };
         // Half of a screen is for the rankings.
-        let table_height = match view.is_live {
-            true => table.height().min((area.height / 2).max(2)),
-            false => table.height(),
+        let table_height = if view.is_live {
+            table.height().min((area.height / 2).max(2))
+        } else {
+            table.height()
         };
         let left = area.height.saturating_sub(table_height);
         let half = (left / 2).saturating_sub(1).min(MAX_PIPE_RANKING_HEIGHT);

@@ -141,9 +141,10 @@ pub(super) fn draw_screen(data: &dyn TopData, view: &ViewState, buffer: &mut Buf
         let text = format!("too small: {width}x{height}, needs {min_width}x{min_height}");
         draw_lines(&[Line::styled(text, ALERT)], buffer.area, buffer);
     } else {
-        let mut header = match view.shows_help {
-            true => HELP.lines().map(Line::from).collect(),
-            false => data.header(view, width.into()),
+        let mut header = if view.shows_help {
+            HELP.lines().map(Line::from).collect()
+        } else {
+            data.header(view, width.into())
         };
         // The header is cut so that a row of the table stays visible.
         let below_header = if view.shows_help { 1 } else { 4 };
@@ -210,9 +211,10 @@ impl TopTable {
         let room_for_last = room.saturating_sub(usize::from(self.omitted > 0)).max(1);
         let first_row = first_row.min(self.rows.len().saturating_sub(room_for_last));
         let remaining = self.rows.len() - first_row;
-        let shown = match remaining > room_for_last {
-            true => room.saturating_sub(1),
-            false => remaining,
+        let shown = if remaining > room_for_last {
+            room.saturating_sub(1)
+        } else {
+            remaining
         };
         let hidden = (remaining - shown) as u64 + self.omitted;
         let mut right = 0;

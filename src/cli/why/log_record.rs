@@ -118,9 +118,10 @@ fn read_override(of_key: Option<String>, stated: Option<String>) -> Option<Overr
     }
     let (requests, burst) = text.split_once('+').unwrap_or((&text, &text));
     let (requests, burst) = (requests.parse().ok()?, burst.parse().ok()?);
-    Some(match is_stated {
-        true => OverrideInEffect::StatedAmounts { requests, burst },
-        false => OverrideInEffect::Amounts { requests, burst },
+    Some(if is_stated {
+        OverrideInEffect::StatedAmounts { requests, burst }
+    } else {
+        OverrideInEffect::Amounts { requests, burst }
     })
 }
 

@@ -20,9 +20,10 @@ pub(super) fn find_unusual_spelling<'r>(
     });
     parts.find_map(|part| {
         let canonical = path::canonicalize_segment(part, settings);
-        let is_same = match settings.case_sensitive {
-            true => *canonical == *part,
-            false => canonical.eq_ignore_ascii_case(part),
+        let is_same = if settings.case_sensitive {
+            *canonical == *part
+        } else {
+            canonical.eq_ignore_ascii_case(part)
         };
         (!is_same).then_some((part, canonical))
     })

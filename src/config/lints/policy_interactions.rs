@@ -152,9 +152,10 @@ fn find_overlapping_pairs<'p, 'r>(
     let mut firsts: Vec<_> = policies.iter().copied().enumerate().collect();
     for (at, one) in policies.iter().copied().enumerate() {
         for &(other_at, other) in budget.limit(index.candidates(&one.policy.matcher)) {
-            let (earlier, later) = match at < other_at {
-                true => ((at, one), other_at),
-                false => ((other_at, other), at),
+            let (earlier, later) = if at < other_at {
+                ((at, one), other_at)
+            } else {
+                ((other_at, other), at)
             };
             let first = firsts.get_mut(later);
             let first = first.filter(|(first, _)| earlier.0 < *first);
@@ -190,9 +191,10 @@ fn warn_skippable_keys(policies: &[PolicyWithReader<'_>], budget: &mut Compariso
             .limit(limiting.candidates(&without))
             .any(|other| other.policy.matcher.covers(&without));
         if !is_caught && !budget.is_exhausted() {
-            let key = match spanned.reader.contains_key("missing_key") {
-                true => "missing_key",
-                false => "key",
+            let key = if spanned.reader.contains_key("missing_key") {
+                "missing_key"
+            } else {
+                "key"
             };
             report! { spanned.reader;
                 Warning(key) => "requests without {part} are not limited (missing_key = \"skip\"); expected \"shared\" or \"reject\", or another policy with the key \"client_ip\"";

@@ -13,9 +13,10 @@ pub(super) fn check_settings(policies: &[PolicyWithReader<'_>], context: &LintCo
     let (client, store) = (root.get_table("client"), root.get_table("store"));
     let (listen, redis) = (root.get_table("listen"), store.get_table("redis"));
     let upstream = root.get_table("upstream");
-    let reason = match root.contains_key("policy") {
-        true => "no [[policy]] is in effect (mode = \"off\")",
-        false => "there is no [[policy]]",
+    let reason = if root.contains_key("policy") {
+        "no [[policy]] is in effect (mode = \"off\")"
+    } else {
+        "there is no [[policy]]"
     };
     report! { root;
         Warning("policy") if policies.is_empty() => "{reason}, so every request is forwarded without a limit";

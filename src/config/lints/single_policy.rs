@@ -125,9 +125,10 @@ const REMOVED_SPACE_WARNING: &str = "an expression matches no value: headers are
 
 /// Whether an expression certainly matches only values with a space that no canonical value has.
 fn needs_removed_space(name: &HeaderName, regex: &str) -> bool {
-    let second_space = match *name == AUTHORIZATION {
-        true => regex.split_once("  ").map(|(_, rest)| rest),
-        false => None,
+    let second_space = if *name == AUTHORIZATION {
+        regex.split_once("  ").map(|(_, rest)| rest)
+    } else {
+        None
     };
     let mut rests = regex.strip_prefix("^ ").into_iter().chain(second_space);
     let is_required = |rest: &str| !rest.starts_with(['*', '?', '{']);

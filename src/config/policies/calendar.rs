@@ -35,9 +35,10 @@ pub(super) fn build_calendar_limit(
         Error("per") if !is_fixed_window && !counts_slots => "a {name} of the calendar is counted by algorithm = \"fixed_window\" only; expected that algorithm, or a duration such as \"{duration}\"";
         Error("offset") if is_fixed_window && reader.contains_key("offset") => "a {name} of the calendar starts at midnight of its time zone; expected tz instead, such as \"Europe/Berlin\"";
     }
-    let calendar = match reader.contains_key("tz") {
-        true => reader.get_parsed("tz", |name| parse_calendar(unit, name)),
-        false => Calendar::new(unit, DEFAULT_TIME_ZONE),
+    let calendar = if reader.contains_key("tz") {
+        reader.get_parsed("tz", |name| parse_calendar(unit, name))
+    } else {
+        Calendar::new(unit, DEFAULT_TIME_ZONE)
     };
     let limit = Limit::per_calendar_period(requests?, calendar?);
     is_fixed_window.then_some(limit)

@@ -112,9 +112,10 @@ fn build_limit(
         Error("per") if counts_slots && has_period => "{PERIOD_OF_SLOTS_ERROR}";
         Error("per") if !counts_slots && !has_period => "missing; expected a duration such as \"1m\", or \"day\", \"week\" or \"month\"";
     }
-    let per = match counts_slots {
-        true => Some(slot_ttl.unwrap_or(DEFAULT_SLOT_TTL)),
-        false => per,
+    let per = if counts_slots {
+        Some(slot_ttl.unwrap_or(DEFAULT_SLOT_TTL))
+    } else {
+        per
     };
     let is_late = offset.zip(per).is_some_and(|(offset, per)| offset >= per);
     reader.error_if(is_late, "offset", "expected less than per");
@@ -147,9 +148,10 @@ fn read_slot_release(reader: &TableReader<'_>, algorithm: Algorithm) -> SlotRele
 
 /// Warns of a largest amount that is probably a mistake.
 fn warn_about_amount(reader: &TableReader<'_>, largest: u64, algorithm: Algorithm) {
-    let key = match reader.contains_key("requests_from") {
-        true => "max",
-        false => "requests",
+    let key = if reader.contains_key("requests_from") {
+        "max"
+    } else {
+        "requests"
     };
     let is_large_log = largest > LARGE_SLIDING_LOG && algorithm == Algorithm::SlidingLog;
     report! { reader;

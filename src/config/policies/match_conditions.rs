@@ -162,9 +162,10 @@ fn parse_method(text: &str) -> Result<Method, String> {
 }
 
 fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
-    match text.is_empty() {
-        true => Err("the name is empty".to_owned()),
-        false => Ok(text.into()),
+    if text.is_empty() {
+        Err("the name is empty".to_owned())
+    } else {
+        Ok(text.into())
     }
 }
 

@@ -87,9 +87,10 @@ fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyCompone
     let component = KeyComponent::parse(text, &context.path)?;
     let is_claim = |part: &KeyPart| matches!(part, KeyPart::Claim(_));
     let reads_claim = component.part.alternatives().any(is_claim);
-    match reads_claim && context.claim_trust.is_none() {
-        true => Err(NO_TRUSTED_TOKENS_ERROR.to_owned()),
-        false => Ok(component),
+    if reads_claim && context.claim_trust.is_none() {
+        Err(NO_TRUSTED_TOKENS_ERROR.to_owned())
+    } else {
+        Ok(component)
     }
 }
 

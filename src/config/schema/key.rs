@@ -272,14 +272,15 @@ impl fmt::Display for ValueKind {
 
 fn write_duration_range(f: &mut fmt::Formatter<'_>, min: Duration, max: Duration) -> fmt::Result {
     write!(f, "a duration such as \"250ms\", \"1s\", \"5m\"")?;
-    match min.is_zero() {
-        true => write!(f, ", at most {}", format_duration(max)),
-        false => write!(
+    if min.is_zero() {
+        write!(f, ", at most {}", format_duration(max))
+    } else {
+        write!(
             f,
             ", from {} to {}",
             format_duration(min),
             format_duration(max)
-        ),
+        )
     }
 }
 

@@ -46,9 +46,10 @@ pub(super) fn build_client_tls(
     };
     let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
     digest.update(text("server_name").unwrap_or_default());
-    let trusted = match reader.input().reads_key_files() {
-        true => select_trusted_certificates(reader, ca.as_deref()),
-        false => Some(TrustedCertificates::empty()),
+    let trusted = if reader.input().reads_key_files() {
+        select_trusted_certificates(reader, ca.as_deref())
+    } else {
+        Some(TrustedCertificates::empty())
     };
     let chain = cert.map(|pem| tls::parse_certificates(pem.as_bytes()));
     let chain = chain.and_then(|chain| accept_content(reader, "cert", chain));

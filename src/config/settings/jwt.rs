@@ -149,9 +149,10 @@ impl KeyFetchSettings {
         if !url.is_tls && !url.is_loopback() && !self.allows_http {
             return Err("keys over http can be replaced on the way; expected https, or keys_allow_http = true".to_owned());
         }
-        match has_no_name {
-            true => Err(client_tls::unverifiable_host("client.jwt.tls.server_name")),
-            false => Ok(url),
+        if has_no_name {
+            Err(client_tls::unverifiable_host("client.jwt.tls.server_name"))
+        } else {
+            Ok(url)
         }
     }
 

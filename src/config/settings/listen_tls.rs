@@ -29,12 +29,13 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
     check_client_auth(reader, auth);
     let client_ca = reader.get_nonempty_string("client_ca");
     let client_ca = client_ca.and_then(|_| read_pem_file(reader, "client_ca"));
-    let client_crl = match reader.get_nonempty_string("client_crl").is_some() {
-        true => Some(parse_revocation_lists(
+    let client_crl = if reader.get_nonempty_string("client_crl").is_some() {
+        Some(parse_revocation_lists(
             reader,
             &read_pem_file(reader, "client_crl")?,
-        )?),
-        false => None,
+        )?)
+    } else {
+        None
     };
     // All identities have been read, and their errors reported.
     let identities = identities.into_iter().collect::<Option<Vec<_>>>()?;

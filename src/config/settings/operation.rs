@@ -46,9 +46,10 @@ pub(crate) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSett
 
 /// Parses a host name. Returns it in lower case, for comparison.
 fn parse_host_name(text: &str) -> Result<String, String> {
-    match values::is_word(text, b".-_", usize::MAX) {
-        true => Ok(text.to_ascii_lowercase()),
-        false => Err("expected a host name without port such as \"admin.internal\"".to_owned()),
+    if values::is_word(text, b".-_", usize::MAX) {
+        Ok(text.to_ascii_lowercase())
+    } else {
+        Err("expected a host name without port such as \"admin.internal\"".to_owned())
     }
 }
 

@@ -13,9 +13,10 @@ pub(super) fn build_upstream_settings(
     http: &TableReader<'_>,
     has_upstream: bool,
 ) -> Option<UpstreamSettings> {
-    let url = match has_upstream {
-        true => reader.get_parsed("url", values::parse_upstream_url),
-        false => Some(UpstreamUrl::Unix(PathBuf::new())),
+    let url = if has_upstream {
+        reader.get_parsed("url", values::parse_upstream_url)
+    } else {
+        Some(UpstreamUrl::Unix(PathBuf::new()))
     };
     let tls = url.as_ref().and_then(|url| build_upstream_tls(reader, url));
     Some(read_settings!(UpstreamSettings {

@@ -73,9 +73,10 @@ impl ClaimName {
             Some(issuer) => format!("{issuer} {text}").into(),
             None => text.into(),
         };
-        let found = match self.name.starts_with('/') {
-            true => claims.pointer(&self.name),
-            false => claims.get(&*self.name),
+        let found = if self.name.starts_with('/') {
+            claims.pointer(&self.name)
+        } else {
+            claims.get(&*self.name)
         };
         let texts = match found {
             None | Some(Value::Null) => return ClaimValue::default(),

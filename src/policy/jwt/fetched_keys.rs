@@ -55,9 +55,10 @@ pub struct KeyCell {
 pub fn parse_key_url(text: &str) -> Result<HttpUrl, String> {
     let url = HttpUrl::parse(text, [80, 443])
         .ok_or("expected a URL such as \"https://issuer/.well-known/jwks.json\"")?;
-    match url.has_credentials() {
-        true => Err("a URL of keys has no login; expected https://host/path".to_owned()),
-        false => Ok(url),
+    if url.has_credentials() {
+        Err("a URL of keys has no login; expected https://host/path".to_owned())
+    } else {
+        Ok(url)
     }
 }
 
@@ -118,9 +119,10 @@ impl KeyCell {
     pub async fn wait_for_refresh_request(&self) {
         poll_fn(|task| {
             self.refresh_waker.register(task.waker());
-            match self.is_refresh_requested.load(Ordering::Acquire) {
-                true => Poll::Ready(()),
-                false => Poll::Pending,
+            if self.is_refresh_requested.load(Ordering::Acquire) {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
             }
         })
         .await;

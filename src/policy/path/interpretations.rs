@@ -153,13 +153,14 @@ impl ReadingCollector<'_> {
                 self.add_reading(without_insignificant_slash(&text, self.settings).into());
                 continue;
             }
-            let dot_resolutions: &[DotSegmentResolution] = match has_ambiguous_segments {
-                true => &[
+            let dot_resolutions: &[DotSegmentResolution] = if has_ambiguous_segments {
+                &[
                     DotSegmentResolution::AfterNormalization,
                     DotSegmentResolution::BeforeNormalization,
                     DotSegmentResolution::Never,
-                ],
-                false => &[DotSegmentResolution::AfterNormalization],
+                ]
+            } else {
+                &[DotSegmentResolution::AfterNormalization]
             };
             self.spend(rest, (dot_resolutions.len() - 1) * strip_choices.len())?;
             for dots in dot_resolutions {

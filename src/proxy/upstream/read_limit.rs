@@ -44,9 +44,10 @@ pub(crate) struct ResponseRate {
 impl ReadLimit {
     /// Maximum bytes of a read.
     pub(super) fn bytes(&self) -> u64 {
-        match self.0.load(Ordering::Relaxed) {
-            true => LARGE_READ_BYTES,
-            false => SMALL_READ_BYTES,
+        if self.0.load(Ordering::Relaxed) {
+            LARGE_READ_BYTES
+        } else {
+            SMALL_READ_BYTES
         }
     }
 }

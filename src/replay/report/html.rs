@@ -46,9 +46,10 @@ impl HtmlPage<'_> {
         for set in &report.sets {
             self.push("<article>");
             // A hidden `h2` keeps the heading levels complete for a single set.
-            let (name, class) = match is_pair {
-                false => ("these policies", " class=\"unseen\""),
-                true => (set.config.as_str(), ""),
+            let (name, class) = if is_pair {
+                (set.config.as_str(), "")
+            } else {
+                ("these policies", " class=\"unseen\"")
             };
             self.push(&format!("<h2{class}>By {}</h2>", EscapedText(name)));
             self.write_outcome_tiles(set);

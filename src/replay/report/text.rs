@@ -57,9 +57,10 @@ impl TextReportPage<'_> {
 
     fn push_title(&mut self, text: &str) {
         self.text.push('\n');
-        match self.is_bold {
-            true => self.push_line(&format!("\u{1b}[1m{text}\u{1b}[0m")),
-            false => self.push_line(text),
+        if self.is_bold {
+            self.push_line(&format!("\u{1b}[1m{text}\u{1b}[0m"))
+        } else {
+            self.push_line(text)
         }
     }
 
@@ -181,9 +182,12 @@ impl TextReportPage<'_> {
         // A wide terminal shows the times of the first and the last refusal, a narrow one only the
         // first.
         let is_wide = self.width >= 100;
-        let times = set.top.iter().map(|key| match is_wide {
-            true => format_time_range(key.stats.first_refused_us, key.stats.last_refused_us, '…'),
-            false => format_time(key.stats.first_refused_us),
+        let times = set.top.iter().map(|key| {
+            if is_wide {
+                format_time_range(key.stats.first_refused_us, key.stats.last_refused_us, '…')
+            } else {
+                format_time(key.stats.first_refused_us)
+            }
         });
         let times: Vec<String> = times.collect();
         let widest = times.iter().map(|times| times.chars().count()).max();

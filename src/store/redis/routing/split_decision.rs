@@ -453,7 +453,7 @@ mod tests {
                 &charges[..],
                 [failed(), Ok(admitted_decision(10))],
                 true,
-                [credit, None],
+                [None, credit],
             ),
             (
                 &charges[..],
