@@ -75,7 +75,13 @@ impl ClockMove {
 }
 
 impl ChargeSpec {
-    fn to_charge<'a>(self, limit: &'a Limit, key: &'a Key) -> PolicyCharges<'a> {
+    /// A number that differs for the policies of a request.
+    fn policy_number(self) -> u32 {
+        (2 * self.group + u32::from(self.shadow)) * KEY_COUNT + key_number(self.counter)
+    }
+
+    fn to_charge<'a>(self, limit: &'a Limit, keys: &'a [Key]) -> PolicyCharges<'a> {
+        let key = &keys[key_number(self.counter) as usize];
         let charge = PolicyCharges {
             shadow: self.shadow,
             ..PolicyCharges::new(limit, key, self.cost)
@@ -86,6 +92,30 @@ impl ChargeSpec {
 
 pub(crate) const PERIOD_US: u64 = 1_000;
 const COUNTER_COUNT: usize = 20;
+
+/// Keys that a request may have.
+const KEY_COUNT: u32 = 3;
+
+fn make_keys() -> Vec<Key> {
+    let keys = (0..KEY_COUNT).map(|n| KeyBuilder::new(&format!("k{n}")).finish());
+    keys.collect()
+}
+
+/// The key of a counter: counters of one algorithm and period have different keys.
+fn key_number(counter: usize) -> u32 {
+    match counter {
+        15..=18 => 1,
+        19 => 2,
+        _ => 0,
+    }
+}
+
+/// The charges of a request by policy. Those of a policy stay in order.
+fn sort_by_policy(asks: &[ChargeSpec]) -> Vec<ChargeSpec> {
+    let mut sorted = asks.to_vec();
+    sorted.sort_by_key(|ask| ask.policy_number());
+    sorted
+}
 
 /// Limits by number, each with its own period.
 fn counter_limit(counter: usize, requests: u64) -> Limit {
@@ -225,17 +255,17 @@ async fn compare_decisions(
         .query_async(connection)
         .await
         .unwrap();
-    let key = KeyBuilder::new("p").finish();
+    let keys = make_keys();
     let (mut model, mut time_us, mut times_us, mut lent_us) =
         (StateModel::default(), START_US, Vec::new(), vec![0]);
     for (n, step) in steps.iter().enumerate() {
         time_us = step.clock.apply(time_us);
-        let limits: Vec<Limit> = step
-            .charges
+        let asks = sort_by_policy(&step.charges);
+        let limits: Vec<Limit> = asks
             .iter()
             .map(|ask| counter_limit(ask.counter, ask.requests))
             .collect();
-        let charges = step.charges.iter().zip(&limits).map(|(ask, limit)| {
+        let charges = asks.iter().zip(&limits).map(|(ask, limit)| {
             let charge = PolicyCharges {
                 counts_rejected: step.counts_rejected_bits
                     >> (2 * ask.group + u32::from(ask.shadow))
@@ -250,9 +280,9 @@ async fn compare_decisions(
                     .lease
                     .filter(|_| ask.group == 0)
                     .map_or(0, |(_, wanted)| wanted),
-                ..ask.to_charge(limit, &key)
+                ..ask.to_charge(limit, &keys)
             };
-            (2 * ask.group + u32::from(ask.shadow), charge)
+            (ask.policy_number(), charge)
         });
 
         let charges = join_policies(charges);
@@ -277,7 +307,7 @@ async fn compare_decisions(
             .settlements
             .iter()
             .zip(&limits)
-            .map(|((_, change), limit)| {
+            .map(|((counter, change), limit)| {
                 let amendment = match *change {
                     SettlementSpec::ChargeMore(units) => Amendment::Charge(units),
                     SettlementSpec::ChargeInThePast { units, age_us } => {
@@ -301,7 +331,7 @@ async fn compare_decisions(
                 };
                 Settlement {
                     limit,
-                    key: &key,
+                    key: &keys[key_number(*counter) as usize],
                     amendment,
                 }
             });
@@ -434,38 +464,39 @@ async fn compare_batched_decisions(
         .query_async(connection)
         .await
         .unwrap();
-    let key = KeyBuilder::new("p").finish();
+    let keys = make_keys();
     let (mut model, mut time_us, mut slot) = (StateModel::default(), START_US, 0);
     for (n, round) in rounds.iter().enumerate() {
         time_us = round.clock.apply(time_us);
-        let limits = round.decisions.iter().map(|asks| {
+        let decisions: Vec<_> = (round.decisions.iter())
+            .map(|asks| sort_by_policy(asks))
+            .collect();
+        let limits = decisions.iter().map(|asks| {
             asks.iter()
                 .map(|ask| counter_limit(ask.counter, ask.requests))
                 .collect::<Vec<Limit>>()
         });
         let limits: Vec<_> = limits.collect();
-        let questions =
-            round
-                .decisions
-                .iter()
-                .zip(&limits)
-                .enumerate()
-                .map(|(at, (asks, limits))| {
-                    slot += 1;
-                    let (lease, wanted) = round.lease_for(at).unzip();
-                    let charges = asks.iter().zip(limits).map(|(ask, limit)| {
-                        let charge = PolicyCharges {
-                            counts_rejected: asks.len() > 1
-                                && round.counts_rejected_bits >> ask.group & 1 == 1,
-                            slot_id: slot,
-                            lease: lease.filter(|_| ask.group == 0),
-                            requested_lease_units: wanted.filter(|_| ask.group == 0).unwrap_or(0),
-                            ..ask.to_charge(limit, &key)
-                        };
-                        (2 * ask.group + u32::from(ask.shadow), charge)
-                    });
-                    join_policies(charges)
+        let questions = decisions
+            .iter()
+            .zip(&limits)
+            .enumerate()
+            .map(|(at, (asks, limits))| {
+                slot += 1;
+                let (lease, wanted) = round.lease_for(at).unzip();
+                let charges = asks.iter().zip(limits).map(|(ask, limit)| {
+                    let charge = PolicyCharges {
+                        counts_rejected: asks.len() > 1
+                            && round.counts_rejected_bits >> ask.group & 1 == 1,
+                        slot_id: slot,
+                        lease: lease.filter(|_| ask.group == 0),
+                        requested_lease_units: wanted.filter(|_| ask.group == 0).unwrap_or(0),
+                        ..ask.to_charge(limit, &keys)
+                    };
+                    (ask.policy_number(), charge)
                 });
+                join_policies(charges)
+            });
         let questions: Vec<_> = questions.collect();
         let expected: Vec<_> = questions
             .iter()

@@ -735,8 +735,9 @@ fn trap_2_retries_do_not_prolong_a_block_and_a_reload_does_not_end_it() {
         make_limit(1, 5_000, Algorithm::Block),
     );
     let ask = |block: &Limit| {
-        let charge = |limit, cost| PolicyCharges::new(limit, &key, cost);
-        store.decide(&[charge(block, 1), charge(&log, 1)]).admitted
+        let mut policy = PolicyCharges::new(block, &key, 1);
+        policy.limits.push(LimitCharge::new(&log, 1));
+        store.decide(&[policy]).admitted
     };
     assert_eq!([ask(&block), ask(&block), ask(&block)], [true, true, false]);
     for after_us in [1, 1_000, 2_500, 4_999] {

@@ -762,7 +762,8 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     let (owner, one) = (make_key("p"), sliding_log(1, 60_000_000));
     let block = |per_us| make_limit(1, per_us, Algorithm::Block);
     let (short, long) = (block(90_000_000), block(900_000_000));
-    let charges = |block| [make_charge(block, &owner, 1), make_charge(&one, &owner, 1)];
+    let charges =
+        |block| join_policies([block, &one].map(|limit| (0, make_charge(limit, &owner, 1))));
     let decide = async |block| {
         redis
             .decide(&charges(block), tokio::time::Instant::now())
@@ -809,7 +810,7 @@ async fn a_cached_block_reports_how_long_it_lasts() {
     let store = Store::from_redis(redis);
     let (owner, one) = (make_key("p"), sliding_log(1, 100_000));
     let block = make_limit(1, 60_000_000, Algorithm::Block);
-    let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
+    let charges = join_policies([&block, &one].map(|limit| (0, make_charge(limit, &owner, 1))));
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
     let status = again.outcomes().nth(0).unwrap().status.unwrap();
@@ -823,7 +824,7 @@ async fn a_foreign_value_in_place_of_a_block_is_an_error() {
     let mut connection = server.connection().await;
     let (owner, one) = (make_key("p"), sliding_log(1, 1_000));
     let block = make_limit(1, 1_000, Algorithm::Block);
-    let charges = [make_charge(&block, &owner, 1), make_charge(&one, &owner, 1)];
+    let charges = join_policies([&block, &one].map(|limit| (0, make_charge(limit, &owner, 1))));
     decide_in_redis(&mut connection, &charges, START_US).await;
     let _: () = server.command("FLUSHDB").await;
     let name = SCRIPT.counter_key(first_counter(&charges[0]));

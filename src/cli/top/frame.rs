@@ -10,11 +10,15 @@ use ratatui::widgets::{Row, Table, Widget};
 use serde_json::Value;
 
 // A text has the same meaning without its style, for terminals without colours.
-pub(super) const TITLE: Style = Style::new().fg(Color::LightCyan).add_modifier(Modifier::BOLD);
+pub(super) const TITLE: Style = Style::new()
+    .fg(Color::LightCyan)
+    .add_modifier(Modifier::BOLD);
 const TABLE_HEADER: Style = Style::new()
     .fg(Color::LightCyan)
     .add_modifier(Modifier::UNDERLINED);
-pub(super) const ALERT: Style = Style::new().fg(Color::LightRed).add_modifier(Modifier::BOLD);
+pub(super) const ALERT: Style = Style::new()
+    .fg(Color::LightRed)
+    .add_modifier(Modifier::BOLD);
 pub(super) const WARNING: Style = Style::new().fg(Color::LightYellow);
 pub(super) const GOOD: Style = Style::new().fg(Color::LightGreen);
 pub(super) const DIM: Style = Style::new().add_modifier(Modifier::DIM);
