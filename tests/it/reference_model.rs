@@ -751,8 +751,9 @@ mod hand_computed {
             limits.map(|(requests, per_us, algorithm)| make_limit(requests, per_us, algorithm));
         let mut model = NaiveModel::default();
         let mut ask = |at_us, cost| {
-            let charge = |limit, cost| PolicyCharges::new(limit, &key, cost);
-            model.decide(at_us, &[charge(&limits[0], 1), charge(&limits[1], cost)])
+            let mut policy = PolicyCharges::new(&limits[0], &key, 1);
+            policy.limits.push(LimitCharge::new(&limits[1], cost));
+            model.decide(at_us, &[policy])
         };
         assert!(ask(BASE_US, 2).admitted);
         assert_eq!(
