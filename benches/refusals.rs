@@ -109,7 +109,7 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
         5000 - decision
             .unwrap()
             .outcomes()
-            .nth(0)
+            .next()
             .unwrap()
             .status
             .unwrap()

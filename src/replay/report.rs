@@ -337,7 +337,7 @@ impl PolicySetReport {
 }
 
 /// Returns the names of the policies in either of two sets, without duplicates.
-fn merged_policy_names<'s>(sets: [&'s PolicySetReport; 2]) -> IndexSet<&'s str> {
+fn merged_policy_names(sets: [&PolicySetReport; 2]) -> IndexSet<&str> {
     let policies = sets.into_iter().flat_map(|set| &set.policies);
     policies.map(|policy| policy.name.as_str()).collect()
 }

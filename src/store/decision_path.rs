@@ -57,12 +57,16 @@ struct RedisDecisionPath<'s> {
 }
 
 /// The result of the checks before a call of Redis.
+#[allow(
+    clippy::large_enum_variant,
+    reason = "taken apart where it is returned"
+)]
 enum LocalCheck<'c> {
     /// With one flag per charge: whether its limit may refuse for longer.
     Refused(Decision, DecisionSource, SmallVec<[bool; 8]>),
     /// In an outage, with the policies of which some may be [held
     /// back](PolicyCharges::is_held_back). The fallback decides those.
-    Passed(Option<SmallVec<[PolicyCharges<'c>; 2]>>),
+    Passed(Option<Vec<PolicyCharges<'c>>>),
 }
 
 impl Store {
@@ -336,7 +340,7 @@ impl<'s> RedisDecisionPath<'s> {
             is_held_back: fallback.uses_share_for(policy) && !is_reachable(policy),
             ..policy.clone()
         });
-        let marked: SmallVec<[PolicyCharges<'c>; 2]> = marked.collect();
+        let marked: Vec<PolicyCharges<'c>> = marked.collect();
         let checked = fallback.check_share_during_recovery(&marked, requested_at.into_std());
         match checked.filter(|decision| !decision.admitted) {
             Some(decision) => {

@@ -209,7 +209,7 @@ impl SimulationRun {
             let left = memory_store
                 .decide(&[charge(0)], START_US + now_us)
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()

@@ -73,8 +73,11 @@ impl ClientSchedule<'_> {
 
     fn decide(&mut self, key: &Key, cost: u64) {
         let charge = PolicyCharges::new(&self.limit, key, cost);
-        let decision = self.tested_store.decide(&[charge.clone()], self.clock_us);
-        self.retry_at_us = admissible_at_us(&[charge.clone()], &decision).or(self.retry_at_us);
+        let decision = self
+            .tested_store
+            .decide(std::slice::from_ref(&charge), self.clock_us);
+        self.retry_at_us =
+            admissible_at_us(std::slice::from_ref(&charge), &decision).or(self.retry_at_us);
         if decision.admitted {
             let newest_us = self.admitted.last().map_or(0, |last| last.at_us);
             self.admitted.push(Admission {
@@ -329,7 +332,9 @@ fn concurrency_never_exceeds_the_limit_and_loses_no_slot() {
                     ..PolicyCharges::new(&limit, &key, 1)
                 };
                 let free = ((alive.len() + lost.len()) as u64) < limit.requests;
-                let admitted = tested_store.decide(&[charge.clone()], now_us).admitted;
+                let admitted = tested_store
+                    .decide(std::slice::from_ref(&charge), now_us)
+                    .admitted;
                 assert_eq!(
                     admitted,
                     free,
@@ -373,8 +378,8 @@ fn a_sliding_window_delays_units_by_at_most_one_sub_window() {
         let (mut now_us, mut times) = (begin_us, Vec::new());
         // The client uses the first period unevenly, and the others as early as possible.
         while now_us < begin_us + 12 * limit.per_us {
-            let decision = tested_store.decide(&[charge.clone()], now_us);
-            match admissible_at_us(&[charge.clone()], &decision) {
+            let decision = tested_store.decide(std::slice::from_ref(&charge), now_us);
+            match admissible_at_us(std::slice::from_ref(&charge), &decision) {
                 Some(until_us) => now_us = until_us,
                 None => times.push(now_us),
             }

@@ -203,7 +203,7 @@ async fn near_midnight_both_clocks_may_be_on_different_days() {
             let decision = decide_apart(&mut connection, &charge, clocks)
                 .await
                 .unwrap();
-            let status = decision.outcomes().nth(0).unwrap().status.unwrap();
+            let status = decision.outcomes().next().unwrap().status.unwrap();
             let expected = (remaining, Some(day_start_us + DAY_US));
             assert_eq!(
                 (status.remaining, status.next_growth_us),
@@ -248,7 +248,7 @@ async fn a_day_that_another_instance_began_lasts_until_its_end() {
         .unwrap();
     let mut status_at = async |at_us: u64| {
         let decision = decide_in_redis(&mut connection, std::slice::from_ref(&charge), at_us).await;
-        let status = decision.outcomes().nth(0).unwrap().status.unwrap();
+        let status = decision.outcomes().next().unwrap().status.unwrap();
         (decision.admitted, status.remaining, status.next_growth_us)
     };
     // Time is at least the start of the stored day.
@@ -277,7 +277,9 @@ async fn a_day_that_another_instance_began_lasts_until_its_end() {
             .unwrap();
         let mut other = server.connection().await;
         let error = other
-            .send_packed_command(&SCRIPT.decide_command(&[charge.clone()], Some(day.start_us)))
+            .send_packed_command(
+                &SCRIPT.decide_command(std::slice::from_ref(&charge), Some(day.start_us)),
+            )
             .await;
         let is_foreign =
             matches!(&error, Ok(redis::Value::ServerError(error)) if error.code() == "FOREIGN");
@@ -305,9 +307,9 @@ async fn settlements_find_the_day_of_their_charge() {
         (midnight_us + 2 * DAY_US, backdated(30 * HOUR_US)),
         (midnight_us + 2 * DAY_US, backdated(80 * HOUR_US)),
     ] {
-        let expected = model.decide(&[charge.clone()], at_us);
+        let expected = model.decide(std::slice::from_ref(&charge), at_us);
         assert_eq!(
-            decide_in_redis(&mut connection, &[charge.clone()], at_us).await,
+            decide_in_redis(&mut connection, std::slice::from_ref(&charge), at_us).await,
             expected
         );
         let settlements = [Settlement {

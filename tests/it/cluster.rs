@@ -61,7 +61,7 @@ pub(crate) async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> 
         .unwrap();
     decision
         .outcomes()
-        .nth(0)
+        .next()
         .unwrap()
         .status
         .unwrap()
@@ -384,7 +384,7 @@ async fn shards_are_inspected_and_reset_as_one_counter() {
             .await
             .unwrap()
             .outcomes()
-            .nth(0)
+            .next()
             .unwrap()
             .status
             .unwrap()
@@ -535,7 +535,13 @@ async fn retries_on_other_shards_do_not_deny_the_request_themselves() {
             ..PolicyCharges::new(&sixteen, &hot, 1)
         };
         for _ in 0..15 {
-            assert!(store.decide(&[spread.clone()]).await.unwrap().admitted);
+            assert!(
+                store
+                    .decide(std::slice::from_ref(&spread))
+                    .await
+                    .unwrap()
+                    .admitted
+            );
         }
         let decision = store
             .decide(&[PolicyCharges::new(&one, &own, 1), spread])

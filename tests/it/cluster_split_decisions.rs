@@ -54,7 +54,7 @@ impl SplitFixture {
         limit.requests
             - decision
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()
@@ -432,7 +432,7 @@ async fn settlements_in_an_open_slot_are_exact() {
                 .await
                 .unwrap();
             assert_eq!(
-                status.outcomes().nth(0).unwrap().status.unwrap().remaining,
+                status.outcomes().next().unwrap().status.unwrap().remaining,
                 100 - used
             );
         }

@@ -26,7 +26,7 @@ async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
         .map(|decision| {
             decision
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()

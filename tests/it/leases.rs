@@ -613,7 +613,7 @@ async fn units_leased_for_a_cancelled_request_serve_other_requests() {
         .decide(&[charge.map_limits(|charge| charge.cost = 0)])
         .await
         .unwrap();
-    let left = look.outcomes().nth(0).unwrap().status.unwrap().remaining;
+    let left = look.outcomes().next().unwrap().status.unwrap().remaining;
     assert!(left >= 1000 - 50 - 10, "{left}");
 }
 
@@ -648,7 +648,7 @@ async fn units_leased_under_old_limits_are_returned_at_once() {
                 .await
                 .unwrap()
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap();
@@ -689,7 +689,7 @@ async fn a_short_lease_expires_before_an_older_long_one() {
                 .await
                 .unwrap()
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()

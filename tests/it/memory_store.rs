@@ -402,9 +402,9 @@ proptest! {
                     edges.push(grows_at_us);
                     let look = [PolicyCharges::new(charge.limit, charge.key, 0)];
                     fixture.manual_clock.set_us(grows_at_us - 1);
-                    prop_assert_eq!(fixture.store.decide(&look).outcomes().nth(0).unwrap().status.unwrap().remaining, status.remaining);
+                    prop_assert_eq!(fixture.store.decide(&look).outcomes().next().unwrap().status.unwrap().remaining, status.remaining);
                     fixture.manual_clock.set_us(grows_at_us);
-                    prop_assert!(fixture.store.decide(&look).outcomes().nth(0).unwrap().status.unwrap().remaining > status.remaining);
+                    prop_assert!(fixture.store.decide(&look).outcomes().next().unwrap().status.unwrap().remaining > status.remaining);
                 }
             }
         }
@@ -501,7 +501,7 @@ impl ManyKeysFixture {
             - self
                 .decide(user, 0)
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()
@@ -698,7 +698,7 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
         store
             .decide(&[look])
             .outcomes()
-            .nth(0)
+            .next()
             .unwrap()
             .status
             .unwrap()

@@ -341,7 +341,7 @@ fn retry_times_are_exact_when_overrides_end() {
                 if at_us == START_US || at_us >= ends_us {
                     store.change_override(&key, stored);
                 }
-                store.decide(&[charge.clone()], at_us)
+                store.decide(std::slice::from_ref(&charge), at_us)
             });
             let [memory, mut redis] = decisions;
             redis.outcomes_mut().next().unwrap().override_expires_at_ms = None;
@@ -360,7 +360,7 @@ fn retry_times_are_exact_when_overrides_end() {
             }
             at_us += rng.u64(..=limit.per_us / 8);
         };
-        let Some(until_us) = admissible_at_us(&[charge.clone()], &refused) else {
+        let Some(until_us) = admissible_at_us(std::slice::from_ref(&charge), &refused) else {
             continue;
         };
         if at_us < ends_us {

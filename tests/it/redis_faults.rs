@@ -109,7 +109,7 @@ async fn redis_is_killed_and_restarts_empty() {
             .await
             .unwrap()
             .outcomes()
-            .nth(0)
+            .next()
             .unwrap()
             .status
             .unwrap()
@@ -346,7 +346,7 @@ async fn a_foreign_value_fails_only_its_key() {
     assert!(shared.is_up() && !shared.is_breaker_open());
     let answer = store.decide(&[charge(&LIMIT, &good)]).await.unwrap();
     assert_eq!(
-        answer.outcomes().nth(0).unwrap().status.unwrap().remaining,
+        answer.outcomes().next().unwrap().status.unwrap().remaining,
         999,
         "a failed request must charge none of its limits"
     );
@@ -488,7 +488,7 @@ async fn equal_decisions_share_a_call_and_the_remaining_units() {
             decision.admitted,
             decision
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()
@@ -513,7 +513,7 @@ async fn a_decision_cancelled_before_sending_is_not_charged() {
     }
     let answer = decide(&store, "left").await.unwrap();
     assert_eq!(
-        answer.outcomes().nth(0).unwrap().status.unwrap().remaining,
+        answer.outcomes().next().unwrap().status.unwrap().remaining,
         LIMIT.requests - 1
     );
 }
@@ -642,7 +642,7 @@ async fn a_slow_network_is_waited_for_only_until_the_deadline() {
     wait_for_recovery(&shared, &store).await;
     let answer = decide(&store, "k").await.unwrap();
     assert_eq!(
-        answer.outcomes().nth(0).unwrap().status.unwrap().remaining,
+        answer.outcomes().next().unwrap().status.unwrap().remaining,
         997,
         "a charge with a late reply must stand"
     );
@@ -780,11 +780,13 @@ async fn requests_checked_without_redis_are_not_sent_after_a_reconnection() {
                 let mut admitted = 0;
                 while !(was_unreachable.load(Ordering::Relaxed) && shared.is_up()) {
                     assert!(started.elapsed() < MAX_RECOVERY, "no reconnection");
-                    let decision = match store.decide(&[charge.clone()]).await {
+                    let decision = match store.decide(std::slice::from_ref(&charge)).await {
                         Ok(decision) => decision,
                         Err(_) => {
                             was_unreachable.store(true, Ordering::Relaxed);
-                            store.decide_by_fallback(&[charge.clone()], None).unwrap()
+                            store
+                                .decide_by_fallback(std::slice::from_ref(&charge), None)
+                                .unwrap()
                         }
                     };
                     admitted += u32::from(decision.admitted);

@@ -8,7 +8,6 @@ use crate::support::store_harness::first_counter;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::aio::MultiplexedConnection;
-use smallvec::SmallVec;
 use std::sync::LazyLock;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
@@ -668,7 +667,7 @@ async fn a_request_is_admitted_after_the_reported_wait() {
             // that of the last one.
             let wait = loop {
                 let answer = store.decide(&charges).await.unwrap();
-                match answer.outcomes().nth(0).unwrap().status.unwrap().refusal {
+                match answer.outcomes().next().unwrap().status.unwrap().refusal {
                     Some(Refusal::Until(until_us)) if refusals == 2 => {
                         break until_us - answer.now_us;
                     }
@@ -707,7 +706,7 @@ async fn an_exhausted_key_is_refused_without_calling_redis() {
             .await,
         calls
     );
-    let wait = |decision: &Decision| match decision.outcomes().nth(0).unwrap().status {
+    let wait = |decision: &Decision| match decision.outcomes().next().unwrap().status {
         Some(LimitStatus {
             refusal: Some(Refusal::Until(until_us)),
             ..
@@ -792,7 +791,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
         decide(&long)
             .await
             .outcomes()
-            .nth(0)
+            .next()
             .unwrap()
             .status
             .unwrap()
@@ -813,7 +812,7 @@ async fn a_cached_block_reports_how_long_it_lasts() {
     let charges = join_policies([&block, &one].map(|limit| (0, make_charge(limit, &owner, 1))));
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
-    let status = again.outcomes().nth(0).unwrap().status.unwrap();
+    let status = again.outcomes().next().unwrap().status.unwrap();
     assert!(!again.admitted && status.refusal.is_some(), "{status:?}");
     assert_eq!(status.refusal, status.next_growth_us.map(Refusal::Until));
 }

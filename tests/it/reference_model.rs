@@ -636,7 +636,7 @@ mod hand_computed {
             self.model
                 .decide(at_us, &[charge])
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()
@@ -697,7 +697,7 @@ mod hand_computed {
         let mut ask = |at_us: u64, cost| {
             let charge = PolicyCharges::new(&fixture.limit, &fixture.key, cost);
             let decision = fixture.model.decide(at_us, &[charge]);
-            let status = decision.outcomes().nth(0).unwrap().status.unwrap();
+            let status = decision.outcomes().next().unwrap().status.unwrap();
             (status.refusal.ok_or(decision.delay_us), status.remaining)
         };
         assert_eq!(ask(BASE_US, 1), (Err(0), 2));
@@ -759,7 +759,7 @@ mod hand_computed {
         assert_eq!(
             ask(BASE_US, 3)
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()
@@ -775,14 +775,14 @@ mod hand_computed {
             in_effect: None,
         };
         assert_eq!(
-            first_rejection.outcomes().nth(0).unwrap().status,
+            first_rejection.outcomes().next().unwrap().status,
             Some(blocked(None))
         );
         let until = Some(Refusal::Until(BASE_US + 510));
         for at_us in [BASE_US + 11, BASE_US + 200, BASE_US + 509] {
             let retry = ask(at_us, 1);
             assert_eq!(
-                (retry.admitted, retry.outcomes().nth(0).unwrap().status),
+                (retry.admitted, retry.outcomes().next().unwrap().status),
                 (false, Some(blocked(until)))
             );
         }
@@ -802,7 +802,7 @@ mod hand_computed {
             let status = model
                 .decide(at_us, &[charge])
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap();

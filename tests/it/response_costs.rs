@@ -470,7 +470,7 @@ async fn settlements_are_pipelined_and_keep_their_order() {
             .await
             .unwrap();
         assert_eq!(
-            probe.outcomes().nth(0).unwrap().status.unwrap().remaining,
+            probe.outcomes().next().unwrap().status.unwrap().remaining,
             1000 - 17
         );
     }

@@ -74,7 +74,13 @@ impl Instance {
     /// Whether a request with this charge is admitted.
     async fn admits(&mut self, charge: PolicyCharges<'_>) -> bool {
         match self {
-            Self::Current(store) => store.decide(&[charge.clone()]).await.unwrap().admitted,
+            Self::Current(store) => {
+                store
+                    .decide(std::slice::from_ref(&charge))
+                    .await
+                    .unwrap()
+                    .admitted
+            }
             Self::Previous(_, Some(lease @ PreviousLease { units: 1.., .. })) => {
                 lease.units -= 1;
                 true
@@ -88,7 +94,10 @@ impl Instance {
                     requested_lease_units,
                     ..charge
                 };
-                let decision = client.decide(&[charge.clone()], None).await.unwrap();
+                let decision = client
+                    .decide(std::slice::from_ref(&charge), None)
+                    .await
+                    .unwrap();
                 *held = decision
                     .grant
                     .map(|(units, until_us)| PreviousLease { units, until_us });

@@ -136,7 +136,7 @@ fn returns_after_hundreds_of_charges_match_the_reference_model() {
             in_flight.extend(
                 decision
                     .outcomes()
-                    .nth(0)
+                    .next()
                     .unwrap()
                     .charged_at_us
                     .map(|at_us| (charge[0].limits[0].cost, at_us)),
@@ -265,7 +265,7 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                 let left = store
                     .decide(&[look], now_us)
                     .outcomes()
-                    .nth(0)
+                    .next()
                     .unwrap()
                     .status
                     .unwrap()
@@ -309,7 +309,7 @@ fn a_queue_keeps_its_distance_whatever_is_returned() {
             if !decision.admitted {
                 continue;
             }
-            let name_us = decision.outcomes().nth(0).unwrap().charged_at_us.unwrap();
+            let name_us = decision.outcomes().next().unwrap().charged_at_us.unwrap();
             let amendment = first_charge(&charge[0]).return_amendment(name_us);
             if rng.u8(..4) == 0 {
                 store.apply_amendment(&limit, &key, amendment, now_us);

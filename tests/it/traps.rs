@@ -41,7 +41,8 @@ struct LimitFixture<'a> {
 impl LimitFixture<'_> {
     fn decide(&mut self, cost: u64) -> Decision {
         let charge = PolicyCharges::new(&self.limit, &self.key, cost);
-        self.store.decide(&[charge.clone()], self.now_us)
+        self.store
+            .decide(std::slice::from_ref(&charge), self.now_us)
     }
 
     fn admits(&mut self, cost: u64) -> bool {
@@ -49,7 +50,7 @@ impl LimitFixture<'_> {
     }
 
     fn limit_status(&mut self) -> LimitStatus {
-        self.decide(0).outcomes().nth(0).unwrap().status.unwrap()
+        self.decide(0).outcomes().next().unwrap().status.unwrap()
     }
 
     /// Units that are certainly admitted at once if nothing was used.
@@ -65,7 +66,7 @@ impl LimitFixture<'_> {
     fn retry_at_us(&mut self, cost: u64) -> Option<u64> {
         let decision = self.decide(cost);
         let charge = PolicyCharges::new(&self.limit, &self.key, cost);
-        admissible_at_us(&[charge.clone()], &decision)
+        admissible_at_us(std::slice::from_ref(&charge), &decision)
     }
 }
 
@@ -151,8 +152,10 @@ fn trap_2_refused_requests_are_counted_with_count_rejected() {
                 counts_rejected: true,
                 ..PolicyCharges::new(&fixture.limit, &fixture.key, 1)
             };
-            let decision = fixture.store.decide(&[charge.clone()], fixture.now_us);
-            admissible_at_us(&[charge.clone()], &decision)
+            let decision = fixture
+                .store
+                .decide(std::slice::from_ref(&charge), fixture.now_us);
+            admissible_at_us(std::slice::from_ref(&charge), &decision)
         };
         let interval_us = (per_us - 1) / requests;
         fixture.decide(fixture.cold_capacity());
@@ -255,7 +258,7 @@ async fn trap_6_a_period_of_one_millisecond_is_enforced() {
         let mut admitted = Vec::new();
         while admitted.len() < 50 {
             let decision = redis
-                .decide(&[charge.clone()], tokio::time::Instant::now())
+                .decide(std::slice::from_ref(&charge), tokio::time::Instant::now())
                 .await
                 .unwrap();
             if decision.admitted {

@@ -237,7 +237,7 @@ impl Instance {
         let decision = counters.decide(&[PolicyCharges::new(limit, key, 0)]);
         decision
             .outcomes()
-            .nth(0)
+            .next()
             .unwrap()
             .status
             .map(|status| limit.capacity() - status.remaining)

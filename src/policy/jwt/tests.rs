@@ -224,7 +224,7 @@ fn accepts_tokens_signed_by_a_configured_key() {
     for alg in ["RS512", "PS256"] {
         assert_eq!(
             subject_from_token(
-                keys_from_jwks(&[any.clone()]),
+                keys_from_jwks(std::slice::from_ref(&any)),
                 &RSA_ISSUER.sign_token(&json!({ "alg": alg, "kid": "rsa" }), &self::ann_claims())
             ),
             ann

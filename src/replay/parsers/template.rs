@@ -208,7 +208,8 @@ impl LineTemplate {
         if !times.any(|kind| matches!(kind, EndTime(_) | ArrivalTime(_))) {
             return Err("the format has no time: $time_local, $time_iso8601, $msec or %t".into());
         }
-        if !has(RequestLine) && !(has(Method) && has(Target)) {
+        let has_request = has(RequestLine) || (has(Method) && has(Target));
+        if !has_request {
             return Err(
                 "the format has no request: $request or %r, or $request_method and $request_uri"
                     .into(),

@@ -346,7 +346,7 @@ fn a_refusal_above_the_share_is_not_permanent() {
         fallback
             .decide(&charges, Instant::now())
             .outcomes()
-            .nth(0)
+            .next()
             .unwrap()
             .status
             .unwrap()
@@ -396,7 +396,7 @@ fn charges_are_all_or_nothing_and_only_local_policies_are_decided() {
     assert_eq!(admitted, 2);
     let last = fallback.decide(&charges, Instant::now());
     assert_eq!(
-        last.outcomes().nth(0).unwrap().status.unwrap().remaining,
+        last.outcomes().next().unwrap().status.unwrap().remaining,
         7,
         "refused requests are not charged"
     );

@@ -403,7 +403,7 @@ mod tests {
         assert_eq!(
             decisions[2]
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()

@@ -141,7 +141,7 @@ async fn a_stopping_worker_returns_its_reservations() {
             status
                 .unwrap()
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()

@@ -237,7 +237,7 @@ mod tests {
                     earlier.merge_into(&mut last);
                 }
                 let until_us = last.now_us + 40;
-                let merged = last.outcomes().nth(0).unwrap().status.unwrap();
+                let merged = last.outcomes().next().unwrap().status.unwrap();
                 assert_eq!(
                     (merged.refusal, merged.next_growth_us),
                     (Some(Refusal::Until(until_us)), Some(until_us)),

@@ -398,8 +398,8 @@ mod tests {
         assert_eq!(other.next_growth_us, Some(1_000_500));
         assert_eq!(
             (
-                merged.outcomes().nth(0).unwrap().status,
-                merged.outcomes().nth(0).unwrap().charged_at_us
+                merged.outcomes().next().unwrap().status,
+                merged.outcomes().next().unwrap().charged_at_us
             ),
             (None, Some(1_000_000)),
             "its units are being returned"
@@ -426,57 +426,29 @@ mod tests {
             ..charges[0].clone().and_limit(&slower_limit, 2)
         };
         let failed = || Err(RedisErrorKind::Timeout);
+        let admitted = || Ok(admitted_decision(10));
+        let refused = || Ok(refused_decision(10, 20));
         let credit = Some(Amendment::Credit {
             units: 2,
             at_us: 10,
         });
         for (charges, answers, is_dropped, returned) in [
+            (&charges[..], [admitted(), admitted()], false, [None, None]),
             (
                 &charges[..],
-                [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
-                false,
-                [None, None],
-            ),
-            (
-                &charges[..],
-                [Ok(admitted_decision(10)), Ok(admitted_decision(10))],
+                [admitted(), admitted()],
                 true,
                 [credit, credit],
             ),
-            (
-                &charges[..],
-                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
-                false,
-                [credit, None],
-            ),
-            (
-                &charges[..],
-                [failed(), Ok(admitted_decision(10))],
-                true,
-                [None, credit],
-            ),
-            (
-                &charges[..],
-                [failed(), Ok(admitted_decision(10))],
-                false,
-                [None, None],
-            ),
-            (
-                &shadow,
-                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
-                false,
-                [None, None],
-            ),
-            (
-                &shadow,
-                [Ok(refused_decision(10, 20)), Ok(admitted_decision(10))],
-                false,
-                [None, credit],
-            ),
+            (&charges[..], [admitted(), refused()], false, [credit, None]),
+            (&charges[..], [failed(), admitted()], true, [None, credit]),
+            (&charges[..], [failed(), admitted()], false, [None, None]),
+            (&shadow, [admitted(), refused()], false, [None, None]),
+            (&shadow, [refused(), admitted()], false, [None, credit]),
             // A shadow policy is charged on all its counters or on none.
             (
                 std::slice::from_ref(&shadow_pair),
-                [Ok(admitted_decision(10)), Ok(refused_decision(10, 20))],
+                [admitted(), refused()],
                 false,
                 [credit, None],
             ),
@@ -516,7 +488,7 @@ mod tests {
             assert_eq!(amendment, starts.then_some(Amendment::Charge(1)));
             let ends_us = merge_two_parts(&request, &decided)
                 .outcomes()
-                .nth(0)
+                .next()
                 .unwrap()
                 .status
                 .unwrap()

@@ -217,7 +217,7 @@ fn a_script_reply_of_impossible_form_is_rejected() {
     let decision = read("1000 0 4 2000").unwrap();
     assert!(decision.admitted);
     assert_eq!(
-        decision.outcomes().nth(0).unwrap().status,
+        decision.outcomes().next().unwrap().status,
         Some(LimitStatus {
             remaining: 4,
             next_growth_us: Some(2000),
