@@ -300,11 +300,11 @@ fn lines_are_styled_by_their_state() {
         buffer.cell((0, to_length(row.unwrap()))).unwrap().fg
     };
     let view = live_view();
-    assert_eq!(colour(&response, &view, "api "), Color::Yellow);
+    assert_eq!(colour(&response, &view, "api "), Color::LightYellow);
     assert_eq!(colour(&response, &view, "login "), Color::Reset);
-    assert_eq!(colour(&response, &view, "store "), Color::Green);
+    assert_eq!(colour(&response, &view, "store "), Color::LightGreen);
     response["overview"]["store"]["up"] = json!(false);
-    assert_eq!(colour(&response, &view, "store "), Color::Red);
+    assert_eq!(colour(&response, &view, "store "), Color::LightRed);
     let no_colour = ViewState {
         has_colours: false,
         ..view
