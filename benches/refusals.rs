@@ -106,14 +106,7 @@ fn measure_refusals(topology: &RedisTopology, tasks: usize) -> f64 {
         let decision = store
             .decide(&[PolicyCharges::new(&GLOBAL_LIMIT, &global, 0)])
             .await;
-        5000 - decision
-            .unwrap()
-            .outcomes()
-            .next()
-            .unwrap()
-            .status
-            .unwrap()
-            .remaining
+        5000 - decision.unwrap().statuses().next().unwrap().remaining
     });
     let per_refusal = (cpu_time_us(&server) - used_us) / KEY_COUNT as f64;
     println!(

@@ -208,10 +208,8 @@ impl SimulationRun {
             }
             let left = memory_store
                 .decide(&[charge(0)], START_US + now_us)
-                .outcomes()
+                .statuses()
                 .next()
-                .unwrap()
-                .status
                 .unwrap()
                 .remaining;
             run.samples.push((now_us, limit.capacity() - left, left));

@@ -203,7 +203,7 @@ async fn near_midnight_both_clocks_may_be_on_different_days() {
             let decision = decide_apart(&mut connection, &charge, clocks)
                 .await
                 .unwrap();
-            let status = decision.outcomes().next().unwrap().status.unwrap();
+            let status = decision.statuses().next().unwrap();
             let expected = (remaining, Some(day_start_us + DAY_US));
             assert_eq!(
                 (status.remaining, status.next_growth_us),
@@ -248,7 +248,7 @@ async fn a_day_that_another_instance_began_lasts_until_its_end() {
         .unwrap();
     let mut status_at = async |at_us: u64| {
         let decision = decide_in_redis(&mut connection, std::slice::from_ref(&charge), at_us).await;
-        let status = decision.outcomes().next().unwrap().status.unwrap();
+        let status = decision.statuses().next().unwrap();
         (decision.admitted, status.remaining, status.next_growth_us)
     };
     // Time is at least the start of the stored day.

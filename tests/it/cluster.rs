@@ -59,13 +59,7 @@ pub(crate) async fn remaining_units(store: &Store, limit: &Limit, key: &Key) -> 
         .decide(&[PolicyCharges::new(limit, key, 0)])
         .await
         .unwrap();
-    decision
-        .outcomes()
-        .next()
-        .unwrap()
-        .status
-        .unwrap()
-        .remaining
+    decision.statuses().next().unwrap().remaining
 }
 
 pub(crate) fn error_count(shared: &SharedRedisState) -> u64 {
@@ -383,10 +377,8 @@ async fn shards_are_inspected_and_reset_as_one_counter() {
             .decide(&[charge(0)])
             .await
             .unwrap()
-            .outcomes()
+            .statuses()
             .next()
-            .unwrap()
-            .status
             .unwrap()
             .remaining
     };

@@ -361,6 +361,6 @@ async fn a_charge_in_a_moving_slot_stands_if_the_limit_of_the_file_can_not_be_re
     let decision = Store::from_redis(redis).decide(&[charge]).await;
     let decision = decision.expect("the charge is made");
     assert!(decision.admitted);
-    let status = decision.outcomes().next().unwrap().status.unwrap();
+    let status = decision.statuses().next().unwrap();
     assert_eq!(status.remaining, 4, "{status:?}");
 }

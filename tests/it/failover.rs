@@ -23,15 +23,7 @@ async fn remaining_units(store: &Store) -> Result<u64, &'static str> {
     let key = KeyBuilder::new("k").finish();
     let decision = store.decide(&[PolicyCharges::new(&LIMIT, &key, 1)]).await;
     decision
-        .map(|decision| {
-            decision
-                .outcomes()
-                .next()
-                .unwrap()
-                .status
-                .unwrap()
-                .remaining
-        })
+        .map(|decision| decision.statuses().next().unwrap().remaining)
         .map_err(|error| error.kind)
 }
 

@@ -402,9 +402,9 @@ proptest! {
                     edges.push(grows_at_us);
                     let look = [PolicyCharges::new(charge.limit, charge.key, 0)];
                     fixture.manual_clock.set_us(grows_at_us - 1);
-                    prop_assert_eq!(fixture.store.decide(&look).outcomes().next().unwrap().status.unwrap().remaining, status.remaining);
+                    prop_assert_eq!(fixture.store.decide(&look).statuses().next().unwrap().remaining, status.remaining);
                     fixture.manual_clock.set_us(grows_at_us);
-                    prop_assert!(fixture.store.decide(&look).outcomes().next().unwrap().status.unwrap().remaining > status.remaining);
+                    prop_assert!(fixture.store.decide(&look).statuses().next().unwrap().remaining > status.remaining);
                 }
             }
         }
@@ -497,15 +497,7 @@ impl ManyKeysFixture {
 
     /// Units of this user that the store still counts. The charge of cost 0 consumes nothing.
     fn used_units(&self, user: &str) -> u64 {
-        self.limit.requests
-            - self
-                .decide(user, 0)
-                .outcomes()
-                .next()
-                .unwrap()
-                .status
-                .unwrap()
-                .remaining
+        self.limit.requests - self.decide(user, 0).statuses().next().unwrap().remaining
     }
 }
 
@@ -695,14 +687,7 @@ fn trap_4_and_11_concurrent_decisions_charge_all_limits_or_none() {
     let key = make_key("wide", "a");
     let look = PolicyCharges::new(&wide, &key, 0);
     assert_eq!(
-        store
-            .decide(&[look])
-            .outcomes()
-            .next()
-            .unwrap()
-            .status
-            .unwrap()
-            .remaining,
+        store.decide(&[look]).statuses().next().unwrap().remaining,
         40,
         "rejected requests must not consume the wide limit"
     );

@@ -108,10 +108,8 @@ async fn redis_is_killed_and_restarts_empty() {
         decide(&store, "first")
             .await
             .unwrap()
-            .outcomes()
+            .statuses()
             .next()
-            .unwrap()
-            .status
             .unwrap()
             .remaining,
         999
@@ -346,7 +344,7 @@ async fn a_foreign_value_fails_only_its_key() {
     assert!(shared.is_up() && !shared.is_breaker_open());
     let answer = store.decide(&[charge(&LIMIT, &good)]).await.unwrap();
     assert_eq!(
-        answer.outcomes().next().unwrap().status.unwrap().remaining,
+        answer.statuses().next().unwrap().remaining,
         999,
         "a failed request must charge none of its limits"
     );
@@ -486,13 +484,7 @@ async fn equal_decisions_share_a_call_and_the_remaining_units() {
         let decision = answer.as_ref().unwrap();
         (
             decision.admitted,
-            decision
-                .outcomes()
-                .next()
-                .unwrap()
-                .status
-                .unwrap()
-                .remaining,
+            decision.statuses().next().unwrap().remaining,
         )
     });
     let expected = (0..200).map(|n| (n < 10, 9_u64.saturating_sub(n)));
@@ -513,7 +505,7 @@ async fn a_decision_cancelled_before_sending_is_not_charged() {
     }
     let answer = decide(&store, "left").await.unwrap();
     assert_eq!(
-        answer.outcomes().next().unwrap().status.unwrap().remaining,
+        answer.statuses().next().unwrap().remaining,
         LIMIT.requests - 1
     );
 }
@@ -642,7 +634,7 @@ async fn a_slow_network_is_waited_for_only_until_the_deadline() {
     wait_for_recovery(&shared, &store).await;
     let answer = decide(&store, "k").await.unwrap();
     assert_eq!(
-        answer.outcomes().next().unwrap().status.unwrap().remaining,
+        answer.statuses().next().unwrap().remaining,
         997,
         "a charge with a late reply must stand"
     );

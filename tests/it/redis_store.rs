@@ -667,7 +667,7 @@ async fn a_request_is_admitted_after_the_reported_wait() {
             // that of the last one.
             let wait = loop {
                 let answer = store.decide(&charges).await.unwrap();
-                match answer.outcomes().next().unwrap().status.unwrap().refusal {
+                match answer.statuses().next().unwrap().refusal {
                     Some(Refusal::Until(until_us)) if refusals == 2 => {
                         break until_us - answer.now_us;
                     }
@@ -788,14 +788,7 @@ async fn a_block_is_one_more_key_in_the_same_slot_and_expires() {
     assert_eq!(tag(&kept[0]), tag(&kept[1]));
     // A longer `block_for` after a reload keeps the same block, and retries do not change it.
     assert_eq!(
-        decide(&long)
-            .await
-            .outcomes()
-            .next()
-            .unwrap()
-            .status
-            .unwrap()
-            .refusal,
+        decide(&long).await.statuses().next().unwrap().refusal,
         Some(Refusal::Until(ends_us))
     );
     let expires_ms: u64 = server.command(&format!("PEXPIRETIME {name}")).await;
@@ -812,7 +805,7 @@ async fn a_cached_block_reports_how_long_it_lasts() {
     let charges = join_policies([&block, &one].map(|limit| (0, make_charge(limit, &owner, 1))));
     while store.decide(&charges).await.unwrap().admitted {}
     let again = store.decide(&charges).await.unwrap();
-    let status = again.outcomes().next().unwrap().status.unwrap();
+    let status = again.statuses().next().unwrap();
     assert!(!again.admitted && status.refusal.is_some(), "{status:?}");
     assert_eq!(status.refusal, status.next_growth_us.map(Refusal::Until));
 }

@@ -635,10 +635,8 @@ mod hand_computed {
             let charge = PolicyCharges::new(&self.limit, &self.key, cost);
             self.model
                 .decide(at_us, &[charge])
-                .outcomes()
+                .statuses()
                 .next()
-                .unwrap()
-                .status
                 .unwrap()
         }
     }
@@ -697,7 +695,7 @@ mod hand_computed {
         let mut ask = |at_us: u64, cost| {
             let charge = PolicyCharges::new(&fixture.limit, &fixture.key, cost);
             let decision = fixture.model.decide(at_us, &[charge]);
-            let status = decision.outcomes().next().unwrap().status.unwrap();
+            let status = decision.statuses().next().unwrap();
             (status.refusal.ok_or(decision.delay_us), status.remaining)
         };
         assert_eq!(ask(BASE_US, 1), (Err(0), 2));
@@ -757,13 +755,7 @@ mod hand_computed {
         };
         assert!(ask(BASE_US, 2).admitted);
         assert_eq!(
-            ask(BASE_US, 3)
-                .outcomes()
-                .next()
-                .unwrap()
-                .status
-                .unwrap()
-                .next_growth_us,
+            ask(BASE_US, 3).statuses().next().unwrap().next_growth_us,
             None,
             "a cost that never fits must not start a block"
         );
@@ -799,13 +791,7 @@ mod hand_computed {
                 counts_rejected: true,
                 ..PolicyCharges::new(limit, &key, cost)
             };
-            let status = model
-                .decide(at_us, &[charge])
-                .outcomes()
-                .next()
-                .unwrap()
-                .status
-                .unwrap();
+            let status = model.decide(at_us, &[charge]).statuses().next().unwrap();
             (status.remaining, status.refusal)
         };
         let log = limit(Algorithm::SlidingLog);

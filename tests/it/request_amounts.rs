@@ -319,7 +319,7 @@ fn a_settlement_under_a_larger_amount_does_not_end_the_usage_of_a_smaller_one() 
             assert_eq!(expires_at_ms, (START_US + 60 * SECOND_US) / 1_000);
         }
         let decision = store.decide(&[both_units], START_US + 8 * SECOND_US);
-        let refusal = decision.outcomes().next().unwrap().status.unwrap().refusal;
+        let refusal = decision.statuses().next().unwrap().refusal;
         let until_us = START_US + 60 * SECOND_US;
         assert_eq!(refusal, Some(Refusal::Until(until_us)), "{store:?}");
     }

@@ -264,10 +264,8 @@ fn settled_costs_are_never_laxer_than_costs_known_upfront_and_barely_stricter() 
                 let look = PolicyCharges::new(&ledger.limit, &ledger.key, 0);
                 let left = store
                     .decide(&[look], now_us)
-                    .outcomes()
+                    .statuses()
                     .next()
-                    .unwrap()
-                    .status
                     .unwrap()
                     .remaining;
                 let known = ledger.remaining_if_known(now_us);

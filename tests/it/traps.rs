@@ -50,7 +50,7 @@ impl LimitFixture<'_> {
     }
 
     fn limit_status(&mut self) -> LimitStatus {
-        self.decide(0).outcomes().next().unwrap().status.unwrap()
+        self.decide(0).statuses().next().unwrap()
     }
 
     /// Units that are certainly admitted at once if nothing was used.

@@ -58,7 +58,7 @@ fn use_other_keys(store: &MemoryStore) {
 }
 
 fn wait_us(decision: &Decision) -> u64 {
-    match decision.outcomes().next().unwrap().status.unwrap().refusal {
+    match decision.statuses().next().unwrap().refusal {
         Some(Refusal::Until(at_us)) => at_us - decision.now_us,
         other => panic!("{other:?}"),
     }
@@ -235,7 +235,7 @@ fn other_algorithms_do_not_notice_a_step() {
                 }
                 let [expected, decided] = [&steady, &stepping].map(|store| {
                     let decision = store.decide(&[PolicyCharges::new(&limit, &key, 1)]);
-                    let status = decision.outcomes().next().unwrap().status.unwrap();
+                    let status = decision.statuses().next().unwrap();
                     (decision.admitted, status.convert_clock(decision.now_us, 0))
                 });
                 assert_eq!(decided, expected, "seed {seed}, {name}, {limit:?}");

@@ -401,13 +401,7 @@ mod tests {
             [true, true, false]
         );
         assert_eq!(
-            decisions[2]
-                .outcomes()
-                .next()
-                .unwrap()
-                .status
-                .unwrap()
-                .refusal,
+            decisions[2].statuses().next().unwrap().refusal,
             Some(Refusal::Until(2000))
         );
         assert_eq!(

@@ -183,7 +183,7 @@ async fn a_slot_that_moves_applies_overrides_without_an_error() {
         let used = if moved == 0 { 4 } else { 1 };
         for n in used..8 {
             let decision = decide_until(n < 6, &[LIMIT, DAILY]).await;
-            let status = decision.outcomes().next().unwrap().status.unwrap();
+            let status = decision.statuses().next().unwrap();
             let in_effect = OverrideInEffect::Amounts {
                 requests: 6,
                 burst: 6,
