@@ -61,7 +61,7 @@ impl<'t> ChargePlan<'t> {
             .into_iter()
             .filter(|(index, _)| is_included(*index))
         {
-            if let Some(error) = policy.find_ambiguity(facts, &table.client) {
+            if let Some(error) = policy.find_ambiguity(facts, table.client.value_checks) {
                 self.reject(index, policy, None, Some(error), &mut record_decision)?;
                 continue;
             }
