@@ -89,7 +89,7 @@ impl Problem {
 pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<Problem> {
     let mut problems = Vec::new();
     problems.extend(find_store_problem(&view.instance.store_address, status));
-    let rejections = view.metrics.top_rejections();
+    let rejections = &view.metrics.top_rejections;
     let app_errors = rejections.ranking(RejectionDimension::AppErrors, None, MAX_NAMED_PATHS);
     let paths: Vec<&str> = app_errors
         .entries
@@ -280,7 +280,7 @@ fn find_redis_problems(redis: &RedisServerMetrics) -> Vec<Problem> {
 impl RecentTraffic {
     fn read(view: &AdminBackend) -> Self {
         let (_, seconds) = view.history.last_seconds(TRAFFIC_WINDOW_S + 1);
-        let labels = view.metrics.labels().request_decisions;
+        let labels = view.metrics.labels.request_decisions;
         let sum = |names: &[&str]| -> u64 {
             let columns = labels
                 .iter()

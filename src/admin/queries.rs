@@ -84,7 +84,7 @@ pub(super) async fn get_policies(BackendAndQuery(view, query): BackendAndQuery) 
     respond_blocking(move || {
         selection.ranks = order.rank_policies(&view);
         let page = view.state.select_policies(&selection);
-        let labels = view.metrics.labels();
+        let labels = &view.metrics.labels;
         let names = page.policies.iter().map(|(policy, _)| policy.name.as_str());
         let (axis, timelines) = view.history.policy_timelines(names);
         let policies = page.policies.into_iter().zip(timelines);
@@ -146,7 +146,7 @@ impl PolicyOrder {
     /// Returns the position of each policy with counts: most in the last hour first, then most in
     /// the last day.
     fn rank_policies(self, view: &AdminBackend) -> HashMap<Arc<str>, usize> {
-        let labels = view.metrics.labels().policy_history;
+        let labels = view.metrics.labels.policy_history;
         let is_counted = |series: usize| {
             let label = labels.get(series).map_or("", |(label, _)| *label);
             match self {
@@ -190,7 +190,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> OverviewDocument {
     let observed = view.state.read_status();
     let problems = find_problems(view, &observed);
     let (from_s, seconds) = view.history.last_seconds(max_seconds);
-    let labels = &view.metrics.labels().request_decisions;
+    let labels = &view.metrics.labels.request_decisions;
     let totals = labels.iter().map(|(label, _)| *label);
     let codes = view.metrics.status_counts().into_iter();
     let certificates = observed.certificates.into_iter();
@@ -311,7 +311,7 @@ pub(super) async fn get_top_rejections(
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_RANKING_ENTRIES)?;
     let policy = query.get_one("policy")?.map(str::to_owned);
     respond_blocking(move || {
-        let rejections = view.metrics.top_rejections();
+        let rejections = &view.metrics.top_rejections;
         let rank = |dimension| rejections.ranking(dimension, policy.as_deref(), limit);
         TopDocument {
             keys: rank(RejectionDimension::Keys),

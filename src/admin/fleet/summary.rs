@@ -15,7 +15,7 @@ const RATE_SECONDS: usize = 5;
 
 pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> InstanceSummary {
     let observed = view.state.read_status();
-    let rejections = view.metrics.top_rejections();
+    let rejections = &view.metrics.top_rejections;
     let rank = |dimension| rejections.ranking(dimension, None, max_entries);
     let store = if observed.store_up { "up" } else { "degraded" };
     InstanceSummary {
@@ -39,7 +39,7 @@ pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> Instance
 /// The mean number of decisions per second. The last second is incomplete and left out.
 fn mean_rate(view: &AdminBackend) -> f64 {
     let (_, seconds) = view.history.last_seconds(RATE_SECONDS + 1);
-    let labels = view.metrics.labels().request_decisions;
+    let labels = view.metrics.labels.request_decisions;
     let complete = seconds
         .split_last()
         .map_or(&[][..], |(_, complete)| complete);

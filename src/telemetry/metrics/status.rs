@@ -34,7 +34,7 @@ pub struct ProcessStatus {
     /// Number of the configuration in effect, starting at 1.
     pub config_generation: u64,
     /// Spans by export result; `None` if no spans are exported.
-    pub spans: Option<SpanExportCounts>,
+    pub spans: Option<[(&'static str, u64); 3]>,
     /// Fetches of token keys; empty if no keys are fetched.
     pub key_fetches: Vec<KeyFetchCounts>,
     /// Number of configurations that were rejected.
@@ -81,16 +81,6 @@ pub enum ProcessPhase {
     Serving,
     /// Shutdown was requested; requests may still be served.
     Stopping,
-}
-
-/// Numbers of spans since the start, by export result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SpanExportCounts {
-    pub exported: u64,
-    /// Spans that were dropped because the queue was full.
-    pub dropped: u64,
-    /// Spans that were not exported because the collector was unavailable or rejected them.
-    pub failed: u64,
 }
 
 /// Fetches of the keys of a token issuer since the start, by result.

@@ -1,6 +1,5 @@
-use super::exposition::ExpositionWriter;
+use super::exposition::{ExpositionWriter, MetricKind, MetricOutput, SampleValue};
 use super::histogram::{DECISION_TIME_BOUNDS, RESPONSE_TIME_BOUNDS};
-use super::output::{MetricKind, MetricOutput, SampleValue};
 use super::*;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -58,11 +57,7 @@ fn sample_status() -> ProcessStatus {
             evictions: 1,
         }),
         config_generation: 4,
-        spans: Some(SpanExportCounts {
-            exported: 8,
-            dropped: 1,
-            failed: 2,
-        }),
+        spans: Some([("exported", 8), ("dropped", 1), ("failed", 2)]),
         key_fetches: vec![KeyFetchCounts {
             url: "https://issuer/keys".to_owned(),
             succeeded: 7,
@@ -100,8 +95,8 @@ fn sums_counts_of_all_workers() {
             worker_metrics.proxy_header_errors.increment(0);
             worker_metrics.close_reasons.increment(0);
             worker_metrics.record_untrusted_forwarding(IpAddr::from([10, 0, 0, 1]));
-            worker_metrics.record_rejected_token();
-            worker_metrics.record_lost_settlements(2);
+            worker_metrics.rejected_tokens.add(1);
+            worker_metrics.lost_settlements.add(2);
         }
         worker_metrics.record_policy_decision(&counters[1], DEGRADED_CLOSED_INDEX);
         worker_metrics.record_policy_decision(&counters[1], DEGRADED_INDEX);
