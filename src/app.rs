@@ -1,7 +1,6 @@
 //! Assembles the proxy: this is the only module that knows all others. It starts and stops them in
 //! order.
 
-mod admin_overrides;
 mod admin_view;
 pub(crate) mod descriptor_limit;
 pub(crate) mod doctor;

@@ -21,7 +21,8 @@ pub use histogram::{HistogramSnapshot, SingleWriterCounter};
 pub use http_server::ActiveHttpRequest;
 pub use registry::Metrics;
 pub use status::{
-    KeyFetchCounts, MemoryStoreUsage, ProcessPhase, ProcessStatus, RedisServerMetrics, StoreOutage,
+    CertificateExpiry, ConnectionCounts, KeyFetchCounts, LastReload, MemoryStoreUsage,
+    ProcessPhase, ProcessStatus, RedisServerMetrics, StoreOutage, StoreStatus,
 };
 pub use worker::{
     LabelledCounterIndices, LabelledCounters, MetricLabels, PolicyCounters, WorkerMetrics,

@@ -94,15 +94,15 @@ impl Metrics {
     fn write_connection_metrics(&self, page: &mut dyn MetricOutput, status: &ProcessStatus) {
         let labels = &self.labels;
         write_metrics! { page;
-            Gauge "tidegate_connections_active" = status.open_connections as u64,
+            Gauge "tidegate_connections_active" = status.connections.open as u64,
                 "Open client connections.";
             Counter "tidegate_tls_handshake_errors" by "kind" = labels.tls_errors.iter().copied().zip(self.sum_counters(|worker| &worker.tls_errors.0)),
                 "Client connections that failed in the TLS handshake, by kind.";
             Counter "tidegate_proxy_protocol_errors" by "kind" = labels.proxy_header_errors.iter().copied().zip(self.sum_counters(|worker| &worker.proxy_header_errors.0)),
                 "Client connections that were closed because of their PROXY header, by kind.";
-            Gauge "tidegate_connections_max" = status.max_connections as u64,
+            Gauge "tidegate_connections_max" = status.connections.max as u64,
                 "Maximum number of open client connections (listen.max_connections).";
-            Counter "tidegate_connections_full" = status.connection_limit_hits,
+            Counter "tidegate_connections_full" = status.connections.full,
                 "New connections that found listen.max_connections open: another one was closed, or they waited.";
             Counter "tidegate_panics" = status.panics,
                 "Connections and HTTP/2 requests that ended in a panic. Each panic is a bug in tidegate.";
@@ -124,23 +124,23 @@ impl Metrics {
 
 fn write_store_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
     write_metrics! { page;
-        Gauge "tidegate_store_up" = status.store_up.into(),
+        Gauge "tidegate_store_up" = status.store.up.into(),
             "Whether the store is available (1) or not (0).";
-        Gauge "tidegate_breaker_open" = status.breaker_open.into(),
+        Gauge "tidegate_breaker_open" = status.store.breaker_open.into(),
             "Whether the circuit breaker blocks calls to Redis (1) or not (0).";
         Counter "tidegate_store_errors" by "kind" = status.store_errors.iter().copied(),
             "Store errors by kind.";
     }
     write_metrics! { page;
-        Gauge "tidegate_instances" if status.instance_count.map(u64::from),
+        Gauge "tidegate_instances" if status.store.instances.map(u64::from),
             "Instances that share the limits, as last read from Redis; before the first read, store.redis.instances.";
-        Counter "tidegate_lease_units_lost" if status.lease_units_lost,
+        Counter "tidegate_lease_units_lost" if status.store.lease_units_lost,
             "Unused leased units that could not be returned to Redis. They stay charged until they expire.";
     }
     if let Some(redis) = &status.redis {
         write_redis_metrics(page, redis);
     }
-    if let Some(memory) = status.memory {
+    if let Some(memory) = status.store.memory {
         write_metrics! { page;
             Gauge "tidegate_store_memory_keys" = memory.keys as u64,
                 "Counters in the memory store.";
@@ -179,7 +179,7 @@ fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) 
 fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
     let expiries = status.certificates.iter();
     write_metrics! { page;
-        Gauge "tidegate_certificate_expiry_seconds" by "file" = expiries.map(|(file, at)| (&**file, *at)),
+        Gauge "tidegate_certificate_expiry_seconds" by "file" = expiries.map(|one| (&*one.file, one.ends_s)),
             "Expiry of a server certificate, or of its chain if that expires earlier, in seconds since the Unix epoch.";
     }
     if let Some(spans) = status.spans {
@@ -198,7 +198,10 @@ fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
         }
     }
     let successes = status.config_generation.saturating_sub(1);
-    let reloads = [("success", successes), ("failure", status.rejected_reloads)];
+    let reloads = [
+        ("success", successes),
+        ("failure", status.last_reload.refused),
+    ];
     write_metrics! { page;
         Counter "tidegate_config_reloads" by "result" = reloads,
             "New configurations by result: success took effect, failure changed nothing.";
@@ -206,7 +209,7 @@ fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
             "Number of the configuration in effect, starting at 1.";
         Gauge "tidegate_config_last_reload_success_timestamp_seconds" = status.config_applied_at_s,
             "Time when the configuration in effect was applied, in seconds since the Unix epoch.";
-        Gauge "tidegate_config_last_reload_successful" = status.reload_errors.is_empty().into(),
+        Gauge "tidegate_config_last_reload_successful" = status.last_reload.errors.is_empty().into(),
             "Whether the newest configuration files are in effect (1) or not (0).";
         Gauge "tidegate_config_hash" = status.config_hash,
             "Hash of the configuration in effect, without listen, admin, log, trace, metrics and shutdown. Equal configurations have equal hashes.";

@@ -31,16 +31,24 @@ fn sample_status() -> ProcessStatus {
         phase: ProcessPhase::Serving,
         uptime_s: 60,
         policy_count: 2,
-        open_connections: 3,
-        max_connections: 10,
-        connection_limit_hits: 6,
+        connections: ConnectionCounts {
+            open: 3,
+            max: 10,
+            full: 6,
+        },
         panics: 1,
-        store_up: true,
-        breaker_open: false,
-        store_outage: None,
+        store: StoreStatus {
+            up: true,
+            lease_units_lost: Some(70),
+            instances: Some(3),
+            memory: Some(MemoryStoreUsage {
+                keys: 5,
+                bytes: 700,
+                evictions: 1,
+            }),
+            ..StoreStatus::default()
+        },
         store_errors: vec![("timeout", 2)],
-        lease_units_lost: Some(70),
-        instance_count: Some(3),
         redis: Some(RedisServerMetrics {
             calls: 9,
             sentinel_disagreements: 8,
@@ -51,11 +59,6 @@ fn sample_status() -> ProcessStatus {
             may_evict: Some(true),
             clock_skew_us: Some(-1_250_000),
         }),
-        memory: Some(MemoryStoreUsage {
-            keys: 5,
-            bytes: 700,
-            evictions: 1,
-        }),
         config_generation: 4,
         spans: Some([("exported", 8), ("dropped", 1), ("failed", 2)]),
         key_fetches: vec![KeyFetchCounts {
@@ -63,14 +66,19 @@ fn sample_status() -> ProcessStatus {
             succeeded: 7,
             failed: 1,
         }],
-        rejected_reloads: 2,
-        last_load_at_s: 1_700_000_000,
+        last_reload: LastReload {
+            at_s: 1_700_000_000,
+            refused: 2,
+            ..LastReload::default()
+        },
+        config_json: "{}".into(),
         config_applied_at_s: 1_700_000_000,
         config_hash: 77,
-        pending_restart: Vec::new(),
-        reload_errors: Vec::new(),
         config_warnings: Vec::new(),
-        certificates: vec![("a.crt".to_owned(), 1_800_000_000)],
+        certificates: vec![CertificateExpiry {
+            file: "a.crt".to_owned(),
+            ends_s: 1_800_000_000,
+        }],
     }
 }
 
