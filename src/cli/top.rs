@@ -7,7 +7,7 @@ mod instance;
 mod screen;
 
 use super::admin_client::AdminClient;
-use super::output::CommandError;
+use super::output::{CommandError, block_on};
 use crate::admin::{FleetDocument, escape_json_for_display};
 use crate::config::{ConfigSources, parse_duration};
 use frame::{TopData, ViewState};
@@ -127,18 +127,22 @@ fn escape_text(text: &str) -> String {
 }
 
 /// Fetches all displayed data by three requests, one immediately after the other.
-fn fetch_responses(client: &AdminClient) -> Result<Value, String> {
-    let fetch = |target: &str| client.request_json_at_once("GET", target);
-    Ok(json!({
-        "overview": fetch("/overview?seconds=61")?,
-        "policies": fetch(&format!("/policies?limit={MAX_POLICIES}"))?,
-        "top": fetch(&format!("/top?n={MAX_RANKED_ENTRIES}"))?,
-    }))
+fn fetch_responses(client: &AdminClient) -> Result<Value, CommandError> {
+    block_on(async {
+        Ok(json!({
+            "overview": client.get_json_at_once("/overview?seconds=61").await?,
+            "policies": client.get_json_at_once(&format!("/policies?limit={MAX_POLICIES}")).await?,
+            "top": client.get_json_at_once(&format!("/top?n={MAX_RANKED_ENTRIES}")).await?,
+        }))
+    })?
 }
 
 /// Fetches the view of all instances. The proxy asks the other instances first, which may take
 /// seconds. The quick request before it finds out whether the proxy answers at all.
-fn fetch_fleet(client: &AdminClient) -> Result<Value, String> {
-    client.request_json_at_once("GET", "/overview?seconds=1")?;
-    client.request_json("GET", &format!("/fleet?n={MAX_RANKED_ENTRIES}"))
+fn fetch_fleet(client: &AdminClient) -> Result<Value, CommandError> {
+    block_on(async {
+        client.get_json_at_once("/overview?seconds=1").await?;
+        let target = format!("/fleet?n={MAX_RANKED_ENTRIES}");
+        client.request_json("GET", &target).await
+    })?
 }

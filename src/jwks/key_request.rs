@@ -4,7 +4,7 @@ use crate::http_client;
 use crate::policy::jwt::KeySource;
 use http::header::{ACCEPT, AGE, CACHE_CONTROL, CONNECTION, HOST, USER_AGENT};
 use http::{HeaderMap, Request, StatusCode};
-use http_body_util::Empty;
+use http_body_util::Full;
 use std::time::Duration;
 use tokio::time::timeout;
 
@@ -32,9 +32,12 @@ async fn connect_and_fetch(source: &KeySource) -> Result<FetchedKeySet, String> 
         .header(ACCEPT, "application/jwk-set+json, application/json")
         .header(USER_AGENT, concat!("tidegate/", env!("CARGO_PKG_VERSION")))
         .header(CONNECTION, "close")
-        .body(Empty::new())
+        .body(Full::default())
         .map_err(|error| error.to_string())?;
-    let response = http_client::fetch(stream, request, MAX_KEY_SET_BYTES).await?;
+    let response = http_client::fetch(stream, request, MAX_KEY_SET_BYTES, |status| {
+        status == StatusCode::OK
+    })
+    .await?;
     match response.status() {
         StatusCode::OK => {}
         status if status.is_redirection() => {
