@@ -4,14 +4,11 @@
 //! [`simulator`] applies the enforcer's policy order and the limiter's algorithms, with counters in
 //! memory and a clock set from the log. [`report`] renders the results.
 
-mod json_times;
 mod log_merge;
 mod log_reader;
-mod log_report;
 mod missing_fields;
 mod parsers;
 mod report;
-mod settings;
 mod simulator;
 mod statistics;
 mod suggestions;
@@ -21,17 +18,36 @@ pub(crate) use parsers::parse_rfc3339;
 pub use parsers::{AccessLogFormat, LineTemplate};
 pub use report::ReplayReport;
 pub(crate) use report::{format_time, format_time_range};
-pub use settings::Settings;
 
 use crate::policy::PolicyTable;
+use http::HeaderName;
 use log_merge::LogSource;
-use log_report::LogReport;
 use missing_fields::{FieldCoverage, MissingFieldCheck};
 use parsers::RequiredHeaders;
+use report::LogReport;
+use serde::Serializer;
 use simulator::PolicySimulator;
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::rc::Rc;
+
+/// Inputs and options of a replay.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Paths of the access logs; `-` is stdin.
+    pub logs: Vec<PathBuf>,
+    /// Log format; `None` detects the format of each log.
+    pub format: Option<AccessLogFormat>,
+    /// Headers, each with the log field that holds its value.
+    pub header_fields: Vec<(HeaderName, String)>,
+    /// Spreads requests whose times are whole seconds evenly over their second.
+    pub spread_within_second: bool,
+    /// Maximum share of keys, in percent, that a suggested limit may affect. `None` disables
+    /// suggestions.
+    pub suggest_percent: Option<f64>,
+    /// Maximum number of keys in the list of most limited keys.
+    pub top_keys: usize,
+}
 
 /// Progress of a running replay.
 #[derive(Clone, Copy, Debug)]
@@ -189,6 +205,19 @@ fn open_log(
         )
     })?;
     Ok(LogSource::new(input, &format, required_headers, settings))
+}
+
+/// A time of the JSON report: seconds since the Unix epoch.
+fn serialize_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    // Microseconds of this century are exact in a double.
+    serializer.serialize_f64(*us as f64 / 1e6)
+}
+
+fn serialize_seconds_if_any<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    match us {
+        0 => serializer.serialize_none(),
+        us => serialize_seconds(us, serializer),
+    }
 }
 
 #[cfg(test)]
