@@ -17,7 +17,6 @@ pub(crate) use log_reader::{AccessLogReader, RawLogLine};
 pub(crate) use parsers::parse_rfc3339;
 pub use parsers::{AccessLogFormat, LineTemplate};
 pub use report::ReplayReport;
-pub(crate) use report::{format_time, format_time_range};
 
 use crate::policy::PolicyTable;
 use http::HeaderName;

@@ -2,16 +2,13 @@
 //! serialized [`ReplayReport`]; its times are seconds since the Unix epoch.
 
 mod html;
-mod number_format;
 mod text;
-
-pub(crate) use number_format::{format_time, format_time_range};
 
 use super::missing_fields::FieldCoverage;
 use super::statistics::{ReplayKeyStats, RequestSeries};
-use super::suggestions::LimitSuggestion;
+use super::suggestions::{LimitProposal, LimitSuggestion};
 use super::{serialize_seconds, serialize_seconds_if_any};
-use crate::text::{count_noun, format_count};
+use crate::text::{count_noun, format_count, format_time};
 use indexmap::IndexSet;
 use serde::Serialize;
 
@@ -377,4 +374,56 @@ impl PolicySetReport {
 fn merged_policy_names(sets: [&PolicySetReport; 2]) -> IndexSet<&str> {
     let policies = sets.into_iter().flat_map(|set| &set.policies);
     policies.map(|policy| policy.name.as_str()).collect()
+}
+
+impl PolicyReport {
+    /// Formats the number of keys (`>5` if keys were evicted), and of the touched ones. Both are
+    /// `absent` for a policy without limits.
+    fn format_key_counts(&self, absent: &str) -> [String; 2] {
+        if self.action != "limit" {
+            return [absent, absent].map(str::to_owned);
+        }
+        let mark = if self.keys_exact { "" } else { ">" };
+        let keys = format!("{mark}{}", format_count(self.keys));
+        [keys, format_count(self.keys_touched)]
+    }
+}
+
+impl LimitProposal {
+    /// How many keys the suggested limit touches, and how many the present one, as ends of sentences.
+    fn describe_touched_keys(&self) -> [String; 2] {
+        let touched = |touched, keys: &str| {
+            let share = format_share(touched, self.keys);
+            format!("{}{keys} ({share})", format_count(touched))
+        };
+        let of_keys = format!(" of {} keys", format_count(self.keys));
+        let suggested = touched(self.touched, &of_keys);
+        [
+            format!(
+                "(a peak of {} and headroom) touches {suggested}",
+                format_count(self.peak)
+            ),
+            format!("touches at most {}", touched(self.touched_now, "")),
+        ]
+    }
+
+    /// The highest peak within each share of the keys.
+    fn describe_peaks(&self) -> String {
+        let quantiles = self.quantiles.iter();
+        let quantiles = quantiles.map(|(share, peak)| match share * 100.0 {
+            100.0.. => format!("and the highest {}", format_count(*peak)),
+            percent => format!("{percent} % of the keys up to {}", format_count(*peak)),
+        });
+        quantiles.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Formats a share as `12.3 %`. A small nonzero share is not rounded to zero.
+fn format_share(part: u64, whole: u64) -> String {
+    match part as f64 * 100.0 / whole.max(1) as f64 {
+        _ if part == 0 || whole == 0 => "0 %".to_owned(),
+        share if share < 0.01 => "<0.01 %".to_owned(),
+        share if share < 10.0 => format!("{share:.2} %"),
+        share => format!("{share:.1} %"),
+    }
 }

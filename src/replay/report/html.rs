@@ -4,15 +4,11 @@
 //! All text from logs and file names is escaped by [`EscapedText`] and never used in an attribute
 //! that loads or runs anything.
 
-use super::number_format::{
-    describe_peaks, describe_touched_keys, format_key_counts, format_share, format_time,
-    format_time_range,
-};
-use super::{PolicyReport, PolicySetReport, ReplayReport, merged_policy_names};
+use super::{PolicyReport, PolicySetReport, ReplayReport, format_share, merged_policy_names};
 use crate::config::format_duration;
 use crate::replay::statistics::RequestSeries;
 use crate::replay::suggestions::{LimitProposal, LimitSuggestion};
-use crate::text::format_count;
+use crate::text::{format_count, format_time, format_time_range};
 use std::fmt::{self, Display, Write};
 use std::time::Duration;
 
@@ -206,7 +202,7 @@ impl HtmlPage<'_> {
             }
         }
         self.push("</th>");
-        let [keys, touched] = format_key_counts(policy, "–");
+        let [keys, touched] = policy.format_key_counts("–");
         let share = format_share(policy.refused, policy.matched);
         for cell in [matched, refused, share, delayed, keys, touched] {
             self.push(&format!("<td class=\"n\">{cell}</td>"));
@@ -272,12 +268,12 @@ impl HtmlPage<'_> {
             let reason = EscapedText(suggestion.reason.as_deref().unwrap_or_default());
             return self.push(&format!("<p>No suggestion: {reason}.</p>"));
         };
-        let [suggested, current] = describe_touched_keys(proposal);
+        let [suggested, current] = proposal.describe_touched_keys();
         let (requests, now) = (proposal.requests, format_count(suggestion.now));
         self.push(&format!(
             "<p><code>requests = {requests}, per = \"{per}\"</code> {suggested}. The current limit is {now}, which {current}.</p>",
         ));
-        let peaks = describe_peaks(proposal);
+        let peaks = proposal.describe_peaks();
         self.push(&format!("<p>Peak demand per {per}: {peaks}.</p>"));
         self.write_peak_histogram(proposal);
         if proposal.one_key_in > 1 {
