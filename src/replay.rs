@@ -48,16 +48,8 @@ pub struct Settings {
     pub top_keys: usize,
 }
 
-/// Progress of a running replay.
-#[derive(Clone, Copy, Debug)]
-pub struct ReplayProgress {
-    /// Bytes read from all logs, before decompression.
-    pub bytes: u64,
-    pub requests: u64,
-}
-
 /// Replays logs through one or more named policy sets. Calls `on_progress` every few thousand
-/// requests.
+/// requests, with the bytes read from all logs, before decompression, and the number of requests.
 ///
 /// # Errors
 /// Returns a message for the terminal if a log cannot be opened or its format is unknown, if the
@@ -65,7 +57,7 @@ pub struct ReplayProgress {
 pub fn replay_logs(
     settings: &Settings,
     sets: &[(String, &PolicyTable)],
-    mut on_progress: impl FnMut(ReplayProgress),
+    mut on_progress: impl FnMut(u64, u64),
 ) -> Result<ReplayReport, String> {
     let names = sets
         .iter()
@@ -97,12 +89,7 @@ pub fn replay_logs(
                 _ => {}
             }
         },
-        |requests| {
-            on_progress(ReplayProgress {
-                bytes: bytes_read.get(),
-                requests,
-            })
-        },
+        |requests| on_progress(bytes_read.get(), requests),
     );
     check_requests_and_mapped_fields(settings, &sources, &simulators, &required_headers)?;
     let simulators = simulators.into_iter();
@@ -197,7 +184,7 @@ fn open_log(
     let mut input = AccessLogReader::open(path, bytes_read)
         .map_err(|error| format!("error: {escaped_path}: {error}\n"))?;
     let format = settings.format.clone().or_else(|| input.detect_format()).ok_or_else(|| {
-        let names = AccessLogFormat::ALL.map(|format| format.into_str()).join(", ");
+        let names = AccessLogFormat::names();
         let detail = input.read_error.as_ref().map_or_else(String::new, |detail| format!(" ({detail})"));
         format!(
             "error: {escaped_path}: none of the first lines is a request in a known format{detail}; choose one with --format: {names}\n"

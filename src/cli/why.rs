@@ -8,7 +8,7 @@ mod searched_policy;
 
 use super::output::{CommandError, block_on};
 use super::overrides::store_client::StoreClient;
-use super::replay::new_progress_bar;
+use super::replay::new_log_progress_bar;
 use crate::clock::{self, Clock};
 use crate::config::{self, Config, ConfigSources, parse_duration};
 use crate::replay::{AccessLogReader, RawLogLine, parse_rfc3339};
@@ -202,7 +202,7 @@ fn read_logs(logs: &[PathBuf], since_us: u64, report: &mut WhyReport<'_>) -> Res
                 .to_owned(),
         );
     }
-    let bar = new_progress_bar(logs);
+    let bar = new_log_progress_bar(logs);
     let bytes_read = Rc::new(Cell::new(0));
     for path in logs {
         let mut log = AccessLogReader::open(path, Rc::clone(&bytes_read))

@@ -435,7 +435,7 @@ mod tests {
     #[test]
     fn escapes_control_characters_in_all_texts() {
         let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\r\nü";
-        let mut response = json!({
+        let response = json!({
             "overview": {
                 "instance": { "id": hostile, "version": hostile }, "status": hostile, "hints": [hostile], "untrusted_peers": ["::1"],
                 "last_reload": { "errors": [hostile] }, "store": { "kind": hostile, "address": hostile },
@@ -444,12 +444,10 @@ mod tests {
             "policies": { "policies": [{ "name": hostile }] },
             "top": { "keys": { "entries": [{ "policy": hostile, "key": hostile }] }, "paths": { "entries": [{ "policy": hostile, "path": hostile }] } },
         });
-        escape_texts(&mut response);
-        let text = render_plain_text(&load(response), &ViewState::default());
+        let text = render_plain_text(&load(escape_texts(response)), &ViewState::default());
         let is_plain = |letter| letter == '\n' || (' '..='~').contains(&letter);
         assert!(text.chars().all(is_plain), "{text}");
-        let mut letter = json!("\u{1b}[31mé");
-        escape_texts(&mut letter);
+        let letter = escape_texts(json!("\u{1b}[31mé"));
         assert_eq!(letter, "\\u{1b}[31m\\u{e9}");
     }
 
