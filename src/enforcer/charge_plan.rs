@@ -54,7 +54,7 @@ impl<'t> ChargePlan<'t> {
             let mut reject = |key: Option<&Key>, error: Option<KeyError>| {
                 plan.reject((index, policy), key, error, &mut record_decision)
             };
-            if let Some(error) = policy.find_ambiguity(facts, &table.client) {
+            if let Some(error) = policy.find_ambiguity(facts, table.client.value_checks) {
                 reject(None, Some(error))?;
                 continue;
             }

@@ -141,7 +141,7 @@ fn explain_policies<'t>(
 ) -> Vec<(&'t Policy, PolicyStep<'t>)> {
     let mut is_walk_ended = false;
     let steps = table.policies().iter().enumerate().map(|(index, policy)| {
-        let step = match policy.find_ambiguity(facts, &table.client) {
+        let step = match policy.find_ambiguity(facts, table.client.value_checks) {
             _ if is_walk_ended => PolicyStep::NotReached,
             Some(error) => PolicyStep::InvalidKey(error),
             None => match policy.first_unmet_condition(facts) {
