@@ -97,8 +97,8 @@ impl ProxyServer {
 
     /// Starts listening. Connections wait in the kernel's backlog until they are accepted.
     pub(crate) fn listen(&self) -> io::Result<()> {
-        for (socket, _) in &self.listeners {
-            socket.listen(listener::LISTEN_BACKLOG)?;
+        for (bound, _) in &self.listeners {
+            bound.socket.listen(listener::LISTEN_BACKLOG)?;
         }
         listener::warn_if_backlog_is_cut();
         Ok(())
