@@ -261,6 +261,7 @@ impl ConnectionMonitor {
             _ => Some(ConnectionCloseReason::SlowRead),
         });
     }
+
     /// Takes the request to close. A connection with requests, or with responses that the client
     /// has not read, closes only to free memory.
     pub(crate) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
@@ -290,9 +291,11 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Waits for a request to close, before the connection has a driver.
+    /// Waits for a request to close, before the connection has a driver. Reports the memory each time
+    /// the task is woken.
     pub(crate) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
         poll_fn(|cx| {
+            self.report_memory();
             self.connection.driver.register(cx.waker());
             self.take_close_request().map_or(Poll::Pending, Poll::Ready)
         })

@@ -3,10 +3,9 @@
 use socket2::Socket;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::pin;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::thread;
@@ -143,7 +142,7 @@ async fn run_worker<H: RequestHandler>(
 ) -> usize {
     let mut tasks = JoinSet::new();
     let mut drain = None;
-    let monitors = ConnectionMonitors::default();
+    let monitors = Rc::<RefCell<HashMap<u64, Weak<ConnectionMonitor>>>>::default();
     let mut is_queue_open = true;
     while is_queue_open || !tasks.is_empty() {
         tokio::select! {
@@ -242,20 +241,10 @@ async fn serve_queued_connection<H: RequestHandler>(
         }
         client_count.is_some()
     };
-    let handshake = {
-        let mut handshake = pin!(run_handshake(&listener.config, socket, addr, admit));
-        let handshake = poll_fn(|cx| {
-            let polled = handshake.as_mut().poll(cx);
-            if polled.is_pending() {
-                monitor.report_memory();
-            }
-            polled
-        });
-        tokio::select! {
-            biased;
-            done = handshake => done,
-            reason = monitor.wait_for_close_request() => return monitor.record_close(reason),
-        }
+    let handshake = tokio::select! {
+        biased;
+        done = run_handshake(&listener.config, socket, addr, admit) => done,
+        reason = monitor.wait_for_close_request() => return monitor.record_close(reason),
     };
     match handshake {
         Ok(mut connection) => {
@@ -281,9 +270,6 @@ fn register_socket(socket: Socket, is_unix: bool) -> io::Result<ClientSocket> {
     socket.set_nodelay(true)?;
     Ok(Either::Left(socket))
 }
-
-/// Monitors of a worker's connections, by connection id.
-type ConnectionMonitors = Rc<RefCell<HashMap<u64, Weak<ConnectionMonitor>>>>;
 
 /// Idle time after which a thread for blocking work ends. The first one has to stay: tokio panics
 /// where it has none and cannot start one, for instance in a pod that is out of process ids.
