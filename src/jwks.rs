@@ -10,7 +10,7 @@ use crate::policy::jwt::{KeyCell, KeySource, VerificationKeys};
 use crate::telemetry::metrics::KeyFetchCounts;
 use http::header::{ACCEPT, AGE, CACHE_CONTROL, CONNECTION, HOST, USER_AGENT};
 use http::{HeaderMap, Request, StatusCode};
-use http_body_util::Empty;
+use http_body_util::Full;
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -303,9 +303,10 @@ async fn connect_and_fetch(source: &KeySource) -> Result<FetchedKeySet, String> 
         .header(ACCEPT, "application/jwk-set+json, application/json")
         .header(USER_AGENT, concat!("tidegate/", env!("CARGO_PKG_VERSION")))
         .header(CONNECTION, "close")
-        .body(Empty::new())
+        .body(Full::default())
         .map_err(|error| error.to_string())?;
-    let response = http_client::fetch(stream, request, MAX_KEY_SET_BYTES).await?;
+    let is_read = |status| status == StatusCode::OK;
+    let response = http_client::fetch(stream, request, MAX_KEY_SET_BYTES, is_read).await?;
     match response.status() {
         StatusCode::OK => {}
         status if status.is_redirection() => {

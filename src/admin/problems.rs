@@ -28,7 +28,8 @@ const MAX_NAMED_PATHS: usize = 3;
 const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
 
 /// A problem and its remedy, in words.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Problem {
     /// Names the rule; the dashboard has its own texts for some rules.
     pub id: Cow<'static, str>,
