@@ -2,7 +2,7 @@
 //!
 //! hyper's server cannot send informational responses. An informational HTTP/1.1 head is written to
 //! the socket directly, after hyper's earlier output and before the final response
-//! ([`ConnectionMonitor::queue_informational_head`]).
+//! ([`ConnectionOutput`](crate::proxy::client_connection::connection_output::ConnectionOutput)).
 
 use http::{HeaderMap, Response, StatusCode, Version, response};
 use std::rc::Rc;
@@ -72,7 +72,7 @@ impl InformationalForwarder {
         };
         (self.remaining_responses, self.remaining_bytes) =
             (self.remaining_responses - 1, remaining);
-        client.queue_informational_head(&text);
+        client.output.queue_informational_head(&text);
     }
 }
 

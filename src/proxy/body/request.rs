@@ -24,7 +24,7 @@ use crate::proxy::UpstreamErrorKind;
 use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
 use crate::proxy::client_connection::connection_monitor::ActiveRequestGuard;
-use crate::proxy::client_connection::continue_responses::ContinuePermit;
+use crate::proxy::client_connection::connection_output::ContinuePermit;
 use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::http::request_validation::has_outer_white_space;
 
@@ -172,7 +172,7 @@ impl RequestBody {
         tokio::task::spawn_local(async move {
             drop(rest.await);
             // The body may have kept the request active. Now the idle timeout begins.
-            monitor.connection.wake_driver();
+            monitor.connection.driver.wake();
         });
     }
 
@@ -273,7 +273,7 @@ impl RequestBodyStream {
         let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
             self.progress.state.set(RequestBodyState::AwaitingClient);
             if let Some(permit) = &self.progress.continue_permit {
-                self.active.monitor().queue_continue(permit);
+                self.active.monitor().output.queue_continue(permit);
             }
             let allowed = self.limits.idle_timeout.saturating_sub(self.lag);
             let deadline = *self.pending_since.get_or_insert_with(Instant::now) + allowed;
