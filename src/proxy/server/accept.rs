@@ -22,7 +22,7 @@ use super::monitored_socket::MonitoredSocket;
 use super::transport::{ClientTransport, SocketBelowTls};
 use crate::clock;
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::http::client_cert::ClientCertFields;
+use crate::proxy::http::headers::ClientCertFields;
 use crate::tls::{CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.
