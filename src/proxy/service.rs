@@ -3,7 +3,6 @@
 mod held_exchange;
 mod proxy_request;
 pub(crate) mod request_summary;
-mod self_service;
 pub(crate) mod validation;
 
 use http::{Request, Response, StatusCode};

@@ -19,7 +19,7 @@ use super::handler::{ConnectionPeer, HandshakeError, ProxyHeaderError, TlsHandsh
 use super::listener::ListenerConfig;
 use super::monitored_socket::{ClientTransport, MonitoredSocket, SocketBelowTls};
 use crate::clock;
-use crate::proxy::http::client_cert::ClientCertFields;
+use crate::proxy::http::headers::ClientCertFields;
 use crate::tls::{CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.
