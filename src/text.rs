@@ -158,6 +158,17 @@ pub fn wrap_text(
     lines
 }
 
+/// Wraps a text at spaces into lines of `width` characters, without spaces at their ends. The first
+/// line starts with `start`, the others are indented by its width.
+pub fn wrap_indented(start: &str, text: &str, width: usize) -> String {
+    let indent = " ".repeat(start.len());
+    let lines = wrap_text(text, width, [start, &indent], usize::MAX);
+    lines
+        .iter()
+        .map(|line| format!("{}\n", line.trim_end()))
+        .collect()
+}
+
 /// Escapes characters that a terminal would not show as themselves. Quotes stay.
 pub fn escape_unprintable(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());

@@ -54,7 +54,10 @@ pub(super) async fn export_overrides(
             let mut writer = csv::WriterBuilder::new()
                 .flexible(true)
                 .from_writer(&mut output);
-            let mut result = writer.write_record(csv_header(width));
+            let keys = (2..=width).map(|position| format!("key{position}"));
+            let names = ["policy", "key"].map(str::to_owned).into_iter();
+            let names = names.chain(keys).chain(CSV_FIELDS.map(str::to_owned));
+            let mut result = writer.write_record(names.collect::<Vec<_>>());
             let visited = store.visit(|stored| {
                 if is_included(&stored) && result.is_ok() {
                     result = writer.write_record(csv_record(&stored, width));
@@ -90,16 +93,6 @@ const CSV_FIELDS: [&str; 6] = [
     "note",
     "author",
 ];
-
-fn csv_header(width: usize) -> Vec<String> {
-    let further_keys = (2..=width).map(|position| format!("key{position}"));
-    ["policy", "key"]
-        .map(str::to_owned)
-        .into_iter()
-        .chain(further_keys)
-        .chain(CSV_FIELDS.map(str::to_owned))
-        .collect()
-}
 
 fn csv_record(stored: &StoredOverride, width: usize) -> Vec<String> {
     let document = describe_stored_override(stored);

@@ -148,19 +148,15 @@ fn open_records(
         let record = reader.read_record().map_err(|error| error.to_string());
         let parse = |values: Vec<String>| match &columns {
             Some(columns) => read_record(&values, columns, now_us),
-            None => parse_json_line(&values.concat(), now_us),
+            None => match serde_json::from_str(&values.concat()) {
+                Ok(Value::Object(object)) => override_from_json(&object, now_us),
+                Ok(_) => Err("expected a JSON object".to_owned()),
+                Err(error) => Err(format!("invalid JSON: {error}")),
+            },
         };
         let record = record.transpose()?;
         Some(record.map(|(lines, values)| (lines, values.and_then(parse))))
     }))
-}
-
-fn parse_json_line(line: &str, now_us: u64) -> Result<OverrideInput, String> {
-    match serde_json::from_str(line) {
-        Ok(Value::Object(object)) => override_from_json(&object, now_us),
-        Ok(_) => Err("expected a JSON object".to_owned()),
-        Err(error) => Err(format!("invalid JSON: {error}")),
-    }
 }
 
 /// The meaning of a CSV column.

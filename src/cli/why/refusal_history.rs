@@ -78,13 +78,14 @@ impl RefusalHistory {
                 name.decision = OTHER_DECISION.to_owned();
             }
         }
+        let last_request = format!("{} {}", request.method, request.path);
         let refusal = RefusalPeriod {
             refused: 1,
             first_us: at_us,
             last_us: at_us,
             min_wait_ms: request.retry_after_ms,
             max_wait_ms: request.retry_after_ms,
-            last_request: shorten_request(request),
+            last_request: truncate_text(&last_request, MAX_REQUEST_CHARS, '…'),
         };
         let periods = self.series.entry(name).or_default();
         let mut is_new = false;
@@ -208,12 +209,6 @@ fn serialize_amounts<S: Serializer>(
 
 fn serialize_time<S: Serializer>(at_us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_str(&format_rfc3339(*at_us))
-}
-
-/// Method and path, of bounded length.
-fn shorten_request(request: &LoggedRequest) -> String {
-    let text = format!("{} {}", request.method, request.path);
-    truncate_text(&text, MAX_REQUEST_CHARS, '…')
 }
 
 #[cfg(test)]
