@@ -3,7 +3,7 @@
 //! proxy, which lists only keys with rejected requests.
 
 use super::admin_client::{AdminClient, build_target};
-use super::limit_status::{format_block, format_key_status, format_wait};
+use super::limit_status::{format_block, format_key_status};
 use super::output::{CommandError, block_on, format_answer, print_audit_line};
 use crate::admin::{
     AdminError, CounterDocument, CounterListDocument, KeyResetDocument, TopDocument,
@@ -16,7 +16,7 @@ use crate::config::{self, Config, ConfigSources, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
 use crate::store::redis::{CounterInspector, RedisCounter};
-use crate::text::count_noun;
+use crate::text::{count_noun, format_wait};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
