@@ -321,7 +321,8 @@ pub struct OverviewDocument {
 }
 
 /// A problem and its remedy, in words.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Problem {
     /// Names the rule; the dashboard has its own texts for some rules.
     pub id: Cow<'static, str>,

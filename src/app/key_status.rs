@@ -147,8 +147,7 @@ impl ResolvedKey<'_> {
             all.response_key = Some(Arc::new(key.clone()));
             let limits = self.limits.iter().map(|named| &named.limit);
             // The response counts against no slot.
-            let limits =
-                limits.filter(|limit| !matches!(limit.algorithm, Algorithm::Concurrency { .. }));
+            let limits = limits.filter(|limit| !limit.algorithm.counts_slots());
             all.limits.extend(limits.map(|limit| LimitCharge {
                 counts_responses: true,
                 ..LimitCharge::new(limit, 0)
