@@ -9,9 +9,7 @@ use crate::admin::{
     AdminError, CounterDocument, CounterListDocument, KeyResetDocument, TopDocument,
 };
 use crate::app::StoreBackend;
-use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
-use crate::app::limit_documents::micros_to_seconds;
-use crate::app::override_store::inspect_key;
+use crate::app::key_status::{ResolvedKey, find_limiting_policy, micros_to_seconds, resolve_key};
 use crate::config::{self, Config, ConfigSources, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
@@ -87,7 +85,7 @@ pub(super) fn run(
             }
             KeysCommand::Show(selector) => {
                 let found = selector.resolve_against_config(&config)?;
-                let status = inspect_key(&stores, &found).await?;
+                let status = found.inspect(&stores).await?;
                 Ok(format_answer(&status, format_key_status, as_json))
             }
             KeysCommand::Reset { key, limit } => {
