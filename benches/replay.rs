@@ -66,7 +66,7 @@ fn main() {
         let report = replay_logs(
             &settings,
             &[("policies".to_owned(), &*config.policy_table)],
-            |_| {},
+            |_, _| {},
         )
         .unwrap();
         let cpu_ms = self::cpu_ms() - cpu_ms;

@@ -1,15 +1,17 @@
 //! A small HTTP client for background work: no redirects, and responses of bounded size.
 
+use crate::listen::{ListenAddress, is_family_missing};
 use crate::tls::{ClientTls, describe_tls_error};
 use bytes::Bytes;
 use http::{Request, Response, StatusCode, Uri};
-use http_body_util::{BodyExt, Empty, Limited};
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
 use std::fmt;
+use std::io;
 use std::net::IpAddr;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::net::TcpStream;
+use tokio::net::{TcpStream, UnixStream};
 
 /// Maximum size of a response head.
 const MAX_HEAD_BYTES: usize = 64 << 10;
@@ -108,15 +110,35 @@ pub async fn connect(
     }
 }
 
+/// Connects to the listener of a proxy, or to the substitute of its address on a machine without
+/// the address family: the proxy listens there.
+///
+/// # Errors
+/// If the listener does not accept the connection.
+pub async fn connect_to_listener(address: &ListenAddress) -> io::Result<Box<dyn ClientStream>> {
+    let ip = match address {
+        ListenAddress::Unix(path) => return Ok(Box::new(UnixStream::connect(path).await?)),
+        ListenAddress::Ip(ip) => ip,
+    };
+    let socket = match TcpStream::connect(ip).await {
+        Err(error) if is_family_missing(&error) => {
+            TcpStream::connect(address.substitute().ok_or(error)?).await?
+        }
+        connected => connected?,
+    };
+    Ok(Box::new(socket))
+}
+
 /// Sends a request on a new connection, which ends with this call. The body of the response is
-/// read only if the status is 200.
+/// read only if `reads_body` is true for the status.
 ///
 /// # Errors
 /// Returns a message without any content of the response.
 pub async fn fetch(
     stream: impl ClientStream,
-    request: Request<Empty<Bytes>>,
+    request: Request<Full<Bytes>>,
     max_body_bytes: usize,
+    reads_body: fn(StatusCode) -> bool,
 ) -> Result<Response<Bytes>, String> {
     let failed = |error: hyper::Error| format!("request failed: {error}");
     let (mut sender, connection) = http1::Builder::new()
@@ -127,7 +149,7 @@ pub async fn fetch(
     let exchange = async {
         let response = sender.send_request(request).await.map_err(failed)?;
         let (head, body) = response.into_parts();
-        if head.status != StatusCode::OK {
+        if !reads_body(head.status) {
             return Ok(Response::from_parts(head, Bytes::new()));
         }
         let body = Limited::new(body, max_body_bytes).collect().await;

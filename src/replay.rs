@@ -4,14 +4,11 @@
 //! [`simulator`] applies the enforcer's policy order and the limiter's algorithms, with counters in
 //! memory and a clock set from the log. [`report`] renders the results.
 
-mod json_times;
 mod log_merge;
 mod log_reader;
-mod log_report;
 mod missing_fields;
 mod parsers;
 mod report;
-mod settings;
 mod simulator;
 mod statistics;
 mod suggestions;
@@ -20,29 +17,39 @@ pub(crate) use log_reader::{AccessLogReader, RawLogLine};
 pub(crate) use parsers::parse_rfc3339;
 pub use parsers::{AccessLogFormat, LineTemplate};
 pub use report::ReplayReport;
-pub(crate) use report::{format_time, format_time_range};
-pub use settings::Settings;
 
 use crate::policy::PolicyTable;
+use http::HeaderName;
 use log_merge::LogSource;
-use log_report::LogReport;
 use missing_fields::{FieldCoverage, MissingFieldCheck};
 use parsers::RequiredHeaders;
+use report::LogReport;
+use serde::Serializer;
 use simulator::PolicySimulator;
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::rc::Rc;
 
-/// Progress of a running replay.
-#[derive(Clone, Copy, Debug)]
-pub struct ReplayProgress {
-    /// Bytes read from all logs, before decompression.
-    pub bytes: u64,
-    pub requests: u64,
+/// Inputs and options of a replay.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Paths of the access logs; `-` is stdin.
+    pub logs: Vec<PathBuf>,
+    /// Log format; `None` detects the format of each log.
+    pub format: Option<AccessLogFormat>,
+    /// Headers, each with the log field that holds its value.
+    pub header_fields: Vec<(HeaderName, String)>,
+    /// Spreads requests whose times are whole seconds evenly over their second.
+    pub spread_within_second: bool,
+    /// Maximum share of keys, in percent, that a suggested limit may affect. `None` disables
+    /// suggestions.
+    pub suggest_percent: Option<f64>,
+    /// Maximum number of keys in the list of most limited keys.
+    pub top_keys: usize,
 }
 
 /// Replays logs through one or more named policy sets. Calls `on_progress` every few thousand
-/// requests.
+/// requests, with the bytes read from all logs, before decompression, and the number of requests.
 ///
 /// # Errors
 /// Returns a message for the terminal if a log cannot be opened or its format is unknown, if the
@@ -50,7 +57,7 @@ pub struct ReplayProgress {
 pub fn replay_logs(
     settings: &Settings,
     sets: &[(String, &PolicyTable)],
-    mut on_progress: impl FnMut(ReplayProgress),
+    mut on_progress: impl FnMut(u64, u64),
 ) -> Result<ReplayReport, String> {
     let names = sets
         .iter()
@@ -82,12 +89,7 @@ pub fn replay_logs(
                 _ => {}
             }
         },
-        |requests| {
-            on_progress(ReplayProgress {
-                bytes: bytes_read.get(),
-                requests,
-            })
-        },
+        |requests| on_progress(bytes_read.get(), requests),
     );
     check_requests_and_mapped_fields(settings, &sources, &simulators, &required_headers)?;
     let simulators = simulators.into_iter();
@@ -182,13 +184,26 @@ fn open_log(
     let mut input = AccessLogReader::open(path, bytes_read)
         .map_err(|error| format!("error: {escaped_path}: {error}\n"))?;
     let format = settings.format.clone().or_else(|| input.detect_format()).ok_or_else(|| {
-        let names = AccessLogFormat::ALL.map(|format| format.into_str()).join(", ");
+        let names = AccessLogFormat::names();
         let detail = input.read_error.as_ref().map_or_else(String::new, |detail| format!(" ({detail})"));
         format!(
             "error: {escaped_path}: none of the first lines is a request in a known format{detail}; choose one with --format: {names}\n"
         )
     })?;
     Ok(LogSource::new(input, &format, required_headers, settings))
+}
+
+/// A time of the JSON report: seconds since the Unix epoch.
+fn serialize_seconds<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    // Microseconds of this century are exact in a double.
+    serializer.serialize_f64(*us as f64 / 1e6)
+}
+
+fn serialize_seconds_if_any<S: Serializer>(us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    match us {
+        0 => serializer.serialize_none(),
+        us => serialize_seconds(us, serializer),
+    }
 }
 
 #[cfg(test)]

@@ -1,6 +1,8 @@
 //! Texts for people: truncated, wrapped, and safe for terminals.
 
 use std::fmt;
+use time::OffsetDateTime;
+use time::macros::format_description;
 
 /// A secret; its `Debug` text is masked.
 #[derive(Clone, PartialEq, Eq)]
@@ -92,6 +94,31 @@ pub fn format_short_duration(s: u64) -> String {
     }
 }
 
+/// Formats a time as `2026-11-19 13:55:36` in UTC.
+pub fn format_time(at_us: u64) -> String {
+    let format = format_description!("[year]-[month]-[day] [hour]:[minute]:[second]");
+    let at = i64::try_from(at_us / 1_000_000)
+        .ok()
+        .and_then(|at_s| OffsetDateTime::from_unix_timestamp(at_s).ok());
+    at.and_then(|at| at.format(&format).ok())
+        .unwrap_or_default()
+}
+
+/// Formats a time as `2026-11-22T09:14:03Z`.
+pub fn format_rfc3339(at_us: u64) -> String {
+    format_time(at_us).replace(' ', "T") + "Z"
+}
+
+/// Formats a time range. The date appears once if both times have the same date.
+pub fn format_time_range(from_us: u64, to_us: u64, dash: char) -> String {
+    let (from, to) = (format_time(from_us), format_time(to_us));
+    let time = match (from.get(..10), to.split_once(' ')) {
+        (Some(from_day), Some((day, time))) if day == from_day => time,
+        _ => &to,
+    };
+    format!("{from} {dash} {time}")
+}
+
 /// Truncates a text to `width` characters. The last one is `mark` if the text was longer.
 pub fn truncate_text(text: &str, width: usize, mark: char) -> String {
     if text.chars().count() <= width {
@@ -141,4 +168,17 @@ pub fn escape_unprintable(text: &str) -> String {
         }
     }
     escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_range_repeats_the_date_only_if_it_differs() {
+        let from_us = 1_795_000_000_000_000;
+        let to = |seconds: u64| format_time_range(from_us, from_us + seconds * 1_000_000, '…');
+        assert_eq!(to(60), "2026-11-18 11:06:40 … 11:07:40");
+        assert_eq!(to(86_460), "2026-11-18 11:06:40 … 2026-11-19 11:07:40");
+    }
 }

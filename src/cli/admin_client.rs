@@ -3,27 +3,24 @@
 use super::output::CommandError;
 use crate::admin::{AdminSettings, AdminToken};
 use crate::config::{self, ConfigSources};
-use crate::listen::{ListenAddress, is_family_missing};
+use crate::http_client;
+use crate::listen::ListenAddress;
 use crate::text::escape_unprintable;
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONNECTION, CONTENT_TYPE, HOST};
+use http::{Request, Response, StatusCode};
 use serde_json::Value;
-use socket2::{Domain, SockAddr, Socket, Type};
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+use tokio::time::timeout;
 
-/// Timeout for connecting, for each write, and for a response that needs no work.
+/// Timeout for connecting, and for a response that needs no work.
 pub(super) const IO_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout for a response that needs work: the JSON API limits a request to 10 s.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(12);
 /// Maximum response size, larger than any response that a command reads.
 const MAX_RESPONSE_BYTES: usize = 8 << 20;
-
-/// Status and body of an admin API response.
-#[derive(Debug)]
-pub(super) struct AdminClientResponse {
-    pub(super) status: u16,
-    pub(super) body: String,
-}
 
 /// Client for the JSON API of one proxy's admin port.
 #[derive(Clone, Debug)]
@@ -88,53 +85,50 @@ impl AdminClient {
     /// # Errors
     /// A message for the user if the admin port does not respond, or responds with another status
     /// than 200.
-    pub(super) fn request_json(&self, method: &str, target: &str) -> Result<Value, String> {
-        self.send_and_parse(RESPONSE_TIMEOUT, method, target, "")
+    pub(super) async fn request_json(
+        &self,
+        method: &str,
+        target: &str,
+    ) -> Result<Value, CommandError> {
+        let response = self.send(RESPONSE_TIMEOUT, method, target, String::new());
+        self.parse(response.await)
     }
 
-    /// Like [`Self::request_json`], for a response that the server sends at once.
+    /// Requests a response that the server sends at once.
     ///
     /// # Errors
     /// As [`Self::request_json`], also if there is no response within 2 s.
-    pub(super) fn request_json_at_once(&self, method: &str, target: &str) -> Result<Value, String> {
-        self.send_and_parse(IO_TIMEOUT, method, target, "")
+    pub(super) async fn get_json_at_once(&self, target: &str) -> Result<Value, CommandError> {
+        self.parse(self.send(IO_TIMEOUT, "GET", target, String::new()).await)
     }
 
     /// Sends a JSON body and parses the response.
     ///
     /// # Errors
     /// As [`Self::request_json`].
-    pub(super) fn send_json(
+    pub(super) async fn send_json(
         &self,
         method: &str,
         target: &str,
         body: &Value,
-    ) -> Result<Value, String> {
-        self.send_and_parse(RESPONSE_TIMEOUT, method, target, &body.to_string())
+    ) -> Result<Value, CommandError> {
+        let response = self.send(RESPONSE_TIMEOUT, method, target, body.to_string());
+        self.parse(response.await)
     }
 
-    fn send_and_parse(
-        &self,
-        response_timeout: Duration,
-        method: &str,
-        target: &str,
-        body: &str,
-    ) -> Result<Value, String> {
-        let response = self.send(response_timeout, method, target, body);
-        let response = response
-            .map_err(|error| format!("error: {}: {}\n", self.address, describe_failure(&error)))?;
-        match (response.status, response.parse_json()) {
-            (200, Some(json)) => Ok(json),
-            _ => Err(self.describe_refusal(&response)),
-        }
+    fn parse(&self, response: io::Result<Response<Bytes>>) -> Result<Value, CommandError> {
+        let response = response.map_err(|error| self.describe_failure(&error))?;
+        let json = serde_json::from_slice(response.body()).ok();
+        let json = json.filter(|_| response.status() == StatusCode::OK);
+        json.ok_or_else(|| self.describe_refusal(&response))
     }
 
     /// The message about another status than expected: with the detail of the problem document (RFC
     /// 9457), and where commands find their token.
-    pub(super) fn describe_refusal(&self, response: &AdminClientResponse) -> String {
-        let status = response.status;
-        let mut text = format!("error: {}: answered {status}", self.address);
-        let body = &response.parse_json().unwrap_or_default();
+    pub(super) fn describe_refusal(&self, response: &Response<Bytes>) -> CommandError {
+        let status = response.status().as_u16();
+        let mut text = format!("{}: answered {status}", self.address);
+        let body: Value = serde_json::from_slice(response.body()).unwrap_or_default();
         if let Some(detail) = body["detail"].as_str() {
             text.push_str(&format!(": {}", escape_unprintable(detail)));
         }
@@ -144,44 +138,44 @@ impl AdminClient {
                  (--config, or TIDEGATE_ADMIN__TOKEN_FILE)",
             );
         }
-        text + "\n"
+        CommandError::Message(text)
+    }
+
+    /// The message about a failed request.
+    pub(super) fn describe_failure(&self, error: &io::Error) -> CommandError {
+        CommandError::Message(format!("{}: {}", self.address, explain_failure(error)))
     }
 
     /// Sends one request on a new connection and reads the response within `response_timeout`.
     ///
     /// # Errors
     /// If the connection fails or times out, or the response is not HTTP.
-    pub(super) fn send(
+    pub(super) async fn send(
         &self,
         response_timeout: Duration,
         method: &str,
         target: &str,
-        body: &str,
-    ) -> io::Result<AdminClientResponse> {
-        let mut socket = connect(&self.address)?;
-        socket.set_write_timeout(Some(IO_TIMEOUT))?;
-        let token = self.token.as_ref().map_or_else(String::new, |token| {
-            format!("Authorization: Bearer {}\r\n", token.expose())
-        });
-        let head = format!(
-            "{method} {target} HTTP/1.1\r\nHost: localhost\r\n{token}Content-Type: application/json\r\nContent-Length: {}\r\nConnection: close\r\n\r\n{body}",
-            body.len()
-        );
-        socket.write_all(head.as_bytes())?;
-        let bytes = read_to_end(&mut socket, response_timeout)?;
-        parse_response(&bytes).ok_or_else(|| {
-            let start = String::from_utf8_lossy(bytes.get(..64).unwrap_or(&bytes)).into_owned();
-            io::Error::new(
-                io::ErrorKind::InvalidData,
-                format!("answered {:?}", start.lines().next().unwrap_or("")),
-            )
-        })
-    }
-}
-
-impl AdminClientResponse {
-    pub(super) fn parse_json(&self) -> Option<Value> {
-        serde_json::from_str(&self.body).ok()
+        body: String,
+    ) -> io::Result<Response<Bytes>> {
+        let connected = timeout(IO_TIMEOUT, http_client::connect_to_listener(&self.address));
+        let socket = connected.await??;
+        let mut request = Request::builder()
+            .method(method)
+            .uri(target)
+            .header(HOST, "localhost")
+            .header(CONTENT_TYPE, "application/json")
+            .header(CONNECTION, "close");
+        if let Some(token) = &self.token {
+            request = request.header(AUTHORIZATION, format!("Bearer {}", token.expose()));
+        }
+        let request = request.body(body.into()).map_err(io::Error::other)?;
+        let response = http_client::fetch(socket, request, MAX_RESPONSE_BYTES, |_| true);
+        let response = timeout(response_timeout, response).await;
+        let response = response.map_err(|_elapsed| {
+            let message = format!("no answer within {} s", response_timeout.as_secs());
+            io::Error::new(io::ErrorKind::TimedOut, message)
+        })?;
+        response.map_err(io::Error::other)
     }
 }
 
@@ -195,7 +189,7 @@ pub(super) fn build_target<'p>(
 }
 
 /// Describes why there is no answer, and what to do.
-pub(super) fn describe_failure(error: &io::Error) -> String {
+pub(super) fn explain_failure(error: &io::Error) -> String {
     let remedy = match error.kind() {
         io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => {
             "; no proxy listens there: start it, or set admin.address as the running proxy has it \
@@ -206,103 +200,62 @@ pub(super) fn describe_failure(error: &io::Error) -> String {
     format!("{error}{remedy}")
 }
 
-fn read_to_end(socket: &mut Socket, response_timeout: Duration) -> io::Result<Vec<u8>> {
-    let late_error = || {
-        let message = format!("no answer within {} s", response_timeout.as_secs());
-        io::Error::new(io::ErrorKind::TimedOut, message)
-    };
-    let (mut bytes, mut chunk) = (Vec::new(), [0; 4096]);
-    let deadline = Instant::now() + response_timeout;
-    while bytes.len() < MAX_RESPONSE_BYTES {
-        let remaining = deadline.saturating_duration_since(Instant::now());
-        if remaining.is_zero() {
-            return Err(late_error());
-        }
-        socket.set_read_timeout(Some(remaining))?;
-        match socket.read(&mut chunk) {
-            Ok(0) => break,
-            Ok(read) => bytes.extend(chunk.iter().take(read)),
-            // The system reports a read timeout as either of these.
-            Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => return Err(late_error()),
-                _ => return Err(error),
-            },
-        }
-    }
-    Ok(bytes)
-}
-
-/// Connects to the address, or to its substitute on a machine without its address family: the proxy
-/// listens there.
-fn connect(address: &ListenAddress) -> io::Result<Socket> {
-    connect_socket(address).or_else(|error| {
-        let substitute = address.substitute().filter(|_| is_family_missing(&error));
-        connect_socket(&ListenAddress::Ip(substitute.ok_or(error)?))
-    })
-}
-
-fn connect_socket(address: &ListenAddress) -> io::Result<Socket> {
-    let (domain, address) = match address {
-        ListenAddress::Ip(address) => (Domain::for_address(*address), SockAddr::from(*address)),
-        ListenAddress::Unix(path) => (Domain::UNIX, SockAddr::unix(path)?),
-    };
-    let socket = Socket::new(domain, Type::STREAM, None)?;
-    socket.connect_timeout(&address, IO_TIMEOUT)?;
-    Ok(socket)
-}
-
-/// Parses a response whose body ends with the connection.
-fn parse_response(bytes: &[u8]) -> Option<AdminClientResponse> {
-    let text = String::from_utf8_lossy(bytes);
-    let (head, body) = text.split_once("\r\n\r\n")?;
-    let status = head.strip_prefix("HTTP/1.")?.split(' ').nth(1)?;
-    Some(AdminClientResponse {
-        status: status.parse().ok()?,
-        body: body.to_owned(),
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::{Read, Write};
+    use std::net::{Shutdown, TcpListener};
 
-    /// The admin endpoint may ask other instances for some seconds before it answers.
-    #[test]
-    fn waits_for_an_answer_that_takes_longer_than_connecting() {
-        let listener = std::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    /// Answers one request with `response` after `delay`.
+    async fn ask_server(response: &'static str, delay: Duration) -> io::Result<Response<Bytes>> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = ListenAddress::Ip(listener.local_addr().unwrap());
         let server = std::thread::spawn(move || {
             let (mut socket, _) = listener.accept().unwrap();
-            std::thread::sleep(IO_TIMEOUT + Duration::from_millis(200));
-            socket.write_all(b"HTTP/1.1 200 OK\r\n\r\nok").unwrap();
-            // Unread data would reset the connection.
-            socket.shutdown(std::net::Shutdown::Write).unwrap();
+            // A client may ignore what comes before its request.
+            drop(socket.read(&mut [0; 512]));
+            std::thread::sleep(delay);
+            socket.write_all(response.as_bytes()).unwrap();
+            socket.shutdown(Shutdown::Write).unwrap();
             drop(io::copy(&mut socket, &mut io::sink()));
         });
         let client = AdminClient::new(address, "admin.address", None).unwrap();
-        let response = client.send(RESPONSE_TIMEOUT, "GET", "/fleet", "").unwrap();
-        assert_eq!((response.status, &*response.body), (200, "ok"));
+        let answer = client.send(RESPONSE_TIMEOUT, "GET", "/fleet", String::new());
+        let answer = answer.await;
         server.join().unwrap();
+        answer
     }
 
-    #[test]
-    fn rejects_malformed_http_responses() {
-        let status = |text: &str| {
-            parse_response(text.as_bytes()).map(|response| (response.status, response.body))
-        };
+    /// The admin endpoint may ask other instances for some seconds before it answers.
+    #[tokio::test]
+    async fn waits_for_an_answer_that_takes_longer_than_connecting() {
+        let delay = IO_TIMEOUT + Duration::from_millis(200);
+        let response = ask_server("HTTP/1.1 200 OK\r\n\r\nok", delay)
+            .await
+            .unwrap();
         assert_eq!(
-            status("HTTP/1.1 200 OK\r\nA: b\r\n\r\nok\n"),
-            Some((200, "ok\n".to_owned()))
+            (response.status(), &response.body()[..]),
+            (StatusCode::OK, &b"ok"[..])
         );
-        assert_eq!(status("HTTP/1.0 503 x\r\n\r\n"), Some((503, String::new())));
-        for nonsense in [
+    }
+
+    #[tokio::test]
+    async fn rejects_malformed_http_responses() {
+        let mut answers = Vec::new();
+        for text in [
+            "HTTP/1.1 200 OK\r\nA: b\r\n\r\nok\n",
+            "HTTP/1.0 503 x\r\n\r\n",
             "",
             "HTTP/1.1 200 OK\r\n",
             "SSH-2.0-x\r\n\r\n",
             "HTTP/1.1 abc\r\n\r\n",
             "HTTP/1.1\r\n\r\n",
         ] {
-            assert_eq!(status(nonsense), None, "{nonsense:?}");
+            let answer = ask_server(text, Duration::ZERO).await.ok();
+            answers.push(answer.map(|answer| (answer.status().as_u16(), answer.into_body())));
         }
+        let ok = Some((200, Bytes::from("ok\n")));
+        let unavailable = Some((503, Bytes::new()));
+        assert_eq!(answers, [ok, unavailable, None, None, None, None, None]);
     }
 }

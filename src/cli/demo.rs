@@ -70,16 +70,15 @@ pub(super) fn run(flags: DemoFlags, shared: &SharedFlags) -> Result<ExitCode, Co
     if std::io::stderr().is_terminal() {
         env.push(("TIDEGATE_LOG__FORMAT".to_owned(), "text".to_owned()));
     }
-    let overrides = FlagOverrides {
-        upstream: Some(format!("http://{upstream}")),
-        listen: Some(flags.listen),
-        needs_no_upstream: false,
-    };
     let sources = ConfigSources {
         file,
         env,
-        flags: overrides,
-        skips_key_files: false,
+        flags: FlagOverrides {
+            upstream: Some(format!("http://{upstream}")),
+            listen: Some(flags.listen),
+            ..FlagOverrides::default()
+        },
+        ..ConfigSources::default()
     };
     let as_json = shared.json;
     super::run::run_proxy(sources, move |ListeningAddresses { proxy, admin }| {

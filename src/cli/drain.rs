@@ -1,13 +1,14 @@
 //! `tidegate drain`: shuts the proxy on this machine down gracefully and waits for its exit.
 
-use super::admin_client::{AdminClient, IO_TIMEOUT, describe_failure};
-use super::output::CommandError;
+use super::admin_client::{AdminClient, IO_TIMEOUT};
+use super::output::{CommandError, block_on};
 use crate::admin::DrainDocument;
 use crate::config::ConfigSources;
+use http::StatusCode;
 use serde_json::json;
 use std::io;
-use std::thread::sleep;
 use std::time::{Duration, Instant};
+use tokio::time::sleep;
 
 /// Interval between checks whether the proxy still runs.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -27,31 +28,34 @@ pub(super) fn run(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let client = AdminClient::from_sources(sources)?;
-    let address = client.address();
     let requested_at = Instant::now();
-    let response = client
-        .send(IO_TIMEOUT, "POST", "/drain", "")
-        .map_err(|error| format!("{address}: {}", describe_failure(&error)))?;
-    if response.status != 202 {
-        return Err(client.describe_refusal(&response).into());
-    }
-    let announced = || announced_drain_time(&serde_json::from_str(&response.body).ok()?);
-    let timeout = timeout.or_else(announced).unwrap_or(TIMEOUT_MARGIN);
-    while requested_at.elapsed() < timeout {
-        if is_process_gone(&client) {
-            let seconds = requested_at.elapsed().as_secs_f64();
-            return Ok(if as_json {
-                format!("{}\n", json!({ "drained": true, "seconds": seconds }))
-            } else {
-                format!("drained in {seconds:.1} s\n")
-            });
+    block_on(async {
+        let response = client
+            .send(IO_TIMEOUT, "POST", "/drain", String::new())
+            .await;
+        let response = response.map_err(|error| client.describe_failure(&error))?;
+        if response.status() != StatusCode::ACCEPTED {
+            return Err(client.describe_refusal(&response));
         }
-        sleep(POLL_INTERVAL);
-    }
-    Err(CommandError::Message(format!(
-        "{address}: still running after {:.1} s",
-        timeout.as_secs_f64()
-    )))
+        let announced = || announced_drain_time(&serde_json::from_slice(response.body()).ok()?);
+        let timeout = timeout.or_else(announced).unwrap_or(TIMEOUT_MARGIN);
+        while requested_at.elapsed() < timeout {
+            if is_process_gone(&client).await {
+                let seconds = requested_at.elapsed().as_secs_f64();
+                return Ok(if as_json {
+                    format!("{}\n", json!({ "drained": true, "seconds": seconds }))
+                } else {
+                    format!("drained in {seconds:.1} s\n")
+                });
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+        Err(CommandError::Message(format!(
+            "{}: still running after {:.1} s",
+            client.address(),
+            timeout.as_secs_f64()
+        )))
+    })?
 }
 
 /// Returns the maximum shutdown time from the response, plus [`TIMEOUT_MARGIN`].
@@ -61,14 +65,15 @@ fn announced_drain_time(response: &DrainDocument) -> Option<Duration> {
         .checked_add(TIMEOUT_MARGIN)
 }
 
-fn is_process_gone(client: &AdminClient) -> bool {
+async fn is_process_gone(client: &AdminClient) -> bool {
     // `NotFound` means that the file of a Unix socket has been removed.
     let gone = [
         io::ErrorKind::ConnectionRefused,
         io::ErrorKind::ConnectionReset,
         io::ErrorKind::NotFound,
     ];
-    client
-        .send(IO_TIMEOUT, "GET", "/livez", "")
-        .is_err_and(|error| gone.contains(&error.kind()))
+    let answer = client
+        .send(IO_TIMEOUT, "GET", "/livez", String::new())
+        .await;
+    answer.is_err_and(|error| gone.contains(&error.kind()))
 }

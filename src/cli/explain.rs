@@ -57,7 +57,7 @@ pub(super) fn explain_request(
             explanation::explain_request(&backend, &config.policy_table, &request).await?;
         clear_instance_statuses(&mut explained.explanation);
         if let Some(why) = &mut explained.store_error
-            && let Some(outage_s) = outage_of_running_proxy(sources)
+            && let Some(outage_s) = outage_of_running_proxy(sources).await
         {
             why.push_str(&format!(
                 "; the proxy on this machine has been without Redis for {outage_s} s"
@@ -84,9 +84,9 @@ pub(super) fn explain_request(
 
 /// For how many seconds the running proxy has been without the store. `None` if it is not, or does
 /// not answer.
-fn outage_of_running_proxy(sources: &ConfigSources) -> Option<u64> {
+async fn outage_of_running_proxy(sources: &ConfigSources) -> Option<u64> {
     let client = AdminClient::from_sources(sources).ok()?;
-    let overview = client.request_json_at_once("GET", "/overview?seconds=1");
+    let overview = client.get_json_at_once("/overview?seconds=1").await;
     let overview: OverviewDocument = serde_json::from_value(overview.ok()?).ok()?;
     Some(overview.store.outage?.lasts_s)
 }

@@ -56,12 +56,14 @@ impl SharedFlags {
         &self,
         overrides: OverrideFlags,
     ) -> Result<ConfigSources, CommandError> {
-        if self.config.len() > 1 {
-            return Err("--config is given several times; only check reads several files".into());
-        }
-        let file = match self.config.first() {
-            Some(path) => read_file_source(path)?,
-            None => default_file_source()?,
+        let file = match self.config.as_slice() {
+            [] => default_file_source()?,
+            [path] => read_file_source(path)?,
+            _ => {
+                return Err(
+                    "--config is given several times; only check reads several files".into(),
+                );
+            }
         };
         Ok(sources_with_environment(file, overrides))
     }
@@ -98,15 +100,14 @@ impl SharedFlags {
         overrides: &OverrideFlags,
     ) -> Result<Vec<ConfigSources>, CommandError> {
         let paths = self.config.iter().chain(files);
-        let files: Result<Vec<_>, _> = paths.map(|path| read_file_source(path)).collect();
-        let mut files = files?;
+        let mut files: Vec<_> = paths.map(|path| read_file_source(path)).collect();
         if files.is_empty() {
-            files.push(default_file_source()?);
+            files.push(default_file_source());
         }
         let files = files.into_iter();
-        Ok(files
-            .map(|file| sources_with_environment(file, overrides.clone()))
-            .collect())
+        files
+            .map(|file| Ok(sources_with_environment(file?, overrides.clone())))
+            .collect()
     }
 }
 
@@ -148,15 +149,14 @@ fn sources_with_environment(file: FileSource, overrides: OverrideFlags) -> Confi
     let env = std::env::vars_os()
         .map(|(name, value)| (text(name), text(value)))
         .collect();
-    let flags = FlagOverrides {
-        upstream: overrides.upstream,
-        listen: overrides.listen,
-        needs_no_upstream: false,
-    };
     ConfigSources {
         file,
         env,
-        flags,
-        skips_key_files: false,
+        flags: FlagOverrides {
+            upstream: overrides.upstream,
+            listen: overrides.listen,
+            ..FlagOverrides::default()
+        },
+        ..ConfigSources::default()
     }
 }

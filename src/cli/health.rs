@@ -1,7 +1,7 @@
 //! `tidegate health`: liveness check of the proxy on this machine.
 
-use super::admin_client::{AdminClient, IO_TIMEOUT, describe_failure};
-use super::output::{CommandError, CommandOutput};
+use super::admin_client::{AdminClient, IO_TIMEOUT, explain_failure};
+use super::output::{CommandError, CommandOutput, block_on};
 use crate::admin::escape_json_for_display;
 use crate::config::ConfigSources;
 use serde_json::json;
@@ -15,12 +15,15 @@ use std::process::ExitCode;
 pub(super) fn run(sources: &ConfigSources, as_json: bool) -> Result<CommandOutput, CommandError> {
     let client = AdminClient::for_probes(sources)?;
     let address = client.address().to_string();
-    let (status, error) = match client.send(IO_TIMEOUT, "GET", "/livez", "") {
-        Ok(response) => (
-            Some(response.status),
-            (response.status != 200).then(|| format!("answered {}", response.status)),
-        ),
-        Err(error) => (None, Some(describe_failure(&error))),
+    let answer = block_on(client.send(IO_TIMEOUT, "GET", "/livez", String::new()))?;
+    let status = answer
+        .as_ref()
+        .ok()
+        .map(|response| response.status().as_u16());
+    let error = match (answer, status) {
+        (Err(error), _) => Some(explain_failure(&error)),
+        (Ok(_), Some(status)) if status != 200 => Some(format!("answered {status}")),
+        (Ok(_), _) => None,
     };
     if as_json {
         let result = json!({ "healthy": error.is_none(), "address": address, "status": status, "error": error });

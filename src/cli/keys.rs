@@ -76,7 +76,8 @@ pub(super) fn run(
     let stores = StoreBackend::new(&config.store);
     let redis = stores.redis();
     let Some(redis) = redis.filter(|_| !command.reads_instance_counters(&config)) else {
-        return run_by_admin_port(&AdminClient::from_sources(sources)?, command, as_json);
+        let client = AdminClient::from_sources(sources)?;
+        return block_on(run_by_admin_port(&client, command, as_json))?;
     };
     block_on(async {
         match command {
@@ -222,7 +223,7 @@ fn format_reset(reset: &KeyResetDocument) -> String {
 }
 
 /// Runs the command by the admin API of the proxy whose memory holds the counters.
-fn run_by_admin_port(
+async fn run_by_admin_port(
     client: &AdminClient,
     command: &KeysCommand,
     as_json: bool,
@@ -246,7 +247,7 @@ fn run_by_admin_port(
             })
         }
     };
-    let answer = client.request_json(method, &target)?;
+    let answer = client.request_json(method, &target).await?;
     Ok(format_answer(&answer, format_text, as_json))
 }
 

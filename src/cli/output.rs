@@ -4,6 +4,7 @@ use crate::admin::{AdminError, add_fields, escape_json_for_display};
 use crate::app::overrides::format_time_ms;
 use crate::clock::Clock;
 use crate::config::{ConfigDiagnostic, ConfigErrors};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::io::{self, Write};
@@ -103,6 +104,11 @@ impl CommandOutput {
     }
 }
 
+/// Whether the user wants colours. https://no-color.org: any value but an empty one turns them off.
+pub(super) fn has_colours() -> bool {
+    std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
+}
+
 /// Runs the asynchronous part of a command on this thread.
 ///
 /// # Errors
@@ -111,6 +117,16 @@ pub(super) fn block_on<T>(future: impl Future<Output = T>) -> Result<T, CommandE
     let runtime = Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|error| error.to_string())?;
     Ok(runtime.block_on(future))
+}
+
+/// Creates a progress bar that is drawn `hertz` times per second, and only if stderr is a terminal.
+pub(super) fn new_progress_bar(total: Option<u64>, hertz: u8, template: &str) -> ProgressBar {
+    let bar = total.map_or_else(ProgressBar::no_length, ProgressBar::new);
+    bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(hertz));
+    if let Ok(style) = ProgressStyle::with_template(template) {
+        bar.set_style(style);
+    }
+    bar
 }
 
 /// The result of a command in the form that the user asked for: as text, or as JSON on several

@@ -1,13 +1,13 @@
 //! `tidegate replay`: applies policies to the requests of a past access log.
 
 use super::flags::sources_without_upstream;
-use super::output::CommandError;
+use super::output::{CommandError, has_colours, new_progress_bar};
 use crate::config::{self, Config, ConfigSources};
 use crate::policy::PolicyTable;
-use crate::replay::{self, AccessLogFormat, LineTemplate, ReplayProgress, Settings};
+use crate::replay::{self, AccessLogFormat, LineTemplate, Settings};
 use console::Term;
 use http::HeaderName;
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -97,8 +97,8 @@ pub(super) fn run_replay(
         suggest_percent: arguments.suggest,
         top_keys: arguments.top.min(MAX_TOP_KEYS),
     };
-    let bar = new_progress_bar(&arguments.logs);
-    let report = replay::replay_logs(&settings, &sets, |ReplayProgress { bytes, requests }| {
+    let bar = new_log_progress_bar(&arguments.logs);
+    let report = replay::replay_logs(&settings, &sets, |bytes, requests| {
         bar.set_position(bytes);
         bar.set_message(format!("{requests} requests"));
     });
@@ -112,14 +112,12 @@ pub(super) fn run_replay(
         return Ok(report.render_json());
     }
     let terminal = Term::stdout();
-    let width = if terminal.is_term() {
-        usize::from(terminal.size().1)
-    } else {
-        DEFAULT_WIDTH
+    let is_terminal = terminal.is_term();
+    let width = match is_terminal {
+        true => terminal.size().1.into(),
+        false => DEFAULT_WIDTH,
     };
-    let is_bold =
-        terminal.is_term() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    Ok(report.render_text(width, is_bold))
+    Ok(report.render_text(width, is_terminal && has_colours()))
 }
 
 /// Upper bound of `--top`, which bounds the size of the report.
@@ -128,44 +126,30 @@ const MAX_TOP_KEYS: usize = 10_000;
 /// Report width in columns if stdout is not a terminal.
 const DEFAULT_WIDTH: usize = 100;
 
-/// Creates a progress bar that is drawn only if stderr is a terminal. The total is unknown for
-/// stdin and other non-regular files.
-pub(super) fn new_progress_bar(logs: &[PathBuf]) -> ProgressBar {
+/// Creates a progress bar for the bytes of logs. The total is unknown for stdin and other
+/// non-regular files.
+pub(super) fn new_log_progress_bar(logs: &[PathBuf]) -> ProgressBar {
     let size = |path: &PathBuf| Some(fs::metadata(path).ok().filter(fs::Metadata::is_file)?.len());
-    let total: Option<u64> = logs.iter().map(size).sum();
     let is_stdin = logs.iter().any(|path| path == Path::new("-"));
-    let (bar, template) = match total.filter(|_| !is_stdin) {
-        Some(total) => (
-            ProgressBar::new(total),
-            "{bar:30} {percent:>3} %  {bytes} of {total_bytes}, {msg}, {eta} left",
-        ),
-        None => (
-            ProgressBar::no_length(),
-            "{spinner} {bytes}, {msg}, {elapsed}",
-        ),
+    let total: Option<u64> = logs.iter().map(size).sum();
+    let total = total.filter(|_| !is_stdin);
+    let template = match total {
+        Some(_) => "{bar:30} {percent:>3} %  {bytes} of {total_bytes}, {msg}, {eta} left",
+        None => "{spinner} {bytes}, {msg}, {elapsed}",
     };
-    bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(10));
-    if let Ok(style) = ProgressStyle::with_template(template) {
-        bar.set_style(style);
-    }
-    bar
+    new_progress_bar(total, 10, template)
 }
 
 fn parse_format(text: &str) -> Result<AccessLogFormat, String> {
     if text.contains(['$', '%']) {
         return LineTemplate::parse(text).map(|template| AccessLogFormat::Custom(template.into()));
     }
-    AccessLogFormat::ALL
-        .into_iter()
-        .find(|format| format.into_str() == text)
-        .ok_or_else(|| {
-            let names = AccessLogFormat::ALL
-                .map(|format| format.into_str())
-                .join(", ");
-            format!(
-                "expected one of {names}, or a format with nginx variables or Apache directives"
-            )
-        })
+    let mut formats = AccessLogFormat::ALL.into_iter();
+    let format = formats.find(|format| format.into_str() == text);
+    format.ok_or_else(|| {
+        let names = AccessLogFormat::names();
+        format!("expected one of {names}, or a format with nginx variables or Apache directives")
+    })
 }
 
 fn parse_header_mapping(text: &str) -> Result<(HeaderName, String), String> {

@@ -7,7 +7,7 @@ mod instance;
 mod screen;
 
 use super::admin_client::AdminClient;
-use super::output::CommandError;
+use super::output::{CommandError, block_on, has_colours};
 use crate::admin::{FleetDocument, escape_json_for_display};
 use crate::config::{ConfigSources, parse_duration};
 use frame::{TopData, ViewState};
@@ -58,7 +58,7 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
     } else {
         fetch_responses
     };
-    let mut response = fetch(&client)?;
+    let response = fetch(&client)?;
     if flags.json {
         return Ok(escape_json_for_display(&format!("{response}\n")));
     }
@@ -67,12 +67,10 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
     } else {
         Box::new(InstanceData::default())
     };
-    escape_texts(&mut response);
-    data.update(response);
+    data.update(escape_texts(response));
     let mut view = ViewState {
         has_blocks: is_utf8_locale(),
-        // https://no-color.org: any value but an empty one.
-        has_colours: env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+        has_colours: has_colours(),
         ..ViewState::default()
     };
     let is_dumb = env::var_os("TERM").is_none_or(|term| term == "dumb");
@@ -81,11 +79,7 @@ pub(super) fn run(sources: &ConfigSources, flags: &TopFlags) -> Result<String, C
     }
     view.is_live = true;
     view.address = client.address().to_string();
-    let fetch_escaped = move || {
-        let mut response = fetch(&client)?;
-        escape_texts(&mut response);
-        Ok(response)
-    };
+    let fetch_escaped = move || fetch(&client).map(escape_texts);
     screen::run_screen(fetch_escaped, data, view, flags.every)
         .map_err(|error| format!("error: the terminal can't be used: {error}\n"))?;
     Ok(String::new())
@@ -101,18 +95,15 @@ fn is_utf8_locale() -> bool {
 }
 
 /// Escapes all texts of a response, so that clients cannot send control characters to the terminal.
-fn escape_texts(value: &mut Value) {
+fn escape_texts(value: Value) -> Value {
     match value {
-        Value::String(text) => *text = escape_text(text),
-        Value::Array(values) => values.iter_mut().for_each(escape_texts),
+        Value::String(text) => escape_text(&text).into(),
+        Value::Array(values) => values.into_iter().map(escape_texts).collect(),
         Value::Object(fields) => {
-            let escape = |(name, mut value): (String, Value)| {
-                escape_texts(&mut value);
-                (escape_text(&name), value)
-            };
-            *fields = std::mem::take(fields).into_iter().map(escape).collect();
+            let escape = |(name, value): (String, Value)| (escape_text(&name), escape_texts(value));
+            fields.into_iter().map(escape).collect()
         }
-        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+        Value::Null | Value::Bool(_) | Value::Number(_) => value,
     }
 }
 
@@ -127,18 +118,22 @@ fn escape_text(text: &str) -> String {
 }
 
 /// Fetches all displayed data by three requests, one immediately after the other.
-fn fetch_responses(client: &AdminClient) -> Result<Value, String> {
-    let fetch = |target: &str| client.request_json_at_once("GET", target);
-    Ok(json!({
-        "overview": fetch("/overview?seconds=61")?,
-        "policies": fetch(&format!("/policies?limit={MAX_POLICIES}"))?,
-        "top": fetch(&format!("/top?n={MAX_RANKED_ENTRIES}"))?,
-    }))
+fn fetch_responses(client: &AdminClient) -> Result<Value, CommandError> {
+    block_on(async {
+        Ok(json!({
+            "overview": client.get_json_at_once("/overview?seconds=61").await?,
+            "policies": client.get_json_at_once(&format!("/policies?limit={MAX_POLICIES}")).await?,
+            "top": client.get_json_at_once(&format!("/top?n={MAX_RANKED_ENTRIES}")).await?,
+        }))
+    })?
 }
 
 /// Fetches the view of all instances. The proxy asks the other instances first, which may take
 /// seconds. The quick request before it finds out whether the proxy answers at all.
-fn fetch_fleet(client: &AdminClient) -> Result<Value, String> {
-    client.request_json_at_once("GET", "/overview?seconds=1")?;
-    client.request_json("GET", &format!("/fleet?n={MAX_RANKED_ENTRIES}"))
+fn fetch_fleet(client: &AdminClient) -> Result<Value, CommandError> {
+    block_on(async {
+        client.get_json_at_once("/overview?seconds=1").await?;
+        let target = format!("/fleet?n={MAX_RANKED_ENTRIES}");
+        client.request_json("GET", &target).await
+    })?
 }

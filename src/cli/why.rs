@@ -8,7 +8,7 @@ mod searched_policy;
 
 use super::output::{CommandError, block_on};
 use super::overrides::store_client::StoreClient;
-use super::replay::new_progress_bar;
+use super::replay::new_log_progress_bar;
 use crate::clock::{self, Clock};
 use crate::config::{self, Config, ConfigSources, parse_duration};
 use crate::replay::{AccessLogReader, RawLogLine, parse_rfc3339};
@@ -18,6 +18,7 @@ use crate::text::count_noun;
 use log_record::{LogEvent, LogRecord, LoggedRequest, UNENFORCED_DECISIONS, parse_log_record};
 use refusal_history::{MAX_SERIES, OTHER_DECISION, RefusalHistory, SeriesName};
 use searched_policy::{SearchedPolicy, SkippedPolicy, select_policies};
+use serde::Serialize;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
@@ -97,21 +98,32 @@ struct PartialKey {
 }
 
 /// The lines that were read.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize)]
 struct LineCounts {
+    #[serde(rename = "read")]
     total: u64,
     /// Lines of tidegate.
+    #[serde(skip)]
     own: u64,
     requests: u64,
     /// Lines before `--since`.
+    #[serde(rename = "before_since")]
     too_old: u64,
     unreadable: u64,
-    /// Where the first unreadable line is, and its beginning.
-    first_unreadable: Option<(String, u64, String)>,
+    first_unreadable: Option<UnreadableLine>,
     /// Errors that ended a log early.
     read_errors: Vec<String>,
     /// Times of the first and the last line that counts.
+    #[serde(skip)]
     range_us: Option<(u64, u64)>,
+}
+
+/// Where an unreadable line is, and its beginning.
+#[derive(Debug, Serialize)]
+struct UnreadableLine {
+    log: String,
+    line: u64,
+    text: String,
 }
 
 /// Reads the logs and returns the report to print.
@@ -160,7 +172,7 @@ fn read_overrides(
     config: &Config,
     searched: &mut [SearchedPolicy<'_>],
 ) -> Result<(), CommandError> {
-    let is_dynamic = |one: &&mut SearchedPolicy<'_>| one.quota.is_dynamic && one.key.is_some();
+    let is_dynamic = |one: &&mut SearchedPolicy<'_>| one.quota.is_dynamic && one.resolved.is_some();
     let mut dynamic = searched.iter_mut().filter(is_dynamic).peekable();
     if dynamic.peek().is_none() {
         return Ok(());
@@ -169,7 +181,7 @@ fn read_overrides(
         let store = StoreClient::open(sources, config).await;
         let now_us = Clock::system().now_us();
         for policy in dynamic {
-            if let Some(key) = &policy.key {
+            if let Some(key) = policy.key() {
                 let stored = match &store {
                     Ok(store) => store.find(key).await.map_err(|error| error.cause()),
                     Err(error) => Err(error.cause()),
@@ -190,7 +202,7 @@ fn read_logs(logs: &[PathBuf], since_us: u64, report: &mut WhyReport<'_>) -> Res
                 .to_owned(),
         );
     }
-    let bar = new_progress_bar(logs);
+    let bar = new_log_progress_bar(logs);
     let bytes_read = Rc::new(Cell::new(0));
     for path in logs {
         let mut log = AccessLogReader::open(path, Rc::clone(&bytes_read))
@@ -354,18 +366,18 @@ impl WhyReport<'_> {
 }
 
 impl LineCounts {
-    fn add_unreadable(&mut self, log: &str, number: u64, quoted: String) {
+    fn add_unreadable(&mut self, log: &str, line: u64, text: String) {
         self.unreadable += 1;
-        if self.first_unreadable.is_none() {
-            self.first_unreadable = Some((log.to_owned(), number, quoted));
-        }
+        let log = log.to_owned();
+        self.first_unreadable
+            .get_or_insert(UnreadableLine { log, line, text });
     }
 
     /// The error about input without a line of tidegate.
     fn describe_foreign_input(&self) -> String {
         match (&self.first_unreadable, self.read_errors.first()) {
-            (Some((log, number, quoted)), _) => format!(
-                "{log}:{number}: {quoted} is not a line of tidegate's JSON log; expected log.format = \"json\", and none of {} is one",
+            (Some(UnreadableLine { log, line, text }), _) => format!(
+                "{log}:{line}: {text} is not a line of tidegate's JSON log; expected log.format = \"json\", and none of {} is one",
                 count_noun(self.total, "line")
             ),
             (None, Some(error)) => error.clone(),

@@ -9,12 +9,12 @@
 //! over it, in log order. Even spacing is closer to the real arrivals than a burst at the start of
 //! the second.
 
+use super::Settings;
 use super::log_reader::{AccessLogReader, RawLogLine};
-use super::log_report::LogReport;
 use super::parsers::{
     AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredHeaders,
 };
-use super::settings::Settings;
+use super::report::LogReport;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;

@@ -92,6 +92,11 @@ impl AccessLogFormat {
         Self::Json,
     ];
 
+    /// The names of all formats, for messages.
+    pub(crate) fn names() -> String {
+        Self::ALL.map(|format| format.into_str()).join(", ")
+    }
+
     /// Returns whether the format records the query string.
     pub fn records_query(&self) -> bool {
         match self {

@@ -2,19 +2,13 @@
 //! serialized [`ReplayReport`]; its times are seconds since the Unix epoch.
 
 mod html;
-mod html_page;
-mod html_plots;
-mod number_format;
 mod text;
 
-pub(crate) use number_format::{format_time, format_time_range};
-
-use super::json_times::{serialize_seconds, serialize_seconds_if_any};
-use super::log_report::LogReport;
 use super::missing_fields::FieldCoverage;
 use super::statistics::{ReplayKeyStats, RequestSeries};
-use super::suggestions::LimitSuggestion;
-use crate::text::{count_noun, format_count};
+use super::suggestions::{LimitProposal, LimitSuggestion};
+use super::{serialize_seconds, serialize_seconds_if_any};
+use crate::text::{count_noun, format_count, format_time};
 use indexmap::IndexSet;
 use serde::Serialize;
 
@@ -44,6 +38,23 @@ pub struct ReplayReport {
     bin_width_s: u64,
     #[serde(skip)]
     suggest_percent: Option<f64>,
+}
+
+/// Line counts of one log.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct LogReport {
+    pub(super) name: String,
+    pub(super) format: &'static str,
+    pub(super) lines: u64,
+    pub(super) requests: u64,
+    /// Records without a request.
+    pub(super) other: u64,
+    pub(super) broken: u64,
+    /// Line numbers and beginnings of the first broken lines.
+    #[serde(skip)]
+    pub(super) broken_examples: Vec<(u64, String)>,
+    /// Error that ended the log early.
+    pub(super) fault: Option<String>,
 }
 
 /// Request counts and other results of one policy set.
@@ -297,6 +308,29 @@ impl ReplayReport {
     }
 }
 
+impl LogReport {
+    pub(super) fn find_warnings(&self) -> Vec<String> {
+        let name = self.name.escape_debug();
+        let mut warnings = Vec::new();
+        if let Some(error) = &self.fault {
+            warnings.push(format!(
+                "{name}: the log ended early ({error}); the report covers the lines before that"
+            ));
+        }
+        if self.broken > 0 {
+            let (broken, lines) = (count_noun(self.broken, "line"), format_count(self.lines));
+            warnings.push(format!("{name}: {broken} broken, of {lines}"));
+            let examples = self.broken_examples.iter();
+            warnings.extend(examples.map(|(line, text)| format!("{name}: line {line}: {text}")));
+        }
+        if self.other > 0 {
+            let other = count_noun(self.other, "line");
+            warnings.push(format!("{name}: {other} without a request"));
+        }
+        warnings
+    }
+}
+
 impl PolicySetReport {
     /// Returns the number of requests by outcome.
     fn outcome_counts(&self) -> [(&'static str, u64); 6] {
@@ -340,4 +374,56 @@ impl PolicySetReport {
 fn merged_policy_names(sets: [&PolicySetReport; 2]) -> IndexSet<&str> {
     let policies = sets.into_iter().flat_map(|set| &set.policies);
     policies.map(|policy| policy.name.as_str()).collect()
+}
+
+impl PolicyReport {
+    /// Formats the number of keys (`>5` if keys were evicted), and of the touched ones. Both are
+    /// `absent` for a policy without limits.
+    fn format_key_counts(&self, absent: &str) -> [String; 2] {
+        if self.action != "limit" {
+            return [absent, absent].map(str::to_owned);
+        }
+        let mark = if self.keys_exact { "" } else { ">" };
+        let keys = format!("{mark}{}", format_count(self.keys));
+        [keys, format_count(self.keys_touched)]
+    }
+}
+
+impl LimitProposal {
+    /// How many keys the suggested limit touches, and how many the present one, as ends of sentences.
+    fn describe_touched_keys(&self) -> [String; 2] {
+        let touched = |touched, keys: &str| {
+            let share = format_share(touched, self.keys);
+            format!("{}{keys} ({share})", format_count(touched))
+        };
+        let of_keys = format!(" of {} keys", format_count(self.keys));
+        let suggested = touched(self.touched, &of_keys);
+        [
+            format!(
+                "(a peak of {} and headroom) touches {suggested}",
+                format_count(self.peak)
+            ),
+            format!("touches at most {}", touched(self.touched_now, "")),
+        ]
+    }
+
+    /// The highest peak within each share of the keys.
+    fn describe_peaks(&self) -> String {
+        let quantiles = self.quantiles.iter();
+        let quantiles = quantiles.map(|(share, peak)| match share * 100.0 {
+            100.0.. => format!("and the highest {}", format_count(*peak)),
+            percent => format!("{percent} % of the keys up to {}", format_count(*peak)),
+        });
+        quantiles.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Formats a share as `12.3 %`. A small nonzero share is not rounded to zero.
+fn format_share(part: u64, whole: u64) -> String {
+    match part as f64 * 100.0 / whole.max(1) as f64 {
+        _ if part == 0 || whole == 0 => "0 %".to_owned(),
+        share if share < 0.01 => "<0.01 %".to_owned(),
+        share if share < 10.0 => format!("{share:.2} %"),
+        share => format!("{share:.1} %"),
+    }
 }

@@ -1,10 +1,10 @@
 //! Applies one policy set to logged requests and counts the outcomes.
 
+use super::Settings;
 use super::log_merge::ReplayRequest;
 use super::missing_fields::{FieldCoverage, MissingFieldCheck, describe_missing_fields};
 use super::parsers::RequiredHeaders;
 use super::report::{PolicyReport, PolicySetReport, RefusedKeyReport};
-use super::settings::Settings;
 use super::statistics::ReplayKeyTable;
 use super::suggestions::PeakDemandTracker;
 use crate::clock::{Clock, ManualClock};

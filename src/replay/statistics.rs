@@ -1,6 +1,6 @@
 //! Bounded request statistics over time and by key. Their memory does not grow with the log.
 
-use super::json_times::serialize_seconds;
+use super::serialize_seconds;
 use crate::limiter::Key;
 use foldhash::HashMap;
 use serde::Serialize;

@@ -5,7 +5,7 @@
 //! until the first refusal. Sliding windows are counted in hundredths of the period, so a peak and
 //! the suggestion may be slightly too high. Requests that other policies refuse count as well.
 
-use super::json_times::serialize_seconds;
+use super::serialize_seconds;
 use super::statistics::KeyPeakSample;
 use crate::clock::Clock;
 use crate::config::format_period;

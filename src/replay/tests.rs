@@ -55,7 +55,7 @@ impl ReplayFixture {
         replay_logs(
             &self.settings,
             &[("test.toml".to_owned(), &*self.config.policy_table)],
-            |_| {},
+            |_, _| {},
         )
         .unwrap()
     }
@@ -390,7 +390,7 @@ fn compares_two_policy_sets_side_by_side() {
         ("old".to_owned(), &*strict.config.policy_table),
         ("new".to_owned(), &*lax.config.policy_table),
     ];
-    let report = replay_logs(&strict.settings, &sets, |_| {}).unwrap();
+    let report = replay_logs(&strict.settings, &sets, |_, _| {}).unwrap();
     let json: Value = serde_json::from_str(&report.render_json()).unwrap();
     assert_eq!(
         (
@@ -457,7 +457,7 @@ fn rejects_files_that_are_not_logs() {
         replay_logs(
             &fixture.settings,
             &[("t".to_owned(), &*fixture.config.policy_table)],
-            |_| {},
+            |_, _| {},
         )
         .unwrap_err()
     };

@@ -6,7 +6,7 @@ use crate::text::SecretText;
 use bytes::Bytes;
 use http::header::{AUTHORIZATION, HOST};
 use http::{Request, StatusCode};
-use http_body_util::Empty;
+use http_body_util::Full;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -83,8 +83,11 @@ async fn send_request(
     if let Some(credential) = credential {
         request = request.header(AUTHORIZATION, format!("Bearer {}", credential.expose()));
     }
-    let request = request.body(Empty::new()).map_err(to_reason)?;
-    let response = http_client::fetch(socket, request, MAX_SUMMARY_BYTES).await;
+    let request = request.body(Full::default()).map_err(to_reason)?;
+    let response = http_client::fetch(socket, request, MAX_SUMMARY_BYTES, |status| {
+        status == StatusCode::OK
+    })
+    .await;
     let response = response.map_err(to_reason)?;
     match response.status() {
         StatusCode::OK => Ok(response.into_body()),

@@ -1,7 +1,7 @@
 //! Reads the records of a CSV or JSON Lines file, with the lines that each of them covers.
 
 use std::fmt;
-use std::io::{self, BufRead};
+use std::io::{self, BufRead, Read};
 
 /// Maximum length of a record, in bytes.
 const MAX_RECORD_BYTES: usize = 64 << 10;
@@ -70,29 +70,17 @@ impl<R: BufRead> RecordReader<R> {
     /// Parses until the end of a record. Returns false at the end of the file.
     fn parse_into(&mut self, record: &mut RecordParser) -> io::Result<bool> {
         let mut last_byte = None;
-        loop {
-            let buffer = self.input.fill_buf()?;
-            if buffer.is_empty() {
-                // The last line may have no line feed.
-                self.next_line += u64::from(last_byte.is_some_and(|byte| byte != b'\n'));
-                return Ok(last_byte.is_some());
-            }
-            last_byte = buffer.last().copied();
-            let mut used = 0;
-            let mut is_complete = false;
-            for byte in buffer {
-                used += 1;
-                self.next_line += u64::from(*byte == b'\n');
-                is_complete = record.push(*byte);
-                if is_complete {
-                    break;
-                }
-            }
-            self.input.consume(used);
-            if is_complete {
+        for byte in self.input.by_ref().bytes() {
+            let byte = byte?;
+            self.next_line += u64::from(byte == b'\n');
+            if record.push(byte) {
                 return Ok(true);
             }
+            last_byte = Some(byte);
         }
+        // The last line may have no line feed.
+        self.next_line += u64::from(last_byte.is_some_and(|byte| byte != b'\n'));
+        Ok(last_byte.is_some())
     }
 }
 
@@ -139,9 +127,9 @@ impl RecordParser {
                 QuoteState::Quoted
             }
             (_, b',') => {
-                self.values.extend(
-                    (self.len <= MAX_RECORD_BYTES).then(|| std::mem::take(&mut self.value)),
-                );
+                if self.len <= MAX_RECORD_BYTES {
+                    self.values.push(std::mem::take(&mut self.value));
+                }
                 QuoteState::Start
             }
             (QuoteState::Start, b'"') => QuoteState::Quoted,

@@ -10,13 +10,13 @@ use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
     FIELD_NAMES, OverrideInput, amounts_by_limit, override_from_json, resolve_override,
 };
-use crate::cli::output::CommandError;
+use crate::cli::output::{CommandError, new_progress_bar};
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::limiter::{KeyOverride, MAX_UNITS};
 use crate::policy::PolicyTable;
 use crate::store::{StoredOverride, parse_override_rule};
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::ProgressBar;
 use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
@@ -60,7 +60,7 @@ pub(super) async fn import_file(
 ) -> Result<ImportReport, CommandError> {
     let now_us = Clock::system().now_us();
     let records = open_records(&arguments.file, now_us)?;
-    let progress = new_progress_bar();
+    let progress = new_progress_bar(None, 4, "{spinner} {human_pos} set, {per_sec}, {elapsed}");
     let mut report = ImportReport::default();
     let mut chunk: Vec<(u64, StoredOverride)> = Vec::with_capacity(CHUNK_LEN);
     for record in records {
@@ -121,17 +121,6 @@ async fn set_chunk(
     Ok(overrides.len() as u64)
 }
 
-fn new_progress_bar() -> ProgressBar {
-    let bar = ProgressBar::no_length();
-    bar.set_draw_target(ProgressDrawTarget::stderr_with_hz(4));
-    if let Ok(style) =
-        ProgressStyle::with_template("{spinner} {human_pos} set, {per_sec}, {elapsed}")
-    {
-        bar.set_style(style);
-    }
-    bar
-}
-
 /// JSON Lines if the name ends in `.jsonl`, else CSV.
 fn open_records(
     path: &Path,
@@ -143,12 +132,8 @@ fn open_records(
         .extension()
         .is_some_and(|extension| extension.eq_ignore_ascii_case("jsonl"));
     let byte_order_mark = "\u{feff}".as_bytes();
-    if !is_json
-        && file
-            .fill_buf()
-            .map_err(describe)?
-            .starts_with(byte_order_mark)
-    {
+    let start = file.fill_buf().map_err(describe)?;
+    if !is_json && start.starts_with(byte_order_mark) {
         file.consume(byte_order_mark.len());
     }
     let mut reader = RecordReader::new(file, is_json);
@@ -159,16 +144,14 @@ fn open_records(
         let columns = parse_header(header);
         Some(columns.map_err(|why| format!("{}: {why}", path.display()))?)
     };
-    Ok(std::iter::from_fn(move || match reader.read_record() {
-        Ok(None) => None,
-        Ok(Some((lines, values))) => Some(Ok((
-            lines,
-            values.and_then(|values| match &columns {
-                Some(columns) => read_record(&values, columns, now_us),
-                None => parse_json_line(&values.concat(), now_us),
-            }),
-        ))),
-        Err(error) => Some(Err(error.to_string())),
+    Ok(std::iter::from_fn(move || {
+        let record = reader.read_record().map_err(|error| error.to_string());
+        let parse = |values: Vec<String>| match &columns {
+            Some(columns) => read_record(&values, columns, now_us),
+            None => parse_json_line(&values.concat(), now_us),
+        };
+        let record = record.transpose()?;
+        Some(record.map(|(lines, values)| (lines, values.and_then(parse))))
     }))
 }
 
@@ -189,7 +172,23 @@ enum CsvColumn {
     Key(usize),
 }
 
-/// `key` is the first value of the key, `key2` the second one.
+impl CsvColumn {
+    /// `key` is the first value of the key, `key2` the second one.
+    fn parse(name: &str) -> Option<Self> {
+        let number = match name.strip_prefix("key") {
+            Some("") => Some(1),
+            number => number.and_then(|number| number.parse().ok()),
+        };
+        match number {
+            Some(number @ 1..=64) => Some(Self::Key(number - 1)),
+            _ => {
+                let mut fields = FIELD_NAMES.into_iter();
+                fields.find(|field| *field == name).map(Self::Field)
+            }
+        }
+    }
+}
+
 fn parse_header(header: Option<CsvRecord>) -> Result<Vec<CsvColumn>, String> {
     let header = match header {
         Some((lines, values)) => values.map_err(|why| format!("{lines}: {why}"))?,
@@ -198,26 +197,10 @@ fn parse_header(header: Option<CsvRecord>) -> Result<Vec<CsvColumn>, String> {
     let mut columns = Vec::new();
     for name in &header {
         let name = name.trim();
-        let known = FIELD_NAMES.iter().find(|field| **field == name);
-        let position = match name.strip_prefix("key") {
-            Some("") => Some(0),
-            Some(number) => number
-                .parse::<usize>()
-                .ok()
-                .filter(|n| (1..=64).contains(n))
-                .map(|n| n - 1),
-            None => None,
-        };
-        let column = match (position, known) {
-            (Some(position), _) => CsvColumn::Key(position),
-            (None, Some(field)) => CsvColumn::Field(field),
-            (None, None) => {
-                return Err(format!(
-                    "line 1: unknown column {name:?}; expected {}, and key2 to key64",
-                    FIELD_NAMES.join(", ")
-                ));
-            }
-        };
+        let column = CsvColumn::parse(name).ok_or_else(|| {
+            let fields = FIELD_NAMES.join(", ");
+            format!("line 1: unknown column {name:?}; expected {fields}, and key2 to key64")
+        })?;
         if columns.contains(&column) {
             return Err(format!("line 1: the column {name:?} occurs twice"));
         }
@@ -243,27 +226,36 @@ fn read_record(
             columns.len()
         ));
     }
-    let mut object = Map::new();
+    let (mut object, mut key) = (Map::new(), Vec::new());
     for (column, text) in columns.iter().zip(record) {
-        let CsvColumn::Field(name) = column else {
-            continue;
+        let name = match column {
+            CsvColumn::Field(name) => *name,
+            // Empty columns at the end belong to policies with more values.
+            CsvColumn::Key(position) => {
+                key.resize(key.len().max(position + 1), "");
+                if let Some(value) = key.get_mut(*position) {
+                    *value = text;
+                }
+                continue;
+            }
         };
         let text = text.trim();
-        let value = match *name {
+        let value = match name {
             _ if text.is_empty() => continue,
             "unlimited" | "blocked" => match text {
                 "false" | "0" | "no" => json!(false),
                 "true" | "1" | "yes" => json!(true),
                 _ => return Err(format!("{name}: {text:?}; expected true or false")),
             },
-            "requests" | "burst" => match text.parse::<u64>() {
-                Ok(amount) if amount <= MAX_UNITS => json!(amount),
-                _ => {
-                    return Err(format!(
-                        "{name}: {text:?}; expected an integer from 0 to {MAX_UNITS}"
-                    ));
-                }
-            },
+            "requests" | "burst" => {
+                let amount = text
+                    .parse::<u64>()
+                    .ok()
+                    .filter(|amount| *amount <= MAX_UNITS);
+                json!(amount.ok_or_else(|| format!(
+                    "{name}: {text:?}; expected an integer from 0 to {MAX_UNITS}"
+                ))?)
+            }
             "limits" => match parse_override_rule(text) {
                 Some(KeyOverride::Limits(amounts)) => {
                     let by_name = amounts_by_limit(&amounts);
@@ -280,24 +272,8 @@ fn read_record(
             },
             _ => json!(text),
         };
-        object.insert((*name).to_owned(), value);
+        object.insert(name.to_owned(), value);
     }
-    object.insert("key".to_owned(), json!(read_key_values(record, columns)));
+    object.insert("key".to_owned(), json!(key));
     override_from_json(&object, now_us)
-}
-
-/// The key values of a record. Empty columns at the end belong to policies with more values.
-fn read_key_values(record: &[String], columns: &[CsvColumn]) -> Vec<String> {
-    let mut values: Vec<String> = Vec::new();
-    for (column, text) in columns.iter().zip(record) {
-        if let CsvColumn::Key(position) = column {
-            if values.len() <= *position {
-                values.resize(position + 1, String::new());
-            }
-            if let Some(value) = values.get_mut(*position) {
-                value.clone_from(text);
-            }
-        }
-    }
-    values
 }

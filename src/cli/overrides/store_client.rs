@@ -47,7 +47,7 @@ impl StoreClient {
         match self {
             Self::Redis(store) => Ok(store.find(key).await?),
             Self::AdminPort(client, _) => {
-                let response = client.request_json("GET", &key_target(key))?;
+                let response = client.request_json("GET", &key_target(key)).await?;
                 let listed: OverrideListDocument = parse_answer(response)?;
                 let found = listed.overrides.into_iter().next();
                 Ok(found.map(override_from_document).transpose()?)
@@ -69,7 +69,8 @@ impl StoreClient {
                 Ok(stored)
             }
             Self::AdminPort(client, _) => {
-                let set: OverrideDocument = parse_answer(send_override(client, "PATCH", entered)?)?;
+                let set: OverrideDocument =
+                    parse_answer(send_override(client, "PATCH", entered).await?)?;
                 Ok(override_from_document(set)?)
             }
         }
@@ -91,8 +92,11 @@ impl StoreClient {
                 join_all(overrides.iter().map(set)).await
             }
             Self::AdminPort(client, _) => {
-                let set = |stored| Ok(send_override(client, "PUT", stored).map(drop)?);
-                overrides.iter().map(set).collect()
+                let mut results = Vec::new();
+                for stored in overrides {
+                    results.push(send_override(client, "PUT", stored).await.map(drop));
+                }
+                results
             }
         }
     }
@@ -105,7 +109,7 @@ impl StoreClient {
                 Ok(is_removed)
             }
             Self::AdminPort(client, _) => {
-                let response = client.request_json("DELETE", &key_target(key))?;
+                let response = client.request_json("DELETE", &key_target(key)).await?;
                 Ok(parse_answer::<OverrideRemovalDocument>(response)?.removed)
             }
         }
@@ -124,7 +128,8 @@ impl StoreClient {
         for policy in table.policies().iter().filter(is_dynamic) {
             let max = MAX_LISTED_BY_ADMIN_PORT.to_string();
             let target = build_target(&overrides_path(&policy.name), [("n", &*max)]);
-            let listed: OverrideListDocument = parse_answer(client.request_json("GET", &target)?)?;
+            let listed: OverrideListDocument =
+                parse_answer(client.request_json("GET", &target).await?)?;
             if listed.more {
                 return Err(CommandError::Message(format!(
                     "{} has more than {max} overrides in memory, the most that the admin port lists",
@@ -145,14 +150,14 @@ fn print_change(change: &OverrideChange) {
     print_audit_line(json!(change));
 }
 
-fn send_override(
+async fn send_override(
     client: &AdminClient,
     method: &str,
     stored: &StoredOverride,
-) -> Result<Value, String> {
+) -> Result<Value, CommandError> {
     let target = overrides_path(stored.key.policy_name());
     let document = describe_stored_override(stored);
-    client.send_json(method, &target, &json!(document))
+    client.send_json(method, &target, &json!(document)).await
 }
 
 fn overrides_path(policy: &str) -> String {

@@ -128,7 +128,7 @@ mod tests {
     use serde_json::json;
 
     fn sample_snapshot() -> FleetDocument {
-        let mut response = json!({
+        let response = json!({
             "store": "redis", "shared": true, "total": 3, "answered": 2, "decisions_per_s": 30.0,
             "problem": null,
             "instances": [
@@ -144,8 +144,7 @@ mod tests {
             "keys": { "entries": [{ "policy": "api", "key": "api/ann", "count": 7, "error": 0 }] },
             "paths": { "entries": [] },
         });
-        escape_texts(&mut response);
-        FleetDocument::deserialize(response).unwrap()
+        FleetDocument::deserialize(escape_texts(response)).unwrap()
     }
 
     #[test]

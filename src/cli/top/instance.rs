@@ -4,14 +4,15 @@ use super::frame::{
     ALERT, GOOD, MAX_PIPE_RANKING_HEIGHT, PolicySortOrder, TITLE, TopData, TopTable, ViewState,
     WARNING, draw_lines, draw_ranking, ranking_height,
 };
-use crate::admin::REFUSED_SERIES;
-use crate::telemetry::top_rejections::RejectionRanking;
+use crate::admin::{
+    OverviewDocument, PoliciesDocument, PolicyDocument, REFUSED_SERIES, TopDocument,
+};
 use crate::text::{format_latency, format_rate, format_share, format_short_duration, wrap_text};
 use ratatui::buffer::Buffer;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::Style;
 use ratatui::text::Line;
-use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::cmp::Reverse;
 
@@ -42,16 +43,15 @@ const ALL_COUNTERS: [&str; 10] = [
     "malformed",
 ];
 
-/// The responses of the admin API at one time. A missing or malformed field is no error, so that an
-/// older or newer proxy can be shown.
+/// The responses of the admin API at one time. A missing field or a malformed response is no error,
+/// so that an older or newer proxy can be shown.
 #[derive(Debug, Default)]
 pub(super) struct InstanceData {
-    overview: Value,
+    overview: OverviewDocument,
     policies: Vec<TopPolicyEntry>,
     /// Number of policies that were not fetched.
     omitted_policies: u64,
-    keys: RejectionRanking,
-    paths: RejectionRanking,
+    top: TopDocument,
 }
 
 #[derive(Debug, Default)]
@@ -70,22 +70,17 @@ struct TopPolicyEntry {
 impl TopData for InstanceData {
     /// Rates are relative to the previous response, if the same process sent it earlier.
     fn update(&mut self, mut response: Value) {
-        let overview = response.get_mut("overview").map(Value::take);
-        let overview = overview.unwrap_or_default();
-        let process = |overview: &Value| {
-            let process = &overview["instance"];
-            (process["id"].clone(), to_number(&process["uptime_s"]))
-        };
-        let ((old_id, old_uptime_s), (id, uptime_s)) =
-            (process(&self.overview), process(&overview));
-        let elapsed_s = uptime_s.saturating_sub(old_uptime_s);
-        let is_later = old_id == id && elapsed_s > 0;
-        let response = &response;
-        let [page, top] = ["policies", "top"].map(|name| &response[name]);
-        let entries = to_list(&page["policies"]);
-        let policies = entries.iter().map(|entry| {
-            let mut policy = TopPolicyEntry::from_json(entry);
-            let mut earlier = self.policies.iter().filter(|_| is_later);
+        let earlier = std::mem::take(self);
+        self.overview = take_document(&mut response, "overview");
+        self.top = take_document(&mut response, "top");
+        let page: PoliciesDocument = take_document(&mut response, "policies");
+        self.omitted_policies = page.total.saturating_sub(page.policies.len()) as u64;
+        let (instance, before) = (&self.overview.instance, &earlier.overview.instance);
+        let elapsed_s = instance.uptime_s.saturating_sub(before.uptime_s);
+        let is_later = instance.id == before.id && elapsed_s > 0;
+        let policies = page.policies.iter().map(|entry| {
+            let mut policy = TopPolicyEntry::new(entry);
+            let mut earlier = earlier.policies.iter().filter(|_| is_later);
             let earlier = earlier.find(|earlier| earlier.name == policy.name);
             policy.rates_per_s = earlier.map(|earlier| {
                 let [passed, refused] = earlier.totals;
@@ -95,16 +90,7 @@ impl TopData for InstanceData {
             });
             policy
         });
-        let policies: Vec<_> = policies.collect();
-        let total = to_number(&page["total"]);
-        let ranking = |name: &str| RejectionRanking::deserialize(&top[name]).unwrap_or_default();
-        *self = Self {
-            omitted_policies: total.saturating_sub(policies.len() as u64),
-            keys: ranking("keys"),
-            paths: ranking("paths"),
-            overview,
-            policies,
-        };
+        self.policies = policies.collect();
     }
 
     fn row_count(&self) -> usize {
@@ -122,19 +108,17 @@ impl TopData for InstanceData {
             let wrapped = wrap_text(&text, width, ["! ", "  "], MAX_ALERT_LINES);
             lines.extend(wrapped.into_iter().map(|text| Line::styled(text, style)));
         }
-        let overview = &self.overview;
-        let [requests, connections] = ["requests", "connections"].map(|name| &overview[name]);
-        let seconds = &requests["seconds"];
+        let seconds = &self.overview.requests.seconds;
         // The window is a minute, or less soon after the start. It excludes the last second, which
         // is incomplete.
-        let window_s = to_list(&seconds["at"]).len().saturating_sub(1);
+        let window_s = seconds.get("at").map_or(0, Vec::len).saturating_sub(1);
         let count = |names: &[&str], last: usize| -> u64 {
-            let columns = names.iter().map(|name| to_list(&seconds[*name]));
+            let columns = names.iter().filter_map(|name| seconds.get(*name));
             let values = columns.flat_map(|column| {
                 let complete = column.iter().take(window_s);
                 complete.skip(window_s.saturating_sub(last))
             });
-            values.map(to_number).sum()
+            values.sum()
         };
         let requests = count(&ALL_COUNTERS, window_s);
         let share = |count| format_share(count, requests);
@@ -144,8 +128,8 @@ impl TopData for InstanceData {
             format_rate(count(&ALL_COUNTERS, recent_s) as f64 / recent_s as f64),
             share(count(&REFUSED_SERIES, window_s)),
             format_short_duration(window_s as u64),
-            to_number(&connections["open"]),
-            to_number(&connections["max"]),
+            self.overview.connections.open,
+            self.overview.connections.max,
         )));
         // A part of `degraded`.
         let refused = count(&["degraded_refused"], window_s);
@@ -188,8 +172,8 @@ impl TopData for InstanceData {
             table.draw(view.scroll_offset, table_area, buffer);
         }
         let rankings = [
-            ("KEYS REFUSED MOST BY A LIMIT", &self.keys),
-            ("PATHS REFUSED MOST BY A POLICY", &self.paths),
+            ("KEYS REFUSED MOST BY A LIMIT", &self.top.keys),
+            ("PATHS REFUSED MOST BY A POLICY", &self.top.paths),
         ];
         let layout = match (view.is_live, area.width) {
             (true, 100..) => Layout::horizontal([
@@ -228,33 +212,36 @@ impl InstanceData {
             text => format!("  {word} {text}"),
         };
         let overview = &self.overview;
-        let process = &overview["instance"];
-        let [version, id, host] = ["version", "id", "host"].map(|name| to_text(&process[name]));
+        let process = &overview.instance;
         format!(
-            "tidegate {version}  {state}{}  instance {}{}  up {}  generation {}{}",
-            to_text(&overview["status"]),
+            "tidegate {}  {state}{}  instance {}{}  up {}  generation {}{}",
+            process.version,
+            overview.status,
             // The first 8 characters are enough to distinguish instances.
-            id.get(..8).unwrap_or(id),
-            after("on", host),
-            format_short_duration(to_number(&process["uptime_s"])),
-            to_number(&overview["generation"]),
+            process.id.get(..8).unwrap_or(&process.id),
+            after("on", &process.host),
+            format_short_duration(process.uptime_s),
+            overview.generation,
             after("at", &view.address),
         )
     }
 
     /// Problems that need attention.
     fn alerts(&self) -> Vec<(Style, String)> {
-        let texts = |list| to_list(list).iter().map(|text| to_text(text).to_owned());
         // The problems are the hints with their levels, which older versions do not send.
         let overview = &self.overview;
-        let [problems, reload] = ["problems", "last_reload"].map(|name| &overview[name]);
-        let hints = texts(&overview["hints"]).enumerate().map(|(at, text)| {
-            let problem = problems.get(at).and_then(|problem| problem.get("level"));
-            let is_warning = problem.is_some_and(|level| level == "warning");
-            (if is_warning { WARNING } else { ALERT }, text)
+        let hints = overview.hints.iter().enumerate().map(|(at, text)| {
+            let problem = overview.problems.get(at);
+            let is_warning = problem.is_some_and(|problem| problem.level == "warning");
+            (if is_warning { WARNING } else { ALERT }, text.clone())
         });
-        let errors = texts(&reload["errors"]).map(|text| (ALERT, text));
-        let peers: Vec<String> = texts(&overview["untrusted_peers"]).collect();
+        let errors = overview.last_reload.errors.iter();
+        let errors = errors.map(|text| (ALERT, text.clone()));
+        let peers: Vec<String> = overview
+            .untrusted_peers
+            .iter()
+            .map(ToString::to_string)
+            .collect();
         let peers = (!peers.is_empty()).then(|| {
             let peers = peers.join(", ");
             (
@@ -266,18 +253,15 @@ impl InstanceData {
     }
 
     fn store_line(&self, without_store: &str) -> Line<'static> {
-        let overview = &self.overview;
-        let store = &overview["store"];
-        let location = ["kind", "address"]
-            .map(|part| to_text(&store[part]))
-            .join(" ");
-        let (style, state) = match (store["up"] == true, store["breaker_open"] == true) {
+        let store = &self.overview.store;
+        let (style, state) = match (store.up, store.breaker_open) {
             (true, true) => (ALERT, "breaker open"),
             (true, false) => (GOOD, "up"),
             (false, _) => (ALERT, "DOWN"),
         };
-        let instances = store["instances"].as_u64();
+        let instances = store.instances;
         let instances = instances.map_or_else(String::new, |count| format!("  instances {count}"));
+        let location = format!("{} {}", store.kind, store.address);
         let location = location.trim_end();
         Line::styled(
             format!("store {location} {state}{instances}{without_store}"),
@@ -286,13 +270,10 @@ impl InstanceData {
     }
 
     fn describe_latency(&self) -> String {
-        let overview = &self.overview;
-        let latency = &overview["latency"];
-        let sources = latency["decisions"].as_object();
-        let sources = sources.into_iter().flatten().map(|(source, times)| {
-            let [p50, p99] = ["p50_s", "p99_s"].map(|name| format_latency(times[name].as_f64()));
-            let count = to_number(&times["count"]);
-            format!("  {source} {count}, 50% in {p50}, 99% in {p99}")
+        let sources = self.overview.latency.decisions.iter();
+        let sources = sources.map(|(source, times)| {
+            let [p50, p99] = [times.p50_s, times.p99_s].map(format_latency);
+            format!("  {source} {}, 50% in {p50}, 99% in {p99}", times.count)
         });
         let sources: String = sources.collect();
         let none = if sources.is_empty() { " none" } else { "" };
@@ -348,24 +329,27 @@ impl InstanceData {
 }
 
 impl TopPolicyEntry {
-    fn from_json(entry: &Value) -> Self {
-        let total =
-            |names: &[&str]| -> u64 { names.iter().map(|name| to_number(&entry[*name])).sum() };
+    fn new(entry: &PolicyDocument) -> Self {
+        let total = |names: &[&str]| -> u64 {
+            let counts = names.iter().filter_map(|name| entry.decisions.get(*name));
+            counts.filter_map(Value::as_u64).sum()
+        };
         // Since-start totals of degraded decisions are counted by outcome in `degraded_by`.
-        let degraded = &entry["degraded_by"];
-        let refused = total(&REFUSED_SERIES)
-            + to_number(&degraded["closed"])
-            + to_number(&degraded["local_rejected"]);
-        let hour = &entry["last_hour"];
+        let degraded = ["closed", "local_rejected"];
+        let degraded = degraded.map(|outcome| entry.degraded_by.as_ref()?.get(outcome));
+        let refused = total(&REFUSED_SERIES) + degraded.into_iter().flatten().sum::<u64>();
+        let hour = entry.last_hour.as_ref();
         let in_minute = |names: &[&str], minute: usize| -> u64 {
-            let counts = names.iter().filter_map(|name| hour[*name].get(minute));
-            counts.map(to_number).sum()
+            let counts = names
+                .iter()
+                .filter_map(|name| hour?.get(*name)?.get(minute));
+            counts.map(|count| u64::from(*count)).sum()
         };
         let minutes = (0..HISTORY_MINUTES)
             .map(|at| [&ALL_COUNTERS[..], &REFUSED_SERIES].map(|names| in_minute(names, at)));
         Self {
-            name: to_text(&entry["name"]).to_owned(),
-            kind: match (to_text(&entry["mode"]), to_text(&entry["action"])) {
+            name: entry.name.clone(),
+            kind: match (&*entry.mode, entry.action.as_deref().unwrap_or_default()) {
                 ("off", _) => "off",
                 ("shadow", _) => "shadow",
                 ("mark", _) => "mark",
@@ -434,16 +418,11 @@ fn render_sparkline(minutes: &[[u64; 2]], has_blocks: bool) -> String {
     groups.iter().map(glyph).collect()
 }
 
-fn to_number(value: &Value) -> u64 {
-    value.as_u64().unwrap_or_default()
-}
-
-fn to_text(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
-}
-
-fn to_list(value: &Value) -> &[Value] {
-    value.as_array().map_or(&[], Vec::as_slice)
+/// One of the responses, without it the default.
+fn take_document<T: DeserializeOwned + Default>(responses: &mut Value, name: &str) -> T {
+    let response = responses.get_mut(name).map(Value::take);
+    let document = response.and_then(|response| serde_json::from_value(response).ok());
+    document.unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -456,21 +435,19 @@ mod tests {
     #[test]
     fn escapes_control_characters_in_all_texts() {
         let hostile = "\u{1b}[2J\u{9b}31m\u{202e}\r\nü";
-        let mut response = json!({
+        let response = json!({
             "overview": {
-                "instance": { "id": hostile, "version": hostile }, "status": hostile, "hints": [hostile], "untrusted_peers": [hostile],
+                "instance": { "id": hostile, "version": hostile }, "status": hostile, "hints": [hostile], "untrusted_peers": ["::1"],
                 "last_reload": { "errors": [hostile] }, "store": { "kind": hostile, "address": hostile },
                 "latency": { "decisions": { hostile: { "count": 1 } } },
             },
             "policies": { "policies": [{ "name": hostile }] },
             "top": { "keys": { "entries": [{ "policy": hostile, "key": hostile }] }, "paths": { "entries": [{ "policy": hostile, "path": hostile }] } },
         });
-        escape_texts(&mut response);
-        let text = render_plain_text(&load(response), &ViewState::default());
+        let text = render_plain_text(&load(escape_texts(response)), &ViewState::default());
         let is_plain = |letter| letter == '\n' || (' '..='~').contains(&letter);
         assert!(text.chars().all(is_plain), "{text}");
-        let mut letter = json!("\u{1b}[31mé");
-        escape_texts(&mut letter);
+        let letter = escape_texts(json!("\u{1b}[31mé"));
         assert_eq!(letter, "\\u{1b}[31m\\u{e9}");
     }
 

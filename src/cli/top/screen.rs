@@ -1,6 +1,7 @@
 //! The live terminal view. It restores the terminal on exit, on a signal and on a panic.
 
 use super::frame::{self, PolicySortOrder, TopData, ViewState};
+use crate::cli::output::CommandError;
 use futures_util::future::select_all;
 use ratatui::Frame;
 use ratatui::crossterm::SynchronizedUpdate;
@@ -26,7 +27,7 @@ const TERMINAL_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// # Errors
 /// If the terminal can't be used.
 pub(super) fn run_screen(
-    fetch: impl Fn() -> Result<Value, String> + Send + 'static,
+    fetch: impl Fn() -> Result<Value, CommandError> + Send + 'static,
     mut data: Box<dyn TopData>,
     mut view: ViewState,
     interval: Duration,
@@ -109,7 +110,7 @@ fn handle_event(event: &Event, view: &mut ViewState, policy_count: usize) -> Inp
 /// Starts a thread that fetches a snapshot every `interval`, also after an error. The channel holds
 /// at most one response. The thread ends when the receiver is dropped or the process exits.
 fn spawn_poller(
-    fetch: impl Fn() -> Result<Value, String> + Send + 'static,
+    fetch: impl Fn() -> Result<Value, CommandError> + Send + 'static,
     interval: Duration,
 ) -> Receiver<Result<Value, String>> {
     let (sender, receiver) = sync_channel(1);
@@ -118,7 +119,10 @@ fn spawn_poller(
             thread::sleep(interval);
             let response = fetch().map_err(|error| {
                 let retry_s = interval.as_secs();
-                format!("{}; trying again every {retry_s} s", error.trim_end())
+                format!(
+                    "{}; trying again every {retry_s} s",
+                    error.to_string().trim_end()
+                )
             });
             if sender.send(response).is_err() {
                 return;

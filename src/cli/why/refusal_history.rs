@@ -2,7 +2,9 @@
 
 use super::log_record::{LoggedRequest, UNENFORCED_DECISIONS};
 use crate::limiter::OverrideInEffect;
-use crate::text::truncate_text;
+use crate::text::{format_rfc3339, truncate_text};
+use serde::{Serialize, Serializer};
+use serde_json::json;
 use std::collections::BTreeMap;
 
 /// Width of a period at the start, in seconds.
@@ -32,25 +34,30 @@ pub(super) struct RefusalHistory {
 }
 
 /// What refused the requests of a series.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub(super) struct SeriesName {
     pub(super) policy: Box<str>,
     pub(super) limit: Option<String>,
     /// The decision of the access log, such as `rejected`, or `shadow_rejected` or `marked`.
     pub(super) decision: String,
     /// What decided instead of the limit of the configuration.
+    #[serde(rename = "override", serialize_with = "serialize_amounts")]
     pub(super) in_effect: Option<OverrideInEffect>,
 }
 
 /// The refusals of one series in one period, or in one episode.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 pub(super) struct RefusalPeriod {
     pub(super) refused: u64,
+    #[serde(rename = "from", serialize_with = "serialize_time")]
     pub(super) first_us: u64,
+    #[serde(rename = "to", serialize_with = "serialize_time")]
     pub(super) last_us: u64,
     /// The shortest and the longest wait, if any line has one.
-    pub(super) wait_ms: Option<(u64, u64)>,
+    pub(super) min_wait_ms: Option<u64>,
+    pub(super) max_wait_ms: Option<u64>,
     /// Method and path of the last request.
+    #[serde(skip)]
     pub(super) last_request: String,
 }
 
@@ -75,7 +82,8 @@ impl RefusalHistory {
             refused: 1,
             first_us: at_us,
             last_us: at_us,
-            wait_ms: request.retry_after_ms.map(|wait| (wait, wait)),
+            min_wait_ms: request.retry_after_ms,
+            max_wait_ms: request.retry_after_ms,
             last_request: shorten_request(request),
         };
         let periods = self.series.entry(name).or_default();
@@ -174,13 +182,32 @@ impl RefusalPeriod {
             self.last_us = other.last_us;
             self.last_request.clone_from(&other.last_request);
         }
-        self.wait_ms = match (self.wait_ms, other.wait_ms) {
-            (Some((shortest, longest)), Some((one, other))) => {
-                Some((shortest.min(one), longest.max(other)))
-            }
-            (one, other) => one.or(other),
-        };
+        let waits = self.min_wait_ms.into_iter().chain(other.min_wait_ms);
+        self.min_wait_ms = waits.min();
+        self.max_wait_ms = self.max_wait_ms.max(other.max_wait_ms);
     }
+}
+
+/// What decided instead of the limit of the configuration.
+fn serialize_amounts<S: Serializer>(
+    in_effect: &Option<OverrideInEffect>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    let described = in_effect.map(|in_effect| match in_effect {
+        OverrideInEffect::Unlimited => json!("unlimited"),
+        OverrideInEffect::Blocked => json!("blocked"),
+        OverrideInEffect::Amounts { requests, burst } => {
+            json!({ "requests": requests, "burst": burst })
+        }
+        OverrideInEffect::StatedAmounts { requests, burst } => {
+            json!({ "requests": requests, "burst": burst, "stated": true })
+        }
+    });
+    described.serialize(serializer)
+}
+
+fn serialize_time<S: Serializer>(at_us: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&format_rfc3339(*at_us))
 }
 
 /// Method and path, of bounded length.
@@ -217,7 +244,11 @@ mod tests {
         assert_eq!(history.total_refused(true), 200_000);
         let episodes = history.episodes();
         assert_eq!(episodes.len(), 1, "no pause");
-        assert_eq!(episodes[0].1.wait_ms, Some((0, 199_999)));
+        let episode = &episodes[0].1;
+        assert_eq!(
+            (episode.min_wait_ms, episode.max_wait_ms),
+            (Some(0), Some(199_999))
+        );
     }
 
     #[test]

@@ -6,8 +6,7 @@ use super::searched_policy::SearchedPolicy;
 use crate::cli::limit_status::{format_limit, format_wait};
 use crate::config::format_duration;
 use crate::limiter::{Limit, OverrideInEffect};
-use crate::replay::{format_time, format_time_range};
-use crate::text::{count_noun, format_count};
+use crate::text::{count_noun, format_count, format_time, format_time_range};
 use std::time::Duration;
 
 /// Maximum number of rows in the table and in the plot; the newest are printed.
@@ -113,7 +112,7 @@ fn render_heading(report: &WhyReport<'_>) -> String {
     }
     text.push_str(".\n");
     for searched in &report.searched {
-        let key = match &searched.key {
+        let key = match searched.key() {
             Some(key) => format!("key {key}, in the log {:032x}", key.id()),
             None if searched.values.is_none() => "part of a key: any key with it".to_owned(),
             None => "the key depends on each request".to_owned(),
@@ -167,10 +166,11 @@ fn render_coverage(report: &WhyReport<'_>) -> String {
         let too_old = count_noun(lines.too_old, "line");
         text.push_str(&format!("Older than --since: {too_old}.\n"));
     }
-    if let Some((log, number, quoted)) = &lines.first_unreadable {
+    if let Some(first) = &lines.first_unreadable {
         let unreadable = count_noun(lines.unreadable, "line");
         text.push_str(&format!(
-            "Not readable: {unreadable}; the first is {log}:{number}: {quoted}\n"
+            "Not readable: {unreadable}; the first is {}:{}: {}\n",
+            first.log, first.line, first.text
         ));
     }
     for error in &lines.read_errors {
@@ -233,12 +233,10 @@ fn name_series(name: &SeriesName) -> String {
 
 fn describe_wait(report: &WhyReport<'_>, name: &SeriesName, episode: &RefusalPeriod) -> String {
     let is_zero = || find_limit(report, name).is_some_and(|limit| limit.requests == 0);
-    match episode.wait_ms {
+    match episode.min_wait_ms.zip(episode.max_wait_ms) {
         Some((shortest, longest)) => {
-            let (shortest, longest) = (
-                format_wait(shortest.saturating_mul(1000)),
-                format_wait(longest.saturating_mul(1000)),
-            );
+            let [shortest, longest] =
+                [shortest, longest].map(|wait_ms| format_wait(wait_ms.saturating_mul(1000)));
             if shortest == longest {
                 longest
             } else {

@@ -1,7 +1,7 @@
 //! The policies that may have limited a client, and the hash of the client's key in each.
 
 use super::log_record::LoggedRequest;
-use crate::app::key_status::{find_limiting_policy, resolve_key};
+use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
 use crate::app::overrides::describe_override;
 use crate::limiter::Key;
 use crate::policy::path::PathInterpretations;
@@ -23,10 +23,8 @@ pub(super) struct SearchedPolicy<'t> {
     /// If fewer values than the key has are given: the hash of each of them at each position.
     /// `None` where the value is invalid.
     part_ids: Vec<Vec<Option<u64>>>,
-    /// The key, if all its values are given.
-    pub(super) key: Option<Key>,
-    /// What the configuration's override does with the key.
-    pub(super) rule: Option<OverrideRule>,
+    /// The key and its limits, if all its values are given.
+    pub(super) resolved: Option<ResolvedKey<'t>>,
     /// The key's override in the store at present, or why it cannot be read.
     pub(super) stored: Result<Option<StoredOverride>, String>,
 }
@@ -87,27 +85,21 @@ impl<'t> SearchedPolicy<'t> {
         given: &[String],
     ) -> Result<Self, String> {
         let positions = quota.key.value_count();
-        let parts: Vec<Option<&KeyPart>> = (0..positions).map(|at| quota.key.part_at(at)).collect();
-        let is_given = |part: &Option<&KeyPart>| !part.is_some_and(is_logged_part);
-        let values: Option<Vec<Option<String>>> = if given.len() == positions {
-            Some(given.iter().cloned().map(Some).collect())
-        } else if given.len() == parts.iter().filter(|part| is_given(part)).count() {
-            let mut given = given.iter().cloned();
-            let assigned = parts.iter().map(|part| match part {
-                part if is_given(part) => given.next(),
-                _ => None,
-            });
-            Some(assigned.collect())
-        } else {
-            None
+        let is_given = |at: usize| {
+            given.len() == positions || !quota.key.part_at(at).is_some_and(is_logged_part)
         };
+        let values =
+            (given.len() == (0..positions).filter(|at| is_given(*at)).count()).then(|| {
+                let mut given = given.iter().cloned();
+                let value_at = |at| is_given(at).then(|| given.next()).flatten();
+                (0..positions).map(value_at).collect()
+            });
         let mut searched = Self {
             table,
             policy,
             quota,
             part_ids: Vec::new(),
-            key: None,
-            rule: None,
+            resolved: None,
             stored: Ok(None),
             values,
         };
@@ -128,11 +120,10 @@ impl<'t> SearchedPolicy<'t> {
             let positions = count_noun(positions as u64, "value");
             return Err(format!("its key has {positions} ({words})"));
         }
-        if let Some(values) = searched.complete_values() {
-            let resolved = resolve_key(table, &policy.name, &values);
-            let resolved = resolved.map_err(|error| error.to_string())?;
-            (searched.key, searched.rule) = (Some(resolved.key), Some(resolved.rule));
-        }
+        let complete = |values: &Vec<Option<String>>| values.iter().cloned().collect();
+        let complete: Option<Vec<String>> = searched.values.as_ref().and_then(complete);
+        let resolved = complete.map(|values| resolve_key(table, &policy.name, &values));
+        searched.resolved = resolved.transpose().map_err(|error| error.to_string())?;
         Ok(searched)
     }
 
@@ -142,11 +133,7 @@ impl<'t> SearchedPolicy<'t> {
         let id_at = |position| {
             let mut values = vec![String::new(); positions];
             value.clone_into(values.get_mut(position)?);
-            self.build_key(&values)
-                .ok()?
-                .value_ids()
-                .get(position)
-                .copied()
+            self.build_key(&values)?.value_ids().get(position).copied()
         };
         (0..positions).map(id_at).collect()
     }
@@ -202,9 +189,14 @@ impl<'t> SearchedPolicy<'t> {
         enforced.map(|other| other.has_key_of(request)).max()
     }
 
+    /// The key, if all its values are given.
+    pub(super) fn key(&self) -> Option<&Key> {
+        self.resolved.as_ref().map(|resolved| &resolved.key)
+    }
+
     /// The client's key, with the values that each line contains taken from this one.
     fn wanted_key_id(&self, request: &LoggedRequest) -> Option<u128> {
-        match &self.key {
+        match self.key() {
             Some(key) => Some(key.id()),
             None => self.key_id_from_line(request, self.values.as_ref()?),
         }
@@ -223,7 +215,7 @@ impl<'t> SearchedPolicy<'t> {
 
     /// What an override does with the key at present, if there is one.
     pub(super) fn describe_override(&self) -> Option<String> {
-        let by_file = match self.rule {
+        let by_file = match self.resolved.as_ref().map(|resolved| resolved.rule) {
             Some(OverrideRule::Allow) => Some("exempt"),
             Some(OverrideRule::Deny) => Some("denied"),
             Some(OverrideRule::Off) => Some("off for this key"),
@@ -240,25 +232,11 @@ impl<'t> SearchedPolicy<'t> {
 
     /// The limit of this name that applies to the key.
     pub(super) fn find_limit(&self, name: &str) -> Option<&'t NamedLimit> {
-        let overrides = self.quota.overrides.as_slice();
-        let all = overrides.iter().flat_map(|one| &one.limits);
-        let mut limits = self
-            .limits_of_key()
-            .iter()
-            .chain(&self.quota.limits)
-            .chain(all);
+        let of_key = self.resolved.iter().flat_map(|resolved| resolved.limits);
+        let all = self.quota.overrides.as_slice().iter();
+        let all = all.flat_map(|one| &one.limits);
+        let mut limits = of_key.chain(&self.quota.limits).chain(all);
         limits.find(|limit| *limit.name == *name)
-    }
-
-    fn limits_of_key(&self) -> &'t [NamedLimit] {
-        self.complete_values()
-            .and_then(|values| resolve_key(self.table, &self.policy.name, &values).ok())
-            .map_or(&[], |resolved| resolved.limits)
-    }
-
-    /// The values of the key, if all are given.
-    fn complete_values(&self) -> Option<Vec<String>> {
-        self.values.as_ref()?.iter().cloned().collect()
     }
 
     /// The key with the values that are known, and the others from a line; `None` if the line lacks
@@ -273,7 +251,7 @@ impl<'t> SearchedPolicy<'t> {
                 None => values.extend(self.read_logged_values(part, request)?),
             }
         }
-        self.build_key(&values).ok().map(|key| key.id())
+        self.build_key(&values).map(|key| key.id())
     }
 
     /// The values of a part, as a line contains them.
@@ -298,10 +276,9 @@ impl<'t> SearchedPolicy<'t> {
         Some(vec![value])
     }
 
-    fn build_key(&self, values: &[String]) -> Result<Key, String> {
-        resolve_key(self.table, &self.policy.name, values)
-            .map(|resolved| resolved.key)
-            .map_err(|error| error.to_string())
+    fn build_key(&self, values: &[String]) -> Option<Key> {
+        let resolved = resolve_key(self.table, &self.policy.name, values);
+        resolved.ok().map(|resolved| resolved.key)
     }
 }
 

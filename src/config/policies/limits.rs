@@ -105,7 +105,7 @@ fn build_limit(
         let limit = build_calendar_limit(reader, unit, algorithm, requests)?;
         return Some((limit, amount?.source));
     }
-    let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
+    let counts_slots = algorithm.counts_slots();
     let has_period = reader.contains_key("per");
     report! { reader;
         Error("tz") if reader.contains_key("tz") => "only beside per = \"day\", \"week\" or \"month\"; expected one of them, or no such key";
@@ -227,7 +227,7 @@ fn reject_inexact_limit(
 
 /// Whether the limit counts requests in flight. A request takes one slot, whatever its cost.
 pub(crate) fn is_concurrency_limit(named: &NamedLimit) -> bool {
-    matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
+    named.limit.algorithm.counts_slots()
 }
 
 /// The amount of a limit.
@@ -313,9 +313,7 @@ const DEFAULT_TIME_ZONE: &str = "UTC";
 /// The unit of the calendar in `per`, unless it is a duration.
 fn read_calendar_unit(reader: &TableReader<'_>) -> Option<CalendarUnit> {
     let item = reader.get("per")?;
-    let word = item.value.as_str()?;
-    let mut units = CalendarUnit::ALL.into_iter();
-    units.find(|unit| unit.as_str() == word)
+    item.value.as_str()?.parse().ok()
 }
 
 /// Builds the limit per period of a calendar.
@@ -326,7 +324,7 @@ fn build_calendar_limit(
     requests: Option<u64>,
 ) -> Option<Limit> {
     let is_fixed_window = matches!(algorithm, Algorithm::FixedWindow { .. });
-    let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
+    let counts_slots = algorithm.counts_slots();
     let name = unit.as_str();
     let duration = match unit {
         CalendarUnit::Day => "1d",

@@ -1,7 +1,10 @@
 //! Parses logs with one JSON object per line.
 
 use super::fields::present_value;
-use super::parsed_request::{FieldKind, ParsedLine, ParsedRequest};
+use super::parsed_request::FieldKind::{
+    self, ArrivalTime, Duration, EndTime, Host, Method, Peer, Query, RequestLine, Status, Target,
+};
+use super::parsed_request::{ParsedLine, ParsedRequest};
 use super::required_headers::RequiredHeaders;
 use super::timestamps::LogTimeParser;
 use serde_json::Value;
@@ -10,9 +13,9 @@ use std::borrow::Cow;
 /// Field names of one JSON log format. A field is a path of names separated by dots.
 #[derive(Debug)]
 pub(super) struct JsonLogSchema {
-    /// The fields of each kind. The first that is present and valid is used. Of two entries of one
-    /// kind, the later takes precedence.
-    fields: &'static [(FieldKind, &'static [&'static str])],
+    /// The fields of each kind, separated by spaces. The first that is present and valid is used.
+    /// Of two entries of one kind, the later takes precedence.
+    fields: &'static [(FieldKind, &'static str)],
     /// Fields of a header, with its name as `{name}`, `{Name}` (words in upper case) or `{na_me}`.
     header_fields: &'static [&'static str],
     /// Whether the last address in `X-Forwarded-For` is the peer address.
@@ -30,13 +33,13 @@ const NO_FIELDS: JsonLogSchema = JsonLogSchema {
 
 pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
     fields: &[
-        (FieldKind::EndTime(1), &["timestamp"]),
-        (FieldKind::Method, &["method"]),
-        (FieldKind::Target, &["path"]),
-        (FieldKind::Host, &["host"]),
-        (FieldKind::Peer, &["client_ip"]),
-        (FieldKind::Status, &["status"]),
-        (FieldKind::Duration(1000), &["head_ms"]),
+        (EndTime(1), "timestamp"),
+        (Method, "method"),
+        (Target, "path"),
+        (Host, "host"),
+        (Peer, "client_ip"),
+        (Status, "status"),
+        (Duration(1000), "head_ms"),
     ],
     header_fields: &["{name}"],
     record_marker: Some(("target", "access")),
@@ -45,14 +48,14 @@ pub(super) static TIDEGATE_SCHEMA: JsonLogSchema = JsonLogSchema {
 
 pub(super) static TRAEFIK_SCHEMA: JsonLogSchema = JsonLogSchema {
     fields: &[
-        (FieldKind::EndTime(1), &["time"]),
-        (FieldKind::ArrivalTime(1), &["StartUTC", "StartLocal"]),
-        (FieldKind::Method, &["RequestMethod"]),
-        (FieldKind::Target, &["RequestPath"]),
-        (FieldKind::Host, &["RequestHost", "RequestAddr"]),
-        (FieldKind::Peer, &["ClientHost", "ClientAddr"]),
-        (FieldKind::Status, &["DownstreamStatus"]),
-        (FieldKind::Duration(1_000_000_000), &["Duration"]),
+        (EndTime(1), "time"),
+        (ArrivalTime(1), "StartUTC StartLocal"),
+        (Method, "RequestMethod"),
+        (Target, "RequestPath"),
+        (Host, "RequestHost RequestAddr"),
+        (Peer, "ClientHost ClientAddr"),
+        (Status, "DownstreamStatus"),
+        (Duration(1_000_000_000), "Duration"),
     ],
     header_fields: &["request_{Name}"],
     ..NO_FIELDS
@@ -60,16 +63,13 @@ pub(super) static TRAEFIK_SCHEMA: JsonLogSchema = JsonLogSchema {
 
 pub(super) static CADDY_SCHEMA: JsonLogSchema = JsonLogSchema {
     fields: &[
-        (FieldKind::EndTime(1), &["ts"]),
-        (FieldKind::Method, &["request.method"]),
-        (FieldKind::Target, &["request.uri"]),
-        (FieldKind::Host, &["request.host"]),
-        (
-            FieldKind::Peer,
-            &["request.remote_ip", "request.remote_addr"],
-        ),
-        (FieldKind::Status, &["status"]),
-        (FieldKind::Duration(1), &["duration"]),
+        (EndTime(1), "ts"),
+        (Method, "request.method"),
+        (Target, "request.uri"),
+        (Host, "request.host"),
+        (Peer, "request.remote_ip request.remote_addr"),
+        (Status, "status"),
+        (Duration(1), "duration"),
     ],
     header_fields: &["request.headers.{Name}"],
     ..NO_FIELDS
@@ -77,22 +77,16 @@ pub(super) static CADDY_SCHEMA: JsonLogSchema = JsonLogSchema {
 
 pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
     fields: &[
-        (FieldKind::ArrivalTime(1), &["start_time"]),
-        (FieldKind::Method, &["method"]),
+        (ArrivalTime(1), "start_time"),
+        (Method, "method"),
+        (Target, "path x_envoy_original_path x-envoy-origin-path"),
+        (Host, "authority :authority"),
         (
-            FieldKind::Target,
-            &["path", "x_envoy_original_path", "x-envoy-origin-path"],
+            Peer,
+            "downstream_direct_remote_address downstream_remote_address",
         ),
-        (FieldKind::Host, &["authority", ":authority"]),
-        (
-            FieldKind::Peer,
-            &[
-                "downstream_direct_remote_address",
-                "downstream_remote_address",
-            ],
-        ),
-        (FieldKind::Status, &["response_code"]),
-        (FieldKind::Duration(1000), &["duration"]),
+        (Status, "response_code"),
+        (Duration(1000), "duration"),
     ],
     header_fields: &["{na_me}", "{name}"],
     peer_from_forwarded_for: true,
@@ -102,25 +96,17 @@ pub(super) static ENVOY_SCHEMA: JsonLogSchema = JsonLogSchema {
 pub(super) static GENERIC_SCHEMA: JsonLogSchema = JsonLogSchema {
     fields: &[
         (
-            FieldKind::EndTime(1),
-            &[
-                "msec",
-                "time_iso8601",
-                "time_local",
-                "time",
-                "timestamp",
-                "@timestamp",
-                "ts",
-            ],
+            EndTime(1),
+            "msec time_iso8601 time_local time timestamp @timestamp ts",
         ),
-        (FieldKind::Method, &["request_method", "method"]),
-        (FieldKind::Target, &["request_uri", "uri", "path", "url"]),
-        (FieldKind::Query, &["args", "query_string"]),
-        (FieldKind::RequestLine, &["request"]),
-        (FieldKind::Host, &["host", "http_host", "server_name"]),
-        (FieldKind::Peer, &["remote_addr", "remote_ip", "client_ip"]),
-        (FieldKind::Status, &["status"]),
-        (FieldKind::Duration(1), &["request_time"]),
+        (Method, "request_method method"),
+        (Target, "request_uri uri path url"),
+        (Query, "args query_string"),
+        (RequestLine, "request"),
+        (Host, "host http_host server_name"),
+        (Peer, "remote_addr remote_ip client_ip"),
+        (Status, "status"),
+        (Duration(1), "request_time"),
     ],
     header_fields: &["http_{na_me}", "{name}"],
     ..NO_FIELDS
@@ -183,7 +169,7 @@ impl JsonLineParser {
         }
         let mut request = ParsedRequest::default();
         for (kind, names) in self.schema.fields {
-            let mut texts = names.iter().filter_map(|name| text_at(name));
+            let mut texts = names.split(' ').filter_map(text_at);
             texts.find_map(|text| request.read_field(*kind, text, &mut self.times));
         }
         for (place, fields) in &self.headers {

@@ -5,7 +5,11 @@
 //! between quotes, escaped quotes are part of the field. Apache's directives are translated to the
 //! names of nginx variables.
 
-use super::parsed_request::FieldKind;
+use super::parsed_request::FieldKind::{
+    self, AddedDuration, AlbConnectionType, ArrivalTime, ClientFields, Duration, EndTime,
+    EnvoyCounts, ForwardedFor, Host, Method, Peer, Query, RequestLine, Status, Target,
+    UrlRequestLine,
+};
 use super::required_headers::RequiredHeaders;
 
 /// A parsed log format.
@@ -14,9 +18,9 @@ pub struct LineTemplate {
     pub(super) fields: Vec<TemplateField>,
     /// Text after the last field.
     pub(super) end: String,
-    /// A field that may contain the text after it. The fields after this one are matched from the
-    /// end of the line.
-    longest_field: Option<&'static str>,
+    /// Position of a field that may contain the text after it. The fields after this one are matched
+    /// from the end of the line.
+    longest_field: Option<usize>,
     /// Fields after `end`, quoted or not, of which the line has at least `required_words`.
     pub(super) words: Vec<String>,
     pub(super) required_words: usize,
@@ -51,7 +55,8 @@ pub(super) fn combined() -> LineTemplate {
 /// fields, so quotes in the user agent must not shift other fields.
 pub(super) fn envoy() -> LineTemplate {
     LineTemplate {
-        longest_field: Some("user_agent"),
+        // The user agent.
+        longest_field: Some(5),
         ..built_in(
             "[$start_time] \"$request\" $status $envoy_counts\"$x_forwarded_for\" \"$user_agent\" \
              \"$request_id\" \"$host\" \"$upstream_host\"",
@@ -91,46 +96,40 @@ fn built_in(template: &str, words: &str) -> LineTemplate {
 /// Maximum number of fields after the known ones that are read.
 const MAX_EXTRA_FIELDS: usize = 32;
 
-/// The variables of nginx and the directives of Apache with a meaning.
-const FIELD_KINDS: [(&str, FieldKind); 21] = [
-    ("time_local", FieldKind::EndTime(1)),
-    ("time_iso8601", FieldKind::EndTime(1)),
-    ("msec", FieldKind::EndTime(1)),
-    ("{sec}t", FieldKind::ArrivalTime(1)),
-    ("{msec}t", FieldKind::ArrivalTime(1000)),
-    ("{usec}t", FieldKind::ArrivalTime(1_000_000)),
-    ("request", FieldKind::RequestLine),
-    ("request_method", FieldKind::Method),
-    ("request_uri", FieldKind::Target),
-    ("uri", FieldKind::Target),
-    ("args", FieldKind::Query),
-    ("query_string", FieldKind::Query),
-    ("remote_addr", FieldKind::Peer),
-    ("host", FieldKind::Host),
-    ("http_host", FieldKind::Host),
-    ("server_name", FieldKind::Host),
-    ("status", FieldKind::Status),
-    ("request_time", FieldKind::Duration(1)),
-    ("{ms}T", FieldKind::Duration(1000)),
-    ("D", FieldKind::Duration(1_000_000)),
-    ("{us}T", FieldKind::Duration(1_000_000)),
+/// The variables of nginx and the directives of Apache with a meaning, separated by spaces.
+const FIELD_KINDS: [(&str, FieldKind); 14] = [
+    ("time_local time_iso8601 msec", EndTime(1)),
+    ("{sec}t", ArrivalTime(1)),
+    ("{msec}t", ArrivalTime(1000)),
+    ("{usec}t", ArrivalTime(1_000_000)),
+    ("request", RequestLine),
+    ("request_method", Method),
+    ("request_uri uri", Target),
+    ("args query_string", Query),
+    ("remote_addr", Peer),
+    ("host http_host server_name", Host),
+    ("status", Status),
+    ("request_time", Duration(1)),
+    ("{ms}T", Duration(1000)),
+    ("D {us}T", Duration(1_000_000)),
 ];
 
 /// Fields with a meaning in the built-in formats only.
-const BUILT_IN_FIELD_KINDS: [(&str, FieldKind); 13] = [
-    ("remote_user", FieldKind::ClientFields),
-    ("start_time", FieldKind::ArrivalTime(1)),
-    ("envoy_counts", FieldKind::EnvoyCounts),
-    ("x_forwarded_for", FieldKind::ForwardedFor),
-    ("type", FieldKind::AlbConnectionType),
-    ("time", FieldKind::EndTime(1)),
-    ("client", FieldKind::Peer),
-    ("request_processing_time", FieldKind::Duration(1)),
-    ("target_processing_time", FieldKind::AddedDuration(1)),
-    ("response_processing_time", FieldKind::AddedDuration(1)),
-    ("elb_status_code", FieldKind::Status),
-    ("url_request", FieldKind::UrlRequestLine),
-    ("request_creation_time", FieldKind::ArrivalTime(1)),
+const BUILT_IN_FIELD_KINDS: [(&str, FieldKind); 11] = [
+    ("remote_user", ClientFields),
+    ("start_time request_creation_time", ArrivalTime(1)),
+    ("envoy_counts", EnvoyCounts),
+    ("x_forwarded_for", ForwardedFor),
+    ("type", AlbConnectionType),
+    ("time", EndTime(1)),
+    ("client", Peer),
+    ("request_processing_time", Duration(1)),
+    (
+        "target_processing_time response_processing_time",
+        AddedDuration(1),
+    ),
+    ("elb_status_code", Status),
+    ("url_request", UrlRequestLine),
 ];
 
 /// The headers in fields of the built-in formats.
@@ -143,7 +142,8 @@ const BUILT_IN_HEADERS: [(&str, &str); 5] = [
 ];
 
 fn find_by_name<V: Copy>(table: &[(&str, V)], name: &str) -> Option<V> {
-    let found = table.iter().find(|(known, _)| *known == name);
+    let mut table = table.iter();
+    let found = table.find(|(known, _)| known.split(' ').any(|known| known == name));
     found.map(|(_, value)| *value)
 }
 
@@ -201,7 +201,6 @@ impl LineTemplate {
     }
 
     fn check_completeness(&self) -> Result<(), String> {
-        use FieldKind::{ArrivalTime, EndTime, Method, RequestLine, Target};
         let kinds = self.fields.iter().map(|field| self.field_kind(&field.name));
         let has = |wanted: FieldKind| kinds.clone().any(|kind| kind == wanted);
         let mut times = kinds.clone();
@@ -222,7 +221,7 @@ impl LineTemplate {
     pub(super) fn records_query(&self) -> bool {
         self.fields.iter().any(|field| {
             let kind = self.field_kind(&field.name);
-            matches!(kind, FieldKind::RequestLine | FieldKind::Query) || field.name == "request_uri"
+            matches!(kind, RequestLine | Query) || field.name == "request_uri"
         })
     }
 
@@ -256,10 +255,7 @@ impl LineTemplate {
 
     /// Returns the number of fields that are matched from the beginning of the line.
     pub(super) fn forward_count(&self) -> usize {
-        let mut names = self.fields.iter().map(|field| field.name.as_str());
-        let longest = self.longest_field;
-        let position = longest.and_then(|longest| names.position(|name| name == longest));
-        position.unwrap_or(self.fields.len())
+        self.longest_field.unwrap_or(self.fields.len())
     }
 }
 

@@ -9,13 +9,9 @@ use smallvec::SmallVec;
 
 #[derive(Debug)]
 pub(crate) struct TextLineParser {
+    template: LineTemplate,
     fields: Vec<BoundField>,
-    /// Number of fields that are matched from the beginning of the line.
-    forward_count: usize,
-    end: Vec<u8>,
     words: Vec<BoundField>,
-    required_words: usize,
-    has_final_duration: bool,
     times: LogTimeParser,
 }
 
@@ -53,11 +49,8 @@ impl TextLineParser {
             fields: fields
                 .map(|field| bind(&field.before, &field.name))
                 .collect(),
-            forward_count: template.forward_count(),
-            end: template.end.as_bytes().into(),
             words,
-            required_words: template.required_words,
-            has_final_duration: template.has_final_duration,
+            template: template.clone(),
             times: LogTimeParser::default(),
         }
     }
@@ -65,10 +58,12 @@ impl TextLineParser {
     pub(super) fn parse_line<'l>(&mut self, line: &'l [u8]) -> Option<ParsedLine<'l>> {
         let mut request = ParsedRequest::default();
         let times = &mut self.times;
-        let (forward, backward) = self.fields.split_at_checked(self.forward_count)?;
+        let line_end = self.template.end.as_bytes();
+        let forward_count = self.template.forward_count();
+        let (forward, backward) = self.fields.split_at_checked(forward_count)?;
         let mut rest = line;
-        let ends = self.fields.iter().skip(1).map(|field| &field.before);
-        for (field, end) in forward.iter().zip(ends.chain([&self.end])) {
+        let ends = self.fields.iter().skip(1).map(|field| &*field.before);
+        for (field, end) in forward.iter().zip(ends.chain([line_end])) {
             rest = rest.strip_prefix(field.before.as_slice())?;
             let length = field.find_end(rest, end, times)?;
             let (text, after) = rest.split_at_checked(length)?;
@@ -77,7 +72,7 @@ impl TextLineParser {
         }
         if let Some((longest, later)) = backward.split_first() {
             let text = rest.strip_prefix(longest.before.as_slice())?;
-            let mut text = text.trim_ascii_end().strip_suffix(self.end.as_slice())?;
+            let mut text = text.trim_ascii_end().strip_suffix(line_end)?;
             for field in later.iter().rev() {
                 let start = memchr::memmem::rfind(text, &field.before)?;
                 let (before, value) = text.split_at_checked(start)?;
@@ -86,10 +81,10 @@ impl TextLineParser {
             }
             longest.read_into(&mut request, text, times)?;
         } else if !self.words.is_empty() {
-            rest = rest.strip_prefix(self.end.as_slice())?;
+            rest = rest.strip_prefix(line_end)?;
             for (index, word) in self.words.iter().enumerate() {
                 let Some((text, after)) = split_field(rest) else {
-                    if index < self.required_words {
+                    if index < self.template.required_words {
                         return None;
                     }
                     break;
@@ -97,7 +92,7 @@ impl TextLineParser {
                 word.read_into(&mut request, text, times)?;
                 rest = after;
             }
-            if self.has_final_duration {
+            if self.template.has_final_duration {
                 request.read_final_duration(rest);
             }
         }

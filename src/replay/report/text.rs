@@ -1,13 +1,9 @@
 //! The report as text for a terminal.
 
-use super::number_format::{
-    describe_peaks, describe_touched_keys, format_key_counts, format_share, format_time,
-    format_time_range,
-};
-use super::{PolicyReport, PolicySetReport, ReplayReport, merged_policy_names};
+use super::{PolicyReport, PolicySetReport, ReplayReport, format_share, merged_policy_names};
 use crate::config::format_duration;
 use crate::replay::suggestions::LimitSuggestion;
-use crate::text::{format_count, truncate_text, wrap_text};
+use crate::text::{format_count, format_time, format_time_range, truncate_text, wrap_text};
 use std::time::Duration;
 
 /// Maximum width of names; longer names are truncated.
@@ -128,7 +124,7 @@ impl TextReportPage<'_> {
         for policy in &set.policies {
             let name = truncate_text(&policy.name, NAME_WIDTH, '…');
             let share = format_share(policy.refused, policy.matched);
-            let [keys, touched] = format_key_counts(policy, "-");
+            let [keys, touched] = policy.format_key_counts("-");
             let allowed = policy.allowed + policy.delayed + policy.exempt;
             let [matched, allowed, refused] =
                 [policy.matched, allowed, policy.refused].map(format_count);
@@ -232,13 +228,13 @@ impl TextReportPage<'_> {
             let reason = suggestion.reason.as_deref().unwrap_or_default();
             return self.push_line(&format!("{name}: no suggestion: {reason}"));
         };
-        let [suggested, current] = describe_touched_keys(proposal);
+        let [suggested, current] = proposal.describe_touched_keys();
         let (requests, now) = (proposal.requests, suggestion.now);
         self.push_line(&format!(
             "{name}: requests = {requests}, per = \"{per}\" {suggested}"
         ));
         self.push_line(&format!("  the current limit is {now}, which {current}"));
-        let quantiles = describe_peaks(proposal);
+        let quantiles = proposal.describe_peaks();
         self.push_wrapped("  ", &format!("peak demand per {per}: {quantiles}"));
         let counts: Vec<u64> = proposal.histogram.iter().map(|(_, count)| *count).collect();
         let (bars, _) = render_bars(&counts);
