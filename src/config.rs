@@ -4,19 +4,14 @@
 //! `schema` lists the keys, `layers` merges the sources, `table_reader` reads values and
 //! collects every error with its position, `settings` and `policies` build the result.
 
-mod brackets;
 mod credentials;
 mod describe;
 mod diagnostic;
-mod diagnostic_groups;
 mod document;
 mod effective_config;
-mod file_set;
 mod files;
 mod input;
 mod json_schema;
-mod key_files;
-mod keywords;
 mod layers;
 mod lints;
 mod loaded_config;
@@ -29,23 +24,20 @@ mod schema;
 mod schema_value;
 mod settings;
 mod sources;
-mod store_kind;
 mod suggestions;
-mod summary;
 mod table_reader;
 #[cfg(test)]
 mod tests;
-mod text_conversion;
 mod value_tree;
 mod values;
 
 pub use credentials::{CredentialSource, Credentials};
 pub use describe::PolicyDescription;
 pub use diagnostic::{
-    ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourcePosition, SourceSpan,
+    ConfigDiagnostic, DiagnosticGroup, DiagnosticSeverity, SourcePosition, SourceSpan,
+    group_diagnostics,
 };
-pub use diagnostic_groups::{DiagnosticGroup, group_diagnostics};
-pub use file_set::{FileSet, read_config_file};
+pub use input::{ConfigErrors, FileSet, read_config_file};
 pub use json_schema::json_schema;
 pub use loaded_config::{Config, RestartOnlySettings, StoreSettings};
 pub use sources::{ConfigSources, FileSource, FlagOverrides};
@@ -54,7 +46,7 @@ pub use values::{format_duration, format_period};
 
 use crate::admin::AdminSettings;
 use input::ConfigInput;
-use layers::apply_overrides;
+use layers::{apply_overrides, find_url, resolve_store_kind};
 use table_reader::TableReader;
 
 /// Loads and validates a configuration.
@@ -62,14 +54,17 @@ use table_reader::TableReader;
 /// # Errors
 /// [`ConfigErrors`] with all errors.
 pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
-    let mut input = ConfigInput::new(sources.skips_key_files);
+    let mut input = ConfigInput {
+        skips_key_files: sources.skips_key_files,
+        ..ConfigInput::default()
+    };
     let Some(mut raw) = files::read_main_file(&mut input, &sources.file) else {
         // Diagnostics of the readable part of a broken file would mislead.
         return input.into_load_result(None, |config: Config, _, _| config);
     };
-    let file_has_url = store_kind::find_url(&raw).is_some();
+    let file_has_url = find_url(&raw).is_some();
     apply_overrides(&input, &mut raw, &sources.env, &sources.flags);
-    store_kind::resolve_store_kind(&input, file_has_url, &mut raw);
+    resolve_store_kind(&input, file_has_url, &mut raw);
     let included = files::read_included_files(&mut input, &raw, &sources.file);
     let built = {
         let top = TableReader::from_root(&input, &schema::ROOT, &raw);

@@ -24,7 +24,7 @@ use crate::clock::{self, Clock};
 use crate::config::Config;
 use crate::listen::ListenAddress;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, Quota};
-use crate::proxy::{ListenerKind, ServerLoad, ShutdownSignal};
+use crate::proxy::{ListenerKind, OpenConnections, ShutdownSignal};
 use crate::reload;
 use crate::store::redis::{self, MemberDescription, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
@@ -62,7 +62,7 @@ pub(super) struct AdminViewState {
     pub(super) shared: Arc<SharedState>,
     /// Set once clients can connect.
     pub(super) is_listening: Arc<AtomicBool>,
-    pub(super) load: ServerLoad,
+    pub(super) load: Arc<OpenConnections>,
     pub(super) reload_status: Arc<Mutex<reload::ReloadStatus>>,
     pub(super) listeners: ListenerSet,
     pub(super) started_at: Instant,

@@ -1,13 +1,11 @@
 //! Credentials in files: they are read again even while the rest of the configuration is invalid.
 
-use super::diagnostic::ConfigErrors;
-use super::file_set::FileSet;
-use super::input::ConfigInput;
+use super::input::{ConfigErrors, ConfigInput, FileSet};
 use super::loaded_config::{Config, StoreSettings};
 use super::schema::{self, AppliedAt};
+use super::schema_value::content_or_default;
 use super::settings;
 use super::table_reader::TableReader;
-use super::text_conversion::content_or_default;
 use super::value_tree::{ValueContent, ValueNode};
 use crate::admin::AdminToken;
 use crate::store::redis::{RedisSettings, RedisTopology};
@@ -42,14 +40,14 @@ impl Config {
 
     /// Where the credentials of this configuration come from.
     pub fn credential_source(&self) -> CredentialSource {
-        let mut files = FileSet::default();
         let paths = credential_values(&self.raw, |_| true).map(PathBuf::from);
-        paths
-            .filter(|path| self.files.contains(path))
-            .for_each(|path| files.insert_file(path));
+        let paths = paths.filter(|path| self.files.files.contains(path));
         CredentialSource {
             raw: self.raw.clone(),
-            files,
+            files: FileSet {
+                files: paths.collect(),
+                globs: Vec::new(),
+            },
         }
     }
 }
@@ -91,8 +89,8 @@ impl CredentialSource {
     pub fn shares_login_files_with(&self, config: &Config) -> bool {
         let is_login = |key: &str| key.starts_with("store.redis.") && key.ends_with("_file");
         let paths = credential_values(&self.raw, is_login).map(PathBuf::from);
-        let mut paths = paths.filter(|path| self.files.contains(path));
-        paths.any(|path| config.files.contains(&path))
+        let mut paths = paths.filter(|path| self.files.files.contains(path));
+        paths.any(|path| config.files.files.contains(&path))
     }
 
     /// Reads the files of Redis again. Returns `None` if Redis is not the store.

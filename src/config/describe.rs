@@ -1,5 +1,7 @@
 //! Describes each policy in one sentence, so that its author can check what it does.
 
+use super::diagnostic::replace_control_characters;
+use super::schema::{self, ValueKind};
 use super::table_reader::TableReader;
 use super::value_tree::{ValueContent, ValueNode};
 use super::values::format_duration;
@@ -57,14 +59,11 @@ pub(super) fn describe_policy(
         clauses.push(format!("priority {}", policy.priority));
     }
     let sentence = format!("{}{mode}: {requests}{}", policy.name, clauses.join("; "));
-    // Values from the file may contain control characters.
-    let sentence = sentence.chars();
     PolicyDescription {
         policy: policy.name.clone(),
         is_off,
-        sentence: sentence
-            .map(|c| if c.is_control() { '\u{fffd}' } else { c })
-            .collect(),
+        // Values from the file may contain control characters.
+        sentence: replace_control_characters(&sentence),
     }
 }
 
@@ -263,11 +262,10 @@ fn describe_conditions(table: Option<&ValueNode>) -> String {
                     format!("({})", join(alternatives, ") or ("))
                 }
                 "not" => format!("but not ({})", describe_conditions(Some(value))),
-                "headers" => named("header"),
-                "cookies" => named("cookie"),
-                "jwt" => named("claim"),
-                "query" => named("query parameter"),
-                _ => format_value(value),
+                key => match schema::find_key(&schema::MATCH, key).map(|key| &key.kind) {
+                    Some(ValueKind::Conditions { noun, .. }) => named(noun),
+                    _ => format_value(value),
+                },
             }
         });
     join(described, " ")

@@ -1,6 +1,5 @@
 //! One TOML document: its text, and the conversion of its values.
 
-use super::brackets::find_unclosed_bracket;
 use super::diagnostic::{QuotedLine, SourceSpan};
 use super::sources::FileSource;
 use super::value_tree::{ValueContent, ValueNode, ValueOrigin, ValueTable};
@@ -10,6 +9,8 @@ use std::path::Path;
 use std::{fs, iter};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
+use toml_parser::Source;
+use toml_parser::lexer::TokenKind;
 
 /// Bytes per entry of [`TomlDocument::chars_before`].
 const BLOCK_BYTES: usize = 256;
@@ -100,12 +101,6 @@ impl TomlDocument {
         }
     }
 
-    /// Index of the line that contains this byte.
-    fn line_index(&self, offset: usize) -> usize {
-        let lines_up_to = self.line_starts.partition_point(|start| *start <= offset);
-        lines_up_to.saturating_sub(1)
-    }
-
     /// Number of characters that start before this byte.
     fn chars_before(&self, offset: usize) -> usize {
         let block = offset / BLOCK_BYTES;
@@ -115,7 +110,10 @@ impl TomlDocument {
     }
 
     fn source_span(&self, span: Range<usize>) -> SourceSpan {
-        let line = self.line_index(span.start);
+        let lines_up_to = self
+            .line_starts
+            .partition_point(|start| *start <= span.start);
+        let line = lines_up_to.saturating_sub(1);
         let start = self.line_starts.get(line).copied().unwrap_or_default();
         let column = self.chars_before(span.start) - self.chars_before(start);
         let width = self.text.get(span).and_then(|text| text.lines().next());
@@ -182,5 +180,70 @@ fn convert_value(value: &Spanned<DeValue<'_>>, key: Range<usize>, document: usiz
     ValueNode {
         content: content.unwrap_or(ValueContent::Unsupported),
         origin: convert_origin(document, key, value.span()),
+    }
+}
+
+/// Byte offset of the last bracket or brace before `error_offset` that is never closed.
+fn find_unclosed_bracket(text: &str, error_offset: usize) -> Option<usize> {
+    let mut open: Vec<(usize, TokenKind)> = Vec::new();
+    for token in Source::new(text).lex() {
+        let closes = match token.kind() {
+            opener @ (TokenKind::LeftSquareBracket | TokenKind::LeftCurlyBracket) => {
+                open.push((token.span().start(), opener));
+                continue;
+            }
+            TokenKind::RightSquareBracket => TokenKind::LeftSquareBracket,
+            TokenKind::RightCurlyBracket => TokenKind::LeftCurlyBracket,
+            _ => continue,
+        };
+        let (opened_at, opener) = open.pop()?;
+        if opener != closes {
+            return Some(opened_at).filter(|offset| *offset <= error_offset);
+        }
+    }
+    let mut offsets = open.into_iter().map(|(offset, _)| offset);
+    offsets.rfind(|offset| *offset <= error_offset)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_the_bracket_that_is_not_closed() {
+        // `^` marks the bracket, `!` the position of the parser's error.
+        for marked in [
+            "key = ^[\"a\", \"b\"\n!limit = { requests = 1 }\n",
+            "limits = [\n  ^{ requests = 5,\n!]\n",
+            "limits = ^[\n  { requests = 5 },\n\n![[policy]]\nname = \"b\"\nkey = [\"x\"]\n",
+            "a = \"[\" # [ {\nb = '{'\nc = ^[\n!d = 1\n",
+            "a = \"\"\"\n[ \\\"\"\" { \"\"\"\nb = ^{ c = 1\n!d = 2\n",
+            // Only the bracket of the first error.
+            "a = ^[1\n!b = 2\nc = [3\nd = 4\n",
+            "a = [[1, 2], ^[3\n!",
+            "^[policy\n!name = 1\n",
+        ] {
+            let error_offset = marked.replace('^', "").find('!').unwrap();
+            let opened_at = marked.find('^').unwrap();
+            let text = marked.replace(['^', '!'], "");
+            assert_eq!(
+                find_unclosed_bracket(&text, error_offset),
+                Some(opened_at),
+                "{marked}"
+            );
+        }
+        for closed in [
+            "a = [1, 2]\nb = ]\n",
+            "a = [GET]\n",
+            "a = { b = [\"[\"] }\nc = = 1\n",
+            "",
+            "a = \"x",
+        ] {
+            assert_eq!(
+                find_unclosed_bracket(closed, closed.len()),
+                None,
+                "{closed}"
+            );
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::loaded_config::{Config, RestartOnlySettings};
 use super::schema::{self, AppliedAt};
-use super::text_conversion::content_or_default;
+use super::schema_value::content_or_default;
 use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
 use crate::policy::{KeyComponent, KeyTemplate};
 use serde_json::{Map, Value as Json};

@@ -1,8 +1,7 @@
 //! Reads the main file and the included files.
 
 use super::diagnostic::SourceSpan;
-use super::file_set::expand_glob;
-use super::input::ConfigInput;
+use super::input::{ConfigInput, expand_glob};
 use super::schema;
 use super::sources::FileSource;
 use super::table_reader::{ConfigValue, TableReader};
@@ -85,7 +84,7 @@ fn expand_include(input: &ConfigInput, item: &ConfigValue<'_>, base: &Path) -> V
             if paths.is_empty() {
                 item.report_warning(format!("{text:?} matches no file"));
             }
-            input.update_file_set(|files| files.insert_glob(glob));
+            input.files.borrow_mut().globs.push(glob);
             paths
         }
         Err(error) => item.report_error(error).unwrap_or_default(),

@@ -1,11 +1,14 @@
-//! The documents and diagnostics of one load.
+//! The files, documents and diagnostics of one load.
 
-use super::diagnostic::{ConfigDiagnostic, ConfigErrors, DiagnosticSeverity, SourceSpan};
+use super::diagnostic::{ConfigDiagnostic, DiagnosticSeverity, SourceSpan};
 use super::document::TomlDocument;
-use super::file_set::{FileSet, read_config_file};
 use super::value_tree::{ValueNode, ValueOrigin};
+use indexmap::IndexSet;
 use std::cell::RefCell;
-use std::path::Path;
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
 
 /// Diagnostics of variables and flags sort after those of files.
 const OVERRIDE_RANK: usize = usize::MAX;
@@ -15,18 +18,11 @@ const OVERRIDE_RANK: usize = usize::MAX;
 pub(super) struct ConfigInput {
     documents: Vec<TomlDocument>,
     diagnostics: RefCell<Vec<ConfigDiagnostic>>,
-    files: RefCell<FileSet>,
-    skips_key_files: bool,
+    pub(super) files: RefCell<FileSet>,
+    pub(super) skips_key_files: bool,
 }
 
 impl ConfigInput {
-    pub(super) fn new(skips_key_files: bool) -> Self {
-        Self {
-            skips_key_files,
-            ..Self::default()
-        }
-    }
-
     /// Whether the files that keys name are read: secrets, certificates and key sets.
     pub(super) fn reads_key_files(&self) -> bool {
         !self.skips_key_files
@@ -52,20 +48,12 @@ impl ConfigInput {
 
     /// Reads a file that may contain bytes that are not UTF-8, and adds it to the watched set.
     pub(super) fn read_file_bytes(&self, path: &Path) -> Result<Vec<u8>, String> {
-        self.update_file_set(|files| files.insert_file(path.to_owned()));
+        self.files.borrow_mut().files.insert(path.to_owned());
         read_config_file(path).map_err(|error| format!("can't be read: {error}"))
-    }
-
-    pub(super) fn update_file_set(&self, update: impl FnOnce(&mut FileSet)) {
-        update(&mut self.files.borrow_mut());
     }
 
     pub(super) fn report_error(&self, span: SourceSpan, key: String, problem: String) {
         self.report(DiagnosticSeverity::Error, span, key, problem);
-    }
-
-    pub(super) fn report_warning(&self, span: SourceSpan, key: String, problem: String) {
-        self.report(DiagnosticSeverity::Warning, span, key, problem);
     }
 
     pub(super) fn has_errors(&self) -> bool {
@@ -139,4 +127,89 @@ impl ConfigInput {
             problem,
         });
     }
+}
+
+/// All errors of one load, in the order of the files.
+#[derive(Debug)]
+pub struct ConfigErrors {
+    pub diagnostics: Vec<ConfigDiagnostic>,
+    /// Files that the load has read. After a change of one of them, loading may succeed.
+    pub files: FileSet,
+}
+
+impl fmt::Display for ConfigErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for diagnostic in &self.diagnostics {
+            write!(f, "{diagnostic}")?;
+        }
+        match self.diagnostics.len() {
+            1 => writeln!(f, "1 error"),
+            n => writeln!(f, "{n} errors"),
+        }
+    }
+}
+
+impl std::error::Error for ConfigErrors {}
+
+/// Maximum size of a file of the configuration.
+const MAX_FILE_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Files and globs of a configuration. A reload reads them again.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FileSet {
+    /// Files that were read or that failed to be read.
+    pub(super) files: IndexSet<PathBuf>,
+    /// Globs of `include`. A new file that matches belongs to the configuration.
+    pub(super) globs: Vec<String>,
+}
+
+impl FileSet {
+    /// Adds the files of another set.
+    pub fn extend(&mut self, other: &Self) {
+        self.files.extend(other.files.iter().cloned());
+    }
+
+    /// All paths of the configuration. Evaluates the globs again.
+    pub fn expand_paths(&self) -> Vec<PathBuf> {
+        let mut paths: Vec<PathBuf> = self.files.iter().cloned().collect();
+        for glob in &self.globs {
+            paths.extend(expand_glob(glob).unwrap_or_default());
+        }
+        paths.sort();
+        paths.dedup();
+        paths
+    }
+}
+
+/// Expands a glob. Skips hidden names: a mounted ConfigMap keeps its link targets in them.
+pub(super) fn expand_glob(glob: &str) -> Result<Vec<PathBuf>, String> {
+    let options = glob::MatchOptions {
+        case_sensitive: true,
+        require_literal_separator: true,
+        require_literal_leading_dot: true,
+    };
+    let paths =
+        glob::glob_with(glob, options).map_err(|error| format!("not a glob: {}", error.msg))?;
+    paths
+        .collect::<Result<_, _>>()
+        .map_err(|error| error.to_string())
+}
+
+/// Reads a file of the configuration.
+///
+/// # Errors
+/// Returns an error for a device, pipe or socket, which could block or never end, and for a file
+/// above [`MAX_FILE_BYTES`].
+pub fn read_config_file(path: &Path) -> io::Result<Vec<u8>> {
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("not a regular file"));
+    }
+    let mut bytes = Vec::new();
+    File::open(path)?
+        .take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)?;
+    if u64::try_from(bytes.len()).is_ok_and(|length| length > MAX_FILE_BYTES) {
+        return Err(io::Error::other("larger than 16 MiB"));
+    }
+    Ok(bytes)
 }

@@ -3,7 +3,7 @@
 //! Keys outside policies are never required: the environment and flags can set them.
 
 use super::schema::{self, KeyRequirement, ROOT, SchemaKey, ValueKind};
-use super::text_conversion;
+use super::schema_value::content_from_text;
 use serde_json::{Map, Value, json};
 
 /// Durations as `values::parse_duration` reads them.
@@ -74,7 +74,7 @@ impl SchemaTables {
         if let Some(fields) = described.as_object_mut() {
             fields.insert("description".to_owned(), key.doc.into());
             if let KeyRequirement::Default(text) = key.requirement {
-                let default = text_conversion::content_from_text(&key.kind, text);
+                let default = content_from_text(&key.kind, text);
                 fields.insert("default".to_owned(), default.to_json());
             }
         }
@@ -84,7 +84,13 @@ impl SchemaTables {
     fn describe_kind(&mut self, kind: &ValueKind, path: &str) -> Value {
         match kind {
             ValueKind::Bool => json!({ "type": "boolean" }),
-            ValueKind::Integer { min, max } => describe_integer(*min, *max),
+            ValueKind::Integer {
+                min: i64::MIN,
+                max: i64::MAX,
+            } => json!({ "type": "integer" }),
+            ValueKind::Integer { min, max } => {
+                json!({ "type": "integer", "minimum": min, "maximum": max })
+            }
             ValueKind::Either(first, _, second) => {
                 json!({ "anyOf": [self.describe_kind(first, path), self.describe_kind(second, path)] })
             }
@@ -109,7 +115,7 @@ impl SchemaTables {
             ValueKind::TableList(table) => {
                 json!({ "type": "array", "items": self.refer_to_table(table, path) })
             }
-            ValueKind::Map(_) => {
+            ValueKind::Map(_) | ValueKind::Conditions { .. } => {
                 let condition = self.refer_to_table(&schema::VALUE_CONDITION, "condition");
                 // Claims may also be booleans and numbers.
                 let plain = if path.ends_with(".jwt") {
@@ -143,13 +149,6 @@ impl SchemaTables {
 
 fn require_one_of(kinds: [Value; 2]) -> Value {
     json!(kinds.map(|keys| json!({ "required": keys })))
-}
-
-fn describe_integer(min: i64, max: i64) -> Value {
-    match (min, max) {
-        (i64::MIN, i64::MAX) => json!({ "type": "integer" }),
-        (min, max) => json!({ "type": "integer", "minimum": min, "maximum": max }),
-    }
 }
 
 #[cfg(test)]

@@ -1,33 +1,111 @@
 //! Builds policies from `[[policy]]` tables.
 
-mod amounts;
-mod calendar;
 mod conflicts;
-pub(super) mod context;
 mod cost;
 mod counters;
-mod lease;
 mod limits;
 mod match_conditions;
 mod overrides;
 mod quota;
-mod reject_response;
-mod shards;
 
 pub(super) use limits::is_concurrency_limit;
 
 use super::describe::{self, PolicyDescription};
 use super::diagnostic::SourceSpan;
-use super::keywords::PolicyActionKind;
+use super::schema::PolicyActionKind;
 use super::table_reader::{TableReader, report};
 use super::values;
-use crate::limiter::CounterScope;
-use crate::policy::{OnStoreFailure, Policy, PolicyAction, PolicyMode, RejectResponse};
+use crate::limiter::{Algorithm, CounterScope};
+use crate::policy::{
+    KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota,
+    RejectResponse, client, jwt, path,
+};
+use crate::proxy::{is_client_cert_field, is_stripped_before_policies};
 use conflicts::PolicyKind;
-use context::{PolicyContext, PolicyWithReader};
+use http::{HeaderName, HeaderValue, StatusCode, header};
 use quota::build_quota;
-use reject_response::build_reject_response;
 use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Settings that apply to all policies.
+pub(super) struct PolicyContext {
+    /// Whether counters are in a Redis Cluster.
+    pub(super) uses_redis_cluster: bool,
+    pub(super) client: client::Settings,
+    pub(super) path: path::Settings,
+    pub(super) key_hasher: KeyHasher,
+    /// Headers that the gateway in front always sets or removes.
+    pub(super) trusted_headers: Vec<HeaderName>,
+    pub(super) on_store_failure: OnStoreFailure,
+    pub(super) algorithm: Algorithm,
+    pub(super) missing_key: MissingKeyAction,
+    /// Whether the listener requests client certificates.
+    pub(super) requests_client_certificates: bool,
+    pub(super) uses_memory_store: bool,
+    /// How token claims are trusted. `None` if they are not.
+    pub(super) claim_trust: Option<ClaimTrust>,
+    pub(super) tokens: Option<jwt::Settings>,
+    /// The issuers of tokens if there are several; empty otherwise.
+    pub(super) issuers: Arc<[Box<str>]>,
+    /// Request header that is removed before policies see it ([`PolicyTable::mark_header`]).
+    ///
+    /// [`PolicyTable::mark_header`]: crate::policy::PolicyTable::mark_header
+    pub(super) mark_header: HeaderName,
+    /// Whether `[check]` is configured.
+    pub(super) has_ext_authz: bool,
+}
+
+/// Whether token signatures are verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ClaimTrust {
+    Signed,
+    Unverified,
+}
+
+/// A policy with the reader of its table, for diagnostics.
+pub(super) struct PolicyWithReader<'a> {
+    pub(super) policy: Policy,
+    pub(super) reader: TableReader<'a>,
+}
+
+impl PolicyContext {
+    /// Whether tidegate removes the header before policies see it.
+    pub(super) fn is_removed_header(&self, name: &HeaderName) -> bool {
+        *name == self.mark_header
+            || is_stripped_before_policies(name)
+            || (is_client_cert_field(name) && !self.trusted_headers.contains(name))
+    }
+
+    pub(super) fn is_client_chosen(&self, part: &KeyPart) -> bool {
+        if matches!(part, KeyPart::Alternatives(_)) {
+            return part.alternatives().any(|one| self.is_client_chosen(one));
+        }
+        let is_claim = matches!(part, KeyPart::Claim(_));
+        if matches!(part, KeyPart::Header(name) if self.trusted_headers.contains(name)) {
+            return false;
+        }
+        part.is_client_chosen() || (is_claim && self.claim_trust == Some(ClaimTrust::Unverified))
+    }
+}
+
+impl PolicyWithReader<'_> {
+    pub(super) fn quota(&self) -> Option<&Quota> {
+        self.policy.quota()
+    }
+
+    pub(super) fn key_parts(&self) -> impl Iterator<Item = &KeyPart> {
+        self.quota().into_iter().flat_map(|quota| quota.key.parts())
+    }
+
+    /// The policy's name and position: `"login" (config.toml:12:8)`.
+    pub(super) fn quote_name_and_position(&self) -> String {
+        let span = self
+            .reader
+            .get("name")
+            .map_or_else(String::new, |item| format!(" ({})", item.source_span()));
+        format!("\"{}\"{span}", self.policy.name)
+    }
+}
 
 /// Builds and describes all policies in file order. Policies with `mode = "off"` are validated and
 /// described, but not returned.
@@ -142,7 +220,30 @@ fn build_reject(
     report! { table;
         Error("status") if matches_descriptors && table.contains_key("status") => "Envoy sets the status; expected no status here, but rate_limited_status in Envoy's filter";
     }
-    build_reject_response(&table)
+    let status = table.read("status");
+    let status = status.and_then(|code: u16| StatusCode::from_u16(code).ok());
+    let entries = table.get_entries("headers").into_iter();
+    let headers = entries.filter_map(|(name, item)| {
+        let Some(text) = item.value.as_str() else {
+            return item.report_error("expected a string");
+        };
+        match (parse_reject_header(name), HeaderValue::from_str(text)) {
+            (Ok(name), Ok(value)) => Some((name, value)),
+            (Err(reason), _) => item.report_error(reason),
+            (_, Err(_)) => item.report_error("expected a valid header value"),
+        }
+    });
+    Some(RejectResponse {
+        status,
+        headers: headers.collect(),
+        body: table.read::<String>("body")?.into(),
+        content_type: table.get_parsed("content_type", |text| {
+            match HeaderValue::from_str(text) {
+                Ok(value) if text.contains('/') => Ok(value),
+                _ => Err("expected a media type such as \"application/json\"".to_owned()),
+            }
+        })?,
+    })
 }
 
 /// Reads `on_store_failure`. Envoy has its own failure mode (`failure_mode_deny`), so a descriptor
@@ -163,5 +264,24 @@ fn read_store_failure_mode(
     match effective {
         OnStoreFailure::Local => OnStoreFailure::Local,
         OnStoreFailure::Open | OnStoreFailure::Closed => OnStoreFailure::Closed,
+    }
+}
+
+/// Parses the name of a response header. Rejects headers that tidegate sets for framing or routing.
+fn parse_reject_header(text: &str) -> Result<HeaderName, String> {
+    const RESERVED_HEADERS: [HeaderName; 8] = [
+        header::CONNECTION,
+        header::CONTENT_LENGTH,
+        header::CONTENT_TYPE,
+        header::TE,
+        header::TRAILER,
+        header::TRANSFER_ENCODING,
+        header::UPGRADE,
+        header::RETRY_AFTER,
+    ];
+    match values::parse_header_name(text)? {
+        header::CONTENT_TYPE => Err("expected the key content_type instead".to_owned()),
+        name if RESERVED_HEADERS.contains(&name) => Err(format!("{name} is set by tidegate")),
+        name => Ok(name),
     }
 }

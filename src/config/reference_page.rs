@@ -139,7 +139,9 @@ fn format_kind(kind: &ValueKind) -> String {
         }
         ValueKind::Keyword(words) => format_keywords(words),
         // The page describes user-defined entries elsewhere.
-        ValueKind::Map(_) | ValueKind::Table(_) => "table".to_owned(),
+        ValueKind::Map(_) | ValueKind::Conditions { .. } | ValueKind::Table(_) => {
+            "table".to_owned()
+        }
         ValueKind::TableList(_) => "list of tables".to_owned(),
         ValueKind::TextList(items) => format!("list of {}", omit_article(items)),
         ValueKind::StatusList => "list of statuses such as 401, \"4xx\"".to_owned(),

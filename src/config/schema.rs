@@ -11,8 +11,11 @@ mod policy;
 mod proxy;
 mod store;
 
-pub(super) use key::{AppliedAt, KeyRequirement, SchemaKey, ValueKind};
-pub(super) use policy::{COST, LIMIT, VALUE_CONDITION};
+pub(super) use key::{
+    ALGORITHMS, AppliedAt, KeyRequirement, PolicyActionKind, RedisTopologyKind, SchemaKey,
+    ValueKind,
+};
+pub(super) use policy::{COST, LIMIT, MATCH, VALUE_CONDITION};
 
 use crate::telemetry::{AccessLogFilter, LogFormat};
 use crate::text::find_similar;
@@ -178,20 +181,6 @@ pub(super) struct LeafKey {
 /// Finds a key in a table.
 pub(super) fn find_key(table: &'static [SchemaKey], name: &str) -> Option<&'static SchemaKey> {
     table.iter().find(|key| key.name == name)
-}
-
-/// Finds the key at a path from the root. Does not look inside policies.
-pub(super) fn find_key_by_path(path: &str) -> Option<&'static SchemaKey> {
-    let (mut table, mut found): (&'static [SchemaKey], _) = (&ROOT, None);
-    for name in path.split('.') {
-        let key = find_key(table, name)?;
-        table = match &key.kind {
-            Table(inner) => inner,
-            _ => &[],
-        };
-        found = Some(key);
-    }
-    found
 }
 
 /// Suggests a key for the unknown key `name` of `table`.

@@ -2,27 +2,19 @@
 
 mod client;
 mod client_tls;
-mod container_memory;
 mod jwt;
-mod listen;
 mod listen_tls;
 mod operation;
-mod redis;
-mod response;
+mod proxy;
 mod store;
-mod telemetry;
-mod upstream;
 
 pub(super) use operation::build_admin_settings;
-pub(super) use redis::build_redis_settings;
-pub(super) use store::build_memory_settings;
+pub(super) use store::{build_memory_settings, build_redis_settings};
 
-use super::file_set::FileSet;
-use super::lints;
-use super::lints::context::LintContext;
+use super::input::FileSet;
+use super::lints::{self, LintContext};
 use super::loaded_config::{Config, StoreSettings};
-use super::policies::build_policies;
-use super::policies::context::PolicyContext;
+use super::policies::{PolicyContext, build_policies};
 use super::table_reader::TableReader;
 use super::value_tree::ValueNode;
 use super::values;
@@ -38,32 +30,32 @@ use std::sync::Arc;
 pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>]) -> Option<Config> {
     let listen_reader = root.get_table("listen");
     let http = listen_reader.get_table("http");
-    let listen = listen::build_listen_settings(&listen_reader, &http);
+    let listen = proxy::build_listen_settings(&listen_reader, &http);
     let tls_reader = listen_reader.get_optional_table("tls");
     let tls = tls_reader.as_ref().map(listen_tls::build_server_tls);
     let rls = root.get_optional_table("rls");
     let check = root.get_optional_table("check");
     let upstream_reader = root.get_table("upstream");
     let has_upstream = upstream_reader.contains_key("url") || (rls.is_none() && check.is_none());
-    let upstream = upstream::build_upstream_settings(&upstream_reader, &http, has_upstream);
+    let upstream = proxy::build_upstream_settings(&upstream_reader, &http, has_upstream);
     let service_listeners =
-        listen::build_service_listeners(rls.as_ref(), check.as_ref(), listen.as_ref());
-    let ext_authz = check.as_ref().map(listen::read_ext_authz_settings);
+        proxy::build_service_listeners(rls.as_ref(), check.as_ref(), listen.as_ref());
+    let ext_authz = check.as_ref().map(proxy::read_ext_authz_settings);
     let store = store::build_store_settings(&root.get_table("store"));
     let shutdown = operation::build_shutdown_settings(&root.get_table("shutdown"));
     let admin = build_admin_settings(&root.get_table("admin"));
     let log = operation::build_log_settings(&root.get_table("log"));
-    let trace = root.build_optional("trace", telemetry::build_trace_settings);
-    let metric_export = root.build_optional("metrics", telemetry::build_metric_export_settings);
+    let trace = root.build_optional("trace", operation::build_trace_settings);
+    let metric_export = root.build_optional("metrics", operation::build_metric_export_settings);
     let response = root.get_table("response");
-    let headers = response::build_rate_limit_header_settings(&response);
-    let cors = response::build_cors_origins(&response.get_table("cors"));
+    let headers = client::build_rate_limit_header_settings(&response);
+    let cors = client::build_cors_origins(&response.get_table("cors"));
     let context = build_policy_context(root, store.as_ref(), tls_reader.as_ref())?;
     let tables = std::iter::once(root).chain(included);
     let policy_tables = tables.flat_map(|reader| reader.get_tables("policy"));
     let (policies, policy_descriptions) = build_policies(policy_tables, &context);
     // Lints assume valid settings.
-    if !root.input().has_errors()
+    if !root.input.has_errors()
         && let (Some(listen), Some(upstream), Some(store)) = (&listen, &upstream, &store)
     {
         let lint_context = LintContext {

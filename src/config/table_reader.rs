@@ -6,9 +6,10 @@
 use super::diagnostic::{DiagnosticSeverity, SourceSpan, quote_source};
 use super::input::ConfigInput;
 use super::schema::{self, KeyRequirement, SchemaKey, ValueKind};
-use super::schema_value::SchemaValue;
+use super::schema_value::{SchemaValue, content_from_text};
+use super::suggestions;
 use super::value_tree::{ValueContent, ValueNode, ValueOrigin};
-use super::{suggestions, text_conversion};
+use std::path::{Path, PathBuf};
 
 /// Reports by a table of rules: severity and key, the condition if there is one, and the message.
 macro_rules! report {
@@ -38,7 +39,7 @@ pub(super) use read_settings;
 /// Reads the keys of one table.
 #[derive(Clone, Debug)]
 pub(super) struct TableReader<'a> {
-    input: &'a ConfigInput,
+    pub(super) input: &'a ConfigInput,
     keys: &'static [SchemaKey],
     /// `None` if the table is absent. Every key then has its default.
     table: Option<&'a ValueNode>,
@@ -65,11 +66,6 @@ impl<'a> TableReader<'a> {
         root: &'a ValueNode,
     ) -> Self {
         Self::open_table(input, keys, root, String::new())
-    }
-
-    /// The input that the table is a part of.
-    pub(super) fn input(&self) -> &'a ConfigInput {
-        self.input
     }
 
     pub(super) fn contains_key(&self, name: &str) -> bool {
@@ -105,7 +101,9 @@ impl<'a> TableReader<'a> {
 
     /// Reads a value of the type and in the range that the schema gives.
     pub(super) fn read<T: SchemaValue>(&self, name: &str) -> Option<T> {
-        self.read_value(name, |kind, value| T::from_content(kind.first(), value))
+        self.read_result(name, |kind, value| {
+            T::from_content(kind.first(), value).map(Ok)
+        })
     }
 
     /// Whether the value is `keyword`, one of the schema's.
@@ -124,7 +122,7 @@ impl<'a> TableReader<'a> {
 
     /// Reads a string with `parse`, which returns `None` for one that is not as the schema says.
     pub(super) fn get_text<T>(&self, name: &str, parse: impl Fn(&str) -> Option<T>) -> Option<T> {
-        self.read_value(name, |_, value| parse(value.as_str()?))
+        self.read_result(name, |_, value| parse(value.as_str()?).map(Ok))
     }
 
     /// Reads a string. Returns `None` if it is empty.
@@ -240,12 +238,6 @@ impl<'a> TableReader<'a> {
         self.report(DiagnosticSeverity::Error, name, problem.into());
     }
 
-    pub(super) fn error_if(&self, is_wrong: bool, name: &str, problem: &str) {
-        if is_wrong {
-            self.report_error(name, problem);
-        }
-    }
-
     /// Reports a warning at the value of a key, or at the table if the key is absent.
     pub(super) fn report_warning(&self, name: &str, problem: impl Into<String>) {
         self.report(DiagnosticSeverity::Warning, name, problem.into());
@@ -261,6 +253,53 @@ impl<'a> TableReader<'a> {
         let origin = self.node(name).map_or(self.origin, |value| &value.origin);
         let (span, path) = (self.input.value_span(origin), join_path(&self.path, name));
         self.input.report(severity, span, path, problem);
+    }
+
+    /// Reads the text file named by `key`. Returns `None` if the key is empty, after an error, or if
+    /// no such file is read.
+    pub(super) fn read_text_file(&self, key: &str, content: &str) -> Option<String> {
+        let path = self.get_nonempty_string(key)?;
+        if !self.input.reads_key_files() {
+            return None;
+        }
+        let text = self.input.read_file(Path::new(&path));
+        let text = self.accept(key, text.map_err(|error| format!("the file {error}")))?;
+        let text = text.trim_end();
+        if text.is_empty() {
+            self.report_error(key, format!("the file is empty; expected a {content}"));
+            return None;
+        }
+        Some(text.to_owned())
+    }
+
+    /// Reads the PEM file named by `key`. Returns `None` after an error.
+    pub(super) fn read_pem_file(&self, key: &str) -> Option<Vec<u8>> {
+        let path: String = self.read(key)?;
+        if path.is_empty() {
+            self.report_error(key, "expected the path of a PEM file");
+            return None;
+        }
+        let pem = self.input.read_file_bytes(Path::new(&path));
+        self.accept(key, pem.map_err(|error| format!("the file {error}")))
+    }
+
+    /// Returns what the file named by `key` contains, or reports what is wrong in it.
+    pub(super) fn accept_content<T>(&self, key: &str, content: Result<T, String>) -> Option<T> {
+        let content = content.map_err(|reason| format!("in the file: {reason}"));
+        self.accept(key, content)
+    }
+
+    /// Reads the path of an existing directory. The inner `None`: the key is empty, or directories
+    /// are not looked up.
+    pub(super) fn read_directory(&self, key: &str, is_used: bool) -> Option<Option<PathBuf>> {
+        let is_checked = is_used && self.input.reads_key_files();
+        self.get_parsed(key, |path| match path {
+            "" => Ok(None),
+            path if is_checked && !Path::new(path).is_dir() => {
+                Err("not a directory; expected an existing directory".to_owned())
+            }
+            path => Ok(Some(PathBuf::from(path))),
+        })
     }
 
     fn open_table(
@@ -290,16 +329,7 @@ impl<'a> TableReader<'a> {
     }
 
     /// Reads a value with `parse`, which returns `None` if it has not the type or range of the
-    /// schema.
-    fn read_value<T>(
-        &self,
-        name: &str,
-        parse: impl Fn(&ValueKind, &ValueContent) -> Option<T>,
-    ) -> Option<T> {
-        self.read_result(name, |kind, value| parse(kind, value).map(Ok))
-    }
-
-    /// Reads a value with `parse`, which may also return the reason why the value is invalid.
+    /// schema, or the reason why the value is invalid.
     fn read_result<T>(
         &self,
         name: &str,
@@ -323,7 +353,7 @@ impl<'a> TableReader<'a> {
         }
         .or_else(|| match key.requirement {
             KeyRequirement::Default(text) => {
-                let default = text_conversion::content_from_text(&key.kind, text);
+                let default = content_from_text(&key.kind, text);
                 parse(&key.kind, &default)?.ok()
             }
             KeyRequirement::Required | KeyRequirement::Optional => None,

@@ -1,5 +1,6 @@
 //! The values of a configuration as a tree. Each value knows where it was written.
 
+use serde::Serialize;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,13 +10,16 @@ use std::sync::Arc;
 pub(super) type ValueTable = BTreeMap<String, ValueNode>;
 
 /// A value and where it was written. It may hold a password, so `Debug` prints none.
-#[derive(Clone, Default)]
+#[derive(Clone, Default, Serialize)]
+#[serde(transparent)]
 pub(super) struct ValueNode {
     pub(super) content: ValueContent,
+    #[serde(skip)]
     pub(super) origin: ValueOrigin,
 }
 
-#[derive(Clone, PartialEq)]
+#[derive(Clone, PartialEq, Serialize)]
+#[serde(untagged)]
 pub(super) enum ValueContent {
     Bool(bool),
     Integer(i64),
@@ -57,10 +61,7 @@ impl ValueNode {
     }
 
     pub(super) fn as_str(&self) -> Option<&str> {
-        match &self.content {
-            ValueContent::Text(text) => Some(text),
-            _ => None,
-        }
+        self.content.as_str()
     }
 
     pub(super) fn as_list(&self) -> Option<&[Self]> {
@@ -157,19 +158,7 @@ impl ValueContent {
     }
 
     pub(super) fn to_json(&self) -> Json {
-        match self {
-            Self::Bool(flag) => (*flag).into(),
-            Self::Integer(number) => (*number).into(),
-            Self::Float(number) => (*number).into(),
-            Self::Text(text) => text.as_str().into(),
-            Self::List(items) => items.iter().map(|item| item.content.to_json()).collect(),
-            Self::Table(table) => {
-                let entries = table.iter();
-                let entries = entries.map(|(key, value)| (key.clone(), value.content.to_json()));
-                Json::Object(entries.collect())
-            }
-            Self::Unsupported => Json::Null,
-        }
+        serde_json::to_value(self).unwrap_or_default()
     }
 }
 

@@ -319,6 +319,20 @@ pub(super) fn parse_header_name(text: &str) -> Result<HeaderName, String> {
     name.map_err(|_invalid| format!("{text:?} is not a header name"))
 }
 
+/// Converts a duration to microseconds. The schema bounds durations to 400 days.
+pub(super) fn to_micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Rejects an empty name.
+pub(super) fn parse_nonempty(text: &str) -> Result<Box<str>, String> {
+    if text.is_empty() {
+        Err("the name is empty".to_owned())
+    } else {
+        Ok(text.into())
+    }
+}
+
 /// Formats a duration in the largest unit that represents it exactly.
 pub fn format_duration(duration: Duration) -> String {
     let ms = duration.as_millis();

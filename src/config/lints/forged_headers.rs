@@ -3,10 +3,9 @@
 //! Headers of `client.trusted_headers` are left out, because the gateway in front sets or removes
 //! them, and so are headers for credentials: a client has to know their values.
 
-use super::context::LintContext;
+use super::LintContext;
 use super::policy_interactions::ComparisonBudget;
-use crate::config::policies::context::{PolicyContext, PolicyWithReader};
-use crate::config::policies::is_concurrency_limit;
+use crate::config::policies::{PolicyContext, PolicyWithReader, is_concurrency_limit};
 use crate::config::table_reader::report;
 use crate::policy::{
     CoverageIndex, KeyPart, LimitOverride, Matcher, NamedLimit, OverrideRule, PartCondition,

@@ -1,6 +1,6 @@
 //! Lints about combinations of policies.
 
-use crate::config::policies::context::{PolicyContext, PolicyWithReader};
+use crate::config::policies::{PolicyContext, PolicyWithReader};
 use crate::config::table_reader::report;
 use crate::policy::{
     AcceptedEntries, CoverageIndex, HostPattern, KeyPart, Matcher, MissingKeyAction, PartCondition,

@@ -1,8 +1,8 @@
 //! Lints about settings that conflict with the policies or with each other.
 
-use super::context::LintContext;
+use super::LintContext;
 use crate::config::loaded_config::StoreSettings;
-use crate::config::policies::context::PolicyWithReader;
+use crate::config::policies::PolicyWithReader;
 use crate::config::table_reader::report;
 use crate::listen::ListenAddress;
 use crate::policy::{KeyPart, OnStoreFailure};

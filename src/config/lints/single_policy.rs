@@ -1,8 +1,8 @@
 //! Lints about settings of one policy that have no effect or a surprising one.
 
-use super::context::LintContext;
+use super::LintContext;
 use super::path_regex;
-use crate::config::policies::context::PolicyWithReader;
+use crate::config::policies::PolicyWithReader;
 use crate::config::table_reader::{TableReader, report};
 use crate::config::values::format_duration;
 use crate::limiter::{Algorithm, Limit};

@@ -1,6 +1,7 @@
-//! Options of a policy that exclude each other: one table of pairs, with the reason.
+//! Options of a policy that exclude each other or have no effect together: one table, with the
+//! reason.
 
-use super::context::PolicyContext;
+use super::PolicyContext;
 use super::limits::is_concurrency_limit;
 use crate::config::table_reader::{TableReader, report};
 use crate::limiter::Algorithm;
@@ -15,7 +16,15 @@ pub(super) struct PolicyKind {
     pub(super) on_store_failure: OnStoreFailure,
 }
 
-/// Reports each pair of options that exclude each other, at the key of the second one.
+impl PolicyKind {
+    /// Whether the policy only reports what it would reject.
+    pub(super) fn is_watching(self) -> bool {
+        self.mode != PolicyMode::Enforce
+    }
+}
+
+/// Reports each pair of options that exclude each other, at the key of the second one, and options
+/// without effect in their context.
 pub(super) fn report_conflicts(
     reader: &TableReader<'_>,
     context: &PolicyContext,
@@ -48,9 +57,13 @@ pub(super) fn report_conflicts(
         Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us > 0,
         _ => false,
     });
+    let modes = || std::iter::once(kind.mode).chain(quota.overrides.modes());
     // `count_rejected` of an instance is exact only if all keys are enforced.
-    let mut modes = std::iter::once(kind.mode).chain(quota.overrides.modes());
-    let watching = modes.find(|mode| !mode.is_enforced()).map(PolicyMode::name);
+    let watching = modes().find(|mode| !mode.is_enforced());
+    let watching = watching.map(PolicyMode::name);
+    let is_enforced = modes().any(PolicyMode::is_enforced);
+    let (mode, is_watching) = (kind.mode.name(), kind.is_watching());
+    let is_free = quota.cost.min_units() == 0;
     report! { reader;
         Error("cost") if for_descriptors && has_header_cost => "a call of the rate-limit service has no header; expected a number, which is multiplied by hits_addend";
         Error(cost) if for_descriptors && is_estimated => "a call of the rate-limit service has no response; expected a number as cost, which is multiplied by hits_addend";
@@ -85,6 +98,13 @@ pub(super) fn report_conflicts(
         Error("shards") if is_local_in_cluster && is_sharded => "usage during an outage is written back to one counter; expected on_store_failure = \"open\" or \"closed\"";
         Error("shards") if is_requested && is_sharded => "not with requests_from: shards need a fixed amount; expected no shards";
         Error("count_rejected") if in_instance && counts_rejected && watching.is_some() => "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\" for the policy and its overrides", watching.unwrap_or_default();
+        Warning("on_store_failure") if in_instance && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
+        Warning("cost") if is_free => "requests with cost 0 are never limited";
+        Warning("block_for") if blocks && !is_enforced => "without effect: a policy in mode \"{mode}\" blocks no key";
+        Warning("lease") if leases && is_watching => "without effect: a policy in mode \"{mode}\" counts each request in the store";
+        Warning("lease") if leases && !is_watching && context.uses_memory_store => "without effect with store.kind = \"memory\": counters are in this process";
+        Warning("shards") if is_sharded && !context.uses_redis_cluster => "without effect: sharding needs a Redis Cluster";
+        Warning("shards") if is_sharded && kind.mode != PolicyMode::Enforce => "in mode \"{mode}\" a policy asks only one shard, so it reports more rejections than enforcement would cause";
     }
 }
 

@@ -1,6 +1,6 @@
 //! The key `counter`: policies that share counters, and the shapes that can be shared.
 
-use super::context::PolicyWithReader;
+use super::PolicyWithReader;
 use crate::config::suggestions;
 use crate::config::table_reader::report;
 use crate::limiter::{Algorithm, Limit};

@@ -1,12 +1,12 @@
 //! The keys `limit` and `limits` of a policy or of an override.
 
-use super::amounts::{LimitAmount, read_amount, reject_options_with_one_amount};
-use super::calendar::{PERIOD_OF_SLOTS_ERROR, build_calendar_limit, read_calendar_unit};
-use super::context::PolicyContext;
+use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
+use super::{ClaimTrust, PolicyContext};
+use crate::config::suggestions::suggest_time_zone;
 use crate::config::table_reader::{TableReader, report};
-use crate::config::values;
-use crate::limiter::{Algorithm, Limit, MAX_UNITS};
-use crate::policy::{AmountSource, NamedLimit, SlotRelease};
+use crate::config::values::{self, to_micros};
+use crate::limiter::{Algorithm, Calendar, CalendarUnit, Limit, MAX_UNITS};
+use crate::policy::{AmountSource, KeyPart, NamedLimit, SlotRelease};
 use std::time::Duration;
 
 /// A `sliding_log` with more `requests` needs much memory, because it keeps one entry per request.
@@ -118,15 +118,16 @@ fn build_limit(
         per
     };
     let is_late = offset.zip(per).is_some_and(|(offset, per)| offset >= per);
-    reader.error_if(is_late, "offset", "expected less than per");
+    report! { reader;
+        Error("offset") if is_late => "expected less than per";
+    }
     if let (Some(amount), Some(per)) = (&amount, per) {
         reject_inexact_limit(reader, algorithm, amount, to_micros(per));
     }
-    if amount
-        .as_ref()
-        .is_some_and(|amount| amount.source.is_some())
-    {
-        reject_options_with_one_amount(reader, counts_slots);
+    let source = amount.as_ref().and_then(|amount| amount.source.as_ref());
+    report! { reader;
+        Error("requests_from") if source.is_some() && counts_slots => "not with algorithm = \"concurrency\", whose slots need a fixed amount; expected requests";
+        Error("warm_up") if source.is_some() && reader.contains_key("warm_up") => "not with requests_from: a third of a small amount may be less than the cost of a request; expected no warm_up";
     }
     let limit = Limit {
         requests: requests?,
@@ -229,7 +230,128 @@ pub(crate) fn is_concurrency_limit(named: &NamedLimit) -> bool {
     named.limit.algorithm.counts_slots()
 }
 
-/// Converts a duration to microseconds. The schema bounds durations to 400 days.
-pub(super) fn to_micros(duration: Duration) -> u64 {
-    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+/// The amount of a limit.
+struct LimitAmount {
+    /// `requests`, or `default` beside `requests_from`.
+    requests: u64,
+    source: Option<Box<AmountSource>>,
+}
+
+impl LimitAmount {
+    /// The largest amount of a request.
+    fn max(&self) -> u64 {
+        let source = self.source.as_ref();
+        source.map_or(self.requests, |source| source.max)
+    }
+}
+
+/// Reads `requests`, or `requests_from` with its `default` and `max`.
+fn read_amount(reader: &TableReader<'_>, context: &PolicyContext) -> Option<LimitAmount> {
+    let has = |key: &str| reader.contains_key(key);
+    let is_requested = has("requests_from");
+    report! { reader;
+        Error("default") if has("default") && !is_requested => "needs requests_from; expected requests_from, or no such key";
+        Error("max") if has("max") && !is_requested => "needs requests_from; expected requests_from, or no such key";
+        Error("requests") if !has("requests") && !is_requested => "missing; expected a whole number, or requests_from with default and max";
+        Error("requests") if has("requests") && is_requested => "not beside requests_from; expected default, the amount of a request that states none";
+        Error("default") if !has("default") && is_requested => "missing; expected the amount of a request that states none beside requests_from";
+        Error("max") if !has("max") && is_requested => "missing; expected the largest amount that a request may state beside requests_from";
+    }
+    if !is_requested {
+        return Some(LimitAmount {
+            requests: reader.read("requests")?,
+            source: None,
+        });
+    }
+    let field = reader.get_parsed("requests_from", AmountSource::parse_field);
+    if let Some(field) = &field {
+        reject_untrusted_field(reader, context, field);
+    }
+    let (default, max) = (reader.read("default"), reader.read("max"));
+    if let (Some(default), Some(max)) = (default, max) {
+        report! { reader;
+            Error("default") if default > max => "more than max; expected at most {max}";
+        }
+    }
+    Some(LimitAmount {
+        requests: default?,
+        source: Some(Box::new(AmountSource {
+            field: field?,
+            max: max?,
+            sets_burst: !has("burst"),
+        })),
+    })
+}
+
+/// Reports a field that a client could write.
+fn reject_untrusted_field(reader: &TableReader<'_>, context: &PolicyContext, field: &KeyPart) {
+    let key = "requests_from";
+    match field {
+        KeyPart::Claim(_) => report! { reader;
+            Error(key) if context.claim_trust.is_none() => "{NO_TRUSTED_TOKENS_ERROR}";
+            Error(key) if context.claim_trust == Some(ClaimTrust::Unverified) => "with client.jwt.verify = false, each client writes its own amount; expected verified tokens";
+        },
+        KeyPart::Header(name) => {
+            let has_proxy = !context.client.trusted_proxies.is_empty();
+            let is_removed = context.is_removed_header(name);
+            let is_trusted = context.trusted_headers.contains(name);
+            report! { reader;
+                Error(key) if !has_proxy => "no proxy is trusted to send {name}; expected client.trusted_proxies with the networks of the gateway in front";
+                Error(key) if has_proxy && is_removed => "{name} is never present: tidegate removes it before policies see it; expected another header";
+                Warning(key) if has_proxy && !is_removed && !is_trusted => "a client that sends {name} through the trusted proxy states its own amount; expected client.trusted_headers = [\"{name}\"] if the proxy sets or removes this header";
+            }
+        }
+        _ => report! { reader;
+            Error(key) if !context.requests_client_certificates => "the listener requests no client certificates; expected listen.tls.client_auth = \"optional\" or \"require\"";
+        },
+    }
+}
+
+/// The time zone without the key `tz`.
+const DEFAULT_TIME_ZONE: &str = "UTC";
+
+/// The unit of the calendar in `per`, unless it is a duration.
+fn read_calendar_unit(reader: &TableReader<'_>) -> Option<CalendarUnit> {
+    let item = reader.get("per")?;
+    item.value.as_str()?.parse().ok()
+}
+
+/// Builds the limit per period of a calendar.
+fn build_calendar_limit(
+    reader: &TableReader<'_>,
+    unit: CalendarUnit,
+    algorithm: Algorithm,
+    requests: Option<u64>,
+) -> Option<Limit> {
+    let is_fixed_window = matches!(algorithm, Algorithm::FixedWindow { .. });
+    let counts_slots = algorithm.counts_slots();
+    let name = unit.as_str();
+    let duration = match unit {
+        CalendarUnit::Day => "1d",
+        CalendarUnit::Week => "7d",
+        CalendarUnit::Month => "30d",
+    };
+    report! { reader;
+        Error("per") if counts_slots => "{PERIOD_OF_SLOTS_ERROR}";
+        Error("per") if !is_fixed_window && !counts_slots => "a {name} of the calendar is counted by algorithm = \"fixed_window\" only; expected that algorithm, or a duration such as \"{duration}\"";
+        Error("offset") if is_fixed_window && reader.contains_key("offset") => "a {name} of the calendar starts at midnight of its time zone; expected tz instead, such as \"Europe/Berlin\"";
+    }
+    let calendar = if reader.contains_key("tz") {
+        reader.get_parsed("tz", |name| parse_calendar(unit, name))
+    } else {
+        Calendar::new(unit, DEFAULT_TIME_ZONE)
+    };
+    let limit = Limit::per_calendar_period(requests?, calendar?);
+    is_fixed_window.then_some(limit)
+}
+
+/// Error of `per` in a limit of requests in flight.
+const PERIOD_OF_SLOTS_ERROR: &str =
+    "not for algorithm = \"concurrency\", which counts requests in flight; expected no such key";
+
+fn parse_calendar(unit: CalendarUnit, zone_name: &str) -> Result<Calendar, String> {
+    Calendar::new(unit, zone_name).ok_or_else(|| {
+        let meant = suggest_time_zone(zone_name);
+        format!("expected the IANA name of a time zone such as \"Europe/Berlin\" or \"UTC\"{meant}")
+    })
 }

@@ -1,10 +1,10 @@
 //! The table `match` of a policy.
 
-use super::context::PolicyContext;
+use super::PolicyContext;
+use crate::config::schema::{self, ValueKind};
 use crate::config::table_reader::{ConfigValue, TableReader, report};
 use crate::config::value_tree::{ValueContent, ValueNode};
-use crate::config::{schema, values};
-use crate::policy::jwt::ClaimName;
+use crate::config::values;
 use crate::policy::{
     AcceptedEntries, ConditionRegex, HostPattern, KeyPart, Matcher, PartCondition, PathPattern,
     ValueCondition, accept_marked_letters, canonicalize_part_value,
@@ -15,22 +15,6 @@ use regex::Regex;
 
 /// Keys that make a policy apply to descriptors of the rate-limit service.
 const DESCRIPTOR_KEYS: [&str; 3] = ["domain", "descriptors", "descriptors_match"];
-
-type PartParser = fn(&str) -> Result<KeyPart, String>;
-
-/// Keys with conditions on named values, in the order of their evaluation.
-const VALUE_KEYS: [(&str, PartParser); 4] = [
-    ("headers", |name| {
-        values::parse_header_name(name).map(KeyPart::Header)
-    }),
-    ("query", |name| {
-        parse_nonempty_name(name).map(KeyPart::Query)
-    }),
-    ("cookies", |name| {
-        parse_nonempty_name(name).map(KeyPart::Cookie)
-    }),
-    ("jwt", |name| ClaimName::parse(name).map(KeyPart::Claim)),
-];
 
 /// Builds the conditions of a policy.
 pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -> Matcher {
@@ -57,9 +41,13 @@ pub(super) fn build_matcher(reader: &TableReader<'_>, context: &PolicyContext) -
         Error("jwt") if has_jwt && context.claim_trust.is_none() => "{NO_TRUSTED_TOKENS_ERROR}";
     }
     let mut conditions = parse_request_conditions(reader, context);
-    for (key, parse_part) in VALUE_KEYS {
-        let adjust = |condition, _: &ConfigValue<'_>| Some(condition);
-        conditions.extend(parse_conditions(reader, key, context, parse_part, adjust));
+    for key in reader.present_keys() {
+        if let ValueKind::Conditions { parse_part, .. } = key.kind {
+            let adjust = |condition, _: &ConfigValue<'_>| Some(condition);
+            conditions.extend(parse_conditions(
+                reader, key.name, context, parse_part, adjust,
+            ));
+        }
     }
     let accepted_entries = matches_descriptors.then(|| {
         let (accepted, entries) = parse_descriptor_conditions(reader, context);
@@ -97,7 +85,7 @@ fn parse_request_conditions(
         let net = values::parse_network(text)?;
         context.client.check_client_network(net)
     });
-    let domain = reader.get_parsed("domain", parse_nonempty_name);
+    let domain = reader.get_parsed("domain", values::parse_nonempty);
     let conditions = [
         (
             KeyPart::Method,
@@ -161,19 +149,11 @@ fn parse_method(text: &str) -> Result<Method, String> {
     ))
 }
 
-fn parse_nonempty_name(text: &str) -> Result<Box<str>, String> {
-    if text.is_empty() {
-        Err("the name is empty".to_owned())
-    } else {
-        Ok(text.into())
-    }
-}
-
 /// Parses the name of a descriptor entry. Rejects `*`: a name is literal.
 fn parse_entry(text: &str) -> Result<KeyPart, String> {
     match text {
         "*" => Err("\"*\" is no name: descriptors lists each entry by its name; expected for example descriptors = { user = \"*\" }, or only domain for all descriptors of a domain".to_owned()),
-        text => parse_nonempty_name(text).map(KeyPart::DescriptorEntry),
+        text => values::parse_nonempty(text).map(KeyPart::DescriptorEntry),
     }
 }
 

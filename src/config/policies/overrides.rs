@@ -1,9 +1,9 @@
 //! The tables `override` of a policy.
 
-use super::context::PolicyContext;
+use super::PolicyContext;
 use super::limits::build_limits;
 use crate::config::diagnostic::SourceSpan;
-use crate::config::keywords::PolicyActionKind;
+use crate::config::schema::PolicyActionKind;
 use crate::config::table_reader::{TableReader, report};
 use crate::policy::{
     KeyTemplate, LimitOverride, NamedLimit, OverrideRule, PolicyMode, ValuePattern,
@@ -50,11 +50,9 @@ fn build_override(
     let limits = read_limits(reader, context, policy, rule);
     let items = reader.get_items("key");
     let has_key = reader.contains_key("key");
-    reader.error_if(
-        !has_key,
-        "key",
-        "missing; expected one value per position of the policy's key",
-    );
+    report! { reader;
+        Error("key") if !has_key => "missing; expected one value per position of the policy's key";
+    }
     let key = key.filter(|_| has_key)?;
     let (found, width) = (items.len(), key.value_count());
     if found != width {

@@ -1,19 +1,16 @@
 //! The quota of a policy: key, cost, limits, overrides and their options.
 
+use super::PolicyContext;
 use super::conflicts::{PolicyKind, report_conflicts};
-use super::context::PolicyContext;
 use super::cost::{build_cost, reject_cost_above_cold_capacity, warn_if_cost_exceeds_capacity};
-use super::lease;
-use super::limits::{build_limits, to_micros};
+use super::limits::build_limits;
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_overrides;
-use super::shards::check_shards;
 use crate::config::table_reader::{TableReader, report};
-use crate::config::values::parse_name;
-use crate::limiter::{Algorithm, CounterScope, Limit};
-use crate::policy::{
-    CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, PolicyMode, Quota,
-};
+use crate::config::values::{format_duration, parse_name, to_micros};
+use crate::limiter::{Algorithm, LeaseTerms, Limit};
+use crate::policy::{CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, Quota};
+use std::time::Duration;
 
 /// Builds the quota of a policy with action `limit`.
 pub(super) fn build_quota(
@@ -28,15 +25,10 @@ pub(super) fn build_quota(
     let mut key = KeyTemplate::from_components(parts, context.key_hasher.clone());
     key.scope = reader.read("scope").unwrap_or_default();
     let key = key.with_counter(reader.get_text("counter", parse_name));
-    let is_instance_scoped = key.scope == CounterScope::Instance;
     // Policies that share a counter have the same names for its limits.
     let limit_name = key.counter_name().unwrap_or(name).to_owned();
     let cost = build_cost(reader);
     let limits = build_limits(reader, context, &limit_name);
-    report! { reader;
-        Warning("on_store_failure") if is_instance_scoped && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
-        Warning("cost") if cost.as_ref().is_some_and(|cost| cost.min_units() == 0) => "requests with cost 0 are never limited";
-    }
     let is_dynamic = reader.read("dynamic")?;
     let valid_key = all_parts_valid.then_some(&key);
     let overrides = build_overrides(reader, context, &limit_name, valid_key, is_dynamic);
@@ -49,7 +41,11 @@ pub(super) fn build_quota(
     let missing_key = reader.read("missing_key");
     let quota = Quota {
         lease: None,
-        block: build_block(reader, kind.mode, &overrides),
+        block: reader.read("block_for").map(|duration| Limit {
+            requests: 1,
+            per_us: to_micros(duration),
+            algorithm: Algorithm::Block,
+        }),
         missing_key: missing_key.unwrap_or(context.missing_key),
         count_rejected: reader.read("count_rejected")?,
         shards: reader.read("shards")?,
@@ -62,10 +58,11 @@ pub(super) fn build_quota(
     report_conflicts(reader, context, kind, &quota);
     reject_cost_above_cold_capacity(reader, &quota);
     if quota.shards > 1 {
-        check_shards(reader, context, kind.mode, &quota);
+        check_shards(reader, &quota);
     }
+    let uses_lease = !kind.is_watching() && !context.uses_memory_store;
     is_valid.then(|| Quota {
-        lease: lease::build_lease(reader, &quota, kind.mode, context.uses_memory_store),
+        lease: build_lease(reader, &quota).filter(|_| uses_lease),
         ..quota
     })
 }
@@ -94,20 +91,59 @@ fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyCompone
     }
 }
 
-/// Builds the block of `block_for`.
-fn build_block(
-    reader: &TableReader<'_>,
-    mode: PolicyMode,
-    overrides: &LimitOverrides,
-) -> Option<Limit> {
-    let duration = reader.read("block_for")?;
-    let is_enforced = mode.is_enforced() || overrides.modes().any(PolicyMode::is_enforced);
-    report! { reader;
-        Warning("block_for") if !is_enforced => "without effect: a policy in mode \"{}\" blocks no key", mode.name();
+/// Default lease TTL, unless half of the policy's shortest period is less.
+const DEFAULT_TTL_US: u64 = 100_000;
+
+/// Builds the lease of a policy from `quota`, which holds its other settings.
+fn build_lease(reader: &TableReader<'_>, quota: &Quota) -> Option<LeaseTerms> {
+    let item = reader.get("lease")?;
+    let periods = quota
+        .all_limits()
+        .map(|named| named.limit.period_range_us().0);
+    let half_period_us = periods.min()? / 2;
+    let lease = if item.value.as_table().is_some() {
+        let table = reader.get_optional_table("lease")?;
+        let (size, ttl): (Option<u64>, Duration) = (table.read("size"), table.read("ttl")?);
+        let most = Duration::from_micros(half_period_us);
+        let least = quota.cost.min_units();
+        report! { table;
+            Error("ttl") if ttl > most => "more than half of the policy's shortest period; expected at most {}", format_duration(most);
+            Warning("size") if size.is_some_and(|size| size < least) => "too small for any request: each costs at least {least}";
+        }
+        LeaseTerms {
+            size: Some(size?),
+            ttl_us: to_micros(ttl),
+        }
+    } else {
+        reader.is_keyword("lease", "auto")?;
+        LeaseTerms {
+            size: None,
+            ttl_us: DEFAULT_TTL_US.min(half_period_us).max(1),
+        }
+    };
+    Some(lease)
+}
+
+/// Checks the amounts of a sharded policy. Each shard needs a
+/// unit of every limit, and enough for the largest cost.
+fn check_shards(reader: &TableReader<'_>, quota: &Quota) {
+    let (shards, max_cost) = (u64::from(quota.shards), quota.cost.max_units());
+    let least = |limit: &Limit| match limit.algorithm {
+        Algorithm::TokenBucket { burst, .. } => limit.requests.min(burst),
+        _ => limit.requests,
+    };
+    let mut limits = quota
+        .all_limits()
+        .map(|named| (&named.name, least(&named.limit)));
+    let too_small = limits.clone().find(|(_, most)| *most < shards);
+    let too_small_for_cost = limits.find(|(_, most)| most / shards < max_cost);
+    if let Some((name, most)) = too_small {
+        report! { reader;
+            Error("shards") => "each shard needs one unit, and the limit \"{name}\" has {most}; expected at most {most}";
+        }
+    } else if let Some((name, _)) = too_small_for_cost {
+        report! { reader;
+            Warning("shards") => "a request may cost more than one shard of the limit \"{name}\" has; such requests are always rejected";
+        }
     }
-    Some(Limit {
-        requests: 1,
-        per_us: to_micros(duration),
-        algorithm: Algorithm::Block,
-    })
 }

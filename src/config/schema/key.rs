@@ -1,10 +1,11 @@
 //! Types of the schema, and types and ranges that several tables share.
 
 use crate::config::values::format_duration;
-use crate::policy::{MissingKeyAction, OnStoreFailure};
+use crate::limiter::Algorithm;
+use crate::policy::{KeyPart, MissingKeyAction, OnStoreFailure};
 use std::fmt;
 use std::time::Duration;
-use strum::VariantNames;
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
 /// One key of a table.
 #[derive(Debug)]
@@ -53,6 +54,9 @@ pub(crate) enum KeyRequirement {
     Default(&'static str),
 }
 
+/// Parses the name of a part, such as that of a header.
+pub(crate) type PartParser = fn(&str) -> Result<KeyPart, String>;
+
 /// Type and range of a value.
 #[derive(Debug)]
 pub(crate) enum ValueKind {
@@ -84,6 +88,12 @@ pub(crate) enum ValueKind {
     TableList(&'static [SchemaKey]),
     /// A table with user-defined keys.
     Map(&'static str),
+    /// Conditions on the values of named parts, such as headers.
+    Conditions {
+        /// What a part is in sentences.
+        noun: &'static str,
+        parse_part: PartParser,
+    },
     /// A value of either kind. The text follows the description of the first one in messages.
     Either(&'static ValueKind, &'static str, &'static ValueKind),
 }
@@ -114,6 +124,38 @@ pub(super) const ALGORITHM: ValueKind = Keyword(&[
     "leaky_bucket",
     "concurrency",
 ]);
+
+/// The action of a policy or of an override.
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub(crate) enum PolicyActionKind {
+    Limit,
+    Allow,
+    Deny,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub(crate) enum RedisTopologyKind {
+    Standalone,
+    Sentinel,
+    Cluster,
+}
+
+/// The algorithms with the defaults of their options.
+pub(crate) const ALGORITHMS: [Algorithm; 6] = [
+    Algorithm::SlidingLog,
+    Algorithm::SlidingWindow { buckets: 10 },
+    Algorithm::FixedWindow { offset_us: 0 },
+    Algorithm::TokenBucket {
+        burst: 1,
+        warm_up_us: 0,
+    },
+    Algorithm::LeakyBucket {
+        max_delay_us: 1_000_000,
+    },
+    Algorithm::Concurrency { max_duration_us: 0 },
+];
 
 pub(super) const PEM_PATH: ValueKind = Text("the path of a PEM file");
 
@@ -209,6 +251,10 @@ pub(super) const fn duration(min: Duration, max: Duration) -> ValueKind {
     ValueKind::Duration { min, max }
 }
 
+pub(super) const fn conditions(noun: &'static str, parse_part: PartParser) -> ValueKind {
+    ValueKind::Conditions { noun, parse_part }
+}
+
 pub(super) const fn integer(min: i64, max: i64) -> ValueKind {
     ValueKind::Integer { min, max }
 }
@@ -262,6 +308,9 @@ impl fmt::Display for ValueKind {
             }
             Keyword(words) => f.write_str(&join_alternatives(words)),
             Text(description) | Map(description) => f.write_str(description),
+            ValueKind::Conditions { .. } => f.write_str(
+                "a table such as { name = \"value\" }, { name = [\"one\", \"other\"] }, { name = { regex = \"…\" } } or { name = { present = true } }",
+            ),
             TextList(description) => write!(f, "a list of {description}"),
             ValueKind::StatusList => f.write_str("a list of statuses such as 401 or \"4xx\""),
             Table(_) => f.write_str("a table"),

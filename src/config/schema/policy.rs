@@ -1,9 +1,10 @@
 //! Keys of `[[policy]]`.
 
 use super::key::*;
-use crate::config::keywords::PolicyActionKind;
+use crate::config::values::{parse_header_name, parse_nonempty};
 use crate::limiter::CounterScope;
-use crate::policy::SlotRelease;
+use crate::policy::jwt::ClaimName;
+use crate::policy::{KeyPart, SlotRelease};
 use std::time::Duration;
 use strum::VariantNames;
 
@@ -112,7 +113,7 @@ schema_table! {
         ttl: duration(Duration::from_millis(1), MAX_PERIOD), default = "100ms";
     }
 
-    pub(super) static MATCH {
+    pub(crate) static MATCH {
         /// Methods. GET includes HEAD.
         methods: TextList("methods such as \"GET\""), default = "";
         /// Hosts without port. "*.example.com" matches every subdomain.
@@ -122,15 +123,15 @@ schema_table! {
         /// A regular expression. Use ^ and $ to match the whole path.
         path_regex: Text("a regular expression");
         /// Conditions on headers. Of several values of a name, one must match.
-        headers: Map(VALUE_CONDITION_FORMAT);
+        headers: conditions("header", |name| parse_header_name(name).map(KeyPart::Header));
         /// Conditions on query parameters.
-        query: Map(VALUE_CONDITION_FORMAT);
+        query: conditions("query parameter", |name| parse_nonempty(name).map(KeyPart::Query));
         /// Conditions on cookies.
-        cookies: Map(VALUE_CONDITION_FORMAT);
+        cookies: conditions("cookie", |name| parse_nonempty(name).map(KeyPart::Cookie));
         /// Networks of clients.
         client_ips: TextList("networks such as \"10.0.0.0/8\""), default = "";
         /// Conditions on token claims, by name or JSON pointer. Of a list, one element must match.
-        jwt: Map(VALUE_CONDITION_FORMAT);
+        jwt: conditions("claim", |name| ClaimName::parse(name).map(KeyPart::Claim));
         /// Domain of rate-limit service calls. With domain or descriptors, only not is allowed
         /// beside them.
         domain: Text("the domain of Envoy's filter");
@@ -144,8 +145,6 @@ schema_table! {
         not: Table(&MATCH);
     }
 }
-
-const VALUE_CONDITION_FORMAT: &str = "a table such as { name = \"value\" }, { name = [\"one\", \"other\"] }, { name = { regex = \"…\" } } or { name = { present = true } }";
 
 const DESCRIPTOR_ENTRY_FORMAT: &str = "a table such as { generic_key = \"api\", remote_address = \"*\" }, where \"*\" matches any value, or { name = { regex = \"…\" } }";
 

@@ -1,7 +1,6 @@
 //! Keys of `[store]`.
 
 use super::key::*;
-use crate::config::keywords::RedisTopologyKind;
 use strum::VariantNames;
 
 schema_table! {

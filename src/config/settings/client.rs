@@ -1,16 +1,17 @@
-//! `[client]` and `[path]`: the client address and paths.
+//! `[client]`, `[path]`, `[response]` and `[self_service]`: settings beside the policies.
 
-use crate::config::key_files::read_text_file;
 use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::client::Settings as ClientSettings;
 use crate::policy::path::Settings as PathSettings;
-use crate::policy::{KeyHasher, NamedLimit, SelfServiceSettings, SlotRelease, ValueChecks};
+use crate::policy::{
+    CorsOrigins, KeyHasher, NamedLimit, RateLimitHeaderSettings, SelfServiceSettings, SlotRelease,
+    ValueChecks,
+};
 use http::HeaderName;
 use http::uri::PathAndQuery;
 use ipnet::Ipv6Net;
-use std::time::Duration;
 
 /// Builds the settings of self-service.
 pub(super) fn build_self_service_settings(
@@ -26,7 +27,7 @@ pub(super) fn build_self_service_settings(
     let limit = reader.get_table("limit");
     let limit = Limit {
         requests: limit.read("requests")?,
-        per_us: u64::try_from(limit.read::<Duration>("per")?.as_micros()).unwrap_or(u64::MAX),
+        per_us: values::to_micros(limit.read("per")?),
         algorithm: Algorithm::SlidingWindow {
             buckets: SUB_WINDOWS,
         },
@@ -52,10 +53,10 @@ fn parse_self_service_path(text: &str) -> Option<String> {
 /// Builds the hasher of key values. Returns `None` after an error.
 pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
     const KEY: &str = "hash_secret_file";
-    if reader.get_nonempty_string(KEY).is_none() || !reader.input().reads_key_files() {
+    if reader.get_nonempty_string(KEY).is_none() || !reader.input.reads_key_files() {
         return Some(KeyHasher::default());
     }
-    let secret = read_text_file(reader, KEY, "secret")?;
+    let secret = reader.read_text_file(KEY, "secret")?;
     reader.accept(KEY, KeyHasher::from_secret(secret.as_bytes()))
 }
 
@@ -101,4 +102,23 @@ pub(super) fn build_path_settings(reader: &TableReader<'_>) -> Option<PathSettin
         strip_parameters: is("path_parameters", "strip")?,
         rejects_ambiguous_keys: is("ambiguous_key", "reject")?,
     }))
+}
+
+pub(super) fn build_rate_limit_header_settings(
+    reader: &TableReader<'_>,
+) -> Option<RateLimitHeaderSettings> {
+    let kind: String = reader.read("headers")?;
+    Some(RateLimitHeaderSettings {
+        standard: ["standard", "both"].contains(&kind.as_str()),
+        legacy: ["legacy", "both"].contains(&kind.as_str()),
+        legacy_reset_epoch: reader.is_keyword("legacy_reset", "epoch")?,
+    })
+}
+
+pub(super) fn build_cors_origins(reader: &TableReader<'_>) -> CorsOrigins {
+    let cors = CorsOrigins(reader.get_list("allow_origins", CorsOrigins::parse_origin));
+    report! { reader;
+        Error("allow_origins") if cors.allows_any_origin() && reader.get_items("allow_origins").len() > 1 => "\"*\" allows any origin; expected no other entries";
+    }
+    cors
 }

@@ -1,6 +1,5 @@
 //! The keys `ca`, `cert`, `key` and `server_name`: TLS to a server (upstream, Redis, collector).
 
-use crate::config::key_files::{accept_content, read_text_file};
 use crate::config::table_reader::{TableReader, report};
 use crate::tls::{self, ClientTls, TrustedCertificates};
 use sha2::{Digest, Sha256};
@@ -40,21 +39,21 @@ pub(super) fn build_client_tls(
     }
     let mut digest = Sha256::new();
     let mut pem = |key: &str| {
-        let pem = read_text_file(reader, key, "PEM text")?;
+        let pem = reader.read_text_file(key, "PEM text")?;
         digest.update(Sha256::digest(&pem));
         Some(pem)
     };
     let (ca, cert, key) = (pem("ca"), pem("cert"), pem("key"));
     digest.update(text("server_name").unwrap_or_default());
-    let trusted = if reader.input().reads_key_files() {
+    let trusted = if reader.input.reads_key_files() {
         select_trusted_certificates(reader, ca.as_deref())
     } else {
         Some(TrustedCertificates::empty())
     };
     let chain = cert.map(|pem| tls::parse_certificates(pem.as_bytes()));
-    let chain = chain.and_then(|chain| accept_content(reader, "cert", chain));
+    let chain = chain.and_then(|chain| reader.accept_content("cert", chain));
     let key = key.map(|pem| tls::parse_private_key(pem.as_bytes()));
-    let key = key.and_then(|key| accept_content(reader, "key", key));
+    let key = key.and_then(|key| reader.accept_content("key", key));
     let digest = digest.finalize().into();
     let client = ClientTls::new(trusted?, chain.zip(key), server_name, digest);
     let client = client.map_err(|error| format!("certificate and key can't be used: {error}"));
@@ -68,7 +67,7 @@ fn select_trusted_certificates(
     match (ca, reader.get_nonempty_string("ca").is_some()) {
         (Some(pem), _) => {
             let trusted = TrustedCertificates::from_pem(pem.as_bytes());
-            accept_content(reader, "ca", trusted)
+            reader.accept_content("ca", trusted)
         }
         // The error of reading the file has already been reported.
         (None, true) => None,

@@ -1,8 +1,7 @@
 //! `[client.jwt]`: tokens, their issuers and keys.
 
 use super::client_tls;
-use crate::config::key_files::{read_directory, read_text_file};
-use crate::config::policies::context::ClaimTrust;
+use crate::config::policies::ClaimTrust;
 use crate::config::table_reader::{TableReader, report};
 use crate::config::values;
 use crate::http_client::HttpUrl;
@@ -60,7 +59,10 @@ fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
     let build = |table: &TableReader<'_>, name: Option<String>| {
         Some(TokenIssuer {
             name: name.map(String::into_boxed_str),
-            audiences: read_audiences(table),
+            audiences: table.get_list("audience", |text| match text {
+                "" => Err("expected an aud of the tokens".to_owned()),
+                text => Ok(text.to_owned()),
+            }),
             keys: read_issuer_keys(table, fetching.as_ref())?,
         })
     };
@@ -68,8 +70,9 @@ fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
         return Some(vec![build(reader, reader.get_nonempty_string("issuer"))?]);
     }
     for key in KEY_SOURCES.into_iter().chain(["issuer", "audience"]) {
-        let is_set = reader.contains_key(key);
-        reader.error_if(is_set, key, "issuers are set too; expected one of them");
+        report! { reader;
+            Error(key) if reader.contains_key(key) => "issuers are set too; expected one of them";
+        }
     }
     let mut names = Vec::new();
     let issuers = tables.iter().map(|table| {
@@ -86,13 +89,6 @@ fn read_issuers(reader: &TableReader<'_>) -> Option<Vec<TokenIssuer>> {
     // All issuers are read first, so that all errors are reported.
     let issuers: Vec<_> = issuers.collect();
     issuers.into_iter().collect()
-}
-
-fn read_audiences(reader: &TableReader<'_>) -> Vec<String> {
-    reader.get_list("audience", |text| match text {
-        "" => Err("expected an aud of the tokens".to_owned()),
-        text => Ok(text.to_owned()),
-    })
 }
 
 fn read_issuer_keys(
@@ -112,7 +108,7 @@ fn read_issuer_keys(
         return None;
     }
     let (keys, warnings) = match key {
-        "keys_file" | "secret_file" if !reader.input().reads_key_files() => {
+        "keys_file" | "secret_file" if !reader.input.reads_key_files() => {
             return Some(VerificationKeys::from_secret(b"").0.into());
         }
         "keys_url" => {
@@ -121,10 +117,10 @@ fn read_issuer_keys(
             return Some(fetching.source(url).into());
         }
         "keys_file" => {
-            let text = read_text_file(reader, key, "JWK set")?;
+            let text = reader.read_text_file(key, "JWK set")?;
             reader.accept(key, VerificationKeys::from_jwks(&text, false))?
         }
-        _ => VerificationKeys::from_secret(read_text_file(reader, key, "secret")?.as_bytes()),
+        _ => VerificationKeys::from_secret(reader.read_text_file(key, "secret")?.as_bytes()),
     };
     for warning in warnings {
         reader.report_warning(key, &warning);
@@ -181,8 +177,9 @@ fn read_fetch_settings(
         // An invalid URL is reported where it is read.
         url: url.or_else(|| parse_key_url("https://invalid/").ok())?,
         tls: None,
-        cache_dir: read_directory(reader, "keys_cache_dir", true)?
-            .filter(|_| reader.input().reads_key_files()),
+        cache_dir: reader
+            .read_directory("keys_cache_dir", true)?
+            .filter(|_| reader.input.reads_key_files()),
         refresh_interval: reader.read("keys_refresh")?,
         cooldown: reader.read("keys_cooldown")?,
         max_stale: reader.read("keys_max_stale")?,

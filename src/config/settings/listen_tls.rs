@@ -1,7 +1,6 @@
 //! `[listen.tls]`: server certificates and client certificate authentication.
 
 use crate::clock;
-use crate::config::key_files::{accept_content, read_pem_file};
 use crate::config::table_reader::{TableReader, report};
 use crate::tls::{ClientAuth, ClientAuthSettings, RevocationLists, ServerIdentity, ServerTls};
 
@@ -9,7 +8,7 @@ const DAY_S: u64 = 86_400;
 
 /// Builds the TLS settings of a listener. Returns `None` after an error.
 pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
-    if !reader.input().reads_key_files() {
+    if !reader.input.reads_key_files() {
         return check_keys_without_files(reader);
     }
     let mut identities = vec![read_server_identity(reader)];
@@ -26,11 +25,11 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
     let auth = reader.read("client_auth")?;
     check_client_auth(reader, auth);
     let client_ca = reader.get_nonempty_string("client_ca");
-    let client_ca = client_ca.and_then(|_| read_pem_file(reader, "client_ca"));
+    let client_ca = client_ca.and_then(|_| reader.read_pem_file("client_ca"));
     let client_crl = if reader.get_nonempty_string("client_crl").is_some() {
         Some(parse_revocation_lists(
             reader,
-            &read_pem_file(reader, "client_crl")?,
+            &reader.read_pem_file("client_crl")?,
         )?)
     } else {
         None
@@ -47,7 +46,7 @@ pub(super) fn build_server_tls(reader: &TableReader<'_>) -> Option<ServerTls> {
         forwards_certificate: reader.read("client_cert_header")?,
     };
     let server = ServerTls::new(identities, &clients);
-    accept_content(reader, "client_ca", server)
+    reader.accept_content("client_ca", server)
 }
 
 /// Checks the keys of the table, and returns settings without a certificate.
@@ -100,13 +99,13 @@ pub(super) fn requests_client_certificates(reader: &TableReader<'_>) -> bool {
 
 /// Reads a certificate chain and its private key. Returns them with the path of the certificate.
 fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdentity)> {
-    let (chain, key) = (read_pem_file(reader, "cert"), read_pem_file(reader, "key"));
+    let (chain, key) = (reader.read_pem_file("cert"), reader.read_pem_file("key"));
     let path = reader.read("cert")?;
     let (field, identity) = match ServerIdentity::from_pem(&chain?, &key?) {
         Ok(identity) => ("cert", Ok(identity)),
         Err((field, reason)) => (field, Err(reason)),
     };
-    let identity = accept_content(reader, field, identity)?;
+    let identity = reader.accept_content(field, identity)?;
     warn_if_outside_validity(reader, &identity);
     Some((path, identity))
 }
@@ -114,7 +113,7 @@ fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdent
 /// Parses certificate revocation lists. Warns of an expired list, because all client certificates
 /// of its issuer are rejected.
 fn parse_revocation_lists(reader: &TableReader<'_>, pem: &[u8]) -> Option<RevocationLists> {
-    let lists = accept_content(reader, "client_crl", RevocationLists::from_pem(pem))?;
+    let lists = reader.accept_content("client_crl", RevocationLists::from_pem(pem))?;
     let is_expired = lists
         .expiry_s
         .is_some_and(|expiry| expiry < clock::unix_time_s());

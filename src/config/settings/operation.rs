@@ -1,12 +1,16 @@
-//! `[admin]`, `[log]` and `[shutdown]`: settings for operators.
+//! `[admin]`, `[log]`, `[trace]`, `[metrics]` and `[shutdown]`: settings for operators.
 
+use super::client_tls;
 use crate::admin::{AdminSettings, AdminToken, AdvertisedAddress};
-use crate::config::key_files::read_text_file;
 use crate::config::table_reader::{TableReader, read_settings, report};
 use crate::config::values;
 use crate::listen::ListenAddress;
 use crate::proxy::ShutdownSettings;
+use crate::telemetry::metrics::MetricExportSettings;
+use crate::telemetry::otlp::{CollectorSettings, OtlpSignal};
+use crate::telemetry::trace::TraceSettings;
 use crate::telemetry::{LogLevel, LogSettings};
+use http::{HeaderMap, HeaderName, HeaderValue};
 use std::net::SocketAddr;
 
 pub(super) fn build_shutdown_settings(reader: &TableReader<'_>) -> Option<ShutdownSettings> {
@@ -14,7 +18,9 @@ pub(super) fn build_shutdown_settings(reader: &TableReader<'_>) -> Option<Shutdo
 }
 
 pub(crate) fn build_admin_settings(reader: &TableReader<'_>) -> Option<AdminSettings> {
-    let token = read_text_file(reader, "token_file", "token").map(AdminToken::new);
+    let token = reader
+        .read_text_file("token_file", "token")
+        .map(AdminToken::new);
     let address = reader.get_parsed("address", values::parse_admin_address)?;
     let has_token = reader.get_nonempty_string("token_file").is_some();
     let probes: Option<SocketAddr> = reader.get_text("probes", |text| match text {
@@ -56,4 +62,79 @@ fn parse_host_name(text: &str) -> Result<String, String> {
 pub(super) fn build_log_settings(reader: &TableReader<'_>) -> Option<LogSettings> {
     let level = reader.get_parsed("level", LogLevel::parse)?;
     Some(read_settings!(LogSettings { reader: format, access, access_sample; => level }))
+}
+
+pub(super) fn build_trace_settings(reader: &TableReader<'_>) -> Option<TraceSettings> {
+    let sample = reader.read("sample");
+    let collector = build_collector_settings(reader, "trace", OtlpSignal::Traces);
+    Some(TraceSettings {
+        collector: collector?,
+        sample_ratio: sample?,
+    })
+}
+
+pub(super) fn build_metric_export_settings(
+    reader: &TableReader<'_>,
+) -> Option<MetricExportSettings> {
+    let interval = reader.read("interval");
+    let collector = build_collector_settings(reader, "metrics", OtlpSignal::Metrics);
+    Some(MetricExportSettings {
+        collector: collector?,
+        interval: interval?,
+    })
+}
+
+/// Builds the settings that both signals have. `table` is the name of the table.
+fn build_collector_settings(
+    reader: &TableReader<'_>,
+    table: &str,
+    signal: OtlpSignal,
+) -> Option<CollectorSettings> {
+    let headers = read_export_headers(reader);
+    let url = reader.get_parsed("otlp", |text| CollectorSettings::parse_url(text, signal))?;
+    let enabled_by = format!("https:// in {table}.otlp");
+    let tls = reader.get_table("tls");
+    let tls = client_tls::build_client_tls(&tls, url.is_tls, true, &enabled_by);
+    if url.is_tls && tls.as_ref()?.server_name_for(&url.host).is_err() {
+        let key = format!("{table}.tls.server_name");
+        reader.report_error("otlp", client_tls::unverifiable_host(&key));
+        return None;
+    }
+    Some(CollectorSettings {
+        url,
+        headers: headers?,
+        tls,
+    })
+}
+
+/// Reads the header fields of every export. No message quotes the file, which may hold secrets.
+fn read_export_headers(reader: &TableReader<'_>) -> Option<HeaderMap> {
+    const KEY: &str = "headers_file";
+    if reader.get_nonempty_string(KEY).is_none() || !reader.input.reads_key_files() {
+        return Some(HeaderMap::new());
+    }
+    let text = reader.read_text_file(KEY, "header field per line")?;
+    reader.accept_content(KEY, parse_export_headers(&text))
+}
+
+fn parse_export_headers(text: &str) -> Result<HeaderMap, String> {
+    let mut headers = HeaderMap::new();
+    for (line, number) in text.lines().map(str::trim).zip(1..) {
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        let field = line.split_once(':').and_then(|(name, value)| {
+            let value = Some(value.trim()).filter(|value| !value.is_empty())?;
+            let name = HeaderName::from_bytes(name.trim().as_bytes()).ok()?;
+            Some((name, HeaderValue::from_str(value).ok()?))
+        });
+        let (name, mut value) =
+            field.ok_or_else(|| format!("line {number}: expected name: value"))?;
+        if CollectorSettings::RESERVED_HEADERS.contains(&name.as_str()) {
+            return Err(format!("line {number}: {name} is set by tidegate"));
+        }
+        value.set_sensitive(true);
+        headers.append(name, value);
+    }
+    Ok(headers)
 }
