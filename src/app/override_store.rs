@@ -140,6 +140,8 @@ impl OverrideStore {
     }
 }
 
+const SET_MESSAGE: &str = "override set by an operator";
+
 /// A change of one override, as an audit line states it.
 #[derive(Debug, Serialize)]
 pub(crate) struct OverrideChange {
@@ -167,7 +169,7 @@ impl OverrideChange {
         let remarks = new.or(old)?;
         Some(Self {
             message: match new {
-                Some(_) => "override set by an operator",
+                Some(_) => SET_MESSAGE,
                 None => "override removed by an operator",
             },
             policy: key.policy_name().to_owned(),
@@ -183,18 +185,31 @@ impl OverrideChange {
 
     /// Writes the audit line to the log of this process.
     pub(crate) fn log(&self) {
-        tracing::info!(
-            policy = self.policy,
-            key = self.key,
-            override_key = self.override_key,
-            old = self.old,
-            new = self.new,
-            expires_at = self.expires_at,
-            author = self.author.as_deref(),
-            note = self.note.as_deref(),
-            "{}",
-            self.message
-        );
+        let (author, note) = (self.author.as_deref(), self.note.as_deref());
+        match self.message {
+            SET_MESSAGE => tracing::info!(
+                policy = self.policy,
+                key = self.key,
+                override_key = self.override_key,
+                old = self.old,
+                new = self.new,
+                expires_at = self.expires_at,
+                author,
+                note,
+                "override set by an operator"
+            ),
+            _ => tracing::info!(
+                policy = self.policy,
+                key = self.key,
+                override_key = self.override_key,
+                old = self.old,
+                new = self.new,
+                expires_at = self.expires_at,
+                author,
+                note,
+                "override removed by an operator"
+            ),
+        }
     }
 }
 

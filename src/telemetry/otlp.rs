@@ -113,8 +113,7 @@ pub(super) fn instrumentation_scope() -> InstrumentationScope {
 /// Handle that stops an export at shutdown.
 #[derive(Debug)]
 pub struct ExportHandle {
-    /// Names the export in the log.
-    what: &'static str,
+    signal: OtlpSignal,
     stop: oneshot::Sender<()>,
     done: oneshot::Receiver<()>,
 }
@@ -124,7 +123,7 @@ impl ExportHandle {
     pub(super) fn new(what: &'static str) -> (Self, oneshot::Receiver<()>, oneshot::Sender<()>) {
         let (stop, stopped) = oneshot::channel();
         let (done_sender, done) = oneshot::channel();
-        (Self { what, stop, done }, stopped, done_sender)
+        (Self { signal, stop, done }, stopped, done_sender)
     }
 
     /// Stops the export after what is queued is exported, and waits up to two seconds for that.
@@ -132,7 +131,12 @@ impl ExportHandle {
         // Dropping `stop` is the signal.
         drop(self.stop);
         if timeout(SHUTDOWN_TIMEOUT, self.done).await.is_err() {
-            tracing::warn!("{} export incomplete at shutdown", self.what);
+            match self.signal {
+                OtlpSignal::Traces => tracing::warn!("span export incomplete at shutdown"),
+                OtlpSignal::Metrics => {
+                    tracing::warn!("last metric export incomplete at shutdown");
+                }
+            }
         }
     }
 }

@@ -8,7 +8,7 @@
 mod context;
 mod span;
 
-pub use context::{SpanId, TraceId, TraceParent};
+pub use context::{TraceId, TraceParent};
 pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
 use super::otlp::{
@@ -110,7 +110,7 @@ fn start_export(
     counters: Arc<SpanExportCounters>,
     queue: mpsc::Receiver<Vec<Span>>,
 ) -> io::Result<ExportHandle> {
-    let (handle, stopped, done) = ExportHandle::new("span");
+    let (handle, stopped, done) = ExportHandle::new(OtlpSignal::Traces);
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let worker = SpanExportWorker {
         collector,

@@ -53,7 +53,7 @@ pub fn start_metric_export(
         started_ns: clock.now_us().saturating_mul(1000),
         clock,
     };
-    let (handle, stopped, done) = ExportHandle::new("last metric");
+    let (handle, stopped, done) = ExportHandle::new(OtlpSignal::Metrics);
     tokio::spawn(async move {
         worker.run(settings.interval, stopped).await;
         drop(done);
@@ -106,11 +106,8 @@ impl MetricExportWorker {
     }
 
     fn record_result(&mut self, result: Result<(), String>) {
-        if let Some(counts) = &self.metrics.export_counts {
-            let count = match result {
-                Ok(()) => &counts.successes,
-                Err(_) => &counts.failures,
-            };
+        if let Some([successes, failures]) = &self.metrics.export_counts {
+            let count = if result.is_ok() { successes } else { failures };
             count.fetch_add(1, Ordering::Relaxed);
         }
         self.collector.log_result(result.err().as_deref());

@@ -27,10 +27,9 @@ impl Metrics {
                 "Settlements of actual costs that could not be sent to the store. The estimate stands.";
         }
         if let Some(counts) = &self.export_counts {
-            let successes = counts.successes.load(Ordering::Relaxed);
-            let failures = counts.failures.load(Ordering::Relaxed);
+            let counts = counts.iter().map(|count| count.load(Ordering::Relaxed));
             write_metrics! { page;
-                Counter "tidegate_metric_exports" by "result" = [("success", successes), ("failure", failures)],
+                Counter "tidegate_metric_exports" by "result" = ["success", "failure"].into_iter().zip(counts),
                     "Exports of metrics by OTLP, by result.";
             }
         }

@@ -257,17 +257,10 @@ pub struct Metrics {
     pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
     /// The label values of the counters.
     pub labels: MetricLabels,
-    /// Present if metrics are exported by OTLP.
-    pub(super) export_counts: Option<MetricExportCounts>,
+    /// Successful and failed exports by OTLP, if there are any exports.
+    pub(super) export_counts: Option<[AtomicU64; 2]>,
     /// The most rejected keys and paths.
     pub top_rejections: TopRejections,
-}
-
-/// Exports by OTLP since the start, by result.
-#[derive(Debug, Default)]
-pub(super) struct MetricExportCounts {
-    pub(super) successes: AtomicU64,
-    pub(super) failures: AtomicU64,
 }
 
 impl Metrics {
@@ -289,7 +282,7 @@ impl Metrics {
             workers: worker_metrics,
             policy_counters: Mutex::default(),
             labels,
-            export_counts: is_exported.then(MetricExportCounts::default),
+            export_counts: is_exported.then(Default::default),
             top_rejections,
         })
     }

@@ -142,13 +142,15 @@ impl CollectorClient {
     /// Logs the first of several failures, and the recovery. `error` is why an export failed.
     pub(crate) fn log_result(&mut self, error: Option<&str>) {
         let had_failed = std::mem::replace(&mut self.has_failed, error.is_some());
-        let what = match self.signal {
-            OtlpSignal::Traces => "span",
-            OtlpSignal::Metrics => "metric",
-        };
-        match error {
-            None if had_failed => tracing::info!("{what} export recovered"),
-            Some(error) if !had_failed => tracing::warn!(error, "{what} export failed"),
+        match (error, self.signal) {
+            (None, OtlpSignal::Traces) if had_failed => tracing::info!("span export recovered"),
+            (None, OtlpSignal::Metrics) if had_failed => tracing::info!("metric export recovered"),
+            (Some(error), OtlpSignal::Traces) if !had_failed => {
+                tracing::warn!(error, "span export failed");
+            }
+            (Some(error), OtlpSignal::Metrics) if !had_failed => {
+                tracing::warn!(error, "metric export failed");
+            }
             _ => {}
         }
     }

@@ -22,16 +22,12 @@ const TRACEPARENT_LEN: usize = 55;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceId(pub(super) u128);
 
-/// The id of a span, never 0.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SpanId(pub(super) u64);
-
 /// The content of a valid `traceparent` header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceParent {
     pub trace: TraceId,
-    /// The span of the sender.
-    pub span: SpanId,
+    /// The id of the sender's span, never 0.
+    pub span: u64,
     pub(super) flags: u8,
 }
 
@@ -72,7 +68,7 @@ impl TraceParent {
         let flags = u8::from_str_radix(flags, 16).ok()?;
         let context = Self {
             trace: TraceId(trace),
-            span: SpanId(span),
+            span,
             flags: flags & (SAMPLED_FLAG | RANDOM_ID_FLAG),
         };
         (is_end_valid && parts.next().is_none()).then_some(context)
@@ -88,7 +84,7 @@ impl TraceParent {
         let high = u128::from(random_id()) << 64;
         Self {
             trace: TraceId(high | u128::from(random_id())),
-            span: SpanId(random_id()),
+            span: random_id(),
             flags: SAMPLED_FLAG | RANDOM_ID_FLAG,
         }
     }
@@ -96,14 +92,14 @@ impl TraceParent {
     /// Creates a new span in the same trace.
     pub(super) fn new_child(self) -> Self {
         Self {
-            span: SpanId(random_id()),
+            span: random_id(),
             ..self
         }
     }
 
     pub(super) fn to_header_value(self) -> Option<HeaderValue> {
         HeaderValue::try_from(format!(
-            "00-{}-{}-{:02x}",
+            "00-{}-{:016x}-{:02x}",
             self.trace, self.span, self.flags
         ))
         .ok()
@@ -125,12 +121,6 @@ fn random_id() -> u64 {
 impl fmt::Display for TraceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)
-    }
-}
-
-impl fmt::Display for SpanId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:016x}", self.0)
     }
 }
 

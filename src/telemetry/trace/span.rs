@@ -79,7 +79,7 @@ impl Tracer {
         let context = caller.map_or_else(TraceParent::new_root, TraceParent::new_child);
         // Without a valid `traceparent`, `tracestate` is ignored.
         let tracestate = caller.and_then(|_| read_tracestate(headers));
-        let parent = caller.map(|caller| caller.span.0.to_be_bytes().to_vec());
+        let parent = caller.map(|caller| caller.span.to_be_bytes().to_vec());
         let method = standard_method_name(request.method);
         let scheme = if request.is_https { "https" } else { "http" };
         let mut attributes = vec![
@@ -98,7 +98,7 @@ impl Tracer {
             context,
             server: Span {
                 trace_id: context.trace.0.to_be_bytes().to_vec(),
-                span_id: context.span.0.to_be_bytes().to_vec(),
+                span_id: context.span.to_be_bytes().to_vec(),
                 parent_span_id: parent.unwrap_or_default(),
                 trace_state: tracestate.unwrap_or_default(),
                 flags: context.flags.into(),
@@ -129,7 +129,7 @@ impl RequestRecording {
         let (context, server) = (self.context.new_child(), &self.server);
         let span = Span {
             trace_id: server.trace_id.clone(),
-            span_id: context.span.0.to_be_bytes().to_vec(),
+            span_id: context.span.to_be_bytes().to_vec(),
             parent_span_id: server.span_id.clone(),
             trace_state: server.trace_state.clone(),
             flags: server.flags,
