@@ -99,8 +99,6 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         ipv4_prefix: 32,
         nat64_prefixes: Vec::new(),
         ipv6_prefix: 64,
-        rejects_ambiguous_query: true,
-        rejects_ambiguous_cookie: true,
         value_checks: tidegate::policy::ValueChecks::ALL,
     };
     let fields = RateLimitHeaderSettings {

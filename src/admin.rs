@@ -35,7 +35,6 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Addresses and access settings of the admin endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -61,7 +60,8 @@ pub struct ReloadableAdminToken(Arc<ArcSwapOption<AdminToken>>);
 /// Data and commands behind the admin endpoint.
 #[derive(Clone)]
 pub struct AdminBackend {
-    pub instance: InstanceDescription,
+    /// This process; `uptime_s` is 0.
+    pub instance: OverviewInstance,
     pub metrics: Arc<Metrics>,
     pub history: Arc<TrafficHistory>,
     pub state: Arc<dyn AdminState>,
@@ -71,53 +71,50 @@ pub struct AdminBackend {
 pub trait AdminState: Send + Sync {
     fn read_status(&self) -> ProcessStatus;
 
-    /// The configuration in effect, as JSON without secrets.
-    fn config_json(&self) -> Arc<str>;
-
     fn select_policies(&self, selection: &PolicySelection) -> PolicyPage;
 
-    /// Uses the store. The future finishes within some seconds.
-    fn handle_store_request(self: Arc<Self>, request: StoreRequest) -> AdminFuture;
+    /// Starts the same drain as SIGTERM, unless one has begun.
+    fn start_drain(&self) -> DrainDocument;
+
+    // The methods below use the store. Their futures finish within some seconds.
 
     /// Lists the instances that share the limits.
     fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers>;
 
-    /// Starts the same drain as SIGTERM, unless one has begun.
-    fn start_drain(&self) -> DrainDocument;
-}
-
-/// A request that the store answers.
-#[derive(Clone, Debug)]
-pub enum StoreRequest {
     /// Reads the counters of a key.
-    InspectKey(KeyQuery),
+    fn inspect_key(self: Arc<Self>, query: KeyQuery) -> AdminFuture<KeyDocument>;
+
     /// Deletes the counters of a key.
-    ResetKey(KeyQuery),
-    /// Reads or changes overrides of keys.
-    Override(OverrideRequest),
+    fn reset_key(self: Arc<Self>, query: KeyQuery) -> AdminFuture<KeyResetDocument>;
+
+    /// Returns up to `limit` overrides of a policy.
+    fn list_overrides(
+        self: Arc<Self>,
+        policy: String,
+        limit: usize,
+    ) -> AdminFuture<OverrideListDocument>;
+
+    fn find_override(self: Arc<Self>, query: KeyQuery) -> AdminFuture<OverrideListDocument>;
+
+    /// `fields` is the override as JSON, with its key. `keeps_other_limits` is whether other limits
+    /// of the key's override stay.
+    fn set_override(
+        self: Arc<Self>,
+        policy: String,
+        fields: Map<String, Value>,
+        keeps_other_limits: bool,
+    ) -> AdminFuture<OverrideDocument>;
+
+    fn remove_override(self: Arc<Self>, query: KeyQuery) -> AdminFuture<OverrideRemovalDocument>;
+
     /// Explains the decision about a request.
-    Explain(ExplainRequest),
-    /// Examines Redis, at most once per [`DOCTOR_INTERVAL`].
-    Examine,
-}
+    fn explain_request(
+        self: Arc<Self>,
+        request: ExplainRequest,
+    ) -> AdminFuture<ExplanationDocument>;
 
-/// Minimum time between two examinations of the store. Until then, the last report is returned.
-pub const DOCTOR_INTERVAL: Duration = Duration::from_secs(10);
-
-/// Properties of the process that never change.
-#[derive(Clone, Debug)]
-pub struct InstanceDescription {
-    /// Random instance id, new with every start.
-    pub id: &'static str,
-    /// Host name; in Kubernetes, the name of the pod.
-    pub host: String,
-    /// Seconds since the Unix epoch.
-    pub started_s: u64,
-    pub workers: usize,
-    /// `memory` or `redis`.
-    pub store: &'static str,
-    /// Address of the store; empty for `memory`.
-    pub store_address: String,
+    /// Examines Redis, or returns the last report if it is recent.
+    fn examine_store(self: Arc<Self>) -> AdminFuture<DoctorReport>;
 }
 
 /// Selects policies by name, and one page of them.
@@ -153,31 +150,6 @@ pub struct KeyQuery {
     pub limit: Option<String>,
 }
 
-/// A request about the overrides of the keys of one policy.
-#[derive(Clone, Debug)]
-pub enum OverrideRequest {
-    /// Up to `limit` overrides.
-    List {
-        policy: String,
-        limit: usize,
-    },
-    Find {
-        policy: String,
-        values: Vec<String>,
-    },
-    /// `fields` is the override as JSON, with its key.
-    Set {
-        policy: String,
-        fields: Map<String, Value>,
-        /// Whether other limits of the key's override stay.
-        keeps_other_limits: bool,
-    },
-    Remove {
-        policy: String,
-        values: Vec<String>,
-    },
-}
-
 /// A request that an operator describes, to have its decision explained.
 #[derive(Clone, Debug)]
 pub struct ExplainRequest {
@@ -201,8 +173,8 @@ pub struct FleetMembers {
     pub total: usize,
 }
 
-/// The future result of a store lookup, usually as JSON.
-pub type AdminFuture<T = Value> = Pin<Box<dyn Future<Output = Result<T, AdminError>> + Send>>;
+/// The future result of a store lookup.
+pub type AdminFuture<T> = Pin<Box<dyn Future<Output = Result<T, AdminError>> + Send>>;
 
 /// Why a request of an operator failed, with a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -216,19 +188,6 @@ pub enum AdminError {
     /// The store is unavailable.
     #[error("{0}")]
     Unavailable(String),
-}
-
-impl FleetInstanceDocument {
-    /// The entry of this process if the store has no heartbeat of it.
-    fn without_heartbeat(instance: &InstanceDescription) -> Self {
-        Self {
-            id: instance.id.to_owned(),
-            name: Some(instance.host.clone()),
-            version: Some(env!("CARGO_PKG_VERSION").to_owned()),
-            state: "unknown".to_owned(),
-            ..Self::default()
-        }
-    }
 }
 
 impl ReloadableAdminToken {

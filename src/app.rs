@@ -1,7 +1,6 @@
 //! Assembles the proxy: this is the only module that knows all others. It starts and stops them in
 //! order.
 
-mod admin_overrides;
 mod admin_view;
 pub(crate) mod descriptor_limit;
 pub(crate) mod doctor;
@@ -31,9 +30,9 @@ use crate::proxy::{
 use crate::reload::{ConfigReloader, CredentialPublisher};
 use crate::store::redis;
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{MetricExporter, MetricLabels, Metrics};
-use crate::telemetry::otlp::ResourceAttributes;
-use crate::telemetry::trace::{SpanExporter, Tracer};
+use crate::telemetry::metrics::{MetricLabels, Metrics, start_metric_export};
+use crate::telemetry::otlp::{ExportHandle, read_resource};
+use crate::telemetry::trace::Tracer;
 use admin_view::{AdminViewState, StoreLookups};
 use arc_swap::ArcSwap;
 use futures_util::future::OptionFuture;
@@ -127,7 +126,10 @@ async fn run_proxy(
     let mut server = ProxyServer::with_worker_threads(config.listen.threads);
     let listeners = ListenerSet::open(&mut server, &config)?;
     let (config, address) = (Arc::new(config), server.first_listener_address()?);
-    let (tracer, exporter) = start_tracing(&config)?;
+    let tracing = config.trace.as_ref();
+    let tracing =
+        tracing.map(|settings| Tracer::start(settings, read_resource(redis::instance_id())));
+    let (tracer, exporter) = tracing.transpose()?.unzip();
     let shared = Arc::new(SharedState::new(&config, tracer)?);
     if let Some(redis) = shared.store_backend.redis() {
         // The usage of an outage in which an earlier process stopped.
@@ -154,7 +156,12 @@ async fn run_proxy(
     let history = start_history(&shared);
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
     let view = view_state.into_backend(history);
-    let metric_exporter = start_metric_export(&config, &view);
+    let metric_exporter = config.metric_export.clone().map(|settings| {
+        let (state, metrics) = (Arc::clone(&view.state), Arc::clone(&view.metrics));
+        let read_status = Arc::new(move || state.read_status());
+        let resource = read_resource(redis::instance_id());
+        start_metric_export(settings, resource, metrics, read_status)
+    });
     let admin = start_admin(&config, shared.admin_token.clone(), view)?;
     if let Some(redis) = shared.store_backend.redis() {
         redis.describe_member(instance_name::describe_member(&config.admin, &admin));
@@ -185,8 +192,8 @@ async fn run_proxy(
     let cut = served?;
     reloader.abort();
     // The last exports together take two seconds at most.
-    let spans = OptionFuture::from(exporter.map(SpanExporter::finish));
-    let metrics = OptionFuture::from(metric_exporter.map(MetricExporter::finish));
+    let spans = OptionFuture::from(exporter.map(ExportHandle::finish));
+    let metrics = OptionFuture::from(metric_exporter.map(ExportHandle::finish));
     tokio::join!(spans, metrics);
     tracing::info!(connections_cut = cut, "stopped");
     Ok(())
@@ -305,30 +312,6 @@ fn log_start(config: &Config, listeners: &ListenerSet, address: &ListenAddress) 
     tracing::info!(%address, tls, upstream, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
 }
 
-fn start_tracing(config: &Config) -> io::Result<(Option<Tracer>, Option<SpanExporter>)> {
-    let started = config
-        .trace
-        .as_ref()
-        .map(|settings| Tracer::start(settings, &resource_attributes()))
-        .transpose()?;
-    Ok(started.unzip())
-}
-
-fn start_metric_export(config: &Config, view: &AdminBackend) -> Option<MetricExporter> {
-    let settings = config.metric_export.clone()?;
-    let state = Arc::clone(&view.state);
-    Some(MetricExporter::start(
-        settings,
-        &resource_attributes(),
-        Arc::clone(&view.metrics),
-        Arc::new(move || state.read_status()),
-    ))
-}
-
-fn resource_attributes() -> ResourceAttributes {
-    ResourceAttributes::from_environment(redis::instance_id())
-}
-
 fn start_history(shared: &Arc<SharedState>) -> Arc<TrafficHistory> {
     let history = Arc::new(TrafficHistory::new(Arc::clone(&shared.metrics)));
     tokio::task::spawn_local(sample_history(Arc::clone(&history), Arc::clone(shared)));
@@ -351,7 +334,7 @@ async fn sample_history(history: Arc<TrafficHistory>, shared: Arc<SharedState>) 
             history.sample(now_s, snapshot.counters().iter());
             shared
                 .metrics
-                .top_rejections()
+                .top_rejections
                 .rotate_generations_if_due(now_s);
         });
         if let Err(error) = sample_task.await {

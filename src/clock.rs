@@ -17,28 +17,27 @@ pub fn monotonic_now() -> Instant {
 
 /// Source of the current time: the system clock, or a time set by a test or a simulation.
 #[derive(Clone, Debug)]
-pub struct Clock(ClockSource);
+pub struct Clock {
+    source: ClockSource,
+    is_system: bool,
+    /// Of the system's clock, `wall_shift_us` is the last value of [`Clock::wall_shift_us`].
+    steps: ClockSteps,
+}
 
 #[derive(Clone, Debug)]
 enum ClockSource {
-    System {
+    /// The time of the system, or of a simulation, since `start`.
+    Running {
         start: Instant,
         start_us: u64,
-        /// The last value of [`Clock::wall_shift_us`].
-        wall_shift_us: Arc<AtomicI64>,
     },
-    Simulated {
-        start: Instant,
-        start_us: u64,
-        steps: ClockSteps,
-    },
-    Manual(Arc<AtomicU64>, Arc<AtomicI64>),
+    Manual(Arc<AtomicU64>),
 }
 
-/// Steps of a simulated machine's clocks.
+/// Steps of a machine's clocks.
 #[derive(Clone, Debug, Default)]
 pub struct ClockSteps {
-    /// How long the machine was suspended.
+    /// How long a simulated machine was suspended.
     pub suspended_us: Arc<AtomicU64>,
     /// How far the wall clock was set forward since the start.
     pub wall_shift_us: Arc<AtomicI64>,
@@ -53,21 +52,24 @@ impl Clock {
     /// The wall clock as read at this call, advanced monotonically afterwards. A later change of
     /// the machine's clock neither refills nor freezes a quota.
     pub fn system() -> Self {
-        Self(ClockSource::System {
-            start: monotonic_now(),
-            start_us: saturating_micros(time_since_epoch()),
-            wall_shift_us: Arc::default(),
-        })
+        let start_us = saturating_micros(time_since_epoch());
+        Self {
+            is_system: true,
+            ..Self::simulated(start_us, ClockSteps::default())
+        }
     }
 
     /// A clock that shows `start_us` now and advances with the runtime's time: for simulations.
     /// Its boot time also includes the time for which the machine was suspended.
     pub fn simulated(start_us: u64, steps: ClockSteps) -> Self {
-        Self(ClockSource::Simulated {
-            start: monotonic_now(),
-            start_us,
+        Self {
+            source: ClockSource::Running {
+                start: monotonic_now(),
+                start_us,
+            },
+            is_system: false,
             steps,
-        })
+        }
     }
 
     /// The current wall clock, with the steps that it made since the start: microseconds since the
@@ -78,49 +80,48 @@ impl Clock {
 
     /// How far the wall clock was set forward since the start (µs), as last read.
     pub fn known_wall_shift_us(&self) -> i64 {
-        match &self.0 {
-            ClockSource::System { wall_shift_us, .. } => wall_shift_us.load(Ordering::Relaxed),
-            _ => self.wall_shift_us(),
-        }
+        self.steps.wall_shift_us.load(Ordering::Relaxed)
     }
 
     /// How far the wall clock was set forward since the start (µs).
     pub fn wall_shift_us(&self) -> i64 {
-        match &self.0 {
-            ClockSource::System { wall_shift_us, .. } => {
-                let shift_us = wall_shift_us.load(Ordering::Relaxed);
-                let expected_us = self.now_us().saturating_add_signed(shift_us);
-                let wall_us = saturating_micros(time_since_epoch());
-                if wall_us.abs_diff(expected_us) <= READING_TOLERANCE_US {
-                    return shift_us;
-                }
-                let step_us = i64::try_from(i128::from(wall_us) - i128::from(expected_us));
-                let shift_us = shift_us.saturating_add(step_us.unwrap_or_default());
-                wall_shift_us.store(shift_us, Ordering::Relaxed);
-                shift_us
-            }
-            ClockSource::Simulated { steps, .. } => steps.wall_shift_us.load(Ordering::Relaxed),
-            ClockSource::Manual(_, wall_shift_us) => wall_shift_us.load(Ordering::Relaxed),
+        let shift_us = self.known_wall_shift_us();
+        if !self.is_system {
+            return shift_us;
         }
+        let expected_us = self.now_us().saturating_add_signed(shift_us);
+        let wall_us = saturating_micros(time_since_epoch());
+        if wall_us.abs_diff(expected_us) <= READING_TOLERANCE_US {
+            return shift_us;
+        }
+        let step_us = i64::try_from(i128::from(wall_us) - i128::from(expected_us));
+        let shift_us = shift_us.saturating_add(step_us.unwrap_or_default());
+        self.steps.wall_shift_us.store(shift_us, Ordering::Relaxed);
+        shift_us
     }
 
     /// A clock that stands still until its [`ManualClock`] moves it.
     pub fn manual(start_us: u64) -> (Self, ManualClock) {
-        let (time, shift) = (Arc::new(AtomicU64::new(start_us)), Arc::default());
-        let source = ClockSource::Manual(Arc::clone(&time), Arc::clone(&shift));
-        (Self(source), ManualClock(time, shift))
+        let time = Arc::new(AtomicU64::new(start_us));
+        let clock = Self {
+            source: ClockSource::Manual(Arc::clone(&time)),
+            is_system: false,
+            steps: ClockSteps::default(),
+        };
+        let shift = Arc::clone(&clock.steps.wall_shift_us);
+        (clock, ManualClock(time, shift))
     }
 
     /// Microseconds since an arbitrary start. Unlike an `Instant`, this time advances while the
     /// machine is suspended (on Linux).
     pub fn boot_clock_us(&self) -> u64 {
-        match &self.0 {
-            ClockSource::System { start, .. } => read_boot_clock_us(*start),
-            ClockSource::Simulated { start, steps, .. } => {
+        match &self.source {
+            ClockSource::Running { start, .. } if self.is_system => read_boot_clock_us(*start),
+            ClockSource::Running { start, .. } => {
                 saturating_micros(monotonic_now().saturating_duration_since(*start))
-                    .saturating_add(steps.suspended_us.load(Ordering::Relaxed))
+                    .saturating_add(self.steps.suspended_us.load(Ordering::Relaxed))
             }
-            ClockSource::Manual(time, _) => time.load(Ordering::Relaxed),
+            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
 
@@ -132,15 +133,12 @@ impl Clock {
     /// The time at `instant`, in microseconds since the Unix epoch. A caller that needs both an
     /// `Instant` and this time reads the system clock only once.
     pub fn instant_to_unix_us(&self, instant: Instant) -> u64 {
-        match &self.0 {
-            ClockSource::System {
-                start, start_us, ..
-            }
-            | ClockSource::Simulated {
+        match &self.source {
+            ClockSource::Running {
                 start, start_us, ..
             } => start_us
                 .saturating_add(saturating_micros(instant.saturating_duration_since(*start))),
-            ClockSource::Manual(time, _) => time.load(Ordering::Relaxed),
+            ClockSource::Manual(time) => time.load(Ordering::Relaxed),
         }
     }
 }

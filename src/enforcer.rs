@@ -21,16 +21,16 @@ pub use decisions::{PolicyDecision, RequestDecision};
 pub use dry_run::{DryRunOutcome, DryRunResult, PolicyOutcome, QuotaUsage, dry_run_request};
 pub use estimated_charge::EstimatedCharge;
 pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
-pub use own_limits::{OwnLimits, OwnPolicyLimits};
+pub use own_limits::OwnLimits;
 pub use rate_limit_call::{CallVerdict, DescriptorVerdict};
 pub use verdict::{
     LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, UnenforcedRejections,
     Verdict,
 };
 
-use charge_plan::{ChargePlan, may_hold_ungranted_slots};
+use charge_plan::ChargePlan;
 
-use crate::limiter::Key;
+use crate::limiter::{Decision, Key, PolicyCharges};
 use crate::policy::Facts;
 use crate::store::{ConcurrencySlots, DecisionFailure, FLUSH_TIMEOUT, SettlementQueue, Store};
 use crate::telemetry::metrics::WorkerMetrics;
@@ -46,7 +46,16 @@ pub struct Enforcer {
     store: Store,
     metrics: Arc<WorkerMetrics>,
     settlements: SettlementQueue,
-    slots: ConcurrencySlots,
+    slots: Arc<ConcurrencySlots>,
+}
+
+/// The decision about a plan, by the store or without it.
+struct StoreAnswer {
+    /// `None` if the store is unavailable and nothing decides without it.
+    decision: Option<Decision>,
+    source: DecisionSource,
+    /// Suggested wait before a retry, if the store is unavailable (µs).
+    retry_after_us: u64,
 }
 
 impl Enforcer {
@@ -88,11 +97,13 @@ impl Enforcer {
         if matching.is_empty() {
             return Verdict::default();
         }
-        let mut plan =
-            match ChargePlan::from_facts(table, matching, facts, |_| true, record_decision) {
-                Ok(plan) => plan,
-                Err(outcome) => return Verdict::from_outcome(outcome),
-            };
+        let facts_only = (facts, None);
+        let planned =
+            ChargePlan::from_facts(table, matching, facts_only, |_| true, record_decision);
+        let mut plan = match planned {
+            Ok(plan) => plan,
+            Err(outcome) => return Verdict::from_outcome(outcome),
+        };
         self.decide_plan(&mut plan, record_decision, arrived).await
     }
 
@@ -114,69 +125,62 @@ impl Enforcer {
         // Slots are reserved before the store is asked: if the request is cancelled, the guard
         // releases slots that the store may have taken.
         let slot_guard = plan.reserve_slots(&self.slots);
-        let charges = plan.build_charges(
-            1,
-            slot_guard.as_ref().map_or(0, ConcurrencySlotGuard::slot_id),
-        );
-        let (verdict, source) = match self.store.decide_with_source(&charges, arrived).await {
-            // The local share has refused the request while an outage ends.
-            Ok((mut decision, source @ DecisionSource::Degraded)) => {
-                drop(charges);
-                plan.report_amounts(&mut decision);
-                plan.record_degraded_decisions(Some(&decision), record_decision);
-                let verdict = Verdict {
-                    is_degraded: true,
-                    ..take(plan).into_verdict(&decision)
-                };
-                (verdict, source)
-            }
-            Ok((mut decision, source)) => {
-                drop(charges);
-                plan.report_amounts(&mut decision);
-                let slot_guard = slot_guard.and_then(|guard| {
-                    let may_hold_ungranted = may_hold_ungranted_slots(&decision, source);
-                    plan.retain_taken_slots(guard, &decision, may_hold_ungranted)
-                });
-                plan.record_decisions(&decision, record_decision);
-                let verdict = Verdict {
-                    slot_guard,
-                    estimated_charges: plan.estimated_charges(&decision, &self.settlements),
-                    ..take(plan).into_verdict(&decision)
-                };
-                (verdict, source)
-            }
-            Err(failure) => {
-                let DecisionFailure {
-                    unavailable,
-                    partial,
-                } = failure;
-                // A closed policy rejects the request, whatever the others would decide.
-                let mut decision = match plan.first_fail_closed_policy() {
-                    Some(_) => None,
-                    None => self.store.decide_by_fallback(&charges, partial),
-                };
-                drop(charges);
-                if let Some(decision) = &mut decision {
-                    plan.report_amounts(decision);
-                }
-                let slot_guard = slot_guard.and_then(|guard| {
-                    let decision = decision.as_ref()?;
-                    plan.retain_taken_slots(guard, decision, true)
-                });
-                plan.record_degraded_decisions(decision.as_ref(), record_decision);
-                let estimated_charges = decision
-                    .as_ref()
-                    .map(|decision| plan.estimated_charges(decision, &self.settlements))
-                    .unwrap_or_default();
-                let verdict = Verdict {
-                    slot_guard,
-                    estimated_charges,
-                    ..take(plan).into_degraded_verdict(&unavailable, decision.as_ref())
-                };
-                (verdict, DecisionSource::Degraded)
-            }
+        let charges = plan.build_charges(1, slot_guard.as_ref().map_or(0, |guard| guard.slot_id));
+        let answer = self.store.decide_with_source(&charges, arrived).await;
+        let StoreAnswer {
+            mut decision,
+            source,
+            retry_after_us,
+        } = self.complete_answer(plan, &charges, answer);
+        drop(charges);
+        let is_degraded = source == DecisionSource::Degraded;
+        if let Some(decision) = &mut decision {
+            plan.report_amounts(decision);
+        }
+        plan.record_decisions(decision.as_ref(), is_degraded, |planned_policy, decided| {
+            let own = &planned_policy.own;
+            record_decision(own.policy_index, Some(&own.key), decided);
+        });
+        let is_degraded = is_degraded && plan.has_enforced_shared_policy();
+        let verdict = match &decision {
+            Some(decision) => Verdict {
+                slot_guard: slot_guard
+                    .and_then(|guard| plan.retain_taken_slots(guard, decision, source)),
+                estimated_charges: plan.estimated_charges(decision, &self.settlements),
+                is_degraded,
+                ..take(plan).into_verdict(decision)
+            },
+            None => Verdict {
+                is_degraded,
+                ..take(plan).into_undecided_verdict(retry_after_us)
+            },
         };
         self.complete_verdict(verdict, source, arrived)
+    }
+
+    /// Decides by the fallback if the store gave no answer. A closed policy rejects the request,
+    /// whatever the others would decide.
+    fn complete_answer(
+        &self,
+        plan: &ChargePlan<'_>,
+        charges: &[PolicyCharges<'_>],
+        answer: Result<(Decision, DecisionSource), DecisionFailure>,
+    ) -> StoreAnswer {
+        match answer {
+            Ok((decision, source)) => StoreAnswer {
+                decision: Some(decision),
+                source,
+                retry_after_us: 0,
+            },
+            Err(failure) => StoreAnswer {
+                decision: match plan.first_fail_closed_policy() {
+                    Some(_) => None,
+                    None => self.store.decide_by_fallback(charges, failure.partial),
+                },
+                source: DecisionSource::Degraded,
+                retry_after_us: failure.unavailable.retry_after_us,
+            },
+        }
     }
 
     /// Records the time of a decision made just now, and sets its time and source in the verdict.

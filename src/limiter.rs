@@ -22,13 +22,11 @@ mod leaky_bucket;
 mod limit;
 mod overridden_charges;
 mod request_part;
-mod shards;
 mod sliding_log;
 mod sliding_window;
-mod time_window;
 mod token_bucket;
 
-pub use calendar::{Calendar, CalendarUnit, time_zone_names};
+pub use calendar::{Calendar, CalendarUnit, TimeWindow, time_zone_names};
 pub use charge::{
     Amendment, Charge, CounterRef, LeaseTerms, LimitCharge, PolicyCharges, each_charge,
 };
@@ -41,7 +39,6 @@ pub use key_text::{DIGEST_BYTES, ListedValue, format_digest};
 pub use limit::{Algorithm, Limit};
 pub use overridden_charges::OverriddenCharges;
 pub use request_part::RequestPart;
-pub use time_window::TimeWindow;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of
 /// Lua.

@@ -59,10 +59,10 @@ pub(crate) fn is_family_missing(error: &io::Error) -> bool {
     Errno::from_io_error(error).is_some_and(|errno| missing.contains(&errno))
 }
 
-/// Bound non-blocking socket. Clients cannot connect before [`BoundSocket::listen`].
+/// Bound non-blocking socket. Clients cannot connect before [`Socket::listen`].
 #[derive(Debug)]
 pub(crate) struct BoundSocket {
-    socket: Socket,
+    pub(crate) socket: Socket,
     file: Option<SocketFileGuard>,
 }
 
@@ -108,16 +108,6 @@ impl BoundSocket {
         address
             .map(ListenAddress::Ip)
             .ok_or_else(|| io::Error::other("not an IP socket"))
-    }
-
-    /// Starts listening. Connections wait in the kernel's backlog until they are accepted.
-    pub(crate) fn listen(&self, backlog: i32) -> io::Result<()> {
-        self.socket.listen(backlog)
-    }
-
-    /// Underlying socket, for further socket options.
-    pub(crate) fn socket(&self) -> &Socket {
-        &self.socket
     }
 
     /// Registers the socket with the current runtime.

@@ -4,80 +4,63 @@
 //! All functions work on borrowed [`Facts`], so `check`, tests and fuzz targets need no server.
 
 mod authorization;
-mod canonical_value;
 pub mod client;
-mod client_network;
-mod conditions;
 mod cors;
 mod cost;
-mod counted_statuses;
 mod coverage;
-mod coverage_index;
 mod descriptor;
 mod facts;
 mod host_pattern;
-mod json_pointer;
 pub mod jwt;
-mod key_component;
-mod key_error;
 mod key_hasher;
 mod key_part;
 mod key_template;
-mod lenient_names;
-mod limit_override;
 mod matcher;
 mod named_limit;
 mod part_values;
 pub mod path;
 mod path_pattern;
-mod policy_mode;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;
 mod regex_spelling;
-mod request_amounts;
 mod self_service;
-mod spelling_notes;
 mod table;
 mod value_checks;
 mod value_pattern;
-mod whole_number;
 
-pub use canonical_value::{canonicalize_descriptor_value, canonicalize_part_value};
-pub use conditions::{ConditionRegex, PartCondition, UnmetCondition, ValueCondition};
 pub use cors::CorsOrigins;
-pub use cost::{ActualCostSource, CostSource, EstimateCost, HeaderCost};
-pub use counted_statuses::CountedStatuses;
-pub use coverage_index::{CoverageIndex, merge_ascending};
+pub use cost::{
+    ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost, JsonPointer,
+    JsonPointerToken, parse_whole_number,
+};
+pub use coverage::{CoverageIndex, merge_ascending};
 pub use descriptor::Descriptor;
 pub use facts::Facts;
 pub use host_pattern::HostPattern;
-pub use json_pointer::{JsonPointer, JsonPointerToken};
-pub use key_component::{KeyDigests, is_credential_name};
-pub use key_error::KeyError;
-pub use key_hasher::KeyHasher;
-pub use key_part::{KeyComponent, KeyPart};
+pub use key_hasher::{KeyDigests, KeyHasher};
+pub use key_part::{KeyComponent, KeyPart, is_credential_name};
 pub use key_template::{KeyTemplate, MissingKeyAction};
-pub use limit_override::{LimitOverride, LimitOverrides, OverrideRule, SelectedLimits};
-pub use matcher::{AcceptedEntries, Matcher};
-pub use named_limit::{AmountSource, NamedLimit, SlotRelease};
+pub use matcher::{
+    AcceptedEntries, ConditionRegex, Matcher, PartCondition, UnmetCondition, ValueCondition,
+};
+pub use named_limit::{
+    AmountSource, NamedLimit, RequestAmounts, SlotRelease, read_request_amounts,
+};
 pub use part_values::{KeyContext, KeyValues};
 pub use path_pattern::PathPattern;
-pub use policy_mode::PolicyMode;
-pub use quota::Quota;
+pub use quota::{LimitOverride, LimitOverrides, OverrideRule, Quota, SelectedLimits};
 pub use regex_spelling::accept_marked_letters;
-pub use request_amounts::{RequestAmounts, read_request_amounts};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use table::{
     MatchingPolicies, PolicyTable, RateLimitHeaderSettings, SelfServiceSettings, dashed_name,
 };
-pub use value_checks::{HeaderValueError, ValueChecks};
-pub use value_pattern::ValuePattern;
-pub use whole_number::parse_whole_number;
+pub use value_checks::{HeaderValueError, KeyError, ValueChecks};
+pub use value_pattern::{ValuePattern, canonicalize_descriptor_value, canonicalize_part_value};
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
-use strum::{EnumString, VariantNames};
+use strum::{EnumString, IntoStaticStr, VariantNames};
 
 /// A named rule: the requests it matches, how they are keyed, and how much is allowed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -104,6 +87,20 @@ pub enum PolicyAction {
     Allow,
     /// Rejects every matching request.
     Deny,
+}
+
+/// What a policy does with its decisions. In every mode it decides and counts.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, EnumString, VariantNames, IntoStaticStr,
+)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+pub enum PolicyMode {
+    Enforce,
+    /// Never rejects, exempts or denies: a request over the limit is forwarded with a header that
+    /// names the policy.
+    Mark,
+    /// Never rejects, exempts or denies, and is invisible to clients and the upstream.
+    Shadow,
 }
 
 /// The action of a policy when the store is unavailable.
@@ -169,9 +166,30 @@ impl Policy {
 
     /// Returns why it is unclear whether the policy applies: upstreams may read a query parameter
     /// or cookie of its conditions differently, and all other conditions hold.
-    pub fn find_ambiguity(&self, facts: &Facts<'_>, client: &client::Settings) -> Option<KeyError> {
+    pub fn find_ambiguity(&self, facts: &Facts<'_>, checks: ValueChecks) -> Option<KeyError> {
         let matcher = &self.matcher;
         let mut paths = facts.paths.iter();
-        paths.find_map(|path| matcher.find_ambiguity(facts, path, client))
+        paths.find_map(|path| matcher.find_ambiguity(facts, path, checks))
+    }
+}
+
+impl PolicyMode {
+    /// The name in the configuration and in reports.
+    pub const fn name(self) -> &'static str {
+        self.into_str()
+    }
+
+    /// ` (mark)` or ` (shadow)`, to follow the name of a policy that does not reject.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Self::Enforce => "",
+            Self::Mark => " (mark)",
+            Self::Shadow => " (shadow)",
+        }
+    }
+
+    /// Whether the policy may reject, exempt or deny.
+    pub fn is_enforced(self) -> bool {
+        self == Self::Enforce
     }
 }

@@ -4,7 +4,6 @@
 
 mod concurrency_slots;
 mod decision_path;
-mod decision_source;
 mod deny_cache;
 mod fallback;
 mod instance_counters;
@@ -16,7 +15,7 @@ mod settlement_queue;
 mod stored_override;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
-pub use decision_source::DecisionSource;
+pub use decision_path::DecisionSource;
 pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
 pub use memory::{MAX_MEMORY_OVERRIDES, MemorySettings, MemoryStore};

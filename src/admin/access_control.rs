@@ -29,7 +29,7 @@ pub(super) struct AccessGuard {
     /// too.
     is_exposed: bool,
     /// Selects the credential that other instances with the same token send.
-    instance_id: &'static str,
+    instance_id: String,
 }
 
 /// The access that a route requires.
@@ -49,12 +49,12 @@ impl AccessGuard {
     pub(super) fn new(
         settings: &AdminSettings,
         token: ReloadableAdminToken,
-        instance_id: &'static str,
+        instance_id: &str,
     ) -> Self {
         Self {
             token,
             is_exposed: !settings.address.is_local(),
-            instance_id,
+            instance_id: instance_id.to_owned(),
         }
     }
 
@@ -81,7 +81,7 @@ impl AccessGuard {
             .as_ref()
             .is_some_and(|token| has_expected_token(headers, token.expose()));
         let has_credential = |token: &AdminToken| {
-            let expected = derive_instance_credential(token, self.instance_id);
+            let expected = derive_instance_credential(token, &self.instance_id);
             has_expected_token(headers, expected.expose())
         };
         match (required, token.as_ref()) {
@@ -327,12 +327,12 @@ mod tests {
                 AccessGuard {
                     token: ReloadableAdminToken::default(),
                     is_exposed: false,
-                    instance_id: "i",
+                    instance_id: "i".to_owned(),
                 },
                 AccessGuard {
                     token: ReloadableAdminToken::new(token.clone()),
                     is_exposed: false,
-                    instance_id: "i",
+                    instance_id: "i".to_owned(),
                 },
             );
             assert_eq!(
@@ -347,7 +347,7 @@ mod tests {
             let everywhere = AccessGuard {
                 token: ReloadableAdminToken::new(token.clone()),
                 is_exposed: true,
-                instance_id: "i",
+                instance_id: "i".to_owned(),
             };
             assert_eq!(
                 [
@@ -365,7 +365,7 @@ mod tests {
         let guard = AccessGuard {
             token: ReloadableAdminToken::default(),
             is_exposed: false,
-            instance_id: "i",
+            instance_id: "i".to_owned(),
         };
         let drain = |lines: &[(&'static str, &str)], peer| {
             authorization_status(&guard, Method::POST, "/drain", lines, peer)
@@ -391,7 +391,7 @@ mod tests {
         let guard = AccessGuard {
             token: ReloadableAdminToken::new(Some(AdminToken::new("t".to_owned()))),
             is_exposed: false,
-            instance_id: "i",
+            instance_id: "i".to_owned(),
         };
         let reset = |name, value| {
             let lines = [("authorization", "Bearer t"), (name, value)];
@@ -425,7 +425,7 @@ mod tests {
         let guard = AccessGuard {
             token: ReloadableAdminToken::default(),
             is_exposed: false,
-            instance_id: "i",
+            instance_id: "i".to_owned(),
         };
         let get_status = |lines: &[(&'static str, &str)]| {
             authorization_status(&guard, Method::GET, "/keys", lines, LOOPBACK_PEER)
@@ -466,7 +466,7 @@ mod tests {
             let guard = AccessGuard {
                 token: ReloadableAdminToken::new(Some(token.clone())),
                 is_exposed: true,
-                instance_id: "i",
+                instance_id: "i".to_owned(),
             };
             let credential = derive_instance_credential(&token, id);
             let value = format!("Bearer {}", credential.expose());

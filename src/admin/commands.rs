@@ -2,25 +2,26 @@
 
 use super::parameters::{self, BackendAndQuery, JsonObject, QueryParameters};
 use super::responses::{JsonResult, ProblemDetails, json_response};
-use super::{AdminBackend, LogLevelDocument, OverrideRequest, StoreRequest};
+use super::{AdminBackend, AdminFuture, KeyQuery, LogLevelDocument};
 use crate::telemetry::{self, LogLevel};
 use axum::extract::{Path, RawQuery, State};
 use axum::response::Response;
 use http::{Method, StatusCode};
+use serde::Serialize;
 
-async fn query_store(view: AdminBackend, request: StoreRequest) -> JsonResult {
-    let answer = view.state.handle_store_request(request).await?;
-    Ok(json_response(StatusCode::OK, &answer))
+/// Responds with the document that the store lookup returns.
+async fn respond_with<D: Serialize>(lookup: AdminFuture<D>) -> JsonResult {
+    Ok(json_response(StatusCode::OK, &lookup.await?))
 }
 
 pub(super) async fn inspect_key(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     let query = parameters::parse_key_query(query.as_deref(), &[])?;
-    query_store(view, StoreRequest::InspectKey(query)).await
+    respond_with(view.state.inspect_key(query)).await
 }
 
 pub(super) async fn reset_key(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     let query = parameters::parse_key_query(query.as_deref(), &["limit"])?;
-    query_store(view, StoreRequest::ResetKey(query)).await
+    respond_with(view.state.reset_key(query)).await
 }
 
 /// Maximum number of overrides in a list.
@@ -34,13 +35,17 @@ pub(super) async fn read_overrides(
 ) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["key", "n"])?;
     let limit = query.get_number("n", 1000, MAX_LISTED_OVERRIDES)?;
-    let values = query.get_all("key");
-    let request = if values.is_empty() {
-        OverrideRequest::List { policy, limit }
-    } else {
-        OverrideRequest::Find { policy, values }
+    let key = KeyQuery {
+        policy,
+        values: query.get_all("key"),
+        limit: None,
     };
-    query_store(view, StoreRequest::Override(request)).await
+    respond_with(if key.values.is_empty() {
+        view.state.list_overrides(key.policy, limit)
+    } else {
+        view.state.find_override(key)
+    })
+    .await
 }
 
 /// Expects the override as JSON, with its key. `PATCH` keeps other limits of the key's override.
@@ -50,12 +55,8 @@ pub(super) async fn set_override(
     method: Method,
     JsonObject(fields): JsonObject,
 ) -> JsonResult {
-    let request = OverrideRequest::Set {
-        policy,
-        fields,
-        keeps_other_limits: method == Method::PATCH,
-    };
-    query_store(view, StoreRequest::Override(request)).await
+    let keeps_other_limits = method == Method::PATCH;
+    respond_with(view.state.set_override(policy, fields, keeps_other_limits)).await
 }
 
 pub(super) async fn remove_override(
@@ -64,9 +65,12 @@ pub(super) async fn remove_override(
     RawQuery(query): RawQuery,
 ) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["key"])?;
-    let values = query.get_all("key");
-    let request = OverrideRequest::Remove { policy, values };
-    query_store(view, StoreRequest::Override(request)).await
+    let key = KeyQuery {
+        policy,
+        values: query.get_all("key"),
+        limit: None,
+    };
+    respond_with(view.state.remove_override(key)).await
 }
 
 pub(super) async fn explain_request(
@@ -74,12 +78,12 @@ pub(super) async fn explain_request(
     JsonObject(description): JsonObject,
 ) -> JsonResult {
     let request = parameters::parse_explain_request(&description)?;
-    query_store(view, StoreRequest::Explain(request)).await
+    respond_with(view.state.explain_request(request)).await
 }
 
 pub(super) async fn examine_store(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     QueryParameters::parse(query.as_deref(), &[])?;
-    query_store(view, StoreRequest::Examine).await
+    respond_with(view.state.examine_store()).await
 }
 
 #[allow(clippy::unused_async, reason = "a handler is async")]

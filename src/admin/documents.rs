@@ -15,12 +15,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// Counters of the refused requests among all requests. `degraded_refused` is a part of `degraded`.
-pub(crate) const REFUSED_REQUEST_COUNTERS: [&str; 4] =
-    ["rejected", "blocked", "denied", "degraded_refused"];
-
-/// Series of refused requests in the history of a policy: also those that a policy in mode `shadow`
-/// or `mark` would refuse.
+/// Decisions that refuse a request, or would refuse it if the policy were not in mode `shadow` or `mark`.
+/// Among all requests, `degraded_refused` is a part of `degraded`.
 pub(crate) const REFUSED_SERIES: [&str; 6] = [
     "rejected",
     "blocked",

@@ -118,10 +118,16 @@ impl FleetReader {
     async fn ask_instances(&self, view: &AdminBackend) -> Result<FleetSum, ProblemDetails> {
         let deadline = Instant::now() + VIEW_TIMEOUT;
         let (mut members, problem) = self.list_members(view).await;
-        let own_id = view.instance.id;
+        let own_id = &view.instance.id;
         // The own heartbeat may be missing while the store is unavailable.
-        if !members.instances.iter().any(|one| one.id == own_id) {
-            let own = FleetInstanceDocument::without_heartbeat(&view.instance);
+        if !members.instances.iter().any(|one| one.id == *own_id) {
+            let own = FleetInstanceDocument {
+                id: own_id.clone(),
+                name: Some(view.instance.host.clone()),
+                version: Some(view.instance.version.clone()),
+                state: "unknown".to_owned(),
+                ..FleetInstanceDocument::default()
+            };
             members.instances.insert(0, own);
             members.total += 1;
         }
@@ -129,14 +135,15 @@ impl FleetReader {
         let own_summary =
             run_blocking(move || build_summary(&backend, MAX_SUMMARY_ENTRIES)).await?;
         let repeated_ids = find_repeated_ids(&members.instances);
-        let mut sum = FleetSum::new(&view.instance, members.total, problem);
+        let store = view.state.read_status().store.kind;
+        let mut sum = FleetSum::new(view.instance.clone(), &store, members.total, problem);
         let instances = members.instances.into_iter().enumerate();
         let answers = instances.map(|(at, instance)| {
             let is_repeated = repeated_ids.contains(&instance.id);
             let own_summary = &own_summary;
             async move {
                 let answer = match find_address(&instance, at, is_repeated) {
-                    _ if instance.id == own_id => Ok(own_summary.clone()),
+                    _ if instance.id == *own_id => Ok(own_summary.clone()),
                     Ok(address) => self.ask_instance(&instance.id, address, deadline).await,
                     Err(reason) => Err(reason),
                 };

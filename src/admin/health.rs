@@ -27,21 +27,21 @@ pub(super) async fn get_readiness(
         ProcessPhase::Serving => StatusCode::OK,
         ProcessPhase::Starting | ProcessPhase::Stopping => StatusCode::SERVICE_UNAVAILABLE,
     };
-    let store = if observed.store_up { "up" } else { "degraded" };
+    let store = observed.store.availability();
     let hints: Vec<String> = find_problems(&view, &observed)
         .iter()
         .map(Problem::to_hint)
         .collect();
     if accept_header(&headers).starts_with("text/plain") {
-        let phase = phase_label(observed.phase);
         let hints: String = hints.iter().map(|hint| format!("- {hint}\n")).collect();
-        return (status, format!("{phase}; store {store}\n{hints}")).into_response();
+        let text = format!("{}; store {store}\n{hints}", observed.phase);
+        return (status, text).into_response();
     }
     let body = ReadinessDocument {
-        status: phase_label(observed.phase).to_owned(),
+        status: observed.phase.to_string(),
         store: store.to_owned(),
         generation: observed.config_generation,
-        reload_errors: observed.reload_errors,
+        reload_errors: observed.last_reload.errors,
         untrusted_forwarding: view.metrics.untrusted_forwarding_count(),
         hints,
     };
@@ -51,14 +51,6 @@ pub(super) async fn get_readiness(
 fn accept_header(headers: &HeaderMap) -> &str {
     let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
     accept.unwrap_or_default()
-}
-
-pub(super) fn phase_label(phase: ProcessPhase) -> &'static str {
-    match phase {
-        ProcessPhase::Starting => "starting",
-        ProcessPhase::Serving => "ready",
-        ProcessPhase::Stopping => "stopping",
-    }
 }
 
 pub(super) async fn get_metrics(State(view): State<AdminBackend>, headers: HeaderMap) -> Response {

@@ -74,7 +74,7 @@ impl AdminListener {
 
     fn bind(address: &ListenAddress, router: Router) -> io::Result<Self> {
         let bound = BoundSocket::bind(address, UNIX_SOCKET_MODE)?;
-        bound.listen(BACKLOG)?;
+        bound.socket.listen(BACKLOG)?;
         let address = bound.address()?;
         Ok(Self {
             address,

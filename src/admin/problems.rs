@@ -1,8 +1,8 @@
 //! Problems that need attention: one rule each, for `/readyz`, the overview, the dashboard and
 //! `tidegate top`. docs/operations/observe.md lists the rules.
 
-use super::{AdminBackend, REFUSED_REQUEST_COUNTERS};
-use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics};
+use super::{AdminBackend, REFUSED_SERIES};
+use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics, StoreStatus};
 use crate::telemetry::top_rejections::RejectionDimension;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -89,8 +89,8 @@ impl Problem {
 /// Returns the problems of this instance, those that affect most requests first.
 pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<Problem> {
     let mut problems = Vec::new();
-    problems.extend(find_store_problem(&view.instance.store_address, status));
-    let rejections = view.metrics.top_rejections();
+    problems.extend(find_store_problem(&status.store));
+    let rejections = &view.metrics.top_rejections;
     let app_errors = rejections.ranking(RejectionDimension::AppErrors, None, MAX_NAMED_PATHS);
     let paths: Vec<&str> = app_errors
         .entries
@@ -99,7 +99,7 @@ pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<
         .collect();
     let recent = RecentTraffic::read(view);
     problems.extend(find_traffic_problems(recent, &paths));
-    if status.store_outage.is_none() && status.store_up {
+    if status.store.outage.is_none() && status.store.up {
         problems.extend(find_degraded_requests(recent));
     }
     problems.extend(find_configuration_problems(status));
@@ -116,12 +116,13 @@ pub(super) fn find_problems(view: &AdminBackend, status: &ProcessStatus) -> Vec<
 }
 
 /// The outage of Redis, if there is one. Other stores are always up.
-fn find_store_problem(address: &str, status: &ProcessStatus) -> Option<Problem> {
-    let Some(outage) = &status.store_outage else {
+fn find_store_problem(store: &StoreStatus) -> Option<Problem> {
+    let address = &store.address;
+    let Some(outage) = &store.outage else {
         let title =
             format!("the store is unavailable: Redis at {address} has not been reached yet");
         let remedy = "policies decide by on_store_failure until then";
-        return (!status.store_up).then(|| Problem::error("store", title, remedy));
+        return (!store.up).then(|| Problem::error("store", title, remedy));
     };
     let title = format!(
         "the store is unavailable: Redis at {address} for {} s ({}: {})",
@@ -217,20 +218,20 @@ fn find_traffic_problems(recent: RecentTraffic, app_error_paths: &[&str]) -> Vec
 
 fn find_configuration_problems(status: &ProcessStatus) -> Vec<Problem> {
     let mut problems = Vec::new();
-    if !status.reload_errors.is_empty() {
+    if !status.last_reload.errors.is_empty() {
         problems.push(Problem::error(
             "reload",
             "the newest configuration is invalid",
             "the last valid one is in effect",
         ));
     }
-    if !status.pending_restart.is_empty() {
+    if !status.last_reload.pending_restart.is_empty() {
         problems.push(Problem::warning(
             "restart",
             "changed settings wait for a restart",
             format!(
                 "the running values stay in effect until then: {}",
-                status.pending_restart.join(", ")
+                status.last_reload.pending_restart.join(", ")
             ),
         ));
     }
@@ -281,7 +282,7 @@ fn find_redis_problems(redis: &RedisServerMetrics) -> Vec<Problem> {
 impl RecentTraffic {
     fn read(view: &AdminBackend) -> Self {
         let (_, seconds) = view.history.last_seconds(TRAFFIC_WINDOW_S + 1);
-        let labels = view.metrics.labels().request_decisions;
+        let labels = view.metrics.labels.request_decisions;
         let sum = |names: &[&str]| -> u64 {
             let columns = labels
                 .iter()
@@ -293,7 +294,7 @@ impl RecentTraffic {
                 .sum()
         };
         let (degraded, degraded_refused) = (sum(&["degraded"]), sum(&["degraded_refused"]));
-        let refused = sum(&REFUSED_REQUEST_COUNTERS).saturating_sub(degraded_refused);
+        let refused = sum(&REFUSED_SERIES).saturating_sub(degraded_refused);
         let admitted = sum(&["allowed", "delayed"]) + degraded;
         let forwarded = admitted.saturating_sub(degraded_refused);
         let [failed, app_errors] = seconds.iter().fold([0u64; 2], |[a, b], second| {

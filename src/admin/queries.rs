@@ -4,19 +4,15 @@
 //! The thread that runs the handlers must stay free to accept connections.
 
 use super::documents::{
-    CertificateExpiry, ConnectionCounts, DurationQuantiles, HttpCounts, LastReload,
-    LatencyDocument, NamedCounts, OverviewDocument, OverviewInstance, OverviewStore,
-    PoliciesDocument, REFUSED_SERIES, RequestCounts, TopDocument,
+    ConfigDocument, DurationQuantiles, HttpCounts, LatencyDocument, NamedCounts, OverviewDocument,
+    OverviewInstance, PoliciesDocument, REFUSED_SERIES, RequestCounts, TopDocument,
 };
-use super::health::phase_label;
 use super::parameters::{BackendAndQuery, QueryParameters};
 use super::problems::{Problem, find_problems};
-use super::responses::{
-    JsonResult, ProblemDetails, escape_json_for_display, respond_blocking, run_blocking,
-};
+use super::responses::{JsonResult, respond_blocking};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{DecisionCounts, SECONDS_KEPT, STATUS_CLASS_COUNT, SecondCounts};
-use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices};
+use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices, StoreStatus};
 use crate::telemetry::top_rejections::RejectionDimension;
 use axum::response::{IntoResponse, Response};
 use http::header::CONTENT_TYPE;
@@ -38,22 +34,15 @@ const DEFAULT_HISTORY_SECONDS: usize = 120;
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
 
-pub(super) async fn get_config(
-    BackendAndQuery(view, query): BackendAndQuery,
-) -> Result<Response, ProblemDetails> {
+pub(super) async fn get_config(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     QueryParameters::parse(query.as_deref(), &[])?;
-    run_blocking(move || {
+    respond_blocking(move || {
         let observed = view.state.read_status();
-        let errors = json!(observed.reload_errors);
-        let (generation, config) = (observed.config_generation, view.state.config_json());
-        let body = format!(
-            "{{\"generation\":{generation},\"reload_errors\":{errors},\"config\":{config}}}\n"
-        );
-        (
-            [(CONTENT_TYPE, "application/json")],
-            escape_json_for_display(&body),
-        )
-            .into_response()
+        ConfigDocument {
+            generation: observed.config_generation,
+            reload_errors: observed.last_reload.errors,
+            config: serde_json::from_str(&observed.config_json).unwrap_or_default(),
+        }
     })
     .await
 }
@@ -84,7 +73,7 @@ pub(super) async fn get_policies(BackendAndQuery(view, query): BackendAndQuery) 
     respond_blocking(move || {
         selection.ranks = order.rank_policies(&view);
         let page = view.state.select_policies(&selection);
-        let labels = view.metrics.labels();
+        let labels = &view.metrics.labels;
         let names = page.policies.iter().map(|(policy, _)| policy.name.as_str());
         let (axis, timelines) = view.history.policy_timelines(names);
         let policies = page.policies.into_iter().zip(timelines);
@@ -146,7 +135,7 @@ impl PolicyOrder {
     /// Returns the position of each policy with counts: most in the last hour first, then most in
     /// the last day.
     fn rank_policies(self, view: &AdminBackend) -> HashMap<Arc<str>, usize> {
-        let labels = view.metrics.labels().policy_history;
+        let labels = view.metrics.labels.policy_history;
         let is_counted = |series: usize| {
             let label = labels.get(series).map_or("", |(label, _)| *label);
             match self {
@@ -190,46 +179,24 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> OverviewDocument {
     let observed = view.state.read_status();
     let problems = find_problems(view, &observed);
     let (from_s, seconds) = view.history.last_seconds(max_seconds);
-    let labels = &view.metrics.labels().request_decisions;
+    let labels = &view.metrics.labels.request_decisions;
     let totals = labels.iter().map(|(label, _)| *label);
     let codes = view.metrics.status_counts().into_iter();
-    let certificates = observed.certificates.into_iter();
-    let instance = &view.instance;
     OverviewDocument {
         instance: OverviewInstance {
-            id: instance.id.to_owned(),
-            host: instance.host.clone(),
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            started_s: instance.started_s,
             uptime_s: observed.uptime_s,
-            workers: instance.workers,
+            ..view.instance.clone()
         },
-        status: phase_label(observed.phase).to_owned(),
+        status: observed.phase.to_string(),
         policies: observed.policy_count,
         generation: observed.config_generation,
-        last_reload: LastReload {
-            at_s: observed.last_load_at_s,
-            refused: observed.rejected_reloads,
-            errors: observed.reload_errors,
-            pending_restart: observed.pending_restart,
-        },
+        last_reload: observed.last_reload,
         warnings: observed.config_warnings,
-        store: OverviewStore {
-            kind: instance.store.to_owned(),
-            address: instance.store_address.clone(),
-            up: observed.store_up,
-            breaker_open: observed.breaker_open,
-            outage: observed.store_outage,
+        store: StoreStatus {
             errors: to_counts(observed.store_errors),
-            instances: observed.instance_count,
-            lease_units_lost: observed.lease_units_lost,
-            memory: observed.memory,
+            ..observed.store
         },
-        connections: ConnectionCounts {
-            open: observed.open_connections,
-            max: observed.max_connections,
-            full: observed.connection_limit_hits,
-        },
+        connections: observed.connections,
         requests: RequestCounts {
             total: to_counts(totals.zip(view.metrics.request_decision_counts())),
             seconds: traffic_columns(labels, from_s, &seconds),
@@ -242,9 +209,7 @@ fn build_overview(view: &AdminBackend, max_seconds: usize) -> OverviewDocument {
             app_errors: view.metrics.app_error_count(),
         },
         latency: read_latency(view),
-        certificates: certificates
-            .map(|(file, ends_s)| CertificateExpiry { file, ends_s })
-            .collect(),
+        certificates: observed.certificates,
         untrusted_forwarding: view.metrics.untrusted_forwarding_count(),
         untrusted_peers: view.metrics.last_untrusted_peers(),
         hints: problems.iter().map(Problem::to_hint).collect(),
@@ -311,7 +276,7 @@ pub(super) async fn get_top_rejections(
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_RANKING_ENTRIES)?;
     let policy = query.get_one("policy")?.map(str::to_owned);
     respond_blocking(move || {
-        let rejections = view.metrics.top_rejections();
+        let rejections = &view.metrics.top_rejections;
         let rank = |dimension| rejections.ranking(dimension, policy.as_deref(), limit);
         TopDocument {
             keys: rank(RejectionDimension::Keys),

@@ -62,7 +62,7 @@ pub(super) fn admin_router(
     view: AdminBackend,
 ) -> Router {
     let fleet_reader = Arc::new(FleetReader::new(token.clone()));
-    let access_guard = AccessGuard::new(&settings, token, view.instance.id);
+    let access_guard = AccessGuard::new(&settings, token, &view.instance.id);
     // The access check is inside the method router, so an unsupported method gets 405 and not 403.
     let router = all_routes()
         .into_iter()

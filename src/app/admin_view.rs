@@ -1,41 +1,55 @@
 //! Connects the admin endpoint to the other modules.
 
 use super::SharedState;
-use super::doctor::StoreExaminations;
-use super::explanation;
 use super::instance_name::instance_name;
-use super::key_status::{self, ResolvedKey};
+use super::key_status::{ResolvedKey, find_limiting_policy, resolve_key, resolve_override_key};
 use super::limit_documents::{describe_limit, micros_to_seconds};
 use super::listener_set::ListenerSet;
-use super::override_store::inspect_key;
+use super::override_store::{OverrideChange, OverrideStore, inspect_key, sort_listing};
+use super::overrides::{
+    OverrideInput, describe_stored_override, override_from_json, resolve_override,
+};
 use super::shutdown::ShutdownHandle;
 use super::store_backend::StoreBackend;
+use super::{doctor, explanation};
 use crate::admin::{
-    AdminBackend, AdminError, AdminFuture, AdminState, DrainDocument, ExplainRequest,
-    FleetInstanceDocument, FleetMembers, InstanceDescription, KeyDocument, KeyQuery, LeaseDocument,
-    OverrideRequest, PolicyDocument, PolicyPage, PolicySelection, QuotaDocument, StoreRequest,
+    AdminBackend, AdminError, AdminFuture, AdminState, DoctorReport, DrainDocument, ExplainRequest,
+    ExplanationDocument, FleetInstanceDocument, FleetMembers, KeyDocument, KeyQuery,
+    KeyResetDocument, LeaseDocument, OverrideDocument, OverrideListDocument,
+    OverrideRemovalDocument, OverviewInstance, PolicyDocument, PolicyPage, PolicySelection,
+    QuotaDocument,
 };
-use crate::clock;
+use crate::clock::{self, Clock};
 use crate::config::Config;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, Quota};
 use crate::proxy::{ListenerKind, ServerLoad, ShutdownSignal};
 use crate::reload;
-use crate::store::MemoryStore;
 use crate::store::redis::{self, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
-use crate::telemetry::metrics::{MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage};
+use crate::telemetry::metrics::{
+    ConnectionCounts, LastReload, MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage,
+    StoreStatus,
+};
 use crate::telemetry::trace::Tracer;
 use parking_lot::Mutex;
-use serde_json::{Value, json};
-use std::collections::HashMap;
+use serde_json::{Map, Value, json};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{Semaphore, watch};
 use tokio::task::spawn_local;
+use tokio::time::timeout;
 
 /// Maximum number of concurrent store lookups. Each lookup may open connections of its own.
 const MAX_CONCURRENT_LOOKUPS: usize = 4;
+
+/// Minimum time between two examinations of the store. Until then, the last report is returned.
+const DOCTOR_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Maximum duration of a listing, which scans all keys of Redis: less than the deadline of a
+/// response, so that the reason reaches the caller.
+const LISTING_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Handles to the state that the admin endpoint reads, and to the shutdown that it can start.
 pub(super) struct AdminViewState {
@@ -55,7 +69,7 @@ pub(super) struct AdminViewState {
 
 /// Bounds concurrent store lookups. A listing takes long, so it must not delay a change.
 pub(super) struct StoreLookups {
-    last_examination: StoreExaminations,
+    last_examination: Mutex<Option<(Instant, DoctorReport)>>,
     listings: Arc<Semaphore>,
     examinations: Arc<Semaphore>,
     others: Arc<Semaphore>,
@@ -65,7 +79,7 @@ impl Default for StoreLookups {
     fn default() -> Self {
         let permits = |count| Arc::new(Semaphore::new(count));
         Self {
-            last_examination: StoreExaminations::default(),
+            last_examination: Mutex::default(),
             listings: permits(1),
             examinations: permits(1),
             others: permits(MAX_CONCURRENT_LOOKUPS),
@@ -76,17 +90,13 @@ impl Default for StoreLookups {
 impl AdminViewState {
     /// Wraps the handles for the admin endpoint.
     pub(super) fn into_backend(self, history: Arc<TrafficHistory>) -> AdminBackend {
-        let (store, store_address) = match self.shared.store_backend.redis() {
-            None => ("memory", String::new()),
-            Some(shared) => ("redis", shared.settings().to_string()),
-        };
-        let instance = InstanceDescription {
-            id: redis::instance_id(),
+        let instance = OverviewInstance {
+            id: redis::instance_id().to_owned(),
             host: instance_name(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
             started_s: clock::unix_time_s(),
+            uptime_s: 0,
             workers: self.config.listen.threads,
-            store,
-            store_address,
         };
         AdminBackend {
             instance,
@@ -103,37 +113,52 @@ impl AdminState for AdminViewState {
         let snapshot = self.shared.active_policies.load_snapshot();
         let policies = snapshot.table.policies();
         let counts_here = redis.is_none() || policies.iter().any(Policy::is_instance_scoped);
-        let lease_units_lost = match &self.shared.store_backend {
-            StoreBackend::Memory(_) => None,
-            StoreBackend::Redis(_, leases) => Some(leases.lost_units()),
-        };
+        let memory = self.shared.store_backend.memory();
+        let memory = counts_here.then(|| MemoryStoreUsage {
+            keys: memory.key_count(),
+            bytes: memory.byte_count(),
+            evictions: memory.eviction_count(),
+        });
         let reload = self.reload_status.lock();
         ProcessStatus {
             phase: self.current_phase(),
             uptime_s: self.started_at.elapsed().as_secs(),
             policy_count: policies.len(),
-            open_connections: self.load.open_connections(),
-            max_connections: self.config.listen.max_connections,
-            connection_limit_hits: self.load.connection_limit_hits(),
+            connections: ConnectionCounts {
+                open: self.load.open_connections(),
+                max: self.config.listen.max_connections,
+                full: self.load.connection_limit_hits(),
+            },
             panics: self.load.panic_count(),
-            store_up: redis.is_none_or(SharedRedisState::is_up),
-            breaker_open: redis.is_some_and(SharedRedisState::is_breaker_open),
-            store_outage: self.describe_outage(),
+            store: StoreStatus {
+                kind: redis.map_or("memory", |_| "redis").into(),
+                address: redis.map_or_else(String::new, |redis| redis.settings().to_string()),
+                up: redis.is_none_or(SharedRedisState::is_up),
+                breaker_open: redis.is_some_and(SharedRedisState::is_breaker_open),
+                outage: self.describe_outage(),
+                errors: BTreeMap::new(),
+                instances: redis.map(SharedRedisState::instance_count),
+                lease_units_lost: match &self.shared.store_backend {
+                    StoreBackend::Memory(_) => None,
+                    StoreBackend::Redis(_, leases) => Some(leases.lost_units()),
+                },
+                memory,
+            },
             store_errors: redis.map_or(Vec::new(), |redis| redis.error_counts().collect()),
-            instance_count: redis.map(SharedRedisState::instance_count),
-            lease_units_lost,
             key_fetches: self.shared.key_fetcher.fetch_counts(),
             spans: self.shared.tracer.as_ref().map(Tracer::span_counts),
             redis: redis.map(SharedRedisState::server_info),
-            memory: counts_here.then(|| memory_usage(self.shared.store_backend.memory())),
             config_generation: reload.generation,
-            rejected_reloads: reload.rejected_count,
-            last_load_at_s: reload.last_load_unix_s,
+            last_reload: LastReload {
+                at_s: reload.last_load_unix_s,
+                refused: reload.rejected_count,
+                errors: reload.last_error.clone(),
+                pending_restart: reload.pending_restart.clone(),
+            },
+            config_json: Arc::clone(&reload.effective_json),
             config_applied_at_s: reload.applied_at_unix_s,
             config_hash: reload.config_hash,
-            reload_errors: reload.last_error.clone(),
             config_warnings: reload.warnings.clone(),
-            pending_restart: reload.pending_restart.clone(),
             certificates: self.listeners.certificate_expiries(),
         }
     }
@@ -197,32 +222,161 @@ impl AdminState for AdminViewState {
         }
     }
 
-    fn config_json(&self) -> Arc<str> {
-        Arc::clone(&self.reload_status.lock().effective_json)
-    }
-
-    fn handle_store_request(self: Arc<Self>, request: StoreRequest) -> AdminFuture {
-        let permits = match &request {
-            StoreRequest::Override(OverrideRequest::List { .. }) => &self.lookups.listings,
-            StoreRequest::Examine => &self.lookups.examinations,
-            _ => &self.lookups.others,
-        };
-        let permits = Arc::clone(permits);
-        spawn_store_lookup(permits, async move {
-            match request {
-                StoreRequest::InspectKey(query) => self.inspect_key(&query).await,
-                StoreRequest::ResetKey(query) => self.reset_key(&query).await,
-                StoreRequest::Override(request) => self.handle_override_request(&request).await,
-                StoreRequest::Explain(description) => self.explain_request(&description).await,
-                StoreRequest::Examine => Ok(self.examine_store().await),
-            }
-        })
-    }
-
     fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers> {
         spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
             let list = self.shared.store_backend.list_members().await?;
             Ok(list.map(to_fleet_members).unwrap_or_default())
+        })
+    }
+
+    fn inspect_key(self: Arc<Self>, query: KeyQuery) -> AdminFuture<KeyDocument> {
+        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
+            let snapshot = self.shared.active_policies.load_snapshot();
+            let resolved_key = resolve_key(&snapshot.table, &query.policy, &query.values)?;
+            Ok(KeyDocument {
+                counters: Some(self.redis_counter_keys(&resolved_key)),
+                ..inspect_key(&self.shared.store_backend, &resolved_key).await?
+            })
+        })
+    }
+
+    fn reset_key(self: Arc<Self>, query: KeyQuery) -> AdminFuture<KeyResetDocument> {
+        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
+            let snapshot = self.shared.active_policies.load_snapshot();
+            let resolved_key = resolve_key(&snapshot.table, &query.policy, &query.values)?;
+            let limit = query.limit.as_deref();
+            let reset = resolved_key
+                .reset_counters(&self.shared.store_backend, limit)
+                .await?;
+            // The log line omits the values of the key, because clients choose them.
+            tracing::info!(
+                policy = query.policy,
+                key = format!("{:032x}", resolved_key.key.id()),
+                limit,
+                counters = reset.counters_forgotten,
+                "key reset by an operator"
+            );
+            Ok(reset)
+        })
+    }
+
+    fn list_overrides(
+        self: Arc<Self>,
+        policy: String,
+        limit: usize,
+    ) -> AdminFuture<OverrideListDocument> {
+        spawn_store_lookup(Arc::clone(&self.lookups.listings), async move {
+            let snapshot = self.shared.active_policies.load_snapshot();
+            let store = OverrideStore::open(&self.shared.store_backend).await?;
+            find_limiting_policy(&snapshot.table, &policy)?;
+            let mut found = Vec::new();
+            let visited = store.visit(|stored| {
+                if stored.key.policy_name() == policy {
+                    found.push(stored);
+                }
+                found.len() <= limit
+            });
+            let visited = timeout(LISTING_TIMEOUT, visited).await;
+            visited.map_err(|_elapsed| AdminError::Unavailable(format!(
+                "the listing did not finish within {} s, because Redis has too many keys; \
+                 expected a single key, or the command `tidegate overrides list`, which has no timeout",
+                LISTING_TIMEOUT.as_secs()
+            )))??;
+            let (listed, more) = sort_listing(found, limit);
+            Ok(OverrideListDocument {
+                overrides: listed.iter().map(describe_stored_override).collect(),
+                more,
+            })
+        })
+    }
+
+    fn find_override(self: Arc<Self>, query: KeyQuery) -> AdminFuture<OverrideListDocument> {
+        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
+            let snapshot = self.shared.active_policies.load_snapshot();
+            let store = OverrideStore::open(&self.shared.store_backend).await?;
+            let key = resolve_override_key(&snapshot.table, &query.policy, &query.values)?;
+            let found = store.find(&key).await?;
+            Ok(OverrideListDocument {
+                overrides: found.iter().map(describe_stored_override).collect(),
+                more: false,
+            })
+        })
+    }
+
+    fn set_override(
+        self: Arc<Self>,
+        policy: String,
+        fields: Map<String, Value>,
+        keeps_other_limits: bool,
+    ) -> AdminFuture<OverrideDocument> {
+        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
+            let snapshot = self.shared.active_policies.load_snapshot();
+            let store = OverrideStore::open(&self.shared.store_backend).await?;
+            let now_us = Clock::system().now_us();
+            let input = override_from_json(&fields, now_us).map_err(AdminError::InvalidRequest)?;
+            if !input.policy.is_empty() && input.policy != policy {
+                return Err(AdminError::InvalidRequest(format!(
+                    "policy: {:?}; expected {policy:?}, as in the path",
+                    input.policy
+                )));
+            }
+            let input = OverrideInput { policy, ..input };
+            let entered = resolve_override(&snapshot.table, &input, now_us)?;
+            let (stored, change) = if keeps_other_limits {
+                store.merge(&entered, now_us).await?
+            } else {
+                let change = store.set(&entered).await?;
+                (entered, change)
+            };
+            change.iter().for_each(OverrideChange::log);
+            Ok(describe_stored_override(&stored))
+        })
+    }
+
+    fn remove_override(self: Arc<Self>, query: KeyQuery) -> AdminFuture<OverrideRemovalDocument> {
+        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
+            let snapshot = self.shared.active_policies.load_snapshot();
+            let store = OverrideStore::open(&self.shared.store_backend).await?;
+            let key = resolve_override_key(&snapshot.table, &query.policy, &query.values)?;
+            let (removed, change) = store.remove(&key).await?;
+            change.iter().for_each(OverrideChange::log);
+            Ok(OverrideRemovalDocument {
+                policy: query.policy,
+                key: key.value_texts(),
+                removed,
+            })
+        })
+    }
+
+    fn explain_request(
+        self: Arc<Self>,
+        request: ExplainRequest,
+    ) -> AdminFuture<ExplanationDocument> {
+        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
+            let snapshot = self.shared.active_policies.load_snapshot();
+            let backend = &self.shared.store_backend;
+            let explained =
+                explanation::explain_request(backend, &snapshot.table, &request).await?;
+            Ok(explained.describe(true))
+        })
+    }
+
+    fn examine_store(self: Arc<Self>) -> AdminFuture<DoctorReport> {
+        // One permit: there is one examination at a time.
+        spawn_store_lookup(Arc::clone(&self.lookups.examinations), async move {
+            let last = self.lookups.last_examination.lock().clone();
+            if let Some((examined_at, report)) = last
+                && examined_at.elapsed() < DOCTOR_INTERVAL
+            {
+                return Ok(report);
+            }
+            let redis = self.shared.store_backend.redis();
+            let redis = redis.map(SharedRedisState::settings_in_use);
+            let table = &self.shared.active_policies.load_snapshot().table;
+            let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
+            let report = doctor::examine_store(redis.as_ref(), table, serves_rls).await;
+            *self.lookups.last_examination.lock() = Some((Instant::now(), report.clone()));
+            Ok(report)
         })
     }
 }
@@ -259,15 +413,6 @@ impl AdminViewState {
         }
     }
 
-    async fn inspect_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        let snapshot = self.shared.active_policies.load_snapshot();
-        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        Ok(json!(KeyDocument {
-            counters: Some(self.redis_counter_keys(&resolved_key)),
-            ..inspect_key(&self.shared.store_backend, &resolved_key).await?
-        }))
-    }
-
     /// Returns the Redis keys of a key's counters; empty if they are in memory.
     fn redis_counter_keys(&self, resolved_key: &ResolvedKey<'_>) -> Vec<String> {
         let redis = self.shared.store_backend.redis();
@@ -279,51 +424,6 @@ impl AdminViewState {
                 .map(|charge| shared.counter_keys(&charge));
             keys.flatten().collect()
         })
-    }
-
-    async fn reset_key(&self, query: &KeyQuery) -> Result<Value, AdminError> {
-        let snapshot = self.shared.active_policies.load_snapshot();
-        let resolved_key = key_status::resolve_key(&snapshot.table, &query.policy, &query.values)?;
-        let limit = query.limit.as_deref();
-        let reset = resolved_key
-            .reset_counters(&self.shared.store_backend, limit)
-            .await?;
-        // The log line omits the values of the key, because clients choose them.
-        tracing::info!(
-            policy = query.policy,
-            key = format!("{:032x}", resolved_key.key.id()),
-            limit,
-            counters = reset.counters_forgotten,
-            "key reset by an operator"
-        );
-        Ok(json!(reset))
-    }
-
-    async fn explain_request(&self, description: &ExplainRequest) -> Result<Value, AdminError> {
-        let snapshot = self.shared.active_policies.load_snapshot();
-        let backend = &self.shared.store_backend;
-        let explained = explanation::explain_request(backend, &snapshot.table, description).await?;
-        Ok(json!(explained.describe(true)))
-    }
-
-    /// Examines Redis, or returns the report of the last examination if that was recent.
-    async fn examine_store(&self) -> Value {
-        let redis = self.shared.store_backend.redis();
-        let redis = redis.map(SharedRedisState::settings_in_use);
-        let table = &self.shared.active_policies.load_snapshot().table;
-        let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
-        self.lookups
-            .last_examination
-            .examine(redis.as_ref(), table, serves_rls)
-            .await
-    }
-}
-
-fn memory_usage(memory: &MemoryStore) -> MemoryStoreUsage {
-    MemoryStoreUsage {
-        keys: memory.key_count(),
-        bytes: memory.byte_count(),
-        evictions: memory.eviction_count(),
     }
 }
 

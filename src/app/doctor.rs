@@ -9,9 +9,7 @@ mod store_findings;
 pub(crate) use server_findings::format_bytes;
 use server_report::describe_server;
 
-use crate::admin::{
-    DOCTOR_INTERVAL, DoctorFinding, DoctorReport, ExaminedStore, FindingLevel, PolicyMemory,
-};
+use crate::admin::{DoctorFinding, DoctorReport, ExaminedStore, FindingLevel, PolicyMemory};
 use crate::clock;
 use crate::limiter::Algorithm;
 use crate::policy::{Policy, PolicyTable};
@@ -19,10 +17,7 @@ use crate::store::redis::{
     PERMISSION_REMEDY, PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings,
     diagnose_redis,
 };
-use parking_lot::Mutex;
-use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
 
 /// Advice for a check that failed because of a missing permission.
 const PERMISSION_ADVICE: &str = "grant what the findings about permissions name";
@@ -70,34 +65,6 @@ pub(crate) async fn examine_store(
         servers: servers.collect(),
         policies,
         ..new_report(store, findings)
-    }
-}
-
-/// The examinations of a running process: at most one per interval.
-#[derive(Debug, Default)]
-pub(crate) struct StoreExaminations {
-    last: Mutex<Option<(Instant, Value)>>,
-}
-
-impl StoreExaminations {
-    /// Examines the store and returns the report as JSON, or returns the last report if it is
-    /// recent. The caller runs one examination at a time.
-    pub(crate) async fn examine(
-        &self,
-        redis: Option<&RedisSettings>,
-        table: &PolicyTable,
-        serves_rate_limit_service: bool,
-    ) -> Value {
-        let last = self.last.lock().clone();
-        if let Some((examined_at, report)) = last
-            && examined_at.elapsed() < DOCTOR_INTERVAL
-        {
-            return report;
-        }
-        let report = examine_store(redis, table, serves_rate_limit_service).await;
-        let report = json!(report);
-        *self.last.lock() = Some((Instant::now(), report.clone()));
-        report
     }
 }
 

@@ -3,7 +3,7 @@
 use super::limit_documents::{describe_limit_status, micros_to_seconds};
 use super::store_backend::StoreBackend;
 use crate::admin::{AdminError, KeyDocument, KeyResetDocument};
-use crate::limiter::{Algorithm, Key, Limit, LimitCharge, LimitStatus, ListedValue, PolicyCharges};
+use crate::limiter::{Key, Limit, LimitCharge, LimitStatus, ListedValue, PolicyCharges};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
@@ -148,8 +148,7 @@ impl ResolvedKey<'_> {
             all.response_key = Some(Arc::new(key.clone()));
             let limits = self.limits.iter().map(|named| &named.limit);
             // The response counts against no slot.
-            let limits =
-                limits.filter(|limit| !matches!(limit.algorithm, Algorithm::Concurrency { .. }));
+            let limits = limits.filter(|limit| !limit.algorithm.counts_slots());
             all.limits.extend(limits.map(|limit| LimitCharge {
                 counts_responses: true,
                 ..LimitCharge::new(limit, 0)

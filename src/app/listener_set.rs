@@ -4,6 +4,7 @@ use super::AppError;
 use crate::config::Config;
 use crate::listen::ListenAddress;
 use crate::proxy::{ListenSettings, ListenerKind, ProxyServer};
+use crate::telemetry::metrics::CertificateExpiry;
 use crate::tls::ReloadableServerTls;
 use std::sync::Arc;
 
@@ -93,8 +94,8 @@ impl ListenerSet {
         }
     }
 
-    /// Returns the names and expiry times (Unix seconds) of the certificates in use.
-    pub(super) fn certificate_expiries(&self) -> Vec<(String, u64)> {
+    /// Returns the expiry of each certificate in use.
+    pub(super) fn certificate_expiries(&self) -> Vec<CertificateExpiry> {
         let all_expiries = self.0.iter().flat_map(|(_, _, tls)| {
             tls.load()
                 .as_ref()
@@ -104,6 +105,9 @@ impl ListenerSet {
         let mut expiries: Vec<_> = all_expiries.collect();
         expiries.sort_unstable();
         expiries.dedup();
+        let expiries = expiries.into_iter();
         expiries
+            .map(|(file, ends_s)| CertificateExpiry { file, ends_s })
+            .collect()
     }
 }

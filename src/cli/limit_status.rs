@@ -2,7 +2,7 @@
 
 use crate::admin::{KeyDocument, LimitDocument};
 use crate::config::format_period;
-use crate::limiter::{Algorithm, Limit};
+use crate::limiter::Limit;
 use crate::text::{escape_unprintable, format_wait};
 use std::time::Duration;
 
@@ -90,7 +90,7 @@ fn seconds_to_micros(seconds: f64) -> u64 {
 
 /// Formats a limit: `5 per 1m, sliding_log`.
 pub(super) fn format_limit(limit: &Limit) -> String {
-    let has_period = !matches!(limit.algorithm, Algorithm::Concurrency { .. });
+    let has_period = !limit.algorithm.counts_slots();
     let period = has_period.then(|| format_period(limit));
     format_quota(
         limit.requests,

@@ -71,15 +71,10 @@ impl PolicySnapshot {
         };
         metrics.record_policy_decision(tally, decision as usize);
         if decision.is_client_rejection() {
-            metrics
-                .rejections()
-                .record_path_rejection(tally.policy_name(), place);
+            let (rejections, policy) = (&metrics.rejections, &tally.policy_name);
+            rejections.record_path_rejection(policy, place);
             if let Some(key) = key {
-                metrics
-                    .rejections()
-                    .record_key_rejection(tally.policy_name(), key.id(), || {
-                        key.to_readable_string()
-                    });
+                rejections.record_key_rejection(policy, key.id(), || key.to_readable_string());
             }
         }
     }

@@ -1,13 +1,13 @@
 //! The charges of one request: which limits apply, by which key and at which cost.
 
 use super::decisions::PolicyDecision;
-use super::planned_policy::{PlannedPolicy, PolicyStatuses, SlotTerms, is_concurrency_limit};
+use super::planned_policy::{PlannedPolicy, PolicyStatuses, SlotTerms};
 use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Decision, Key, MAX_UNITS, PolicyCharges};
 use crate::policy::{
-    Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
-    Policy, PolicyAction, PolicyTable,
+    ClientQuota, Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure,
+    OverrideRule, Policy, PolicyAction, PolicyTable,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -33,36 +33,26 @@ impl<'t> ChargePlan<'t> {
     /// Evaluates the policies that match `facts`, in order, until one allows or denies the request.
     /// Limits before an allowing policy apply; a denied request charges nothing. A shadow policy
     /// does not end the evaluation. Policies for whose index `is_included` returns false do not
-    /// apply. Decisions that need no counter are passed to `record_decision`.
+    /// apply. Decisions that need no counter are passed to `record_decision`. `descriptor` is that
+    /// of `facts`, if any.
     pub(super) fn from_facts(
         table: &'t PolicyTable,
         matching: MatchingPolicies<'t>,
-        facts: &Facts<'_>,
-        is_included: impl Fn(usize) -> bool,
-        record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<Self, RequestOutcome<'t>> {
-        let mut plan = Self::default();
-        plan.add_policies(table, matching, facts, None, is_included, record_decision)?;
-        Ok(plan)
-    }
-
-    /// Adds the policies that match `facts` to the plan. `descriptor` is that of `facts`, if any.
-    pub(super) fn add_policies(
-        &mut self,
-        table: &'t PolicyTable,
-        matching: MatchingPolicies<'t>,
-        facts: &Facts<'_>,
-        descriptor: Option<&'t Descriptor<'t>>,
+        (facts, descriptor): (&Facts<'_>, Option<&'t Descriptor<'t>>),
         is_included: impl Fn(usize) -> bool,
         mut record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<(), RequestOutcome<'t>> {
+    ) -> Result<Self, RequestOutcome<'t>> {
+        let mut plan = Self::default();
         let mut digests = KeyDigests::default();
         for (index, policy) in matching
             .into_iter()
             .filter(|(index, _)| is_included(*index))
         {
-            if let Some(error) = policy.find_ambiguity(facts, &table.client) {
-                self.reject(index, policy, None, Some(error), &mut record_decision)?;
+            let mut reject = |key: Option<&Key>, error: Option<KeyError>| {
+                plan.reject((index, policy), key, error, &mut record_decision)
+            };
+            if let Some(error) = policy.find_ambiguity(facts, table.client.value_checks) {
+                reject(None, Some(error))?;
                 continue;
             }
             let quota = match &policy.action {
@@ -75,62 +65,41 @@ impl<'t> ChargePlan<'t> {
                     break;
                 }
                 PolicyAction::Deny => {
-                    self.reject(index, policy, None, None, &mut record_decision)?;
+                    reject(None, None)?;
                     continue;
                 }
             };
             let context = table.key_context(policy);
             let (name, seen) = (&*policy.name, &mut digests);
             match quota.key_and_limits_for_facts(name, (facts, descriptor), &context, seen) {
-                Ok(Some((key, selected))) => {
-                    if !self.is_limited_by(
-                        index,
-                        policy,
-                        (&key, selected.rule),
-                        &mut record_decision,
-                    )? {
-                        continue;
+                Ok(Some((key, selected))) => match selected.rule {
+                    OverrideRule::Off => {}
+                    OverrideRule::Allow => {
+                        record_decision(index, Some(&key), PolicyDecision::Exempt);
                     }
-                    // No override in the store replaces it.
-                    let has_own_limit = descriptor.is_some_and(|one| one.limit_override.is_some());
-                    let mut planned_policy =
-                        PlannedPolicy::new((index, policy), quota, (key, selected), facts);
-                    planned_policy.is_dynamic &= !has_own_limit;
-                    // A request is charged once by the policies of one `counter`.
-                    self.add_planned_policy(planned_policy, u64::max);
-                }
+                    OverrideRule::Deny => reject(Some(&key), None)?,
+                    OverrideRule::Limit(_) => {
+                        let own = ClientQuota::new((index, policy), quota, (key, selected), facts);
+                        let mut planned_policy = PlannedPolicy::new(own, facts);
+                        // No override in the store replaces the limit of a descriptor.
+                        planned_policy.is_dynamic &=
+                            descriptor.is_none_or(|one| one.limit_override.is_none());
+                        // A request is charged once by the policies of one `counter`.
+                        plan.add_planned_policy(planned_policy, u64::max);
+                    }
+                },
                 Ok(None) => {}
-                Err(error) => {
-                    self.reject(index, policy, None, Some(error), &mut record_decision)?
-                }
+                Err(error) => reject(None, Some(error))?,
             }
         }
-        Ok(())
-    }
-
-    /// Whether the policy limits requests of a key, or an override says otherwise.
-    fn is_limited_by(
-        &mut self,
-        index: usize,
-        policy: &'t Policy,
-        (key, rule): (&Key, OverrideRule),
-        record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
-    ) -> Result<bool, RequestOutcome<'t>> {
-        match rule {
-            OverrideRule::Limit(_) => return Ok(true),
-            OverrideRule::Off => {}
-            OverrideRule::Allow => record_decision(index, Some(key), PolicyDecision::Exempt),
-            OverrideRule::Deny => self.reject(index, policy, Some(key), None, record_decision)?,
-        }
-        Ok(false)
+        Ok(plan)
     }
 
     /// Rejects the request because the policy denies it, or cannot form its key because of `error`,
     /// unless the policy is not enforced.
     fn reject(
         &mut self,
-        index: usize,
-        policy: &'t Policy,
+        (index, policy): (usize, &'t Policy),
         key: Option<&Key>,
         error: Option<KeyError>,
         record_decision: &mut impl FnMut(usize, Option<&Key>, PolicyDecision),
@@ -199,7 +168,7 @@ impl<'t> ChargePlan<'t> {
     /// responses and settlements use them. An override in the store wins.
     pub(super) fn report_amounts(&self, decision: &mut Decision) {
         for (planned_policy, outcome) in self.planned_policies.iter().zip(&mut decision.policies) {
-            if let Some(amounts) = &planned_policy.amounts {
+            if let Some(amounts) = &planned_policy.own.amounts {
                 let own = planned_policy.limits_mut(outcome);
                 for (index, outcome) in own.iter_mut().enumerate() {
                     if let Some(status) = &mut outcome.status
@@ -222,7 +191,10 @@ impl<'t> ChargePlan<'t> {
     }
 
     /// Reserves a slot for each concurrency limit.
-    pub(super) fn reserve_slots(&self, slots: &ConcurrencySlots) -> Option<ConcurrencySlotGuard> {
+    pub(super) fn reserve_slots(
+        &self,
+        slots: &Arc<ConcurrencySlots>,
+    ) -> Option<ConcurrencySlotGuard> {
         let policies = self.planned_policies.iter();
         let counters: SmallVec<[LimitAndKey; 1]> =
             policies.flat_map(PlannedPolicy::slot_counters).collect();
@@ -234,18 +206,28 @@ impl<'t> ChargePlan<'t> {
         &self,
         slot_guard: ConcurrencySlotGuard,
         decision: &Decision,
-        may_hold_ungranted: bool,
+        source: DecisionSource,
     ) -> Option<ConcurrencySlotGuard> {
+        // The store may hold slots that the decision did not grant. A split decision has no status
+        // for charges that are being returned, were not made, or got no reply. After a call without
+        // a reply, Redis may hold all slots.
+        let may_hold_ungranted = decision.may_have_charged
+            || match source {
+                DecisionSource::Degraded => true,
+                DecisionSource::Redis => {
+                    (decision.outcomes()).any(|outcome| outcome.status.is_none())
+                }
+                _ => false,
+            };
         let (taken, terms) = self.taken_slots(decision);
         let is_taken = |(limit, key): &LimitAndKey| {
             let mut taken = taken.iter();
             taken.any(|(other, other_key)| other == limit && other_key.id() == key.id())
         };
         let mut slot_guard = slot_guard.retain_taken_counters(is_taken, may_hold_ungranted)?;
-        let ends_at = terms
-            .max_duration_us
-            .map(|us| Instant::now() + Duration::from_micros(us));
-        slot_guard.set_request_end(ends_at, terms.release);
+        let max_duration = terms.max_duration_us.map(Duration::from_micros);
+        slot_guard.request_ends_at = max_duration.map(|duration| Instant::now() + duration);
+        slot_guard.release = terms.release;
         Some(slot_guard)
     }
 
@@ -288,8 +270,8 @@ impl<'t> ChargePlan<'t> {
         let policies = self.policies_with_statuses(decision);
         let estimates = policies.filter_map(|(planned_policy, statuses)| {
             let cost = planned_policy.estimate.filter(|_| statuses.is_charged)?;
-            let limits = planned_policy.limits.iter().zip(statuses.limits);
-            let limits = limits.filter(|(named, _)| !is_concurrency_limit(&named.limit));
+            let limits = planned_policy.own.limits.iter().zip(statuses.limits);
+            let limits = limits.filter(|(named, _)| !named.limit.algorithm.counts_slots());
             let exhausts_limit = limits.clone().any(|(_, outcome)| {
                 let status = outcome.status;
                 status.is_some_and(|status| status.remaining < cost.estimate)
@@ -298,7 +280,7 @@ impl<'t> ChargePlan<'t> {
                 let limit = outcome.limit_in_effect(&named.limit);
                 // Without a recorded time, no units are credited.
                 let charged_at_us = outcome.charged_at_us.unwrap_or_default();
-                ((limit, planned_policy.key.clone()), charged_at_us)
+                ((limit, planned_policy.own.key.clone()), charged_at_us)
             });
             let responses = planned_policy.counted_limits();
             let responses = responses.zip(statuses.response_counters);
@@ -317,12 +299,18 @@ impl<'t> ChargePlan<'t> {
         estimates.collect()
     }
 
+    /// Whether an enforced policy is decided by the store.
+    pub(super) fn has_enforced_shared_policy(&self) -> bool {
+        let mut policies = self.enforced_policies();
+        policies.any(|policy| !policy.is_instance_scoped())
+    }
+
     /// The enforced policies, in order.
-    pub(super) fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
+    fn enforced_policies(&self) -> impl Iterator<Item = &'t Policy> {
         self.planned_policies
             .iter()
-            .filter(|planned_policy| planned_policy.mode.is_enforced())
-            .map(|planned_policy| planned_policy.policy)
+            .filter(|planned_policy| planned_policy.own.mode.is_enforced())
+            .map(|planned_policy| planned_policy.own.policy)
     }
 
     /// The first enforced policy with `on_store_failure = "closed"`.
@@ -330,13 +318,4 @@ impl<'t> ChargePlan<'t> {
         self.enforced_policies()
             .find(|policy| policy.on_store_failure == OnStoreFailure::Closed)
     }
-}
-
-/// Whether Redis may hold slots that the decision did not grant. A split decision has no status for
-/// charges that are being returned, were not made, or got no reply. After a call without a reply,
-/// Redis may hold all slots.
-pub(super) fn may_hold_ungranted_slots(decision: &Decision, source: DecisionSource) -> bool {
-    let has_unknown = || (decision.outcomes()).any(|outcome| outcome.status.is_none());
-    let is_split = source == DecisionSource::Redis && has_unknown();
-    is_split || decision.may_have_charged
 }

@@ -72,14 +72,16 @@ pub fn dry_run_request<'t>(
         ..DryRunResult::default()
     };
     let matching = table.matching_policies(facts);
+    let record_decision = |policy_index, _: Option<&Key>, decision| {
+        report(PolicyOutcome {
+            policy_index,
+            decision,
+            quota_usage: None,
+        })
+    };
+    let facts_only = (facts, None);
     let plan =
-        match ChargePlan::from_facts(table, matching, facts, is_included, |at, _, decision| {
-            report(PolicyOutcome {
-                policy_index: at,
-                decision,
-                quota_usage: None,
-            })
-        }) {
+        match ChargePlan::from_facts(table, matching, facts_only, is_included, record_decision) {
             Ok(plan) if plan.planned_policies.is_empty() => {
                 return result_without_charges(DryRunOutcome::Forwarded);
             }
@@ -91,20 +93,15 @@ pub fn dry_run_request<'t>(
         };
     let charges = plan.build_charges(1, slot);
     let decision = memory.decide_at(&charges, requested_at);
-    plan.record_decisions(&decision, |at, _, decision| {
-        let planned_policy = plan
-            .planned_policies
-            .iter()
-            .find(|planned_policy| planned_policy.policy_index == at);
-        let quota_usage = planned_policy.map(|planned_policy| QuotaUsage {
-            key: &planned_policy.key,
-            limits: planned_policy.limits,
-            cost: planned_policy.cost,
-        });
+    plan.record_decisions(Some(&decision), false, |planned_policy, decision| {
         report(PolicyOutcome {
-            policy_index: at,
+            policy_index: planned_policy.own.policy_index,
             decision,
-            quota_usage,
+            quota_usage: Some(QuotaUsage {
+                key: &planned_policy.own.key,
+                limits: planned_policy.own.limits,
+                cost: planned_policy.cost,
+            }),
         });
     });
     let (taken, terms) = plan.taken_slots(&decision);

@@ -1,6 +1,6 @@
 //! Settles charges that were made by an estimate of the cost.
 
-use crate::limiter::{Algorithm, Amendment, Limit};
+use crate::limiter::{Amendment, Limit};
 use crate::policy::{ActualCostSource, EstimateCost};
 use crate::store::{LimitAndKey, SettlementQueue};
 use http::StatusCode;
@@ -11,7 +11,9 @@ use std::sync::Arc;
 /// and the request counts.
 #[derive(Debug)]
 pub struct EstimatedCharge {
-    pub(super) cost: Arc<EstimateCost>,
+    /// The estimated units, which stand until the charge is settled, and the source of the actual
+    /// cost.
+    pub cost: Arc<EstimateCost>,
     /// The charged counters, each with the time at which the charge counts (µs, store's clock).
     pub(super) counters: SmallVec<[(LimitAndKey, u64); 1]>,
     /// The response counters, if only those start the block of the policy.
@@ -23,11 +25,6 @@ pub struct EstimatedCharge {
 }
 
 impl EstimatedCharge {
-    /// The source of the actual cost.
-    pub fn estimate_cost(&self) -> &Arc<EstimateCost> {
-        &self.cost
-    }
-
     /// Whether the actual cost is in the response body.
     pub fn is_settled_from_body(&self) -> bool {
         matches!(self.cost.actual_source, ActualCostSource::Json(_))
@@ -54,11 +51,6 @@ impl EstimatedCharge {
         }
     }
 
-    /// The estimated units, which stand until the charge is settled.
-    pub fn estimated_units(&self) -> u64 {
-        self.cost.estimate
-    }
-
     /// Settles the charge by the actual units: charges the missing ones or credits the excess. The
     /// settlement is queued, and not yet sent to Redis when this returns.
     pub fn settle(mut self, actual_units: u64) {
@@ -69,10 +61,7 @@ impl EstimatedCharge {
         // A response that costs less than its reservation does not count.
         self.counted.clear();
         // The request has left its queue, so the next one keeps its distance.
-        let is_changed = |limit: &Limit| {
-            let is_queue = matches!(limit.algorithm, Algorithm::LeakyBucket { .. });
-            actual_units > estimate || !is_queue
-        };
+        let is_changed = |limit: &Limit| actual_units > estimate || !limit.algorithm.is_queue();
         let amendment = |at_us| match actual_units.checked_sub(estimate) {
             Some(units) => Amendment::Charge(units),
             None => Amendment::Credit {

@@ -1,11 +1,12 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
+use super::LimitReport;
 use super::charge_plan::ChargePlan;
-use super::planned_policy::{PlannedPolicy, PolicyStatuses};
+use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Key, LimitStatus};
 use crate::policy::{
     ClientQuota, Facts, KeyDigests, KeyError, OverrideRule, Policy, PolicyAction, PolicyTable,
-    UnmetCondition, read_request_amounts,
+    UnmetCondition,
 };
 use crate::store::{Store, StoreUnavailable};
 use smallvec::smallvec;
@@ -43,6 +44,28 @@ pub struct PolicyLimits<'t> {
     pub statuses: Vec<LimitStatus>,
 }
 
+impl<'t> PolicyLimits<'t> {
+    pub(super) fn unread(own: ClientQuota<'t>, cost: u64) -> Self {
+        Self {
+            own,
+            cost,
+            blocked_until_us: None,
+            statuses: Vec::new(),
+        }
+    }
+
+    /// The limits with their statuses, unless the key is unlimited.
+    pub fn reports(&self) -> impl Iterator<Item = LimitReport<'t>> {
+        let limits = self.own.limits.iter().zip(&self.statuses);
+        let limited = limits.filter(|(_, status)| !status.is_unlimited());
+        limited.map(|(limit, status)| LimitReport {
+            limit,
+            status: *status,
+            key_id: self.own.key.id(),
+        })
+    }
+}
+
 /// The effect of every policy on a request, in order of evaluation.
 #[derive(Debug)]
 pub struct PolicyExplanation<'t> {
@@ -59,52 +82,48 @@ pub async fn explain_request<'t>(
     facts: &Facts<'_>,
 ) -> PolicyExplanation<'t> {
     let mut steps = explain_policies(table, facts);
-    let planned_policies = steps.iter().filter_map(|(_, step)| match step {
-        PolicyStep::Limits(limits) => Some(PlannedPolicy::new_read_only(&limits.own)),
+    let limited = steps.iter_mut().filter_map(|(_, step)| match step {
+        PolicyStep::Limits(limits) => Some(limits),
         _ => None,
     });
-    let read = read_policies(
-        store,
-        planned_policies.collect(),
-        |planned_policy, statuses| {
-            let step = steps.get_mut(planned_policy.policy_index);
-            if let Some((_, PolicyStep::Limits(limits))) = step {
-                limits.blocked_until_us = statuses.blocked_until_us();
-                limits.statuses = statuses.known_limits().collect();
-            }
-        },
-    );
-    let store = read.await;
+    let store = read_limits(store, &mut limited.collect::<Vec<_>>()).await;
     PolicyExplanation { steps, store }
 }
 
-/// Reads the counters of planned policies without a charge, and reports the statuses of each
-/// policy. Returns the store's clock at the first reading, `None` without policies.
-pub(super) async fn read_policies<'t>(
+/// Reads the statuses of limits without a charge. Returns the store's clock at the first reading,
+/// `None` without policies.
+pub(super) async fn read_limits(
     store: &Store,
-    planned_policies: Vec<PlannedPolicy<'t>>,
-    mut report: impl FnMut(&PlannedPolicy<'t>, PolicyStatuses<'_>),
+    limited: &mut [&mut PolicyLimits<'_>],
 ) -> Result<Option<u64>, StoreUnavailable> {
     let mut now_us = None;
-    for plan in separate_shared_counters(planned_policies) {
+    for plan in separate_shared_counters(limited) {
         let mut decision = store.decide(&plan.build_charges(0, 0)).await?;
         plan.report_amounts(&mut decision);
         for (planned_policy, statuses) in plan.policies_with_statuses(&decision) {
-            report(planned_policy, statuses);
+            let index = planned_policy.own.policy_index;
+            for limits in limited
+                .iter_mut()
+                .filter(|one| one.own.policy_index == index)
+            {
+                limits.blocked_until_us = statuses.blocked_until_us();
+                limits.statuses = statuses.known_limits().collect();
+            }
         }
         now_us = now_us.or(Some(decision.now_us));
     }
     Ok(now_us)
 }
 
-/// Divides planned policies so that no plan has a key twice: policies with one `counter` read it
+/// Plans the reading of limits so that no plan has a key twice: policies with one `counter` read it
 /// one after the other, each by its own limits.
-fn separate_shared_counters(planned_policies: Vec<PlannedPolicy<'_>>) -> Vec<ChargePlan<'_>> {
-    let mut plans: Vec<ChargePlan<'_>> = Vec::new();
-    for planned_policy in planned_policies {
-        let lacks_key = |plan: &&mut ChargePlan<'_>| {
+fn separate_shared_counters<'t>(limited: &[&mut PolicyLimits<'t>]) -> Vec<ChargePlan<'t>> {
+    let mut plans: Vec<ChargePlan<'t>> = Vec::new();
+    for limits in limited {
+        let planned_policy = PlannedPolicy::new_read_only(limits.own.clone());
+        let lacks_key = |plan: &&mut ChargePlan<'t>| {
             let mut planned = plan.planned_policies.iter();
-            planned.all(|other| other.key.id() != planned_policy.key.id())
+            planned.all(|other| other.own.key.id() != planned_policy.own.key.id())
         };
         match plans.iter_mut().find(lacks_key) {
             Some(plan) => plan.planned_policies.push(planned_policy),
@@ -123,7 +142,7 @@ fn explain_policies<'t>(
 ) -> Vec<(&'t Policy, PolicyStep<'t>)> {
     let mut is_walk_ended = false;
     let steps = table.policies().iter().enumerate().map(|(index, policy)| {
-        let step = match policy.find_ambiguity(facts, &table.client) {
+        let step = match policy.find_ambiguity(facts, table.client.value_checks) {
             _ if is_walk_ended => PolicyStep::NotReached,
             Some(error) => PolicyStep::InvalidKey(error),
             None => match policy.first_unmet_condition(facts) {
@@ -163,21 +182,8 @@ fn explain_policy<'t>(
                 OverrideRule::Deny => return PolicyStep::DeniesKey(key),
                 OverrideRule::Off => return PolicyStep::Off(key),
             }
-            let own = ClientQuota {
-                policy_index,
-                policy,
-                quota,
-                mode: selected.mode(policy.mode),
-                key,
-                limits: selected.limits,
-                amounts: read_request_amounts(selected.limits, facts),
-            };
-            PolicyStep::Limits(PolicyLimits {
-                own,
-                cost: quota.cost.compute_units(facts),
-                blocked_until_us: None,
-                statuses: Vec::new(),
-            })
+            let own = ClientQuota::new((policy_index, policy), quota, (key, selected), facts);
+            PolicyStep::Limits(PolicyLimits::unread(own, quota.cost.compute_units(facts)))
         }
         Ok(None) => PolicyStep::Skipped,
         Err(error) => PolicyStep::InvalidKey(error),

@@ -1,12 +1,11 @@
 //! The limits of one client, read for the client itself.
 
-use super::explain::read_policies;
-use super::planned_policy::PlannedPolicy;
+use super::explain::{PolicyLimits, read_limits};
 use super::{
     Enforcer, LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, Verdict,
 };
 use crate::limiter::{PolicyCharges, Refusal};
-use crate::policy::{ClientQuotas, Policy, SelfServiceSettings};
+use crate::policy::{ClientQuotas, SelfServiceSettings};
 use crate::store::StoreUnavailable;
 use smallvec::{SmallVec, smallvec};
 use tokio::time::Instant;
@@ -20,16 +19,7 @@ pub struct OwnLimits<'t> {
     /// Reports all limits, or rejects the query.
     pub verdict: Verdict<'t>,
     /// The limits by policy; empty if the query is rejected.
-    pub policies: Vec<OwnPolicyLimits<'t>>,
-}
-
-/// The limits that one policy sets for the client.
-#[derive(Debug)]
-pub struct OwnPolicyLimits<'t> {
-    pub policy: &'t Policy,
-    /// End of the current block (µs, store's clock), if any.
-    pub blocked_until_us: Option<u64>,
-    pub limits: Vec<LimitReport<'t>>,
+    pub policies: Vec<PolicyLimits<'t>>,
 }
 
 impl Enforcer {
@@ -53,33 +43,13 @@ impl Enforcer {
             Ok((decision, _)) => return rejected(reject_question(settings, client, &decision)),
             Err(failure) => return unavailable(failure.unavailable),
         }
-        let mut policies = Vec::new();
-        let planned_policies = client.quotas.iter().map(PlannedPolicy::new_read_only);
-        let planned_policies = planned_policies.collect();
-        let read = read_policies(&self.store, planned_policies, |planned_policy, statuses| {
-            let limits = planned_policy.limits.iter().zip(statuses.limits);
-            let reports = limits.filter_map(|(limit, outcome)| {
-                let status = outcome.status.filter(|status| !status.is_unlimited())?;
-                let key_id = planned_policy.key.id();
-                Some(LimitReport {
-                    limit,
-                    status,
-                    key_id,
-                })
-            });
-            let own = OwnPolicyLimits {
-                policy: planned_policy.policy,
-                blocked_until_us: statuses.blocked_until_us(),
-                limits: reports.collect(),
-            };
-            policies.push((planned_policy.policy_index, own));
-        });
-        let now_us = match read.await {
+        let quotas = client.quotas.iter().cloned();
+        let mut policies: Vec<_> = quotas.map(|own| PolicyLimits::unread(own, 0)).collect();
+        let read = read_limits(&self.store, &mut policies.iter_mut().collect::<Vec<_>>()).await;
+        let now_us = match read {
             Ok(now_us) => now_us,
             Err(error) => return unavailable(error),
         };
-        policies.sort_by_key(|(policy_index, _)| *policy_index);
-        let policies: Vec<OwnPolicyLimits<'t>> = policies.into_iter().map(|(_, own)| own).collect();
         let verdict = Verdict {
             limits: tightest_of_each_counter(&policies),
             now_us: now_us.unwrap_or_default(),
@@ -90,18 +60,16 @@ impl Enforcer {
 }
 
 /// The limits of all policies. Of limits of one counter, which have one name, only the tightest.
-fn tightest_of_each_counter<'t>(
-    policies: &[OwnPolicyLimits<'t>],
-) -> SmallVec<[LimitReport<'t>; 2]> {
+fn tightest_of_each_counter<'t>(policies: &[PolicyLimits<'t>]) -> SmallVec<[LimitReport<'t>; 2]> {
     let mut tightest: SmallVec<[LimitReport<'t>; 2]> = SmallVec::new();
-    for report in policies.iter().flat_map(|policy| &policy.limits) {
+    for report in policies.iter().flat_map(PolicyLimits::reports) {
         let is_same = |other: &&mut LimitReport<'t>| {
             (other.key_id, &other.limit.name) == (report.key_id, &report.limit.name)
         };
         match tightest.iter_mut().find(is_same) {
-            Some(other) if report.status.remaining < other.status.remaining => *other = *report,
+            Some(other) if report.status.remaining < other.status.remaining => *other = report,
             Some(_) => {}
-            None => tightest.push(*report),
+            None => tightest.push(report),
         }
     }
     tightest
@@ -113,15 +81,13 @@ fn reject_question<'t>(
     decision: &crate::limiter::Decision,
 ) -> Verdict<'t> {
     let status = decision.statuses().next();
-    let retry = match status.and_then(|status| status.refusal) {
-        Some(Refusal::Until(at_us)) => RetryHint::After(at_us.saturating_sub(decision.now_us)),
-        _ => RetryHint::Unknown,
-    };
+    let refusal = status.and_then(|status| status.refusal);
+    let refusal = refusal.unwrap_or(Refusal::Unknown);
     let rejection = LimitRejection {
         policy: SELF_SERVICE_NAME,
         is_reported: true,
         violated_limits: smallvec![&*settings.limit.name],
-        retry,
+        retry: RetryHint::from_refusal(refusal, decision.now_us),
         reason: RejectionReason::TooFewUnits,
         is_blocked: false,
         custom_response: None,

@@ -4,15 +4,15 @@ use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
 use super::planned_policy::{PlannedPolicy, PolicyStatuses};
 use super::{LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, Verdict};
-use crate::limiter::{Decision, Key, LimitStatus, Refusal};
-use crate::policy::{NamedLimit, OnStoreFailure, PolicyMode};
-use crate::store::StoreUnavailable;
+use crate::limiter::{Decision, LimitStatus, Refusal};
+use crate::policy::{OnStoreFailure, PolicyMode};
 use smallvec::SmallVec;
 use std::mem::take;
 use std::time::Duration;
 
 impl<'t> ChargePlan<'t> {
-    /// Builds the verdict from a decision with one status per charge.
+    /// Builds the verdict from a decision with one status per charge. Of the limits that refuse,
+    /// the one with the longest refusal determines the retry time and the response.
     pub(super) fn into_verdict(mut self, decision: &Decision) -> Verdict<'t> {
         let mut verdict = Verdict {
             now_us: decision.now_us,
@@ -20,12 +20,14 @@ impl<'t> ChargePlan<'t> {
             unenforced_rejections: take(&mut self.unenforced_rejections),
             ..Verdict::default()
         };
-        let mut refusals = RefusalSummary::default();
+        let (mut longest, mut violated_limits) = (None, SmallVec::new());
+        let mut is_blocked = false;
         for (planned_policy, statuses) in self.policies_with_statuses(decision) {
-            refusals.is_blocked |= statuses.is_blocked();
+            let (policy, mode) = (planned_policy.own.policy, planned_policy.own.mode);
+            let is_penalty = statuses.is_blocked();
+            is_blocked |= is_penalty;
             let blocked_until_us = statuses.blocked_until_us();
-            for (limit, outcome) in planned_policy.limits.iter().zip(statuses.limits) {
-                let (policy, mode) = (planned_policy.policy, planned_policy.mode);
+            for (limit, outcome) in planned_policy.own.limits.iter().zip(statuses.limits) {
                 let status = match (outcome.status, blocked_until_us) {
                     (Some(status), _) if !mode.is_enforced() => {
                         if status.refusal.is_some() {
@@ -44,99 +46,78 @@ impl<'t> ChargePlan<'t> {
                 verdict.limits.push(LimitReport {
                     limit,
                     status,
-                    key_id: planned_policy.key.id(),
+                    key_id: planned_policy.own.key.id(),
                 });
-                if let Some(refusal) = status.refusal {
-                    let is_penalty = statuses.is_blocked();
+                let Some(refusal) = status.refusal else {
+                    continue;
+                };
+                if policy.is_reported {
+                    violated_limits.push(&*limit.name);
+                }
+                if longest.is_none_or(|(_, longest, _)| refusal > longest) {
                     let reason = RejectionReason::from_status(&limit.limit, &status, is_penalty);
-                    refusals.add_refusal(planned_policy, limit, (refusal, reason));
+                    longest = Some((&planned_policy.own, refusal, reason));
                 }
             }
         }
         debug_assert!(
-            decision.admitted || refusals.longest_refusal.is_some(),
+            decision.admitted || longest.is_some(),
             "a refused request has a limit that refuses: {decision:?}"
         );
-        if let Some(limited) = refusals.into_rejection(decision.now_us) {
-            verdict.outcome = RequestOutcome::Limited(limited);
+        if let Some((own, refusal, reason)) = longest {
+            let has_parts = own.quota.key.value_count() > 1;
+            verdict.outcome = RequestOutcome::Limited(LimitRejection {
+                policy: &own.policy.name,
+                is_reported: own.policy.is_reported,
+                violated_limits,
+                retry: RetryHint::from_refusal(refusal, decision.now_us),
+                reason,
+                is_blocked,
+                custom_response: own.policy.reject_response.as_ref(),
+                key: has_parts.then(|| Box::new(own.key.clone())),
+            });
         }
         verdict
     }
 
-    /// Builds the verdict when the store is unavailable. One `closed` policy rejects the request;
-    /// otherwise the decision of the `local` policies applies, if any.
-    pub(super) fn into_degraded_verdict(
-        self,
-        unavailable: &StoreUnavailable,
-        fallback_decision: Option<&Decision>,
-    ) -> Verdict<'t> {
-        let is_degraded = self
-            .enforced_policies()
-            .any(|policy| !policy.is_instance_scoped());
-        let verdict = match (self.first_fail_closed_policy(), fallback_decision) {
-            (None, Some(decision)) => self.into_verdict(decision),
-            (closed, _) => Verdict {
-                unenforced_rejections: self.unenforced_rejections,
-                outcome: closed.map_or(RequestOutcome::Forward, |policy| {
-                    RequestOutcome::Unavailable {
-                        policy: &policy.name,
-                        is_reported: policy.is_reported,
-                        retry_after_us: unavailable.retry_after_us,
-                    }
-                }),
-                ..Verdict::default()
-            },
-        };
+    /// Builds the verdict if the store is unavailable and nothing was decided without it: one
+    /// `closed` policy rejects the request.
+    pub(super) fn into_undecided_verdict(self, retry_after_us: u64) -> Verdict<'t> {
+        let closed = self.first_fail_closed_policy();
         Verdict {
-            is_degraded,
-            ..verdict
+            outcome: closed.map_or(RequestOutcome::Forward, |policy| {
+                RequestOutcome::Unavailable {
+                    policy: &policy.name,
+                    is_reported: policy.is_reported,
+                    retry_after_us,
+                }
+            }),
+            unenforced_rejections: self.unenforced_rejections,
+            ..Verdict::default()
         }
     }
 
     /// Records the decision of each policy. A policy without a known status, as in an answer of the
-    /// deny cache, is not recorded.
+    /// deny cache, is not recorded. `is_degraded`: `decision` was made without the store, `None` if
+    /// nothing was decided.
     pub(super) fn record_decisions(
         &self,
-        decision: &Decision,
-        mut count: impl FnMut(usize, Option<&Key>, PolicyDecision),
+        decision: Option<&Decision>,
+        is_degraded: bool,
+        mut record_decision: impl FnMut(&PlannedPolicy<'t>, PolicyDecision),
     ) {
-        let is_delayed = decision.delay_us > 0;
-        for (planned_policy, statuses) in self.policies_with_statuses(decision) {
-            if let Some(decision_label) = planned_policy.read_decision(statuses, is_delayed) {
-                count(
-                    planned_policy.policy_index,
-                    Some(&planned_policy.key),
-                    decision_label,
-                );
-            }
-        }
-    }
-
-    /// Records the decision of each policy when the store is unavailable; `fallback_decision` is
-    /// the decision made without the store, if any.
-    pub(super) fn record_degraded_decisions(
-        &self,
-        fallback_decision: Option<&Decision>,
-        record_decision: impl Fn(usize, Option<&Key>, PolicyDecision),
-    ) {
-        let mut outcomes = fallback_decision
-            .into_iter()
-            .flat_map(|decided| &decided.policies);
-        let is_delayed = fallback_decision.is_some_and(|decided| decided.delay_us > 0);
+        let mut outcomes = decision.into_iter().flat_map(|decided| &decided.policies);
+        let is_delayed = decision.is_some_and(|decided| decided.delay_us > 0);
         for planned_policy in &self.planned_policies {
             let statuses = outcomes.next();
             let statuses = statuses.map(|outcome| planned_policy.statuses(outcome));
-            let decision_label = if planned_policy.key.is_instance_scoped() {
-                statuses.and_then(|statuses| planned_policy.read_decision(statuses, is_delayed))
-            } else {
+            let decided = if is_degraded && !planned_policy.own.key.is_instance_scoped() {
                 Some(planned_policy.read_degraded_decision(statuses))
+            } else {
+                statuses.and_then(|statuses| planned_policy.read_decision(statuses, is_delayed))
             };
-            if let Some(decision_label) = decision_label {
-                record_decision(
-                    planned_policy.policy_index,
-                    Some(&planned_policy.key),
-                    decision_label,
-                );
+            if let Some(decided) = decided {
+                record_decision(planned_policy, decided);
             }
         }
     }
@@ -149,7 +130,7 @@ impl PlannedPolicy<'_> {
         statuses: PolicyStatuses<'_>,
         is_delayed: bool,
     ) -> Option<PolicyDecision> {
-        let mode = self.mode;
+        let mode = self.own.mode;
         match (statuses.has_refusing_limit(), mode) {
             _ if statuses.is_blocked() => Some(PolicyDecision::Blocked),
             (true, PolicyMode::Enforce) => Some(PolicyDecision::Rejected),
@@ -165,8 +146,8 @@ impl PlannedPolicy<'_> {
     /// The decision of the policy while the store is unavailable. `statuses` come from the decision
     /// that was made without the store; `None` if none was made.
     fn read_degraded_decision(&self, statuses: Option<PolicyStatuses<'_>>) -> PolicyDecision {
-        match (self.policy.on_store_failure, statuses) {
-            _ if !self.mode.is_enforced() => PolicyDecision::DegradedUndecided,
+        match (self.own.policy.on_store_failure, statuses) {
+            _ if !self.own.mode.is_enforced() => PolicyDecision::DegradedUndecided,
             (OnStoreFailure::Open, _) => PolicyDecision::DegradedOpen,
             (OnStoreFailure::Closed, _) => PolicyDecision::DegradedClosed,
             // Another policy is closed: nothing was decided.
@@ -215,57 +196,5 @@ fn blocked_status(status: Option<LimitStatus>, until_us: u64) -> LimitStatus {
         next_growth_us: Some(grows_at_us.max(until_us)),
         refusal: Some(refusal),
         in_effect: status.and_then(|status| status.in_effect),
-    }
-}
-
-/// Collects the refusals of a request.
-#[derive(Default)]
-struct RefusalSummary<'t, 'p> {
-    longest_refusal: Option<(&'p PlannedPolicy<'t>, Refusal, RejectionReason)>,
-    violated_limits: SmallVec<[&'t str; 2]>,
-    is_blocked: bool,
-}
-
-impl<'t, 'p> RefusalSummary<'t, 'p> {
-    fn add_refusal(
-        &mut self,
-        planned_policy: &'p PlannedPolicy<'t>,
-        limit: &'t NamedLimit,
-        (refusal, reason): (Refusal, RejectionReason),
-    ) {
-        if planned_policy.policy.is_reported {
-            self.violated_limits.push(&limit.name);
-        }
-        if self
-            .longest_refusal
-            .is_none_or(|(_, longest, _)| refusal > longest)
-        {
-            self.longest_refusal = Some((planned_policy, refusal, reason));
-        }
-    }
-
-    /// Builds the rejection, if any limit refused. The policy with the longest refusal wins: it
-    /// determines the retry time and the response.
-    fn into_rejection(self, now_us: u64) -> Option<LimitRejection<'t>> {
-        let (planned_policy, refusal, reason) = self.longest_refusal?;
-        let (policy, key) = (planned_policy.policy, &planned_policy.key);
-        let retry = match refusal {
-            Refusal::Until(at_us) => RetryHint::After(at_us.saturating_sub(now_us)),
-            Refusal::Never => RetryHint::Never,
-            Refusal::Unknown => RetryHint::Unknown,
-        };
-        let has_parts = policy
-            .quota()
-            .is_some_and(|quota| quota.key.value_count() > 1);
-        Some(LimitRejection {
-            policy: &policy.name,
-            is_reported: policy.is_reported,
-            violated_limits: self.violated_limits,
-            retry,
-            reason,
-            is_blocked: self.is_blocked,
-            custom_response: policy.reject_response.as_ref(),
-            key: has_parts.then(|| Box::new(key.clone())),
-        })
     }
 }

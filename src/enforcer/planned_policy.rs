@@ -4,10 +4,7 @@ use crate::limiter::{
     Algorithm, ChargeOutcome, Key, LeaseTerms, Limit, LimitCharge, LimitStatus, PolicyCharges,
     PolicyOutcome,
 };
-use crate::policy::{
-    ClientQuota, EstimateCost, Facts, NamedLimit, OnStoreFailure, Policy, PolicyMode, Quota,
-    RequestAmounts, SelectedLimits, SlotRelease, read_request_amounts,
-};
+use crate::policy::{ClientQuota, EstimateCost, Facts, NamedLimit, OnStoreFailure, SlotRelease};
 use crate::store::LimitAndKey;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -49,17 +46,9 @@ impl SlotTerms {
     }
 }
 
-/// The limits of one matching policy, for the request's key.
+/// The charges of one matching policy, for the request's key.
 pub(super) struct PlannedPolicy<'t> {
-    /// Index of the policy in the table.
-    pub policy_index: usize,
-    pub policy: &'t Policy,
-    /// The mode of the policy, or of an override for the key.
-    pub mode: PolicyMode,
-    pub key: Key,
-    pub limits: &'t [NamedLimit],
-    /// The limits with the amounts that the request states, if any does.
-    pub amounts: Option<Box<RequestAmounts>>,
+    pub own: ClientQuota<'t>,
     /// The block of the policy, charged before the limits. A shadow policy has none, because it
     /// never blocks a request.
     pub block: Option<&'t Limit>,
@@ -68,60 +57,40 @@ pub(super) struct PlannedPolicy<'t> {
     pub estimate: Option<&'t Arc<EstimateCost>>,
     /// The key of the response counters, if only those start the block.
     pub counted_key: Option<Arc<Key>>,
-    pub counts_rejected: bool,
-    pub shards: u16,
-    pub lease: Option<LeaseTerms>,
+    counts_rejected: bool,
+    lease: Option<LeaseTerms>,
     /// Whether overrides of the key in the store apply.
     pub is_dynamic: bool,
 }
 
 impl<'t> PlannedPolicy<'t> {
-    /// Plans the charges of a policy, given with its index, by the key and the limits of a request.
-    pub(super) fn new(
-        (policy_index, policy): (usize, &'t Policy),
-        quota: &'t Quota,
-        (key, selected): (Key, SelectedLimits<'t>),
-        facts: &Facts<'_>,
-    ) -> Self {
-        let mode = selected.mode(policy.mode);
-        let block = quota.block.as_ref().filter(|_| mode.is_enforced());
-        let counts_responses = block.is_some() && quota.counts_responses();
+    /// Plans the charges of a request.
+    pub(super) fn new(own: ClientQuota<'t>, facts: &Facts<'_>) -> Self {
+        let quota = own.quota;
+        let read = Self::new_read_only(own);
+        let counts_responses = read.block.is_some() && quota.counts_responses();
+        let response_key = || Arc::new(read.own.key.to_response_counter_key());
         Self {
-            policy_index,
-            policy,
-            mode,
-            counted_key: counts_responses.then(|| Arc::new(key.to_response_counter_key())),
-            key,
-            limits: selected.limits,
-            amounts: read_request_amounts(selected.limits, facts),
-            block,
             cost: quota.cost.compute_units(facts),
             estimate: quota.cost.as_estimate(),
+            counted_key: counts_responses.then(response_key),
             counts_rejected: quota.count_rejected,
-            shards: quota.shards,
-            lease: quota.lease.filter(|_| mode.is_enforced()),
-            is_dynamic: quota.is_dynamic,
+            lease: quota.lease.filter(|_| read.own.mode.is_enforced()),
+            ..read
         }
     }
 
     /// Plans charges of cost 0, which read the counters of a policy and change none.
-    pub(super) fn new_read_only(own: &ClientQuota<'t>) -> Self {
-        let quota = own.quota;
+    pub(super) fn new_read_only(own: ClientQuota<'t>) -> Self {
         Self {
-            policy_index: own.policy_index,
-            policy: own.policy,
-            mode: own.mode,
-            key: own.key.clone(),
-            limits: own.limits,
-            amounts: own.amounts.clone(),
-            block: quota.block.as_ref().filter(|_| own.mode.is_enforced()),
+            block: (own.quota.block.as_ref()).filter(|_| own.mode.is_enforced()),
             cost: 0,
             estimate: None,
             counted_key: None,
             counts_rejected: false,
-            shards: quota.shards,
             lease: None,
-            is_dynamic: quota.is_dynamic,
+            is_dynamic: own.quota.is_dynamic,
+            own,
         }
     }
 
@@ -129,18 +98,16 @@ impl<'t> PlannedPolicy<'t> {
     /// with the same `counter`.
     pub(super) fn shares_counters_with(&self, other: &Self) -> bool {
         let identities = |planned_policy: &Self| {
-            planned_policy
-                .limits
-                .iter()
-                .map(|named| named.limit.counter_identity())
+            let limits = planned_policy.own.limits.iter();
+            limits.map(|named| named.limit.counter_identity())
         };
-        self.key.id() == other.key.id() && identities(self).eq(identities(other))
+        self.own.key.id() == other.own.key.id() && identities(self).eq(identities(other))
     }
 
     /// Replaces two charges of the same counters by one of `cost`. The policy with the tighter
     /// limits decides. (Equal descriptors can carry different limits, too.)
     pub(super) fn merge(&mut self, other: PlannedPolicy<'t>, cost: u64) {
-        let mut pairs = self.limits.iter().zip(other.limits).enumerate();
+        let mut pairs = self.own.limits.iter().zip(other.own.limits).enumerate();
         if pairs.any(|(index, (own, others))| {
             let other_limit = other.limit_at(index, others);
             other_limit.is_tighter_than(self.limit_at(index, own))
@@ -152,7 +119,7 @@ impl<'t> PlannedPolicy<'t> {
 
     /// A limit of the policy, with the amount that the request states, if any.
     pub(super) fn limit_at<'l>(&'l self, index: usize, named: &'l NamedLimit) -> &'l Limit {
-        let amounts = self.amounts.as_ref();
+        let amounts = self.own.amounts.as_ref();
         amounts
             .and_then(|amounts| amounts.get(index))
             .unwrap_or(&named.limit)
@@ -168,12 +135,12 @@ impl<'t> PlannedPolicy<'t> {
             name: self.is_dynamic.then_some(Cow::Borrowed(&named.name)),
             ..LimitCharge::new(limit, cost)
         };
-        let block = self.block.into_iter().zip(self.limits);
+        let block = self.block.into_iter().zip(self.own.limits);
         let block = block.map(|(block, named)| new_charge(block, cost_of_blocks_and_slots, named));
-        let limits = self.limits.iter().enumerate().map(|(index, named)| {
+        let limits = self.own.limits.iter().enumerate().map(|(index, named)| {
             let limit = self.limit_at(index, named);
             // A request takes one slot, whatever its cost.
-            let cost = if is_concurrency_limit(limit) {
+            let cost = if limit.algorithm.counts_slots() {
                 cost_of_blocks_and_slots
             } else {
                 self.cost
@@ -189,17 +156,17 @@ impl<'t> PlannedPolicy<'t> {
             ..new_charge(self.limit_at(index, named), self.cost, named)
         });
         let charges = block.chain(limits).chain(response_counters).collect();
-        let on_store_failure = self.policy.on_store_failure;
+        let on_store_failure = self.own.policy.on_store_failure;
         PolicyCharges {
             response_key: self.counted_key.clone(),
-            shadow: !self.mode.is_enforced(),
+            shadow: !self.own.mode.is_enforced(),
             counts_rejected: self.counts_rejected,
             slot_id,
             has_fallback: on_store_failure == OnStoreFailure::Local,
             fails_closed: on_store_failure == OnStoreFailure::Closed,
-            shard_count: self.shards,
+            shard_count: self.own.quota.shards,
             lease: self.lease,
-            ..PolicyCharges::with_limits(Cow::Borrowed(&self.key), charges)
+            ..PolicyCharges::with_limits(Cow::Borrowed(&self.own.key), charges)
         }
     }
 
@@ -208,7 +175,7 @@ impl<'t> PlannedPolicy<'t> {
         let own = outcome.limits.as_slice();
         let block_count = usize::from(self.block.is_some());
         let (charged, response_counters) = own
-            .split_at_checked(block_count + self.limits.len())
+            .split_at_checked(block_count + self.own.limits.len())
             .unwrap_or_default();
         let (block, limits) = charged.split_at_checked(block_count).unwrap_or_default();
         PolicyStatuses {
@@ -222,7 +189,7 @@ impl<'t> PlannedPolicy<'t> {
     /// The outcomes of the policy's limits, to be changed.
     pub(super) fn limits_mut<'d>(&self, outcome: &'d mut PolicyOutcome) -> &'d mut [ChargeOutcome] {
         let first = usize::from(self.block.is_some());
-        let limits = first..first + self.limits.len();
+        let limits = first..first + self.own.limits.len();
         outcome.limits.get_mut(limits).unwrap_or_default()
     }
 
@@ -230,21 +197,25 @@ impl<'t> PlannedPolicy<'t> {
     /// limits.
     pub(super) fn counted_limits(&self) -> impl Iterator<Item = (usize, &'t NamedLimit)> {
         let has_counters = self.counted_key.is_some();
-        let limits = self.limits.iter().enumerate();
-        limits.filter(move |(_, named)| has_counters && !is_concurrency_limit(&named.limit))
+        let limits = self.own.limits.iter().enumerate();
+        limits.filter(move |(_, named)| has_counters && !named.limit.algorithm.counts_slots())
     }
 
     /// The counters of requests in flight, in which a request takes a slot.
     pub(super) fn slot_counters(&self) -> impl Iterator<Item = LimitAndKey> {
-        let limits = self.limits.iter().enumerate();
+        let limits = self.own.limits.iter().enumerate();
         let limits = limits.map(|(index, named)| self.limit_at(index, named));
-        let slots = limits.filter(|limit| is_concurrency_limit(limit));
-        slots.map(|limit| (*limit, self.key.clone()))
+        let slots = limits.filter(|limit| limit.algorithm.counts_slots());
+        slots.map(|limit| (*limit, self.own.key.clone()))
     }
 
     /// The terms on which a request holds a slot of this policy.
     pub(super) fn slot_terms(&self) -> SlotTerms {
-        let slots = self.limits.iter().filter(|_| self.mode.is_enforced());
+        let slots = self
+            .own
+            .limits
+            .iter()
+            .filter(|_| self.own.mode.is_enforced());
         let terms = slots.filter_map(|named| match named.limit.algorithm {
             Algorithm::Concurrency { max_duration_us } => Some(SlotTerms {
                 max_duration_us: Some(max_duration_us).filter(|us| *us > 0),
@@ -257,13 +228,7 @@ impl<'t> PlannedPolicy<'t> {
 
     /// Whether the policy may delay requests.
     pub(super) fn may_delay_requests(&self) -> bool {
-        let is_leaky_bucket =
-            |named: &NamedLimit| matches!(named.limit.algorithm, Algorithm::LeakyBucket { .. });
-        self.limits.iter().any(is_leaky_bucket)
+        let mut limits = self.own.limits.iter();
+        limits.any(|named| named.limit.algorithm.is_queue())
     }
-}
-
-/// Whether the limit counts requests in flight.
-pub(super) fn is_concurrency_limit(limit: &Limit) -> bool {
-    matches!(limit.algorithm, Algorithm::Concurrency { .. })
 }

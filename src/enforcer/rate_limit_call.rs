@@ -3,7 +3,7 @@
 
 use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
-use super::{Enforcer, LimitReport, PolicySnapshot, RequestOutcome, Verdict};
+use super::{Enforcer, LimitReport, PolicySnapshot, RequestOutcome, StoreAnswer, Verdict};
 use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
 use crate::store::DecisionSource;
@@ -73,31 +73,31 @@ impl Enforcer {
             policies.record_decision(index, &self.metrics, decision, (key, domain))
         };
         for descriptor in descriptors {
-            let mut descriptor_plan = ChargePlan::default();
             let facts = Facts::from_descriptor(descriptor);
             let matching = policies.table.matching_policies(&facts);
             let is_matched = !matching.is_empty();
-            match descriptor_plan.add_policies(
+            let described = (&facts, Some(descriptor));
+            let descriptor_plan = match ChargePlan::from_facts(
                 &policies.table,
                 matching,
-                &facts,
-                Some(descriptor),
+                described,
                 |_| true,
                 record_decision,
             ) {
-                Ok(()) => statuses.push(DescriptorVerdict {
-                    is_matched,
-                    ..DescriptorVerdict::default()
-                }),
+                Ok(plan) => plan,
                 Err(outcome) => {
                     return CallVerdict::from_outcome(outcome, statuses, descriptors.len());
                 }
-            }
+            };
+            statuses.push(DescriptorVerdict {
+                is_matched,
+                ..DescriptorVerdict::default()
+            });
             key_ids_by_descriptor.push(
                 descriptor_plan
                     .planned_policies
                     .iter()
-                    .map(|planned_policy| planned_policy.key.id())
+                    .map(|planned_policy| planned_policy.own.key.id())
                     .collect(),
             );
             plan.unenforced_rejections
@@ -144,31 +144,26 @@ impl Enforcer {
             policy.lease = None;
             policy.limits.iter_mut().for_each(|charge| charge.cost = 0);
         }
-        let answer = match self.store.decide_with_source(&charges, arrived).await {
-            Ok(answer) => Some(answer),
-            Err(failure) if plan.first_fail_closed_policy().is_none() => self
-                .store
-                .decide_by_fallback(&charges, failure.partial)
-                .map(|fallback_decision| (fallback_decision, DecisionSource::Degraded)),
-            Err(_) => None,
-        };
+        let answer = self.store.decide_with_source(&charges, arrived).await;
+        let StoreAnswer {
+            decision, source, ..
+        } = self.complete_answer(plan, &charges, answer);
         drop(charges);
         let is_all_zero_cost = plan
             .planned_policies
             .iter()
             .all(|planned_policy| planned_policy.cost == 0);
-        let Some((mut decision, source)) = answer else {
+        let Some(mut decision) = decision else {
             return self.decide_plan(plan, record_decision, arrived).await;
         };
         let is_degraded = source == DecisionSource::Degraded;
         if !plan.refuse_exhausted(&mut decision) && (is_degraded || !is_all_zero_cost) {
             return self.decide_plan(plan, record_decision, arrived).await;
         }
-        if is_degraded {
-            plan.record_degraded_decisions(Some(&decision), record_decision)
-        } else {
-            plan.record_decisions(&decision, record_decision)
-        }
+        plan.record_decisions(Some(&decision), is_degraded, |planned_policy, decided| {
+            let own = &planned_policy.own;
+            record_decision(own.policy_index, Some(&own.key), decided);
+        });
         let verdict = Verdict {
             is_degraded,
             ..take(plan).into_verdict(&decision)
@@ -202,7 +197,7 @@ impl ChargePlan<'_> {
                 is_exhausted |= status.refusal.is_some();
             }
             is_refused |=
-                is_exhausted && planned_policy.cost == 0 && planned_policy.mode.is_enforced();
+                is_exhausted && planned_policy.cost == 0 && planned_policy.own.mode.is_enforced();
         }
         decision.admitted &= !is_refused;
         is_refused

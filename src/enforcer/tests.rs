@@ -12,7 +12,7 @@ use crate::policy::{
 use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
 };
-use crate::store::{MemorySettings, MemoryStore, StoreUnavailable, StoredOverride};
+use crate::store::{MemorySettings, MemoryStore, StoredOverride};
 use crate::telemetry::metrics::{MetricLabels, Metrics};
 use http::{HeaderMap, Method, StatusCode};
 use std::time::Duration;
@@ -105,8 +105,6 @@ impl EnforcerFixture {
             ipv4_prefix: 32,
             ipv6_prefix: 64,
             nat64_prefixes: Vec::new(),
-            rejects_ambiguous_query: true,
-            rejects_ambiguous_cookie: true,
             value_checks: crate::policy::ValueChecks::ALL,
         };
         let fields = RateLimitHeaderSettings {
@@ -255,7 +253,7 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
     let outcome = |policies: &[Policy]| {
         let key = KeyBuilder::new("p").finish();
         let planned_policies = policies.iter().map(|policy| {
-            PlannedPolicy::new_read_only(&ClientQuota {
+            PlannedPolicy::new_read_only(ClientQuota {
                 policy_index: 0,
                 policy,
                 quota: policy.quota().unwrap(),
@@ -269,14 +267,9 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
             planned_policies: planned_policies.collect(),
             ..ChargePlan::default()
         };
-        let verdict = plan.into_degraded_verdict(
-            &StoreUnavailable {
-                kind: "timeout",
-                retry_after_us: 7,
-            },
-            None,
-        );
-        assert!(verdict.is_degraded && verdict.limits.is_empty() && verdict.delay.is_zero());
+        assert!(plan.has_enforced_shared_policy());
+        let verdict = plan.into_undecided_verdict(7);
+        assert!(verdict.limits.is_empty() && verdict.delay.is_zero());
         match verdict.outcome {
             RequestOutcome::Forward => None,
             RequestOutcome::Unavailable {

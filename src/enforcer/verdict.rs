@@ -152,6 +152,16 @@ pub enum RetryHint {
     Unknown,
 }
 
+impl RetryHint {
+    pub(super) fn from_refusal(refusal: Refusal, now_us: u64) -> Self {
+        match refusal {
+            Refusal::Until(at_us) => Self::After(at_us.saturating_sub(now_us)),
+            Refusal::Never => Self::Never,
+            Refusal::Unknown => Self::Unknown,
+        }
+    }
+}
+
 /// The status of one limit that applied to a request.
 #[derive(Clone, Copy, Debug)]
 pub struct LimitReport<'t> {
@@ -200,6 +210,7 @@ impl RequestOutcome<'_> {
             Self::Limited(_) | Self::Denied { .. } | Self::InvalidKey { .. }
         )
     }
+
     /// The wait until the same request would be admitted, if it was rejected and the wait is known.
     pub fn retry_after_us(&self) -> Option<u64> {
         match self {

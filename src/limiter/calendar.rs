@@ -5,7 +5,6 @@
 //! 8601). Moments are Unix times, so leap seconds play no role. The time zone data is part of the
 //! program: all instances of one version agree.
 
-use super::time_window::TimeWindow;
 use arc_swap::ArcSwap;
 use jiff::civil::Date;
 use jiff::tz::{TimeZone, TimeZoneDatabase};
@@ -14,7 +13,7 @@ use parking_lot::Mutex;
 use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
-use strum::IntoStaticStr;
+use strum::{EnumString, IntoStaticStr};
 
 const HOUR_US: u64 = 3_600_000_000;
 const DAY_US: u64 = 24 * HOUR_US;
@@ -22,8 +21,25 @@ const DAY_US: u64 = 24 * HOUR_US;
 /// A script call needs the previous, the current and the next period.
 const CACHED_PERIODS: usize = 4;
 
+/// A window in time: from `start_us` until just before `end_us`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TimeWindow {
+    pub start_us: u64,
+    pub end_us: u64,
+}
+
+impl TimeWindow {
+    pub fn contains(self, at_us: u64) -> bool {
+        (self.start_us..self.end_us).contains(&at_us)
+    }
+
+    pub fn length_us(self) -> u64 {
+        self.end_us.saturating_sub(self.start_us)
+    }
+}
+
 /// A unit of the calendar.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, IntoStaticStr)]
 #[strum(serialize_all = "lowercase", const_into_str)]
 pub enum CalendarUnit {
     Day,
@@ -47,8 +63,6 @@ struct CalendarDefinition {
 static CALENDARS: Mutex<Vec<&'static CalendarDefinition>> = Mutex::new(Vec::new());
 
 impl CalendarUnit {
-    pub const ALL: [Self; 3] = [Self::Day, Self::Week, Self::Month];
-
     pub fn as_str(self) -> &'static str {
         self.into_str()
     }
@@ -118,9 +132,7 @@ impl Calendar {
 
     /// The calendar of a unit and a time zone, both by name.
     pub fn from_names(unit: &str, zone_name: &str) -> Option<Self> {
-        let mut units = CalendarUnit::ALL.into_iter();
-        let unit = units.find(|known| known.as_str() == unit)?;
-        Self::new(unit, zone_name)
+        Self::new(unit.parse().ok()?, zone_name)
     }
 
     pub fn unit(self) -> CalendarUnit {

@@ -247,15 +247,12 @@ impl<'r> Charge<'r, '_> {
 
     /// The amendment that returns this charge, which was made under the time `at_us`.
     pub fn return_amendment(&self, at_us: u64) -> Amendment {
-        match self.limit.algorithm {
-            Algorithm::Concurrency { .. } => Amendment::Release {
-                slot: self.policy.slot_id,
-            },
-            _ => Amendment::Credit {
-                units: self.cost,
-                at_us,
-            },
+        if self.limit.algorithm.counts_slots() {
+            let slot = self.policy.slot_id;
+            return Amendment::Release { slot };
         }
+        let units = self.cost;
+        Amendment::Credit { units, at_us }
     }
 
     pub fn is_block(&self) -> bool {
@@ -269,7 +266,7 @@ impl<'r> Charge<'r, '_> {
 
     /// Whether this charge can refuse the request, and for a known time.
     pub fn has_retry_time(&self) -> bool {
-        self.is_enforced() && !matches!(self.limit.algorithm, Algorithm::Concurrency { .. })
+        self.is_enforced() && !self.limit.algorithm.counts_slots()
     }
 }
 

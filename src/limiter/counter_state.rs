@@ -172,7 +172,7 @@ impl CounterState {
         match &self.0 {
             AlgorithmState::Log(log) => log.expires_at_us(limit),
             AlgorithmState::Bucket(bucket) => bucket.expires_at_us(limit),
-            AlgorithmState::FixedWindow(window) => window.expires_at_us(),
+            AlgorithmState::FixedWindow(state) => state.window.end_us,
             AlgorithmState::Concurrency(slots) => slots.expires_at_us(),
             AlgorithmState::Block(block) => block.until_us,
         }
@@ -193,7 +193,7 @@ impl CounterState {
         match &self.0 {
             AlgorithmState::Log(log) => log.now_lower_bound_us(),
             AlgorithmState::Bucket(bucket) => bucket.charged_at_us,
-            AlgorithmState::FixedWindow(window) => window.now_lower_bound_us(),
+            AlgorithmState::FixedWindow(state) => state.window.start_us,
             AlgorithmState::Concurrency(_) | AlgorithmState::Block(_) => 0,
         }
     }

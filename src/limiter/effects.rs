@@ -26,16 +26,6 @@ struct PolicyRefusals {
 }
 
 impl PolicyRefusals {
-    fn add_charge(&mut self, charge: &Charge<'_, '_>, refusal: Option<Refusal>) {
-        let is_full = matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown));
-        if charge.is_read {
-            *self.is_response_counter_full.get_or_insert(false) |= is_full;
-        } else {
-            self.is_refusing |= refusal.is_some();
-            self.is_full |= is_full && !charge.is_block();
-        }
-    }
-
     /// The effect on a charge of the policy, whose own refusal is `refusal`. `is_admitted`: no
     /// enforced charge is refused.
     fn determine_effect(
@@ -81,7 +71,13 @@ pub fn determine_effects(
     let by_policy = request.iter().map(|policy| {
         let mut own = PolicyRefusals::default();
         for (charge, refusal) in policy.charges().zip(read.by_ref()) {
-            own.add_charge(&charge, *refusal);
+            let is_full = matches!(refusal, Some(Refusal::Until(_) | Refusal::Unknown));
+            if charge.is_read {
+                *own.is_response_counter_full.get_or_insert(false) |= is_full;
+            } else {
+                own.is_refusing |= refusal.is_some();
+                own.is_full |= is_full && !charge.is_block();
+            }
         }
         own
     });

@@ -53,16 +53,6 @@ impl FixedWindowState {
         }
     }
 
-    /// The start of the window: the latest time that the state proves to have passed.
-    pub(super) fn now_lower_bound_us(&self) -> u64 {
-        self.window.start_us
-    }
-
-    /// The end of the window with the charges, 0 without any.
-    pub(super) fn expires_at_us(&self) -> u64 {
-        self.window.end_us
-    }
-
     /// The window that contains `now_us`, which is not before the start of the last window.
     pub(super) fn window_at(&self, limit: &Limit, now_us: u64) -> TimeWindow {
         if self.window.contains(now_us) {
@@ -128,12 +118,12 @@ mod tests {
         assert_eq!(window.used_units(MIDNIGHT_US + 2 * HOUR_US), 6);
         window.charge(&other, 1, MIDNIGHT_US + 2 * HOUR_US);
         let end_us = MIDNIGHT_US + 24 * HOUR_US;
-        assert_eq!(window.expires_at_us(), end_us);
+        assert_eq!(window.window.end_us, end_us);
         // The day of the other instance began before this window ended.
         window.charge(&other, 1, end_us);
         assert_eq!(window.used_units(end_us), 1);
-        assert_eq!(window.now_lower_bound_us(), end_us);
-        assert_eq!(window.expires_at_us(), end_us + HOUR_US);
+        assert_eq!(window.window.start_us, end_us);
+        assert_eq!(window.window.end_us, end_us + HOUR_US);
         // A charge of the window before is not returned to this one.
         window.credit(1, end_us - 1, end_us);
         assert_eq!(window.used_units(end_us), 1);

@@ -1,7 +1,6 @@
 //! A limit: an amount per period, and the algorithm that enforces it.
 
-use super::calendar::Calendar;
-use super::time_window::TimeWindow;
+use super::calendar::{Calendar, TimeWindow};
 use strum::IntoStaticStr;
 
 /// An amount per period, with the algorithm that enforces it.
@@ -57,6 +56,28 @@ pub enum Algorithm {
     Block,
 }
 
+impl Algorithm {
+    /// Whether the counter is a level that falls at the rate of the limit.
+    pub fn is_bucket(self) -> bool {
+        matches!(self, Self::TokenBucket { .. } | Self::LeakyBucket { .. })
+    }
+
+    /// Whether it delays requests.
+    pub fn is_queue(self) -> bool {
+        matches!(self, Self::LeakyBucket { .. })
+    }
+
+    /// Whether it limits requests in flight, not requests per period.
+    pub fn counts_slots(self) -> bool {
+        matches!(self, Self::Concurrency { .. })
+    }
+
+    /// Whether windows begin at certain times of the wall clock.
+    pub fn follows_wall_clock(self) -> bool {
+        matches!(self, Self::FixedWindow { .. } | Self::CalendarWindow { .. })
+    }
+}
+
 impl Limit {
     /// A limit per period of a calendar.
     pub fn per_calendar_period(requests: u64, calendar: Calendar) -> Self {
@@ -85,20 +106,6 @@ impl Limit {
             algorithm => algorithm,
         };
         (algorithm, self.per_us)
-    }
-
-    /// Whether the counter is a level that falls at the rate of the limit.
-    pub fn is_bucket(&self) -> bool {
-        use Algorithm::{LeakyBucket, TokenBucket};
-        matches!(self.algorithm, TokenBucket { .. } | LeakyBucket { .. })
-    }
-
-    /// Whether windows begin at certain times of the wall clock.
-    pub fn follows_wall_clock(&self) -> bool {
-        matches!(
-            self.algorithm,
-            Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. }
-        )
     }
 
     /// The fixed window that contains a time. Other algorithms use offset 0. A time before the
@@ -190,6 +197,43 @@ impl Limit {
         match self.algorithm {
             Algorithm::SlidingWindow { buckets } => self.per_us.div_ceil(buckets.max(1)).max(1),
             _ => self.per_us,
+        }
+    }
+
+    /// The limit of shard `number` of `shard_count` counters over which one hot key is spread, so
+    /// that several servers share its load; `number` is below `shard_count`. The limits sum to the
+    /// whole, and a request tries one shard after the other, so free units in any can be used. None is 0 if the whole is at least `shard_count`.
+    pub fn shard_limit(&self, number: u16, shard_count: u16) -> Self {
+        let (number, shard_count) = (u64::from(number), u64::from(shard_count.max(1)));
+        let part = |whole: u64| whole / shard_count + u64::from(number < whole % shard_count);
+        self.with_amounts(part(self.requests), part)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shard_limits_sum_to_the_whole_limit_and_none_is_zero() {
+        for (requests, of) in [
+            (1, 1),
+            (7, 3),
+            (64, 64),
+            (100, 7),
+            (super::super::MAX_UNITS, 64),
+        ] {
+            let whole = Limit {
+                requests,
+                per_us: 1000,
+                algorithm: Algorithm::SlidingLog,
+            };
+            let shards: Vec<u64> = (0..of)
+                .map(|number| whole.shard_limit(number, of).requests)
+                .collect();
+            assert_eq!(shards.iter().sum::<u64>(), requests);
+            assert!(shards.iter().all(|shard| *shard >= 1), "{shards:?}");
+            assert!(shards[0] - shards[shards.len() - 1] <= 1, "{shards:?}");
         }
     }
 }

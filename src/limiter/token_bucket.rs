@@ -130,7 +130,7 @@ impl TokenBucketState {
     /// Returns those of the `units` charged at `at_us` that still count. The debt drops at most to
     /// its value without that charge. A credit is not a charge: it does not end the cold state.
     pub(super) fn credit(&mut self, limit: &Limit, units: u64, at_us: u64, now_us: u64) {
-        if matches!(limit.algorithm, Algorithm::LeakyBucket { .. }) {
+        if limit.algorithm.is_queue() {
             return self.return_last_position(limit, units, at_us, now_us);
         }
         let mut bucket = self.with_expired_leases_as_debt(limit, now_us).into_owned();
@@ -342,8 +342,7 @@ impl TokenBucketState {
             .take()
             .filter(|_| before > 0 && self.rate == limit.requests);
         // While units may be credited, the history has every charge.
-        let has_history = WarmUpRamp::from_limit(limit).is_none()
-            && !matches!(limit.algorithm, Algorithm::LeakyBucket { .. });
+        let has_history = WarmUpRamp::from_limit(limit).is_none() && !limit.algorithm.is_queue();
         let history = (has_history && (is_estimate || known.is_some())).then(|| {
             let mut history = known.unwrap_or_else(|| Box::new(ChargeHistory::new(before, now_us)));
             history.record_charge(limit, units, now_us);

@@ -21,10 +21,6 @@ pub struct Settings {
     /// Length of the prefix that identifies an IPv6 client, 0 to 128 bits. A client usually
     /// controls a whole /64.
     pub ipv6_prefix: u8,
-    /// Rejects requests with a query that lenient parsers read differently in keys or conditions.
-    pub rejects_ambiguous_query: bool,
-    /// Rejects requests with a cookie that lenient parsers read differently in keys or conditions.
-    pub rejects_ambiguous_cookie: bool,
     pub value_checks: ValueChecks,
 }
 
@@ -270,6 +266,32 @@ fn is_escaped(text: &[u8], position: usize) -> bool {
         == 1
 }
 
+/// The client's network as text. A prefix of full length gives the address alone.
+pub(super) fn format_client_network(ip: IpAddr, settings: &Settings) -> String {
+    match ip {
+        IpAddr::V4(ip) if settings.ipv4_prefix >= 32 => format_ipv4(ip),
+        IpAddr::V6(ip) if settings.ipv6_prefix >= 128 => ip.to_string(),
+        IpAddr::V4(_) => format_network(ip, settings.ipv4_prefix),
+        IpAddr::V6(_) => format_network(ip, settings.ipv6_prefix),
+    }
+}
+
+/// The text of [`Ipv4Addr`]'s `Display`, in a sixth of its instructions: most keys have an address.
+fn format_ipv4(ip: Ipv4Addr) -> String {
+    let mut text = String::with_capacity("255.255.255.255".len());
+    for octet in ip.octets() {
+        if !text.is_empty() {
+            text.push('.');
+        }
+        text.push_str(itoa::Buffer::new().format(octet));
+    }
+    text
+}
+
+fn format_network(ip: IpAddr, prefix: u8) -> String {
+    ipnet::IpNet::new(ip, prefix).map_or_else(|_| ip.to_string(), |net| net.trunc().to_string())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -322,8 +344,6 @@ mod tests {
             ip_header: header.parse().unwrap(),
             ipv4_prefix: 32,
             ipv6_prefix: 64,
-            rejects_ambiguous_query: true,
-            rejects_ambiguous_cookie: true,
             value_checks: ValueChecks::ALL,
         }
     }
@@ -544,5 +564,16 @@ mod tests {
             identify_client_ip("x-forwarded-for", &[&hops(MAX_HOPS)], "10.0.0.1"),
             "10.0.0.2"
         );
+    }
+
+    #[test]
+    fn addresses_are_written_as_the_library_writes_them() {
+        for ip in [
+            Ipv4Addr::UNSPECIFIED,
+            Ipv4Addr::BROADCAST,
+            Ipv4Addr::new(10, 0, 100, 9),
+        ] {
+            assert_eq!(format_ipv4(ip), ip.to_string());
+        }
     }
 }

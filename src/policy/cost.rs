@@ -1,11 +1,9 @@
-//! The cost of a request in units.
+//! The cost of a request in units, and where a response reports it.
 
-use super::CountedStatuses;
 use super::Facts;
-use super::json_pointer::JsonPointer;
-use super::whole_number::parse_whole_number;
 use crate::limiter::MAX_UNITS;
 use http::{HeaderName, StatusCode};
+use std::fmt;
 use std::sync::Arc;
 
 /// Where a policy's cost comes from.
@@ -83,12 +81,6 @@ impl CostSource {
         }
     }
 
-    /// Whether the status of the response decides the cost (`count_when`).
-    pub fn depends_on_status(&self) -> bool {
-        let estimate = self.as_estimate().map(|cost| &cost.actual_source);
-        matches!(estimate, Some(ActualCostSource::Status(_)))
-    }
-
     /// The highest cost of a request, or of a descriptor with one hit.
     pub fn max_units(&self) -> u64 {
         match self {
@@ -138,8 +130,150 @@ impl ActualCostSource {
     }
 }
 
+/// A set of response statuses: single ones, and classes such as `4xx`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CountedStatuses {
+    /// The first and the last status of each entry.
+    ranges: Vec<(u16, u16)>,
+}
+
+impl CountedStatuses {
+    /// Adds a status such as `401`, or a class such as `4xx`.
+    ///
+    /// # Errors
+    /// Returns a message that can follow "found …;".
+    pub fn add_text(&mut self, text: &str) -> Result<(), String> {
+        let range = match text.split_at_checked(1) {
+            Some((class, "xx")) => class
+                .parse()
+                .ok()
+                .filter(|class| (1..=5).contains(class))
+                .map(|class: u16| (100 * class, 100 * class + 99)),
+            _ => text
+                .parse()
+                .ok()
+                .filter(|status| text.len() == 3 && (100..=599).contains(status))
+                .map(|status: u16| (status, status)),
+        };
+        self.ranges.push(
+            range.ok_or(
+                "expected a status from 100 to 599, or a class such as \"4xx\"".to_owned(),
+            )?,
+        );
+        Ok(())
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.ranges.is_empty()
+    }
+
+    pub fn contains(&self, status: StatusCode) -> bool {
+        let in_range = |(first, last): &(u16, u16)| (*first..=*last).contains(&status.as_u16());
+        self.ranges.iter().any(in_range)
+    }
+}
+
+impl fmt::Display for CountedStatuses {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (first, last)) in self.ranges.iter().enumerate() {
+            let separator = if index > 0 { ", " } else { "" };
+            if first == last {
+                write!(f, "{separator}{first}")?;
+            } else {
+                write!(f, "{separator}{}xx", first / 100)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The location of a value in a JSON document (RFC 6901).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JsonPointer(Box<[JsonPointerToken]>);
+
+/// One step of a [`JsonPointer`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JsonPointerToken {
+    /// The expected key, if the parent is an object.
+    pub name: Box<str>,
+    /// The expected index from 0, if the parent is an array. `None` matches no array element.
+    pub index: Option<u64>,
+}
+
+impl JsonPointer {
+    /// Longer pointers are surely mistakes. The limit also bounds the memory that each response
+    /// needs to find the value.
+    const MAX_BYTES: usize = 256;
+
+    /// Parses a JSON Pointer.
+    ///
+    /// # Errors
+    /// Returns a message that can follow "found …;".
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let steps = text
+            .strip_prefix('/')
+            .ok_or("expected a pointer that begins with \"/\", such as /usage/total_tokens")?;
+        if text.len() > Self::MAX_BYTES {
+            return Err(format!(
+                "expected a pointer of at most {} bytes",
+                Self::MAX_BYTES
+            ));
+        }
+        steps
+            .split('/')
+            .map(JsonPointerToken::parse)
+            .collect::<Result<_, _>>()
+            .map(Self)
+    }
+
+    /// The steps; never empty.
+    pub fn tokens(&self) -> &[JsonPointerToken] {
+        &self.0
+    }
+}
+
+impl fmt::Display for JsonPointer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|token| {
+            write!(f, "/{}", token.name.replace('~', "~0").replace('/', "~1"))
+        })
+    }
+}
+
+impl JsonPointerToken {
+    fn parse(text: &str) -> Result<Self, String> {
+        let mut escapes = text.split('~').skip(1);
+        if !escapes.all(|rest| rest.starts_with(['0', '1'])) {
+            return Err(
+                "expected 0 or 1 after \"~\": \"~0\" is \"~\" and \"~1\" is \"/\" inside a name"
+                    .to_owned(),
+            );
+        }
+        let is_index = text == "0" || !text.starts_with('0');
+        let index = parse_whole_number(text.as_bytes()).filter(|_| is_index);
+        Ok(Self {
+            name: text.replace("~1", "/").replace("~0", "~").into(),
+            index,
+        })
+    }
+}
+
+/// Parses a number that consists of digits only. Upstreams may interpret signs, fractions,
+/// exponents and lists differently.
+pub fn parse_whole_number(value: &[u8]) -> Option<u64> {
+    let (first, rest) = value.split_first()?;
+    rest.iter().try_fold(digit_value(first)?, |number, digit| {
+        number.checked_mul(10)?.checked_add(digit_value(digit)?)
+    })
+}
+
+fn digit_value(byte: &u8) -> Option<u64> {
+    byte.is_ascii_digit().then(|| u64::from(byte - b'0'))
+}
+
 #[cfg(test)]
 mod tests {
+    use super::parse_whole_number;
     use super::*;
     use crate::policy::path::{PathInterpretations, Settings};
     use http::{HeaderMap, HeaderValue, Method};
@@ -257,5 +391,44 @@ mod tests {
             ActualCostSource::parse("response_header:X-Units"),
             Ok(ActualCostSource::Header("x-units".parse().unwrap()))
         );
+    }
+
+    #[test]
+    fn statuses_and_classes_are_parsed_and_matched() {
+        let mut counted = CountedStatuses::default();
+        for text in ["401", "5xx"] {
+            counted.add_text(text).unwrap();
+        }
+        assert_eq!(counted.to_string(), "401, 5xx");
+        for status in 100..=599 {
+            let expected = status == 401 || status >= 500;
+            let status = StatusCode::from_u16(status).unwrap();
+            assert_eq!(counted.contains(status), expected, "{status}");
+        }
+        for wrong in [
+            "", "xx", "6xx", "0xx", "4XX", "4xxx", "99", "600", "0401", "+40", "é",
+        ] {
+            assert!(counted.add_text(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn numbers_are_digits_within_64_bits() {
+        assert_eq!(parse_whole_number(b"0"), Some(0));
+        assert_eq!(parse_whole_number(b"00042"), Some(42));
+        assert_eq!(parse_whole_number(b"18446744073709551615"), Some(u64::MAX));
+        for invalid in [
+            "",
+            "+1",
+            "-1",
+            "1.0",
+            "1e3",
+            " 1",
+            "1,1",
+            "18446744073709551616",
+            "\u{661}",
+        ] {
+            assert_eq!(parse_whole_number(invalid.as_bytes()), None, "{invalid:?}");
+        }
     }
 }

@@ -5,20 +5,16 @@
 //! with the upstream: a token never grants access here.
 
 mod claim_name;
-mod fetched_keys;
-mod issuers;
 mod keys;
 mod token_header;
 
 pub use claim_name::ClaimName;
-pub use fetched_keys::{FetchedKeys, KeyCell, KeySource, parse_key_url};
-pub use issuers::{IssuerKeys, TokenIssuer};
-pub use keys::VerificationKeys;
+pub use keys::{IssuerKeys, KeyCell, KeySource, TokenIssuer, VerificationKeys, parse_key_url};
 
 use foldhash::fast::RandomState;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use indexmap::{IndexMap, IndexSet};
-use issuers::KeyGeneration;
+use keys::UsedKeys;
 use parking_lot::Mutex;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -41,15 +37,9 @@ pub struct Settings {
     pub issuers: Option<Vec<TokenIssuer>>,
 }
 
-/// The value of one claim.
-#[derive(Debug, Default)]
-pub(super) struct ClaimValue {
-    /// The texts that conditions are tested against: a string, or a number or boolean in its JSON
-    /// notation. Those of a list; none of an object.
-    texts: Vec<Box<str>>,
-    /// `false` if the claim is missing or `null`.
-    is_present: bool,
-}
+/// The texts of a claim that conditions are tested against: a string, or a number or boolean in its
+/// JSON notation. Those of a list; none of an object. `None` if the claim is missing or `null`.
+type ClaimTexts = Option<Vec<Box<str>>>;
 
 /// Reads tokens for the policies of one policy table.
 #[derive(Debug)]
@@ -100,25 +90,10 @@ pub enum TokenError {
 #[derive(Debug)]
 struct TokenClaims {
     /// In the order of [`TokenReader::claim_names`].
-    claims: Box<[ClaimValue]>,
+    claims: Box<[ClaimTexts]>,
     /// Seconds since the Unix epoch; a token without this date does not expire.
     expires_at_s: Option<u64>,
     not_before_s: Option<u64>,
-}
-
-static ABSENT_CLAIM: ClaimValue = ClaimValue {
-    texts: Vec::new(),
-    is_present: false,
-};
-
-impl ClaimValue {
-    pub(super) fn is_present(&self) -> bool {
-        self.is_present
-    }
-
-    pub(super) fn texts(&self) -> impl Iterator<Item = &[u8]> {
-        self.texts.iter().map(|text| text.as_bytes())
-    }
 }
 
 impl Settings {
@@ -155,20 +130,20 @@ impl RequestToken {
         &NONE
     }
 
-    /// The value of a claim. Every call must pass the headers of the same request.
-    pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> &ClaimValue {
-        let Some(reader) = &self.reader else {
-            return &ABSENT_CLAIM;
-        };
+    /// The texts of a claim, or `None` if it is absent. Every call must pass the headers of the same
+    /// request.
+    pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> Option<&[Box<str>]> {
+        let reader = self.reader.as_ref()?;
         let claims_result = self
             .claims_result
             .get_or_init(|| reader.read_claims(headers, self.now_s));
-        let position = reader.claim_names.get_index_of(name);
-        let claim = claims_result
+        let position = reader.claim_names.get_index_of(name)?;
+        claims_result
             .as_ref()
-            .ok()
-            .and_then(|token| token.claims.get(position?));
-        claim.unwrap_or(&ABSENT_CLAIM)
+            .ok()?
+            .claims
+            .get(position)?
+            .as_deref()
     }
 
     /// Why the token was rejected. `None` if there is no token, or no policy has read a claim yet.
@@ -191,13 +166,10 @@ impl TokenReader {
         }
     }
 
-    /// The keys that are fetched from URLs.
-    pub fn fetched_keys(&self) -> impl Iterator<Item = &FetchedKeys> {
+    /// The keys of the issuers.
+    pub fn issuer_keys(&self) -> impl Iterator<Item = &IssuerKeys> {
         let issuers = self.settings.issuers.iter().flatten();
-        issuers.filter_map(|issuer| match &issuer.keys {
-            IssuerKeys::Fetched(keys) => Some(&**keys),
-            IssuerKeys::Fixed(_) => None,
-        })
+        issuers.map(|issuer| &issuer.keys)
     }
 
     /// Whether the header occurs more than once. If so, the upstream could read another token than
@@ -232,14 +204,14 @@ impl TokenReader {
         };
         let id: [u8; 32] = Sha256::digest(token).into();
         if let Some(cached) = self.cache.get(&id)
-            && cached.generation.is_current(issuers)
+            && cached.used_keys.are_current(issuers)
         {
             return cached.claims.check_dates(now_s).map(|()| cached.claims);
         }
-        let (claims, generation) = issuers::verify_token(issuers, token)?;
+        let (claims, used_keys) = keys::verify_token(issuers, token)?;
         let claims = Arc::new(TokenClaims::new(&claims, &self.claim_names)?);
         claims.check_dates(now_s)?;
-        self.cache.insert(id, &claims, generation);
+        self.cache.insert(id, &claims, used_keys);
         Ok(claims)
     }
 
@@ -289,7 +261,8 @@ impl TokenClaims {
     fn memory_bytes(&self) -> usize {
         self.claims
             .iter()
-            .flat_map(ClaimValue::texts)
+            .flatten()
+            .flatten()
             .map(|text| size_of::<Box<str>>() + text.len())
             .sum()
     }
@@ -326,7 +299,7 @@ type TokenCacheShard = IndexMap<[u8; 32], VerifiedToken, RandomState>;
 #[derive(Clone, Debug)]
 struct VerifiedToken {
     claims: Arc<TokenClaims>,
-    generation: KeyGeneration,
+    used_keys: UsedKeys,
 }
 
 /// Number of cache shards: enough that workers rarely wait for each other.
@@ -345,7 +318,7 @@ impl VerifiedTokenCache {
         self.shard(id)?.lock().get(id).cloned()
     }
 
-    fn insert(&self, id: [u8; 32], claims: &Arc<TokenClaims>, generation: KeyGeneration) {
+    fn insert(&self, id: [u8; 32], claims: &Arc<TokenClaims>, used_keys: UsedKeys) {
         if claims.memory_bytes() > MAX_CACHED_CLAIM_BYTES {
             return;
         }
@@ -357,7 +330,7 @@ impl VerifiedTokenCache {
             shard.swap_remove_index(index);
         }
         let claims = Arc::clone(claims);
-        shard.insert(id, VerifiedToken { claims, generation });
+        shard.insert(id, VerifiedToken { claims, used_keys });
     }
 }
 

@@ -1,9 +1,11 @@
 //! The hash of key values that are stored as digests, so that no API key is readable in the store,
 //! in the log or on the dashboard.
 
+use super::KeyPart;
 use crate::limiter::{DIGEST_BYTES, format_digest};
 use aws_lc_rs::hmac;
 use sha2::{Digest, Sha256};
+use smallvec::SmallVec;
 use std::fmt;
 use std::sync::Arc;
 
@@ -11,7 +13,7 @@ use std::sync::Arc;
 const MIN_SECRET_BYTES: usize = 16;
 
 /// The SHA-256 or HMAC-SHA-256 of a value.
-pub(super) type ValueDigest = [u8; DIGEST_BYTES];
+type ValueDigest = [u8; DIGEST_BYTES];
 
 /// Computes the digests of key values.
 #[derive(Clone, Default)]
@@ -22,6 +24,10 @@ pub enum KeyHasher {
     /// Only the owner of the secret can.
     HmacSha256(Arc<hmac::Key>),
 }
+
+/// The digests of one request, so that each value is hashed once for all policies.
+#[derive(Debug, Default)]
+pub struct KeyDigests<'t>(SmallVec<[(&'t KeyPart, ValueDigest); 1]>);
 
 impl KeyHasher {
     /// A hasher with a secret.
@@ -85,9 +91,27 @@ impl fmt::Debug for KeyHasher {
     }
 }
 
+impl<'t> KeyDigests<'t> {
+    /// The digest of a part's value, computed at most once.
+    pub(super) fn digest(
+        &mut self,
+        hasher: &KeyHasher,
+        part: &'t KeyPart,
+        value: &[u8],
+    ) -> ValueDigest {
+        if let Some((_, digest)) = self.0.iter().find(|(known, _)| *known == part) {
+            return *digest;
+        }
+        let digest = hasher.digest(value);
+        self.0.push((part, digest));
+        digest
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::path;
 
     /// Test case 1 of RFC 4231, and the SHA-256 of "abc" (FIPS 180-4).
     #[test]
@@ -103,5 +127,17 @@ mod tests {
             "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"
         );
         assert!(KeyHasher::from_secret(b"short").is_err());
+    }
+
+    #[test]
+    fn each_component_is_hashed_once() {
+        let parse = |text| KeyPart::parse(text, &path::Settings::DEFAULT).unwrap();
+        let (one, other) = (parse("header:x-api-key"), parse("query:token"));
+        let (hasher, mut digests) = (KeyHasher::default(), KeyDigests::default());
+        for _ in 0..2 {
+            assert_eq!(digests.digest(&hasher, &one, b"a"), hasher.digest(b"a"));
+            assert_eq!(digests.digest(&hasher, &other, b"b"), hasher.digest(b"b"));
+        }
+        assert_eq!(digests.0.len(), 2);
     }
 }

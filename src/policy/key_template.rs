@@ -1,13 +1,13 @@
 //! Key templates: the values of a request that form its rate-limit key.
 
-use super::canonical_value::{canonicalize_part_value, canonicalize_piece, check_pattern_end};
-use super::key_component::KeyDigests;
-use super::key_error::KeyError;
-use super::key_hasher::KeyHasher;
+use super::key_hasher::{KeyDigests, KeyHasher};
 use super::key_part::{KeyComponent, KeyPart};
 use super::part_values::{KeyContext, KeyValues};
-use super::value_pattern::{ValuePattern, split_at_wildcards};
-use super::{Facts, client, path};
+use super::value_pattern::{
+    ValuePattern, canonicalize_part_value, canonicalize_piece, check_pattern_end,
+    split_at_wildcards,
+};
+use super::{Facts, KeyError, client, path};
 use crate::limiter::{CounterScope, Key, KeyBuilder, ListedValue, SOURCES_BYTES};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
@@ -17,8 +17,6 @@ use strum::{EnumString, VariantNames};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyTemplate {
     components: Vec<KeyComponent>,
-    /// Keys have the values as they are, without digests and source labels.
-    is_plain: bool,
     hasher: KeyHasher,
     /// Digest of the sources of the values. Keys of `client_ip` only have none, which keeps
     /// counters from 767e699. A part with alternatives stores a source label per value instead.
@@ -55,21 +53,19 @@ impl KeyTemplate {
     }
 
     pub fn from_components(components: Vec<KeyComponent>, hasher: KeyHasher) -> Self {
-        let mut template = Self {
+        // A secret that the key does not use must not make templates differ.
+        let is_hashed = components.iter().any(KeyComponent::has_hashed_part);
+        Self {
             sources: digest_sources(&components),
             components,
-            is_plain: true,
-            hasher: KeyHasher::default(),
+            hasher: if is_hashed {
+                hasher
+            } else {
+                KeyHasher::default()
+            },
             scope: CounterScope::Shared,
             counter: None,
-        };
-        let is_labeled = |part: &KeyPart| matches!(part, KeyPart::Alternatives(_));
-        template.is_plain = !template.has_hashed_part() && !template.parts().any(is_labeled);
-        // A secret that the key does not use must not make templates differ.
-        if template.has_hashed_part() {
-            template.hasher = hasher;
         }
-        template
     }
 
     /// Sets the name of the counter that the policy shares with others.
@@ -111,23 +107,18 @@ impl KeyTemplate {
         digests: &mut KeyDigests<'t>,
     ) -> Key {
         let mut builder = self.start_key(name);
-        if self.is_plain {
-            for value in values {
-                builder.push_key_value(value.as_deref());
-            }
-            return builder.finish();
-        }
         let mut positions = self.positions();
         for value in values {
-            let Some(value) = value.as_deref().filter(|value| !value.is_empty()) else {
-                positions.next();
-                builder.push_key_value(None);
-                continue;
-            };
-            match positions.next() {
-                Some(component) => self.push_value(&mut builder, component, value, digests),
-                None if self.has_hashed_part() => builder.push_digest(&self.hasher.digest(value)),
-                None => builder.push_key_value(Some(value)),
+            let component = positions.next();
+            let value = value.as_deref().filter(|value| !value.is_empty());
+            match (component, value) {
+                (Some(component), Some(value)) => {
+                    self.push_value(&mut builder, component, value, digests)
+                }
+                (None, Some(value)) if self.has_hashed_part() => {
+                    builder.push_digest(&self.hasher.digest(value))
+                }
+                (_, value) => builder.push_key_value(value),
             }
         }
         builder.finish()
@@ -238,8 +229,7 @@ impl KeyTemplate {
 
     /// Describes each position, for messages.
     pub fn describe_positions(&self) -> Vec<String> {
-        let repeated = |part: &KeyPart| std::iter::repeat_n(part.to_string(), part.value_count());
-        self.parts().flat_map(repeated).collect()
+        self.positions().map(|one| one.part.to_string()).collect()
     }
 
     pub fn components(&self) -> &[KeyComponent] {
@@ -408,8 +398,6 @@ mod tests {
             ipv4_prefix: 24,
             ipv6_prefix: 64,
             nat64_prefixes: Vec::new(),
-            rejects_ambiguous_query: true,
-            rejects_ambiguous_cookie: true,
             value_checks: crate::policy::ValueChecks::ALL,
         };
         let parts = [
@@ -498,8 +486,6 @@ mod tests {
                 ipv4_prefix: 32,
                 ipv6_prefix: 64,
                 nat64_prefixes: Vec::new(),
-                rejects_ambiguous_query: true,
-                rejects_ambiguous_cookie: true,
                 value_checks: crate::policy::ValueChecks::ALL,
             };
             let facts = Facts {

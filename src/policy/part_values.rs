@@ -1,10 +1,8 @@
 //! Reads the values of parts from a request or descriptor.
 
-use super::client_network::format_client_network;
-use super::key_error::KeyError;
+use super::client::format_client_network;
 use super::key_part::{KeyComponent, KeyPart};
-use super::lenient_names::{self, AmbiguityError};
-use super::{Facts, Matcher, client, facts, path};
+use super::{Facts, KeyError, Matcher, client, facts, path};
 use smallvec::{SmallVec, smallvec};
 use std::borrow::Cow;
 use std::iter;
@@ -45,7 +43,7 @@ impl KeyPart {
             }
             Self::Alternatives(alternatives) => find_first_present(alternatives, facts, context)?,
             part => {
-                part.find_ambiguity(facts, context.client)
+                part.find_ambiguity(facts, context.client.value_checks)
                     .map_or(Ok(()), Err)?;
                 part.single_value(facts)?
             }
@@ -103,30 +101,6 @@ impl KeyPart {
         Ok(())
     }
 
-    /// Returns a query parameter or cookie that upstreams may read differently.
-    pub(super) fn find_ambiguity(
-        &self,
-        facts: &Facts<'_>,
-        client: &client::Settings,
-    ) -> Option<KeyError> {
-        let found = match self {
-            Self::Query(name) => lenient_names::find_query_ambiguity(facts, name, client),
-            Self::Cookie(name) => lenient_names::find_cookie_ambiguity(facts.headers, name, client),
-            _ => return None,
-        };
-        let checks = client.value_checks;
-        let is_rejected = || {
-            self.read_values(facts, |mut values| {
-                Iterator::any(&mut values, |value| checks.rejects_value(&value))
-            })
-        };
-        let found = match found {
-            None if is_rejected() => Some(KeyError::OuterWhiteSpace as AmbiguityError),
-            found => found,
-        };
-        found.map(|error| error(self.to_string()))
-    }
-
     /// The only value. A list claim with several has none.
     ///
     /// # Errors
@@ -148,6 +122,17 @@ impl KeyPart {
         })
     }
 
+    /// Whether one of the values is as wanted.
+    pub(super) fn has_value(
+        &self,
+        facts: &Facts<'_>,
+        mut is_wanted: impl FnMut(&[u8]) -> bool,
+    ) -> bool {
+        self.read_values(facts, |mut values| {
+            Iterator::any(&mut values, |value| is_wanted(&value))
+        })
+    }
+
     /// Passes the values that a request or descriptor has to `read`. Parts whose values depend on
     /// settings or on the policy (client address, path, alternatives) have none.
     pub(super) fn read_values<'a, R>(
@@ -162,8 +147,8 @@ impl KeyPart {
             Self::Query(name) => return read(&mut facts::query_values(facts.query, name)),
             Self::Cookie(name) => return read(&mut facts::cookie_values(facts.headers, name)),
             Self::Claim(name) => {
-                let claim = facts.token.claim(facts.headers, name);
-                return read(&mut claim.texts().map(Cow::Borrowed));
+                let texts = facts.token.claim(facts.headers, name).unwrap_or_default();
+                return read(&mut texts.iter().map(|text| Cow::Borrowed(text.as_bytes())));
             }
             Self::DescriptorEntry(name) => {
                 let descriptor = facts.descriptor.into_iter();

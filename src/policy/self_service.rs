@@ -7,7 +7,7 @@
 use super::key_part::KeyPart;
 use super::{
     Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
-    PolicyTable, Quota, RequestAmounts, read_request_amounts,
+    PolicyTable, Quota, RequestAmounts, SelectedLimits, read_request_amounts,
 };
 use crate::limiter::{Key, KeyBuilder};
 
@@ -26,7 +26,7 @@ pub struct ClientQuotas<'t> {
 }
 
 /// The quota that one policy gives a client.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct ClientQuota<'t> {
     /// Index of the policy in the table.
     pub policy_index: usize,
@@ -37,6 +37,26 @@ pub struct ClientQuota<'t> {
     pub key: Key,
     pub limits: &'t [NamedLimit],
     pub amounts: Option<Box<RequestAmounts>>,
+}
+
+impl<'t> ClientQuota<'t> {
+    /// The quota of a policy, given with its index, by the key and the limits of a request.
+    pub fn new(
+        (policy_index, policy): (usize, &'t Policy),
+        quota: &'t Quota,
+        (key, selected): (Key, SelectedLimits<'t>),
+        facts: &Facts<'_>,
+    ) -> Self {
+        Self {
+            policy_index,
+            policy,
+            quota,
+            mode: selected.mode(policy.mode),
+            key,
+            limits: selected.limits,
+            amounts: read_request_amounts(selected.limits, facts),
+        }
+    }
 }
 
 impl PolicyTable {
@@ -95,15 +115,8 @@ impl PolicyTable {
                     identities.push((part, stored));
                 }
             }
-            quotas.push(ClientQuota {
-                policy_index,
-                policy,
-                quota,
-                mode,
-                key,
-                limits: selected.limits,
-                amounts: read_request_amounts(selected.limits, facts),
-            });
+            let policy = (policy_index, policy);
+            quotas.push(ClientQuota::new(policy, quota, (key, selected), facts));
             if quotas.len() == MAX_REPORTED_POLICIES {
                 break;
             }

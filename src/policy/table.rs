@@ -1,10 +1,10 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
-use super::conditions::RequiredValue;
-use super::coverage_index::{find_rarest_conditions, required_values};
+use super::coverage::{find_rarest_conditions, required_values};
+use super::matcher::RequiredValue;
 use super::{
     CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, NamedLimit, Policy,
-    PolicyMode, ValueCondition, client, jwt, path, path_pattern::PathIndex,
+    PolicyAction, PolicyMode, ValueCondition, client, jwt, path, path_pattern::PathIndex,
 };
 use foldhash::{HashMap, HashSet};
 use http::{HeaderMap, HeaderName};
@@ -176,7 +176,9 @@ impl PolicyTable {
             .filter_map(|index| Some((index, self.policies.get(index)?)))
             .filter(|(_, policy)| {
                 policy.first_unmet_condition(facts).is_none()
-                    || policy.find_ambiguity(facts, &self.client).is_some()
+                    || policy
+                        .find_ambiguity(facts, self.client.value_checks)
+                        .is_some()
             })
             .collect()
     }
@@ -231,7 +233,12 @@ impl PolicyTable {
     /// Returns why an app may read another value than policies do.
     pub fn check_header_values(&self, headers: &HeaderMap) -> Result<(), HeaderValueError> {
         let checks = self.client.value_checks;
-        checks.check_headers(headers, &self.value_headers)
+        let names = &self.value_headers;
+        // Comparing the few names of a request is cheaper than a lookup.
+        let lines = headers.iter().filter(|_| !names.is_empty());
+        lines
+            .filter(|(name, _)| names.contains(name))
+            .try_for_each(|(name, value)| checks.check_header_value(name, value.as_bytes()))
     }
 
     /// The headers for which [`PolicyTable::reads_header`] holds, in no particular order.
@@ -358,6 +365,44 @@ fn is_found_in_facts(value: &RequiredValue<'_>) -> bool {
     }
 }
 
+impl PolicyTable {
+    /// Describes the spellings that only the operator can rule out, because they depend on the app.
+    pub fn spelling_notes(&self) -> Vec<String> {
+        let case_matters = self.path.normalize && self.path.case_sensitive;
+        let mut policies = self.policies().iter().filter(|_| case_matters);
+        let case = policies.find(|one| is_evaded_by_case(one)).map(|policy| {
+            format!(
+                "policy \"{}\" misses paths in another letter case: if your app routes them alike (Express and Koa do), set path.case_sensitive = false",
+                policy.name
+            )
+        });
+        let limits_by_address = self.policies().iter().any(|policy| {
+            let key = policy.quota().map(|quota| &quota.key);
+            policy.is_enforced()
+                && key.is_some_and(|key| key.parts().any(|part| *part == KeyPart::ClientIp))
+                && !key.is_some_and(|key| key.parts().any(KeyPart::is_client_chosen))
+        });
+        let keys_by_authorization = |policy: &&Policy| {
+            let mut sources = policy.quota().into_iter().flat_map(|one| one.key.sources());
+            sources.any(|part| *part == KeyPart::Header(http::header::AUTHORIZATION))
+        };
+        let mut policies = self.policies().iter().filter(|_| !limits_by_address);
+        let authorization = policies.find(keys_by_authorization).map(|policy| {
+            format!(
+                "policy \"{}\" has a quota for each value of the header authorization, and clients choose it (\"Token a\", \"Token b\"; Basic and Bearer have one spelling): expected a jwt: key, or a policy with client_ip beside it",
+                policy.name
+            )
+        });
+        case.into_iter().chain(authorization).collect()
+    }
+}
+
+fn is_evaded_by_case(policy: &Policy) -> bool {
+    let is_restriction = !matches!(policy.action, PolicyAction::Allow) && policy.is_enforced();
+    let paths = policy.matcher.path_patterns();
+    is_restriction && !paths.is_empty() && paths.iter().all(|pattern| pattern.has_letters())
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::path::PathInterpretations;
@@ -399,8 +444,6 @@ mod tests {
             ipv4_prefix: 32,
             ipv6_prefix: 64,
             nat64_prefixes: Vec::new(),
-            rejects_ambiguous_query: true,
-            rejects_ambiguous_cookie: true,
             value_checks: crate::policy::ValueChecks::ALL,
         };
         PolicyTable::new(

@@ -264,8 +264,6 @@ mod tests {
             ipv4_prefix: 32,
             ipv6_prefix: 64,
             nat64_prefixes: Vec::new(),
-            rejects_ambiguous_query: true,
-            rejects_ambiguous_cookie: true,
             value_checks: crate::policy::ValueChecks::ALL,
         };
         let fields = RateLimitHeaderSettings {

@@ -143,7 +143,8 @@ impl ProxyService {
         call_verdict.statuses =
             restore_positions(call_verdict.statuses, &positions, call.descriptors.len());
         let unmatched = call_verdict.statuses.iter().filter(|one| !one.is_matched);
-        self.metrics.record_unmatched_descriptors(unmatched.count());
+        let counter = &self.metrics.unmatched_descriptors;
+        counter.add(unmatched.count() as u64);
         let outcome = &call_verdict.verdict.outcome;
         if let RequestOutcome::Unavailable { .. } = outcome {
             return Err(GrpcError(

@@ -106,7 +106,7 @@ impl ProxyServer {
     pub(crate) fn listen(&self) -> io::Result<()> {
         self.listeners
             .iter()
-            .try_for_each(|listener| listener.socket.listen(listener::LISTEN_BACKLOG))?;
+            .try_for_each(|listener| listener.socket.socket.listen(listener::LISTEN_BACKLOG))?;
         listener::warn_if_backlog_is_cut();
         Ok(())
     }

@@ -2,7 +2,6 @@
 
 use super::log_merge::ReplayRequest;
 use super::parsers::RequiredHeaders;
-use crate::limiter::Algorithm;
 use crate::policy::{ActualCostSource, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota};
 use http::header::COOKIE;
 use http::{HeaderName, StatusCode};
@@ -245,8 +244,7 @@ impl<'a> MissingFieldCheck<'a> {
             })
         });
         texts.extend(default_amounts);
-        let is_concurrency =
-            limits.any(|named| matches!(named.limit.algorithm, Algorithm::Concurrency { .. }));
+        let is_concurrency = limits.any(|named| named.limit.algorithm.counts_slots());
         let requests = self.coverage.requests;
         let without = requests - self.coverage.with_duration;
         if is_concurrency && without > 0 {

@@ -44,22 +44,21 @@ const MAX_BATCH_SLOTS: usize = 512;
 const MIN_RETRY_PAUSE: Duration = Duration::from_millis(25);
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
-/// Slots held by the requests of one worker. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct ConcurrencySlots(Arc<SharedConcurrencySlots>);
-
 /// The slots of one request; dropping it releases them.
 #[derive(Debug)]
 pub struct ConcurrencySlotGuard {
-    slots: ConcurrencySlots,
-    slot_id: u128,
+    slots: Arc<ConcurrencySlots>,
+    /// The slot's id at all its counters.
+    pub slot_id: u128,
     /// Time at which the request has to be ended, if any.
-    request_ends_at: Option<Instant>,
-    release: SlotRelease,
+    pub request_ends_at: Option<Instant>,
+    /// What ends the request before.
+    pub release: SlotRelease,
 }
 
+/// Slots held by the requests of one worker.
 #[derive(Debug)]
-struct SharedConcurrencySlots {
+pub struct ConcurrencySlots {
     store: Store,
     /// Random; makes slot ids unique in the fleet.
     instance_id: u64,
@@ -103,8 +102,8 @@ struct SlotEntry {
 type SlotCall = (SlotEntry, Amendment);
 
 impl ConcurrencySlots {
-    pub fn new(store: Store) -> Self {
-        Self(Arc::new(SharedConcurrencySlots {
+    pub fn new(store: Store) -> Arc<Self> {
+        Arc::new(Self {
             instance_id: match &store {
                 Store::Memory(_) => RandomState::new().hash_one(()),
                 Store::Redis { redis, .. } => redis.worker_id(),
@@ -115,23 +114,26 @@ impl ConcurrencySlots {
             changed: Notify::new(),
             drained: Notify::new(),
             early_release_log: LogThrottle::new(KEPT_SLOT_LOG_INTERVAL),
-        }))
+        })
     }
 
     /// Creates the guard of a new slot at these counters, and schedules its renewals. The slot is
     /// not taken yet: the caller charges the counters with the guard's slot id.
-    pub fn create_slot_guard(&self, counters: SmallVec<[LimitAndKey; 1]>) -> ConcurrencySlotGuard {
-        let slot_id = u128::from(self.0.instance_id) << 64 | u128::from(self.0.new_serial());
+    pub fn create_slot_guard(
+        self: &Arc<Self>,
+        counters: SmallVec<[LimitAndKey; 1]>,
+    ) -> ConcurrencySlotGuard {
+        let slot_id = u128::from(self.instance_id) << 64 | u128::from(self.new_serial());
         let renew_at = next_renewal_at(&counters, Instant::now());
         let slot = SlotEntry::new(slot_id, counters, renew_at);
-        let mut state = self.0.state.lock();
+        let mut state = self.state.lock();
         state.held.insert(slot_id, slot);
         state.renewals.insert((renew_at, slot_id));
         if state.renewals.first() == Some(&(renew_at, slot_id)) {
             self.wake_or_spawn_task(&mut state);
         }
         ConcurrencySlotGuard {
-            slots: self.clone(),
+            slots: Arc::clone(self),
             slot_id,
             request_ends_at: None,
             release: SlotRelease::default(),
@@ -140,12 +142,12 @@ impl ConcurrencySlots {
 
     /// Waits until all queued releases are sent, for at most [`super::FLUSH_TIMEOUT`].
     pub async fn wait_until_releases_sent(&self) {
-        wait_until_drained(&self.0.drained, || self.0.state.lock().ended_count() == 0).await;
+        wait_until_drained(&self.drained, || self.state.lock().ended_count() == 0).await;
     }
 
     /// Releases a slot of counters in memory at once, and of those in Redis soon.
-    fn release_slot(&self, slot_id: u128) {
-        let mut state = self.0.state.lock();
+    fn release_slot(self: &Arc<Self>, slot_id: u128) {
+        let mut state = self.state.lock();
         let Some(slot) = state.held.remove(&slot_id) else {
             return;
         };
@@ -153,7 +155,10 @@ impl ConcurrencySlots {
         let mut in_redis = SmallVec::new();
         for counter in slot.counters {
             let release = (counter, Amendment::Release { slot: slot_id });
-            if !(self.0.store).apply_in_memory(&Settlement::from_pending(&release)) {
+            if !self
+                .store
+                .apply_in_memory(&Settlement::from_pending(&release))
+            {
                 in_redis.push(release.0);
             }
         }
@@ -162,14 +167,14 @@ impl ConcurrencySlots {
 
     /// Queues the release of a slot at these counters. Does nothing if the queue is full.
     fn enqueue_release(
-        &self,
+        self: &Arc<Self>,
         state: &mut ConcurrencySlotsState,
         slot_id: u128,
         counters: SmallVec<[LimitAndKey; 1]>,
     ) {
         if !counters.is_empty() && state.ended_count() < MAX_ENDED_SLOTS {
             let slot = SlotEntry::new(slot_id, counters, Instant::now());
-            let position = (slot.call_at, self.0.new_serial());
+            let position = (slot.call_at, self.new_serial());
             state.releases.insert(position, slot);
             self.wake_or_spawn_task(state);
         }
@@ -177,11 +182,11 @@ impl ConcurrencySlots {
 
     /// Counts a slot that stays taken after its exchange. Returns whether that is possible.
     fn try_count_kept_slot(&self) -> bool {
-        let mut state = self.0.state.lock();
+        let mut state = self.state.lock();
         let has_room = state.kept_count < MAX_KEPT_SLOTS;
         if has_room {
             state.kept_count += 1;
-        } else if let Some(slots) = self.0.early_release_log.record_occurrence(monotonic_now()) {
+        } else if let Some(slots) = self.early_release_log.record_occurrence(monotonic_now()) {
             tracing::warn!(
                 slots,
                 max = MAX_KEPT_SLOTS,
@@ -191,21 +196,69 @@ impl ConcurrencySlots {
         has_room
     }
 
-    fn wake_or_spawn_task(&self, state: &mut ConcurrencySlotsState) {
+    fn wake_or_spawn_task(self: &Arc<Self>, state: &mut ConcurrencySlotsState) {
         if state.sending.is_some() {
-            return self.0.changed.notify_one();
+            return self.changed.notify_one();
         }
         state.sending = Some(0);
-        tokio::spawn(send_renewals_and_releases(Arc::clone(&self.0)));
+        tokio::spawn(send_renewals_and_releases(Arc::clone(self)));
+    }
+
+    fn new_serial(&self) -> u64 {
+        self.next_serial.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Sends a batch, and schedules the next calls of its slots.
+    async fn send_batch(&self, batch: Vec<SlotCall>, sent_at: Instant) {
+        let failed_calls = self.send_calls(&batch).await;
+        let (mut state, now) = (self.state.lock(), Instant::now());
+        for (slot, amendment) in batch {
+            let has_failed = failed_calls.contains(&amendment);
+            let retry_at = slot.retry_at(now);
+            match amendment {
+                Amendment::Renew { .. } if has_failed => {
+                    state.schedule_renewal(slot.slot_id, slot.due_since, retry_at);
+                }
+                Amendment::Renew { .. } => {
+                    let renew_at = next_renewal_at(&slot.counters, sent_at);
+                    state.schedule_renewal(slot.slot_id, renew_at, renew_at);
+                }
+                _ if has_failed && !slot.is_expired(now) => {
+                    state.releases.insert((retry_at, self.new_serial()), slot);
+                }
+                _ => {}
+            }
+        }
+        state.sending = Some(0);
+        if state.releases.is_empty() {
+            self.drained.notify_waiters();
+        }
+    }
+
+    /// Sends a batch. Returns the amendments that failed at any counter.
+    async fn send_calls(&self, batch: &[SlotCall]) -> HashSet<Amendment> {
+        let settlements = batch.iter().flat_map(|(slot, amendment)| {
+            let counters = slot.counters.iter();
+            counters.map(|(limit, key)| Settlement {
+                limit,
+                key,
+                amendment: *amendment,
+            })
+        });
+        let settlements: Vec<Settlement<'_>> = settlements.collect();
+        let Err(error) = self.store.apply_settlements(&settlements).await else {
+            return HashSet::new();
+        };
+        tracing::debug!(
+            why = %error,
+            "failed to send concurrency-slot renewals or releases to the store"
+        );
+        let unconfirmed = error.unconfirmed.iter();
+        unconfirmed.map(|settlement| settlement.amendment).collect()
     }
 }
 
 impl ConcurrencySlotGuard {
-    /// The slot's id at all its counters.
-    pub fn slot_id(&self) -> u128 {
-        self.slot_id
-    }
-
     /// Keeps only the counters for which `is_taken` holds. If Redis may hold slots at the other
     /// counters, these slots are released; otherwise they are forgotten. Returns `None` if no
     /// counter is kept.
@@ -214,7 +267,7 @@ impl ConcurrencySlotGuard {
         is_taken: impl Fn(&LimitAndKey) -> bool,
         may_hold_ungranted: bool,
     ) -> Option<Self> {
-        let mut state = self.slots.0.state.lock();
+        let mut state = self.slots.state.lock();
         let slot = state.held.get_mut(&self.slot_id)?;
         let (taken, rest) = std::mem::take(&mut slot.counters)
             .into_iter()
@@ -226,11 +279,6 @@ impl ConcurrencySlotGuard {
         }
         drop(state);
         is_held.then_some(self)
-    }
-
-    /// Sets the time at which the request has to be ended, if any, and what ends it before.
-    pub fn set_request_end(&mut self, ends_at: Option<Instant>, release: SlotRelease) {
-        (self.request_ends_at, self.release) = (ends_at, release);
     }
 
     /// Time until which the slot stays taken without its client, unless the upstream's response
@@ -250,14 +298,9 @@ impl ConcurrencySlotGuard {
         };
         tokio::spawn(async move {
             sleep_until(held_until).await;
-            self.slots.0.state.lock().kept_count -= 1;
+            self.slots.state.lock().kept_count -= 1;
             drop(self);
         });
-    }
-
-    /// Time at which the request has to be ended, if any.
-    pub fn request_ends_at(&self) -> Option<Instant> {
-        self.request_ends_at
     }
 }
 
@@ -350,7 +393,7 @@ fn next_renewal_at(counters: &[LimitAndKey], now: Instant) -> Instant {
 }
 
 /// Renews and releases slots until there are none.
-async fn send_renewals_and_releases(slots: Arc<SharedConcurrencySlots>) {
+async fn send_renewals_and_releases(slots: Arc<ConcurrencySlots>) {
     loop {
         let now = Instant::now();
         let (batch, next_call) = {
@@ -371,61 +414,6 @@ async fn send_renewals_and_releases(slots: Arc<SharedConcurrencySlots>) {
     }
 }
 
-impl SharedConcurrencySlots {
-    fn new_serial(&self) -> u64 {
-        self.next_serial.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Sends a batch, and schedules the next calls of its slots.
-    async fn send_batch(&self, batch: Vec<SlotCall>, sent_at: Instant) {
-        let failed_calls = self.send_calls(&batch).await;
-        let (mut state, now) = (self.state.lock(), Instant::now());
-        for (slot, amendment) in batch {
-            let has_failed = failed_calls.contains(&amendment);
-            let retry_at = slot.retry_at(now);
-            match amendment {
-                Amendment::Renew { .. } if has_failed => {
-                    state.schedule_renewal(slot.slot_id, slot.due_since, retry_at);
-                }
-                Amendment::Renew { .. } => {
-                    let renew_at = next_renewal_at(&slot.counters, sent_at);
-                    state.schedule_renewal(slot.slot_id, renew_at, renew_at);
-                }
-                _ if has_failed && !slot.is_expired(now) => {
-                    state.releases.insert((retry_at, self.new_serial()), slot);
-                }
-                _ => {}
-            }
-        }
-        state.sending = Some(0);
-        if state.releases.is_empty() {
-            self.drained.notify_waiters();
-        }
-    }
-
-    /// Sends a batch. Returns the amendments that failed at any counter.
-    async fn send_calls(&self, batch: &[SlotCall]) -> HashSet<Amendment> {
-        let settlements = batch.iter().flat_map(|(slot, amendment)| {
-            let counters = slot.counters.iter();
-            counters.map(|(limit, key)| Settlement {
-                limit,
-                key,
-                amendment: *amendment,
-            })
-        });
-        let settlements: Vec<Settlement<'_>> = settlements.collect();
-        let Err(error) = self.store.apply_settlements(&settlements).await else {
-            return HashSet::new();
-        };
-        tracing::debug!(
-            why = %error,
-            "failed to send concurrency-slot renewals or releases to the store"
-        );
-        let unconfirmed = error.unconfirmed.iter();
-        unconfirmed.map(|settlement| settlement.amendment).collect()
-    }
-}
-
 #[cfg(test)]
 mod test_access {
     use super::*;
@@ -433,7 +421,7 @@ mod test_access {
     impl ConcurrencySlots {
         /// The counters of all queued releases.
         pub fn counters_of_queued_releases(&self) -> Vec<LimitAndKey> {
-            let state = self.0.state.lock();
+            let state = self.state.lock();
             let queued = state.releases.values();
             queued.flat_map(|slot| slot.counters.clone()).collect()
         }

@@ -31,20 +31,31 @@
 //!
 //! The memory store replaces all of these steps.
 
-mod unasked_limits;
-
-use super::decision_source::DecisionSource;
 use super::deny_cache::DenyCache;
 use super::instance_counters::{InstanceReservation, list_returns, mark_returnable};
 use super::leases::{LeasePermitGuard, LeasePool, has_small_costs};
 use super::redis::RedisStore;
 use super::{DecisionFailure, PartialDecision, Store, StoreUnavailable};
 use crate::clock::monotonic_now;
-use crate::limiter::{Decision, PolicyCharges, RequestPart, each_charge};
+use crate::limiter::{Charge, Decision, PolicyCharges, Refusal, RequestPart, each_charge};
 use smallvec::SmallVec;
 use std::sync::Arc;
+use strum::{IntoStaticStr, VariantNames};
 use tokio::time::Instant;
-use unasked_limits::find_unasked_limits;
+
+/// The component that decided on a request's limits. The names are those in metrics, logs and
+/// spans.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+pub enum DecisionSource {
+    Redis,
+    Memory,
+    DenyCache,
+    /// Units leased from the store in advance.
+    Lease,
+    /// The `on_store_failure` setting of the policies, because the store was unavailable.
+    Degraded,
+}
 
 /// The parts that decide when the counters are in Redis.
 #[derive(Clone, Copy, Debug)]
@@ -397,6 +408,100 @@ impl<'s> RedisDecisionPath<'s> {
                 refusal.may_have_charged = true;
                 Ok((refusal, DecisionSource::DenyCache))
             }
+        }
+    }
+
+    /// Adds the refusals of `unknown` limits, one flag per charge, to a refusal, so that the client
+    /// retries when all limits admit. Reads the counters without a charge. Limits whose counters
+    /// give no answer stay unknown.
+    async fn complete_refusal(
+        self,
+        request: &[PolicyCharges<'_>],
+        refusal: Decision,
+        unknown: &[bool],
+        requested_at: Instant,
+    ) -> Decision {
+        let mut unknown = unknown.iter();
+        let unknown = RequestPart::new(request, |charge| {
+            unknown.next() == Some(&true) && !self.leases.has_units_for(charge)
+        });
+        if unknown.is_empty() {
+            return refusal;
+        }
+        let waits = refusal.outcomes().map(|outcome| match outcome.refusal() {
+            Some(Refusal::Until(at_us)) => at_us.saturating_sub(refusal.now_us),
+            _ => 0,
+        });
+        let wait_us = waits.max().unwrap_or(0);
+        // Boxed, because most refusals need no reading.
+        let read = self.read_statuses(&unknown.policies, requested_at, wait_us);
+        refusal.merge_refusals(unknown.expand(Box::pin(read).await))
+    }
+
+    /// Reads counters in Redis without a charge, or their statuses in the deny cache.
+    async fn read_statuses(
+        self,
+        request: &[PolicyCharges<'_>],
+        requested_at: Instant,
+        wait_us: u64,
+    ) -> Decision {
+        let cached = self.deny_cache.find_fresh_statuses(request, Instant::now());
+        let mut unknown = cached.iter().flat_map(|cached| &cached.unknown);
+        let is_asked = |_: &Charge<'_, '_>| unknown.next().is_none_or(|is_unknown| *is_unknown);
+        let asked = RequestPart::new(request, is_asked);
+        let known = cached.map(|cached| cached.decision).unwrap_or_default();
+        if asked.is_empty() {
+            return known;
+        }
+        let reads = asked.policies.iter().map(PolicyCharges::to_read);
+        let reads: SmallVec<[PolicyCharges<'_>; 2]> = reads.collect();
+        let read = self.redis.decide(&reads, requested_at).await;
+        let mut read = read.unwrap_or_else(|failure| {
+            let partial = failure.partial.map(|partial| partial.decision);
+            partial.unwrap_or_else(|| Decision::without_outcomes(&reads))
+        });
+        read.admitted = false;
+        self.redis
+            .fallback()
+            .cache_statuses(&asked.policies, &read, requested_at.into_std());
+        let times = (requested_at, Instant::now());
+        self.deny_cache
+            .record_reading(&asked.policies, &read, times, wait_us);
+        let read = asked.expand(read);
+        match known.now_us {
+            0 => read,
+            _ => known.merge_refusals(read),
+        }
+    }
+}
+
+/// Finds the limits that may refuse for longer than a refusal says, with one flag per charge.
+/// Charges with a time were admitted: their units are being returned.
+fn find_unasked_limits(request: &[PolicyCharges<'_>], refusal: &Decision) -> SmallVec<[bool; 8]> {
+    let outcomes = each_charge(request).zip(refusal.outcomes());
+    let is_unasked =
+        outcomes.map(|(charge, outcome)| charge.has_retry_time() && outcome.is_unknown());
+    is_unasked.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn labels_match_discriminants() {
+        assert_eq!(
+            DecisionSource::VARIANTS.len(),
+            DecisionSource::Degraded as usize + 1
+        );
+        for one in [
+            DecisionSource::Redis,
+            DecisionSource::Memory,
+            DecisionSource::DenyCache,
+            DecisionSource::Lease,
+            DecisionSource::Degraded,
+        ] {
+            assert_eq!(DecisionSource::VARIANTS[one as usize], <&str>::from(one));
         }
     }
 }

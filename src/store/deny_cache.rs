@@ -261,8 +261,16 @@ impl DenyCache {
         self.record_statuses(request, decision, times, admitting_max_age);
         let mut generations = self.0.lock();
         for (charge, outcome) in each_charge(request).zip(decision.outcomes()) {
-            if outcome.is_unknown() {
-                generations.prolong_unanswered(&charge, times.1);
+            if !outcome.is_unknown() {
+                continue;
+            }
+            let (read_at, fresh_until) = ((0, times.1, times.1), times.1 + MAX_AGE);
+            match generations.get_entry(&charge) {
+                Some(entry) => entry.fresh_until = fresh_until,
+                None => {
+                    let status = LimitStatus::default();
+                    generations.insert_entry(&charge, status, read_at, fresh_until);
+                }
             }
         }
     }
@@ -372,16 +380,6 @@ impl DenyGenerations {
             };
             self.current.insert(counter, entry);
         }
-    }
-
-    /// Lets the entry of a limit that gave no answer count for a further second.
-    fn prolong_unanswered(&mut self, charge: &Charge<'_, '_>, at: Instant) {
-        let fresh_until = at + MAX_AGE;
-        if let Some(entry) = self.get_entry(charge) {
-            entry.fresh_until = fresh_until;
-            return;
-        }
-        self.insert_entry(charge, LimitStatus::default(), (0, at, at), fresh_until);
     }
 
     fn remove_entry(&mut self, counter: CounterRef<'_>) {

@@ -13,13 +13,10 @@
 //!
 //! Each process has one fallback store, shared by its workers.
 
-mod counter_cache;
 pub(super) mod outage_usage;
 mod share;
-mod share_settlements;
 mod status_cache;
 pub(super) mod usage_directory;
-mod usage_transfer;
 mod write_back;
 
 pub use share::Share;
@@ -29,13 +26,12 @@ use super::memory::{CounterId, MemorySettings, MemoryStore, counter_id};
 use super::{PendingSettlement, Settlement};
 use crate::clock::Clock;
 use crate::limiter::{
-    Amendment, Charge, CounterRef, Decision, Key, LimitStatus, OverriddenCharges, OverrideInEffect,
-    PolicyCharges, Refusal, RequestPart, each_charge,
+    Amendment, Charge, CounterRef, Decision, Key, OverriddenCharges, PolicyCharges, Refusal,
+    RequestPart, each_charge,
 };
-use counter_cache::CounterCache;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use smallvec::SmallVec;
-use status_cache::StatusCache;
+use status_cache::{CachedOverride, CounterCache, StatusCache};
 use std::collections::{BTreeSet, HashSet};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Instant;
@@ -92,14 +88,6 @@ pub struct FallbackStore {
     partition_of: fn(&Key) -> u16,
     /// Wakes the background task.
     changed: Notify,
-}
-
-/// The last override that Redis reported for a counter.
-#[derive(Clone, Copy, Debug)]
-struct CachedOverride {
-    in_effect: OverrideInEffect,
-    /// When it ends by itself, by the local clock (µs).
-    ends_us: Option<u64>,
 }
 
 impl FallbackStore {
@@ -379,11 +367,66 @@ impl FallbackStore {
             // Charge times of the local counter do not apply to Redis. Without them, settlements
             // can charge further units, but can't credit any.
             outcome.charged_at_us = None;
-            if let Some(status) = &mut outcome.status {
-                correct_share_refusal(&charge, status);
+            // A permanent refusal by the share has an unknown end if the request fits the whole
+            // limit: it lasts as long as the outage.
+            let capacity = charge.limit.capacity();
+            if let Some(status) = &mut outcome.status
+                && status.refusal == Some(Refusal::Never)
+                && capacity > 0
+                && charge.cost <= capacity
+            {
+                status.refusal = Some(Refusal::Unknown);
             }
         }
         part.expand(decision)
+    }
+
+    /// Applies settlements to local counters: of charges decided here, and of slots counted here.
+    pub fn apply_settlements(&self, settlements: &[Settlement<'_>]) {
+        for settlement in settlements {
+            let counter = settlement.counter();
+            let applies = match settlement.amendment {
+                Amendment::Release { slot } => {
+                    (self.write_back.lock()).remove_released_slot(counter, slot);
+                    true
+                }
+                Amendment::Renew { .. } => true,
+                Amendment::Charge(_) => self.is_in_outage(),
+                // Ignored credits make the share too strict, but only for a short time.
+                Amendment::Credit { .. } | Amendment::BackdatedCharge { .. } => false,
+            };
+            if applies && counter.key.is_response_counter_key() && self.has_request_counter(counter)
+            {
+                // A decision only reads this counter, so the first response creates it.
+                self.amend_share(counter, settlement.amendment);
+            } else if applies {
+                self.memory.amend_counter(settlement, false);
+            }
+        }
+    }
+
+    /// Records a settlement that could not be sent to Redis, for write-back. Applies only to
+    /// further units of a counter that this process has; returns whether it was recorded.
+    pub fn defer_settlement(&self, settlement: &Settlement<'_>) -> bool {
+        let Amendment::Charge(units) = settlement.amendment else {
+            return false;
+        };
+        let is_counted_here = self.has_request_counter(settlement.counter());
+        if is_counted_here {
+            let charge = [PolicyCharges::new(settlement.limit, settlement.key, units)];
+            self.record_charges(each_charge(&charge), self.clock.now_us());
+        }
+        is_counted_here
+    }
+
+    /// Whether this process has the counter of a limit; for the key of a response counter, the
+    /// request counter of the limit.
+    fn has_request_counter(&self, counter: CounterRef<'_>) -> bool {
+        if !counter.key.is_response_counter_key() {
+            return self.memory.contains_counter(counter);
+        }
+        let key = &counter.key.to_request_counter_key();
+        self.memory.contains_counter(CounterRef { key, ..counter })
     }
 
     /// Whether charges wait for write-back or are being written back.
@@ -449,16 +492,6 @@ impl FallbackStore {
 /// Whether this process decides the charge in an outage.
 fn uses_fallback(policy: &PolicyCharges<'_>) -> bool {
     policy.has_fallback && !policy.shadow
-}
-
-/// Changes a permanent refusal by the share to one with an unknown end if the request fits the
-/// whole limit: the refusal lasts as long as the outage.
-fn correct_share_refusal(charge: &Charge<'_, '_>, status: &mut LimitStatus) {
-    let capacity = charge.limit.capacity();
-    let fits = capacity > 0 && charge.cost <= capacity;
-    if status.refusal == Some(Refusal::Never) && fits {
-        status.refusal = Some(Refusal::Unknown);
-    }
 }
 
 #[cfg(test)]

@@ -18,8 +18,6 @@
 //! Units of a failed credit are counted as lost and stay charged until they expire. Units that
 //! Redis granted to a refill that timed out stay charged too, but are not counted as lost.
 
-mod clock_reading;
-mod lease_credit;
 mod lease_entry;
 mod lease_table;
 
@@ -27,12 +25,12 @@ use super::redis::RedisStore;
 use super::{FLUSH_TIMEOUT, PendingSettlement, Settlement, StoreUnavailable};
 use crate::clock::Clock;
 use crate::limiter::{Amendment, Charge, Decision, LimitCharge, PolicyCharges, RequestPart};
-use clock_reading::ClockReading;
-use lease_entry::LeasePermit;
+use lease_entry::{ClockReading, LeasePermit};
 use lease_table::{LeaseTable, OnLeaseExhausted};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::futures::OwnedNotified;
 use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
@@ -141,7 +139,7 @@ impl LeasePool {
 
     /// Number of leased units that were not used and could not be returned.
     pub fn lost_units(&self) -> u64 {
-        self.table.credits.lost_units()
+        self.table.credits.lost_units.load(Ordering::Relaxed)
     }
 
     /// Sends credits to Redis. A failed credit is not retried: its units stay charged until they
@@ -160,7 +158,8 @@ impl LeasePool {
             Amendment::Credit { units, .. } => units,
             _ => 0,
         });
-        self.table.credits.record_lost_units(lost_units.sum());
+        let lost = &self.table.credits.lost_units;
+        lost.fetch_add(lost_units.sum(), Ordering::Relaxed);
     }
 
     /// Takes the due credits, as [`LeaseTable::take_due_credits`] does. Returns `None` if nothing
@@ -236,7 +235,7 @@ async fn run_credit_task(leases: Arc<LeasePool>, redis: RedisStore) {
         tokio::select! {
             biased;
             () = sleep_until(next) => {}
-            () = leases.table.wait_for_change() => {}
+            () = leases.table.changed.notified() => {}
         }
     }
 }

@@ -10,12 +10,10 @@
 //! 36](../../docs/decisions/0036-fair-eviction.md)).
 
 mod counter_shard;
-mod override_table;
 
 pub(super) use counter_shard::{CounterId, counter_id};
-pub use override_table::MAX_MEMORY_OVERRIDES;
 
-use super::{Settlement, override_end_us};
+use super::{Settlement, StoredOverride, override_end_us};
 use crate::clock::{Clock, monotonic_now};
 use crate::limiter::{
     Amendment, Charge, ChargeEffect, ChargeOutcome, CounterRef, CounterState, CounterView,
@@ -23,7 +21,7 @@ use crate::limiter::{
     compute_lease_grant, determine_effects, each_charge,
 };
 use counter_shard::{CounterShard, MemoryUsage, StoreBound, StoreTime, StoredCounter};
-use override_table::OverrideTable;
+use foldhash::HashMap;
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use smallvec::SmallVec;
 use std::sync::atomic::Ordering;
@@ -38,7 +36,13 @@ pub struct MemorySettings {
     pub max_bytes: usize,
 }
 
-/// Counters of this process.
+/// Maximum number of overrides: some 300 MiB without notes. Only operators add them.
+pub const MAX_MEMORY_OVERRIDES: usize = 1 << 20;
+
+/// Overrides by [`Key::id`].
+type OverrideTable = HashMap<u128, StoredOverride>;
+
+/// Counters of this process, and overrides, which end with it.
 #[derive(Debug)]
 pub struct MemoryStore {
     clock: Clock,
@@ -248,7 +252,7 @@ impl MemoryStore {
     ) -> LockedShards<'_> {
         let mut follows_wall_clock = false;
         let shard_indices = counters.into_iter().map(|counter| {
-            follows_wall_clock |= counter.limit.follows_wall_clock();
+            follows_wall_clock |= counter.limit.algorithm.follows_wall_clock();
             self.shard_index(counter.key)
         });
         let mut shard_indices: SmallVec<[usize; 4]> = shard_indices.collect();
@@ -299,6 +303,60 @@ impl MemoryStore {
             (self.byte_count() > self.settings.max_bytes).then_some(StoreBound::Bytes)
         }
     }
+}
+
+impl MemoryStore {
+    /// Sets the override of a key. Returns whether there was room for it.
+    pub fn set_override(&self, stored: StoredOverride) -> bool {
+        insert_override(&mut self.overrides.write(), stored, self.clock.wall_us())
+    }
+
+    /// Sets the override of a key if it still is `previous`. Returns whether it was, or `None` if
+    /// there is no room for it.
+    pub fn replace_override(
+        &self,
+        previous: Option<&StoredOverride>,
+        stored: StoredOverride,
+    ) -> Option<bool> {
+        let (mut overrides, now_us) = (self.overrides.write(), self.clock.wall_us());
+        let current = overrides.get(&stored.key.id());
+        if current.filter(|stored| !stored.is_expired(now_us)) != previous {
+            return Some(false);
+        }
+        insert_override(&mut overrides, stored, now_us).then_some(true)
+    }
+
+    /// Removes the override of a key. Returns the removed one.
+    pub fn remove_override(&self, key: &Key) -> Option<StoredOverride> {
+        let removed = self.overrides.write().remove(&key.id())?;
+        (!removed.is_expired(self.clock.wall_us())).then_some(removed)
+    }
+
+    /// The override of a key.
+    pub fn find_override(&self, key: &Key) -> Option<StoredOverride> {
+        let stored = self.overrides.read().get(&key.id()).cloned()?;
+        (!stored.is_expired(self.clock.wall_us())).then_some(stored)
+    }
+
+    /// All overrides, in no order.
+    pub fn list_overrides(&self) -> Vec<StoredOverride> {
+        let (overrides, now_us) = (self.overrides.read(), self.clock.wall_us());
+        let current = overrides.values();
+        let current = current.filter(|stored| !stored.is_expired(now_us));
+        current.cloned().collect()
+    }
+}
+
+/// Inserts or replaces an override. Returns false if the table is full.
+fn insert_override(overrides: &mut OverrideTable, stored: StoredOverride, now_us: u64) -> bool {
+    if overrides.len() >= MAX_MEMORY_OVERRIDES && !overrides.contains_key(&stored.key.id()) {
+        overrides.retain(|_, stored| !stored.is_expired(now_us));
+        if overrides.len() >= MAX_MEMORY_OVERRIDES {
+            return false;
+        }
+    }
+    overrides.insert(stored.key.id(), stored);
+    true
 }
 
 /// The shards of one call, locked together, each with its index.

@@ -71,7 +71,7 @@ impl SettlementQueue {
         }
         let is_lost = |settlement| !enqueue_settlement(&mut queued.pending, settlement);
         let lost_count = settlements.map(is_lost).filter(|is_lost| *is_lost).count();
-        self.0.metrics.record_lost_settlements(lost_count);
+        self.0.metrics.lost_settlements.add(lost_count as u64);
     }
 
     /// Waits until the settlements that are queued now are applied or lost.
@@ -112,7 +112,7 @@ async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
         if let Err(error) = queue.store.apply_settlements(&settlements).await {
             tracing::debug!(why = %error, "failed to send settlements to the store");
             let lost_count = error.unconfirmed.len();
-            queue.metrics.record_lost_settlements(lost_count);
+            queue.metrics.lost_settlements.add(lost_count as u64);
         }
         queue.answered_batch.send_replace(number);
     }

@@ -119,7 +119,7 @@ impl TrafficHistory {
         let before_s = state.now_s;
         let now_s = now_s.max(before_s);
         state.now_s = now_s;
-        let series = &self.metrics.labels().policy_history;
+        let series = &self.metrics.labels.policy_history;
         state.sample_policies(before_s, active_policies, series);
         state.record_second(before_s, &self.metrics);
         if state
@@ -232,7 +232,7 @@ impl HistoryState {
         let mut count = 0;
         for counters in active_policies {
             count += 1;
-            let name = Arc::clone(counters.policy_name());
+            let name = Arc::clone(&counters.policy_name);
             let history = self.policies.entry(name).or_default();
             let mut counts = [0; POLICY_HISTORY_SERIES_COUNT];
             for (count, (_, requests)) in counts.iter_mut().zip(counters.requests_by_label(series))

@@ -9,28 +9,25 @@ mod exporter;
 mod exposition;
 mod histogram;
 mod http_server;
-mod labels;
 mod otlp_output;
-mod output;
 mod page;
-mod policy_counters;
 mod registry;
 mod status;
 mod worker;
 
-pub use exporter::{MetricExportSettings, MetricExporter};
+pub use exporter::{MetricExportSettings, start_metric_export};
 pub use exposition::ExpositionFormat;
-pub use histogram::HistogramSnapshot;
+pub use histogram::{HistogramSnapshot, SingleWriterCounter};
 pub use http_server::ActiveHttpRequest;
-pub use labels::{LabelledCounterIndices, MetricLabels};
-pub(super) use labels::{POLICY_HISTORY_SERIES_COUNT, REQUEST_DECISION_COUNT};
-pub use policy_counters::PolicyCounters;
 pub use registry::Metrics;
 pub use status::{
-    KeyFetchCounts, MemoryStoreUsage, ProcessPhase, ProcessStatus, RedisServerMetrics,
-    SpanExportCounts, StoreOutage,
+    CertificateExpiry, ConnectionCounts, KeyFetchCounts, LastReload, MemoryStoreUsage,
+    ProcessPhase, ProcessStatus, RedisServerMetrics, StoreOutage, StoreStatus,
 };
-pub use worker::{LabelledCounters, WorkerMetrics};
+pub use worker::{
+    LabelledCounterIndices, LabelledCounters, MetricLabels, PolicyCounters, WorkerMetrics,
+};
+pub(super) use worker::{POLICY_HISTORY_SERIES_COUNT, REQUEST_DECISION_COUNT};
 
 #[cfg(test)]
 mod tests;

@@ -10,14 +10,13 @@ mod exporter;
 mod span;
 
 pub use context::{SpanId, TraceId, TraceParent};
-pub use exporter::SpanExporter;
 pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
-use super::metrics::SpanExportCounts;
-use super::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
+use super::otlp::{CollectorClient, CollectorSettings, ExportHandle, OtlpSignal};
 use crate::clock::Clock;
-use exporter::{QUEUE_CAPACITY, SpanExportCounters};
+use exporter::{QUEUE_CAPACITY, SpanExportCounters, start_export};
 use http::HeaderMap;
+use opentelemetry_proto::tonic::resource::v1::Resource;
 use opentelemetry_proto::tonic::trace::v1::Span;
 use std::io;
 use std::sync::Arc;
@@ -49,15 +48,11 @@ impl Tracer {
     ///
     /// # Errors
     /// Fails if the thread or its runtime cannot be created.
-    pub fn start(
-        settings: &TraceSettings,
-        resource: &ResourceAttributes,
-    ) -> io::Result<(Self, SpanExporter)> {
+    pub fn start(settings: &TraceSettings, resource: Resource) -> io::Result<(Self, ExportHandle)> {
         let (queue, recorded) = mpsc::channel(QUEUE_CAPACITY);
         let counters = Arc::<SpanExportCounters>::default();
         let collector = CollectorClient::new(OtlpSignal::Traces, settings.collector.clone());
-        let resource = resource.to_resource();
-        let exporter = SpanExporter::start(collector, resource, Arc::clone(&counters), recorded)?;
+        let exporter = start_export(collector, resource, Arc::clone(&counters), recorded)?;
         let inner = SharedTracer {
             sample_ratio: settings.sample_ratio,
             clock: Clock::system(),
@@ -88,12 +83,13 @@ impl Tracer {
     }
 
     /// Returns the numbers of spans since the start, by export result.
-    pub fn span_counts(&self) -> SpanExportCounts {
+    pub fn span_counts(&self) -> [(&'static str, u64); 3] {
         let counters = &self.0.counters;
-        SpanExportCounts {
-            exported: counters.exported.load(Ordering::Relaxed),
-            dropped: counters.dropped.load(Ordering::Relaxed),
-            failed: counters.failed.load(Ordering::Relaxed),
-        }
+        let counters = [
+            ("exported", &counters.exported),
+            ("dropped", &counters.dropped),
+            ("failed", &counters.failed),
+        ];
+        counters.map(|(result, count)| (result, count.load(Ordering::Relaxed)))
     }
 }

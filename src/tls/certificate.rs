@@ -1,9 +1,10 @@
-//! Parser of the certificate fields that the proxy uses.
+//! Certificates and private keys in PEM texts, and the certificate fields that the proxy uses.
 
-use std::net::{Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use tokio_rustls::rustls::client::verify_server_name;
+use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{
-    CertificateDer, ServerName, SubjectPublicKeyInfoDer, UnixTime,
+    CertificateDer, PrivateKeyDer, ServerName, SubjectPublicKeyInfoDer, UnixTime,
 };
 use tokio_rustls::rustls::{self, CertificateError};
 use x509_parser::certificate::X509Certificate;
@@ -31,6 +32,37 @@ pub struct CertificateSubject {
     pub san: Option<Box<str>>,
     /// First common name, if it is a text (UTF-8, printable, numeric or IA5).
     pub cn: Option<Box<str>>,
+}
+
+/// Parses all certificates in a PEM text, at least one.
+///
+/// # Errors
+/// Returns a message that describes the problem.
+pub fn parse_certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
+    let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    let certificates = certificates.map_err(|error| error.to_string())?;
+    if certificates.is_empty() {
+        return Err("there is no PEM certificate in it".to_owned());
+    }
+    Ok(certificates)
+}
+
+/// Parses the private key in a PEM text.
+///
+/// # Errors
+/// Returns a message that reveals nothing of the text.
+pub fn parse_private_key(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
+    PrivateKeyDer::from_pem_slice(pem).map_err(|_hidden| {
+        // The word stands in both encodings of an encrypted key: PKCS #8, and the older encoding
+        // with a header above the key.
+        let is_encrypted = pem.windows(9).any(|part| part == b"ENCRYPTED");
+        let problem = if is_encrypted {
+            "the private key is encrypted; expected one without a passphrase"
+        } else {
+            "there is no PEM private key in it"
+        };
+        problem.to_owned()
+    })
 }
 
 impl ParsedCertificate {
@@ -159,10 +191,9 @@ fn select_subject_alternative_name(names: &[GeneralName<'_>]) -> Option<Box<str>
 }
 
 fn format_ip_address(bytes: &[u8]) -> Option<Box<str>> {
-    let v4 = <[u8; 4]>::try_from(bytes).map(|octets| Ipv4Addr::from(octets).to_string());
-    let any = v4
-        .or_else(|_| <[u8; 16]>::try_from(bytes).map(|octets| Ipv6Addr::from(octets).to_string()));
-    any.ok().map(Into::into)
+    let v4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    let any = v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from));
+    Some(any.ok()?.to_string().into())
 }
 
 #[cfg(test)]

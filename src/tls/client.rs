@@ -1,11 +1,18 @@
 //! TLS towards a server: configuration and the name to verify.
 
+use super::TrustedCertificates;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 use tokio_rustls::TlsConnector;
-use tokio_rustls::rustls::pki_types::{InvalidDnsNameError, ServerName};
+use tokio_rustls::rustls::crypto::aws_lc_rs;
+use tokio_rustls::rustls::pki_types::{
+    CertificateDer, InvalidDnsNameError, PrivateKeyDer, ServerName,
+};
 use tokio_rustls::rustls::{ClientConfig, Error};
+
+/// Certificate chain, own certificate first, and its private key.
+type ClientTlsIdentity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 /// TLS client settings for one server.
 #[derive(Clone)]
@@ -17,23 +24,32 @@ pub struct ClientTls {
 }
 
 impl ClientTls {
-    /// Server certificates are verified against `server_name`, or without one against the host
-    /// connected to. `digest` must differ if any other argument differs.
+    /// Trusts the certificates and presents `identity` on request. Server certificates are verified
+    /// against `server_name`, or without one against the host connected to. `digest` must differ if
+    /// any other argument differs.
+    ///
+    /// # Errors
+    /// Fails if certificate and key do not match or cannot be used.
     pub fn new(
-        config: ClientConfig,
+        trusted: TrustedCertificates,
+        identity: Option<ClientTlsIdentity>,
         server_name: Option<ServerName<'static>>,
         digest: [u8; 32],
-    ) -> Self {
-        Self {
+    ) -> Result<Self, Error> {
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let builder = ClientConfig::builder_with_provider(provider)
+            .with_safe_default_protocol_versions()?
+            .dangerous()
+            .with_custom_certificate_verifier(Arc::new(trusted));
+        let config = match identity {
+            Some((chain, key)) => builder.with_client_auth_cert(chain, key)?,
+            None => builder.with_no_client_auth(),
+        };
+        Ok(Self {
             config: Arc::new(config),
             server_name,
             digest,
-        }
-    }
-
-    /// Client configuration, without ALPN protocols.
-    pub fn config(&self) -> &Arc<ClientConfig> {
-        &self.config
+        })
     }
 
     /// Connector that offers these protocols by ALPN.

@@ -1,8 +1,9 @@
 //! TLS towards clients: server certificates and client authentication.
 
-use super::certificate::{self, ParsedCertificate};
-use super::trusted_certificates::TrustedClientVerifier;
-use super::{parse_certificates, parse_private_key};
+use super::certificate::{
+    ParsedCertificate, parse_certificates, parse_crl_next_update, parse_private_key,
+};
+use super::trusted_certificates::{TrustedCertificates, TrustedClientVerifier};
 use arc_swap::ArcSwapOption;
 use sha2::{Digest, Sha256};
 use std::fmt;
@@ -75,38 +76,30 @@ pub struct ServerTls {
     digest: [u8; 32],
 }
 
-/// Error in a certificate or its private key.
-#[derive(Debug, thiserror::Error)]
-pub enum IdentityError {
-    #[error("{0}")]
-    Certificate(String),
-    #[error("{0}")]
-    Key(String),
-}
-
 impl ServerIdentity {
     /// Parses a PEM chain, own certificate first, and its PEM private key.
     ///
     /// # Errors
-    /// Returns an [`IdentityError`] that reveals nothing of the key.
-    pub fn from_pem(chain_pem: &[u8], key_pem: &[u8]) -> Result<Self, IdentityError> {
-        let chain = parse_certificates(chain_pem).map_err(IdentityError::Certificate)?;
+    /// Returns `cert` or `key`, whichever is wrong, and a message that reveals nothing of the key.
+    pub fn from_pem(chain_pem: &[u8], key_pem: &[u8]) -> Result<Self, (&'static str, String)> {
+        let of_cert = |reason| ("cert", reason);
+        let of_key = |reason| ("key", reason);
+        let chain = parse_certificates(chain_pem).map_err(of_cert)?;
         let mut parsed_certificates = chain.iter().map(|der| ParsedCertificate::from_der(der));
         let no_certificate = || Err("there is no certificate in it".to_owned());
         let certificate = parsed_certificates.next().unwrap_or_else(no_certificate);
-        let certificate = certificate.map_err(IdentityError::Certificate)?;
+        let certificate = certificate.map_err(of_cert)?;
         let expiry = parsed_certificates
             .filter_map(|issuer| Some(issuer.ok()?.validity_s.1))
             .fold(certificate.validity_s.1, u64::min);
-        let key = parse_private_key(key_pem).map_err(IdentityError::Key)?;
-        let key = CertifiedKey::from_der(chain, key, &aws_lc_rs::default_provider()).map_err(
-            |error| match error {
-                Error::InconsistentKeys(_) => {
-                    IdentityError::Key("the key is not that of the certificate".to_owned())
-                }
-                error => IdentityError::Key(format!("the key cannot be used: {error}")),
-            },
-        )?;
+        let key = parse_private_key(key_pem).map_err(of_key)?;
+        let key = CertifiedKey::from_der(chain, key, &aws_lc_rs::default_provider());
+        let key = key.map_err(|error| match error {
+            Error::InconsistentKeys(_) => {
+                of_key("the key is not that of the certificate".to_owned())
+            }
+            error => of_key(format!("the key cannot be used: {error}")),
+        })?;
         let digest = digest_texts([chain_pem, key_pem]);
         Ok(Self {
             key: Arc::new(key),
@@ -127,11 +120,6 @@ impl ServerIdentity {
         };
         let mut names = self.certificate.dns_names.iter();
         names.any(|own| own.strip_prefix("*.") == Some(parent))
-    }
-
-    fn has_common_signature_scheme(&self, hello: &ClientHello<'_>) -> bool {
-        let scheme = self.key.key.choose_scheme(hello.signature_schemes());
-        scheme.is_some()
     }
 }
 
@@ -157,7 +145,7 @@ impl RevocationLists {
         }
         let mut expiry = None;
         for list in &lists {
-            let end = certificate::parse_crl_next_update(list)?;
+            let end = parse_crl_next_update(list)?;
             expiry = [expiry, end].into_iter().flatten().min();
         }
         Ok(Self {
@@ -225,12 +213,11 @@ fn build_server_config(
         (ClientAuth::None, _) => Arc::new(NoClientAuth),
         (_, None) => return Err("there is no CA to verify client certificates".to_owned()),
         (auth, Some(pem)) => {
-            let trusted = super::parse_trusted_certificates(pem)?;
-            let builder = WebPkiClientVerifier::builder_with_provider(
+            let trusted = TrustedCertificates::from_pem(pem)?;
+            let mut builder = WebPkiClientVerifier::builder_with_provider(
                 Arc::clone(&trusted.roots),
                 Arc::clone(&provider),
             );
-            let mut builder = builder;
             if auth == ClientAuth::Optional {
                 builder = builder.allow_unauthenticated();
             }
@@ -240,11 +227,7 @@ fn build_server_config(
             }
             let issuer_verifier = builder.build().map_err(|error| error.to_string())?;
             match &clients.crl {
-                None => Arc::new(TrustedClientVerifier {
-                    trusted,
-                    algorithms: provider.signature_verification_algorithms,
-                    issuer_verifier,
-                }),
+                None => Arc::new(TrustedClientVerifier::new(trusted, issuer_verifier)),
                 // Revocation needs an issuer with a revocation list.
                 Some(_) => issuer_verifier,
             }
@@ -269,8 +252,9 @@ struct CertificateResolver(Vec<ServerIdentity>);
 
 impl ResolvesServerCert for CertificateResolver {
     fn resolve(&self, hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        let schemes = hello.signature_schemes();
         let chosen = self.select_identity(hello.server_name().unwrap_or_default(), |identity| {
-            identity.has_common_signature_scheme(&hello)
+            identity.key.key.choose_scheme(schemes).is_some()
         });
         chosen.map(|identity| Arc::clone(&identity.key))
     }

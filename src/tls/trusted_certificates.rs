@@ -9,7 +9,7 @@ use tokio_rustls::rustls::client::danger::{
 };
 use tokio_rustls::rustls::client::{verify_server_cert_signed_by_trust_anchor, verify_server_name};
 use tokio_rustls::rustls::crypto::{
-    WebPkiSupportedAlgorithms, verify_tls12_signature, verify_tls13_signature,
+    WebPkiSupportedAlgorithms, aws_lc_rs, verify_tls12_signature, verify_tls13_signature,
     verify_tls13_signature_with_raw_key,
 };
 use tokio_rustls::rustls::pki_types::{CertificateDer, ServerName, UnixTime};
@@ -24,6 +24,7 @@ pub struct TrustedCertificates {
     pub(super) roots: Arc<RootCertStore>,
     /// SHA-256 of each certificate.
     digests: Vec<[u8; 32]>,
+    algorithms: WebPkiSupportedAlgorithms,
 }
 
 impl TrustedCertificates {
@@ -32,11 +33,43 @@ impl TrustedCertificates {
         Self::new(RootCertStore::empty(), &[])
     }
 
-    pub(super) fn new(roots: RootCertStore, certificates: &[CertificateDer<'_>]) -> Self {
+    /// Trusts the certificates in a PEM text.
+    ///
+    /// # Errors
+    /// Returns a message that describes the problem.
+    pub fn from_pem(pem: &[u8]) -> Result<Self, String> {
+        let certificates = certificate::parse_certificates(pem)?;
+        let mut roots = RootCertStore::empty();
+        for certificate in &certificates {
+            let added = roots.add(certificate.clone());
+            added.map_err(|error| error.to_string())?;
+        }
+        Ok(Self::new(roots, &certificates))
+    }
+
+    /// Loads the certificates that the system trusts.
+    ///
+    /// # Errors
+    /// Returns a message that says why no certificate is usable.
+    pub fn from_system() -> Result<Self, String> {
+        let found = rustls_native_certs::load_native_certs();
+        let mut roots = RootCertStore::empty();
+        // The system's bundle may contain certificates that rustls rejects; these certificates are
+        // skipped.
+        roots.add_parsable_certificates(found.certs.iter().cloned());
+        if roots.is_empty() {
+            let error = found.errors.first().map(ToString::to_string);
+            return Err(error.unwrap_or_else(|| "none found".to_owned()));
+        }
+        Ok(Self::new(roots, &found.certs))
+    }
+
+    fn new(roots: RootCertStore, certificates: &[CertificateDer<'_>]) -> Self {
         let digests = certificates.iter().map(|der| Sha256::digest(der).into());
         Self {
             roots: Arc::new(roots),
             digests: digests.collect(),
+            algorithms: aws_lc_rs::default_provider().signature_verification_algorithms,
         }
     }
 
@@ -80,13 +113,7 @@ macro_rules! verify_handshake_signatures {
 
 /// Verifies servers as rustls does, except for a certificate that is trusted itself: it needs no
 /// issuer, and may be one.
-#[derive(Debug)]
-pub(super) struct TrustedServerVerifier {
-    pub(super) trusted: TrustedCertificates,
-    pub(super) algorithms: WebPkiSupportedAlgorithms,
-}
-
-impl ServerCertVerifier for TrustedServerVerifier {
+impl ServerCertVerifier for TrustedCertificates {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -95,17 +122,16 @@ impl ServerCertVerifier for TrustedServerVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        if self.trusted.contains(end_entity) {
+        if self.contains(end_entity) {
             certificate::verify_trusted_certificate(end_entity, now, Some(name))?;
         } else {
-            let (roots, algorithms) = (&self.trusted.roots, self.algorithms.all);
             let parsed = end_entity.try_into()?;
             verify_server_cert_signed_by_trust_anchor(
                 &parsed,
-                roots,
+                &self.roots,
                 intermediates,
                 now,
-                algorithms,
+                self.algorithms.all,
             )?;
             verify_server_name(&parsed, name)?;
         }
@@ -119,9 +145,22 @@ impl ServerCertVerifier for TrustedServerVerifier {
 /// itself.
 #[derive(Debug)]
 pub(super) struct TrustedClientVerifier {
-    pub(super) trusted: TrustedCertificates,
-    pub(super) algorithms: WebPkiSupportedAlgorithms,
-    pub(super) issuer_verifier: Arc<dyn ClientCertVerifier>,
+    trusted: TrustedCertificates,
+    algorithms: WebPkiSupportedAlgorithms,
+    issuer_verifier: Arc<dyn ClientCertVerifier>,
+}
+
+impl TrustedClientVerifier {
+    pub(super) fn new(
+        trusted: TrustedCertificates,
+        issuer_verifier: Arc<dyn ClientCertVerifier>,
+    ) -> Self {
+        Self {
+            algorithms: trusted.algorithms,
+            trusted,
+            issuer_verifier,
+        }
+    }
 }
 
 impl ClientCertVerifier for TrustedClientVerifier {

@@ -395,7 +395,7 @@ async fn serve_request(
     for estimate in estimates {
         if let Some(actual) = request.actual {
             state.record(index, |record, _| record.is_settled = true);
-            match estimate.estimate_cost().actual_source {
+            match estimate.cost.actual_source {
                 ActualCostSource::Status(_) => estimate.settle_by_status(request.status()),
                 _ => estimate.settle(actual),
             }

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use strum::IntoStaticStr;
 
 /// What was examined and found.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct DoctorReport {
     /// Whether every check has a result and none is a fault.
     pub ok: bool,
@@ -22,7 +22,7 @@ pub struct DoctorReport {
 }
 
 /// The store of the configuration.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum ExaminedStore {
     Memory,
@@ -62,7 +62,7 @@ impl FindingLevel {
 }
 
 /// The figures of one server. A field is `None` if the server does not report it.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ExaminedServer {
     pub address: String,
     pub version: Option<String>,
@@ -84,7 +84,7 @@ pub struct ExaminedServer {
 }
 
 /// A replica of a server.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ExaminedReplica {
     pub address: String,
     pub state: String,
@@ -94,7 +94,7 @@ pub struct ExaminedReplica {
 }
 
 /// Counters and memory of one policy, estimated from a sample.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PolicyMemory {
     /// `None` for counters whose names are too long to contain the policy.
     pub policy: Option<String>,

@@ -2,7 +2,7 @@
 
 use super::LimitDocument;
 use crate::admin::problems::Problem;
-use crate::telemetry::metrics::{MemoryStoreUsage, StoreOutage};
+use crate::telemetry::metrics::{CertificateExpiry, ConnectionCounts, LastReload, StoreStatus};
 use crate::telemetry::top_rejections::RejectionRanking;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -23,7 +23,7 @@ pub struct OverviewDocument {
     pub last_reload: LastReload,
     /// Warnings about the configuration.
     pub warnings: Vec<String>,
-    pub store: OverviewStore,
+    pub store: StoreStatus,
     pub connections: ConnectionCounts,
     pub requests: RequestCounts,
     pub http: HttpCounts,
@@ -38,51 +38,18 @@ pub struct OverviewDocument {
 }
 
 /// The process that answers.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct OverviewInstance {
+    /// Random instance id, new with every start.
     pub id: String,
+    /// Host name; in Kubernetes, the name of the pod.
     pub host: String,
     pub version: String,
+    /// Seconds since the Unix epoch.
     pub started_s: u64,
     pub uptime_s: u64,
     pub workers: usize,
-}
-
-/// The last load of the configuration.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct LastReload {
-    pub at_s: u64,
-    /// The number of refused configurations.
-    pub refused: u64,
-    pub errors: Vec<String>,
-    pub pending_restart: Vec<String>,
-}
-
-/// The store in an overview.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct OverviewStore {
-    pub kind: String,
-    pub address: String,
-    pub up: bool,
-    pub breaker_open: bool,
-    pub outage: Option<StoreOutage>,
-    pub errors: NamedCounts,
-    pub instances: Option<u32>,
-    pub lease_units_lost: Option<u64>,
-    pub memory: Option<MemoryStoreUsage>,
-}
-
-/// The connections of clients.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct ConnectionCounts {
-    pub open: usize,
-    pub max: usize,
-    /// How often the maximum was reached.
-    pub full: u64,
 }
 
 /// The decisions about requests: since the start, and by second.
@@ -125,12 +92,12 @@ pub struct DurationQuantiles {
     pub p999_s: Option<f64>,
 }
 
-/// When a certificate expires.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct CertificateExpiry {
-    pub file: String,
-    pub ends_s: u64,
+/// The configuration in effect, without secrets.
+#[derive(Debug, Serialize)]
+pub struct ConfigDocument {
+    pub generation: u64,
+    pub reload_errors: Vec<String>,
+    pub config: Value,
 }
 
 /// One page of the policies. All of them share one time axis.

@@ -4,7 +4,7 @@
 //! absent, and every text is bounded by the size of a summary.
 
 use super::summary::MAX_SUMMARY_ENTRIES;
-use crate::admin::{FleetDocument, FleetInstanceDocument, InstanceDescription, InstanceSummary};
+use crate::admin::{FleetDocument, FleetInstanceDocument, InstanceSummary, OverviewInstance};
 use crate::telemetry::top_rejections::{RejectedText, RejectionEntry, RejectionRanking};
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use std::net::SocketAddr;
 /// The instances that have answered or failed so far, added up.
 #[derive(Debug)]
 pub(super) struct FleetSum {
-    own: InstanceDescription,
+    own: OverviewInstance,
     document: FleetDocument,
     /// The instances with their positions in the list.
     instances: Vec<(usize, FleetInstanceDocument)>,
@@ -41,16 +41,21 @@ struct RankedSum {
 
 impl FleetSum {
     /// `problem` is why the heartbeats could not be read.
-    pub(super) fn new(own: &InstanceDescription, total: usize, problem: Option<String>) -> Self {
+    pub(super) fn new(
+        own: OverviewInstance,
+        store: &str,
+        total: usize,
+        problem: Option<String>,
+    ) -> Self {
         Self {
             document: FleetDocument {
-                store: own.store.to_owned(),
-                shared: own.store != "memory",
+                store: store.to_owned(),
+                shared: store != "memory",
                 total,
                 problem,
                 ..FleetDocument::default()
             },
-            own: own.clone(),
+            own,
             instances: Vec::new(),
             keys: RankingSum::default(),
             paths: RankingSum::default(),

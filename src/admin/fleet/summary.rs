@@ -1,6 +1,5 @@
 //! The summary of one instance: state, rate, and rankings.
 
-use crate::admin::health::phase_label;
 use crate::admin::{AdminBackend, InstanceFigures, InstanceSummary};
 use crate::telemetry::top_rejections::RejectionDimension;
 
@@ -15,17 +14,16 @@ const RATE_SECONDS: usize = 5;
 
 pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> InstanceSummary {
     let observed = view.state.read_status();
-    let rejections = view.metrics.top_rejections();
+    let rejections = &view.metrics.top_rejections;
     let rank = |dimension| rejections.ranking(dimension, None, max_entries);
-    let store = if observed.store_up { "up" } else { "degraded" };
     InstanceSummary {
-        id: view.instance.id.to_owned(),
+        id: view.instance.id.clone(),
         name: view.instance.host.clone(),
-        version: env!("CARGO_PKG_VERSION").to_owned(),
-        status: Some(phase_label(observed.phase).to_owned()),
-        instances: Some(observed.instance_count.unwrap_or(1).into()),
+        version: view.instance.version.clone(),
+        status: Some(observed.phase.to_string()),
+        instances: Some(observed.store.instances.unwrap_or(1).into()),
         figures: InstanceFigures {
-            store: Some(store.to_owned()),
+            store: Some(observed.store.availability().to_owned()),
             decisions_per_s: Some(mean_rate(view)),
             uptime_s: Some(observed.uptime_s),
             generation: Some(observed.config_generation),
@@ -39,7 +37,7 @@ pub(super) fn build_summary(view: &AdminBackend, max_entries: usize) -> Instance
 /// The mean number of decisions per second. The last second is incomplete and left out.
 fn mean_rate(view: &AdminBackend) -> f64 {
     let (_, seconds) = view.history.last_seconds(RATE_SECONDS + 1);
-    let labels = view.metrics.labels().request_decisions;
+    let labels = view.metrics.labels.request_decisions;
     let complete = seconds
         .split_last()
         .map_or(&[][..], |(_, complete)| complete);

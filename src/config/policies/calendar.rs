@@ -10,9 +10,7 @@ const DEFAULT_TIME_ZONE: &str = "UTC";
 /// The unit of the calendar in `per`, unless it is a duration.
 pub(super) fn read_calendar_unit(reader: &TableReader<'_>) -> Option<CalendarUnit> {
     let item = reader.get("per")?;
-    let word = item.value.as_str()?;
-    let mut units = CalendarUnit::ALL.into_iter();
-    units.find(|unit| unit.as_str() == word)
+    item.value.as_str()?.parse().ok()
 }
 
 /// Builds the limit per period of a calendar.
@@ -23,7 +21,7 @@ pub(super) fn build_calendar_limit(
     requests: Option<u64>,
 ) -> Option<Limit> {
     let is_fixed_window = matches!(algorithm, Algorithm::FixedWindow { .. });
-    let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
+    let counts_slots = algorithm.counts_slots();
     let name = unit.as_str();
     let duration = match unit {
         CalendarUnit::Day => "1d",

@@ -43,7 +43,7 @@ pub(super) fn report_conflicts(
     let has_slots = has_limit(is_concurrency_limit);
     let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
     let is_requested = has_limit(|one| one.amount.is_some());
-    let delays = has_limit(|one| matches!(one.limit.algorithm, Algorithm::LeakyBucket { .. }));
+    let delays = has_limit(|one| one.limit.algorithm.is_queue());
     let warms_up = has_limit(|one| match one.limit.algorithm {
         Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us > 0,
         _ => false,

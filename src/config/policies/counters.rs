@@ -191,7 +191,8 @@ fn find_limit_difference(
         ));
     }
     let has_same_sources = pairs().all(|(one, other)| amount_source(one) == amount_source(other));
-    if !has_same_sources && (limits.len() > 1 || limits.iter().any(|named| named.limit.is_bucket()))
+    if !has_same_sources
+        && (limits.len() > 1 || limits.iter().any(|named| named.limit.algorithm.is_bucket()))
     {
         return Some(
             "a request may state amounts by which neither policy is the stricter one; expected the same requests_from, default and max"

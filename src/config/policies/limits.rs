@@ -105,7 +105,7 @@ fn build_limit(
         let limit = build_calendar_limit(reader, unit, algorithm, requests)?;
         return Some((limit, amount?.source));
     }
-    let counts_slots = matches!(algorithm, Algorithm::Concurrency { .. });
+    let counts_slots = algorithm.counts_slots();
     let has_period = reader.contains_key("per");
     report! { reader;
         Error("tz") if reader.contains_key("tz") => "only beside per = \"day\", \"week\" or \"month\"; expected one of them, or no such key";
@@ -226,7 +226,7 @@ fn reject_inexact_limit(
 
 /// Whether the limit counts requests in flight. A request takes one slot, whatever its cost.
 pub(crate) fn is_concurrency_limit(named: &NamedLimit) -> bool {
-    matches!(named.limit.algorithm, Algorithm::Concurrency { .. })
+    named.limit.algorithm.counts_slots()
 }
 
 /// Converts a duration to microseconds. The schema bounds durations to 400 days.

@@ -64,6 +64,8 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<ClientSe
     let value_checks = ValueChecks {
         rejects_outer_white_space: rejects("outer_white_space")?,
         rejects_ambiguous_header: rejects("ambiguous_header")?,
+        rejects_ambiguous_query: rejects("ambiguous_query")?,
+        rejects_ambiguous_cookie: rejects("ambiguous_cookie")?,
         rejects_cookie_prefixes: rejects("cookie_prefixes")?,
         rejects_cookie_octets: rejects("cookie_octets")?,
     };
@@ -73,8 +75,6 @@ pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<ClientSe
         trusted_proxies: reader.get_list("trusted_proxies", values::parse_network),
         ip_header: reader.get_text("ip_header", |text| HeaderName::try_from(text).ok())?,
         nat64_prefixes: reader.get_list("nat64_prefixes", parse_nat64_prefix),
-        rejects_ambiguous_query: rejects("ambiguous_query")?,
-        rejects_ambiguous_cookie: rejects("ambiguous_cookie")?,
         value_checks,
     }))
 }

@@ -55,14 +55,10 @@ pub(super) fn build_client_tls(
     let chain = chain.and_then(|chain| accept_content(reader, "cert", chain));
     let key = key.map(|pem| tls::parse_private_key(pem.as_bytes()));
     let key = key.and_then(|key| accept_content(reader, "key", key));
-    let client = tls::build_client_config(trusted?, chain.zip(key));
+    let digest = digest.finalize().into();
+    let client = ClientTls::new(trusted?, chain.zip(key), server_name, digest);
     let client = client.map_err(|error| format!("certificate and key can't be used: {error}"));
-    let client = reader.accept("cert", client)?;
-    Some(ClientTls::new(
-        client,
-        server_name,
-        digest.finalize().into(),
-    ))
+    reader.accept("cert", client)
 }
 
 fn select_trusted_certificates(
@@ -71,13 +67,13 @@ fn select_trusted_certificates(
 ) -> Option<TrustedCertificates> {
     match (ca, reader.get_nonempty_string("ca").is_some()) {
         (Some(pem), _) => {
-            let trusted = tls::parse_trusted_certificates(pem.as_bytes());
+            let trusted = TrustedCertificates::from_pem(pem.as_bytes());
             accept_content(reader, "ca", trusted)
         }
         // The error of reading the file has already been reported.
         (None, true) => None,
         (None, false) => {
-            let trusted = tls::load_system_certificates();
+            let trusted = TrustedCertificates::from_system();
             reader.accept("ca", trusted.map_err(|reason| format!(
                 "no trusted certificates on this system ({reason}); expected the path of a PEM file"
             )))

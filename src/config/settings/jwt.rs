@@ -7,7 +7,7 @@ use crate::config::table_reader::{TableReader, report};
 use crate::config::values;
 use crate::http_client::HttpUrl;
 use crate::policy::jwt::{
-    self, FetchedKeys, IssuerKeys, KeySource, TokenIssuer, VerificationKeys, parse_key_url,
+    self, IssuerKeys, KeySource, TokenIssuer, VerificationKeys, parse_key_url,
 };
 use crate::tls::ClientTls;
 
@@ -113,13 +113,12 @@ fn read_issuer_keys(
     }
     let (keys, warnings) = match key {
         "keys_file" | "secret_file" if !reader.input().reads_key_files() => {
-            return Some(IssuerKeys::Fixed(VerificationKeys::from_secret(b"").0));
+            return Some(VerificationKeys::from_secret(b"").0.into());
         }
         "keys_url" => {
             let fetching = fetching?;
             let url = reader.get_parsed(key, |text| fetching.parse_url(text))?;
-            let keys = FetchedKeys::new(fetching.source(url));
-            return Some(IssuerKeys::Fetched(keys.into()));
+            return Some(fetching.source(url).into());
         }
         "keys_file" => {
             let text = read_text_file(reader, key, "JWK set")?;
@@ -130,7 +129,7 @@ fn read_issuer_keys(
     for warning in warnings {
         reader.report_warning(key, &warning);
     }
-    Some(IssuerKeys::Fixed(keys))
+    Some(keys.into())
 }
 
 /// What all URLs of keys share.

@@ -3,9 +3,7 @@
 use crate::clock;
 use crate::config::key_files::{accept_content, read_pem_file};
 use crate::config::table_reader::{TableReader, report};
-use crate::tls::{
-    ClientAuth, ClientAuthSettings, IdentityError, RevocationLists, ServerIdentity, ServerTls,
-};
+use crate::tls::{ClientAuth, ClientAuthSettings, RevocationLists, ServerIdentity, ServerTls};
 
 const DAY_S: u64 = 86_400;
 
@@ -106,8 +104,7 @@ fn read_server_identity(reader: &TableReader<'_>) -> Option<(String, ServerIdent
     let path = reader.read("cert")?;
     let (field, identity) = match ServerIdentity::from_pem(&chain?, &key?) {
         Ok(identity) => ("cert", Ok(identity)),
-        Err(IdentityError::Certificate(reason)) => ("cert", Err(reason)),
-        Err(IdentityError::Key(reason)) => ("key", Err(reason)),
+        Err((field, reason)) => (field, Err(reason)),
     };
     let identity = accept_content(reader, field, identity)?;
     warn_if_outside_validity(reader, &identity);

@@ -8,6 +8,8 @@ use crate::limiter::Limit;
 const HOUR_S: i64 = 3_600;
 const DAY_S: i64 = 86_400;
 
+const UNITS: [CalendarUnit; 3] = [CalendarUnit::Day, CalendarUnit::Week, CalendarUnit::Month];
+
 /// The years in which the naive calendar is compared: 1975 to 2025.
 const FIRST_S: i64 = 157_766_400;
 const LAST_S: i64 = 1_735_689_600;
@@ -101,7 +103,7 @@ fn first_days(unit: CalendarUnit) -> Vec<i64> {
 fn periods_are_those_of_a_naive_calendar_over_50_years() {
     for name in ZONES {
         let zone = NaiveZone::scan(name);
-        for unit in CalendarUnit::ALL {
+        for unit in UNITS {
             let calendar = Calendar::new(unit, name).unwrap();
             let days = first_days(unit).into_iter();
             let mut starts_s: Vec<i64> = days
@@ -170,7 +172,7 @@ fn known_periods() {
 #[test]
 fn every_time_is_in_one_period_that_contains_it() {
     for name in ZONES {
-        for unit in CalendarUnit::ALL {
+        for unit in UNITS {
             let calendar = Calendar::new(unit, name).unwrap();
             let mut random = fastrand::Rng::with_seed(7);
             let times = (0..200).map(|_| random.u64(..1 << 53));

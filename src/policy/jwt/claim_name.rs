@@ -1,7 +1,7 @@
 //! The names of claims, and what of a claim is the value of a key.
 
-use super::ClaimValue;
-use crate::policy::json_pointer::JsonPointer;
+use super::ClaimTexts;
+use crate::policy::JsonPointer;
 use serde_json::Value;
 use std::sync::Arc;
 
@@ -66,7 +66,7 @@ impl ClaimName {
         }
     }
 
-    pub(super) fn read_value(&self, claims: &Value) -> ClaimValue {
+    pub(super) fn read_value(&self, claims: &Value) -> ClaimTexts {
         let issuer = claims.get("iss").and_then(Value::as_str);
         let issuer = (!self.issuers.is_empty()).then(|| issuer.unwrap_or_default());
         let issued = |text: String| match issuer {
@@ -78,8 +78,8 @@ impl ClaimName {
         } else {
             claims.get(&*self.name)
         };
-        let texts = match found {
-            None | Some(Value::Null) => return ClaimValue::default(),
+        Some(match found {
+            None | Some(Value::Null) => return None,
             Some(Value::Array(items)) => {
                 let texts = items.iter().filter_map(scalar_text);
                 texts.map(issued).collect()
@@ -88,11 +88,7 @@ impl ClaimName {
                 Some(text) if text.is_empty() => vec![text.into()],
                 text => text.map(issued).into_iter().collect(),
             },
-        };
-        ClaimValue {
-            texts,
-            is_present: true,
-        }
+        })
     }
 }
 

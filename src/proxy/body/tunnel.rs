@@ -221,7 +221,7 @@ impl Tunnel {
             .idle_timeout
             .map(|idle| (self.last_activity_at + idle, TunnelEndReason::IdleTimeout));
         let slot_guard = self.slot_guard.as_ref();
-        let ends_at = slot_guard.and_then(ConcurrencySlotGuard::request_ends_at);
+        let ends_at = slot_guard.and_then(|guard| guard.request_ends_at);
         let duration_exceeded = ends_at.map(|at| (at, TunnelEndReason::MaxDurationExceeded));
         let deadlines = [client_stalled, upstream_stalled, idle, duration_exceeded];
         match deadlines.into_iter().flatten().min_by_key(|(due, _)| *due) {

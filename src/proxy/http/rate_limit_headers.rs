@@ -13,7 +13,7 @@ use std::cmp::Ordering;
 use super::header_lines::append_to_list_header;
 use super::headers::integer_header_value;
 use crate::enforcer::{LimitReport, RetryHint, Verdict};
-use crate::limiter::{Algorithm, Refusal};
+use crate::limiter::Refusal;
 use crate::policy::{PolicyMode, PolicyTable, RateLimitHeaderSettings};
 
 /// Adds the configured rate-limit headers to a response head, if any limit may be reported.
@@ -93,7 +93,7 @@ fn push_policy_item(out: &mut Vec<u8>, index: usize, reported: &LimitReport<'_>,
     push_integer_parameter(out, b";q=", reported.limit_in_effect().capacity());
     // `w` is the current window in whole seconds: omitted below one second, otherwise rounded up,
     // so that the header never promises more quota.
-    let has_window = !matches!(named_limit.limit.algorithm, Algorithm::Concurrency { .. });
+    let has_window = !named_limit.limit.algorithm.counts_slots();
     let window_us = named_limit.limit.period_length_us(now_us);
     if has_window && window_us >= SECOND_US {
         push_integer_parameter(out, b";w=", window_us.div_ceil(SECOND_US));

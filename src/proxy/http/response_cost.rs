@@ -32,7 +32,7 @@ impl CostMeter {
     ) -> Option<Box<Self>> {
         let mut pending = Vec::new();
         for estimate in estimates {
-            let reader = ResponseCostReader::new(Arc::clone(estimate.estimate_cost()), response);
+            let reader = ResponseCostReader::new(Arc::clone(&estimate.cost), response);
             match reader.state {
                 ResponseCostState::Known(Some(units)) => estimate.settle(units),
                 ResponseCostState::Known(None) => {}
@@ -68,7 +68,7 @@ impl CostMeter {
 impl Drop for CostMeter {
     fn drop(&mut self) {
         for (reader, estimate) in self.0.drain(..) {
-            let is_more = |units: &u64| *units > estimate.estimated_units();
+            let is_more = |units: &u64| *units > estimate.cost.estimate;
             if let Some(units) = reader.known_units().filter(is_more) {
                 estimate.settle(units);
             }

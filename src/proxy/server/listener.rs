@@ -67,10 +67,10 @@ pub(crate) fn bind_with_keepalive(address: &ListenAddress) -> io::Result<BoundSo
             .with_time(TCP_KEEPALIVE_TIME)
             .with_interval(TCP_KEEPALIVE_TIME / 6)
             .with_retries(3);
-        bound.socket().set_tcp_keepalive(&keepalive)?;
+        bound.socket.set_tcp_keepalive(&keepalive)?;
         #[cfg(target_os = "linux")]
         {
-            let socket = bound.socket();
+            let socket = &bound.socket;
             socket.set_tcp_user_timeout(Some(TCP_KEEPALIVE_TIME * 3 / 2))?;
             socket.set_tcp_notsent_lowat(MAX_UNSENT_BYTES)?;
         }

@@ -72,7 +72,7 @@ impl ProxyService {
         // The concurrency slot is released when the response ends or this future is dropped.
         let mut slot_guard = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
-        let deadline = (slot_guard.as_ref()).and_then(ConcurrencySlotGuard::request_ends_at);
+        let deadline = (slot_guard.as_ref()).and_then(|guard| guard.request_ends_at);
 
         // 3. Wait.
         let turn = self.wait_for_turn(&verdict, &mut summary, tunnel_count, deadline);

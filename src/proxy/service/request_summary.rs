@@ -117,7 +117,7 @@ impl ProxyService {
         self.metrics
             .record_request_decision(classify_verdict(verdict) as usize);
         if let Some(error) = inbound.token_error() {
-            self.metrics.record_rejected_token();
+            self.metrics.rejected_tokens.add(1);
             tracing::debug!(fault = %error, peer = %peer.addr, "request token rejected");
         }
     }

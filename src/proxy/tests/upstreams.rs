@@ -2,7 +2,7 @@
 
 use super::support::*;
 use crate::proxy::*;
-use crate::tls::{self, ClientTls};
+use crate::tls::{ClientTls, TrustedCertificates};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -667,7 +667,7 @@ pub(super) fn tls_upstream_settings(
     addr: std::net::SocketAddr,
     name: Option<&str>,
 ) -> UpstreamSettings {
-    let trusted = tls::parse_trusted_certificates(include_bytes!("tls/ca.pem")).unwrap();
+    let trusted = TrustedCertificates::from_pem(include_bytes!("tls/ca.pem")).unwrap();
     let name = name.map(|name| name.to_owned().try_into().unwrap());
     UpstreamSettings {
         url: UpstreamUrl::Net {
@@ -675,11 +675,7 @@ pub(super) fn tls_upstream_settings(
             host: "127.0.0.1".to_owned(),
             port: addr.port(),
         },
-        tls: Some(ClientTls::new(
-            tls::build_client_config(trusted, None).unwrap(),
-            name,
-            [0; 32],
-        )),
+        tls: Some(ClientTls::new(trusted, None, name, [0; 32]).unwrap()),
         ..upstream_settings(addr)
     }
 }

@@ -259,7 +259,7 @@ impl UpstreamBody {
 
     fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         let slot_guard = self.slot_guard.as_ref();
-        let ends_at = slot_guard.and_then(|guard| guard.request_ends_at());
+        let ends_at = slot_guard.and_then(|guard| guard.request_ends_at);
         // What was read in time is passed on.
         if matches!(self.first_frame, FirstFrame::None)
             && ends_at.is_some_and(|ends_at| ends_at <= Instant::now())

@@ -1,7 +1,7 @@
 use super::outage_usage::OutageUsage;
 use super::*;
 use crate::clock::ManualClock;
-use crate::limiter::{Algorithm, ChargeOutcome, KeyBuilder, Limit};
+use crate::limiter::{Algorithm, ChargeOutcome, KeyBuilder, Limit, LimitStatus};
 use std::sync::Barrier;
 use std::thread;
 

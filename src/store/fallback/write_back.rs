@@ -74,7 +74,7 @@ impl WriteBackTable {
             known.unwrap_or_else(|| CounterWriteBack::new(charge.counter(), partition))
         });
         pending.limit = *charge.limit;
-        if let Algorithm::Concurrency { .. } = charge.limit.algorithm {
+        if charge.limit.algorithm.counts_slots() {
             let slot = charge.policy.slot_id;
             return pending.slot_calls.push(Amendment::Renew { slot });
         }
@@ -215,7 +215,11 @@ impl CounterWriteBack {
         now_us: u64,
         units_in_use: impl Fn(CounterRef<'_>) -> u64,
     ) -> impl Iterator<Item = PendingSettlement> {
-        let max_bucket_units = self.limit.is_bucket().then(|| units_in_use(self.counter()));
+        let max_bucket_units = self
+            .limit
+            .algorithm
+            .is_bucket()
+            .then(|| units_in_use(self.counter()));
         let usage = self.usage_in_use(now_us).map(move |entry| {
             let (units, age_us) = match max_bucket_units {
                 Some(max_units) => (entry.units.min(max_units), 0),
@@ -238,7 +242,7 @@ impl CounterWriteBack {
 
     fn add_usage(&mut self, entry: UsageEntry, may_grow: bool) {
         let subperiod = |at_us: u64| {
-            let start_us = if self.limit.follows_wall_clock() {
+            let start_us = if self.limit.algorithm.follows_wall_clock() {
                 self.limit.window_at(at_us).start_us
             } else {
                 0
@@ -248,7 +252,7 @@ impl CounterWriteBack {
         };
         match self.usage.back_mut() {
             Some(last)
-                if self.limit.is_bucket()
+                if self.limit.algorithm.is_bucket()
                     || !may_grow
                     || subperiod(last.at_us) == subperiod(entry.at_us) =>
             {
@@ -272,13 +276,12 @@ impl CounterWriteBack {
 /// Whether units charged at `at_us` may still be in use at `now_us`.
 fn may_be_in_use(limit: &Limit, at_us: u64, now_us: u64) -> bool {
     let per_us = limit.per_us.max(1);
+    let age_us = now_us.saturating_sub(at_us);
     match limit.algorithm {
-        Algorithm::FixedWindow { .. } | Algorithm::CalendarWindow { .. } => {
+        algorithm if algorithm.follows_wall_clock() => {
             limit.window_at(at_us) == limit.window_at(now_us)
         }
-        Algorithm::SlidingWindow { .. } => {
-            now_us.saturating_sub(at_us) < per_us + limit.sub_window_width_us()
-        }
-        _ => limit.is_bucket() || now_us.saturating_sub(at_us) < per_us,
+        Algorithm::SlidingWindow { .. } => age_us < per_us + limit.sub_window_width_us(),
+        algorithm => algorithm.is_bucket() || age_us < per_us,
     }
 }

@@ -1,11 +1,14 @@
-//! The leases of one policy for one key.
+//! The leases of one policy for one key, the clocks by which they end, and the credits for their
+//! unused units.
 
-use super::clock_reading::ClockReading;
-use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
-use crate::clock::saturating_micros;
-use crate::limiter::{LeaseTerms, LimitStatus, PolicyCharges};
+use crate::clock::{Clock, saturating_micros};
+use crate::limiter::{Amendment, Key, LeaseTerms, Limit, LimitStatus, PolicyCharges};
+use crate::store::PendingSettlement;
+use parking_lot::Mutex;
 use smallvec::SmallVec;
+use std::ops::Add;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -184,5 +187,94 @@ impl LeaseDemand {
             };
         }
         self.current_units = self.current_units.saturating_add(units);
+    }
+}
+
+/// One moment on two clocks. [`Instant`] drives timers, but stops while the machine is suspended.
+/// The boot time goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ClockReading {
+    pub instant: Instant,
+    pub boot_us: u64,
+}
+
+impl ClockReading {
+    pub(super) fn now(clock: &Clock) -> Self {
+        Self {
+            instant: Instant::now(),
+            boot_us: clock.boot_clock_us(),
+        }
+    }
+
+    /// Whether this moment is at or after `end` on either clock.
+    pub(super) fn has_reached(&self, end: &Self) -> bool {
+        self.instant >= end.instant || self.boot_us >= end.boot_us
+    }
+}
+
+impl Add<Duration> for ClockReading {
+    type Output = Self;
+
+    fn add(self, duration: Duration) -> Self {
+        Self {
+            instant: self.instant + duration,
+            boot_us: self.boot_us.saturating_add(saturating_micros(duration)),
+        }
+    }
+}
+
+/// Maximum number of queued credits: a few megabytes. The units of further credits stay charged
+/// until they expire.
+pub(super) const MAX_QUEUED_CREDITS: usize = 1 << 14;
+
+/// Credits that wait to be sent to the store.
+#[derive(Debug, Default)]
+pub(super) struct LeaseCreditQueue {
+    credits: Mutex<Vec<PendingSettlement>>,
+    /// Units that could not be returned since the start.
+    pub lost_units: AtomicU64,
+}
+
+/// The key and limits that a lease was granted for. A lease for other limits belongs to another
+/// policy or configuration.
+#[derive(Debug)]
+pub(super) struct LeasedCounters {
+    pub key: Key,
+    /// With whether overrides may apply.
+    pub limits: SmallVec<[(Limit, bool); 2]>,
+}
+
+impl LeaseCreditQueue {
+    /// Queues the credits of unused units of a lease that ends at `at_us` by the store's clock.
+    pub(super) fn push(&self, owner: &LeasedCounters, units: u64, at_us: u64) {
+        let mut credits = self.credits.lock();
+        if credits.len() >= MAX_QUEUED_CREDITS {
+            self.lost_units.fetch_add(units, Ordering::Relaxed);
+            return;
+        }
+        let credit = Amendment::Credit { units, at_us };
+        let limits = owner.limits.iter().filter(|_| units > 0);
+        credits.extend(limits.map(|(limit, is_dynamic)| {
+            // An override may have other amounts, also later ones. With a rate of 0, the debt of a
+            // bucket is paid back at the rate of its last charge.
+            let requests = if *is_dynamic { 0 } else { limit.requests };
+            let limit = Limit { requests, ..*limit };
+            ((limit, owner.key.clone()), credit)
+        }));
+    }
+
+    pub(super) fn take_all(&self) -> Vec<PendingSettlement> {
+        std::mem::take(&mut *self.credits.lock())
+    }
+}
+
+impl LeasedCounters {
+    pub(super) fn from_policy(policy: &PolicyCharges<'_>) -> Arc<Self> {
+        let limits = policy.limits.iter();
+        let limits = limits.map(|charge| (charge.limit, charge.name.is_some()));
+        Arc::new(Self {
+            key: policy.key.as_ref().clone(),
+            limits: limits.collect(),
+        })
     }
 }

@@ -4,9 +4,9 @@
 //! the lease ends here before it ends in the store, also if the machine is suspended meanwhile.
 //! Unused units are returned to the store.
 
-use super::clock_reading::ClockReading;
-use super::lease_credit::{LeaseCreditQueue, LeasedCounters};
-use super::lease_entry::{LastGrantAnswer, Lease, LeaseEntry, LeasePermit};
+use super::lease_entry::{
+    ClockReading, LastGrantAnswer, Lease, LeaseCreditQueue, LeaseEntry, LeasePermit, LeasedCounters,
+};
 use crate::limiter::{Charge, Decision, PolicyCharges};
 use crate::store::PendingSettlement;
 use parking_lot::{Mutex, MutexGuard};
@@ -38,8 +38,9 @@ pub(super) struct LeaseTable {
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
     /// Unused units to be returned to the store.
     pub credits: LeaseCreditQueue,
-    /// Wakes the credit task when a lease may end earlier than the task expects.
-    changed: Notify,
+    /// Wakes the credit task when [`LeaseTable::take_due_credits`] may have new results: a lease may
+    /// end earlier than the task expects.
+    pub changed: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -199,11 +200,6 @@ impl LeaseTable {
         }
     }
 
-    /// Waits until [`LeaseTable::take_due_credits`] may have new results.
-    pub(super) async fn wait_for_change(&self) {
-        self.changed.notified().await;
-    }
-
     /// Returns the unused units of leases that have expired, and the time of the next expiry, if
     /// any.
     pub(super) fn take_due_credits(
@@ -287,8 +283,7 @@ impl LeaseTable {
 
 #[cfg(test)]
 mod tests {
-    use super::super::lease_credit::MAX_QUEUED_CREDITS;
-    use super::super::lease_entry::MIN_DEMAND_UNITS;
+    use super::super::lease_entry::{MAX_QUEUED_CREDITS, MIN_DEMAND_UNITS};
     use super::super::tests::credited_units_and_time;
     use super::*;
     use crate::clock::Clock;
@@ -297,6 +292,7 @@ mod tests {
         LimitStatus, PolicyOutcome,
     };
     use smallvec::smallvec;
+    use std::sync::atomic::Ordering;
 
     const LIMIT: Limit = Limit {
         requests: 1000,
@@ -564,6 +560,6 @@ mod tests {
             finish_refill_with_units(&table, &leased_charge, 8, now);
         }
         assert_eq!(table.take_due_credits(now).0.len(), MAX_QUEUED_CREDITS);
-        assert_eq!(table.credits.lost_units(), 3 * 8);
+        assert_eq!(table.credits.lost_units.load(Ordering::Relaxed), 3 * 8);
     }
 }

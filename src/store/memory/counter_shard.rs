@@ -92,7 +92,7 @@ impl StoreTime {
     /// The state of a new counter. Its earlier state may be removed already, so that no window that
     /// has ended begins again: after a step back, it begins with the window of the latest time.
     fn initial_state(self, limit: &Limit) -> CounterState {
-        if limit.follows_wall_clock() && self.newest_wall_us > self.wall_us {
+        if limit.algorithm.follows_wall_clock() && self.newest_wall_us > self.wall_us {
             let window = limit.window_at(self.newest_wall_us);
             if self.wall_us < window.start_us && !is_long_before(self.wall_us, window) {
                 return CounterState::from_window(window);
@@ -107,7 +107,7 @@ impl StoreTime {
     /// window's length before its start, the window lasts as long as it would have without that,
     /// and then until the next window of the wall clock begins.
     fn of_counter(self, limit: &Limit, counter: Option<&StoredCounter>) -> Option<u64> {
-        if !limit.follows_wall_clock() {
+        if !limit.algorithm.follows_wall_clock() {
             return Some(self.now_us);
         }
         let window = counter.and_then(|counter| counter.state.wall_clock_window());

@@ -5,13 +5,11 @@ use super::settings::{RedisAddress, RedisCredentials, RedisDialer, RedisPassword
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError};
-use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
-use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 /// Maximum number of commands that can be queued for the socket.
@@ -110,7 +108,7 @@ async fn start_tls(
         let reason = format!("{host:?} is not a name that a TLS certificate can be verified for");
         RedisConnectionError::new(RedisErrorKind::Tls, reason)
     })?;
-    let handshake = TlsConnector::from(Arc::clone(tls.config())).connect(name, socket);
+    let handshake = tls.connector(&[]).connect(name, socket);
     // Half of the timeout, because a server without TLS may wait for more data silently.
     match timeout(connect_timeout / 2, handshake).await {
         Ok(stream) => Ok(stream?),

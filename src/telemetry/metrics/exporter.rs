@@ -3,18 +3,15 @@
 use super::registry::Metrics;
 use super::status::ProcessStatus;
 use crate::clock::Clock;
-use crate::telemetry::otlp::{CollectorClient, CollectorSettings, OtlpSignal, ResourceAttributes};
+use crate::telemetry::otlp::{CollectorClient, CollectorSettings, ExportHandle, OtlpSignal};
 use bytes::Bytes;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::{JoinHandle, spawn_blocking};
-use tokio::time::{MissedTickBehavior, interval, timeout};
-
-/// Maximum time that the process waits for the last export at shutdown.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
+use tokio::task::spawn_blocking;
+use tokio::time::{MissedTickBehavior, interval};
 
 /// Settings of the export of metrics.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,13 +22,6 @@ pub struct MetricExportSettings {
 
 /// Reads the state of the process for an export.
 type ReadProcessStatus = Arc<dyn Fn() -> ProcessStatus + Send + Sync>;
-
-/// Handle that stops the export at shutdown.
-#[derive(Debug)]
-pub struct MetricExporter {
-    stop: oneshot::Sender<()>,
-    task: JoinHandle<()>,
-}
 
 /// A message of an export. The next one is encoded once `sent` has a value, so that there is one
 /// message in memory at a time.
@@ -48,40 +38,30 @@ struct MetricExportWorker {
     read_status: ReadProcessStatus,
     clock: Clock,
     started_ns: u64,
-    has_failed: bool,
 }
 
-impl MetricExporter {
-    /// Starts the export on the current runtime.
-    pub fn start(
-        settings: MetricExportSettings,
-        resource: &ResourceAttributes,
-        metrics: Arc<Metrics>,
-        read_status: ReadProcessStatus,
-    ) -> Self {
-        let clock = Clock::system();
-        let worker = MetricExportWorker {
-            collector: CollectorClient::new(OtlpSignal::Metrics, settings.collector),
-            resource: Arc::new(resource.to_resource()),
-            metrics,
-            read_status,
-            started_ns: clock.now_us().saturating_mul(1000),
-            clock,
-            has_failed: false,
-        };
-        let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(worker.run(settings.interval, stopped));
-        Self { stop, task }
-    }
-
-    /// Exports the metrics a last time, and waits up to two seconds for that.
-    pub async fn finish(self) {
-        let Self { stop, task } = self;
-        drop(stop);
-        if timeout(SHUTDOWN_TIMEOUT, task).await.is_err() {
-            tracing::warn!("last metric export incomplete at shutdown");
-        }
-    }
+/// Starts the export on the current runtime. Its end is one more export.
+pub fn start_metric_export(
+    settings: MetricExportSettings,
+    resource: Resource,
+    metrics: Arc<Metrics>,
+    read_status: ReadProcessStatus,
+) -> ExportHandle {
+    let clock = Clock::system();
+    let worker = MetricExportWorker {
+        collector: CollectorClient::new(OtlpSignal::Metrics, settings.collector),
+        resource: Arc::new(resource),
+        metrics,
+        read_status,
+        started_ns: clock.now_us().saturating_mul(1000),
+        clock,
+    };
+    let (handle, stopped, done) = ExportHandle::new("last metric");
+    tokio::spawn(async move {
+        worker.run(settings.interval, stopped).await;
+        drop(done);
+    });
+    handle
 }
 
 impl MetricExportWorker {
@@ -130,7 +110,6 @@ impl MetricExportWorker {
     }
 
     fn record_result(&mut self, result: Result<(), String>) {
-        let had_failed = std::mem::replace(&mut self.has_failed, result.is_err());
         if let Some(counts) = &self.metrics.export_counts {
             let count = match result {
                 Ok(()) => &counts.successes,
@@ -138,10 +117,6 @@ impl MetricExportWorker {
             };
             count.fetch_add(1, Ordering::Relaxed);
         }
-        match result {
-            Ok(()) if had_failed => tracing::info!("metric export recovered"),
-            Err(error) if !had_failed => tracing::warn!(error, "metric export failed"),
-            _ => {}
-        }
+        self.collector.log_result(result.err().as_deref());
     }
 }

@@ -1,8 +1,62 @@
-//! The text formats that Prometheus reads.
+//! The writing of metrics: the interface of all formats, and the text formats that Prometheus reads.
 
 use super::histogram::HistogramSnapshot;
-use super::output::{MetricKind, MetricOutput, SampleValue};
 use std::fmt::{Display, Write as _};
+
+/// The names are those of Prometheus.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "lowercase")]
+pub(super) enum MetricKind {
+    Counter,
+    Gauge,
+    Histogram,
+    /// A sum that can fall. Only OTLP has one.
+    UpDownCounter,
+}
+
+/// The value of one sample.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum SampleValue<'v> {
+    Number(u64),
+    /// Microseconds, exported as seconds.
+    Micros(i64),
+    Histogram(&'v HistogramSnapshot),
+}
+
+/// A format of metrics.
+pub(super) trait MetricOutput {
+    /// Begins a metric. The name is that of Prometheus, for a counter without `_total`; `help` is
+    /// not escaped.
+    fn write_family(&mut self, kind: MetricKind, name: &'static str, help: &str);
+
+    /// Writes a sample of the metric that was begun last.
+    fn write_sample(&mut self, labels: &[(&str, &str)], value: SampleValue<'_>);
+}
+
+/// Writes metrics to a [`MetricOutput`]: each with one number, with a number `if` it is known, or `by` a
+/// label with pairs of a label value and a number.
+macro_rules! write_metrics {
+    ($output:expr;) => {};
+    ($output:expr; $kind:ident $name:literal = $value:expr, $help:literal; $($more:tt)*) => {
+        $output.write_family(MetricKind::$kind, $name, $help);
+        $output.write_sample(&[], SampleValue::Number($value));
+        write_metrics! { $output; $($more)* }
+    };
+    ($output:expr; $kind:ident $name:literal if $value:expr, $help:literal; $($more:tt)*) => {
+        if let Some(value) = $value {
+            write_metrics! { $output; $kind $name = value, $help; }
+        }
+        write_metrics! { $output; $($more)* }
+    };
+    ($output:expr; $kind:ident $name:literal by $label:literal = $counts:expr, $help:literal; $($more:tt)*) => {
+        $output.write_family(MetricKind::$kind, $name, $help);
+        for (value, count) in $counts {
+            $output.write_sample(&[($label, value)], SampleValue::Number(count));
+        }
+        write_metrics! { $output; $($more)* }
+    };
+}
+pub(super) use write_metrics;
 
 /// The format of the metrics page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,7 +6,7 @@ use std::time::Duration;
 /// A counter with one writer and any number of readers. With a single writer, adding needs no
 /// atomic read-modify-write.
 #[derive(Debug, Default)]
-pub(super) struct SingleWriterCounter(AtomicU64);
+pub struct SingleWriterCounter(AtomicU64);
 
 /// A histogram of durations.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ pub(super) static HTTP_SERVER_TIME_BOUNDS: [u64; 14] = [
 ];
 
 impl SingleWriterCounter {
-    pub(super) fn add(&self, amount: u64) {
+    pub fn add(&self, amount: u64) {
         self.0
             .store(self.get().wrapping_add(amount), Ordering::Relaxed);
     }

@@ -4,9 +4,9 @@
 //! suffix. Prometheus translates both back, so that dashboards and alerts fit either way of
 //! collection.
 
+use super::exposition::{MetricKind, MetricOutput, SampleValue};
 use super::histogram::HistogramSnapshot;
 use super::http_server::{HttpRequestAttributes, merge_request_durations, sum_active_requests};
-use super::output::{MetricKind, MetricOutput, SampleValue};
 use super::registry::Metrics;
 use super::status::ProcessStatus;
 use crate::telemetry::otlp::{
@@ -42,8 +42,13 @@ struct OtlpOutput<'r, S> {
     is_stopped: bool,
     /// The metrics of the next message.
     metrics: Vec<Metric>,
-    /// Number of data points in `metrics`.
+    /// Number of data points in the next message.
     point_count: usize,
+    /// The metric that was begun last, without its points.
+    kind: MetricKind,
+    current: Metric,
+    numbers: Vec<NumberDataPoint>,
+    histograms: Vec<HistogramDataPoint>,
 }
 
 impl Metrics {
@@ -65,10 +70,9 @@ impl Metrics {
 
     fn write_http_server_metrics(&self, output: &mut OtlpOutput<'_, impl FnMut(Bytes) -> bool>) {
         output.begin_metric(
-            "http.server.request.duration",
-            "s",
+            MetricKind::Histogram,
+            ("http.server.request.duration", "s"),
             "Duration of HTTP server requests.",
-            new_histogram(),
         );
         for (key, durations) in merge_request_durations(&self.http_server_metrics()) {
             let attributes = match key {
@@ -78,10 +82,9 @@ impl Metrics {
             output.push_histogram(attributes, &durations);
         }
         output.begin_metric(
-            "http.server.active_requests",
-            "{request}",
+            MetricKind::UpDownCounter,
+            ("http.server.active_requests", "{request}"),
             "Number of active HTTP server requests.",
-            new_sum(false),
         );
         for (request, count) in sum_active_requests(&self.http_server_metrics()) {
             let value = number_data_point::Value::AsInt(count);
@@ -113,46 +116,6 @@ fn duration_attributes(request: HttpRequestAttributes, status: Option<u16>) -> V
     attributes
 }
 
-fn new_histogram() -> Data {
-    Data::Histogram(Histogram {
-        aggregation_temporality: AggregationTemporality::Cumulative.into(),
-        ..Histogram::default()
-    })
-}
-
-fn new_sum(is_monotonic: bool) -> Data {
-    Data::Sum(Sum {
-        aggregation_temporality: AggregationTemporality::Cumulative.into(),
-        is_monotonic,
-        ..Sum::default()
-    })
-}
-
-fn has_points(data: &Data) -> bool {
-    match data {
-        Data::Sum(sum) => !sum.data_points.is_empty(),
-        Data::Gauge(gauge) => !gauge.data_points.is_empty(),
-        Data::Histogram(histogram) => !histogram.data_points.is_empty(),
-        Data::ExponentialHistogram(_) | Data::Summary(_) => false,
-    }
-}
-
-/// Returns the metric without its data points.
-fn copy_without_points(metric: &Metric) -> Metric {
-    let data = metric.data.as_ref().map(|data| match data {
-        Data::Sum(sum) => new_sum(sum.is_monotonic),
-        Data::Histogram(_) => new_histogram(),
-        _ => Data::Gauge(Gauge::default()),
-    });
-    Metric {
-        name: metric.name.clone(),
-        description: metric.description.clone(),
-        unit: metric.unit.clone(),
-        data,
-        ..Metric::default()
-    }
-}
-
 /// Translates the name of a metric of Prometheus. The first two underscores become dots, as the
 /// ends of its namespaces.
 fn split_prometheus_name(name: &str) -> (String, &'static str) {
@@ -173,17 +136,21 @@ impl<'r, S: FnMut(Bytes) -> bool> OtlpOutput<'r, S> {
             is_stopped: false,
             metrics: Vec::new(),
             point_count: 0,
+            kind: MetricKind::Gauge,
+            current: Metric::default(),
+            numbers: Vec::new(),
+            histograms: Vec::new(),
         }
     }
 
     /// Encodes the metrics that have points as one message, and sends it.
     fn finish_message(&mut self) {
+        self.end_metric();
         self.point_count = 0;
-        let mut metrics = std::mem::take(&mut self.metrics);
+        let metrics = std::mem::take(&mut self.metrics);
         if self.is_stopped {
             return;
         }
-        metrics.retain(|metric| metric.data.as_ref().is_some_and(has_points));
         let scope_metrics = ScopeMetrics {
             scope: Some(instrumentation_scope()),
             metrics,
@@ -201,45 +168,65 @@ impl<'r, S: FnMut(Bytes) -> bool> OtlpOutput<'r, S> {
         self.is_stopped = !(self.send_message)(message);
     }
 
-    fn begin_metric(&mut self, name: &str, unit: &str, help: &str, data: Data) {
-        let metric = Metric {
+    fn begin_metric(&mut self, kind: MetricKind, (name, unit): (&str, &str), help: &str) {
+        self.end_metric();
+        self.kind = kind;
+        self.current = Metric {
             name: name.to_owned(),
             description: help.to_owned(),
             unit: unit.to_owned(),
-            data: Some(data),
             ..Metric::default()
         };
-        self.metrics.push(metric);
     }
 
-    /// Returns the metric that was begun last, in a message that has room for one more point.
-    fn metric_for_next_point(&mut self) -> Option<&mut Data> {
+    /// Adds the current metric to the message, if it has points.
+    fn end_metric(&mut self) {
+        let data_points = std::mem::take(&mut self.numbers);
+        let histograms = std::mem::take(&mut self.histograms);
+        if data_points.is_empty() && histograms.is_empty() {
+            return;
+        }
+        let aggregation_temporality = AggregationTemporality::Cumulative.into();
+        let data = match self.kind {
+            MetricKind::Counter | MetricKind::UpDownCounter => Data::Sum(Sum {
+                data_points,
+                aggregation_temporality,
+                is_monotonic: self.kind == MetricKind::Counter,
+            }),
+            MetricKind::Gauge => Data::Gauge(Gauge { data_points }),
+            MetricKind::Histogram => Data::Histogram(Histogram {
+                data_points: histograms,
+                aggregation_temporality,
+            }),
+        };
+        self.metrics.push(Metric {
+            data: Some(data),
+            ..self.current.clone()
+        });
+    }
+
+    /// Sends the message before the next point if it is full.
+    fn make_room_for_point(&mut self) {
         if self.point_count == MAX_POINTS_PER_MESSAGE {
-            let metric = self.metrics.last().map(copy_without_points)?;
             self.finish_message();
-            self.metrics.push(metric);
         }
         self.point_count += 1;
-        self.metrics.last_mut()?.data.as_mut()
     }
 
     fn push_number(&mut self, attributes: Vec<KeyValue>, value: number_data_point::Value) {
-        let point = NumberDataPoint {
+        self.make_room_for_point();
+        self.numbers.push(NumberDataPoint {
             attributes,
             start_time_unix_nano: self.started_ns,
             time_unix_nano: self.now_ns,
             value: Some(value),
             ..NumberDataPoint::default()
-        };
-        match self.metric_for_next_point() {
-            Some(Data::Sum(sum)) => sum.data_points.push(point),
-            Some(Data::Gauge(gauge)) => gauge.data_points.push(point),
-            _ => {}
-        }
+        });
     }
 
     fn push_histogram(&mut self, attributes: Vec<KeyValue>, histogram: &HistogramSnapshot) {
-        let point = HistogramDataPoint {
+        self.make_room_for_point();
+        self.histograms.push(HistogramDataPoint {
             attributes,
             start_time_unix_nano: self.started_ns,
             time_unix_nano: self.now_ns,
@@ -248,22 +235,14 @@ impl<'r, S: FnMut(Bytes) -> bool> OtlpOutput<'r, S> {
             bucket_counts: histogram.bucket_counts(),
             explicit_bounds: histogram.bounds_s(),
             ..HistogramDataPoint::default()
-        };
-        if let Some(Data::Histogram(metric)) = self.metric_for_next_point() {
-            metric.data_points.push(point);
-        }
+        });
     }
 }
 
 impl<S: FnMut(Bytes) -> bool> MetricOutput for OtlpOutput<'_, S> {
     fn write_family(&mut self, kind: MetricKind, name: &'static str, help: &str) {
         let (name, unit) = split_prometheus_name(name);
-        let data = match kind {
-            MetricKind::Counter => new_sum(true),
-            MetricKind::Gauge => Data::Gauge(Gauge::default()),
-            MetricKind::Histogram => new_histogram(),
-        };
-        self.begin_metric(&name, unit, help, data);
+        self.begin_metric(kind, (&name, unit), help);
     }
 
     fn write_sample(&mut self, labels: &[(&str, &str)], value: SampleValue<'_>) {

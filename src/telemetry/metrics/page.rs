@@ -1,7 +1,8 @@
 //! The metrics that tidegate defines itself, and the page of them for Prometheus.
 
-use super::exposition::{ExpositionFormat, ExpositionWriter};
-use super::output::{MetricKind, MetricOutput, SampleValue, write_metrics};
+use super::exposition::{
+    ExpositionFormat, ExpositionWriter, MetricKind, MetricOutput, SampleValue, write_metrics,
+};
 use super::registry::Metrics;
 use super::status::{ProcessStatus, RedisServerMetrics};
 use crate::telemetry::log_writer::dropped_log_lines;
@@ -91,28 +92,29 @@ impl Metrics {
     }
 
     fn write_connection_metrics(&self, page: &mut dyn MetricOutput, status: &ProcessStatus) {
+        let labels = &self.labels;
         write_metrics! { page;
-            Gauge "tidegate_connections_active" = status.open_connections as u64,
+            Gauge "tidegate_connections_active" = status.connections.open as u64,
                 "Open client connections.";
-            Counter "tidegate_tls_handshake_errors" by "kind" = self.sum_by_label(|worker| &worker.tls_errors),
+            Counter "tidegate_tls_handshake_errors" by "kind" = labels.tls_errors.iter().copied().zip(self.sum_counters(|worker| &worker.tls_errors.0)),
                 "Client connections that failed in the TLS handshake, by kind.";
-            Counter "tidegate_proxy_protocol_errors" by "kind" = self.sum_by_label(|worker| &worker.proxy_header_errors),
+            Counter "tidegate_proxy_protocol_errors" by "kind" = labels.proxy_header_errors.iter().copied().zip(self.sum_counters(|worker| &worker.proxy_header_errors.0)),
                 "Client connections that were closed because of their PROXY header, by kind.";
-            Gauge "tidegate_connections_max" = status.max_connections as u64,
+            Gauge "tidegate_connections_max" = status.connections.max as u64,
                 "Maximum number of open client connections (listen.max_connections).";
-            Counter "tidegate_connections_full" = status.connection_limit_hits,
+            Counter "tidegate_connections_full" = status.connections.full,
                 "New connections that found listen.max_connections open: another one was closed, or they waited.";
             Counter "tidegate_panics" = status.panics,
                 "Connections and HTTP/2 requests that ended in a panic. Each panic is a bug in tidegate.";
             Counter "tidegate_log_lines_dropped" = dropped_log_lines(),
                 "Log lines dropped because stderr was read too slowly.";
-            Counter "tidegate_connections_closed" by "reason" = self.sum_by_label(|worker| &worker.close_reasons),
+            Counter "tidegate_connections_closed" by "reason" = labels.close_reasons.iter().copied().zip(self.sum_counters(|worker| &worker.close_reasons.0)),
                 "Client connections and HTTP/2 streams that tidegate closed, by reason.";
             Counter "tidegate_untrusted_forwarding" = self.untrusted_forwarding_count(),
                 "Requests with a forwarding header from a peer outside client.trusted_proxies, while a policy depends on the client's address.";
             Counter "tidegate_tokens_refused" = self.sum_counter(|worker| &worker.rejected_tokens),
                 "Requests with a rejected token, while a policy reads a claim.";
-            Counter "tidegate_rls_calls" by "result" = self.sum_by_label(|worker| &worker.rls_calls),
+            Counter "tidegate_rls_calls" by "result" = labels.rls_call_results.iter().copied().zip(self.sum_counters(|worker| &worker.rls_calls.0)),
                 "Calls of the rate-limit service by result. given_up: cancelled before the answer. It is less than the calls that Envoy let pass: Envoy counts those in cluster.NAME.ratelimit.failure_mode_allowed.";
             Counter "tidegate_rls_descriptors_unmet" = self.sum_counter(|worker| &worker.unmatched_descriptors),
                 "Descriptors in calls of the rate-limit service that no policy matches, or that cannot be decided: negative hits, more than 64 entries, or beyond the first 64 of a call. They are not limited.";
@@ -122,29 +124,23 @@ impl Metrics {
 
 fn write_store_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
     write_metrics! { page;
-        Gauge "tidegate_store_up" = status.store_up.into(),
+        Gauge "tidegate_store_up" = status.store.up.into(),
             "Whether the store is available (1) or not (0).";
-        Gauge "tidegate_breaker_open" = status.breaker_open.into(),
+        Gauge "tidegate_breaker_open" = status.store.breaker_open.into(),
             "Whether the circuit breaker blocks calls to Redis (1) or not (0).";
         Counter "tidegate_store_errors" by "kind" = status.store_errors.iter().copied(),
             "Store errors by kind.";
     }
-    if let Some(instances) = status.instance_count {
-        write_metrics! { page;
-            Gauge "tidegate_instances" = instances.into(),
-                "Instances that share the limits, as last read from Redis; before the first read, store.redis.instances.";
-        }
-    }
-    if let Some(units) = status.lease_units_lost {
-        write_metrics! { page;
-            Counter "tidegate_lease_units_lost" = units,
-                "Unused leased units that could not be returned to Redis. They stay charged until they expire.";
-        }
+    write_metrics! { page;
+        Gauge "tidegate_instances" if status.store.instances.map(u64::from),
+            "Instances that share the limits, as last read from Redis; before the first read, store.redis.instances.";
+        Counter "tidegate_lease_units_lost" if status.store.lease_units_lost,
+            "Unused leased units that could not be returned to Redis. They stay charged until they expire.";
     }
     if let Some(redis) = &status.redis {
         write_redis_metrics(page, redis);
     }
-    if let Some(memory) = status.memory {
+    if let Some(memory) = status.store.memory {
         write_metrics! { page;
             Gauge "tidegate_store_memory_keys" = memory.keys as u64,
                 "Counters in the memory store.";
@@ -166,24 +162,12 @@ fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) 
             "Changes of key overrides that this instance noticed in Redis: set, replaced, removed, expired, or seen for the first time since the start or an eviction from its cache.";
         Counter "tidegate_foreign_overrides" = redis.foreign_overrides,
             "Decisions that ignored a foreign value in the Redis key of an override.";
-    }
-    if let Some(bytes) = redis.memory_bytes {
-        write_metrics! { page;
-            Gauge "tidegate_redis_memory_bytes" = bytes,
-                "Memory used by Redis in bytes; in a cluster, the sum over its masters.";
-        }
-    }
-    if let Some(bytes) = redis.memory_max_bytes {
-        write_metrics! { page;
-            Gauge "tidegate_redis_memory_max_bytes" = bytes,
-                "maxmemory of Redis in bytes, if configured; in a cluster, the sum over its masters.";
-        }
-    }
-    if let Some(may_evict) = redis.may_evict {
-        write_metrics! { page;
-            Gauge "tidegate_redis_may_evict" = may_evict.into(),
-                "Whether the maxmemory-policy of Redis may evict counters when memory is full (1) or not (0).";
-        }
+        Gauge "tidegate_redis_memory_bytes" if redis.memory_bytes,
+            "Memory used by Redis in bytes; in a cluster, the sum over its masters.";
+        Gauge "tidegate_redis_memory_max_bytes" if redis.memory_max_bytes,
+            "maxmemory of Redis in bytes, if configured; in a cluster, the sum over its masters.";
+        Gauge "tidegate_redis_may_evict" if redis.may_evict.map(u64::from),
+            "Whether the maxmemory-policy of Redis may evict counters when memory is full (1) or not (0).";
     }
     if let Some(skew_us) = redis.clock_skew_us {
         let help = "Clock of this machine minus the clock of Redis, corrected by half a round trip; in a cluster, the largest difference.";
@@ -195,17 +179,12 @@ fn write_redis_metrics(page: &mut dyn MetricOutput, redis: &RedisServerMetrics) 
 fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
     let expiries = status.certificates.iter();
     write_metrics! { page;
-        Gauge "tidegate_certificate_expiry_seconds" by "file" = expiries.map(|(file, at)| (&**file, *at)),
+        Gauge "tidegate_certificate_expiry_seconds" by "file" = expiries.map(|one| (&*one.file, one.ends_s)),
             "Expiry of a server certificate, or of its chain if that expires earlier, in seconds since the Unix epoch.";
     }
     if let Some(spans) = status.spans {
-        let counts = [
-            ("exported", spans.exported),
-            ("dropped", spans.dropped),
-            ("failed", spans.failed),
-        ];
         write_metrics! { page;
-            Counter "tidegate_trace_spans" by "result" = counts, "Spans by export result.";
+            Counter "tidegate_trace_spans" by "result" = spans, "Spans by export result.";
         }
     }
     if !status.key_fetches.is_empty() {
@@ -219,7 +198,10 @@ fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
         }
     }
     let successes = status.config_generation.saturating_sub(1);
-    let reloads = [("success", successes), ("failure", status.rejected_reloads)];
+    let reloads = [
+        ("success", successes),
+        ("failure", status.last_reload.refused),
+    ];
     write_metrics! { page;
         Counter "tidegate_config_reloads" by "result" = reloads,
             "New configurations by result: success took effect, failure changed nothing.";
@@ -227,7 +209,7 @@ fn write_process_metrics(page: &mut dyn MetricOutput, status: &ProcessStatus) {
             "Number of the configuration in effect, starting at 1.";
         Gauge "tidegate_config_last_reload_success_timestamp_seconds" = status.config_applied_at_s,
             "Time when the configuration in effect was applied, in seconds since the Unix epoch.";
-        Gauge "tidegate_config_last_reload_successful" = status.reload_errors.is_empty().into(),
+        Gauge "tidegate_config_last_reload_successful" = status.last_reload.errors.is_empty().into(),
             "Whether the newest configuration files are in effect (1) or not (0).";
         Gauge "tidegate_config_hash" = status.config_hash,
             "Hash of the configuration in effect, without listen, admin, log, trace, metrics and shutdown. Equal configurations have equal hashes.";

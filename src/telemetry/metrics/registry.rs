@@ -4,9 +4,10 @@ use super::histogram::{
     DECISION_TIME_BOUNDS, HistogramSnapshot, RESPONSE_TIME_BOUNDS, SingleWriterCounter,
 };
 use super::http_server::HttpServerMetrics;
-use super::labels::{MetricLabels, REQUEST_DECISION_COUNT, sum_at_indices};
-use super::policy_counters::PolicyCounters;
-use super::worker::{FIRST_STATUS_CODE, LabelledCounters, STATUS_CODE_COUNT, WorkerMetrics};
+use super::worker::{
+    FIRST_STATUS_CODE, MetricLabels, PolicyCounters, REQUEST_DECISION_COUNT, WorkerMetrics,
+    add_counters, sum_at_indices,
+};
 use crate::telemetry::top_rejections::TopRejections;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,10 +23,12 @@ pub struct Metrics {
     /// returned with lower values, Prometheus would assume a restart. Only names of configured
     /// policies are added.
     pub(super) policy_counters: Mutex<BTreeMap<Arc<str>, Arc<PolicyCounters>>>,
-    pub(super) labels: MetricLabels,
+    /// The label values of the counters.
+    pub labels: MetricLabels,
     /// Present if metrics are exported by OTLP.
     pub(super) export_counts: Option<MetricExportCounts>,
-    top_rejections: TopRejections,
+    /// The most rejected keys and paths.
+    pub top_rejections: TopRejections,
 }
 
 /// Exports by OTLP since the start, by result.
@@ -87,48 +90,30 @@ impl Metrics {
         found.collect()
     }
 
-    /// The most rejected keys and paths.
-    pub fn top_rejections(&self) -> &TopRejections {
-        &self.top_rejections
-    }
-
-    /// The label values of the counters.
-    pub fn labels(&self) -> &MetricLabels {
-        &self.labels
-    }
-
     /// Number of requests since the start, by [`MetricLabels::request_decisions`].
     pub fn request_decision_counts(&self) -> [u64; REQUEST_DECISION_COUNT] {
-        let totals: [u64; REQUEST_DECISION_COUNT] = std::array::from_fn(|index| {
-            self.sum_optional_counter(|worker| worker.request_decisions.get(index))
-        });
+        let totals = self.sum_counters(|worker| &worker.request_decisions);
         let labels = self.labels.request_decisions;
         labels.map(|(_, indices)| sum_at_indices(&totals, indices))
     }
 
     /// Number of responses since the start by status code, without codes that did not occur.
     pub fn status_counts(&self) -> Vec<(u16, u64)> {
-        let codes = (FIRST_STATUS_CODE..).zip(0..STATUS_CODE_COUNT);
-        let counts = codes.map(|(code, at)| {
-            (
-                code,
-                self.sum_optional_counter(|worker| worker.status_counts.get(at)),
-            )
-        });
+        let counts = self.sum_counters(|worker| &worker.status_counts);
+        let counts = (FIRST_STATUS_CODE..).zip(counts);
         counts.filter(|(_, count)| *count > 0).collect()
     }
 
     /// Number of requests since the start without a response from the upstream, by kind of error.
-    pub fn upstream_error_counts(&self) -> Vec<(&'static str, u64)> {
-        self.sum_by_label(|worker| &worker.upstream_errors)
+    pub fn upstream_error_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let counts = self.sum_counters(|worker| &worker.upstream_errors.0);
+        self.labels.upstream_errors.iter().copied().zip(counts)
     }
 
     /// Number of requests since the start that failed at the upstream by no fault of the client.
     pub fn upstream_fault_count(&self) -> u64 {
-        let faults = self.labels.upstream_faults.iter();
-        faults
-            .map(|at| self.sum_optional_counter(|worker| worker.upstream_errors.counters.get(*at)))
-            .sum()
+        let counts = self.sum_counters(|worker| &worker.upstream_errors.0);
+        sum_at_indices(&counts, self.labels.upstream_faults)
     }
 
     /// Number of responses of the upstream since the start with a status from 500 on.
@@ -140,24 +125,18 @@ impl Metrics {
     pub fn decision_durations(&self) -> Vec<(&'static str, HistogramSnapshot)> {
         let sources = self.labels.decision_sources.iter().enumerate();
         let snapshots = sources.map(|(at, source)| {
-            let parts = self
-                .workers
-                .iter()
-                .filter_map(|worker| worker.decisions.get(at));
-            (
-                *source,
-                HistogramSnapshot::from_histograms(&DECISION_TIME_BOUNDS, parts),
-            )
+            let workers = self.workers.iter();
+            let parts = workers.filter_map(|worker| worker.decisions.get(at));
+            let sum = HistogramSnapshot::from_histograms(&DECISION_TIME_BOUNDS, parts);
+            (*source, sum)
         });
         snapshots.collect()
     }
 
     /// Histogram of the time to the response head, over all requests since the process started.
     pub fn response_durations(&self) -> HistogramSnapshot {
-        HistogramSnapshot::from_histograms(
-            &RESPONSE_TIME_BOUNDS,
-            self.workers.iter().map(|worker| &worker.requests),
-        )
+        let parts = self.workers.iter().map(|worker| &worker.requests);
+        HistogramSnapshot::from_histograms(&RESPONSE_TIME_BOUNDS, parts)
     }
 
     /// Number of requests since the start with a forwarding header from an untrusted peer, while a
@@ -168,8 +147,8 @@ impl Metrics {
 
     /// The untrusted peers that sent forwarding headers: the last one of each worker.
     pub fn last_untrusted_peers(&self) -> BTreeSet<IpAddr> {
-        self.workers
-            .iter()
+        let workers = self.workers.iter();
+        workers
             .filter_map(|worker| *worker.last_untrusted_peer.lock())
             .collect()
     }
@@ -182,38 +161,20 @@ impl Metrics {
             .collect()
     }
 
-    pub(super) fn sum_counter(
-        &self,
-        count: impl Fn(&WorkerMetrics) -> &SingleWriterCounter,
-    ) -> u64 {
-        self.sum_optional_counter(|worker| Some(count(worker)))
+    pub(super) fn sum_counter(&self, of: fn(&WorkerMetrics) -> &SingleWriterCounter) -> u64 {
+        self.workers.iter().map(|worker| of(worker).get()).sum()
     }
 
-    /// Sums counters of all workers, each with its label.
-    pub(super) fn sum_by_label(
+    pub(super) fn sum_counters(
         &self,
-        of: fn(&WorkerMetrics) -> &LabelledCounters,
-    ) -> Vec<(&'static str, u64)> {
-        let sum = |at| self.sum_optional_counter(|worker| of(worker).counters.get(at));
-        let labels = self
-            .workers
-            .first()
-            .map_or(&[][..], |worker| of(worker).labels);
-        labels
-            .iter()
-            .enumerate()
-            .map(|(at, label)| (*label, sum(at)))
-            .collect()
-    }
-
-    fn sum_optional_counter(
-        &self,
-        count: impl Fn(&WorkerMetrics) -> Option<&SingleWriterCounter>,
-    ) -> u64 {
-        self.workers
-            .iter()
-            .filter_map(|worker| count(worker))
-            .map(SingleWriterCounter::get)
-            .sum()
+        of: fn(&WorkerMetrics) -> &[SingleWriterCounter],
+    ) -> Vec<u64> {
+        let mut sums = Vec::new();
+        for worker in &self.workers {
+            let counters = of(worker);
+            sums.resize(counters.len(), 0);
+            add_counters(&mut sums, counters);
+        }
+        sums
     }
 }

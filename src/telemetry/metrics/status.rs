@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// State of the process that is read on request instead of counted by workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,48 +13,92 @@ pub struct ProcessStatus {
     pub uptime_s: u64,
     /// Number of policies in effect.
     pub policy_count: usize,
-    pub open_connections: usize,
-    pub max_connections: usize,
-    /// How often `max_connections` was reached and new connections had to wait.
-    pub connection_limit_hits: u64,
+    pub connections: ConnectionCounts,
     /// Connections and HTTP/2 requests that ended in a panic.
     pub panics: u64,
-    pub store_up: bool,
-    pub breaker_open: bool,
-    /// `None` if the store is up or was not reached yet.
-    pub store_outage: Option<StoreOutage>,
+    /// The store, without its `errors`.
+    pub store: StoreStatus,
     /// Number of store errors since the start, by kind.
     pub store_errors: Vec<(&'static str, u64)>,
-    /// Number of instances that share the limits; `None` without Redis.
-    pub instance_count: Option<u32>,
-    /// Leased units that could not be returned; `None` without Redis.
-    pub lease_units_lost: Option<u64>,
     /// State of the Redis server; `None` without Redis.
     pub redis: Option<RedisServerMetrics>,
-    /// Usage of the memory store; `None` with another store.
-    pub memory: Option<MemoryStoreUsage>,
     /// Number of the configuration in effect, starting at 1.
     pub config_generation: u64,
     /// Spans by export result; `None` if no spans are exported.
-    pub spans: Option<SpanExportCounts>,
+    pub spans: Option<[(&'static str, u64); 3]>,
     /// Fetches of token keys; empty if no keys are fetched.
     pub key_fetches: Vec<KeyFetchCounts>,
-    /// Number of configurations that were rejected.
-    pub rejected_reloads: u64,
-    /// Time of the last load, successful or not, in seconds since the Unix epoch.
-    pub last_load_at_s: u64,
+    pub last_reload: LastReload,
+    /// The configuration in effect, as JSON without secrets.
+    pub config_json: Arc<str>,
     /// Time when the configuration in effect was applied, in seconds since the Unix epoch.
     pub config_applied_at_s: u64,
     /// Hash of the settings that all replicas should share: 48 bits, which a double holds exactly.
     pub config_hash: u64,
-    /// Errors in the newest configuration files; empty if these files are in effect.
-    pub reload_errors: Vec<String>,
     /// Warnings of the configuration in effect, one line each.
     pub config_warnings: Vec<String>,
+    pub certificates: Vec<CertificateExpiry>,
+}
+
+/// The connections of clients.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ConnectionCounts {
+    pub open: usize,
+    pub max: usize,
+    /// How often the maximum was reached and new connections had to wait.
+    pub full: u64,
+}
+
+/// The store of the counters.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StoreStatus {
+    /// `memory` or `redis`.
+    pub kind: Cow<'static, str>,
+    /// Empty for `memory`.
+    pub address: String,
+    pub up: bool,
+    pub breaker_open: bool,
+    /// `None` if the store is up or was not reached yet.
+    pub outage: Option<StoreOutage>,
+    /// Number of errors since the start, by kind.
+    pub errors: BTreeMap<String, u64>,
+    /// Number of instances that share the limits; `None` without Redis.
+    pub instances: Option<u32>,
+    /// Leased units that could not be returned; `None` without Redis.
+    pub lease_units_lost: Option<u64>,
+    /// Usage of the memory store; `None` if nothing is counted there.
+    pub memory: Option<MemoryStoreUsage>,
+}
+
+/// The last load of the configuration.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LastReload {
+    /// Time of the load, successful or not, in seconds since the Unix epoch.
+    pub at_s: u64,
+    /// The number of refused configurations.
+    pub refused: u64,
+    /// Errors in the newest configuration files; empty if these files are in effect.
+    pub errors: Vec<String>,
     /// Settings that were changed since the start and take effect only after a restart.
     pub pending_restart: Vec<String>,
-    /// The source of each server certificate, and its expiry in seconds since the Unix epoch.
-    pub certificates: Vec<(String, u64)>,
+}
+
+/// The source of a server certificate, and its expiry in seconds since the Unix epoch.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CertificateExpiry {
+    pub file: String,
+    pub ends_s: u64,
+}
+
+impl StoreStatus {
+    /// `up` or `degraded`.
+    pub fn availability(&self) -> &'static str {
+        if self.up { "up" } else { "degraded" }
+    }
 }
 
 /// Why the store is unavailable, and what policies do until it is back.
@@ -73,24 +119,16 @@ pub struct StoreOutage {
     pub open: Vec<String>,
 }
 
-/// Lifecycle phase of the process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Lifecycle phase of the process, with its name in documents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::Display)]
+#[strum(serialize_all = "lowercase")]
 pub enum ProcessPhase {
     /// Clients cannot connect yet.
     Starting,
+    #[strum(serialize = "ready")]
     Serving,
     /// Shutdown was requested; requests may still be served.
     Stopping,
-}
-
-/// Numbers of spans since the start, by export result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SpanExportCounts {
-    pub exported: u64,
-    /// Spans that were dropped because the queue was full.
-    pub dropped: u64,
-    /// Spans that were not exported because the collector was unavailable or rejected them.
-    pub failed: u64,
 }
 
 /// Fetches of the keys of a token issuer since the start, by result.

@@ -1,6 +1,5 @@
-use super::exposition::ExpositionWriter;
+use super::exposition::{ExpositionWriter, MetricKind, MetricOutput, SampleValue};
 use super::histogram::{DECISION_TIME_BOUNDS, RESPONSE_TIME_BOUNDS};
-use super::output::{MetricKind, MetricOutput, SampleValue};
 use super::*;
 use std::net::IpAddr;
 use std::time::Duration;
@@ -32,16 +31,24 @@ fn sample_status() -> ProcessStatus {
         phase: ProcessPhase::Serving,
         uptime_s: 60,
         policy_count: 2,
-        open_connections: 3,
-        max_connections: 10,
-        connection_limit_hits: 6,
+        connections: ConnectionCounts {
+            open: 3,
+            max: 10,
+            full: 6,
+        },
         panics: 1,
-        store_up: true,
-        breaker_open: false,
-        store_outage: None,
+        store: StoreStatus {
+            up: true,
+            lease_units_lost: Some(70),
+            instances: Some(3),
+            memory: Some(MemoryStoreUsage {
+                keys: 5,
+                bytes: 700,
+                evictions: 1,
+            }),
+            ..StoreStatus::default()
+        },
         store_errors: vec![("timeout", 2)],
-        lease_units_lost: Some(70),
-        instance_count: Some(3),
         redis: Some(RedisServerMetrics {
             calls: 9,
             sentinel_disagreements: 8,
@@ -52,30 +59,26 @@ fn sample_status() -> ProcessStatus {
             may_evict: Some(true),
             clock_skew_us: Some(-1_250_000),
         }),
-        memory: Some(MemoryStoreUsage {
-            keys: 5,
-            bytes: 700,
-            evictions: 1,
-        }),
         config_generation: 4,
-        spans: Some(SpanExportCounts {
-            exported: 8,
-            dropped: 1,
-            failed: 2,
-        }),
+        spans: Some([("exported", 8), ("dropped", 1), ("failed", 2)]),
         key_fetches: vec![KeyFetchCounts {
             url: "https://issuer/keys".to_owned(),
             succeeded: 7,
             failed: 1,
         }],
-        rejected_reloads: 2,
-        last_load_at_s: 1_700_000_000,
+        last_reload: LastReload {
+            at_s: 1_700_000_000,
+            refused: 2,
+            ..LastReload::default()
+        },
+        config_json: "{}".into(),
         config_applied_at_s: 1_700_000_000,
         config_hash: 77,
-        pending_restart: Vec::new(),
-        reload_errors: Vec::new(),
         config_warnings: Vec::new(),
-        certificates: vec![("a.crt".to_owned(), 1_800_000_000)],
+        certificates: vec![CertificateExpiry {
+            file: "a.crt".to_owned(),
+            ends_s: 1_800_000_000,
+        }],
     }
 }
 
@@ -100,8 +103,8 @@ fn sums_counts_of_all_workers() {
             worker_metrics.proxy_header_errors.increment(0);
             worker_metrics.close_reasons.increment(0);
             worker_metrics.record_untrusted_forwarding(IpAddr::from([10, 0, 0, 1]));
-            worker_metrics.record_rejected_token();
-            worker_metrics.record_lost_settlements(2);
+            worker_metrics.rejected_tokens.add(1);
+            worker_metrics.lost_settlements.add(2);
         }
         worker_metrics.record_policy_decision(&counters[1], DEGRADED_CLOSED_INDEX);
         worker_metrics.record_policy_decision(&counters[1], DEGRADED_INDEX);

@@ -1,17 +1,48 @@
-//! The counters of one worker.
+//! The counters that workers write, their labels, and the counters of each policy.
 
 use super::histogram::{
     DECISION_TIME_BOUNDS, DurationHistogram, RESPONSE_TIME_BOUNDS, SingleWriterCounter,
 };
 use super::http_server::{ActiveHttpRequest, HttpServerMetrics};
-use super::labels::{MetricLabels, REQUEST_DECISION_COUNT};
-use super::policy_counters::PolicyCounters;
 use crate::telemetry::top_rejections::WorkerRejections;
 use http::Method;
 use parking_lot::Mutex;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Lengths of tables in [`MetricLabels`]. They are constants because the counters and the history
+/// are stored in arrays of these lengths.
+/// Number of request decisions, both as counters and as labels.
+pub(crate) const REQUEST_DECISION_COUNT: usize = 8;
+pub(crate) const POLICY_HISTORY_SERIES_COUNT: usize = 10;
+
+/// A label value, and the indices of the counters that it sums.
+pub type LabelledCounterIndices = (&'static str, &'static [usize]);
+
+/// Label values of counters. The module that defines the indices of a counter also defines their
+/// labels.
+#[derive(Debug, Default)]
+pub struct MetricLabels {
+    /// Labels for [`WorkerMetrics::record_decision_time`].
+    pub decision_sources: &'static [&'static str],
+    /// Labels for [`WorkerMetrics::record_request_decision`].
+    pub request_decisions: [LabelledCounterIndices; REQUEST_DECISION_COUNT],
+    /// Labels for [`WorkerMetrics::record_policy_decision`].
+    pub policy_decisions: &'static [LabelledCounterIndices],
+    /// Labels of the decisions of an enforced policy without the store, by outcome.
+    pub degraded_outcomes: &'static [LabelledCounterIndices],
+    /// Labels of the policy decisions that the traffic history keeps.
+    pub policy_history: [LabelledCounterIndices; POLICY_HISTORY_SERIES_COUNT],
+    /// Labels of [`WorkerMetrics::upstream_errors`].
+    pub upstream_errors: &'static [&'static str],
+    /// Indices of the upstream errors that the client did not cause.
+    pub upstream_faults: &'static [usize],
+    pub tls_errors: &'static [&'static str],
+    pub proxy_header_errors: &'static [&'static str],
+    pub close_reasons: &'static [&'static str],
+    pub rls_call_results: &'static [&'static str],
+}
 
 /// The counters of one worker. Only that worker writes them.
 ///
@@ -23,7 +54,8 @@ pub struct WorkerMetrics {
     pub(super) decisions: Box<[DurationHistogram]>,
     pub(super) requests: DurationHistogram,
     pub(super) request_decisions: [SingleWriterCounter; REQUEST_DECISION_COUNT],
-    pub(super) rejections: Arc<WorkerRejections>,
+    /// The rejected keys and paths of this worker.
+    pub rejections: Arc<WorkerRejections>,
     /// Responses by status code, starting at [`FIRST_STATUS_CODE`].
     pub(super) status_counts: [SingleWriterCounter; STATUS_CODE_COUNT],
     pub upstream_errors: LabelledCounters,
@@ -35,30 +67,32 @@ pub struct WorkerMetrics {
     pub(super) untrusted_forwarding: SingleWriterCounter,
     /// The last peer counted in `untrusted_forwarding`.
     pub(super) last_untrusted_peer: Mutex<Option<IpAddr>>,
-    pub(super) rejected_tokens: SingleWriterCounter,
+    /// Requests with a rejected token, while a policy reads a claim.
+    pub rejected_tokens: SingleWriterCounter,
     /// Calls of the rate-limit service by result.
     pub rls_calls: LabelledCounters,
-    pub(super) unmatched_descriptors: SingleWriterCounter,
-    pub(super) lost_settlements: SingleWriterCounter,
+    /// Descriptors that no policy matches.
+    pub unmatched_descriptors: SingleWriterCounter,
+    /// Settlements that could not be sent to the store.
+    pub lost_settlements: SingleWriterCounter,
     /// Present if metrics are exported by OTLP.
     pub(super) http_server: Option<Arc<HttpServerMetrics>>,
 }
 
 pub(super) const FIRST_STATUS_CODE: u16 = 100;
 /// Number of status codes that a response can have: 100 to 999.
-pub(super) const STATUS_CODE_COUNT: usize = 900;
+const STATUS_CODE_COUNT: usize = 900;
 
 impl WorkerMetrics {
     pub(super) fn new(worker: usize, labels: &MetricLabels, is_exported: bool) -> Self {
+        let decisions = labels.decision_sources.iter();
         Self {
             worker,
-            decisions: labels
-                .decision_sources
-                .iter()
+            decisions: decisions
                 .map(|_| DurationHistogram::new(&DECISION_TIME_BOUNDS))
                 .collect(),
             requests: DurationHistogram::new(&RESPONSE_TIME_BOUNDS),
-            request_decisions: std::array::from_fn(|_| SingleWriterCounter::default()),
+            request_decisions: Default::default(),
             rejections: Arc::default(),
             status_counts: std::array::from_fn(|_| SingleWriterCounter::default()),
             upstream_errors: LabelledCounters::new(labels.upstream_errors),
@@ -79,18 +113,15 @@ impl WorkerMetrics {
     /// Records the decision of a policy on a request. `decision` is the index of a counter;
     /// [`MetricLabels::policy_decisions`] labels the counters.
     pub fn record_policy_decision(&self, counters: &PolicyCounters, decision: usize) {
-        counters.increment(self.worker, decision);
+        if let Some(own_part) = counters.workers.get(self.worker) {
+            increment_counter_at(&own_part.0, decision);
+        }
     }
 
     /// Records the decision on a request by all policies together. `decision` is the index of a
     /// counter; [`MetricLabels::request_decisions`] labels the counters.
     pub fn record_request_decision(&self, decision: usize) {
         increment_counter_at(&self.request_decisions, decision);
-    }
-
-    /// The rejected keys and paths of this worker.
-    pub fn rejections(&self) -> &WorkerRejections {
-        &self.rejections
     }
 
     /// Records the time to a decision on a request's limits. `source` is an index into
@@ -137,48 +168,60 @@ impl WorkerMetrics {
         self.untrusted_forwarding.add(1);
         *self.last_untrusted_peer.lock() = Some(peer);
     }
-
-    /// Records a request with a rejected token, while a policy reads a claim.
-    pub fn record_rejected_token(&self) {
-        self.rejected_tokens.add(1);
-    }
-
-    /// Records a number of descriptors that no policy matches.
-    pub fn record_unmatched_descriptors(&self, descriptors: usize) {
-        if descriptors > 0 {
-            self.unmatched_descriptors
-                .add(u64::try_from(descriptors).unwrap_or(u64::MAX));
-        }
-    }
-
-    /// Records a number of settlements that could not be sent to the store.
-    pub fn record_lost_settlements(&self, count: usize) {
-        self.lost_settlements
-            .add(u64::try_from(count).unwrap_or(u64::MAX));
-    }
 }
 
 /// The counters of one metric, one per label value.
 #[derive(Debug)]
-pub struct LabelledCounters {
-    pub(super) labels: &'static [&'static str],
-    pub(super) counters: Box<[SingleWriterCounter]>,
-}
+pub struct LabelledCounters(pub(super) Box<[SingleWriterCounter]>);
 
 impl LabelledCounters {
-    fn new(labels: &'static [&'static str]) -> Self {
-        Self {
-            labels,
-            counters: labels
-                .iter()
-                .map(|_| SingleWriterCounter::default())
-                .collect(),
-        }
+    fn new(labels: &[&str]) -> Self {
+        let counters = labels.iter().map(|_| SingleWriterCounter::default());
+        Self(counters.collect())
     }
 
     /// Counts one event. `label` is the index of its label value.
     pub fn increment(&self, label: usize) {
-        increment_counter_at(&self.counters, label);
+        increment_counter_at(&self.0, label);
+    }
+}
+
+/// The counters of one policy. Workers do not share cache lines, and each writes only its own part.
+#[derive(Debug)]
+pub struct PolicyCounters {
+    pub policy_name: Arc<str>,
+    workers: Box<[WorkerPolicyCounters]>,
+}
+
+/// Number of counters per policy and worker; they fill two cache lines.
+const COUNTERS_PER_WORKER: usize = 16;
+
+#[derive(Debug, Default)]
+#[repr(align(64))]
+struct WorkerPolicyCounters([SingleWriterCounter; COUNTERS_PER_WORKER]);
+
+impl PolicyCounters {
+    pub(super) fn new(policy_name: Arc<str>, workers: usize) -> Self {
+        let workers = (0..workers).map(|_| WorkerPolicyCounters::default());
+        Self {
+            policy_name,
+            workers: workers.collect(),
+        }
+    }
+
+    /// Returns the number of requests since the start, by label. Each counter is read once, so that
+    /// labels that share counters are consistent.
+    pub fn requests_by_label<'l>(
+        &self,
+        labels: &'l [LabelledCounterIndices],
+    ) -> impl Iterator<Item = (&'static str, u64)> + use<'l> {
+        let mut totals = [0; COUNTERS_PER_WORKER];
+        for worker in &self.workers {
+            add_counters(&mut totals, &worker.0);
+        }
+        labels
+            .iter()
+            .map(move |(label, indices)| (*label, sum_at_indices(&totals, indices)))
     }
 }
 
@@ -186,4 +229,16 @@ fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
     if let Some(counter) = counters.get(index) {
         counter.add(1);
     }
+}
+
+/// Adds the counters of a worker to the sums of all workers.
+pub(super) fn add_counters(sums: &mut [u64], counters: &[SingleWriterCounter]) {
+    for (sum, counter) in sums.iter_mut().zip(counters) {
+        *sum += counter.get();
+    }
+}
+
+/// The sum of the counts at `indices`.
+pub(super) fn sum_at_indices(counts: &[u64], indices: &[usize]) -> u64 {
+    indices.iter().filter_map(|index| counts.get(*index)).sum()
 }

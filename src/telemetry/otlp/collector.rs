@@ -55,6 +55,7 @@ pub(crate) struct CollectorClient {
     signal: OtlpSignal,
     settings: CollectorSettings,
     connection: Option<CollectorConnection>,
+    has_failed: bool,
 }
 
 enum CollectorConnection {
@@ -134,6 +135,7 @@ impl CollectorClient {
             signal,
             settings,
             connection: None,
+            has_failed: false,
         }
     }
 
@@ -143,6 +145,20 @@ impl CollectorClient {
         timeout(EXPORT_TIMEOUT, self.export_without_timeout(message))
             .await
             .unwrap_or_else(|_elapsed| Err("export timed out".to_owned()))
+    }
+
+    /// Logs the first of several failures, and the recovery. `error` is why an export failed.
+    pub(crate) fn log_result(&mut self, error: Option<&str>) {
+        let had_failed = std::mem::replace(&mut self.has_failed, error.is_some());
+        let what = match self.signal {
+            OtlpSignal::Traces => "span",
+            OtlpSignal::Metrics => "metric",
+        };
+        match error {
+            None if had_failed => tracing::info!("{what} export recovered"),
+            Some(error) if !had_failed => tracing::warn!(error, "{what} export failed"),
+            _ => {}
+        }
     }
 
     async fn export_without_timeout(&mut self, message: Bytes) -> Result<u64, String> {

@@ -3,7 +3,7 @@
 //! Request processing never waits for the export. Spans that do not fit into the queue are dropped
 //! and counted.
 
-use crate::telemetry::otlp::{CollectorClient, instrumentation_scope};
+use crate::telemetry::otlp::{CollectorClient, ExportHandle, instrumentation_scope};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::resource::v1::Resource;
 use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 use tokio::runtime::Builder;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 /// Maximum number of finished requests that wait for their export; they take a few MiB at most.
 pub(super) const QUEUE_CAPACITY: usize = 2048;
@@ -23,22 +23,15 @@ pub(super) const QUEUE_CAPACITY: usize = 2048;
 const MAX_BATCH_REQUESTS: usize = 256;
 /// Maximum time that the first request of a batch waits for others.
 const MAX_BATCH_DELAY: Duration = Duration::from_secs(1);
-/// Maximum time that the process waits for the export at shutdown.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Counters of spans by export result.
 #[derive(Debug, Default)]
 pub(super) struct SpanExportCounters {
     pub(super) exported: AtomicU64,
+    /// Spans that were dropped because the queue was full.
     pub(super) dropped: AtomicU64,
+    /// Spans that were not exported because the collector was unavailable or rejected them.
     pub(super) failed: AtomicU64,
-}
-
-/// Handle that stops the export at shutdown.
-#[derive(Debug)]
-pub struct SpanExporter {
-    stop: oneshot::Sender<()>,
-    done: oneshot::Receiver<()>,
 }
 
 /// State of the export thread.
@@ -46,45 +39,29 @@ struct SpanExportWorker {
     collector: CollectorClient,
     resource: Resource,
     counters: Arc<SpanExportCounters>,
-    has_failed: bool,
 }
 
-impl SpanExporter {
-    /// Starts the export thread.
-    pub(super) fn start(
-        collector: CollectorClient,
-        resource: Resource,
-        counters: Arc<SpanExportCounters>,
-        queue: mpsc::Receiver<Vec<Span>>,
-    ) -> io::Result<Self> {
-        let (stop, stopped) = oneshot::channel();
-        let (done_sender, done) = oneshot::channel();
-        let runtime = Builder::new_current_thread().enable_all().build()?;
-        thread::Builder::new()
-            .name("trace".to_owned())
-            .spawn(move || {
-                let worker = SpanExportWorker {
-                    collector,
-                    resource,
-                    counters,
-                    has_failed: false,
-                };
-                runtime.block_on(worker.run(queue, stopped));
-                drop(done_sender);
-            })?;
-        Ok(Self { stop, done })
-    }
-
-    /// Stops the export after the queued requests are exported, and waits up to two seconds for
-    /// that.
-    pub async fn finish(self) {
-        let Self { stop, done } = self;
-        drop(stop);
-        // Dropping `stop` signals the thread, and the thread drops `done_sender` at its end.
-        if timeout(SHUTDOWN_TIMEOUT, done).await.is_err() {
-            tracing::warn!("span export incomplete at shutdown");
-        }
-    }
+/// Starts the export thread, which exports what is queued.
+pub(super) fn start_export(
+    collector: CollectorClient,
+    resource: Resource,
+    counters: Arc<SpanExportCounters>,
+    queue: mpsc::Receiver<Vec<Span>>,
+) -> io::Result<ExportHandle> {
+    let (handle, stopped, done) = ExportHandle::new("span");
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let worker = SpanExportWorker {
+        collector,
+        resource,
+        counters,
+    };
+    thread::Builder::new()
+        .name("trace".to_owned())
+        .spawn(move || {
+            runtime.block_on(worker.run(queue, stopped));
+            drop(done);
+        })?;
+    Ok(handle)
 }
 
 /// Adds queued requests to the batch until the batch is full, or the queue is closed and empty.
@@ -151,11 +128,6 @@ impl SpanExportWorker {
         counters.failed.fetch_add(failed, Ordering::Relaxed);
         let exported = span_count - failed;
         counters.exported.fetch_add(exported, Ordering::Relaxed);
-        let had_failed = std::mem::replace(&mut self.has_failed, error.is_some());
-        match error {
-            None if had_failed => tracing::info!("span export recovered"),
-            Some(error) if !had_failed => tracing::warn!(error, "span export failed"),
-            _ => {}
-        }
+        self.collector.log_result(error.as_deref());
     }
 }

@@ -128,7 +128,7 @@ struct SlotFixture {
     _server: RedisServer,
     relay: TcpRelay,
     store: Store,
-    slots: ConcurrencySlots,
+    slots: Arc<ConcurrencySlots>,
     direct: MultiplexedConnection,
     limit: Limit,
     key: Key,
@@ -164,7 +164,7 @@ impl SlotFixture {
         let counter = (self.limit, self.key.clone());
         let guard = self.slots.create_slot_guard(smallvec![counter]);
         let charge = PolicyCharges {
-            slot_id: guard.slot_id(),
+            slot_id: guard.slot_id,
             ..PolicyCharges::new(&self.limit, &self.key, 1)
         };
         let decision = self.store.decide(&[charge]).await.unwrap();
@@ -362,12 +362,12 @@ async fn at_most_ten_thousand_slots_outlive_their_exchange() {
         for _ in 0..10_005 {
             let mut guard = slots.create_slot_guard(smallvec![(limit, key.clone())]);
             let charge = PolicyCharges {
-                slot_id: guard.slot_id(),
+                slot_id: guard.slot_id,
                 ..PolicyCharges::new(&limit, &key, 1)
             };
             assert!(store.decide(&[charge]).await.unwrap().admitted);
             let ends_at = Instant::now() + Duration::from_secs(60);
-            guard.set_request_end(Some(ends_at), SlotRelease::Upstream);
+            (guard.request_ends_at, guard.release) = (Some(ends_at), SlotRelease::Upstream);
             guard.keep_without_exchange();
         }
         assert_eq!(count_taken().await, 10_000, "round {round}");

@@ -294,7 +294,8 @@ pub const EVERY_ALGORITHM: [(&str, LimitGenerator); 7] = [
             "America/New_York",
             "Australia/Lord_Howe",
         ];
-        let unit = CalendarUnit::ALL[rng.usize(..3)];
+        let units = [CalendarUnit::Day, CalendarUnit::Week, CalendarUnit::Month];
+        let unit = units[rng.usize(..3)];
         let calendar = Calendar::new(unit, zones[rng.usize(..zones.len())]);
         let amount = draw_limit(rng, Algorithm::SlidingLog).requests;
         Limit::per_calendar_period(amount, calendar.expect("a known zone"))

@@ -154,7 +154,7 @@ fn counted_limit(policy: &PolicySpec) -> Option<Limit> {
 /// With a large limit, usage above the policy's limit shows, too. A bucket has a large burst
 /// already, and its own rate.
 fn many(limit: Limit) -> Limit {
-    let requests = match limit.is_bucket() {
+    let requests = match limit.algorithm.is_bucket() {
         true => limit.requests,
         false => 1 << 40,
     };

@@ -8,7 +8,6 @@ use std::time::Duration;
 use super::problem_reply::{ProblemReply, build_response_with_optional_body};
 use super::reply_style::ReplyStyle;
 use crate::enforcer::{LimitReport, OwnLimits};
-use crate::limiter::Algorithm;
 use crate::policy::RateLimitHeaderSettings;
 use crate::proxy::http::rate_limit_headers;
 
@@ -32,10 +31,10 @@ pub(crate) fn build_own_limits_reply(
         .policies
         .iter()
         .map(|policy| {
-            let limits = policy.limits.iter();
-            let limits: Vec<Value> = limits.map(|limit| limit_to_json(limit, now_us)).collect();
+            let limits = policy.reports();
+            let limits: Vec<Value> = limits.map(|limit| limit_to_json(&limit, now_us)).collect();
             json!({
-                "policy": policy.policy.name,
+                "policy": policy.own.policy.name,
                 "blocked_s": policy.blocked_until_us.map(|until_us| seconds_until(until_us, now_us)),
                 "limits": limits,
             })
@@ -83,7 +82,7 @@ fn build_error_reply(
 
 fn limit_to_json(reported: &LimitReport<'_>, now_us: u64) -> Value {
     let named = reported.limit;
-    let has_window = !matches!(named.limit.algorithm, Algorithm::Concurrency { .. });
+    let has_window = !named.limit.algorithm.counts_slots();
     let window = Duration::from_micros(named.limit.period_length_us(now_us));
     let reset_us = reported.status.next_growth_us;
     json!({

@@ -7,7 +7,7 @@ use crate::clock::{Clock, ManualClock};
 use crate::limiter::{
     Algorithm, Decision, Key, KeyBuilder, LeaseTerms, Limit, LimitCharge, PolicyCharges,
 };
-use crate::store::leases::clock_reading::ClockReading;
+use crate::store::leases::lease_entry::ClockReading;
 use crate::store::leases::lease_entry::LeasePermit;
 use crate::store::leases::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::store::{MemorySettings, MemoryStore, PendingSettlement, Settlement};

@@ -17,7 +17,7 @@ use super::credited_units_and_time;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, Decision, Key, KeyBuilder, LeaseTerms, Limit, PolicyCharges};
 use crate::store::deny_cache::DenyCache;
-use crate::store::leases::clock_reading::ClockReading;
+use crate::store::leases::lease_entry::ClockReading;
 use crate::store::leases::lease_table::{LeaseTable, OnLeaseExhausted};
 use crate::store::{
     FallbackStore, MemorySettings, MemoryStore, PendingSettlement, Settlement, Share,
