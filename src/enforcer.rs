@@ -44,7 +44,7 @@ pub struct Enforcer {
     active_policies: ActivePolicies,
     store: Store,
     metrics: Arc<WorkerMetrics>,
-    settlements: SettlementQueue,
+    settlements: Arc<SettlementQueue>,
     slots: Arc<ConcurrencySlots>,
 }
 

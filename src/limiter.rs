@@ -19,6 +19,7 @@ mod key;
 mod key_override;
 mod leaky_bucket;
 mod limit;
+mod overridden_charges;
 mod sliding_log;
 mod sliding_window;
 mod token_bucket;
@@ -35,8 +36,9 @@ pub use effects::{ChargeEffect, compute_lease_grant, determine_effects};
 pub use key::{
     CounterScope, DIGEST_BYTES, Key, KeyBuilder, ListedValue, SOURCES_BYTES, format_digest,
 };
-pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverriddenCharges, OverrideInEffect};
+pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
 pub use limit::{Algorithm, Limit};
+pub use overridden_charges::OverriddenCharges;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of
 /// Lua.

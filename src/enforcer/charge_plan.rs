@@ -264,7 +264,7 @@ impl<'t> ChargePlan<'t> {
     pub(super) fn estimated_charges(
         &self,
         decision: &Decision,
-        settlements: &SettlementQueue,
+        settlements: &Arc<SettlementQueue>,
     ) -> Vec<EstimatedCharge> {
         let mut planned = self.planned_policies.iter();
         if !decision.admitted || planned.all(|planned_policy| planned_policy.estimate.is_none()) {
@@ -295,7 +295,7 @@ impl<'t> ChargePlan<'t> {
                 cost: Arc::clone(cost),
                 counters: counters.collect(),
                 counted: response_counters.collect(),
-                settlements: settlements.clone(),
+                settlements: Arc::clone(settlements),
                 exhausts_limit,
             })
         });

@@ -8,6 +8,7 @@ use crate::limiter::{Key, Limit};
 use crate::policy::{Facts, NamedLimit, PolicyTable};
 use crate::store::{MemoryStore, SettlementQueue};
 use smallvec::SmallVec;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// The decision of one policy about a request.
@@ -60,7 +61,7 @@ pub struct DryRunResult {
 /// manual one. The decision of each matching policy is passed to `report`. Policies for whose index
 /// `is_included` returns false do not apply.
 pub fn dry_run_request<'t>(
-    (memory, settlements): (&MemoryStore, &SettlementQueue),
+    (memory, settlements): (&MemoryStore, &Arc<SettlementQueue>),
     table: &'t PolicyTable,
     facts: &Facts<'_>,
     (slot, requested_at): (u128, Instant),

@@ -18,7 +18,7 @@ pub struct EstimatedCharge {
     pub(super) counters: SmallVec<[(LimitAndKey, u64); 1]>,
     /// The response counters, if only those start the block of the policy.
     pub(super) counted: Vec<LimitAndKey>,
-    pub(super) settlements: SettlementQueue,
+    pub(super) settlements: Arc<SettlementQueue>,
     /// Whether a limit has fewer units left than the estimate. It then rejects the key's next such
     /// request until units are returned.
     pub(super) exhausts_limit: bool,

@@ -206,11 +206,6 @@ impl<'a> PolicyCharges<'a> {
     pub fn requested_lease(&self) -> Option<LeaseTerms> {
         self.lease.filter(|_| self.requested_lease_units > 0)
     }
-
-    /// Whether the counters are in the memory of this process, whatever the store is.
-    pub fn is_instance_scoped(&self) -> bool {
-        self.key.is_instance_scoped()
-    }
 }
 
 impl LimitCharge<'_> {

@@ -51,7 +51,7 @@ pub(crate) struct PolicySimulator<'t> {
     table: &'t PolicyTable,
     required_headers: &'t RequiredHeaders,
     memory: Arc<MemoryStore>,
-    settlements: SettlementQueue,
+    settlements: Arc<SettlementQueue>,
     clock_control: ManualClock,
     /// Constant time argument for store calls, because the manual clock supplies the log time.
     fixed_instant: Instant,

@@ -114,7 +114,7 @@ impl Store {
             Self::Redis(path) => path,
         };
         // Boxed so that other requests need no space for these futures.
-        if request.iter().any(PolicyCharges::is_instance_scoped) {
+        if (request.iter()).any(|policy| policy.key.is_instance_scoped()) {
             return Box::pin(path.decide_by_scope(request, requested_at)).await;
         }
         if request.iter().any(|policy| policy.lease.is_some()) {
@@ -176,8 +176,8 @@ impl RedisDecisionPath {
         request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let own = RequestPart::new(request, |charge| charge.policy.is_instance_scoped());
-        let shared = RequestPart::new(request, |charge| !charge.policy.is_instance_scoped());
+        let own = RequestPart::new(request, |charge| charge.key.is_instance_scoped());
+        let shared = RequestPart::new(request, |charge| !charge.key.is_instance_scoped());
         let (own_charges, shared_charges) = (&own.policies, &shared.policies);
         let memory = self.redis.instance_counters();
         if shared_charges.is_empty() {

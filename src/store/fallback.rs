@@ -118,6 +118,98 @@ impl FallbackStore {
         }
     }
 
+    /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
+    /// status. Admitted charges will be written back.
+    pub fn decide(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
+        match self.find_overrides(request, requested_at) {
+            Some(overridden) => overridden.decide(
+                |limited| self.decide_by_limits(limited, requested_at),
+                |late| self.decide_by_share(late, |_| true, requested_at),
+            ),
+            None => self.decide_by_limits(request, requested_at),
+        }
+    }
+
+    /// The last known overrides of the keys of charges that this process decides in an outage.
+    fn find_overrides<'r, 'c>(
+        &self,
+        request: &'r [PolicyCharges<'c>],
+        requested_at: Instant,
+    ) -> Option<OverriddenCharges<'r, 'c>> {
+        let now_us = self.clock.instant_to_unix_us(requested_at);
+        OverriddenCharges::resolve(request, |charge| {
+            if !uses_fallback(charge.policy) {
+                return None;
+            }
+            let cached = self.override_cache.find(counter_id(charge.counter()))?;
+            let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
+            is_current.then(|| {
+                // Decisions report the wall clock.
+                let shift_us = self.clock.known_wall_shift_us();
+                let ends_us = cached
+                    .ends_us
+                    .map(|at_us| at_us.saturating_add_signed(shift_us));
+                (cached.in_effect.clamp_to(charge.limit), ends_us)
+            })
+        })
+    }
+
+    /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
+    /// no charge that is affected by the outage. Charges that are held back are left to
+    /// [`FallbackStore::decide`], which would count them in the share again.
+    pub fn check_share_during_recovery(
+        &self,
+        request: &[PolicyCharges<'_>],
+        requested_at: Instant,
+    ) -> Option<Decision> {
+        let Some(overridden) = self.find_overrides(request, requested_at) else {
+            return self.check_share(request, requested_at);
+        };
+        let limited = overridden.limited_charges();
+        let checked = self.check_share(&limited.policies, requested_at)?;
+        Some(overridden.complete_decision(&limited, checked))
+    }
+
+    /// Decides charges by this instance's share of their limits.
+    fn decide_by_limits(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
+        let local = each_charge(request).filter(|charge| uses_fallback(charge.policy));
+        for charge in local.clone() {
+            // A concurrent charge must not be overwritten by the counter that this creates.
+            let id = counter_id(charge.counter());
+            self.status_cache.remove_and_apply(id, |status| {
+                self.apply_status(&charge, status, requested_at);
+            });
+        }
+        let decision = self.decide_by_share(request, uses_fallback, requested_at);
+        if decision.admitted {
+            let now_us = self.clock.instant_to_unix_us(requested_at);
+            let charged = local.filter(|charge| charge.cost > 0 && !charge.is_read);
+            if self.record_charges(charged, now_us) {
+                self.changed.notify_one();
+            }
+        } else {
+            // The refusal may have started a block.
+            for block in local.filter(Charge::is_block) {
+                self.record_counter(&block);
+            }
+        }
+        decision
+    }
+
+    /// [`Self::check_share_during_recovery`] for charges with their limits in effect.
+    fn check_share(
+        &self,
+        request: &[PolicyCharges<'_>],
+        requested_at: Instant,
+    ) -> Option<Decision> {
+        let is_checked =
+            |policy: &PolicyCharges<'_>| self.uses_share_for(policy) && !policy.is_held_back;
+        let mut checked = each_charge(request).filter(|charge| is_checked(charge.policy));
+        self.record_counter(&checked.next()?);
+        checked.for_each(|charge| self.record_counter(&charge));
+        Some(self.decide_by_share(request, is_checked, requested_at))
+    }
+
     /// Partition that holds a key.
     pub fn partition(&self, key: &Key) -> u16 {
         (self.partition_of)(key)
@@ -229,98 +321,6 @@ impl FallbackStore {
     /// Waits until the background task has work.
     pub async fn wait_for_change(&self) {
         self.changed.notified().await;
-    }
-
-    /// Decides the charges of `local` policies without Redis, all or nothing; other charges have no
-    /// status. Admitted charges will be written back.
-    pub fn decide(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
-        match self.find_overrides(request, requested_at) {
-            Some(overridden) => overridden.decide(
-                |limited| self.decide_by_limits(limited, requested_at),
-                |late| self.decide_by_share(late, |_| true, requested_at),
-            ),
-            None => self.decide_by_limits(request, requested_at),
-        }
-    }
-
-    /// The last known overrides of the keys of charges that this process decides in an outage.
-    fn find_overrides<'r, 'c>(
-        &self,
-        request: &'r [PolicyCharges<'c>],
-        requested_at: Instant,
-    ) -> Option<OverriddenCharges<'r, 'c>> {
-        let now_us = self.clock.instant_to_unix_us(requested_at);
-        OverriddenCharges::resolve(request, |charge| {
-            if !uses_fallback(charge.policy) {
-                return None;
-            }
-            let cached = self.override_cache.find(counter_id(charge.counter()))?;
-            let is_current = cached.ends_us.is_none_or(|ends_us| now_us < ends_us);
-            is_current.then(|| {
-                // Decisions report the wall clock.
-                let shift_us = self.clock.known_wall_shift_us();
-                let ends_us = cached
-                    .ends_us
-                    .map(|at_us| at_us.saturating_add_signed(shift_us));
-                (cached.in_effect.clamp_to(charge.limit), ends_us)
-            })
-        })
-    }
-
-    /// Checks the share in addition to Redis while an outage ends. Returns `None` if Redis decides
-    /// no charge that is affected by the outage. Charges that are held back are left to
-    /// [`FallbackStore::decide`], which would count them in the share again.
-    pub fn check_share_during_recovery(
-        &self,
-        request: &[PolicyCharges<'_>],
-        requested_at: Instant,
-    ) -> Option<Decision> {
-        let Some(overridden) = self.find_overrides(request, requested_at) else {
-            return self.check_share(request, requested_at);
-        };
-        let limited = overridden.limited_charges();
-        let checked = self.check_share(&limited.policies, requested_at)?;
-        Some(overridden.complete_decision(&limited, checked))
-    }
-
-    /// Decides charges by this instance's share of their limits.
-    fn decide_by_limits(&self, request: &[PolicyCharges<'_>], requested_at: Instant) -> Decision {
-        let local = each_charge(request).filter(|charge| uses_fallback(charge.policy));
-        for charge in local.clone() {
-            // A concurrent charge must not be overwritten by the counter that this creates.
-            let id = counter_id(charge.counter());
-            self.status_cache.remove_and_apply(id, |status| {
-                self.apply_status(&charge, status, requested_at);
-            });
-        }
-        let decision = self.decide_by_share(request, uses_fallback, requested_at);
-        if decision.admitted {
-            let now_us = self.clock.instant_to_unix_us(requested_at);
-            let charged = local.filter(|charge| charge.cost > 0 && !charge.is_read);
-            if self.record_charges(charged, now_us) {
-                self.changed.notify_one();
-            }
-        } else {
-            // The refusal may have started a block.
-            for block in local.filter(Charge::is_block) {
-                self.record_counter(&block);
-            }
-        }
-        decision
-    }
-
-    /// [`Self::check_share_during_recovery`] for charges with their limits in effect.
-    fn check_share(
-        &self,
-        request: &[PolicyCharges<'_>],
-        requested_at: Instant,
-    ) -> Option<Decision> {
-        let is_checked =
-            |policy: &PolicyCharges<'_>| self.uses_share_for(policy) && !policy.is_held_back;
-        let mut checked = each_charge(request).filter(|charge| is_checked(charge.policy));
-        self.record_counter(&checked.next()?);
-        checked.for_each(|charge| self.record_counter(&charge));
-        Some(self.decide_by_share(request, is_checked, requested_at))
     }
 
     /// Whether this process decides the policy in an outage, and the outage of its counters has not

@@ -19,12 +19,9 @@ use tokio::time::timeout;
 /// because a lost credit makes a limit too strict, but a lost charge makes it too lax.
 const MAX_PENDING_SETTLEMENTS: usize = 1 << 14;
 
-/// Queue of one worker's settlements. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct SettlementQueue(Arc<SharedSettlementQueue>);
-
+/// Queue of one worker's settlements.
 #[derive(Debug)]
-struct SharedSettlementQueue {
+pub struct SettlementQueue {
     store: Store,
     metrics: Arc<WorkerMetrics>,
     /// Locked by one worker only. It is a mutex because `Store` is `Send`.
@@ -43,41 +40,44 @@ struct QueuedSettlements {
 
 impl SettlementQueue {
     /// Creates an empty queue that counts lost settlements in the worker's own `metrics`.
-    pub fn new(store: Store, metrics: Arc<WorkerMetrics>) -> Self {
-        Self(Arc::new(SharedSettlementQueue {
+    pub fn new(store: Store, metrics: Arc<WorkerMetrics>) -> Arc<Self> {
+        Arc::new(Self {
             store,
             metrics,
             queued: Mutex::default(),
             answered_batch: watch::Sender::default(),
-        }))
+        })
     }
 
     /// Applies settlements of counters in memory at once. Settlements for Redis are queued and sent
     /// soon.
-    pub fn apply_or_enqueue(&self, settlements: impl IntoIterator<Item = PendingSettlement>) {
+    pub fn apply_or_enqueue(
+        self: &Arc<Self>,
+        settlements: impl IntoIterator<Item = PendingSettlement>,
+    ) {
         let is_in_redis = |pending: &PendingSettlement| {
-            !(self.0.store).apply_in_memory(&Settlement::from_pending(pending))
+            !(self.store).apply_in_memory(&Settlement::from_pending(pending))
         };
         let mut settlements = settlements.into_iter().filter(is_in_redis).peekable();
         if settlements.peek().is_none() {
             return;
         }
-        let mut queued = self.0.queued.lock();
+        let mut queued = self.queued.lock();
         if queued.pending.is_empty() {
-            if *self.0.answered_batch.borrow() == queued.last_batch {
-                tokio::spawn(send_settlements(Arc::clone(&self.0)));
+            if *self.answered_batch.borrow() == queued.last_batch {
+                tokio::spawn(send_settlements(Arc::clone(self)));
             }
             queued.last_batch += 1;
         }
         let is_lost = |settlement| !enqueue_settlement(&mut queued.pending, settlement);
         let lost_count = settlements.map(is_lost).filter(|is_lost| *is_lost).count();
-        self.0.metrics.lost_settlements.add(lost_count as u64);
+        self.metrics.lost_settlements.add(lost_count as u64);
     }
 
     /// Waits until the settlements that are queued now are applied or lost.
     pub async fn wait_until_applied(&self, at_most: Duration) {
-        let last_batch = self.0.queued.lock().last_batch;
-        let mut answered = self.0.answered_batch.subscribe();
+        let last_batch = self.queued.lock().last_batch;
+        let mut answered = self.answered_batch.subscribe();
         let is_applied = answered.wait_for(|answered| *answered >= last_batch);
         drop(timeout(at_most, is_applied).await);
     }
@@ -97,7 +97,7 @@ fn enqueue_settlement(pending: &mut Vec<PendingSettlement>, settlement: PendingS
 }
 
 /// Sends settlements until the queue is empty.
-async fn send_settlements(queue: Arc<SharedSettlementQueue>) {
+async fn send_settlements(queue: Arc<SettlementQueue>) {
     loop {
         let (mut batch, number) = {
             let mut queued = queue.queued.lock();
